@@ -1,0 +1,1 @@
+"""demix: language models made of domain experts (Gururangan et al. 2021, "DEMix Layers")."""

@@ -1,0 +1,307 @@
+"""The command line: one command a stage, each as the Snakemake rules run it, and those for people."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from demix.errors import DemixError
+from demix.files import read_json, settings_from, write_json, write_text
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Language models made of domain experts: one command a stage. Snakemake prints each command that it runs, "
+    "and each can be copied and run by hand.",
+)
+
+Settings = Annotated[str, typer.Option(help="The stage's part of the config, as JSON.")]
+Files = Annotated[list[Path], typer.Argument(help="Input files.")]
+Output = Annotated[Path, typer.Option(help="Where the result goes.")]
+
+
+def main() -> None:
+    """Run the command line; bad input ends in one line and exit status 1."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    try:
+        app()
+    except DemixError as error:
+        sys.exit(f"demix: error: {error}")
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.exit(f"demix: error: {error.filename}: {error.strerror}; mend the path or its permissions and rerun")
+
+
+@app.command()
+def config(
+    file: Annotated[Path | None, typer.Argument(help="A config file to check and print with its defaults.")] = None,
+    reference: Annotated[bool, typer.Option(help="Print the reference of all keys instead.")] = False,
+) -> None:
+    """Check a config file and print it with all defaults filled in."""
+    import yaml
+
+    from demix.config import load_config
+    from demix.config import reference as keys
+
+    if reference:
+        print(keys(), end="")
+    elif file is None:
+        raise DemixError("FILE", "is missing", "name a config file, such as config/sample.yaml")
+    else:
+        print(yaml.safe_dump(load_config(file), sort_keys=False, allow_unicode=True), end="")
+
+
+@app.command()
+def download(domain: str, settings: Settings, output: Output) -> None:
+    """Read a domain's raw text from its source into one private Parquet file."""
+    from demix.data.sources import Source
+    from demix.data.sources import download as run
+
+    run(settings_from(Source, settings), domain, output)
+
+
+@app.command()
+def anonymize(
+    raw: Annotated[Path, typer.Argument(help="Raw text as Parquet.")],
+    output: Output,
+    counts: Annotated[Path, typer.Option(help="Where the counts by category go.")],
+    enabled: Annotated[bool, typer.Option(help="Replace personal data, or only normalise.")] = True,
+) -> None:
+    """Normalise a domain's text and replace personal data by dummy tokens."""
+    from demix.data.anonymize import anonymize_documents
+
+    anonymize_documents(raw, output, counts, enabled=enabled)
+
+
+@app.command()
+def owners(documents: Files, output: Output) -> None:
+    """Give each text that the training domains hold to one of them (documents/<domain>.parquet)."""
+    from demix.data.corpus import mark_duplicates
+
+    mark_duplicates({path.stem: path for path in documents}, output)
+
+
+@app.command()
+def split(
+    documents: Annotated[Path, typer.Argument(help="The domain's anonymized documents/<domain>.parquet.")],
+    counts: Annotated[Path, typer.Option(help="The counts of anonymize.")],
+    owners: Annotated[Path, typer.Option(help="Who keeps each text of the training domains.")],
+    settings: Settings,
+    output: Annotated[Path, typer.Option(help="Folder for train, dev and test.parquet and card.json.")],
+) -> None:
+    """Drop duplicates and split a domain by content hash, dev and test first."""
+    from demix.data.corpus import Budget
+    from demix.data.corpus import split as run
+
+    values = json.loads(settings)
+    run(
+        documents.stem,
+        documents,
+        counts,
+        owners,
+        training=values["training"],
+        budget=settings_from(Budget, values["words"]),
+        seed=values["seed"],
+        outputs={name: output / f"{name}.parquet" for name in ("train", "dev", "test")},
+        card=output / "card.json",
+    )
+
+
+@app.command()
+def tokenizer(documents: Files, settings: Settings, output: Output) -> None:
+    """Train a byte-level BPE on the training domains' text, or take GPT-2's."""
+    from demix.data.tokenizer import gpt2_tokenizer, train_tokenizer
+
+    values = json.loads(settings)
+    if values["kind"] == "gpt2":
+        gpt2_tokenizer(output)
+    else:
+        train_tokenizer(documents, values["vocab_size"], output)
+
+
+@app.command()
+def tokenize(
+    documents: Files,
+    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json")],
+    output: Annotated[Path, typer.Option(help="Folder for one .arrow shard per input.")],
+) -> None:
+    """Turn corpus files into memory-mapped token shards."""
+    from demix.data.shards import tokenize as run
+
+    for path in documents:
+        run(tokenizer, path, output / f"{path.stem}.arrow")
+
+
+@app.command()
+def train(
+    kind: Annotated[str, typer.Argument(help="demix, dense, dense_unbalanced or domain_token.")],
+    shards: Annotated[list[Path], typer.Argument(help="tokens/<domain>/train.arrow of each training domain.")],
+    settings: Settings,
+    output: Annotated[Path, typer.Option(help="The model directory.")],
+    metrics: Annotated[Path, typer.Option(help="Where the metrics go (JSON lines).")],
+    checkpoints: Annotated[Path, typer.Option(help="Folder for the state that a killed run resumes from.")],
+) -> None:
+    """Train one model from scratch, or resume its training."""
+    from demix.train.stage import KINDS, Training, train_model
+
+    if kind not in KINDS:
+        raise DemixError(f"kind {kind}", "is not known", f"use one of {', '.join(KINDS)}")
+    train_model(kind, settings_from(Training, settings), shards, output, metrics, checkpoints)
+
+
+@app.command()
+def score(
+    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    shards: Annotated[list[Path], typer.Argument(help="tokens/<domain>/<split>.arrow to score.")],
+    settings: Settings,
+    output: Annotated[Path, typer.Option(help="The model's folder of score tables.")],
+    experts: Annotated[str, typer.Option(help="Experts (or domain tokens) to score, separated by commas.")],
+) -> None:
+    """Score texts under experts: one log-probability per token, written once."""
+    from demix.evaluate.score import Scoring
+    from demix.evaluate.score import score as run
+
+    run(model, tuple(experts.split(",")), shards, settings_from(Scoring, settings), output)
+
+
+@app.command()
+def adapt(
+    model: Annotated[Path, typer.Argument(help="The DEMix model to which the expert is added.")],
+    shards: Annotated[list[Path], typer.Argument(help="train.arrow and dev.arrow of the novel domain.")],
+    training: Annotated[str, typer.Option(help="The model's training domains, separated by commas.")],
+    scores: Annotated[Path, typer.Option(help="The model's folder of score tables.")],
+    settings: Settings,
+    metrics: Annotated[Path, typer.Option(help="Where the metrics go (JSON lines).")],
+    checkpoints: Annotated[Path, typer.Option(help="Folder for the state that a killed run resumes from.")],
+) -> None:
+    """DEMix-DAPT: add an expert for a novel domain, copied from the likeliest parent."""
+    from demix.adapt import Adaptation, adapt_expert
+
+    train_shard, dev_shard = shards
+    adapt_expert(
+        model,
+        (train_shard, dev_shard),
+        training.split(","),
+        scores,
+        settings_from(Adaptation, settings),
+        metrics,
+        checkpoints,
+    )
+
+
+@app.command("adapt-dense")
+def adapt_dense(
+    model: Annotated[Path, typer.Argument(help="The dense model to adapt.")],
+    shards: Annotated[
+        list[Path],
+        typer.Argument(help="train.arrow and dev.arrow of the novel domain, then the training domains' dev."),
+    ],
+    settings: Settings,
+    output: Annotated[Path, typer.Option(help="The adapted model's directory.")],
+    metrics: Annotated[Path, typer.Option(help="Where the metrics go (JSON lines).")],
+    checkpoints: Annotated[Path, typer.Option(help="Folder for the state that a killed run resumes from.")],
+) -> None:
+    """Dense-DAPT: go on training all parameters of a dense model on a novel domain."""
+    from demix.adapt import Adaptation
+    from demix.adapt import adapt_dense as run
+
+    train_shard, dev_shard, *others = shards
+    run(model, (train_shard, dev_shard), others, settings_from(Adaptation, settings), output, metrics, checkpoints)
+
+
+@app.command()
+def evaluate(
+    domain: str,
+    scores: Annotated[Path, typer.Option(help="The run's folder of score tables.")],
+    settings: Settings,
+    output: Output,
+    priors: Annotated[Path, typer.Option(help="Where the cached priors go.")],
+) -> None:
+    """Mix the score tables of one domain by every method; no forward pass."""
+    from demix.evaluate.results import Evaluation, evaluate_domain
+
+    evaluate_domain(scores, domain, settings_from(Evaluation, settings), output, priors)
+
+
+@app.command()
+def join(tables: Files, output: Output) -> None:
+    """Join Parquet tables of the same columns, in the order given."""
+    from demix.evaluate.results import join as run
+
+    run(tables, output)
+
+
+@app.command("run-config")
+def run_config(settings: Settings, output: Output) -> None:
+    """Write the run's completed config, so that its folder explains itself."""
+    write_json(output, json.loads(settings))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")],
+    output: Annotated[Path, typer.Option(help="Folder for tables, figures and claims.")],
+) -> None:
+    """Make the tables, figures and claims of a run."""
+    from demix.report import write_report
+
+    write_report(
+        run / "results.parquet", run / "priors.parquet", run / "metrics", read_json(run / "config.json"), output
+    )
+
+
+@app.command()
+def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")]) -> None:
+    """Print the main table of a finished run and where to look further."""
+    from rich.console import Console
+
+    from demix.evaluate.results import results_frame
+    from demix.report.claims import main_table
+
+    run_config: dict[str, Any] = read_json(run / "config.json")
+    Console().print(main_table(results_frame(run / "results.parquet"), run_config))
+    print(f"Tables, figures, claims: {run / 'report'} (start with claims.html)")
+    print("One page with all of it: snakemake --report report.html")
+    print(f"Runs and curves: mlflow ui --backend-store-uri {run_config['tracking']['uri']}")
+
+
+@app.command()
+def track(
+    run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")],
+    settings: Settings,
+    output: Annotated[Path, typer.Option(help="A receipt: what was sent and where.")],
+) -> None:
+    """Send a run's parameters, metrics, tables and figures to MLflow; sending again changes nothing."""
+    from demix.tracking import track as send
+
+    values = json.loads(settings)
+    uri, experiment = values["uri"], values["experiment"]
+    sent = send(run, read_json(run / "config.json"), uri, experiment)
+    write_text(
+        output, json.dumps({"uri": uri, "experiment": experiment, "sent": sent}, indent=2, sort_keys=True) + "\n"
+    )
+
+
+@app.command()
+def export(
+    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    expert: Annotated[str, typer.Option(help="The expert to export (dense for a dense model).")],
+    tokenizer: Annotated[Path, typer.Option(help="The run's tokenizer.json.")],
+    output: Annotated[Path, typer.Option(help="The directory to write.")],
+    format: Annotated[str, typer.Option(help="hf: a Hugging Face GPT-2 directory.")] = "hf",
+) -> None:
+    """Export one expert as a model of its own that other software loads."""
+    from demix.model.export import export_hf
+
+    if format != "hf":
+        raise DemixError(f"--format {format}", "is not known", "use hf")
+    export_hf(model, expert, tokenizer, output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The config file: checked against workflow/schemas/config.schema.yaml, defaults filled in, wrong keys named."""
+
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonschema import Draft202012Validator, ValidationError, validators
+
+from demix.errors import DemixError
+from demix.model.config import architecture_from
+
+SCHEMA = Path(__file__).parents[1] / "workflow" / "schemas" / "config.schema.yaml"
+
+
+def load_config(path: str | Path) -> dict:
+    """The checked and completed config in the YAML file `path`."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DemixError(path, "does not exist", "give the path of a config file, such as config/sample.yaml") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DemixError(path, f"is not YAML ({error})", "mend the line that is named") from None
+    if not isinstance(content, dict):
+        raise DemixError(path, "is not a mapping of keys", "start from config/sample.yaml")
+    return complete(content)
+
+
+def complete(config: dict) -> dict:
+    """`config` with every default of the schema filled in.
+
+    Raises DemixError that names the first wrong key, what is allowed, and the nearest known key.
+    """
+    schema = yaml.safe_load(SCHEMA.read_text(encoding="utf-8"))
+    # Defaults are filled while validating, so that they are checked like given values.
+    errors = sorted(
+        _with_defaults(Draft202012Validator)(schema).iter_errors(config), key=lambda e: list(map(str, e.path))
+    )
+    if errors:
+        raise _readable(errors[0])
+    _check_across(config)
+    return config
+
+
+def _with_defaults(validator: type) -> type:
+    check_properties = validator.VALIDATORS["properties"]
+
+    def fill(self: Any, properties: dict, instance: Any, schema: dict) -> Iterator[ValidationError]:
+        if isinstance(instance, dict):
+            for name, part in properties.items():
+                default = part.get("default")
+                if "default" in part:
+                    instance.setdefault(name, default.copy() if isinstance(default, (dict, list)) else default)
+        yield from check_properties(self, properties, instance, schema)
+
+    return validators.extend(validator, {"properties": fill})
+
+
+def _readable(error: ValidationError) -> DemixError:
+    place = ".".join(map(str, error.absolute_path))
+    match error.validator:
+        case "additionalProperties":
+            known = list(error.schema["properties"])
+            key = next(name for name in error.instance if name not in known)
+            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+            return DemixError(
+                f"config key {place}.{key}".replace(" .", " "),
+                "is not known",
+                f"did you mean {nearest}? Allowed here: {', '.join(known)}",
+            )
+        case "required":
+            key = error.message.split("'")[1]
+            return DemixError(
+                f"config key {place}.{key}".replace(" .", " "), "is missing", "add it (see config/README.md)"
+            )
+        case "pattern" | "not" if "propertyNames" in error.absolute_schema_path:
+            return DemixError(
+                f"config key {place}.{error.instance}",
+                "is not a usable domain name",
+                "use lower-case letters, digits and _, other than the reserved words tokens and dense",
+            )
+    if error.context:
+        error = min(error.context, key=lambda e: len(e.schema_path))
+        allowed = "one of the forms in config/README.md"
+    else:
+        allowed = f"{error.validator} {error.validator_value}".replace("enum ", "one of ").replace("type ", "")
+    return DemixError(f"config key {place}", f"is {error.instance!r}", f"allowed is {allowed}")
+
+
+def _check_across(config: dict) -> None:
+    """Rules that join several keys, which a schema cannot say."""
+    training, novel = config["domains"]["training"], config["domains"]["novel"]
+    for name in novel:
+        if name in training:
+            raise DemixError(f"config key domains.novel.{name}", "is a training domain too", "name it in one list only")
+    architecture_from(config["architecture"])
+    removal = config["removal"]
+    for name in removal["retrain_without"]:
+        if name not in training:
+            near = difflib.get_close_matches(name, training, n=1, cutoff=0.0)[0]
+            raise DemixError(
+                "config key removal.retrain_without", f"{name} is no training domain", f"did you mean {near}?"
+            )
+    if removal["retrain_without"] and removal["replacement"] not in novel:
+        raise DemixError(
+            "config key removal.replacement",
+            f"is {removal['replacement']!r}, which is no novel domain",
+            f"name one of: {', '.join(novel) or '(add a novel domain first)'}",
+        )
+    if len(training) < 2 and removal["retrain_without"]:
+        raise DemixError("config key removal.retrain_without", "would leave no training domain", "name fewer domains")
+
+
+def reference() -> str:
+    """config/README.md: every key with its type, default and meaning, as Markdown."""
+    schema = yaml.safe_load(SCHEMA.read_text(encoding="utf-8"))
+    lines = [
+        "# Config reference",
+        "",
+        "Made from `workflow/schemas/config.schema.yaml` by `demix config --reference > config/README.md`.",
+        "Unknown keys are refused and the nearest known one is named. `demix config FILE` checks a file and prints it",
+        "with all defaults filled in.",
+        "",
+        "| key | allowed | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    for place, part, required in _keys(schema, schema, ""):
+        default = (
+            "required"
+            if required
+            else f"`{yaml.safe_dump(part['default'], default_flow_style=True).strip().removesuffix('...').strip()}`"
+            if "default" in part
+            else "–"
+        )
+        lines.append(f"| `{place}` | {_allowed(part)} | {default} | {part.get('description', '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _keys(part: dict, schema: dict, place: str) -> Iterator[tuple[str, dict, bool]]:
+    for name, child in part.get("properties", {}).items():
+        child = schema["$defs"][child["$ref"].rsplit("/", 1)[1]] | child if "$ref" in child else child
+        path = f"{place}{name}"
+        yield path, child, name in part.get("required", ())
+        if "overrides" in str(child.get("$ref")):
+            continue
+        yield from _keys(child, schema, f"{path}.")
+        if isinstance(nested := child.get("additionalProperties"), dict) and path.endswith("training"):
+            domain = schema["$defs"][nested["$ref"].rsplit("/", 1)[1]]
+            yield from _keys(domain, schema, f"{path}.<domain>.".replace("training", "*"))
+
+
+def _allowed(part: dict) -> str:
+    if "enum" in part:
+        return ", ".join(f"`{value}`" for value in part["enum"])
+    if "anyOf" in part:
+        return " or ".join(_allowed(choice) for choice in part["anyOf"])
+    if "$ref" in part:
+        return "any key of `training`"
+    kind = part.get("type", "")
+    kind = " or ".join(kind) if isinstance(kind, list) else kind
+    bounds = [
+        f"{sign} {part[key]}"
+        for key, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"))
+        if key in part
+    ]
+    return " ".join([kind, *bounds])

@@ -1,0 +1,297 @@
+"""Personal data replaced by the dummy tokens of the paper's Table 8, in text and in metadata.
+
+What each category means here, and where it differs from the code published with the paper
+(demix-data, scripts/anonymize_file.py):
+
+- EMAIL: an address in any case and script, its last label holding letters only; the dot that ends a sentence stays.
+- DART: as published, ten digits, a dash and 53 hexadecimal digits, but not inside a longer word.
+- FB_USERID: as published, a mention in Facebook's markup, `@[100001:2048:A Name]`; also the address of a profile
+  (`facebook.com/profile.php?id=…`, `facebook.com/a.name`), but not of Facebook's own pages.
+- CREDIT_CARD_NUMBER: 13 to 19 digits, plain or in groups parted by one kind of separator, with an issuer's prefix and
+  length and a valid Luhn digit.
+- SSN: three, two and four digits parted by dashes, area and group as issued since 2011; after "SSN" or "social
+  security" also parted by spaces or plain.
+- PHONE_NUMBER: North American numbers with an area code and separators; numbers with a country code; separated numbers
+  with a trunk 0 or an area code in parentheses. Other groups of 7 to 15 digits only just after words such as "phone:",
+  "fax" or "call me on", since years, pages, identifiers and times look the same.
+- USER: `@handle`, the whole of it but no trailing dot; not a decorator, a documentation tag or a package scope.
+
+Every pattern takes time linear in the text.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import regex
+
+from demix.data.tables import read_batches, write_rows
+from demix.files import write_json
+
+CATEGORIES = ("EMAIL", "DART", "FB_USERID", "PHONE_NUMBER", "CREDIT_CARD_NUMBER", "SSN", "USER")
+SCHEMA = pa.schema(
+    [("id", pa.string()), ("text", pa.large_string()), ("n_words", pa.int64()), ("metadata", pa.large_string())]
+)
+
+Span = tuple[int, int, str]
+
+_SURROGATE = regex.compile("[\ud800-\udfff]")
+
+# Joiners come at most two at a time, so that a failed scan ends where the next one may begin.
+_EMAIL = regex.compile(
+    r"(?<!\w)(?<!\w[.%+'-])(?<!\w[.%+'-]{2})"
+    r"\w++(?:[.%+'-]{1,2}+\w++)*+[.%+'-]{0,2}+"
+    r"@(?:\w++(?:-++\w++)*+\.)+(?:[^\W\d_]{2,24}|xn--\w++)(?!-?\w)"
+)
+_DART = regex.compile(r"(?<![0-9A-Za-z])[0-9]{10}-[0-9A-Fa-f]{53}(?![0-9A-Za-z])")
+_FACEBOOK_MENTION = regex.compile(r"@\[[0-9]{1,20}:[0-9]{1,20}:(?:[^\]\\\n]|\\.){1,256}+\]")
+_FACEBOOK_ADDRESS = regex.compile(
+    r"(?<![\w.-])(?:https?://)?(?:[a-z-]{1,16}\.)?(?:facebook|fb)\.com/"
+    r"(?:profile\.php\?(?:[\w=-]{1,64}&){0,8}id=[0-9]++|people/[^/\s]{1,128}/[0-9]++"
+    r"|(?!(?:about|ads|apps|business|careers|dialog|docs|developers?|events?|games|gaming|groups?|hashtag|help|home|legal"
+    r"|login|marketplace|media|messages|notes?|pages?|people|permalink|photos?|plugins|policies|policy|privacy|public|reel"
+    r"|search|settings|sharer?|stories|story|terms|videos?|watch)(?![\w])|\w++\.php)[a-z0-9](?:\.?[a-z0-9]){4,49}+(?!\w))",
+    regex.IGNORECASE,
+)
+
+# Text with fewer than seven digits this close together holds none of the numbers below.
+_RUN = regex.compile(r"[0-9](?:[ \t\u00a0().\-/\u2010-\u2015]{0,3}+[0-9]){6,}+")
+_SEPARATOR = r"[ \u00a0.\-/\u2010-\u2015]"
+_FREE = r"(?<![\w+])(?<![\w)][.\-/\u2010-\u2015])"
+_END = r"(?![\w])(?![.\-/\u2010-\u2015][0-9])"
+_CARD = regex.compile(
+    _FREE + r"(?:[0-9]{13,19}+|[0-9]{4}([ -])[0-9]{4}\1[0-9]{4}\1[0-9]{1,4}+(?:\1[0-9]{1,3}+)?|[0-9]{4}([ -])[0-9]{6}\2[0-9]{4,5}+)"
+    + _END
+)
+_ISSUER = regex.compile(
+    r"4[0-9]{12}(?:[0-9]{3}){0,2}|(?:5[1-5]|2[2-7])[0-9]{14}|3[47][0-9]{13}|3(?:0[0-5]|[689][0-9])[0-9]{11}"
+    r"|35[0-9]{14}|(?:2131|1800)[0-9]{11}|6[0-9]{15,18}|5[06-9][0-9]{11,17}"
+)
+_SSN = regex.compile(_FREE + r"(?!000|666|9)[0-9]{3}-(?!00)[0-9]{2}-(?!0000)[0-9]{4}" + _END)
+_SSN_CUE = regex.compile(r"(?:\bssns?|social security)(?: ?(?:number|no\.?|#))?(?: is)?[\s:#=]{0,3}$", regex.IGNORECASE)
+_SSN_LOOSE = regex.compile(r"(?!000|666|9)[0-9]{3}([ -]?)(?!00)[0-9]{2}\1(?!0000)[0-9]{4}" + _END)
+
+# A number in a row of numbers (a table, a list of pages) is no phone.
+_ALONE = r"(?<![0-9][ \u00a0])(?<![0-9],)"
+_NOT_IN_A_ROW = r"(?![ \u00a0,][0-9])"
+_PHONE = regex.compile(
+    rf"""
+    {_FREE}(?:
+      (?:\+?1[ .\-]?)?\([2-9][0-9]{{2}}\)[ ]?[2-9][0-9]{{2}}[ .\-][0-9]{{4}}
+    | (?:\+?1[.\-/ ])?[2-9][0-9]{{2}}([.\-/\u2010-\u2015])[2-9][0-9]{{2}}[.\-\u2010-\u2015][0-9]{{4}}
+    | {_ALONE}(?:1[ ])?[2-9][0-9]{{2}}[ ][2-9][0-9]{{2}}[ \-][0-9]{{4}}{_NOT_IN_A_ROW}
+    | {_ALONE}\((?:0[0-9]{{1,4}}|(?!19|20)[1-9][0-9]{{1,2}})\)[ ]?[0-9]{{3,4}}[ \-][0-9]{{3,4}}{_NOT_IN_A_ROW}
+    | 0[1-9](?:\.[0-9]{{2}}){{4}}
+    | {_ALONE}(?=(?:[ \-/]?[0-9]){{9,11}}{_END})\(?0[1-9][0-9]{{0,3}}\)?[ \-/](?:[0-9]{{2,8}}[ \-])*[0-9]{{2,8}}{_NOT_IN_A_ROW}
+    )(?:[ ]?(?:x|ext\.?)[ ]?[0-9]{{1,5}})?{_END}
+    """,
+    regex.VERBOSE,
+)
+_PLUS = regex.compile(r"(?<![\w)])(?<!\w[+\-])\+\(?$")
+_DOUBLE_ZERO = regex.compile(_FREE + _ALONE + r"00[1-9][0-9]{0,2}[ \-/]")
+_PHONE_CUE = regex.compile(
+    r"\b(?:(?:(?:tele)?phone|mobile|cell|fax|tel|telefax|whatsapp|hotline)(?: ?(?:number|no\.?|nr\.?|#))?(?: (?:is|at|on))?"
+    r"|(?:call|ring|phone|dial|text|fax|reach)(?: \w{1,12}){0,2}(?: on| at)?|(?:my|his|her|your) number is|ph|[TFM](?=:))"
+    r"[.:#]{0,2}\s{0,4}[+(]?$",
+    regex.IGNORECASE,
+)
+_GROUP = regex.compile(r"[0-9]++")
+_DATE = regex.compile(r"(?:1[5-9]|20)[0-9]{2}[.\-/ ][01]?[0-9][.\-/ ][0-3]?[0-9](?![0-9])|[0-3]?[0-9][./][01]?[0-9][./](?:19|20)[0-9]{2}")
+
+_USER = regex.compile(
+    r"(?<![\w@\\`&$%*=.+]|[\w.]-)@(?=[^\W\d]|[0-9]++[^\W\d]{3})"
+    r"(?!(?:abstractmethod|author|cached_property|classmethod|code|contextmanager|copyright|dataclass|deprecated|file|brief"
+    r"|font-face|charset|import|include|inheritDoc|interface|keyframes|link|media|method|mixin|namespace|node|overload"
+    r"|override|params?|private|property|protected|public|returns?|see|since|staticmethod|supports|template|throws|todo"
+    r"|typedef|version|wraps)\b)"
+    r"\w++(?:[.-]++\w++)*+(?![({\\`]|/\w)",
+    regex.IGNORECASE,
+)
+_DECORATED = regex.compile(
+    r"[^\S\n]*(?:#[^\n]*)?\n[^\S\n]*(?:@\w|(?:async|class|def|export|final|fun|function|private|protected|public|static|void)\b)"
+)
+
+
+def normalise(text: str) -> tuple[str, dict[str, int]]:
+    """`text` as all later stages see it, and how often each rule applied.
+
+    "surrogates": lone surrogates become U+FFFD; "nul": NUL characters are removed; "line_ends": "\\r\\n" becomes
+    "\\n". Nothing else is touched: no Unicode normalisation, no trimming.
+    """
+    text, surrogates = _SURROGATE.subn("\ufffd", text)
+    counts = {"surrogates": surrogates, "nul": text.count("\0")}
+    text = text.replace("\0", "")
+    counts["line_ends"] = text.count("\r\n")
+    return text.replace("\r\n", "\n"), counts
+
+
+def anonymize(text: str) -> tuple[str, dict[str, int]]:
+    """`text` with personal data replaced by dummy tokens such as `<EMAIL>`, and the number replaced by category.
+
+    Applying it again changes nothing.
+    """
+    counts = dict.fromkeys(CATEGORIES, 0)
+    # A replacement may uncover another match beside it. Each takes digits or an @ away, so this ends.
+    while spans := _spans(text):
+        parts, last = [], 0
+        for start, end, category in spans:
+            parts += [text[last:start], f"<{category}>"]
+            counts[category] += 1
+            last = end
+        text = "".join([*parts, text[last:]])
+    return text, counts
+
+
+def _spans(text: str) -> list[Span]:
+    """Non-overlapping spans of personal data in order; of two that overlap the one found first here stays."""
+    taken: list[Span] = []
+    at = "@" in text
+    if at:
+        taken += [(*match.span(), "FB_USERID") for match in _FACEBOOK_MENTION.finditer(text)]
+    if "facebook.com/" in (lower := text.lower()) or "fb.com/" in lower:
+        taken += [(*match.span(), "FB_USERID") for match in _FACEBOOK_ADDRESS.finditer(text)]
+    if at:
+        taken += [(*match.span(), "EMAIL") for match in _EMAIL.finditer(text)]
+    for run in _RUN.finditer(text):
+        taken += _numbers(text, *run.span())
+    if at:
+        taken += [(*match.span(), "USER") for match in _USER.finditer(text) if not _is_decorator(text, match)]
+    if len(taken) < 2:
+        return taken
+    kept: list[Span] = []
+    order = sorted(range(len(taken)), key=lambda i: (taken[i][0], i))
+    for span in (taken[i] for i in order):
+        if kept and span[0] < kept[-1][1]:
+            if _PRIORITY[span[2]] < _PRIORITY[kept[-1][2]]:
+                kept[-1] = span
+        else:
+            kept.append(span)
+    return kept
+
+
+_PRIORITY = {
+    name: rank
+    for rank, name in enumerate(("FB_USERID", "DART", "EMAIL", "CREDIT_CARD_NUMBER", "SSN", "PHONE_NUMBER", "USER"))
+}
+
+
+def _numbers(text: str, start: int, end: int) -> Iterator[Span]:
+    """The spans in one run of digits and separators, best category first."""
+    # Room for what follows a number in its pattern: a boundary, an extension, the end of a DART identifier.
+    stop, begin = end + 64, max(start - 2, 0)
+    for match in _DART.finditer(text, begin, stop):
+        if start <= match.start() < end:
+            yield (*match.span(), "DART")
+    for match in _CARD.finditer(text, start, stop):
+        if match.start() < end and _is_card(match.group()):
+            yield (*match.span(), "CREDIT_CARD_NUMBER")
+    for match in _SSN.finditer(text, start, stop):
+        if match.start() < end:
+            yield (*match.span(), "SSN")
+    before = text[max(start - 48, 0) : start]
+    if _SSN_CUE.search(before) and (match := _SSN_LOOSE.match(text, start, stop)):
+        yield (*match.span(), "SSN")
+    for match in _PHONE.finditer(text, begin, stop):
+        if match.start() < end and match.end() > start:
+            yield (*match.span(), "PHONE_NUMBER")
+    if text[start] != "0" and (plus := _PLUS.search(before)) and (last := _groups(text, start, end, 8, 15)):
+        yield (start - len(plus.group()), last, "PHONE_NUMBER")
+    if _DOUBLE_ZERO.match(text, start) and (last := _groups(text, start, end, 10, 16)):
+        # Dumps of memory have groups of one length.
+        if len({len(group) for group in _GROUP.findall(text, start, last)}) > 1:
+            yield (start, last, "PHONE_NUMBER")
+    if (cue := _PHONE_CUE.search(before)) and not _DATE.match(text, start):
+        if last := _groups(text, start, end, 7, 15):
+            yield (start - (cue.group()[-1] in "+("), last, "PHONE_NUMBER")
+
+
+def _groups(text: str, start: int, end: int, low: int, high: int) -> int | None:
+    """Where the leading whole groups of digits end that hold `low` to `high` digits in all."""
+    digits, last = 0, None
+    for match in _GROUP.finditer(text, start, end):
+        digits += len(match.group())
+        if digits > high:
+            break
+        if digits >= low:
+            last = match.end()
+    return last if last and not text[last : last + 1].isalnum() else None
+
+
+def _is_card(text: str) -> bool:
+    digits = text.replace(" ", "").replace("-", "")
+    if not _ISSUER.fullmatch(digits):
+        return False
+    total = 0
+    for place, digit in enumerate(map(int, reversed(digits))):
+        total += digit if place % 2 == 0 else (2 * digit - 9 if digit > 4 else 2 * digit)
+    return total % 10 == 0
+
+
+def _is_decorator(text: str, match: regex.Match) -> bool:
+    line = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
+    return line.strip(" \t*/") == "" and (line.strip() != "" or _DECORATED.match(text, match.end()) is not None)
+
+
+def anonymize_documents(input: Path, output: Path, counts: Path, *, enabled: bool = True) -> None:
+    """Normalise and, unless `enabled` is false, anonymize the raw documents in `input`.
+
+    Writes Parquet with `id` (hexadecimal sha256 of the final text), `text`, `n_words` (words parted by white space) and
+    `metadata`, and the JSON `counts`: documents read, words written, rules applied, documents rejected ("empty": without a
+    word), replacements by category. Source ids, which may hold personal data, go no further.
+    """
+    normalised: Counter[str] = Counter(surrogates=0, nul=0, line_ends=0)
+    replacements: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
+    totals = Counter(documents=0, words=0, empty=0)
+
+    def clean(text: str) -> str:
+        text, found = normalise(text)
+        normalised.update(found)
+        if enabled:
+            text, found = anonymize(text)
+            replacements.update(found)
+        return text
+
+    def rows() -> Iterator[tuple[str, str, int, str]]:
+        for batch in read_batches(input, ["text", "metadata"]):
+            for text, metadata in zip(*(column.to_pylist() for column in batch.columns)):
+                totals["documents"] += 1
+                text = clean(text)
+                words = len(text.split())
+                if not words:
+                    totals["empty"] += 1
+                    continue
+                totals["words"] += words
+                if metadata != "{}":
+                    metadata = json.dumps(_walk(json.loads(metadata), clean), sort_keys=True, ensure_ascii=False)
+                yield hashlib.sha256(text.encode()).hexdigest(), text, words, metadata
+
+    write_rows(output, SCHEMA, rows())
+    normalised["surrogates"] += int((pq.read_schema(input).metadata or {}).get(b"surrogates", 0))
+    write_json(
+        counts,
+        {
+            "documents": totals["documents"],
+            "words": totals["words"],
+            "normalised": dict(normalised),
+            "rejected": {"empty": totals["empty"]},
+            "replacements": dict(replacements),
+        },
+    )
+
+
+def _walk(value: Any, clean: Any) -> Any:
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, dict):
+        return {key: _walk(item, clean) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_walk(item, clean) for item in value]
+    if isinstance(value, int) and not isinstance(value, bool):
+        text = clean(str(value))
+        return value if text == str(value) else text
+    return value

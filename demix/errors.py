@@ -1,0 +1,13 @@
+"""The one way bad input is reported: one line that names the subject, the cause and the cure."""
+
+
+class DemixError(Exception):
+    """Bad input or an unusable environment, told in one line.
+
+    `subject` is the file, config key or option at fault, `cause` what is wrong with it and `cure`
+    what the user can do. The command line prints the line and exits with status 1.
+    """
+
+    def __init__(self, subject: object, cause: str, cure: str):
+        self.subject, self.cause, self.cure = str(subject), cause, cure
+        super().__init__(" ".join(f"{subject}: {cause}; {cure}".split()))

@@ -1,0 +1,97 @@
+"""Scoring: one log-probability per token and expert, once per (model, expert, domain, split)."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from demix.data.shards import TokenShard, blocks
+from demix.errors import DemixError
+from demix.evaluate.tables import tokens_sha256, write_scores, write_tokens
+from demix.files import read_json
+from demix.model.checkpoint import load_model
+from demix.model.gpt import GPT
+from demix.train.loop import PRECISIONS
+
+log = logging.getLogger(__name__)
+
+# Tokens x experts in one forward pass: enough to keep a core busy, little enough to stay in memory.
+EXPERT_TOKENS_AT_ONCE = 8192
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How much of each split is scored: the first blocks of dev, the first tokens of test (null: all)."""
+
+    dev_blocks: int
+    test_tokens: int | None
+    precision: str
+    threads: int
+
+    def limit(self, split: str, length: int) -> int | None:
+        """The most tokens of `split` to score with blocks of `length`."""
+        return self.dev_blocks * length if split == "dev" else self.test_tokens
+
+
+@torch.no_grad()
+def log_probabilities(
+    model: GPT, inputs: np.ndarray, targets: np.ndarray, mask: np.ndarray, dtype: torch.dtype | None = None
+) -> np.ndarray:
+    """log p of every target under every expert, in the order of the text: [E, tokens], padding left out.
+
+    inputs, targets, mask [N, T] as `demix.data.shards.blocks` cuts them. A domain-token model has one row per
+    domain token, in the order of `model.domain_tokens`.
+    """
+    columns = len(model.domain_tokens or model.experts)
+    batch = max(1, EXPERT_TOKENS_AT_ONCE // (columns * inputs.shape[1]))
+    scored = []
+    for first in range(0, len(inputs), batch):
+        rows = slice(first, first + batch)
+        seen, wanted = torch.from_numpy(inputs[rows])[None], torch.from_numpy(targets[rows])[None]  # [1, B, T]
+        if model.domain_tokens:
+            B = seen.shape[1]
+            domains = torch.arange(columns).repeat_interleave(B)[None]  # [1, columns * B]
+            hidden = model(seen.repeat(1, columns, 1), domains, dtype)
+            found = model.log_probabilities(hidden, wanted.repeat(1, columns, 1)).view(columns, B, -1)
+        else:
+            found = model.log_probabilities(model(seen, dtype=dtype), wanted)  # [E, B, T]
+        scored.append(found[:, torch.from_numpy(mask[rows])].double().numpy())
+    return np.concatenate(scored, axis=1)
+
+
+def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring: Scoring, output: Path) -> None:
+    """Score the named experts of the model in `directory` on token shards tokens/<domain>/<split>.arrow.
+
+    Writes output/<domain>.<split>/<expert>.parquet and tokens.parquet beside. For a domain-token model the
+    names are its domain tokens. Raises DemixError when model and shards differ in their tokenizer.
+    """
+    torch.set_num_threads(scoring.threads)
+    description = read_json(directory / "model.json")
+    domain_tokens = tuple(description["domain_tokens"])
+    model = load_model(directory, None if domain_tokens else experts)
+    if domain_tokens and domain_tokens != experts:
+        raise DemixError(directory, f"has the domain tokens {', '.join(domain_tokens)}", "score all of them, in order")
+    length = model.architecture.context
+    for path in shards:
+        domain, split = path.parent.name, path.stem
+        shard = TokenShard.open(path, verify=True)
+        if shard.tokenizer_sha256 != description["tokenizer_sha256"]:
+            raise DemixError(path, f"was made with another tokenizer than {directory}", "tokenize or train again")
+        inputs, targets, mask = blocks(shard.tokens, length, shard.end_of_text, scoring.limit(split, length))
+        scored = log_probabilities(model, inputs, targets, mask, PRECISIONS[scoring.precision])
+        ids = shard.tokens[: scored.shape[1]]
+        place = output / f"{domain}.{split}"
+        for expert, column in zip(experts, scored, strict=True):
+            expert_file = directory / "experts" / f"{'dense' if domain_tokens else expert}.json"
+            metadata = {
+                "tokens_sha256": tokens_sha256(ids),
+                "shared_sha256": description["shared_sha256"],
+                "expert_sha256": read_json(expert_file)["sha256"],
+                "precision": scoring.precision,
+            }
+            write_scores(place / f"{expert}.parquet", column, metadata)
+        documents = np.searchsorted(shard.offsets, np.arange(len(ids)), side="right") - 1
+        write_tokens(place, np.asarray(ids), documents, length)
+        log.info("%s %s: %d tokens under %d experts", domain, split, len(ids), len(experts))

@@ -1,0 +1,149 @@
+"""How files are written and read between stages: whole or not at all, and checked when read."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import types
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from demix.errors import DemixError
+
+T = TypeVar("T")
+
+
+@contextmanager
+def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
+    """Yield a temporary name beside `path`; on success fsync it and rename it to `path`.
+
+    On any exception the temporary file (or directory) is removed and `path` stays as it was.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if directory:
+            temporary.mkdir()
+        yield temporary
+        for written in [*temporary.rglob("*"), temporary] if directory else [temporary]:
+            _fsync(written)
+        if directory and path.exists():
+            shutil.rmtree(path)
+        os.replace(temporary, path)
+        _fsync(path.parent)
+    except OSError as error:
+        if error.errno is None or isinstance(error, DemixError):
+            raise
+        raise DemixError(
+            path, f"cannot be written ({error.strerror})", "free space or mend its permissions, then rerun"
+        ) from error
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write `text` as UTF-8, whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write `value` as indented JSON with sorted keys; NaN is refused."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    """The JSON value in `path`."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DemixError(path, "is missing", "run the stage that makes it") from None
+    except ValueError as error:
+        raise DemixError(path, f"is not valid JSON ({error})", "delete it and rerun the stage that makes it") from None
+
+
+def write_parquet(table: pa.Table, path: str | Path, **options: Any) -> None:
+    """Write `table` as zstd Parquet with page checksums, so that a flipped bit is found when it is read."""
+    with replacing(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd", write_page_checksum=True, **options)
+
+
+def read_parquet(path: str | Path, columns: list[str] | None = None) -> pa.Table:
+    """The table in `path`, its page checksums verified."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            return file.read(columns=columns)
+    except FileNotFoundError:
+        raise DemixError(path, "is missing", "run the stage that makes it") from None
+    except (pa.ArrowException, OSError) as error:
+        raise DemixError(path, f"is damaged ({error})", "delete it and rerun the stage that makes it") from None
+
+
+def sha256_file(path: str | Path) -> str:
+    """The hexadecimal sha256 of a file's bytes."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def seed_for(seed: int, *names: object) -> int:
+    """A 63-bit seed that depends on the run's `seed` and on `names` alone, never on order, time or `hash()`."""
+    digest = hashlib.sha256("\0".join([str(seed), *map(str, names)]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def settings_from(kind: type[T], values: dict[str, Any] | str, subject: str = "--settings") -> T:
+    """A (nested) frozen dataclass from a mapping or its JSON text; unknown and missing keys are refused.
+
+    Raises DemixError naming the key.
+    """
+    if isinstance(values, str):
+        try:
+            values = json.loads(values)
+        except ValueError as error:
+            raise DemixError(
+                subject, f"is not JSON ({error})", "copy it from the command that snakemake prints"
+            ) from None
+    if not isinstance(values, dict):
+        raise DemixError(subject, f"is {type(values).__name__}, not a mapping", f"give the fields of {kind.__name__}")
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for key in values:
+        if key not in fields:
+            raise DemixError(f"{subject}.{key}", "is not a known setting", f"allowed are {', '.join(fields)}")
+    arguments = {}
+    for name, field in fields.items():
+        if name not in values:
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                raise DemixError(f"{subject}.{name}", "is missing", f"add it ({hints[name]})")
+            continue
+        value = values[name]
+        nested = [a for a in (hints[name], *typing.get_args(hints[name])) if dataclasses.is_dataclass(a)]
+        if nested and isinstance(value, dict) and not _is_mapping(hints[name]):
+            value = settings_from(nested[0], value, f"{subject}.{name}")
+        elif isinstance(value, list):
+            value = tuple(value)
+        arguments[name] = value
+    return kind(**arguments)
+
+
+def _is_mapping(hint: Any) -> bool:
+    return not isinstance(hint, types.UnionType) and typing.get_origin(hint) is dict

@@ -1,0 +1,108 @@
+"""Modular model directories: `model.json`, `shared.safetensors` and one pair of files for each expert.
+
+No file lists the experts: the folder does. To add a domain is to add a file, to remove one to leave it out.
+"""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save_file
+
+from demix.errors import DemixError
+from demix.files import read_json, replacing, sha256_file, write_json
+from demix.model.config import Architecture
+from demix.model.gpt import GPT
+
+
+def save_shared(model: GPT, directory: Path, description: dict) -> None:
+    """Write `model.json` (architecture, `description`) and `shared.safetensors` below `directory`."""
+    shared = directory / "shared.safetensors"
+    _save({name: tensor.detach() for name, tensor in model.shared_tensors().items()}, shared)
+    write_json(
+        directory / "model.json",
+        description
+        | {
+            "architecture": dataclasses.asdict(model.architecture),
+            "vocab_size": model.vocab_size,
+            "domain_tokens": list(model.domain_tokens),
+            "shared_sha256": sha256_file(shared),
+        },
+    )
+
+
+def save_expert(model: GPT, expert: str, directory: Path, lineage: dict, name: str | None = None) -> None:
+    """Write expert `expert` of `model` as `experts/<name>.safetensors` with its `lineage` beside it."""
+    number, name = model.experts.index(expert), name or expert
+    path = directory / "experts" / f"{name}.safetensors"
+    _save({key: tensor.detach()[number].clone() for key, tensor in model.expert_tensors().items()}, path)
+    write_json(path.with_suffix(".json"), lineage | {"name": name, "sha256": sha256_file(path)})
+
+
+def expert_names(directory: Path) -> tuple[str, ...]:
+    """The experts that lie in a model directory, sorted by name."""
+    return tuple(sorted(path.stem for path in (Path(directory) / "experts").glob("*.safetensors")))
+
+
+def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) -> GPT:
+    """The model in `directory` with the named `experts` stacked in that order (all that lie there by default).
+
+    Every file's sha256 is checked against its description before use. Raises DemixError naming the file.
+    """
+    directory = Path(directory)
+    description = read_json(directory / "model.json")
+    experts = expert_names(directory) if experts is None else tuple(experts)
+    if not experts:
+        raise DemixError(directory / "experts", "holds no expert", "train the model first")
+    # The weights are about to be read: no point in drawing any.
+    with torch.device("meta"):
+        model = GPT(
+            Architecture(**description["architecture"]),
+            description["vocab_size"],
+            experts,
+            tuple(description["domain_tokens"]),
+        )
+    state = load_verified(directory / "shared.safetensors", description["shared_sha256"])
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for expert in experts:
+        path = directory / "experts" / f"{expert}.safetensors"
+        if not path.is_file():
+            there = ", ".join(expert_names(directory)) or "none"
+            raise DemixError(path, "is missing", f"choose among the experts that lie there: {there}")
+        for key, tensor in load_verified(path, read_json(path.with_suffix(".json"))["sha256"]).items():
+            stacks.setdefault(key, []).append(tensor)
+    state |= {key: torch.stack(tensors) for key, tensors in stacks.items()}
+    try:
+        model.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        raise DemixError(directory, f"does not fit its model.json ({error})", "train the model again") from None
+    return model
+
+
+def load_verified(path: Path, sha256: str) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file whose bytes have the given sha256; one read serves check and load."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise DemixError(path, "is missing", "run the stage that makes it") from None
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise DemixError(path, "differs from its recorded sha256", "delete it and rerun the stage that makes it")
+    try:
+        return load_tensors(content)
+    except SafetensorError as error:
+        raise DemixError(
+            path, f"is not a safetensors file ({error})", "delete it and rerun the stage that makes it"
+        ) from None
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write contiguous copies of `tensors` to `path` (not atomic: for use below a temporary name)."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    with replacing(path) as temporary:
+        save_tensors(tensors, temporary)

@@ -1,0 +1,62 @@
+"""Sizes of the language models: presets, parameter counts."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from demix.errors import DemixError
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A GPT-3-like decoder: `layers` blocks of `width` units, `heads` attention heads, `context` positions."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise DemixError(
+                "architecture.heads", f"{self.heads} does not divide the width {self.width}", "choose a divisor"
+            )
+
+
+# Sizes of GPT-3 (Brown et al. 2020, table 2.1) with the head counts of fairseq's transformer_lm_gpt3_*.
+PRESETS = {
+    "gpt3-small": Architecture(layers=12, width=768, heads=12, context=1024),
+    "gpt3-medium": Architecture(layers=24, width=1024, heads=16, context=1024),
+    "gpt3-large": Architecture(layers=24, width=1536, heads=16, context=1024),
+    "gpt3-xl": Architecture(layers=24, width=2048, heads=32, context=1024),
+}
+
+
+def architecture_from(section: dict) -> Architecture:
+    """The architecture of a config section, `{preset: gpt3-small}` with optional overrides or all four sizes."""
+    sizes = dict(section)
+    if preset := sizes.pop("preset", None):
+        sizes = dataclasses.asdict(PRESETS[preset]) | sizes
+    missing = [field.name for field in dataclasses.fields(Architecture) if field.name not in sizes]
+    if missing:
+        raise DemixError(
+            f"architecture.{missing[0]}", "is missing", "give layers, width, heads and context, or a preset"
+        )
+    return Architecture(**sizes)
+
+
+def shared_parameters(architecture: Architecture, vocab_size: int, domain_tokens: int = 0) -> int:
+    """Parameters that all experts share: tied embeddings, positions, attention, norms.
+
+    `domain_tokens` > 0 counts the domain-token baseline's extra position and input embeddings.
+    """
+    layers, width = architecture.layers, architecture.width
+    positions = architecture.context + (1 if domain_tokens else 0)
+    embeddings = (vocab_size + positions + domain_tokens) * width
+    attention = 4 * width * width + 4 * width
+    norms = 2 * 2 * width
+    return embeddings + layers * (attention + norms) + 2 * width
+
+
+def expert_parameters(architecture: Architecture) -> int:
+    """Parameters of one expert: the feedforward of every layer, biases included."""
+    return architecture.layers * (8 * architecture.width**2 + 5 * architecture.width)

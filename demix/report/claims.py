@@ -1,0 +1,298 @@
+"""Which of the paper's claims a run shows, with the numbers that say so.
+
+A comparison holds only if the mean over domains and more than half of the domains agree.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+
+from demix.files import write_text
+from demix.report import results as read
+from demix.report.page import render
+from demix.report.results import comparable, expert_perplexities, novel_domains, perplexities, training_domains
+from demix.report.tables import scale_note
+
+# A mixture of more experts pays for its doubt: up to −ln π/T nats a token. Half a percent is below what one seed
+# and one test set can tell apart, so a change within it is no harm.
+HARM = 0.005
+# Parameters that adaptation leaves alone give the same scores; only the order of sums may differ.
+UNCHANGED = 1e-4
+
+Verdict = Literal["shown", "mixed", "not shown", "cannot be judged"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement of the paper, whether this run shows it, and the numbers, in one sentence or a few."""
+
+    name: str
+    statement: str
+    verdict: Verdict
+    numbers: str
+
+    @property
+    def shown(self) -> bool | None:
+        """True if shown, False if mixed or not shown, None if rows to judge by are missing."""
+        return None if self.verdict == "cannot be judged" else self.verdict == "shown"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One comparison: does the mean agree, on how many domains of how many, and the sentence that tells it."""
+
+    mean_agrees: bool
+    agreeing: int
+    domains: int
+    sentence: str
+
+    @property
+    def verdict(self) -> Verdict:
+        if not self.domains:
+            return "cannot be judged"
+        majority = 2 * self.agreeing > self.domains
+        if self.mean_agrees and majority:
+            return "shown"
+        return "mixed" if self.mean_agrees or majority else "not shown"
+
+
+def _compare(
+    label: str,
+    values: pd.Series,
+    other_label: str,
+    others: pd.Series,
+    *,
+    higher: bool = False,
+    allowance: float = 0.0,
+) -> _Part:
+    """Whether `values` are below `others` (or above, or at most a fraction `allowance` above), where both are there."""
+    both = pd.DataFrame({"value": values, "other": others}).dropna()
+    if both.empty:
+        return _Part(False, 0, 0, f"{label} against {other_label}: no rows.")
+
+    def holds(value: Any, other: Any) -> Any:
+        if allowance:
+            return value <= other * (1 + allowance)
+        return value > other if higher else value < other
+
+    value, other = both["value"].mean(), both["other"].mean()
+    agreeing = int(holds(both["value"], both["other"]).sum())
+    how = f"at most {100 * allowance:g}% higher" if allowance else "higher" if higher else "lower"
+    sentence = (
+        f"{label} {value:.2f} against {other_label} {other:.2f} ({_percent(value / other - 1)}), "
+        f"{how} on {agreeing} of {len(both)} domains."
+    )
+    return _Part(bool(holds(value, other)), agreeing, len(both), sentence)
+
+
+def _percent(change: float) -> str:
+    return f"{100 * change:+.1f}%".replace("-", "−")
+
+
+def _claim(name: str, statement: str, *parts: _Part) -> Claim:
+    """A claim that is shown if all parts are; one part that cannot be judged leaves the whole unjudged."""
+    verdicts = {part.verdict for part in parts}
+    verdict: Verdict
+    if "cannot be judged" in verdicts:
+        verdict = "cannot be judged"
+    elif verdicts == {"shown"}:
+        verdict = "shown"
+    else:
+        verdict = "not shown" if verdicts == {"not shown"} else "mixed"
+    return Claim(name, statement, verdict, " ".join(part.sentence for part in parts))
+
+
+def claims(results: pd.DataFrame, priors: pd.DataFrame, config: dict[str, Any]) -> list[Claim]:
+    """The paper's claims judged on this run's test perplexities.
+
+    Raises DemixError if rows of one domain were scored on different tokens.
+    """
+    comparable(results)
+    training, novel = training_domains(config), novel_domains(config)
+
+    def on(system: read.System, domains: list[str]) -> pd.Series:
+        return perplexities(results, system, domains)
+
+    dense, balanced = on(read.DENSE, training), on(read.BALANCED, training)
+    cached_novel = on(read.CACHED, novel)
+    return [
+        _claim(
+            "in_domain_naive",
+            "With the domain known, DEMix has lower perplexity than both dense baselines on the training domains (Table 3).",
+            _compare("DEMix (naive)", on(read.NAIVE, training), "Dense", dense),
+            _compare("DEMix (naive)", on(read.NAIVE, training), "Dense (Balanced)", balanced),
+        ),
+        _claim(
+            "in_domain_cached",
+            "Mixing with a cached prior, without being told the domain, DEMix also has lower perplexity than both dense "
+            "baselines on the training domains (Table 3).",
+            _compare("DEMix (cached)", on(read.CACHED, training), "Dense", dense),
+            _compare("DEMix (cached)", on(read.CACHED, training), "Dense (Balanced)", balanced),
+        ),
+        _claim(
+            "novel_against_best_expert",
+            "On novel domains a mixture of experts (cached prior) beats the best single expert, chosen by an oracle (Table 5).",
+            _compare("DEMix (cached)", cached_novel, "best expert (oracle)", on(read.NAIVE, novel)),
+        ),
+        _claim(
+            "novel_against_dense",
+            "On novel domains a mixture of experts (cached prior) beats both dense baselines (Table 5).",
+            _compare("DEMix (cached)", cached_novel, "Dense", on(read.DENSE, novel)),
+            _compare("DEMix (cached)", cached_novel, "Dense (Balanced)", on(read.BALANCED, novel)),
+        ),
+        _demix_adaptation(results, priors, training, novel),
+        _dense_forgets(results, training, novel),
+        _claim(
+            "removal_hurts",
+            "Leaving a domain's expert out at test time raises the perplexity of its domain (Table 7).",
+            _compare(
+                "−Expert",
+                _each(results, read.without_expert, training),
+                "+Expert",
+                on(read.CACHED, training),
+                higher=True,
+            ),
+        ),
+        _removal_level(results, training),
+        _claim(
+            "added_experts_help",
+            "Adding the adapted experts to the mixture lowers perplexity on the novel domains (Table 6).",
+            _compare("All experts", on(read.ALL_CACHED, novel), "training experts", cached_novel),
+        ),
+        _claim(
+            "added_experts_do_no_harm",
+            f"Adding experts does no harm on the training domains (Table 6; at most {100 * HARM:g}% higher).",
+            _compare(
+                "All experts",
+                on(read.ALL_CACHED, training),
+                "training experts",
+                on(read.CACHED, training),
+                allowance=HARM,
+            ),
+        ),
+    ]
+
+
+def _each(results: pd.DataFrame, system: Callable[[str], read.System], domains: list[str]) -> pd.Series:
+    """Perplexity on each domain of the system that belongs to it."""
+    values = [perplexities(results, system(name), [name])[name] for name in domains]
+    return pd.Series(values, index=domains, dtype="float64")
+
+
+def _demix_adaptation(results: pd.DataFrame, priors: pd.DataFrame, training: list[str], novel: list[str]) -> Claim:
+    parents = read.parents(priors, training, novel)
+    parent = pd.Series(
+        [expert_perplexities(results, name, [parents[name]]).iloc[0] if name in parents else None for name in novel],
+        index=novel,
+        dtype="float64",
+    )
+    own = _compare("Adapted expert", perplexities(results, read.ALL_NAIVE, novel), "its parent", parent)
+    before = perplexities(results, read.NAIVE, training)
+    change = (perplexities(results, read.ALL_NAIVE, training) / before - 1).abs().dropna()
+    agreeing = int((change <= UNCHANGED).sum())
+    sentence = (
+        f"Training domains by their own experts: unchanged on {agreeing} of {len(change)} "
+        f"(largest change {100 * change.max():.3g}%)."
+        if len(change)
+        else "Training domains by their own experts: no rows."
+    )
+    kept = _Part(bool(len(change)) and agreeing == len(change), agreeing, len(change), sentence)
+    return _claim(
+        "demix_dapt",
+        "DEMix-DAPT adapts without forgetting: the new expert beats its parent on the new domain, and the training "
+        "domains stay as they were (Figure 6, Table 13).",
+        own,
+        kept,
+    )
+
+
+def _dense_forgets(results: pd.DataFrame, training: list[str], novel: list[str]) -> Claim:
+    dense = perplexities(results, read.BALANCED, training)
+    adapted = pd.DataFrame(
+        {name: perplexities(results, read.dense_adapted(name), training) for name in novel}, index=training
+    ).dropna(axis="columns")
+    changes = adapted.mean() / dense.mean() - 1 if dense.notna().all() else pd.Series(dtype="float64")
+    if changes.empty:
+        part = _Part(False, 0, 0, "Dense-DAPT against Dense (Balanced): no rows.")
+    else:
+        agreeing = int((changes > 0).sum())
+        part = _Part(
+            bool(changes.mean() > 0),
+            agreeing,
+            len(changes),
+            f"Dense-DAPT changes the mean perplexity of the training domains by {_percent(changes.mean())} on average "
+            f"({_percent(changes.min())} to {_percent(changes.max())}), a rise for {agreeing} of {len(changes)} novel "
+            "domains.",
+        )
+    return _claim(
+        "dense_dapt_forgets",
+        "Dense-DAPT forgets: adapting all parameters to a novel domain raises perplexity on the training domains "
+        "(Figure 6, Table 13).",
+        part,
+    )
+
+
+def _removal_level(results: pd.DataFrame, training: list[str]) -> Claim:
+    rows = pd.DataFrame(
+        {
+            "with": perplexities(results, read.CACHED, training),
+            "without": _each(results, read.without_expert, training),
+            "never": _each(results, read.without_domain, training),
+        }
+    ).dropna()
+    if rows.empty:
+        part = _Part(False, 0, 0, "+Expert, −Expert and −Domain: no domain has all three.")
+    else:
+        mean = rows.mean()
+        nearer = (rows["without"] - rows["never"]).abs() < (rows["without"] - rows["with"]).abs()
+        part = _Part(
+            abs(mean["without"] - mean["never"]) < abs(mean["without"] - mean["with"]),
+            int(nearer.sum()),
+            len(rows),
+            f"+Expert {mean['with']:.2f}, −Expert {mean['without']:.2f}, −Domain {mean['never']:.2f}; −Expert is nearer "
+            f"to −Domain than to +Expert on {int(nearer.sum())} of the {len(rows)} domains trained without.",
+        )
+    return _claim(
+        "removal_like_never_trained",
+        "Without its expert, a domain fares about as with a model that never saw the domain (Table 7).",
+        part,
+    )
+
+
+_SIGNS = {"shown": "✓", "mixed": "~", "not shown": "✗", "cannot be judged": "?"}
+_COLOURS = {"shown": "#00664b", "mixed": "#7a5200", "not shown": "#a33b00", "cannot be judged": "#555555"}
+_RULE = (
+    "A claim counts as shown only if the mean over domains and more than half of the domains agree, in every "
+    "comparison it makes; mixed means that a part of this agrees."
+)
+
+
+def write_claims(results: pd.DataFrame, priors: pd.DataFrame, config: dict[str, Any], output_dir: str | Path) -> None:
+    """Write `claims.html` and `claims.md` into `output_dir`."""
+    judged, note = claims(results, priors, config), scale_note(results, config)
+    title = "Claims of the paper, judged on this run"
+    counts = {verdict: sum(claim.verdict == verdict for claim in judged) for verdict in _SIGNS}
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) + f", of {len(judged)}."
+    html = render(
+        "claims",
+        title=title,
+        paragraphs=[summary, _RULE],
+        notes=[note],
+        claims=[
+            {
+                "statement": claim.statement,
+                "verdict": claim.verdict,
+                "numbers": claim.numbers,
+                "sign": _SIGNS[claim.verdict],
+                "colour": _COLOURS[claim.verdict],
+            }
+            for claim in judged
+        ],
+    )
+    write_text(Path(output_dir) / "claims.html", html)
+    lines = [f"# {title}", "", summary.capitalize(), "", _RULE, ""]
+    lines += [f"- **{claim.verdict}**: {claim.statement} {claim.numbers}" for claim in judged]
+    write_text(Path(output_dir) / "claims.md", "\n".join([*lines, "", f"*{note}*"]) + "\n")

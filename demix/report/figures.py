@@ -1,0 +1,316 @@
+"""Figures 2, 4 and 6 of the paper and the training curves: Vega-Lite JSON with its data, SVG and PNG, made offline."""
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import numpy as np
+import pandas as pd
+import vl_convert
+
+from demix.files import replacing, write_text
+from demix.report.results import (
+    comparable,
+    expert_perplexities,
+    novel_domains,
+    prior_table,
+    read_metrics,
+    training_domains,
+)
+
+FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
+CELL_WIDTH, CELL_HEIGHT = 50, 26
+CELL_RANGE = ["#f7fbff", "#6baed6", "#08306b"]
+# Past this part of CELL_RANGE, white text has the better contrast.
+DARK = 0.62
+# Okabe and Ito's colours, told apart with every common kind of colour blindness; dashes say the same again.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#56b4e9", "#e69f00", "#999999")
+DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [4, 4], [10, 4], [1, 3], [6, 2, 1, 2])
+PANEL_COLUMNS = 4
+# A step's loss is noisy: means over spans of steps show the trend, and keep a long run's figure small.
+CURVE_POINTS = 100
+PNG_SCALE = 2.0
+
+
+def figure2(results: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
+    """Figure 2: perplexity of each training expert on each domain, over that of the domain's own (or best) expert."""
+    training, novel = training_domains(config), novel_domains(config)
+    rows = []
+    for kind, domains in (("training", training), ("novel", novel)):
+        for domain in domains:
+            scores = expert_perplexities(results, domain, training)
+            if scores.isna().all():
+                scores = expert_perplexities(results, domain, training, "training")
+            reference = scores[domain] if kind == "training" else scores.min()
+            for expert, ratio in (scores / reference).items():
+                rows.append({"kind": kind, "domain": domain, "expert": expert, "value": _number(ratio)})
+    values = [row["value"] for row in rows if row["value"] is not None]
+    top = max([1.1, *values])
+    scale = alt.Scale(type="log", domain=[1, top], range=CELL_RANGE, interpolate="lab", clamp=True)
+    for row in rows:
+        row["dark"] = row["value"] is not None and bool(np.log(max(row["value"], 1)) > DARK * np.log(top))
+    return _heatmaps(
+        rows,
+        {"training": (training, "Training domains"), "novel": (novel, "Novel domains")},
+        training,
+        scale,
+        title="Figure 2: how well each expert predicts each domain",
+        subtitle="Test perplexity of an expert (column) on a domain (row), over that of the domain's own expert "
+        "(training domains) or of the best expert (novel domains). 1 is best.",
+        legend=alt.Legend(title="perplexity ratio", values=[_number(x) for x in np.geomspace(1, top, 5)], format=".2f"),
+    )
+
+
+def figure4(priors: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
+    """Figure 4: the cached prior over the training experts (`history`), on training and on novel domains."""
+    training, novel = training_domains(config), novel_domains(config)
+    rows = []
+    for kind, domains in (("training", training), ("novel", novel)):
+        for domain, row in prior_table(priors, training, domains).iterrows():
+            for expert, prior in row.items():
+                dark = bool(prior > DARK)
+                rows.append({"kind": kind, "domain": domain, "expert": expert, "value": _number(prior), "dark": dark})
+    scale = alt.Scale(domain=[0, 1], range=CELL_RANGE, interpolate="lab")
+    return _heatmaps(
+        rows,
+        {"training": (training, "Training domains"), "novel": (novel, "Novel domains")},
+        training,
+        scale,
+        title="Figure 4: which experts the posterior chooses for each domain",
+        subtitle="Cached prior: the posterior over the training experts (columns) after reading the domain's dev split "
+        "(rows). Each row sums to 1.",
+        legend=alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75, 1], format=".2f"),
+    )
+
+
+def _heatmaps(
+    rows: list[dict[str, Any]],
+    halves: dict[str, tuple[list[str], str]],
+    experts: list[str],
+    scale: alt.Scale,
+    *,
+    title: str,
+    subtitle: str,
+    legend: alt.Legend,
+) -> alt.TopLevelMixin:
+    panels = []
+    for kind, (domains, heading) in halves.items():
+        if not domains:
+            continue
+        base = alt.Chart(alt.InlineData(values=[row for row in rows if row["kind"] == kind])).encode(
+            x=alt.X(
+                "expert:N", sort=experts, title="expert", scale=alt.Scale(domain=experts), axis=alt.Axis(labelAngle=-40)
+            ),
+            y=alt.Y("domain:N", sort=domains, title=None, scale=alt.Scale(domain=domains)),
+        )
+        cells = base.mark_rect(stroke="white", strokeWidth=1).encode(
+            color=alt.condition(
+                "isValid(datum.value)",
+                alt.Color("value:Q", scale=scale, legend=legend),
+                alt.value("#eeeeee"),
+            )
+        )
+        text = base.mark_text(fontSize=11).encode(
+            text=alt.condition("isValid(datum.value)", alt.Text("value:Q", format=".2f"), alt.value("–")),
+            color=alt.condition("datum.dark", alt.value("white"), alt.value("#1a1a1a")),
+        )
+        panels.append(
+            (cells + text).properties(
+                width=CELL_WIDTH * len(experts),
+                height=CELL_HEIGHT * len(domains),
+                title=alt.Title(heading, anchor="start", fontSize=13, fontWeight="normal"),
+            )
+        )
+    return _finish(alt.hconcat(*panels, spacing=24), title, subtitle)
+
+
+def adaptation_curves(metrics_dir: str | Path, config: dict[str, Any]) -> pd.DataFrame:
+    """Dev perplexity over the tokens of adaptation, from `<kind>-dapt-<domain>.jsonl`.
+
+    Columns: domain (adapted to), kind, tokens, training (plain mean over the training domains), own; perplexities.
+    Raises DemixError if a file's line is not a JSON object.
+    """
+    training = training_domains(config)
+    rows = []
+    for domain in novel_domains(config):
+        for kind, label in (("dense", "Dense-DAPT"), ("demix", "DEMix-DAPT")):
+            for line in read_metrics(Path(metrics_dir) / f"{kind}-dapt-{domain}.jsonl"):
+                losses = [line.get(f"dev_loss/{name}") for name in training]
+                own = line.get(f"dev_loss/{domain}")
+                if own is None and None in losses:
+                    continue
+                mean = None if None in losses else _number(np.exp(np.array(losses, dtype="float64")).mean())
+                perplexity = None if own is None else _number(np.exp(own))
+                rows.append((domain, label, line["tokens"], mean, perplexity))
+    return pd.DataFrame(rows, columns=["domain", "kind", "tokens", "training", "own"])
+
+
+def figure6(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopLevelMixin:
+    """Figure 6: dev perplexity of the training domains and of the new domain while adapting, dense against DEMix."""
+    curves = adaptation_curves(metrics_dir, config)
+    present = [domain for domain in novel_domains(config) if (curves["domain"] == domain).any()]
+    parts = [
+        _small_multiples(
+            curves, "training", present, "Mean dev perplexity of the training domains: a rise is forgetting"
+        ),
+        _small_multiples(curves, "own", present, "Dev perplexity of the domain adapted to: a fall is adaptation"),
+    ]
+    return _finish(
+        alt.vconcat(*parts, spacing=24),
+        "Figure 6: adapting to a novel domain with and without forgetting",
+        "Each panel is one novel domain. DEMix-DAPT trains a copy of one expert; Dense-DAPT trains every parameter of "
+        "the dense (balanced) model on the same data.",
+    )
+
+
+def _small_multiples(curves: pd.DataFrame, part: str, domains: list[str], heading: str) -> alt.TopLevelMixin:
+    """One small chart a domain; all of `training` on one scale of perplexity, `own` each on its own."""
+    kinds = ["DEMix-DAPT", "Dense-DAPT"]
+    legend = alt.Legend(title=None, orient="right", symbolSize=300)
+    values = curves[part].dropna()
+    span = [_number(values.min() * 0.98), _number(values.max() * 1.02)] if part == "training" and len(values) else None
+    panels = []
+    for index, domain in enumerate(domains or ["no adaptation in this run"]):
+        records = [
+            {"kind": row.kind, "tokens": int(row.tokens), "perplexity": _number(getattr(row, part))}
+            for row in curves[curves["domain"] == domain].itertuples()
+        ]
+        scale = alt.Scale(zero=False, **({"domain": span, "nice": False} if span else {}))
+        y_title = "dev perplexity" if index % PANEL_COLUMNS == 0 else None
+        panels.append(
+            alt.Chart(alt.InlineData(values=records))
+            .mark_line(strokeWidth=2)
+            .encode(
+                x=alt.X("tokens:Q", title="tokens of adaptation", axis=_token_axis(3)),
+                y=alt.Y("perplexity:Q", title=y_title, scale=scale, axis=alt.Axis(tickCount=4, labelBound=True)),
+                color=alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=list(COLOURS[:2])), legend=legend),
+                strokeDash=alt.StrokeDash(
+                    "kind:N", scale=alt.Scale(domain=kinds, range=list(DASHES[:2])), legend=legend
+                ),
+            )
+            .properties(
+                width=170, height=110, title=alt.Title(domain, anchor="start", fontSize=12, fontWeight="normal")
+            )
+        )
+    title = alt.Title(heading, anchor="start", fontSize=13, fontWeight="normal", offset=8)
+    return alt.concat(*panels, columns=PANEL_COLUMNS, title=title)
+
+
+def _token_axis(ticks: int) -> alt.Axis:
+    return alt.Axis(tickCount=ticks, labelExpr="datum.value ? format(datum.value, '~s') : '0'")
+
+
+def training_curves(metrics_dir: str | Path) -> pd.DataFrame:
+    """Training loss (nats a token) over tokens of every model trained from scratch: columns model, tokens, loss.
+
+    Long runs are thinned to means over equal spans of steps.
+    """
+    frames = []
+    for path in sorted(Path(metrics_dir).glob("*.jsonl")):
+        if "-dapt-" in path.stem:
+            continue
+        rows = [(line["tokens"], line["loss"]) for line in read_metrics(path) if line.get("loss") is not None]
+        frame = pd.DataFrame(rows, columns=["tokens", "loss"]).astype("float64")
+        span = -(-len(frame) // CURVE_POINTS) or 1
+        frame = frame.groupby(np.arange(len(frame)) // span).mean()
+        frames.append(frame.assign(model=path.stem))
+    columns = ["model", "tokens", "loss"]
+    return pd.concat(frames)[columns] if frames else pd.DataFrame(columns=columns)
+
+
+def training_figure(metrics_dir: str | Path) -> alt.TopLevelMixin:
+    """Training loss over tokens, one line a model."""
+    curves = training_curves(metrics_dir)
+    names = {
+        "demix": "DEMix",
+        "dense": "Dense (Balanced)",
+        "dense_unbalanced": "Dense",
+        "domain_token": "+ Domain Token",
+    }
+    names |= {name: name for name in dict.fromkeys(curves["model"]) if name not in names}
+    models = [label for name, label in names.items() if (curves["model"] == name).any()]
+    records = [
+        {"model": names[row.model], "tokens": row.tokens, "loss": _number(row.loss)} for row in curves.itertuples()
+    ]
+    colours = [COLOURS[index % len(COLOURS)] for index in range(len(models))]
+    dashes = [DASHES[index % len(DASHES)] for index in range(len(models))]
+    legend = alt.Legend(title="model", symbolSize=300)
+    chart = (
+        alt.Chart(alt.InlineData(values=records))
+        .mark_line(strokeWidth=1.6)
+        .encode(
+            x=alt.X("tokens:Q", title="training tokens", axis=_token_axis(6)),
+            y=alt.Y("loss:Q", title="training loss (nats a token)", scale=alt.Scale(zero=False)),
+            color=alt.Color("model:N", sort=models, scale=alt.Scale(domain=models, range=colours), legend=legend),
+            strokeDash=alt.StrokeDash(
+                "model:N", sort=models, scale=alt.Scale(domain=models, range=dashes), legend=legend
+            ),
+        )
+        .properties(width=620, height=340)
+    )
+    return _finish(
+        alt.vconcat(chart),
+        "Training loss of each model",
+        "Mean loss of a step's batch over the tokens trained on so far; models see different mixes of domains.",
+    )
+
+
+def _finish(chart: Any, title: str, subtitle: str) -> alt.TopLevelMixin:
+    """`chart` with its title and the one look that all figures share."""
+    return (
+        chart.properties(
+            title=alt.Title(title, subtitle=_wrapped(subtitle), anchor="start", offset=14, fontSize=16),
+            background="white",
+        )
+        .configure(font=FONT)
+        .configure_title(subtitleColor="#444444", subtitleFontSize=12, subtitlePadding=4)
+        .configure_axis(labelFontSize=11, titleFontSize=12, titleFontWeight="normal", labelLimit=0, gridColor="#e8e8e8")
+        .configure_view(stroke=None)
+        .configure_legend(
+            labelFontSize=12, titleFontSize=12, titleFontWeight="normal", gradientLength=160, labelLimit=0
+        )
+    )
+
+
+def _wrapped(text: str, width: int = 110) -> list[str]:
+    return textwrap.wrap(text, width)
+
+
+def _number(value: Any) -> float | None:
+    """A number that strict JSON can hold: NaN and infinities become None, digits beyond drawing are dropped."""
+    return float(f"{float(value):.6g}") if value is not None and np.isfinite(value) else None
+
+
+def _renumbered(svg: str) -> str:
+    """`svg` with its ids numbered from 0: Vega counts them on from one figure of a process to the next."""
+    numbers: dict[str, str] = {}
+
+    def number(match: re.Match[str]) -> str:
+        name = numbers.setdefault(match[2], f"id{len(numbers)}")
+        return f"{match[1]}{name}{match[3]}"
+
+    return re.sub(r"""( id="|url\(#)([^")]+)("|\))""", number, svg)
+
+
+def write_figures(
+    results: pd.DataFrame, priors: pd.DataFrame, metrics_dir: str | Path, config: dict[str, Any], output_dir: str | Path
+) -> None:
+    """Write each figure as `<name>.json` (Vega-Lite, data included), `.svg` and `.png` into `output_dir`."""
+    comparable(results)
+    charts = {
+        "figure2": figure2(results, config),
+        "figure4": figure4(priors, config),
+        "figure6": figure6(metrics_dir, config),
+        "training": training_figure(metrics_dir),
+    }
+    version = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
+    for name, chart in charts.items():
+        text = json.dumps(chart.to_dict(), indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
+        write_text(Path(output_dir) / f"{name}.json", text)
+        svg = _renumbered(vl_convert.vegalite_to_svg(text, vl_version=version))
+        write_text(Path(output_dir) / f"{name}.svg", svg)
+        with replacing(Path(output_dir) / f"{name}.png") as temporary:
+            temporary.write_bytes(vl_convert.svg_to_png(svg, scale=PNG_SCALE))

@@ -1,0 +1,173 @@
+"""Reading evaluations: which rows of `results.parquet` make which line of the paper's tables."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from demix.errors import DemixError
+from demix.files import read_parquet
+
+RESULT_COLUMNS = (
+    *("model", "experts", "n_experts", "method", "weights", "top_k", "domain", "kind", "split", "expert"),
+    *("oracle", "documents", "tokens", "nll", "perplexity", "tokens_sha256"),
+)
+PRIOR_COLUMNS = ("model", "experts", "weights", "domain", "kind", "expert", "prior")
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to predict text, a line of the paper's tables: a model, its set of experts and how they are mixed."""
+
+    label: str
+    model: str
+    experts: str
+    method: str
+    weights: str = ""
+
+    def with_weights(self, weights: str) -> "System":
+        return System(f"{self.label}, {weights} weights", self.model, self.experts, self.method, weights)
+
+
+DENSE = System("Dense", "dense_unbalanced", "dense", "dense")
+BALANCED = System("Dense (Balanced)", "dense", "dense", "dense")
+DOMAIN_TOKEN = System("+ Domain Token", "domain_token", "training", "naive")
+NAIVE = System("DEMix (naive)", "demix", "training", "naive")
+AVERAGE = System("DEMix (average)", "demix", "training", "average")
+UNIFORM = System("DEMix (uniform prior)", "demix", "training", "uniform", "history")
+UPDATING = System("DEMix (updating prior)", "demix", "training", "updating", "history")
+CACHED = System("DEMix (cached prior)", "demix", "training", "cached", "history")
+ALL_NAIVE = System("DEMix, all experts (naive)", "demix", "all", "naive")
+ALL_CACHED = System("DEMix, all experts (cached)", "demix", "all", "cached", "history")
+
+
+def without_expert(domain: str) -> System:
+    """DEMix with the expert of `domain` left out: −Expert of Table 7."""
+    return System("−Expert", "demix", f"minus-{domain}", "cached", "history")
+
+
+def without_domain(domain: str) -> System:
+    """DEMix trained with a replacement in the place of `domain`: −Domain of Table 7."""
+    return System("−Domain", f"without-{domain}", "training", "cached", "history")
+
+
+def dense_adapted(domain: str) -> System:
+    """The dense model after Dense-DAPT to `domain`: Table 13."""
+    return System("Dense-DAPT", f"dense-dapt-{domain}", "dense", "dense")
+
+
+def training_domains(config: dict[str, Any]) -> list[str]:
+    """The training domains in the config's order."""
+    return list(config["domains"]["training"])
+
+
+def novel_domains(config: dict[str, Any]) -> list[str]:
+    """The novel domains in the config's order."""
+    return list(config["domains"].get("novel") or ())
+
+
+def read_results(path: str | Path) -> pd.DataFrame:
+    """The rows of `results.parquet`. Raises DemixError if a column is missing or rows are not comparable."""
+    return comparable(_read(path, RESULT_COLUMNS), path)
+
+
+def read_priors(path: str | Path) -> pd.DataFrame:
+    """The rows of `priors.parquet`. Raises DemixError if a column is missing."""
+    return _read(path, PRIOR_COLUMNS)
+
+
+def _read(path: str | Path, columns: tuple[str, ...]) -> pd.DataFrame:
+    table = read_parquet(path)
+    if missing := [name for name in columns if name not in table.column_names]:
+        raise DemixError(path, f"has no column {', '.join(missing)}", "rerun the evaluation with this version of demix")
+    return table.to_pandas()
+
+
+def read_metrics(path: str | Path) -> Iterable[dict[str, Any]]:
+    """The lines of a metrics file as dicts; nothing if the run has no such file. Raises DemixError on a bad line."""
+    path = Path(path)
+    if not path.exists():
+        return
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise DemixError(f"{path}:{number}", f"is not JSON ({error})", "rerun the stage that makes it") from None
+        if not isinstance(value, dict) or "tokens" not in value:
+            raise DemixError(f"{path}:{number}", "is not an object with tokens", "rerun the stage that makes it")
+        yield value
+
+
+def comparable(results: pd.DataFrame, subject: object = "results") -> pd.DataFrame:
+    """`results` as given, once it is sure that all rows of a domain's split were scored on the same tokens."""
+    hashes = results.groupby(["domain", "split"], sort=True)["tokens_sha256"].nunique()
+    if len(hashes) and hashes.max() > 1:
+        domain, split = hashes.idxmax()
+        raise DemixError(
+            subject,
+            f"holds perplexities of {domain}.{split} over {hashes.max()} different token sequences",
+            "delete the evaluations of that domain and rerun, so that all models are scored on the same tokens",
+        )
+    return results
+
+
+def perplexities(results: pd.DataFrame, system: System, domains: Iterable[str]) -> pd.Series:
+    """Test perplexity of `system` on each of `domains`, NaN where it was not evaluated; without top-k.
+
+    Raises DemixError if a domain has two rows.
+    """
+    rows = results[
+        (results["split"] == "test")
+        & results["top_k"].isna()
+        & (results["model"] == system.model)
+        & (results["experts"] == system.experts)
+        & (results["method"] == system.method)
+        & (results["weights"] == system.weights)
+    ]
+    return _by(rows, "domain", domains, f"{system.model}/{system.experts}/{system.method}")
+
+
+def expert_perplexities(results: pd.DataFrame, domain: str, experts: Iterable[str], label: str = "all") -> pd.Series:
+    """Test perplexity on `domain` of each single expert of the DEMix model; `label` names the expert set's rows."""
+    rows = results[
+        (results["split"] == "test")
+        & results["top_k"].isna()
+        & (results["model"] == "demix")
+        & (results["experts"] == label)
+        & (results["method"] == "expert")
+        & (results["domain"] == domain)
+    ]
+    return _by(rows, "expert", experts, f"demix/{label}/expert on {domain}")
+
+
+def _by(rows: pd.DataFrame, column: str, keys: Iterable[str], subject: str) -> pd.Series:
+    if rows[column].duplicated().any():
+        name = rows.loc[rows[column].duplicated(), column].iloc[0]
+        raise DemixError(f"results: {subject}", f"has two rows for {name}", "delete results.parquet and rerun")
+    return rows.set_index(column)["perplexity"].reindex(list(keys)).astype("float64")
+
+
+def parents(priors: pd.DataFrame, training: list[str], novel: list[str]) -> dict[str, str]:
+    """The parent of each novel domain's expert: the training expert with the highest cached prior (`history`).
+
+    Domains without priors are left out. Equal priors go to the expert that the config names first.
+    """
+    table = prior_table(priors, training, novel)
+    return {domain: row.idxmax() for domain, row in table.iterrows() if row.notna().any()}
+
+
+def prior_table(priors: pd.DataFrame, training: list[str], domains: list[str]) -> pd.DataFrame:
+    """Cached priors (`history`) of the training experts, one row a domain and one column an expert."""
+    rows = priors[
+        (priors["model"] == "demix")
+        & (priors["experts"] == "training")
+        & (priors["weights"] == "history")
+        & priors["domain"].isin(domains)
+    ]
+    table = rows.pivot(index="domain", columns="expert", values="prior")
+    return table.reindex(index=domains, columns=training).astype("float64")

@@ -1,0 +1,248 @@
+"""Sends a finished run's files to MLflow: one writer, the files stay the source of truth.
+
+Every MLflow run carries a deterministic key and the hash of what it holds, so that sending again changes nothing
+and sending changed files replaces just the runs they changed.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from demix.errors import DemixError
+from demix.files import read_json, sha256_file
+from demix.report.results import comparable, novel_domains, read_metrics, read_results, training_domains
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+    from mlflow.tracking import MlflowClient
+
+METRICS_PER_BATCH, PARAMS_PER_BATCH = 1000, 100
+PARAM_KEY_LENGTH, PARAM_VALUE_LENGTH = 250, 6000
+SQLITE = "sqlite:///"
+RUN, KEY, HASH = "demix.run", "demix.key", "demix.sha256"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one MLflow run is to hold: `metrics` as (key, value, step), `artifacts` as (file, folder to put it in)."""
+
+    key: str
+    kind: str
+    params: dict[str, str] = field(default_factory=dict)
+    metrics: tuple[tuple[str, float, int], ...] = ()
+    artifacts: tuple[tuple[Path, str], ...] = ()
+
+    def sha256(self) -> str:
+        """The hash of all that the run is to hold, its artifacts' bytes included."""
+        files = [(folder, path.name, sha256_file(path)) for path, folder in self.artifacts]
+        content = json.dumps([self.key, self.kind, self.params, self.metrics, files], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+
+def track(run_dir: str | Path, config: dict[str, Any], uri: str, experiment: str) -> str:
+    """Make the MLflow experiment hold what lies below `run_dir` (`results/<run>/`); return the printed summary line.
+
+    One parent run a pipeline run (tag demix.run), nested runs for each model's training, each adaptation and each
+    evaluation (a model with a set of experts). Runs whose content is unchanged are left alone, changed ones are
+    deleted and made anew, and those whose files are gone are deleted. A SQLite `uri` keeps its artifacts in
+    `mlartifacts/` beside the database, and one writer at a time must use it.
+
+    Deleted runs stay in MLflow's bin until `mlflow gc`. Times shown are those of `results.parquet`.
+
+    Raises DemixError if files are missing or damaged, or if the tracking server does not answer.
+    """
+    run_dir = Path(run_dir)
+    results = run_dir / "results.parquet"
+    nested = [*_trainings(run_dir, config), *_evaluations(run_dir, config)]
+    time = int(results.stat().st_mtime * 1000)
+    client, store_errors = _client(uri)
+    try:
+        experiment_id = _experiment(client, uri, experiment)
+        counts = _send(client, experiment_id, str(config["run"]), _pipeline(run_dir, config), nested, time)
+    except store_errors as error:
+        cause = str(error).strip().split("\n")[0]
+        cure = "check tracking.uri and that the server is up, then rerun"
+        raise DemixError(uri, f"does not take the runs ({cause})", cure) from error
+    told = ", ".join(f"{count} {name}" for name, count in counts.items())
+    summary = f"mlflow: {1 + len(nested)} runs in experiment {experiment} at {uri}: {told}"
+    print(summary)
+    return summary
+
+
+def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
+    """A client, with the errors by which it says that the store is of no use."""
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    os.environ["DO_NOT_TRACK"] = "true"
+    os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "1"
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    if uri.startswith(SQLITE):
+        _sqlite_folder(uri).mkdir(parents=True, exist_ok=True)
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+    from sqlalchemy.exc import SQLAlchemyError
+
+    errors = (MlflowException, SQLAlchemyError, ConnectionError)
+    try:
+        return MlflowClient(tracking_uri=uri), errors
+    except errors as error:
+        cause = str(error).strip().split("\n")[0]
+        raise DemixError(uri, f"cannot be opened ({cause})", "check tracking.uri in the config") from error
+
+
+def _sqlite_folder(uri: str) -> Path:
+    return Path(uri.removeprefix(SQLITE).partition("?")[0]).resolve().parent
+
+
+def _experiment(client: "MlflowClient", uri: str, name: str) -> str:
+    found = client.get_experiment_by_name(name)
+    if found is not None:
+        if found.lifecycle_stage == "deleted":
+            cure = f"run `mlflow experiments restore --experiment-id {found.experiment_id}` or choose another name"
+            raise DemixError("tracking.experiment", f"{name} was deleted in {uri}", cure)
+        return found.experiment_id
+    location = None
+    if uri.startswith(SQLITE):
+        location = f"{(_sqlite_folder(uri) / 'mlartifacts').as_uri()}/{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return client.create_experiment(name, artifact_location=location)
+
+
+def _send(
+    client: "MlflowClient", experiment_id: str, run: str, parent: Record, nested: list[Record], time: int
+) -> dict[str, int]:
+    wanted = {record.key: record.sha256() for record in (parent, *nested)}
+    counts = dict.fromkeys(("new", "replaced", "unchanged", "deleted"), 0)
+    kept: dict[str, Run] = {}
+    outdated = set()
+    for old in _runs(client, experiment_id, run):
+        key = old.data.tags.get(KEY, "")
+        # The hash is the last thing written, so a run cut short has none and is made anew.
+        if key in wanted and old.data.tags.get(HASH) == wanted[key] and key not in kept:
+            kept[key] = old
+            continue
+        client.delete_run(old.info.run_id)
+        outdated.add(key)
+    counts["deleted"] = len(outdated - wanted.keys())
+    parent_id = ""
+    for record in (parent, *nested):
+        parent_tag = {"mlflow.parentRunId": parent_id} if record is not parent else {}
+        if record.key in kept:
+            counts["unchanged"] += 1
+            run_id = kept[record.key].info.run_id
+            if parent_tag.items() - kept[record.key].data.tags.items():
+                client.set_tag(run_id, "mlflow.parentRunId", parent_id)
+        else:
+            counts["replaced" if record.key in outdated else "new"] += 1
+            tags = {RUN: run, KEY: record.key, "demix.kind": record.kind, **parent_tag}
+            run_id = _write(client, experiment_id, record, tags, wanted[record.key], time)
+        if record is parent:
+            parent_id = run_id
+    return counts
+
+
+def _runs(client: "MlflowClient", experiment_id: str, run: str) -> "Iterator[Run]":
+    token = None
+    while True:
+        page = client.search_runs([experiment_id], f"tags.`{RUN}` = '{run}'", max_results=1000, page_token=token)
+        yield from page
+        token = page.token
+        if not token:
+            return
+
+
+def _write(
+    client: "MlflowClient", experiment_id: str, record: Record, tags: dict[str, str], digest: str, time: int
+) -> str:
+    from mlflow.entities import Metric, Param
+
+    run_id = client.create_run(experiment_id, start_time=time, tags=tags, run_name=record.key).info.run_id
+    params = [Param(key, value) for key, value in record.params.items()]
+    for start in range(0, len(params), PARAMS_PER_BATCH):
+        client.log_batch(run_id, params=params[start : start + PARAMS_PER_BATCH])
+    metrics = [Metric(key, value, time, step) for key, value, step in record.metrics]
+    for start in range(0, len(metrics), METRICS_PER_BATCH):
+        client.log_batch(run_id, metrics=metrics[start : start + METRICS_PER_BATCH])
+    for path, folder in record.artifacts:
+        client.log_artifact(run_id, str(path), folder or None)
+    client.set_tag(run_id, HASH, digest)
+    client.set_terminated(run_id, "FINISHED", end_time=time)
+    return run_id
+
+
+def _pipeline(run_dir: Path, config: dict[str, Any]) -> Record:
+    """The parent: the whole config, and what people look at first."""
+    files = [(run_dir / name, "") for name in ("config.json", "results.parquet", "priors.parquet")]
+    report = run_dir / "report"
+    files += [(path, path.parent.relative_to(run_dir).as_posix()) for path in report.rglob("*") if path.is_file()]
+    files += [(path, f"cards/{path.parent.name}") for path in run_dir.glob("corpus/*/card.json")]
+    artifacts = tuple(sorted((path, folder) for path, folder in files if path.is_file()))
+    return Record("pipeline", "pipeline", flatten(config), artifacts=artifacts)
+
+
+def _trainings(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
+    """One record a metrics file: a model trained from scratch, or an adaptation."""
+    for path in sorted((run_dir / "metrics").glob("*.jsonl")):
+        name = path.stem
+        lines = list(read_metrics(path))
+        metrics = tuple(
+            (_key(key), float(value), int(line.get("step", 0)))
+            for line in lines
+            for key, value in line.items()
+            if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+        )
+        adapted = "-dapt-" in name
+        parts = ("adaptation",) if adapted else ("architecture", "tokenizer", "training", "models")
+        settings = {part: config.get(part) or {} for part in parts}
+        if "models" in settings:
+            settings["models"] = {name: settings["models"].get(name) or {}}
+        card = run_dir / "models" / name / "model.json"
+        if name.startswith("demix-dapt-"):
+            card = run_dir / "models" / "demix" / "experts" / f"{name.removeprefix('demix-dapt-')}.json"
+        if card.is_file():
+            settings["model"] = read_json(card)
+        kind = "adaptation" if adapted else "training"
+        yield Record(f"{kind}/{name}", kind, flatten(settings), metrics, ((path, ""),))
+
+
+def _evaluations(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
+    """One record a model and set of experts: its perplexities, and their means over all domains of a kind."""
+    results = comparable(read_results(run_dir / "results.parquet"))
+    names = {"training": training_domains(config), "novel": novel_domains(config)}
+    for (model, experts), rows in results.groupby(["model", "experts"], sort=True):
+        metrics = []
+        by = ["split", "method", "weights", "expert", "top_k"]
+        rows = rows.assign(expert=rows["expert"].where(rows["method"] == "expert", ""))
+        for (split, method, weights, expert, top_k), group in rows.groupby(by, sort=True, dropna=False):
+            parts = [method, expert, weights, "" if pd.isna(top_k) else f"top{top_k:.0f}"]
+            prefix = f"{'' if split == 'test' else f'{split}_'}perplexity/{'.'.join(filter(None, parts))}"
+            values = group.set_index("domain")["perplexity"]
+            metrics += [(_key(f"{prefix}/{domain}"), float(value), 0) for domain, value in values.items()]
+            for kind, domains in names.items():
+                if domains and set(domains) <= set(values.index):
+                    metrics.append((_key(f"{prefix}/mean_{kind}"), float(values[domains].mean()), 0))
+        settings = {"evaluation": config.get("evaluation") or {}, "model": model, "experts": experts}
+        settings["n_experts"] = int(rows["n_experts"].iloc[0])
+        yield Record(f"evaluation/{model}/{experts}", "evaluation", flatten(settings), tuple(sorted(metrics)))
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, str]:
+    """Nested mappings as one mapping with dotted keys and text values; lists become JSON."""
+    if isinstance(value, dict) and (value or not prefix):
+        items = {}
+        for key, inner in value.items():
+            items |= flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+        return items
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return {_key(prefix)[:PARAM_KEY_LENGTH]: text[:PARAM_VALUE_LENGTH]}
+
+
+def _key(name: str) -> str:
+    """A name that MLflow takes for a metric or a param."""
+    return re.sub(r"[^\w\-. :/]", "_", name)

@@ -1,0 +1,201 @@
+"""A made-up `results/<run>/` whose every perplexity is known, for the tests of the report and of tracking."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+
+from demix.files import write_json, write_parquet
+
+TRAINING, NOVEL = ("code", "law", "news"), ("wiki", "songs")
+
+# In every rule below a higher factor is a worse prediction; 1.0 is the domain's own expert.
+FACTORS = {"dense_unbalanced": 1.4, "dense": 1.3, "domain_token": 1.2}
+METHODS = {"naive": 1.0, "average": 1.5, "uniform": 1.05, "updating": 1.02, "cached": 1.01}
+
+
+@dataclass(frozen=True)
+class Key:
+    """What identifies one evaluation."""
+
+    model: str
+    experts: str
+    method: str
+    weights: str
+    domain: str
+    kind: str
+    expert: str = ""
+
+
+def base(domain: str, training: tuple[str, ...] = TRAINING, novel: tuple[str, ...] = NOVEL) -> float:
+    """The perplexity of a domain's own expert: 100, 110, … in the config's order."""
+    return 100.0 + 10 * [*training, *novel].index(domain)
+
+
+def parent_of(domain: str, training: tuple[str, ...], novel: tuple[str, ...]) -> str:
+    return training[novel.index(domain) % len(training)]
+
+
+def perplexity(key: Key, training: tuple[str, ...] = TRAINING, novel: tuple[str, ...] = NOVEL) -> float:
+    """The rule that gives every claim of the paper."""
+    value = base(key.domain, training, novel)
+    new = key.kind == "novel"
+    if key.model.startswith("dense-dapt-"):
+        return value * (1.1 if key.domain == key.model.removeprefix("dense-dapt-") else 1.3 * 1.2)
+    if key.model.startswith("without-"):
+        return value * 1.9
+    if key.experts.startswith("minus-"):
+        return value * 1.8
+    released = 1.03 if key.weights == "released" else 1.0
+    if key.method == "expert" and key.model == "demix":
+        own = key.expert == key.domain
+        if new and not own:
+            return value * (1.25 if key.expert == parent_of(key.domain, training, novel) else 1.6)
+        return value * (1.0 if own else 1.5)
+    if key.model in ("dense", "dense_unbalanced"):
+        return value * FACTORS[key.model]
+    factor = FACTORS.get(key.model, 1.0) * METHODS.get(key.method, 1.7) * released
+    if key.model == "demix" and new and key.experts == "training":
+        factor *= 1.25 if key.method == "naive" else 1.15
+    return value * factor
+
+
+@dataclass(frozen=True)
+class Run:
+    """The frames and the config of the made-up run, and where its files lie."""
+
+    path: Path
+    config: dict
+    results: pd.DataFrame
+    priors: pd.DataFrame
+
+
+def build_run(
+    path: Path,
+    training: tuple[str, ...] = TRAINING,
+    novel: tuple[str, ...] = NOVEL,
+    retrained: tuple[str, ...] = ("law",),
+    change: Callable[[Key, float], float | None] = lambda key, value: value,
+    steps: int = 30,
+) -> Run:
+    """Write a whole run below `path`. `change` may replace a perplexity, or drop its row by returning None."""
+    config = {
+        "run": "made-up",
+        "domains": {
+            kind: {name: {"source": {"kind": "files"}} for name in names}
+            for kind, names in (("training", training), ("novel", novel))
+        },
+        "architecture": {"layers": 3, "width": 128, "heads": 4, "context": 256},
+        "tokenizer": {"kind": "bpe", "vocab_size": 4096},
+        "training": {"tokens": 2457600, "sequences": 4, "learning_rate": 0.001},
+        "evaluation": {"dev_blocks": 100, "decay": 0.3},
+        "removal": {"retrain_without": list(retrained), "replacement": "songs"},
+    }
+    kinds = {**dict.fromkeys(training, "training"), **dict.fromkeys(novel, "novel")}
+    rows = []
+    for key in _keys(training, novel, retrained):
+        value = change(key, perplexity(key, training, novel))
+        if value is not None:
+            tokens = 1000 + len(key.domain)
+            rows.append({
+                **vars(key), "n_experts": {"all": len(kinds)}.get(key.experts, len(training)), "top_k": None,
+                "split": "test", "oracle": key.method == "naive" and key.kind == "novel" and key.experts == "training",
+                "documents": 7, "tokens": tokens, "nll": tokens * math.log(value), "perplexity": value,
+                "tokens_sha256": hashlib.sha256(key.domain.encode()).hexdigest(),
+            })  # fmt: skip
+    results = pd.DataFrame(rows).astype({"top_k": "Int64"})
+    priors = pd.DataFrame([
+        {"model": "demix", "experts": "training", "weights": weights, "domain": domain, "kind": kind, "expert": expert,
+         "prior": 1 - 0.1 * (len(training) - 1)
+         if expert == (domain if kind == "training" else parent_of(domain, training, novel)) else 0.1}
+        for weights in ("history", "released") for domain, kind in kinds.items() for expert in training
+    ])  # fmt: skip
+    write_json(path / "config.json", config)
+    write_parquet(pa.Table.from_pandas(results, preserve_index=False), path / "results.parquet")
+    write_parquet(pa.Table.from_pandas(priors, preserve_index=False), path / "priors.parquet")
+    _write_metrics(path, training, novel, retrained, steps)
+    _write_cards(path, training, novel, retrained)
+    return Run(path, config, results, priors)
+
+
+def _keys(training: tuple[str, ...], novel: tuple[str, ...], retrained: tuple[str, ...]) -> list[Key]:
+    kinds = {**dict.fromkeys(training, "training"), **dict.fromkeys(novel, "novel")}
+    keys = [
+        Key(model, "dense", "dense", "", *item) for model in ("dense_unbalanced", "dense") for item in kinds.items()
+    ]
+    for model, experts in (("domain_token", "training"), ("demix", "training"), ("demix", "all")):
+        for domain, kind in kinds.items():
+            chosen = domain if experts == "all" or kind == "training" else parent_of(domain, training, novel)
+            keys += [Key(model, experts, "naive", "", domain, kind, chosen)]
+            keys += [Key(model, experts, "average", "", domain, kind)]
+            keys += [
+                Key(model, experts, method, weights, domain, kind)
+                for method in ("uniform", "updating", "cached")
+                for weights in ("history", "released")
+            ]
+            if experts == "all" or model == "domain_token":
+                names = kinds if experts == "all" else training
+                keys += [Key(model, experts, "expert", "", domain, kind, name) for name in names]
+    for domain in training:
+        keys += [
+            Key("demix", f"minus-{domain}", "cached", weights, domain, "training")
+            for weights in ("history", "released")
+        ]
+    for domain in retrained:
+        keys += [Key(f"without-{domain}", "training", "cached", w, domain, "training") for w in ("history", "released")]
+    for adapted in novel:
+        keys += [Key(f"dense-dapt-{adapted}", "dense", "dense", "", name, "training") for name in training]
+        keys += [Key(f"dense-dapt-{adapted}", "dense", "dense", "", adapted, "novel")]
+    return keys
+
+
+def _write_metrics(
+    path: Path, training: tuple[str, ...], novel: tuple[str, ...], retrained: tuple[str, ...], steps: int
+) -> None:
+    folder = path / "metrics"
+    folder.mkdir(parents=True, exist_ok=True)
+    models = ["demix", "dense", "dense_unbalanced", "domain_token", *(f"without-{name}" for name in retrained)]
+    for index, model in enumerate(models):
+        lines = []
+        for step in range(1, steps + 1):
+            loss = 5 + 0.05 * index + 3.3 * math.exp(-4 * step / steps) + 0.06 * math.sin(37 * step + index)
+            lines.append({
+                "step": step, "tokens": 8192 * step, "loss": loss, **{f"loss/{name}": loss for name in training},
+                "learning_rate": 0.001, "gradient_norm": 1.0, "tokens_per_second": 11000.0,
+            })  # fmt: skip
+        _write_lines(folder / f"{model}.jsonl", lines)
+    for name in novel:
+        for kind, start, forgets in (("demix", 5.3, 0.0), ("dense", 5.4, 0.25)):
+            lines = []
+            for point in range(6):
+                gained = 1 - math.exp(-point / 2)
+                own = start + 0.1 * novel.index(name) - (0.15 if kind == "demix" else 0.3) * gained
+                old = {
+                    f"dev_loss/{domain}": start - 0.3 + 0.05 * i + forgets * gained for i, domain in enumerate(training)
+                }
+                lines.append({"step": 10 * point, "tokens": 10240 * point, **old, f"dev_loss/{name}": own})
+                if point:
+                    lines.append({"step": 10 * point, "tokens": 10240 * point, "loss": own, "learning_rate": 0.0001})
+            _write_lines(folder / f"{kind}-dapt-{name}.jsonl", lines)
+
+
+def _write_lines(path: Path, lines: list[dict]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def _write_cards(path: Path, training: tuple[str, ...], novel: tuple[str, ...], retrained: tuple[str, ...]) -> None:
+    for name in (*training, *novel):
+        write_json(path / "corpus" / name / "card.json", {"documents": {"train": 10, "dev": 2, "test": 2}})
+    models = ["demix", "dense", "dense_unbalanced", "domain_token", *(f"without-{name}" for name in retrained)]
+    for model in [*models, *(f"dense-dapt-{name}" for name in novel)]:
+        write_json(
+            path / "models" / model / "model.json", {"architecture": {"layers": 3, "width": 128}, "parameters": 123}
+        )
+    for name in (*training, *novel):
+        card = {"sha256": "0" * 64, "parent": parent_of(name, training, novel) if name in novel else None, "steps": 50}
+        write_json(path / "models" / "demix" / "experts" / f"{name}.json", card)

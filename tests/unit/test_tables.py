@@ -1,0 +1,200 @@
+"""The paper's tables: numbers by hand, what is missing, what is not comparable, and the files written."""
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from rich.console import Console
+from synthetic_run import NOVEL, TRAINING, Run, base, build_run
+
+from demix.errors import DemixError
+from demix.report import REPORT_FILES, TABLES, write_report
+from demix.report.results import parents, read_results
+from demix.report.tables import main_table, table3, table4, table5, table6, table7, table13, write_tables
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return build_run(tmp_path_factory.mktemp("run"))
+
+
+def write_all(run: Run, output: Path) -> Path:
+    path = run.path
+    write_report(path / "results.parquet", path / "priors.parquet", path / "metrics", run.config, output)
+    return output
+
+
+def test_importing_the_report_is_cheap() -> None:
+    code = "import demix.report, sys; print({'torch', 'mlflow', 'altair', 'pandas'} & sys.modules.keys() or 'none')"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "none"
+
+
+def test_table3_is_the_plain_mean_over_training_domains(run: Run) -> None:
+    frame = table3(run.results, run.config).frame
+    assert frame["Perplexity"].to_dict() == pytest.approx(
+        {
+            "Dense": 110 * 1.4,
+            "Dense (Balanced)": 110 * 1.3,
+            "+ Domain Token": 110 * 1.2,
+            "DEMix (naive)": 110.0,
+            "DEMix (cached prior)": 110 * 1.01,
+        }
+    )
+    assert frame.loc["DEMix (naive)", "Against Dense (Balanced), %"] == pytest.approx(100 * (1 / 1.3 - 1))
+    assert frame["Domains better than Dense (Balanced)"].tolist() == ["0 of 3", "", "3 of 3", "3 of 3", "3 of 3"]
+
+
+def test_table4_shows_every_training_domain_and_its_mean(run: Run) -> None:
+    frame = table4(run.results, run.config).frame
+    assert list(frame.index) == [*TRAINING, "Mean of 3"]
+    assert frame["Dense"].tolist() == pytest.approx([140.0, 154.0, 168.0, 154.0])
+    assert frame["DEMix (cached prior)"].tolist() == pytest.approx([101.0, 111.1, 121.2, 111.1])
+
+
+def test_table5_has_eight_systems_and_the_released_weights(run: Run) -> None:
+    table = table5(run.results, run.config)
+    assert len(table.frame) == 8 + 3
+    assert list(table.frame.columns) == [*NOVEL, "Mean"]
+    expected = {
+        "Dense": 1.4,
+        "Dense (Balanced)": 1.3,
+        "+ Domain Token (oracle)": 1.2,
+        "DEMix (naive, oracle)": 1.25,
+        "DEMix (average)": 1.5 * 1.15,
+        "DEMix (uniform prior)": 1.05 * 1.15,
+        "DEMix (updating prior)": 1.02 * 1.15,
+        "DEMix (cached prior)": 1.01 * 1.15,
+        "DEMix (cached prior), released weights": 1.01 * 1.15 * 1.03,
+    }
+    for label, factor in expected.items():
+        assert table.frame.loc[label].tolist() == pytest.approx([130 * factor, 140 * factor, 135 * factor]), label
+
+
+def test_table5_never_prints_an_oracle_bold(tmp_path: Path) -> None:
+    run = build_run(tmp_path, change=lambda key, value: value / 2 if key.method == "naive" else value)
+    table = table5(run.results, run.config)
+    assert not table.bold().filter(like="oracle", axis=0).to_numpy().any()
+    assert table.bold().loc["DEMix (cached prior)"].all()
+
+
+def test_table6_compares_few_and_many_experts(run: Run) -> None:
+    frame = table6(run.results, run.config).frame
+    assert list(frame.index) == [*TRAINING, "Mean of 3 training", *NOVEL, "Mean of 2 novel"]
+    assert frame.loc["law"].tolist() == pytest.approx([111.1, 111.1, 0.0])
+    assert frame.loc["Mean of 2 novel"].tolist() == pytest.approx([135 * 1.01 * 1.15, 135 * 1.01, 100 * (1 / 1.15 - 1)])
+
+
+def test_table7_averages_only_what_can_be_compared(run: Run) -> None:
+    table = table7(run.results, run.config)
+    frame = table.frame
+    assert frame.loc["law"].tolist() == pytest.approx([110 * 1.01, 110 * 1.8, 110 * 1.9])
+    assert frame.loc["Mean of all 3"].tolist()[:2] == pytest.approx([110 * 1.01, 110 * 1.8])
+    assert pd.isna(frame.loc["Mean of all 3", "−Domain"])
+    assert frame.loc["Mean of the 1 that have all three"].tolist() == pytest.approx(frame.loc["law"].tolist())
+    assert table.text().loc["code", "−Domain"] == "–"
+    assert "1 of the 3 domains" in table.notes[0]
+
+
+def test_table13_shows_forgetting_and_adaptation(run: Run) -> None:
+    found = parents(run.priors, list(TRAINING), list(NOVEL))
+    assert found == {"wiki": "code", "songs": "law"}
+    frame = table13(run.results, run.config, found).frame
+    for label in NOVEL:
+        row = frame.loc[label].tolist()
+        assert row[:4] == pytest.approx([20.0, 100 * (1.1 / 1.3 - 1), 0.0, 100 * (1 / 1.25 - 1)])
+    assert frame["Parent expert"].tolist()[:2] == ["code", "law"]
+    assert frame.loc["Mean of 2"].tolist()[:4] == pytest.approx(frame.loc["wiki"].tolist()[:4])
+
+
+def test_top_k_and_dev_rows_are_no_part_of_the_paper_tables(run: Run) -> None:
+    extra = run.results.assign(perplexity=1.0)
+    rows = pd.concat([run.results, extra.assign(top_k=2), extra.assign(split="dev")], ignore_index=True)
+    for table in (table3, table4, table5, table6, table7):
+        pd.testing.assert_frame_equal(table(rows, run.config).frame, table(run.results, run.config).frame)
+
+
+def test_a_run_with_little_is_shown_with_dashes(tmp_path: Path) -> None:
+    only = {"dense", "demix"}
+    run = build_run(
+        tmp_path, retrained=(), change=lambda key, v: v if key.model in only and key.experts != "all" else None
+    )
+    tables = write_all(run, tmp_path / "report") / "tables"
+    assert re.search(r"\| Dense +\| +– \|", (tables / "table3.md").read_text())
+    assert "This run has no rows for this table." not in (tables / "table7.md").read_text()
+    assert "run for none of the domains" in (tables / "table7.md").read_text()
+    assert "This run has no rows for this table." in (tables / "table13.md").read_text()
+
+
+def test_a_run_without_novel_domains_and_with_none_of_the_rows(tmp_path: Path) -> None:
+    run = build_run(tmp_path, novel=(), retrained=(), change=lambda key, v: v if key.domain == "law" else None)
+    output = write_all(run, tmp_path / "report")
+    assert all((output / name).stat().st_size for name in REPORT_FILES)
+    assert "–" in (output / "tables" / "table3.md").read_text()
+    empty = build_run(tmp_path / "empty", change=lambda key, v: v if key.domain == "wiki" else None)
+    write_all(empty, tmp_path / "empty" / "report")
+
+
+def test_different_tokens_are_never_compared(tmp_path: Path) -> None:
+    run = build_run(tmp_path)
+    rows = run.results.copy()
+    rows.loc[(rows["model"] == "dense") & (rows["domain"] == "law"), "tokens_sha256"] = "other"
+    with pytest.raises(DemixError, match="law.test over 2 different token sequences"):
+        write_tables(rows, run.priors, run.config, tmp_path / "tables")
+    assert not (tmp_path / "tables").exists()
+
+
+def test_doubled_and_lacking_rows_are_named(tmp_path: Path) -> None:
+    run = build_run(tmp_path)
+    with pytest.raises(DemixError, match="dense_unbalanced/dense/dense: has two rows for code"):
+        table3(pd.concat([run.results, run.results]), run.config)
+    with pytest.raises(DemixError, match="missing"):
+        read_results(tmp_path / "none.parquet")
+    with pytest.raises(DemixError, match="has no column"):
+        read_results(tmp_path / "priors.parquet")
+
+
+def test_files_are_the_same_bytes_again_and_hold_the_numbers(run: Run, tmp_path: Path) -> None:
+    first, second = write_all(run, tmp_path / "a"), write_all(run, tmp_path / "b")
+    assert {path.relative_to(first).as_posix() for path in first.rglob("*.*")} == set(REPORT_FILES)
+    for name in REPORT_FILES:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+    html = (first / "tables" / "table4.html").read_text()
+    row = re.search(r'<th scope="row" data-key="1">law</th>(.*?)</tr>', html).group(1)
+    assert re.findall(r">([^<]+)</td>", row) == ["154.00", "143.00", "132.00", "110.00", "111.10"]
+    assert not re.search(r"(src|href)=|https?://", html)
+    assert "**110.00**" in (first / "tables" / "table4.md").read_text()
+    assert "Dense (Balanced) & 143.00" in (first / "tables" / "table3.tex").read_text()
+    for name in TABLES:
+        text = (first / "tables" / f"{name}.tex").read_text()
+        assert text.isascii(), name
+        for suffix in ("html", "md", "tex"):
+            note = (first / "tables" / f"{name}.{suffix}").read_text()
+            assert "Differs from the paper in data, budget and scale" in note
+            assert "2,457,600 training tokens" in note
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    name = "<b>a&b_|c"
+    run = build_run(tmp_path, training=(name, "law"), retrained=())
+    output = write_all(run, tmp_path / "report")
+    html = (output / "tables" / "table4.html").read_text() + (output / "claims.html").read_text()
+    assert "&lt;b&gt;a&amp;b_|c" in html
+    assert name not in html
+    assert r"a\&b\_" in (output / "tables" / "table4.tex").read_text()
+    assert r"\|c" in (output / "tables" / "table4.md").read_text()
+
+
+def test_main_table_for_the_terminal(run: Run) -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(main_table(run.results, run.config))
+    text = console.export_text()
+    lines = {tuple(re.split(r"\s*│\s*", line.strip("│ "))[:2]): line for line in text.splitlines() if "│" in line}
+    assert "110.00" in lines[("DEMix (naive)", "")]
+    assert f"{135 * 1.25:.2f} *" in lines[("DEMix (naive)", "")]
+    assert f"{110 * 1.01:.2f}" in lines[("DEMix (cached prior)", "history")]
+    assert f"{110 * 1.01 * 1.03:.2f}" in lines[("DEMix (cached prior)", "released")]
+    assert base("law") == 110

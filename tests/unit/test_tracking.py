@@ -1,0 +1,157 @@
+"""Tracking writes to a real MLflow store in SQLite, and is read back through MLflow's own client."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from synthetic_run import NOVEL, Run, build_run
+
+from demix.errors import DemixError
+from demix.report import write_report
+from demix.tracking import flatten, track
+
+MODELS = 4 + 1
+EVALUATIONS = 3 + 2 + 3 + 1 + 2  # dense, dense_unbalanced, domain_token; demix; minus-…; without-law; dense-dapt-…
+RUNS = 1 + MODELS + 2 * len(NOVEL) + EVALUATIONS
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = build_run(tmp_path_factory.mktemp("run") / "results" / "made-up")
+    path = run.path
+    write_report(path / "results.parquet", path / "priors.parquet", path / "metrics", run.config, path / "report")
+    return run
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/new/mlflow.db"
+
+
+def stored(uri: str, experiment: str) -> dict[str, "object"]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    runs = client.search_runs([client.get_experiment_by_name(experiment).experiment_id], max_results=1000)
+    assert max(Counter(run.data.tags["demix.key"] for run in runs).values()) == 1
+    return {run.data.tags["demix.key"]: run for run in runs}
+
+
+def history(uri: str, run_id: str, key: str) -> list[tuple[int, float]]:
+    from mlflow.tracking import MlflowClient
+
+    return [(point.step, point.value) for point in MlflowClient(tracking_uri=uri).get_metric_history(run_id, key)]
+
+
+def test_all_is_there_and_a_second_time_changes_nothing(
+    run: Run, uri: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    summary = track(run.path, run.config, uri, "same")
+    assert f"{RUNS} new, 0 replaced, 0 unchanged, 0 deleted" in summary
+    assert capsys.readouterr().out == summary + "\n"
+    assert list(tmp_path.iterdir()) == []
+    before = stored(uri, "same")
+    assert len(before) == RUNS
+
+    parent = before["pipeline"]
+    assert parent.data.params["training.learning_rate"] == "0.001"
+    assert parent.data.params["domains.novel.wiki.source.kind"] == "files"
+    artifacts = Path(parent.info.artifact_uri.removeprefix("file://"))
+    store = Path(uri.removeprefix("sqlite:///")).parent
+    assert artifacts.is_relative_to(store / "mlartifacts")
+    for name in (
+        "config.json",
+        "results.parquet",
+        "report/tables/table5.html",
+        "report/claims.md",
+        "cards/wiki/card.json",
+    ):
+        assert (artifacts / name).is_file(), name
+    for key, nested in before.items():
+        assert nested.info.status == "FINISHED"
+        if key != "pipeline":
+            assert nested.data.tags["mlflow.parentRunId"] == parent.info.run_id
+
+    training = before["training/demix"]
+    lines = [json.loads(line) for line in (run.path / "metrics" / "demix.jsonl").read_text().splitlines()]
+    assert history(uri, training.info.run_id, "loss/law") == [(line["step"], line["loss/law"]) for line in lines]
+    assert training.data.params["model.architecture.width"] == "128"
+    adapted = before["adaptation/demix-dapt-wiki"]
+    assert adapted.data.params["model.parent"] == "code"
+    assert history(uri, adapted.info.run_id, "dev_loss/wiki")[0] == (0, 5.3)
+    evaluated = before["evaluation/demix/all"].data.metrics
+    assert evaluated["perplexity/cached.history/wiki"] == pytest.approx(130 * 1.01)
+    assert evaluated["perplexity/naive/mean_training"] == pytest.approx(110)
+    assert evaluated["perplexity/expert.code/wiki"] == pytest.approx(130 * 1.25)
+    minus = before["evaluation/demix/minus-law"].data.metrics
+    assert set(minus) == {"perplexity/cached.history/law", "perplexity/cached.released/law"}
+
+    assert f"0 new, 0 replaced, {RUNS} unchanged, 0 deleted" in track(run.path, run.config, uri, "same")
+    after = stored(uri, "same")
+    assert {key: item.info.run_id for key, item in after.items()} == {k: item.info.run_id for k, item in before.items()}
+    assert len(history(uri, after["training/demix"].info.run_id, "loss")) == len(lines)
+
+
+def test_a_change_replaces_and_a_missing_file_deletes(uri: str, tmp_path: Path) -> None:
+    run = build_run(tmp_path / "run", steps=5)
+    track(run.path, run.config, uri, "changing")
+    before = stored(uri, "changing")
+    metrics = run.path / "metrics" / "dense.jsonl"
+    metrics.write_text("".join(line + "\n" for line in metrics.read_text().splitlines()[:3]))
+    (run.path / "metrics" / "without-law.jsonl").unlink()
+    summary = track(run.path, run.config, uri, "changing")
+    assert f"0 new, 1 replaced, {RUNS - 2} unchanged, 1 deleted" in summary
+    after = stored(uri, "changing")
+    assert before.keys() - after.keys() == {"training/without-law"}
+    assert {key for key in after if after[key].info.run_id != before[key].info.run_id} == {"training/dense"}
+    assert len(history(uri, after["training/dense"].info.run_id, "loss")) == 3
+
+    config = {**run.config, "seed": 2}
+    assert f"1 replaced, {RUNS - 2} unchanged" in track(run.path, config, uri, "changing")
+    moved = stored(uri, "changing")
+    assert moved["pipeline"].info.run_id != after["pipeline"].info.run_id
+    assert {item.data.tags.get("mlflow.parentRunId") for key, item in moved.items() if key != "pipeline"} == {
+        moved["pipeline"].info.run_id
+    }
+
+
+def test_an_interrupted_run_is_made_anew_and_other_runs_are_left_alone(uri: str, tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    run = build_run(tmp_path / "run", steps=3)
+    track(run.path, run.config, uri, "shared")
+    client = MlflowClient(tracking_uri=uri)
+    client.delete_tag(stored(uri, "shared")["training/demix"].info.run_id, "demix.sha256")
+    other = client.create_run(
+        client.get_experiment_by_name("shared").experiment_id, tags={"demix.key": "someone else's"}
+    )
+    assert f"0 new, 1 replaced, {RUNS - 1} unchanged, 0 deleted" in track(run.path, run.config, uri, "shared")
+    assert stored(uri, "shared")["someone else's"].info.run_id == other.info.run_id
+
+
+def test_more_metrics_than_one_batch_holds(uri: str, tmp_path: Path) -> None:
+    run = build_run(tmp_path / "run", steps=400)
+    track(run.path, run.config, uri, "long")
+    item = stored(uri, "long")["training/dense"]
+    assert len(history(uri, item.info.run_id, "gradient_norm")) == 400
+
+
+def test_bad_input_is_one_line(uri: str, tmp_path: Path) -> None:
+    run = build_run(tmp_path / "run", steps=1)
+    (run.path / "results.parquet").unlink()
+    with pytest.raises(DemixError, match=r"results\.parquet: is missing"):
+        track(run.path, run.config, uri, "bad")
+    run = build_run(tmp_path / "run", steps=1)
+    (tmp_path / "not.db").write_text("this is no database")
+    with pytest.raises(DemixError, match=r"not\.db") as error:
+        track(run.path, run.config, f"sqlite:///{tmp_path}/not.db", "bad")
+    assert "\n" not in str(error.value)
+    with pytest.raises(DemixError, match=r"127\.0\.0\.1"):
+        track(run.path, run.config, "http://127.0.0.1:9", "bad")
+
+
+def test_flatten() -> None:
+    nested = {"a": {"b": [1, "x"], "c": None, "d": {}}, "e!": True, "f": ""}
+    assert flatten(nested) == {"a.b": '[1, "x"]', "a.c": "null", "a.d": "{}", "e_": "true", "f": ""}

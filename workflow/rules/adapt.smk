@@ -1,0 +1,124 @@
+# DEMix-DAPT adds the expert of a novel domain to models/demix; Dense-DAPT makes a model of its own for each.
+
+
+def adaptation_settings():
+    return as_json(config["adaptation"], seed=config["seed"], threads=config["threads"])
+
+
+rule adapt:
+    input:
+        tokens=tokens(["{novel}"], "train", "dev"),
+        model=experts("demix", TRAINING),
+        scores=scores("demix", ["{novel}"], [*TRAINING, "tokens"], ["dev"]),
+        # The training domains' losses under their own experts, which adaptation leaves as they are.
+        unchanged=[file for domain in TRAINING for file in scores("demix", [domain], [domain, "tokens"], ["dev"])],
+    output:
+        [f"{RUN}/models/demix/experts/{{novel}}.{kind}" for kind in ("safetensors", "json")],
+        metrics=f"{RUN}/metrics/demix-dapt-{{novel}}.jsonl",
+    wildcard_constraints:
+        novel="|".join(NOVEL) or "none",
+    params:
+        settings=adaptation_settings(),
+        model=f"{RUN}/models/demix",
+        training=",".join(TRAINING),
+        scores=f"{RUN}/scores/demix",
+        checkpoints=f"{RUN}/checkpoints/demix-dapt-{{novel}}",
+    log:
+        f"{RUN}/logs/adapt/{{novel}}.log",
+    benchmark:
+        f"{RUN}/benchmarks/adapt/{{novel}}.tsv"
+    conda:
+        "../../environment.yml"
+    threads: config["threads"]
+    priority: 70
+    shell:
+        "demix adapt {params.model} {input.tokens} --training {params.training} --scores {params.scores}"
+        " --settings {params.settings:q} --metrics {output.metrics} --checkpoints {params.checkpoints} 2> {log}"
+
+
+# A rule for each novel domain: its expert on every domain up to it, and the experts before it on this domain.
+# One job instead of one for each pair, and a domain appended at the end changes none of the others.
+for number, novel in enumerate(NOVEL):
+
+    rule:
+        name:
+            f"score_adapted_{novel}"
+        input:
+            new=experts("demix", [novel]),
+            before=[file for name in NOVEL[:number] for file in experts("demix", [name])],
+            own=tokens([novel], "dev", "test"),
+            rest=tokens([*TRAINING, *NOVEL[:number]], "dev", "test"),
+            old=scores("demix", [*TRAINING, *NOVEL[: number + 1]], ["tokens"]),
+        output:
+            scores("demix", [*TRAINING, *NOVEL[: number + 1]], [novel]),
+            scores("demix", [novel], NOVEL[:number]),
+        params:
+            settings=SCORING,
+            model=f"{RUN}/models/demix",
+            folder=f"{RUN}/scores/demix",
+            expert=novel,
+            experts=",".join(NOVEL[: number + 1]),
+        log:
+            f"{RUN}/logs/score/adapted/{novel}.log",
+        benchmark:
+            f"{RUN}/benchmarks/score/adapted/{novel}.tsv"
+        conda:
+            "../../environment.yml"
+        threads: config["threads"]
+        priority: 60
+        shell:
+            "(demix score {params.model} {input.own} --experts {params.experts}"
+            " --settings {params.settings:q} --output {params.folder}"
+            " && demix score {params.model} {input.rest} --experts {params.expert}"
+            " --settings {params.settings:q} --output {params.folder}) 2> {log}"
+
+
+rule adapt_dense:
+    input:
+        tokens=tokens(["{novel}"], "train", "dev"),
+        training=tokens(TRAINING, "dev"),
+        model=experts("dense", ["dense"]),
+    output:
+        experts("dense-dapt-{novel}", ["dense"]),
+        metrics=f"{RUN}/metrics/dense-dapt-{{novel}}.jsonl",
+    wildcard_constraints:
+        novel="|".join(NOVEL) or "none",
+    params:
+        settings=adaptation_settings(),
+        model=f"{RUN}/models/dense",
+        output=f"{RUN}/models/dense-dapt-{{novel}}",
+        checkpoints=f"{RUN}/checkpoints/dense-dapt-{{novel}}",
+    log:
+        f"{RUN}/logs/adapt-dense/{{novel}}.log",
+    benchmark:
+        f"{RUN}/benchmarks/adapt-dense/{{novel}}.tsv"
+    conda:
+        "../../environment.yml"
+    threads: config["threads"]
+    shell:
+        "demix adapt-dense {params.model} {input.tokens} {input.training} --settings {params.settings:q}"
+        " --output {params.output} --metrics {output.metrics} --checkpoints {params.checkpoints} 2> {log}"
+
+
+rule score_adapted_dense:
+    input:
+        model=experts("dense-dapt-{novel}", ["dense"]),
+        tokens=tokens([*TRAINING, "{novel}"], "test"),
+    output:
+        scores("dense-dapt-{novel}", [*TRAINING, "{novel}"], ["dense", "tokens"], ["test"]),
+    wildcard_constraints:
+        novel="|".join(NOVEL) or "none",
+    params:
+        settings=SCORING,
+        model=f"{RUN}/models/dense-dapt-{{novel}}",
+        folder=f"{RUN}/scores/dense-dapt-{{novel}}",
+    log:
+        f"{RUN}/logs/score/dense-dapt-{{novel}}.log",
+    benchmark:
+        f"{RUN}/benchmarks/score/dense-dapt-{{novel}}.tsv"
+    conda:
+        "../../environment.yml"
+    threads: config["threads"]
+    shell:
+        "demix score {params.model} {input.tokens} --experts dense"
+        " --settings {params.settings:q} --output {params.folder} 2> {log}"

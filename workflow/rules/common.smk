@@ -1,0 +1,51 @@
+import json
+
+from demix.config import complete
+from demix.errors import DemixError
+from demix.report import REPORT_FILES
+
+try:
+    complete(config)
+except DemixError as error:
+    raise WorkflowError(str(error)) from None
+
+RUN = f"results/{config['run']}"
+TRAINING, NOVEL = list(config["domains"]["training"]), list(config["domains"]["novel"])
+DOMAINS = config["domains"]["training"] | config["domains"]["novel"]
+SPLITS = ["train", "dev", "test"]
+MODELS = ["demix", "dense", "dense_unbalanced", "domain_token"]
+# The domains of each model trained without one of them: the replacement stands in its place.
+WITHOUT = {
+    removed: [config["removal"]["replacement"] if domain == removed else domain for domain in TRAINING]
+    for removed in config["removal"]["retrain_without"]
+}
+
+
+wildcard_constraints:
+    domain="[a-z0-9_]+",
+    removed="[a-z0-9_]+",
+    expert="[a-z0-9_]+",
+    model="[a-z0-9_-]+",
+    split="train|dev|test",
+
+
+def as_json(*parts, **more):
+    """The part of the config that a stage uses, as one JSON argument: a change to it reruns that stage alone."""
+    merged = {key: value for part in (*parts, more) for key, value in part.items()}
+    return json.dumps(merged, sort_keys=True)
+
+
+def tokens(domains, *splits):
+    return [f"{RUN}/tokens/{domain}/{split}.arrow" for domain in domains for split in splits]
+
+
+def experts(model, names):
+    """The files of a model that scoring its experts `names` reads."""
+    files = [f"experts/{name}.{kind}" for name in names for kind in ("safetensors", "json")]
+    return [f"{RUN}/models/{model}/{file}" for file in ["model.json", "shared.safetensors", *files]]
+
+
+def scores(model, domains, names, splits=("dev", "test")):
+    """The score tables of experts `names` on `domains`."""
+    places = [f"{RUN}/scores/{model}/{domain}.{split}" for domain in domains for split in splits]
+    return [f"{place}/{name}.parquet" for place in places for name in names]

@@ -1,0 +1,113 @@
+# Raw text -> anonymized documents -> corpus splits -> tokens.
+
+
+rule download:
+    output:
+        temp(f"{RUN}/raw/{{domain}}/documents.parquet"),
+    params:
+        settings=lambda wildcards: as_json(DOMAINS[wildcards.domain]["source"]),
+    log:
+        f"{RUN}/logs/download/{{domain}}.log",
+    benchmark:
+        f"{RUN}/benchmarks/download/{{domain}}.tsv"
+    conda:
+        "../../environment.yml"
+    shell:
+        "demix download {wildcards.domain} --settings {params.settings:q} --output {output} 2> {log}"
+
+
+rule anonymize:
+    input:
+        f"{RUN}/raw/{{domain}}/documents.parquet",
+    output:
+        documents=f"{RUN}/documents/{{domain}}.parquet",
+        counts=f"{RUN}/documents/{{domain}}.json",
+    params:
+        enabled=lambda wildcards: "--enabled" if DOMAINS[wildcards.domain]["anonymize"] else "--no-enabled",
+    log:
+        f"{RUN}/logs/anonymize/{{domain}}.log",
+    benchmark:
+        f"{RUN}/benchmarks/anonymize/{{domain}}.tsv"
+    conda:
+        "../../environment.yml"
+    shell:
+        "demix anonymize {input} {params.enabled} --output {output.documents} --counts {output.counts} 2> {log}"
+
+
+# Novel domains have no say here: a new one changes nothing of the training domains.
+rule owners:
+    input:
+        expand(f"{RUN}/documents/{{domain}}.parquet", domain=TRAINING),
+    output:
+        f"{RUN}/corpus/owners.parquet",
+    log:
+        f"{RUN}/logs/owners.log",
+    benchmark:
+        f"{RUN}/benchmarks/owners.tsv"
+    conda:
+        "../../environment.yml"
+    shell:
+        "demix owners {input} --output {output} 2> {log}"
+
+
+rule split:
+    input:
+        documents=f"{RUN}/documents/{{domain}}.parquet",
+        counts=f"{RUN}/documents/{{domain}}.json",
+        owners=f"{RUN}/corpus/owners.parquet",
+    output:
+        expand(f"{RUN}/corpus/{{{{domain}}}}/{{split}}.parquet", split=SPLITS),
+        f"{RUN}/corpus/{{domain}}/card.json",
+    params:
+        settings=lambda wildcards: as_json(
+            words=DOMAINS[wildcards.domain]["words"], training=wildcards.domain in TRAINING, seed=config["seed"]
+        ),
+        folder=f"{RUN}/corpus/{{domain}}",
+    log:
+        f"{RUN}/logs/split/{{domain}}.log",
+    benchmark:
+        f"{RUN}/benchmarks/split/{{domain}}.tsv"
+    conda:
+        "../../environment.yml"
+    shell:
+        "demix split {input.documents} --counts {input.counts} --owners {input.owners}"
+        " --settings {params.settings:q} --output {params.folder} 2> {log}"
+
+
+rule tokenizer:
+    input:
+        expand(f"{RUN}/corpus/{{domain}}/train.parquet", domain=TRAINING),
+    output:
+        f"{RUN}/tokenizer.json",
+    params:
+        settings=as_json(config["tokenizer"]),
+    log:
+        f"{RUN}/logs/tokenizer.log",
+    benchmark:
+        f"{RUN}/benchmarks/tokenizer.tsv"
+    conda:
+        "../../environment.yml"
+    shell:
+        "demix tokenizer {input} --settings {params.settings:q} --output {output} 2> {log}"
+
+
+rule tokenize:
+    input:
+        documents=expand(f"{RUN}/corpus/{{{{domain}}}}/{{split}}.parquet", split=SPLITS),
+        tokenizer=f"{RUN}/tokenizer.json",
+    output:
+        expand(
+            f"{RUN}/tokens/{{{{domain}}}}/{{split}}.{{kind}}",
+            split=SPLITS,
+            kind=["arrow", "documents.arrow", "json"],
+        ),
+    params:
+        folder=f"{RUN}/tokens/{{domain}}",
+    log:
+        f"{RUN}/logs/tokenize/{{domain}}.log",
+    benchmark:
+        f"{RUN}/benchmarks/tokenize/{{domain}}.tsv"
+    conda:
+        "../../environment.yml"
+    shell:
+        "demix tokenize {input.documents} --tokenizer {input.tokenizer} --output {params.folder} 2> {log}"

@@ -1,0 +1,137 @@
+# Arithmetic on the score tables: mixtures, tables, figures, tracking.
+
+
+def evaluated(wildcards):
+    """The score tables that the evaluations of a domain read."""
+    domain = [wildcards.domain]
+    kind = "training" if wildcards.domain in TRAINING else "novel"
+    adapted = [f"dense-dapt-{novel}" for novel in NOVEL if kind == "training" or novel == wildcards.domain]
+    files = scores("demix", domain, [*TRAINING, *NOVEL, "tokens"])
+    files += scores("domain_token", domain, [*TRAINING, "tokens"])
+    for model in ["dense", "dense_unbalanced", *adapted]:
+        files += scores(model, domain, ["dense", "tokens"], ["test"])
+    if wildcards.domain in WITHOUT:
+        files += scores(f"without-{wildcards.domain}", domain, [*WITHOUT[wildcards.domain], "tokens"])
+    return files
+
+
+rule evaluate:
+    input:
+        evaluated,
+    output:
+        results=f"{RUN}/evaluations/{{domain}}.parquet",
+        priors=f"{RUN}/evaluations/{{domain}}.priors.parquet",
+    params:
+        settings=as_json(
+            {key: config["evaluation"][key] for key in ("decay", "dev_blocks", "weights", "top_k")},
+            training=TRAINING,
+            novel=NOVEL,
+            without=WITHOUT,
+        ),
+        scores=f"{RUN}/scores",
+    log:
+        f"{RUN}/logs/evaluate/{{domain}}.log",
+    benchmark:
+        f"{RUN}/benchmarks/evaluate/{{domain}}.tsv"
+    conda:
+        "../../environment.yml"
+    shell:
+        "demix evaluate {wildcards.domain} --scores {params.scores} --settings {params.settings:q}"
+        " --output {output.results} --priors {output.priors} 2> {log}"
+
+
+rule results:
+    input:
+        results=expand(f"{RUN}/evaluations/{{domain}}.parquet", domain=DOMAINS),
+        priors=expand(f"{RUN}/evaluations/{{domain}}.priors.parquet", domain=DOMAINS),
+    output:
+        results=f"{RUN}/results.parquet",
+        priors=f"{RUN}/priors.parquet",
+    log:
+        f"{RUN}/logs/results.log",
+    benchmark:
+        f"{RUN}/benchmarks/results.tsv"
+    conda:
+        "../../environment.yml"
+    shell:
+        "(demix join {input.results} --output {output.results} && demix join {input.priors} --output {output.priors})"
+        " 2> {log}"
+
+
+rule run_config:
+    output:
+        f"{RUN}/config.json",
+    params:
+        settings=as_json(config),
+    log:
+        f"{RUN}/logs/run_config.log",
+    benchmark:
+        f"{RUN}/benchmarks/run_config.tsv"
+    conda:
+        "../../environment.yml"
+    shell:
+        "demix run-config --settings {params.settings:q} --output {output} 2> {log}"
+
+
+METRICS = expand(
+    f"{RUN}/metrics/{{model}}.jsonl",
+    model=[
+        *MODELS,
+        *(f"without-{removed}" for removed in WITHOUT),
+        *(f"{kind}-dapt-{novel}" for novel in NOVEL for kind in ("demix", "dense")),
+    ],
+)
+
+
+def captioned(name):
+    """A report file, shown with its caption where it is one that the report page shows."""
+    kind, _, file = name.rpartition("/")
+    stem, _, suffix = file.rpartition(".")
+    path = f"{RUN}/report/{name}"
+    if suffix not in ("html", "svg"):
+        return path
+    return report(path, caption=f"../report/{stem}.rst", category=kind.capitalize() or "Claims", labels={"shows": stem})
+
+
+rule report:
+    input:
+        f"{RUN}/results.parquet",
+        f"{RUN}/priors.parquet",
+        METRICS,
+        config=f"{RUN}/config.json",
+    output:
+        *[captioned(name) for name in REPORT_FILES],
+    params:
+        run=RUN,
+        folder=f"{RUN}/report",
+    log:
+        f"{RUN}/logs/report.log",
+    benchmark:
+        f"{RUN}/benchmarks/report.tsv"
+    conda:
+        "../../environment.yml"
+    shell:
+        "demix report {params.run} --output {params.folder} 2> {log}"
+
+
+rule track:
+    input:
+        f"{RUN}/results.parquet",
+        METRICS,
+        experts("demix", [*TRAINING, *NOVEL]),
+        expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),
+        [f"{RUN}/report/{name}" for name in REPORT_FILES],
+        config=f"{RUN}/config.json",
+    output:
+        f"{RUN}/tracked.json",
+    params:
+        settings=as_json(config["tracking"] | {"experiment": config["tracking"]["experiment"] or f"demix-{config['run']}"}),
+        run=RUN,
+    log:
+        f"{RUN}/logs/track.log",
+    benchmark:
+        f"{RUN}/benchmarks/track.tsv"
+    conda:
+        "../../environment.yml"
+    shell:
+        "demix track {params.run} --settings {params.settings:q} --output {output} 2> {log}"

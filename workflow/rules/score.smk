@@ -1,0 +1,60 @@
+# One forward pass per (model, expert, domain, split); whatever is mixed afterwards reads the tables.
+SCORING = as_json(
+    {key: config["evaluation"][key] for key in ("dev_blocks", "test_tokens", "precision")}, threads=config["threads"]
+)
+# What each model's tables have as columns: its experts, or the tokens that the domain-token model is forced to.
+COLUMNS = {"demix": TRAINING, "domain_token": TRAINING, "dense": ["dense"], "dense_unbalanced": ["dense"]}
+
+for model, columns in COLUMNS.items():
+
+    rule:
+        name:
+            f"score_{model}"
+        input:
+            model=experts(model, TRAINING if model == "demix" else ["dense"]),
+            tokens=tokens(["{domain}"], "dev", "test"),
+        output:
+            scores(model, ["{domain}"], [*columns, "tokens"]),
+        params:
+            settings=SCORING,
+            model=f"{RUN}/models/{model}",
+            folder=f"{RUN}/scores/{model}",
+            experts=",".join(columns),
+        log:
+            f"{RUN}/logs/score/{model}/{{domain}}.log",
+        benchmark:
+            f"{RUN}/benchmarks/score/{model}/{{domain}}.tsv"
+        conda:
+            "../../environment.yml"
+        threads: config["threads"]
+        priority: 80 if model == "demix" else 10
+        shell:
+            "demix score {params.model} {input.tokens} --experts {params.experts}"
+            " --settings {params.settings:q} --output {params.folder} 2> {log}"
+
+
+for removed, kept in WITHOUT.items():
+
+    rule:
+        name:
+            f"score_without_{removed}"
+        input:
+            model=experts(f"without-{removed}", kept),
+            tokens=tokens([removed], "dev", "test"),
+        output:
+            scores(f"without-{removed}", [removed], [*kept, "tokens"]),
+        params:
+            settings=SCORING,
+            model=f"{RUN}/models/without-{removed}",
+            folder=f"{RUN}/scores/without-{removed}",
+            experts=",".join(kept),
+        log:
+            f"{RUN}/logs/score/without-{removed}.log",
+        benchmark:
+            f"{RUN}/benchmarks/score/without-{removed}.tsv"
+        conda:
+            "../../environment.yml"
+        threads: config["threads"]
+        shell:
+            "demix score {params.model} {input.tokens} --experts {params.experts}"
+            " --settings {params.settings:q} --output {params.folder} 2> {log}"
