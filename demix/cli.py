@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from demix.errors import DemixError
-from demix.files import read_json, settings_from, write_json, write_text
+from demix.files import read_json, settings_from, write_text
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -239,7 +239,8 @@ def join(tables: Files, output: Output) -> None:
 @app.command("run-config")
 def run_config(settings: Settings, output: Output) -> None:
     """Write the run's completed config, so that its folder explains itself."""
-    write_json(output, json.loads(settings))
+    # Not sorted: the order of the domains is the order that the report shows.
+    write_text(output, json.dumps(json.loads(settings), indent=2) + "\n")
 
 
 @app.command()
@@ -250,9 +251,7 @@ def report(
     """Make the tables, figures and claims of a run."""
     from demix.report import write_report
 
-    write_report(
-        run / "results.parquet", run / "priors.parquet", run / "metrics", read_json(run / "config.json"), output
-    )
+    write_report(run, read_json(run / "config.json"), output)
 
 
 @app.command()
@@ -260,11 +259,11 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     """Print the main table of a finished run and where to look further."""
     from rich.console import Console
 
-    from demix.evaluate.results import results_frame
-    from demix.report.claims import main_table
+    from demix.report.results import read_results
+    from demix.report.tables import main_table
 
     run_config: dict[str, Any] = read_json(run / "config.json")
-    Console().print(main_table(results_frame(run / "results.parquet"), run_config))
+    Console().print(main_table(read_results(run / "results.parquet"), run_config))
     print(f"Tables, figures, claims: {run / 'report'} (start with claims.html)")
     print("One page with all of it: snakemake --report report.html")
     print(f"Runs and curves: mlflow ui --backend-store-uri {run_config['tracking']['uri']}")

@@ -65,7 +65,7 @@ def track(run_dir: str | Path, config: dict[str, Any], uri: str, experiment: str
     client, store_errors = _client(uri)
     try:
         experiment_id = _experiment(client, uri, experiment)
-        counts = _send(client, experiment_id, str(config["run"]), _pipeline(run_dir, config), nested, time)
+        counts = _send(client, experiment_id, str(config["run"]), _pipeline(run_dir, config), nested, time=time)
     except store_errors as error:
         cause = str(error).strip().split("\n")[0]
         cure = "check tracking.uri and that the server is up, then rerun"
@@ -115,7 +115,7 @@ def _experiment(client: "MlflowClient", uri: str, name: str) -> str:
 
 
 def _send(
-    client: "MlflowClient", experiment_id: str, run: str, parent: Record, nested: list[Record], time: int
+    client: "MlflowClient", experiment_id: str, run: str, parent: Record, nested: list[Record], *, time: int
 ) -> dict[str, int]:
     wanted = {record.key: record.sha256() for record in (parent, *nested)}
     counts = dict.fromkeys(("new", "replaced", "unchanged", "deleted"), 0)
@@ -141,7 +141,7 @@ def _send(
         else:
             counts["replaced" if record.key in outdated else "new"] += 1
             tags = {RUN: run, KEY: record.key, "demix.kind": record.kind, **parent_tag}
-            run_id = _write(client, experiment_id, record, tags, wanted[record.key], time)
+            run_id = _write(client, experiment_id, record, tags, digest=wanted[record.key], time=time)
         if record is parent:
             parent_id = run_id
     return counts
@@ -158,7 +158,7 @@ def _runs(client: "MlflowClient", experiment_id: str, run: str) -> "Iterator[Run
 
 
 def _write(
-    client: "MlflowClient", experiment_id: str, record: Record, tags: dict[str, str], digest: str, time: int
+    client: "MlflowClient", experiment_id: str, record: Record, tags: dict[str, str], *, digest: str, time: int
 ) -> str:
     from mlflow.entities import Metric, Param
 
@@ -218,8 +218,9 @@ def _evaluations(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
     for (model, experts), rows in results.groupby(["model", "experts"], sort=True):
         metrics = []
         by = ["split", "method", "weights", "expert", "top_k"]
-        rows = rows.assign(expert=rows["expert"].where(rows["method"] == "expert", ""))
-        for (split, method, weights, expert, top_k), group in rows.groupby(by, sort=True, dropna=False):
+        # The expert that `naive` chose differs by domain, and is no part of the method's name.
+        named = rows.assign(expert=rows["expert"].where(rows["method"] == "expert", ""))
+        for (split, method, weights, expert, top_k), group in named.groupby(by, sort=True, dropna=False):
             parts = [method, expert, weights, "" if pd.isna(top_k) else f"top{top_k:.0f}"]
             prefix = f"{'' if split == 'test' else f'{split}_'}perplexity/{'.'.join(filter(None, parts))}"
             values = group.set_index("domain")["perplexity"]

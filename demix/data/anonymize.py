@@ -61,8 +61,9 @@ _FACEBOOK_ADDRESS = regex.compile(
 
 # Text with fewer than seven digits this close together holds none of the numbers below.
 _RUN = regex.compile(r"[0-9](?:[ \t\u00a0().\-/\u2010-\u2015]{0,3}+[0-9]){6,}+")
-_SEPARATOR = r"[ \u00a0.\-/\u2010-\u2015]"
-_FREE = r"(?<![\w+])(?<![\w)][.\-/\u2010-\u2015])"
+# A dummy token bounds as the text did that it replaced: else each replacement could uncover one more, without end.
+_NO_TOKEN = rf"(?<!(?:{'|'.join(CATEGORIES)})>)"
+_FREE = rf"(?<![\w+])(?<![\w)][.\-/\u2010-\u2015]){_NO_TOKEN}"
 _END = r"(?![\w])(?![.\-/\u2010-\u2015][0-9])"
 _CARD = regex.compile(
     _FREE + r"(?:[0-9]{13,19}+|[0-9]{4}([ -])[0-9]{4}\1[0-9]{4}\1[0-9]{1,4}+(?:\1[0-9]{1,3}+)?|[0-9]{4}([ -])[0-9]{6}\2[0-9]{4,5}+)"
@@ -78,21 +79,23 @@ _SSN_LOOSE = regex.compile(r"(?!000|666|9)[0-9]{3}([ -]?)(?!00)[0-9]{2}\1(?!0000
 
 # A number in a row of numbers (a table, a list of pages) is no phone.
 _ALONE = r"(?<![0-9][ \u00a0])(?<![0-9],)"
-_NOT_IN_A_ROW = r"(?![ \u00a0,][0-9])"
+_ROW = regex.compile(r"[ \u00a0,][0-9]")
+_NOT_IN_A_ROW = f"(?!{_ROW.pattern})"
+_ZIP = r"[0-9]{5}-[0-9]{4}(?![0-9])"
 _PHONE = regex.compile(
     rf"""
     {_FREE}(?:
       (?:\+?1[ .\-]?)?\([2-9][0-9]{{2}}\)[ ]?[2-9][0-9]{{2}}[ .\-][0-9]{{4}}
-    | (?:\+?1[.\-/ ])?[2-9][0-9]{{2}}([.\-/\u2010-\u2015])[2-9][0-9]{{2}}[.\-\u2010-\u2015][0-9]{{4}}
+    | (?:\+?1[.\-/ ])?[2-9][0-9]{{2}}(?:/[2-9][0-9]{{2}}-|([.\-\u2010-\u2015])[2-9][0-9]{{2}}\1)[0-9]{{4}}
     | {_ALONE}(?:1[ ])?[2-9][0-9]{{2}}[ ][2-9][0-9]{{2}}[ \-][0-9]{{4}}{_NOT_IN_A_ROW}
     | {_ALONE}\((?:0[0-9]{{1,4}}|(?!19|20)[1-9][0-9]{{1,2}})\)[ ]?[0-9]{{3,4}}[ \-][0-9]{{3,4}}{_NOT_IN_A_ROW}
     | 0[1-9](?:\.[0-9]{{2}}){{4}}
-    | {_ALONE}(?=(?:[ \-/]?[0-9]){{9,11}}{_END})\(?0[1-9][0-9]{{0,3}}\)?[ \-/](?:[0-9]{{2,8}}[ \-])*[0-9]{{2,8}}{_NOT_IN_A_ROW}
+    | {_ALONE}(?=(?:[ \-/]?[0-9]){{9,11}}{_END}{_NOT_IN_A_ROW})(?!{_ZIP})0[1-9][0-9]{{0,3}}[ \-/](?:[0-9]{{2,8}}[ \-])*[0-9]{{2,8}}{_NOT_IN_A_ROW}
     )(?:[ ]?(?:x|ext\.?)[ ]?[0-9]{{1,5}})?{_END}
     """,
     regex.VERBOSE,
 )
-_PLUS = regex.compile(r"(?<![\w)])(?<!\w[+\-])\+\(?$")
+_PLUS = regex.compile(r"(?<![\w)+~])(?<!\w-)\+\(?$")
 _DOUBLE_ZERO = regex.compile(_FREE + _ALONE + r"00[1-9][0-9]{0,2}[ \-/]")
 _PHONE_CUE = regex.compile(
     r"\b(?:(?:(?:tele)?phone|mobile|cell|fax|tel|telefax|whatsapp|hotline)(?: ?(?:number|no\.?|nr\.?|#))?(?: (?:is|at|on))?"
@@ -103,17 +106,23 @@ _PHONE_CUE = regex.compile(
 _GROUP = regex.compile(r"[0-9]++")
 _DATE = regex.compile(r"(?:1[5-9]|20)[0-9]{2}[.\-/ ][01]?[0-9][.\-/ ][0-3]?[0-9](?![0-9])|[0-3]?[0-9][./][01]?[0-9][./](?:19|20)[0-9]{2}")
 
+# Words after an @ that documentation tools, style sheets, cron and programming languages give a meaning of their own.
+_KEYWORDS = (
+    "abstractmethod|annually|argv|author|brief|cached_property|charset|classmethod|code|contextmanager|copyright|daily"
+    "|dataclass|deprecated|export(?:_ok)?|file|font-face|hourly|import|inc|include|inheritdoc|interface|isa|keyframes|link"
+    "|media|method|midnight|mixin|monthly|namespace|node|overload|override|params?|private|property|protected|public"
+    "|reboot|returns?|see|since|staticmethod|supports|template|throws|todo|typedef|version|weekly|wraps|yearly"
+)
 _USER = regex.compile(
-    r"(?<![\w@\\`&$%*=.+]|[\w.]-)@(?=[^\W\d]|[0-9]++[^\W\d]{3})"
-    r"(?!(?:abstractmethod|author|cached_property|classmethod|code|contextmanager|copyright|dataclass|deprecated|file|brief"
-    r"|font-face|charset|import|include|inheritDoc|interface|keyframes|link|media|method|mixin|namespace|node|overload"
-    r"|override|params?|private|property|protected|public|returns?|see|since|staticmethod|supports|template|throws|todo"
-    r"|typedef|version|wraps)\b)"
-    r"\w++(?:[.-]++\w++)*+(?![({\\`]|/\w)",
+    rf"(?<![\w@\\`&$%*=.+]|[\w.]-|\w'){_NO_TOKEN}@"
+    r"(?=\w{2})(?=_{0,2}[^\W\d_]|[0-9]++[^\W\d]{4})"
+    rf"(?!(?:{_KEYWORDS})\b|[0-9a-f]{{40}}\b)"
+    r"\w++(?:[.-]++\w++)*+(?<!\.(?:com|edu|gov|io|net|org))(?![({\\`=@]|/\w)",
     regex.IGNORECASE,
 )
-_DECORATED = regex.compile(
-    r"[^\S\n]*(?:#[^\n]*)?\n[^\S\n]*(?:@\w|(?:async|class|def|export|final|fun|function|private|protected|public|static|void)\b)"
+_LINE_END = regex.compile(r"[^\S\n]*+(?:#[^\n]*+)?\n[^\S\n]*+")
+_DEFINITION = regex.compile(
+    rf"@[\w.]++\(|@(?:{_KEYWORDS})\b|(?:async|class|def|export|final|fun|function|private|protected|public|static|void)\b"
 )
 
 
@@ -136,7 +145,7 @@ def anonymize(text: str) -> tuple[str, dict[str, int]]:
     Applying it again changes nothing.
     """
     counts = dict.fromkeys(CATEGORIES, 0)
-    # A replacement may uncover another match beside it. Each takes digits or an @ away, so this ends.
+    # A replacement may uncover another match beside it, one or two at most: the boundaries below are symmetrical.
     while spans := _spans(text):
         parts, last = [], 0
         for start, end, category in spans:
@@ -160,7 +169,7 @@ def _spans(text: str) -> list[Span]:
     for run in _RUN.finditer(text):
         taken += _numbers(text, *run.span())
     if at:
-        taken += [(*match.span(), "USER") for match in _USER.finditer(text) if not _is_decorator(text, match)]
+        taken += _users(text)
     if len(taken) < 2:
         return taken
     kept: list[Span] = []
@@ -203,7 +212,7 @@ def _numbers(text: str, start: int, end: int) -> Iterator[Span]:
         yield (start - len(plus.group()), last, "PHONE_NUMBER")
     if _DOUBLE_ZERO.match(text, start) and (last := _groups(text, start, end, 10, 16)):
         # Dumps of memory have groups of one length.
-        if len({len(group) for group in _GROUP.findall(text, start, last)}) > 1:
+        if len({len(group) for group in _GROUP.findall(text, start, last)}) > 1 and not _ROW.match(text, last):
             yield (start, last, "PHONE_NUMBER")
     if (cue := _PHONE_CUE.search(before)) and not _DATE.match(text, start):
         if last := _groups(text, start, end, 7, 15):
@@ -232,9 +241,19 @@ def _is_card(text: str) -> bool:
     return total % 10 == 0
 
 
-def _is_decorator(text: str, match: regex.Match) -> bool:
-    line = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
-    return line.strip(" \t*/") == "" and (line.strip() != "" or _DECORATED.match(text, match.end()) is not None)
+def _users(text: str) -> Iterator[Span]:
+    """The spans of handles. At the start of a line, a name above a definition or above a decorator is a decorator."""
+    decorator = -1
+    for match in reversed(list(_USER.finditer(text))):
+        start, end = match.span()
+        line = text[max(text.rfind("\n", 0, start) + 1, start - 80) : start].strip()
+        if line == "" and (follow := _LINE_END.match(text, end)):
+            if follow.end() == decorator or _DEFINITION.match(text, follow.end()):
+                decorator = start
+                continue
+        # A comment's leader or Python's prompt before it: a documentation tag or an example.
+        if line not in ("*", "/**", "///", ">>>"):
+            yield (start, end, "USER")
 
 
 def anonymize_documents(input: Path, output: Path, counts: Path, *, enabled: bool = True) -> None:

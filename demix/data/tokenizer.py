@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import regex
 import tiktoken
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -25,8 +26,9 @@ from demix.files import read_json, sha256_file, write_text
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257
 
-# GPT-2's, as Hugging Face's ByteLevel applies it.
-PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+# GPT-2's, written without backtracking.
+PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+_LONG_SPACE = regex.compile(r"\p{White_Space}{10000,}+")
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +64,15 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """The ids (uint32) of `text`, in which `<|endoftext|>` is ordinary text."""
-        return self.encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
+        try:
+            return self.encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
+        except ValueError:
+            # A run of a million spaces exhausts tiktoken's regex; cut it where the pattern does, before its last one.
+            cuts = [cut for run in _LONG_SPACE.finditer(text) for cut in (run.start(), run.end() - 1)]
+            if not cuts or cuts == [0, len(text) - 1]:
+                raise
+            pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)]) if start < end]
+            return np.concatenate([self.encode(piece) for piece in pieces])
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text."""

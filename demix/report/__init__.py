@@ -16,11 +16,11 @@ REPORT_FILES = (
 )
 
 
-def write_report(results: Path, priors: Path, metrics_dir: Path, config: dict[str, Any], output: Path) -> None:
+def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     """Write every file of REPORT_FILES below `output`.
 
-    `results` and `priors` are the evaluation's Parquet files, `metrics_dir` holds the `<model>.jsonl` files of
-    training and adaptation, and `config` is the run's config, whose order of domains is the order shown.
+    `run` is the run's folder, of which results.parquet, priors.parquet, metrics/*.jsonl and the lineages of the
+    experts are read. `config` is the run's config, whose order of domains is the order shown.
     What the run did not make (a model not trained again, a domain not adapted to) is shown as "–".
 
     Raises DemixError if a file is missing, damaged or without a column, or if the rows of one domain were
@@ -28,10 +28,11 @@ def write_report(results: Path, priors: Path, metrics_dir: Path, config: dict[st
     """
     from demix.report.claims import write_claims
     from demix.report.figures import write_figures
-    from demix.report.results import read_priors, read_results
+    from demix.report.results import novel_domains, read_parents, read_priors, read_results
     from demix.report.tables import write_tables
 
-    result_rows, prior_rows = read_results(results), read_priors(priors)
-    write_tables(result_rows, prior_rows, config, Path(output) / "tables")
-    write_figures(result_rows, prior_rows, metrics_dir, config, Path(output) / "figures")
-    write_claims(result_rows, prior_rows, config, Path(output))
+    results, priors = read_results(run / "results.parquet"), read_priors(run / "priors.parquet")
+    parents = read_parents(run / "models" / "demix" / "experts", novel_domains(config))
+    write_tables(results, parents, config, output / "tables")
+    write_figures(results, priors, run / "metrics", config, output / "figures")
+    write_claims(results, parents, config, output)

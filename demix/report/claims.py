@@ -105,7 +105,7 @@ def _claim(name: str, statement: str, *parts: _Part) -> Claim:
     return Claim(name, statement, verdict, " ".join(part.sentence for part in parts))
 
 
-def claims(results: pd.DataFrame, priors: pd.DataFrame, config: dict[str, Any]) -> list[Claim]:
+def claims(results: pd.DataFrame, parents: dict[str, str], config: dict[str, Any]) -> list[Claim]:
     """The paper's claims judged on this run's test perplexities.
 
     Raises DemixError if rows of one domain were scored on different tokens.
@@ -121,20 +121,22 @@ def claims(results: pd.DataFrame, priors: pd.DataFrame, config: dict[str, Any]) 
     return [
         _claim(
             "in_domain_naive",
-            "With the domain known, DEMix has lower perplexity than both dense baselines on the training domains (Table 3).",
+            "With the domain known, DEMix has lower perplexity than both dense baselines on the training domains "
+            "(Table 3).",
             _compare("DEMix (naive)", on(read.NAIVE, training), "Dense", dense),
             _compare("DEMix (naive)", on(read.NAIVE, training), "Dense (Balanced)", balanced),
         ),
         _claim(
             "in_domain_cached",
-            "Mixing with a cached prior, without being told the domain, DEMix also has lower perplexity than both dense "
-            "baselines on the training domains (Table 3).",
+            "Mixing with a cached prior, without being told the domain, DEMix also has lower perplexity than both "
+            "dense baselines on the training domains (Table 3).",
             _compare("DEMix (cached)", on(read.CACHED, training), "Dense", dense),
             _compare("DEMix (cached)", on(read.CACHED, training), "Dense (Balanced)", balanced),
         ),
         _claim(
             "novel_against_best_expert",
-            "On novel domains a mixture of experts (cached prior) beats the best single expert, chosen by an oracle (Table 5).",
+            "On novel domains a mixture of experts (cached prior) beats the best single expert, chosen by an oracle "
+            "(Table 5).",
             _compare("DEMix (cached)", cached_novel, "best expert (oracle)", on(read.NAIVE, novel)),
         ),
         _claim(
@@ -143,7 +145,7 @@ def claims(results: pd.DataFrame, priors: pd.DataFrame, config: dict[str, Any]) 
             _compare("DEMix (cached)", cached_novel, "Dense", on(read.DENSE, novel)),
             _compare("DEMix (cached)", cached_novel, "Dense (Balanced)", on(read.BALANCED, novel)),
         ),
-        _demix_adaptation(results, priors, training, novel),
+        _demix_adaptation(results, parents, training, novel),
         _dense_forgets(results, training, novel),
         _claim(
             "removal_hurts",
@@ -182,8 +184,7 @@ def _each(results: pd.DataFrame, system: Callable[[str], read.System], domains: 
     return pd.Series(values, index=domains, dtype="float64")
 
 
-def _demix_adaptation(results: pd.DataFrame, priors: pd.DataFrame, training: list[str], novel: list[str]) -> Claim:
-    parents = read.parents(priors, training, novel)
+def _demix_adaptation(results: pd.DataFrame, parents: dict[str, str], training: list[str], novel: list[str]) -> Claim:
     parent = pd.Series(
         [expert_perplexities(results, name, [parents[name]]).iloc[0] if name in parents else None for name in novel],
         index=novel,
@@ -252,8 +253,8 @@ def _removal_level(results: pd.DataFrame, training: list[str]) -> Claim:
             abs(mean["without"] - mean["never"]) < abs(mean["without"] - mean["with"]),
             int(nearer.sum()),
             len(rows),
-            f"+Expert {mean['with']:.2f}, −Expert {mean['without']:.2f}, −Domain {mean['never']:.2f}; −Expert is nearer "
-            f"to −Domain than to +Expert on {int(nearer.sum())} of the {len(rows)} domains trained without.",
+            f"+Expert {mean['with']:.2f}, −Expert {mean['without']:.2f}, −Domain {mean['never']:.2f}; −Expert is "
+            f"nearer to −Domain than to +Expert on {int(nearer.sum())} of the {len(rows)} domains trained without.",
         )
     return _claim(
         "removal_like_never_trained",
@@ -270,9 +271,11 @@ _RULE = (
 )
 
 
-def write_claims(results: pd.DataFrame, priors: pd.DataFrame, config: dict[str, Any], output_dir: str | Path) -> None:
+def write_claims(
+    results: pd.DataFrame, parents: dict[str, str], config: dict[str, Any], output_dir: str | Path
+) -> None:
     """Write `claims.html` and `claims.md` into `output_dir`."""
-    judged, note = claims(results, priors, config), scale_note(results, config)
+    judged, note = claims(results, parents, config), scale_note(results, config)
     title = "Claims of the paper, judged on this run"
     counts = {verdict: sum(claim.verdict == verdict for claim in judged) for verdict in _SIGNS}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) + f", of {len(judged)}."

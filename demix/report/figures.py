@@ -96,6 +96,8 @@ def _heatmaps(
     subtitle: str,
     legend: alt.Legend,
 ) -> alt.TopLevelMixin:
+    if all(row["value"] is None for row in rows):
+        subtitle += " This run has none of these numbers."
     panels = []
     for kind, (domains, heading) in halves.items():
         if not domains:

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from demix.errors import DemixError
-from demix.files import read_parquet
+from demix.files import read_json, read_parquet
 
 RESULT_COLUMNS = (
     *("model", "experts", "n_experts", "method", "weights", "top_k", "domain", "kind", "split", "expert"),
@@ -152,13 +152,13 @@ def _by(rows: pd.DataFrame, column: str, keys: Iterable[str], subject: str) -> p
     return rows.set_index(column)["perplexity"].reindex(list(keys)).astype("float64")
 
 
-def parents(priors: pd.DataFrame, training: list[str], novel: list[str]) -> dict[str, str]:
-    """The parent of each novel domain's expert: the training expert with the highest cached prior (`history`).
+def read_parents(experts: str | Path, novel: list[str]) -> dict[str, str]:
+    """The expert that each novel domain's own was copied from, out of `models/demix/experts/<domain>.json`.
 
-    Domains without priors are left out. Equal priors go to the expert that the config names first.
+    Domains without such a file are left out.
     """
-    table = prior_table(priors, training, novel)
-    return {domain: row.idxmax() for domain, row in table.iterrows() if row.notna().any()}
+    lineages = {domain: Path(experts) / f"{domain}.json" for domain in novel}
+    return {domain: read_json(path)["parent"] for domain, path in lineages.items() if path.is_file()}
 
 
 def prior_table(priors: pd.DataFrame, training: list[str], domains: list[str]) -> pd.DataFrame:

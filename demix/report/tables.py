@@ -295,23 +295,24 @@ def scale_note(results: pd.DataFrame, config: dict[str, Any]) -> str:
     return (
         f"Differs from the paper in data, budget and scale. This run ({config.get('run', 'unnamed')}): "
         + ", ".join(parts)
-        + ", one seed. The paper: its own 8 and 8 domains, 125M to 1.3B parameters a dense model, blocks of 1,024 tokens, "
-        "a vocabulary of 50,257, about two days on 32 to 128 GPUs a model. Compare the order, not the values."
+        + ", one seed. The paper: its own 8 and 8 domains, 125M to 1.3B parameters a dense model, blocks of 1,024 "
+        "tokens, a vocabulary of 50,257, about two days on 32 to 128 GPUs a model. Compare the order, not the values."
     )
 
 
-def all_tables(results: pd.DataFrame, priors: pd.DataFrame, config: dict[str, Any]) -> list[Table]:
+def all_tables(results: pd.DataFrame, parents: dict[str, str], config: dict[str, Any]) -> list[Table]:
     """Tables 3, 4, 5, 6, 7 and 13. Raises DemixError if rows of one domain were scored on different tokens."""
     comparable(results)
-    parents = read.parents(priors, training_domains(config), novel_domains(config))
     makers: list[Callable[[pd.DataFrame, dict[str, Any]], Table]] = [table3, table4, table5, table6, table7]
     return [*(make(results, config) for make in makers), table13(results, config, parents)]
 
 
-def write_tables(results: pd.DataFrame, priors: pd.DataFrame, config: dict[str, Any], output_dir: str | Path) -> None:
+def write_tables(
+    results: pd.DataFrame, parents: dict[str, str], config: dict[str, Any], output_dir: str | Path
+) -> None:
     """Write each table as `<name>.html`, `.md` and `.tex` into `output_dir`."""
     note = scale_note(results, config)
-    for table in all_tables(results, priors, config):
+    for table in all_tables(results, parents, config):
         numbers = table.frame.select_dtypes("number")
         empty = () if numbers.notna().to_numpy().any() else ("This run has no rows for this table.",)
         notes = (*empty, *table.notes, note)
@@ -332,7 +333,7 @@ def _html(table: Table, notes: tuple[str, ...]) -> str:
                 "text": text.at[label, column],
                 "best": bold.at[label, column],
                 "is_text": column in text_columns,
-                "key": value if isinstance(value, str) else "" if pd.isna(value) else repr(float(value)),
+                "key": value if isinstance(value, str) else "" if pd.isna(value) else f"{value:.10g}",
             }
             for column, value in values.items()
         ]

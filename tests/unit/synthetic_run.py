@@ -43,26 +43,24 @@ def parent_of(domain: str, training: tuple[str, ...], novel: tuple[str, ...]) ->
 
 def perplexity(key: Key, training: tuple[str, ...] = TRAINING, novel: tuple[str, ...] = NOVEL) -> float:
     """The rule that gives every claim of the paper."""
-    value = base(key.domain, training, novel)
     new = key.kind == "novel"
     if key.model.startswith("dense-dapt-"):
-        return value * (1.1 if key.domain == key.model.removeprefix("dense-dapt-") else 1.3 * 1.2)
-    if key.model.startswith("without-"):
-        return value * 1.9
-    if key.experts.startswith("minus-"):
-        return value * 1.8
-    released = 1.03 if key.weights == "released" else 1.0
-    if key.method == "expert" and key.model == "demix":
-        own = key.expert == key.domain
-        if new and not own:
-            return value * (1.25 if key.expert == parent_of(key.domain, training, novel) else 1.6)
-        return value * (1.0 if own else 1.5)
-    if key.model in ("dense", "dense_unbalanced"):
-        return value * FACTORS[key.model]
-    factor = FACTORS.get(key.model, 1.0) * METHODS.get(key.method, 1.7) * released
-    if key.model == "demix" and new and key.experts == "training":
-        factor *= 1.25 if key.method == "naive" else 1.15
-    return value * factor
+        factor = 1.1 if key.domain == key.model.removeprefix("dense-dapt-") else 1.3 * 1.2
+    elif key.model.startswith("without-"):
+        factor = 1.9
+    elif key.experts.startswith("minus-"):
+        factor = 1.8
+    elif key.method == "expert" and key.model == "demix":
+        parent = new and key.expert == parent_of(key.domain, training, novel)
+        factor = 1.0 if key.expert == key.domain else 1.25 if parent else 1.6 if new else 1.5
+    elif key.method == "dense":
+        factor = FACTORS[key.model]
+    else:
+        factor = FACTORS.get(key.model, 1.0) * METHODS.get(key.method, 1.7)
+        factor *= 1.03 if key.weights == "released" else 1.0
+        if key.model == "demix" and new and key.experts == "training":
+            factor *= 1.25 if key.method == "naive" else 1.15
+    return base(key.domain, training, novel) * factor
 
 
 @dataclass(frozen=True)
@@ -73,10 +71,12 @@ class Run:
     config: dict
     results: pd.DataFrame
     priors: pd.DataFrame
+    parents: dict[str, str]
 
 
 def build_run(
     path: Path,
+    *,
     training: tuple[str, ...] = TRAINING,
     novel: tuple[str, ...] = NOVEL,
     retrained: tuple[str, ...] = ("law",),
@@ -120,7 +120,7 @@ def build_run(
     write_parquet(pa.Table.from_pandas(priors, preserve_index=False), path / "priors.parquet")
     _write_metrics(path, training, novel, retrained, steps)
     _write_cards(path, training, novel, retrained)
-    return Run(path, config, results, priors)
+    return Run(path, config, results, priors, {name: parent_of(name, training, novel) for name in novel})
 
 
 def _keys(training: tuple[str, ...], novel: tuple[str, ...], retrained: tuple[str, ...]) -> list[Key]:

@@ -11,7 +11,7 @@ from demix.report.claims import Claim, claims, write_claims
 
 def judge(path: Path, change: Callable[[Key, float], float | None] = lambda key, value: value) -> dict[str, Claim]:
     run = build_run(path, change=change)
-    return {claim.name: claim for claim in claims(run.results, run.priors, run.config)}
+    return {claim.name: claim for claim in claims(run.results, run.parents, run.config)}
 
 
 def test_a_run_like_the_paper_shows_every_claim(tmp_path: Path) -> None:
@@ -99,9 +99,9 @@ def test_what_cannot_be_judged_is_said(tmp_path: Path, missing: Callable[[Key], 
 
 def test_files(tmp_path: Path) -> None:
     run = build_run(tmp_path, change=lambda key, v: v * 2 if key.experts == "all" else v)
-    write_claims(run.results, run.priors, run.config, tmp_path)
+    write_claims(run.results, run.parents, run.config, tmp_path)
     text, html = (tmp_path / "claims.md").read_text(), (tmp_path / "claims.html").read_text()
-    judged = claims(run.results, run.priors, run.config)
+    judged = claims(run.results, run.parents, run.config)
     for claim in judged:
         assert f"**{claim.verdict}**: {claim.statement} {claim.numbers}" in text
         assert claim.verdict in html

@@ -13,7 +13,7 @@ from synthetic_run import NOVEL, TRAINING, Run, base, build_run
 
 from demix.errors import DemixError
 from demix.report import REPORT_FILES, TABLES, write_report
-from demix.report.results import parents, read_results
+from demix.report.results import read_parents, read_results
 from demix.report.tables import main_table, table3, table4, table5, table6, table7, table13, write_tables
 
 
@@ -24,7 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def write_all(run: Run, output: Path) -> Path:
     path = run.path
-    write_report(path / "results.parquet", path / "priors.parquet", path / "metrics", run.config, output)
+    write_report(path, run.config, output)
     return output
 
 
@@ -100,7 +100,7 @@ def test_table7_averages_only_what_can_be_compared(run: Run) -> None:
 
 
 def test_table13_shows_forgetting_and_adaptation(run: Run) -> None:
-    found = parents(run.priors, list(TRAINING), list(NOVEL))
+    found = read_parents(run.path / "models" / "demix" / "experts", list(NOVEL))
     assert found == {"wiki": "code", "songs": "law"}
     frame = table13(run.results, run.config, found).frame
     for label in NOVEL:
@@ -142,8 +142,8 @@ def test_different_tokens_are_never_compared(tmp_path: Path) -> None:
     run = build_run(tmp_path)
     rows = run.results.copy()
     rows.loc[(rows["model"] == "dense") & (rows["domain"] == "law"), "tokens_sha256"] = "other"
-    with pytest.raises(DemixError, match="law.test over 2 different token sequences"):
-        write_tables(rows, run.priors, run.config, tmp_path / "tables")
+    with pytest.raises(DemixError, match=r"law\.test over 2 different token sequences"):
+        write_tables(rows, run.parents, run.config, tmp_path / "tables")
     assert not (tmp_path / "tables").exists()
 
 

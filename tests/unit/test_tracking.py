@@ -20,7 +20,7 @@ RUNS = 1 + MODELS + 2 * len(NOVEL) + EVALUATIONS
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = build_run(tmp_path_factory.mktemp("run") / "results" / "made-up")
     path = run.path
-    write_report(path / "results.parquet", path / "priors.parquet", path / "metrics", run.config, path / "report")
+    write_report(path, run.config, path / "report")
     return run
 
 

@@ -62,7 +62,7 @@ rule run_config:
     output:
         f"{RUN}/config.json",
     params:
-        settings=as_json(config),
+        settings=json.dumps(config),
     log:
         f"{RUN}/logs/run_config.log",
     benchmark:
@@ -98,6 +98,7 @@ rule report:
         f"{RUN}/results.parquet",
         f"{RUN}/priors.parquet",
         METRICS,
+        [f"{RUN}/models/demix/experts/{novel}.json" for novel in NOVEL],
         config=f"{RUN}/config.json",
     output:
         *[captioned(name) for name in REPORT_FILES],

@@ -1,0 +1,86 @@
+"""One expert as a model of its own, in the format that other software loads."""
+
+import json
+import shutil
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError
+from demix.files import read_json, replacing, write_json
+from demix.model.checkpoint import load_model
+
+
+def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path) -> None:
+    """Write one expert of a model as a Hugging Face GPT-2 directory, with the tokenizer.
+
+    The architecture is GPT-2's with the exact GELU; `GPT2LMHeadModel` gives the same log-probabilities. Raises
+    DemixError for a domain-token model, whose first input GPT-2 does not have, and for another tokenizer.
+    """
+    description = read_json(directory / "model.json")
+    if description["domain_tokens"]:
+        raise DemixError(directory, "is a domain-token model, which GPT-2's format cannot hold", "export another model")
+    encoder = Tokenizer.load(tokenizer)
+    if encoder.sha256 != description["tokenizer_sha256"]:
+        raise DemixError(tokenizer, f"is not the tokenizer of {directory}", "give the run's own tokenizer.json")
+    model = load_model(directory, (expert,))
+    sizes = model.architecture
+    tensors = {
+        "transformer.wte.weight": model.token_embedding,
+        "transformer.wpe.weight": model.position_embedding,
+        "transformer.ln_f.weight": model.final_norm.weight,
+        "transformer.ln_f.bias": model.final_norm.bias,
+    }
+    for number, block in enumerate(model.blocks):
+        # GPT-2's Conv1D keeps its weights as [in, out].
+        part = {
+            "ln_1.weight": block.attention_norm.weight,
+            "ln_1.bias": block.attention_norm.bias,
+            "attn.c_attn.weight": block.attention.qkv.weight.T,
+            "attn.c_attn.bias": block.attention.qkv.bias,
+            "attn.c_proj.weight": block.attention.out.weight.T,
+            "attn.c_proj.bias": block.attention.out.bias,
+            "ln_2.weight": block.feedforward_norm.weight,
+            "ln_2.bias": block.feedforward_norm.bias,
+            "mlp.c_fc.weight": block.feedforward.up[0].T,
+            "mlp.c_fc.bias": block.feedforward.up_bias[0],
+            "mlp.c_proj.weight": block.feedforward.down[0].T,
+            "mlp.c_proj.bias": block.feedforward.down_bias[0],
+        }
+        tensors |= {f"transformer.h.{number}.{name}": tensor for name, tensor in part.items()}
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu",
+        "n_layer": sizes.layers,
+        "n_embd": sizes.width,
+        "n_head": sizes.heads,
+        "n_positions": sizes.context,
+        "vocab_size": model.vocab_size,
+        "bos_token_id": encoder.end_of_text,
+        "eos_token_id": encoder.end_of_text,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "layer_norm_epsilon": model.final_norm.eps,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>",
+        "model_max_length": sizes.context,
+    }
+    with replacing(output, directory=True) as temporary:
+        contiguous = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
+        save_file(contiguous, temporary / "model.safetensors", metadata={"format": "pt"})
+        write_json(temporary / "config.json", config)
+        write_json(temporary / "tokenizer_config.json", tokenizer_config)
+        shutil.copyfile(tokenizer, temporary / "tokenizer.json")
+        origin = {"expert": expert} | {key: description[key] for key in ("kind", "tokens", "steps")}
+        (temporary / "README.md").write_text(
+            f"# {directory.name}: expert {expert}\n\nOne expert of a DEMix language model, exported as GPT-2.\n\n"
+            f"```json\n{json.dumps(origin, indent=2)}\n```\n"
+        )

@@ -1,0 +1,258 @@
+"""The DEMix layer and the model against references written from the paper, and against Hugging Face's GPT-2."""
+
+import dataclasses
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from demix.data.tokenizer import Tokenizer, gpt2_tokenizer
+from demix.errors import DemixError
+from demix.evaluate.score import log_probabilities
+from demix.files import sha256_file
+from demix.model.checkpoint import expert_names, load_model, save_expert, save_shared
+from demix.model.config import PRESETS, Architecture, architecture_from, expert_parameters, shared_parameters
+from demix.model.export import export_hf
+from demix.model.gpt import GPT
+from demix.model.layers import DEMixLayer
+
+SMALL = Architecture(layers=2, width=32, heads=4, context=16)
+EIGHT = tuple(f"domain{number}" for number in range(8))
+
+
+def randomise(module: nn.Module, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.3)
+
+
+def model_of(experts: tuple[str, ...], dtype: torch.dtype = torch.float64, **more: object) -> GPT:
+    model = GPT(SMALL, 50, experts, **more).to(dtype)
+    randomise(model)
+    return model
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_stacked_experts_equal_eight_separate_feedforwards(dtype: torch.dtype, tolerance: float) -> None:
+    E, B, T, D = 8, 3, 5, 32
+    layer = DEMixLayer(E, D).to(dtype)
+    randomise(layer)
+    separate = [nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)).to(dtype) for _ in range(E)]
+    with torch.no_grad():
+        for number, feedforward in enumerate(separate):
+            feedforward[0].weight.copy_(layer.up[number])
+            feedforward[0].bias.copy_(layer.up_bias[number])
+            feedforward[2].weight.copy_(layer.down[number])
+            feedforward[2].bias.copy_(layer.down_bias[number])
+    x = torch.randn(E, B, T, D, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    # Sequences arrive in any order; each is sent to the feedforward of its domain.
+    domains = torch.randperm(E * B, generator=torch.Generator().manual_seed(2)) % E
+    place = torch.argsort(domains, stable=True)
+    flat = torch.empty(E * B, T, D, dtype=dtype)
+    flat[place] = theirs.reshape(E * B, T, D)
+    chosen = torch.stack([separate[domain](sequence) for domain, sequence in zip(domains, flat, strict=True)])
+    reference = chosen[place].view(E, B, T, D)
+    output = layer(ours)
+
+    def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+        return ((a - b).norm() / b.norm()).item()
+
+    assert relative(output, reference) < tolerance
+
+    weights = torch.randn(output.shape, dtype=dtype, generator=torch.Generator().manual_seed(3))
+    (output * weights).sum().backward()
+    (reference * weights).sum().backward()
+    assert relative(ours.grad, theirs.grad) < tolerance
+    for number, feedforward in enumerate(separate):
+        assert relative(layer.up.grad[number], feedforward[0].weight.grad) < tolerance
+        assert relative(layer.up_bias.grad[number], feedforward[0].bias.grad) < tolerance
+        assert relative(layer.down.grad[number], feedforward[2].weight.grad) < tolerance
+        assert relative(layer.down_bias.grad[number], feedforward[2].bias.grad) < tolerance
+
+
+def test_one_expert_model_equals_dense_model() -> None:
+    """A dense transformer written with torch's own encoder layer, pre-norm and exact GELU."""
+    model = model_of(("dense",))
+    layers = []
+    for block in model.blocks:
+        layer = nn.TransformerEncoderLayer(
+            SMALL.width, SMALL.heads, 4 * SMALL.width, 0.0, F.gelu, batch_first=True, norm_first=True
+        ).double()
+        with torch.no_grad():
+            layer.self_attn.in_proj_weight.copy_(block.attention.qkv.weight)
+            layer.self_attn.in_proj_bias.copy_(block.attention.qkv.bias)
+            layer.self_attn.out_proj.weight.copy_(block.attention.out.weight)
+            layer.self_attn.out_proj.bias.copy_(block.attention.out.bias)
+            layer.linear1.weight.copy_(block.feedforward.up[0])
+            layer.linear1.bias.copy_(block.feedforward.up_bias[0])
+            layer.linear2.weight.copy_(block.feedforward.down[0])
+            layer.linear2.bias.copy_(block.feedforward.down_bias[0])
+            layer.norm1.load_state_dict(block.attention_norm.state_dict())
+            layer.norm2.load_state_dict(block.feedforward_norm.state_dict())
+        layers.append(layer)
+    tokens = torch.randint(0, 50, (1, 3, SMALL.context), generator=torch.Generator().manual_seed(0))
+    x = model.token_embedding[tokens[0]] + model.position_embedding
+    causal = nn.Transformer.generate_square_subsequent_mask(SMALL.context, dtype=torch.float64)
+    for layer in layers:
+        x = layer(x, src_mask=causal, is_causal=True)
+    reference = F.log_softmax(model.final_norm(x) @ model.token_embedding.T, -1)
+    targets = torch.randint(0, 50, tokens.shape, generator=torch.Generator().manual_seed(1))
+    found = model.log_probabilities(model(tokens), targets)
+    torch.testing.assert_close(found[0], reference.gather(-1, targets[0].unsqueeze(-1)).squeeze(-1), rtol=1e-10, atol=0)
+
+
+def test_scoring_all_experts_at_once_equals_one_at_a_time() -> None:
+    model = model_of(EIGHT)
+    generator = np.random.default_rng(0)
+    inputs, targets = generator.integers(0, 50, (2, 5, SMALL.context))
+    mask = np.ones_like(inputs, dtype=bool)
+    mask[-1, 7:] = False
+    together = log_probabilities(model, inputs, targets, mask)
+    assert together.shape == (8, mask.sum())
+    for number, expert in enumerate(EIGHT):
+        alone = GPT(SMALL, 50, (expert,)).double()
+        state = {k: v[number : number + 1] if ".feedforward." in k else v for k, v in model.state_dict().items()}
+        alone.load_state_dict(state)
+        np.testing.assert_allclose(log_probabilities(alone, inputs, targets, mask)[0], together[number], rtol=1e-10)
+    assert not np.allclose(together[0], together[1])
+
+
+def test_domain_token_is_an_input_only() -> None:
+    model = model_of(("dense",), domain_tokens=EIGHT)
+    assert model.position_embedding.shape[0] == SMALL.context + 1
+    generator = np.random.default_rng(0)
+    inputs, targets = generator.integers(0, 50, (2, 3, SMALL.context))
+    table = log_probabilities(model, inputs, targets, np.ones_like(inputs, dtype=bool))
+    assert table.shape == (8, inputs.size)
+    # Column d is what a plain model with the domain's embedding in front says, over the vocabulary alone.
+    seen = torch.from_numpy(inputs)
+    for number in (0, 5):
+        x = torch.cat([model.domain_embedding[number].expand(3, 1, -1), model.token_embedding[seen]], dim=1)
+        x = (x + model.position_embedding).unsqueeze(0)
+        for block in model.blocks:
+            x = block(x)
+        logits = model.final_norm(x)[0, :, 1:] @ model.token_embedding.T
+        reference = F.log_softmax(logits, -1).gather(-1, torch.from_numpy(targets).unsqueeze(-1)).detach().flatten()
+        np.testing.assert_allclose(table[number], reference, rtol=1e-10)
+    with pytest.raises(DemixError, match="no domain token"):
+        model(seen.unsqueeze(0))
+
+
+def test_experts_start_alike_and_as_the_dense_model() -> None:
+    demix, dense = GPT(SMALL, 50, EIGHT).initialise(3), GPT(SMALL, 50, ("dense",)).initialise(3)
+    for name, tensor in demix.expert_tensors().items():
+        for number in range(8):
+            assert torch.equal(tensor[number], dense.expert_tensors()[name][0])
+    for name, tensor in demix.shared_tensors().items():
+        assert torch.equal(tensor, dense.shared_tensors()[name])
+    wide = GPT(dataclasses.replace(SMALL, width=256, layers=8), 50, ("dense",)).initialise(3)
+    assert wide.blocks[0].feedforward.up.std().item() == pytest.approx(0.02, rel=0.02)
+    assert wide.blocks[0].feedforward.down.std().item() == pytest.approx(0.02 / 4, rel=0.02)
+    assert wide.blocks[0].attention.out.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
+    assert not torch.equal(wide.initialise(4).token_embedding, GPT(SMALL, 50, ("dense",)).initialise(3).token_embedding)
+
+
+# GPT-2 small is 124,439,808; the rest and the experts' sizes are FACTS section 2's exact counts (V = 50264).
+@pytest.mark.parametrize(
+    ("preset", "dense", "expert"),
+    [
+        ("gpt3-small", 124_445_184, 56_669_184),
+        ("gpt3-medium", 354_830_336, 201_449_472),
+        ("gpt3-large", 758_737_920, 453_169_152),
+        ("gpt3-xl", 1_313_640_448, 805_552_128),
+    ],
+)
+def test_parameter_counts_of_the_paper_sizes(preset: str, dense: int, expert: int) -> None:
+    architecture = architecture_from({"preset": preset})
+    assert expert_parameters(architecture) == expert
+    assert shared_parameters(architecture, 50264) + expert == dense
+    with torch.device("meta"):
+        model = GPT(architecture, 50264, ("dense",))
+    assert sum(p.numel() for p in model.parameters()) == dense
+    assert sum(p.numel() for p in model.expert_tensors().values()) == expert
+
+
+def test_gpt2_small_has_gpt2_size() -> None:
+    small = PRESETS["gpt3-small"]
+    assert shared_parameters(small, 50257) + expert_parameters(small) == 124_439_808
+    with torch.device("meta"):
+        model = GPT(small, 50257, ("dense",), EIGHT)
+    assert sum(p.numel() for p in model.shared_tensors().values()) == shared_parameters(small, 50257, 8)
+
+
+def test_model_directory_is_modular(tmp_path) -> None:
+    model = model_of(EIGHT, torch.float32)
+    save_shared(model, tmp_path, {"kind": "demix"})
+    for expert in EIGHT:
+        save_expert(model, expert, tmp_path, {"parent": None})
+    before = {path: sha256_file(path) for path in tmp_path.rglob("*") if path.is_file()}
+    assert expert_names(tmp_path) == EIGHT
+    some = load_model(tmp_path, ("domain5", "domain1"))
+    assert torch.equal(some.blocks[0].feedforward.up[0], model.blocks[0].feedforward.up[5])
+    assert torch.equal(some.blocks[1].feedforward.down_bias[1], model.blocks[1].feedforward.down_bias[1])
+    save_expert(some, "domain5", tmp_path, {"parent": "domain5"}, name="added")
+    assert expert_names(tmp_path) == ("added", *EIGHT)
+    assert {path: sha256_file(path) for path in before} == before
+    with pytest.raises(DemixError, match=r"nothere.*is missing.*domain0"):
+        load_model(tmp_path, ("nothere",))
+    damaged = tmp_path / "experts" / "domain3.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-5] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(DemixError, match=r"domain3\.safetensors.*sha256"):
+        load_model(tmp_path, ("domain3",))
+
+
+REAL_TEXT = """It is a truth universally acknowledged, that a single man in possession of a good fortune,
+must be in want of a wife. Permission is hereby granted, free of charge, to any person obtaining a copy."""
+
+
+def test_hugging_face_gpt2_gives_the_same_log_probabilities(tmp_path) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers import AutoTokenizer, GPT2LMHeadModel
+
+    tokenizer = tmp_path / "tokenizer.json"
+    gpt2_tokenizer(tokenizer)
+    encoder = Tokenizer.load(tokenizer)
+    model = GPT(dataclasses.replace(SMALL, context=128), encoder.vocab_size, ("novels", "licenses"))
+    randomise(model)
+    save_shared(
+        model, tmp_path / "model", {"kind": "demix", "tokens": 1, "steps": 1, "tokenizer_sha256": encoder.sha256}
+    )
+    for expert in model.experts:
+        save_expert(model, expert, tmp_path / "model", {"parent": None})
+    ids = np.concatenate([[encoder.end_of_text], encoder.encode(REAL_TEXT)]).astype(np.int64)
+    inputs, targets = ids[None, :-1], ids[None, 1:]
+    ours = log_probabilities(model, inputs, targets, np.ones_like(inputs, dtype=bool))
+    for number, expert in enumerate(model.experts):
+        output = tmp_path / f"hf-{expert}"
+        export_hf(tmp_path / "model", expert, tokenizer, output)
+        theirs = GPT2LMHeadModel.from_pretrained(output)
+        assert theirs.config.activation_function == "gelu"
+        assert sum(p.numel() for p in theirs.parameters()) == sum(
+            p.numel() for p in load_model(tmp_path / "model", (expert,)).parameters()
+        )
+        with torch.no_grad():
+            logits = F.log_softmax(theirs(torch.from_numpy(inputs)).logits, -1)
+        reference = logits[0].gather(-1, torch.from_numpy(targets[0]).unsqueeze(-1)).squeeze(-1).numpy()
+        np.testing.assert_allclose(ours[number], reference, atol=1e-4)
+        assert AutoTokenizer.from_pretrained(output)(REAL_TEXT)["input_ids"] == list(encoder.encode(REAL_TEXT))
+    assert np.abs(ours[0] - ours[1]).max() > 1e-2
+    with pytest.raises(DemixError, match="tokenizer"):
+        other = tmp_path / "other.json"
+        other.write_text(tokenizer.read_text().replace("}", "} ", 1))
+        export_hf(tmp_path / "model", "novels", other, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+
+
+def test_wrong_architectures_are_refused() -> None:
+    with pytest.raises(DemixError, match="heads"):
+        Architecture(layers=1, width=10, heads=3, context=4)
+    with pytest.raises(DemixError, match="context"):
+        architecture_from({"layers": 1, "width": 8, "heads": 2})
+    assert architecture_from({"preset": "gpt3-xl", "context": 2048}).context == 2048
