@@ -1,0 +1,37 @@
+# `make demo`: the whole system on the sample. `make test`: everything that this machine can test.
+PYTHON ?= python3
+VENV := .venv
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export MLFLOW_DISABLE_TELEMETRY := true
+export DO_NOT_TRACK := 1
+export HF_HUB_DISABLE_TELEMETRY := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint ui 
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/installed
+	@snakemake --configfile config/sample.yaml --logger demix
+	@demix summary results/sample
+
+test: $(VENV)/installed lint
+	pytest
+
+lint: $(VENV)/installed
+	ruff check -q .
+	ruff format -q --check .
+	snakefmt -q --check workflow
+	snakemake --lint > /dev/null
+
+ui: $(VENV)/installed
+	mlflow ui --host 127.0.0.1 --backend-store-uri sqlite:///results/mlflow.db
+
+$(VENV)/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "demix needs Python 3.11 or newer: make PYTHON=python3.11 demo")'
+	@echo "Installing into $(VENV), a few minutes ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/pip install -q -e '.[dev]'
+	@touch $@
+
+:
+	rm -rf $(VENV)

@@ -1,0 +1,141 @@
+"""`snakemake --logger demix`: what stage runs, how far the run is, how long it still takes.
+
+On a terminal a live display, elsewhere a line now and then. Errors are printed as snakemake prints them.
+"""
+
+import re
+import threading
+import time
+from dataclasses import dataclass, field
+from logging import LogRecord
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+from snakemake.logging import DefaultFormatter
+from snakemake_interface_logger_plugins.base import LogHandlerBase
+from snakemake_interface_logger_plugins.common import LogEvent
+
+# Seconds of each rule's jobs in the sample on one slow core: only their ratios matter, to say how much is left.
+COSTS = (
+    (r"train_", 150.0),
+    (r"adapt", 12.0),
+    (r"score_(demix|domain_token|without)", 9.0),
+    (r"score_adapted", 14.0),
+    (r"score_", 3.5),
+    (r"track", 8.0),
+    (r"report", 5.0),
+    (r"", 1.0),
+)
+SECONDS_BETWEEN_LINES = 15.0
+STEP = re.compile(r"step (\d+)/(\d+)")
+
+
+@dataclass
+class Job:
+    """A job under way: its name, its share of the work, when it began and where it logs."""
+
+    label: str
+    cost: float
+    log: Path | None
+    begun: float = field(default_factory=time.monotonic)
+
+    def last_line(self) -> str:
+        """The newest line of the job's log."""
+        if self.log is None or not self.log.is_file():
+            return ""
+        return (self.log.read_text(errors="replace").splitlines() or [""])[-1]
+
+    def fraction(self) -> float:
+        """How much of the job is done, as far as its log tells."""
+        steps = STEP.search(self.last_line())
+        return int(steps[1]) / int(steps[2]) if steps else 0.0
+
+
+def cost(rule: str) -> float:
+    """The weight of a rule's jobs in the estimate of what is left."""
+    return next(seconds for pattern, seconds in COSTS if re.match(pattern, rule))
+
+
+def clock(seconds: float) -> str:
+    """`seconds` as minutes:seconds."""
+    return "{}:{:02d}".format(*divmod(max(0, round(seconds)), 60))
+
+
+class LogHandler(LogHandlerBase):
+    """The handler that snakemake finds by the name of this package."""
+
+    writes_to_stream = True
+    writes_to_file = False
+    has_filter = True
+    has_formatter = True
+    needs_rulegraph = False
+
+    def __post_init__(self) -> None:
+        self.console = Console(stderr=True)
+        self.setFormatter(DefaultFormatter(show_failed_logs=True))
+        self.jobs: dict[int, Job] = {}
+        self.finished = self.total = 0
+        self.cost_done = self.cost_total = 0.0
+        self.begun = time.monotonic()
+        self.stopped = threading.Event()
+        self.live: Live | None = None
+
+    def emit(self, record: LogRecord) -> None:
+        """Take one event of the workflow."""
+        match getattr(record, "event", None):
+            case LogEvent.RUN_INFO:
+                stats = {rule: count for rule, count in record.stats.items() if rule != "total"}
+                self.total, self.cost_total = sum(stats.values()), sum(cost(rule) * n for rule, n in stats.items())
+                if not self.common_settings.dryrun and self.live is None:
+                    self._start()
+            case LogEvent.JOB_INFO:
+                label = " ".join([record.rule_name, *dict(record.wildcards or {}).values()])
+                log = Path(str(record.log[0])) if record.log else None
+                self.jobs[record.jobid] = Job(label, cost(record.rule_name), log)
+            case LogEvent.JOB_FINISHED:
+                if job := self.jobs.pop(record.job_id, None):
+                    self.finished += 1
+                    self.cost_done += job.cost
+            case LogEvent.JOB_ERROR | LogEvent.GROUP_ERROR | LogEvent.ERROR:
+                self.console.print(Text(self.format(record), style="red"))
+            case None if record.levelname in ("ERROR", "CRITICAL") or "Nothing to be done" in str(record.msg):
+                self.console.print(Text(self.format(record)))
+
+    def close(self) -> None:
+        """End the display."""
+        self.stopped.set()
+        if self.live:
+            self.live.stop()
+        super().close()
+
+    def _start(self) -> None:
+        self.live = Live(get_renderable=self._picture, console=self.console, refresh_per_second=1, transient=True)
+        if self.console.is_terminal:
+            self.live.start()
+        else:
+            threading.Thread(target=self._print_lines, daemon=True).start()
+
+    def _print_lines(self) -> None:
+        while not self.stopped.wait(SECONDS_BETWEEN_LINES):
+            running = "; ".join(f"{job.label} {job.last_line()}".strip() for job in list(self.jobs.values()))
+            self.console.print(Text(f"[{self._summary()}] {running}"), soft_wrap=True)
+
+    def _share(self) -> float:
+        under_way = sum(job.cost * job.fraction() for job in list(self.jobs.values()))
+        return min(1.0, (self.cost_done + under_way) / self.cost_total) if self.cost_total else 0.0
+
+    def _summary(self) -> str:
+        share, elapsed = self._share(), time.monotonic() - self.begun
+        left = f"about {clock(elapsed / share * (1 - share))} left" if share > 0.01 else "estimating what is left"
+        return f"{share:4.0%} done, {self.finished} of {self.total} jobs, {clock(elapsed)} so far, {left}"
+
+    def _picture(self) -> Group:
+        rows = Table.grid(padding=(0, 2))
+        now = time.monotonic()
+        for job in list(self.jobs.values()):
+            rows.add_row(Text(job.label, style="bold"), clock(now - job.begun), Text(job.last_line(), style="dim"))
+        return Group(ProgressBar(total=1.0, completed=self._share()), Text(self._summary()), rows)
