@@ -30,6 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import regex
 
+from demix.data.sources import SURROGATE
 from demix.data.tables import read_batches, write_rows
 from demix.files import write_json
 
@@ -39,8 +40,6 @@ SCHEMA = pa.schema(
 )
 
 Span = tuple[int, int, str]
-
-_SURROGATE = regex.compile("[\ud800-\udfff]")
 
 # Joiners come at most two at a time, so that a failed scan ends where the next one may begin.
 _EMAIL = regex.compile(
@@ -66,7 +65,9 @@ _NO_TOKEN = rf"(?<!(?:{'|'.join(CATEGORIES)})>)"
 _FREE = rf"(?<![\w+])(?<![\w)][.\-/\u2010-\u2015]){_NO_TOKEN}"
 _END = r"(?![\w])(?![.\-/\u2010-\u2015][0-9])"
 _CARD = regex.compile(
-    _FREE + r"(?:[0-9]{13,19}+|[0-9]{4}([ -])[0-9]{4}\1[0-9]{4}\1[0-9]{1,4}+(?:\1[0-9]{1,3}+)?|[0-9]{4}([ -])[0-9]{6}\2[0-9]{4,5}+)"
+    _FREE
+    + r"(?:[0-9]{13,19}+|[0-9]{4}([ -])[0-9]{4}\1[0-9]{4}\1[0-9]{1,4}+(?:\1[0-9]{1,3}+)?"
+    + r"|[0-9]{4}([ -])[0-9]{6}\2[0-9]{4,5}+)"
     + _END
 )
 _ISSUER = regex.compile(
@@ -90,7 +91,8 @@ _PHONE = regex.compile(
     | {_ALONE}(?:1[ ])?[2-9][0-9]{{2}}[ ][2-9][0-9]{{2}}[ \-][0-9]{{4}}{_NOT_IN_A_ROW}
     | {_ALONE}\((?:0[0-9]{{1,4}}|(?!19|20)[1-9][0-9]{{1,2}})\)[ ]?[0-9]{{3,4}}[ \-][0-9]{{3,4}}{_NOT_IN_A_ROW}
     | 0[1-9](?:\.[0-9]{{2}}){{4}}
-    | {_ALONE}(?=(?:[ \-/]?[0-9]){{9,11}}{_END}{_NOT_IN_A_ROW})(?!{_ZIP})0[1-9][0-9]{{0,3}}[ \-/](?:[0-9]{{2,8}}[ \-])*[0-9]{{2,8}}{_NOT_IN_A_ROW}
+    | {_ALONE}(?=(?:[ \-/]?[0-9]){{9,11}}{_END}{_NOT_IN_A_ROW})(?!{_ZIP})
+      0[1-9][0-9]{{0,3}}[ \-/](?:[0-9]{{2,9}}[ \-])*[0-9]{{2,9}}{_NOT_IN_A_ROW}
     )(?:[ ]?(?:x|ext\.?)[ ]?[0-9]{{1,5}})?{_END}
     """,
     regex.VERBOSE,
@@ -98,13 +100,17 @@ _PHONE = regex.compile(
 _PLUS = regex.compile(r"(?<![\w)+~])(?<!\w-)\+\(?$")
 _DOUBLE_ZERO = regex.compile(_FREE + _ALONE + r"00[1-9][0-9]{0,2}[ \-/]")
 _PHONE_CUE = regex.compile(
-    r"\b(?:(?:(?:tele)?phone|mobile|cell|fax|tel|telefax|whatsapp|hotline)(?: ?(?:number|no\.?|nr\.?|#))?(?: (?:is|at|on))?"
-    r"|(?:call|ring|phone|dial|text|fax|reach)(?: \w{1,12}){0,2}(?: on| at)?|(?:my|his|her|your) number is|ph|[TFM](?=:))"
+    r"\b(?:(?:(?:tele)?phone|mobile|cell|fax|tel|telefax|whatsapp|hotline)"
+    r"(?: ?(?:number|no\.?|nr\.?|#))?(?: (?:is|at|on))?"
+    r"|(?:call|dial)(?: \w{1,12}){0,2}|(?:ring|phone|text|fax|reach)(?: \w{1,12}){1,2} (?:on|at)"
+    r"|(?:my|his|her|your) number is|ph|[TFM](?=:))"
     r"[.:#]{0,2}\s{0,4}[+(]?$",
     regex.IGNORECASE,
 )
 _GROUP = regex.compile(r"[0-9]++")
-_DATE = regex.compile(r"(?:1[5-9]|20)[0-9]{2}[.\-/ ][01]?[0-9][.\-/ ][0-3]?[0-9](?![0-9])|[0-3]?[0-9][./][01]?[0-9][./](?:19|20)[0-9]{2}")
+_DATE = regex.compile(
+    r"(?:1[5-9]|20)[0-9]{2}[.\-/ ][01]?[0-9][.\-/ ][0-3]?[0-9](?![0-9])|[0-3]?[0-9][./][01]?[0-9][./](?:19|20)[0-9]{2}"
+)
 
 # Words after an @ that documentation tools, style sheets, cron and programming languages give a meaning of their own.
 _KEYWORDS = (
@@ -114,7 +120,7 @@ _KEYWORDS = (
     "|reboot|returns?|see|since|staticmethod|supports|template|throws|todo|typedef|version|weekly|wraps|yearly"
 )
 _USER = regex.compile(
-    rf"(?<![\w@\\`&$%*=.+]|[\w.]-|\w'){_NO_TOKEN}@"
+    rf"(?<![\w@\\`&$%*=+]|\w[.'-]){_NO_TOKEN}@"
     r"(?=\w{2})(?=_{0,2}[^\W\d_]|[0-9]++[^\W\d]{4})"
     rf"(?!(?:{_KEYWORDS})\b|[0-9a-f]{{40}}\b)"
     r"\w++(?:[.-]++\w++)*+(?<!\.(?:com|edu|gov|io|net|org))(?![({\\`=@]|/\w)",
@@ -132,7 +138,7 @@ def normalise(text: str) -> tuple[str, dict[str, int]]:
     "surrogates": lone surrogates become U+FFFD; "nul": NUL characters are removed; "line_ends": "\\r\\n" becomes
     "\\n". Nothing else is touched: no Unicode normalisation, no trimming.
     """
-    text, surrogates = _SURROGATE.subn("\ufffd", text)
+    text, surrogates = SURROGATE.subn("\ufffd", text)
     counts = {"surrogates": surrogates, "nul": text.count("\0")}
     text = text.replace("\0", "")
     counts["line_ends"] = text.count("\r\n")
@@ -212,11 +218,12 @@ def _numbers(text: str, start: int, end: int) -> Iterator[Span]:
         yield (start - len(plus.group()), last, "PHONE_NUMBER")
     if _DOUBLE_ZERO.match(text, start) and (last := _groups(text, start, end, 10, 16)):
         # Dumps of memory have groups of one length.
-        if len({len(group) for group in _GROUP.findall(text, start, last)}) > 1 and not _ROW.match(text, last):
+        lengths = {len(group) for group in _GROUP.findall(text, start, last)}
+        if len(lengths) > 1 and not _ROW.match(text, last):
             yield (start, last, "PHONE_NUMBER")
-    if (cue := _PHONE_CUE.search(before)) and not _DATE.match(text, start):
-        if last := _groups(text, start, end, 7, 15):
-            yield (start - (cue.group()[-1] in "+("), last, "PHONE_NUMBER")
+    cue = None if _DATE.match(text, start) else _PHONE_CUE.search(before)
+    if cue and (last := _groups(text, start, end, 7, 15)):
+        yield (start - (cue.group()[-1] in "+("), last, "PHONE_NUMBER")
 
 
 def _groups(text: str, start: int, end: int, low: int, high: int) -> int | None:
@@ -247,10 +254,10 @@ def _users(text: str) -> Iterator[Span]:
     for match in reversed(list(_USER.finditer(text))):
         start, end = match.span()
         line = text[max(text.rfind("\n", 0, start) + 1, start - 80) : start].strip()
-        if line == "" and (follow := _LINE_END.match(text, end)):
-            if follow.end() == decorator or _DEFINITION.match(text, follow.end()):
-                decorator = start
-                continue
+        follow = _LINE_END.match(text, end) if line == "" else None
+        if follow and (follow.end() == decorator or _DEFINITION.match(text, follow.end())):
+            decorator = start
+            continue
         # A comment's leader or Python's prompt before it: a documentation tag or an example.
         if line not in ("*", "/**", "///", ">>>"):
             yield (start, end, "USER")
@@ -259,9 +266,9 @@ def _users(text: str) -> Iterator[Span]:
 def anonymize_documents(input: Path, output: Path, counts: Path, *, enabled: bool = True) -> None:
     """Normalise and, unless `enabled` is false, anonymize the raw documents in `input`.
 
-    Writes Parquet with `id` (hexadecimal sha256 of the final text), `text`, `n_words` (words parted by white space) and
-    `metadata`, and the JSON `counts`: documents read, words written, rules applied, documents rejected ("empty": without a
-    word), replacements by category. Source ids, which may hold personal data, go no further.
+    Writes Parquet with `id` (hexadecimal sha256 of the final text), `text`, `n_words` (words parted by white space)
+    and `metadata`, and the JSON `counts`: documents read, words written, rules applied, documents rejected ("empty":
+    without a word), replacements by category. Source ids, which may hold personal data, go no further.
     """
     normalised: Counter[str] = Counter(surrogates=0, nul=0, line_ends=0)
     replacements: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
@@ -277,7 +284,7 @@ def anonymize_documents(input: Path, output: Path, counts: Path, *, enabled: boo
 
     def rows() -> Iterator[tuple[str, str, int, str]]:
         for batch in read_batches(input, ["text", "metadata"]):
-            for text, metadata in zip(*(column.to_pylist() for column in batch.columns)):
+            for text, metadata in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                 totals["documents"] += 1
                 text = clean(text)
                 words = len(text.split())
@@ -290,7 +297,7 @@ def anonymize_documents(input: Path, output: Path, counts: Path, *, enabled: boo
                 yield hashlib.sha256(text.encode()).hexdigest(), text, words, metadata
 
     write_rows(output, SCHEMA, rows())
-    normalised["surrogates"] += int((pq.read_schema(input).metadata or {}).get(b"surrogates", 0))
+    normalised["surrogates"] += int((pq.read_metadata(input).metadata or {}).get(b"surrogates", 0))
     write_json(
         counts,
         {

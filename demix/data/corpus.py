@@ -11,9 +11,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from demix.data.tables import read_batches, write_rows
+from demix.data.tables import BATCH_ROWS, read_batches, write_rows
 from demix.errors import DemixError
 from demix.files import read_json, write_json
 
@@ -40,11 +39,11 @@ class Budget:
 def mark_duplicates(inputs: dict[str, Path], output: Path) -> None:
     """Decide which training domain keeps each text: Parquet `id`, `domain`, one row per distinct id, sorted by id.
 
-    Of the domains that hold a text the one with the smallest sha256 of domain and id keeps it, so that neither the order
-    of the domains nor that of their documents matters.
+    Of the domains that hold a text the one with the smallest sha256 of domain and id keeps it, so that neither the
+    order of the domains nor that of their documents matters.
     """
     domains = sorted(inputs)
-    documents = sum(pq.read_metadata(inputs[domain]).num_rows for domain in domains if inputs[domain].exists())
+    documents = sum(batch.num_rows for domain in domains for batch in read_batches(inputs[domain], ["n_words"]))
     parts = -(-documents // PART_DOCUMENTS) or 1
 
     def rows() -> Iterator[tuple[str, str]]:
@@ -57,7 +56,7 @@ def mark_duplicates(inputs: dict[str, Path], output: Path) -> None:
             order = np.argsort(ids, kind="stable")
             ids, owner = ids[order], owner[order]
             starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]]) if len(ids) else []
-            for start, end in zip(starts, [*starts[1:], len(ids)]):
+            for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
                 text_id = ids[start].decode()
                 candidates = [domains[index] for index in owner[start:end]]
                 yield text_id, min(candidates, key=lambda domain: _digest(domain, text_id))
@@ -219,6 +218,5 @@ def _sorted(parts: list[Path], part_of_rank: np.ndarray, start: int, end: int) -
         ranks = table.column("rank").to_numpy()
         order = np.argsort(ranks)
         order = order[(ranks[order] >= start) & (ranks[order] < end)]
-        table = table.select(SCHEMA.names)
-        for row in order:
-            yield tuple(column[int(row)].as_py() for column in table.columns)
+        for batch in table.select(SCHEMA.names).take(pa.array(order)).to_batches(BATCH_ROWS):
+            yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)

@@ -141,12 +141,13 @@ def _beside(path: Path) -> tuple[Path, Path]:
 def _encoded(encoder: Tokenizer, documents: Path, kind: np.dtype) -> Iterator[tuple[np.ndarray, int]]:
     for batch in read_batches(documents, ["text"]):
         texts = batch.column(0).to_pylist()
-        for text, ids in zip(texts, encoder.encode_batch(texts)):
+        for text, ids in zip(texts, encoder.encode_batch(texts), strict=True):
             yield np.concatenate([[encoder.end_of_text], ids], dtype=kind, casting="unsafe"), len(text.encode())
 
 
 def _write_batch(path: Path, schema: pa.Schema, columns: list[tuple[pa.Buffer, int]]) -> None:
-    arrays = [pa.Array.from_buffers(entry.type, size, [None, buffer]) for entry, (buffer, size) in zip(schema, columns)]
+    pairs = zip(schema, columns, strict=True)
+    arrays = [pa.Array.from_buffers(entry.type, size, [None, buffer]) for entry, (buffer, size) in pairs]
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         writer.write_batch(pa.record_batch(arrays, schema=schema))
 

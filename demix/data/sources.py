@@ -22,7 +22,7 @@ RATIO_FREE_BYTES = 64 << 20
 
 SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("metadata", pa.large_string())])
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-_SURROGATE = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def download(source: Source, domain: str, output: Path) -> int:
         for row in KINDS[source.kind](source, domain):
             values = []
             for value in _document(row, source):
-                value, found = _SURROGATE.subn("\ufffd", value)
+                value, found = SURROGATE.subn("\ufffd", value)
                 surrogates += found
                 values.append(value)
             yield tuple(values)
@@ -216,7 +216,7 @@ def _csv(path: Path, source: Source) -> Iterator[Row]:
         except KeyError as error:
             raise DemixError(path, str(error).strip("'\""), f"name columns it has, not all of {columns}") from None
         except (pa.ArrowException, OSError) as error:
-            raise DemixError(path, f"is not valid CSV ({error})", "mend the row, or use Parquet or JSON lines") from None
+            raise DemixError(path, f"is not valid CSV ({error})", "mend the row, or use JSON lines") from None
 
 
 def _parquet(path: Path, source: Source) -> Iterator[Row]:

@@ -61,6 +61,8 @@ def _batches(schema: pa.Schema, rows: Iterable[tuple[Any, ...]]) -> Iterator[pa.
             pending.append(row)
             size += sum(len(value) for value in row if isinstance(value, str))
         if pending and (row is None or len(pending) == BATCH_ROWS or size >= BATCH_BYTES):
-            columns = [pa.array(column, field.type) for column, field in zip(zip(*pending), schema)]
+            columns = [
+                pa.array(column, field.type) for column, field in zip(zip(*pending, strict=True), schema, strict=True)
+            ]
             yield pa.record_batch(columns, schema=schema)
             pending, size = [], 0

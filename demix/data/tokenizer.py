@@ -44,7 +44,7 @@ class Tokenizer:
 
     @staticmethod
     def load(path: str | Path) -> "Tokenizer":
-        """The tokenizer that `train_tokenizer` or `gpt2_tokenizer` wrote. Raises DemixError if it is missing or damaged."""
+        """The tokenizer that `train_tokenizer` or `gpt2_tokenizer` wrote; DemixError if it is missing or damaged."""
         content = read_json(path)
         try:
             vocabulary = content["model"]["vocab"]
@@ -71,7 +71,7 @@ class Tokenizer:
             cuts = [cut for run in _LONG_SPACE.finditer(text) for cut in (run.start(), run.end() - 1)]
             if not cuts or cuts == [0, len(text) - 1]:
                 raise
-            pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)]) if start < end]
+            pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True) if start < end]
             return np.concatenate([self.encode(piece) for piece in pieces])
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -90,7 +90,7 @@ def train_tokenizer(inputs: list[Path], vocab_size: int, output: Path) -> None:
     gives a smaller vocabulary, and a warning that says so.
     """
     if vocab_size < SMALLEST:
-        raise DemixError("tokenizer.vocab_size", f"is {vocab_size}", f"give at least {SMALLEST}: 256 bytes and one more")
+        raise DemixError("tokenizer.vocab_size", f"is {vocab_size}", f"give at least {SMALLEST}")
     tokenizer = HuggingFaceTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

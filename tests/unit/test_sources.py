@@ -1,0 +1,232 @@
+import gzip
+import json
+import os
+import stat
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from demix.data import sources
+from demix.data.sources import Source, download
+from demix.errors import DemixError
+
+ROWS = [
+    {"id": "one", "text": "first\u2028line\u0085 \x1c end", "by": "ann"},
+    {"id": "two", "text": "", "by": None},
+    {"id": "three", "text": "a\r\nb\tc 漢", "by": "bob"},
+]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+
+
+def _read(folder, source):
+    output = folder / "raw" / "d" / "documents.parquet"
+    count = download(source, "d", output)
+    rows = pq.read_table(output).to_pylist()
+    assert count == len(rows)
+    return rows
+
+
+def _refused(folder, path, **options):
+    """The error's line; nothing may be left behind."""
+    with pytest.raises(DemixError) as caught:
+        _read(folder, Source("files", str(path), **options))
+    assert [*(folder / "raw" / "d").iterdir()] == []
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def _write_csv(path, compress):
+    sink = pa.BufferOutputStream()
+    pyarrow.csv.write_csv(pa.Table.from_pylist(ROWS), sink)
+    path.write_bytes(compress(sink.getvalue().to_pybytes()))
+
+
+COMPRESSIONS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
+
+
+@pytest.mark.parametrize("suffix", COMPRESSIONS)
+@pytest.mark.parametrize("form", [".jsonl", ".json", ".csv"])
+def test_every_format_gives_the_same_documents(tmp_path, form, suffix):
+    path = tmp_path / f"a{form}{suffix}"
+    if form == ".csv":
+        _write_csv(path, COMPRESSIONS[suffix])
+    else:
+        path.write_bytes(COMPRESSIONS[suffix](LINES))
+    rows = _read(tmp_path, Source("files", str(path), id="id"))
+    assert [(row["id"], row["text"]) for row in rows] == [(row["id"], row["text"]) for row in ROWS]
+    assert {row["metadata"] for row in rows} == {"{}"}
+
+
+def test_parquet(tmp_path):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    rows = _read(tmp_path, Source("files", str(tmp_path / "a.parquet"), metadata=("id", "by")))
+    assert [row["id"] for row in rows] == ["a.parquet#1", "a.parquet#2", "a.parquet#3"]
+    assert [row["text"] for row in rows] == [row["text"] for row in ROWS]
+    assert [row["metadata"] for row in rows] == [
+        '{"by": "ann", "id": "one"}', '{"by": null, "id": "two"}', '{"by": "bob", "id": "three"}',
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", COMPRESSIONS)
+def test_a_text_file_is_one_document(tmp_path, suffix):
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.txt{suffix}").write_bytes(COMPRESSIONS[suffix](f"{name}\n\n{name}".encode()))
+    rows = _read(tmp_path, Source("files", str(tmp_path / "*.txt*")))
+    assert [(row["id"], row["text"]) for row in rows] == [
+        (f"a.txt{suffix}#1", "a\n\na"), (f"b.txt{suffix}#1", "b\n\nb"),
+    ]  # fmt: skip
+
+
+def test_several_globs_take_each_file_once_in_order(tmp_path, monkeypatch):
+    for name in "cab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
+    monkeypatch.chdir(tmp_path)
+    rows = _read(tmp_path, Source("files", ("b*.jsonl", "*.jsonl")))
+    assert [row["text"] for row in rows] == ["a", "b", "c"]
+
+
+def test_several_compressed_frames_are_one_file(tmp_path):
+    for suffix, compress in list(COMPRESSIONS.items())[1:]:
+        path = tmp_path / f"frames.jsonl{suffix}"
+        path.write_bytes(compress(b'{"text": "a"}\n{"te') + compress(b'xt": "b"}\n'))
+        assert [row["text"] for row in _read(tmp_path, Source("files", str(path)))] == ["a", "b"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@given(st.lists(st.text(st.characters(codec="utf-8") | st.sampled_from("\r\u2028\u0085\x0b\x1c")), min_size=1))
+def test_any_text_survives(tmp_path, texts):
+    path = tmp_path / "any.jsonl.zst"
+    data = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts).encode()
+    path.write_bytes(zstandard.compress(data))
+    assert [row["text"] for row in _read(tmp_path, Source("files", str(path)))] == texts
+
+
+def test_lone_surrogates_are_replaced_and_counted(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b", "m": "\\udfff"}\n{"text": "\\ud83d\\ude00"}\n')
+    rows = _read(tmp_path, Source("files", str(tmp_path / "a.jsonl"), metadata=("m",)))
+    assert [row["text"] for row in rows] == ["a\ufffdb", "😀"]
+    metadata = pq.read_metadata(tmp_path / "raw" / "d" / "documents.parquet").metadata
+    assert metadata[b"surrogates"] == b"2"
+
+
+def test_what_is_written_is_private_and_the_same_every_time(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINES)
+    for run in ("x", "y"):
+        download(Source("files", str(path)), "d", tmp_path / run / "d" / "documents.parquet")
+    first, second = (tmp_path / run / "d" / "documents.parquet" for run in ("x", "y"))
+    assert first.read_bytes() == second.read_bytes()
+    assert stat.S_IMODE(first.stat().st_mode) == 0o600
+    assert stat.S_IMODE(first.parent.stat().st_mode) == 0o700
+
+
+def test_a_folder_with_other_files_keeps_its_mode(tmp_path):
+    os.chmod(tmp_path, 0o755)
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    download(Source("files", str(tmp_path / "a.jsonl")), "d", tmp_path / "documents.parquet")
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+
+
+def test_unknown_kind_and_missing_file(tmp_path):
+    with pytest.raises(DemixError, match=r"d\.source\.kind: is 'ftp'; allowed are files"):
+        download(Source("ftp", "x"), "d", tmp_path / "o.parquet")
+    assert _refused(tmp_path, tmp_path / "*.jsonl").startswith("d.source.path: no file matches")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', "a.jsonl, line 2: is not valid JSON"),
+        ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', "a.jsonl, line 3: is not a JSON object"),
+        ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "a.jsonl, row 2: has no field 'text'; fields are 'body'"),
+        ("a.jsonl", b'{"text": 5}\n', "a.jsonl, row 1: field 'text' is int, not text"),
+        ("a.jsonl", b'{"text": null}\n', "field 'text' is NoneType"),
+        ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl, line 1: is not valid JSON"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: is not valid JSON"),
+        ("a.jsonl", b"", "a.jsonl: holds no documents"),
+        ("a.jsonl", b"\n\n", "a.jsonl: holds no documents"),
+        ("a.csv", b"", "a.csv: holds no documents"),
+        ("a.csv", b"text,id\n", "a.csv: holds no documents"),
+        ("a.csv", b"body,id\nx,y\n", "a.csv: Column 'text' in include_columns does not exist"),
+        ("a.csv", b"text,id\nx,y\nz\n", "a.csv: is not valid CSV"),
+        ("a.txt", b"\xff\xfe", "a.txt: is not UTF-8"),
+        ("a.doc", b"x", "a.doc: is of an unknown format"),
+        ("a.parquet.gz", b"x", "a.parquet.gz: is of an unknown format"),
+        ("a.parquet", b"PAR1 and more", "a.parquet: is not Parquet"),
+        ("a.jsonl.gz", gzip.compress(LINES)[:-9], "a.jsonl.gz: is damaged or cut short"),
+        ("a.jsonl.zst", zstandard.compress(LINES)[:-5], "a.jsonl.zst: is damaged or cut short"),
+        ("a.csv.zst", zstandard.compress(b"text\n" + b"xyz\n" * 9)[:-3], "a.csv.zst: is damaged or cut short"),
+        ("a.jsonl.zst", b"not zstd at all", "a.jsonl.zst: is damaged or cut short"),
+        ("a.jsonl.gz", b"\x1f\x8b\x08\x00 garbage garbage", "a.jsonl.gz: is damaged or cut short"),
+    ],
+)
+def test_bad_files_are_refused_whole(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    assert message in _refused(tmp_path, tmp_path / name)
+
+
+def test_a_flipped_byte_is_found_in_compressed_files(tmp_path):
+    for name, data in (
+        ("a.jsonl.gz", gzip.compress(LINES)),
+        ("b.jsonl.zst", zstandard.ZstdCompressor(write_checksum=True).compress(LINES)),
+    ):
+        flipped = bytearray(data)
+        flipped[len(data) // 2] ^= 1
+        (tmp_path / name).write_bytes(flipped)
+        assert name in _refused(tmp_path, tmp_path / name)
+
+
+def test_damaged_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(
+        pa.table({"text": [f"text {i}" for i in range(1000)], "n": range(1000)}), path, write_page_checksum=True
+    )
+    data = path.read_bytes()
+    assert "has no column 'body'; it has text, n" in _refused(tmp_path, path, text="body")
+    assert "field 'n' is int" in _refused(tmp_path, path, text="n")
+    path.write_bytes(data[:-100])
+    assert "is not Parquet, damaged or cut short" in _refused(tmp_path, path)
+    path.write_bytes(data[:60] + bytes([data[60] ^ 1]) + data[61:])
+    assert "is not Parquet, damaged or cut short" in _refused(tmp_path, path)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("form", [".jsonl", ".txt", ".csv"])
+def test_decompression_bombs_are_refused(tmp_path, form, suffix):
+    path = tmp_path / f"bomb{form}{suffix}"
+    path.write_bytes(COMPRESSIONS[suffix](b"text\n" * (15 << 20)))
+    assert "expands to over 200 times" in _refused(tmp_path, path) or form == ".jsonl"
+
+
+def test_bombs_with_valid_lines(tmp_path):
+    path = tmp_path / "bomb.jsonl.zst"
+    path.write_bytes(zstandard.compress(b'{"text": "' + b"a" * 1000 + b'"}\n') + zstandard.compress(b"\n" * (70 << 20)))
+    assert "expands to over 200 times" in _refused(tmp_path, path)
+
+
+def test_long_lines_and_documents_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 1000)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + " " * 1001)
+    assert "a.jsonl, line 2: is over 128 MiB long" in _refused(tmp_path, tmp_path / "a.jsonl")
+    (tmp_path / "a.txt").write_text("x" * 1001)
+    assert "a.txt: is a document over 128 MiB" in _refused(tmp_path, tmp_path / "a.txt")
+    pq.write_table(pa.table({"text": ["x" * 1001]}), tmp_path / "a.parquet")
+    assert "a.parquet, row 1: is a document over 128 MiB" in _refused(tmp_path, tmp_path / "a.parquet")
+
+
+def test_a_failed_run_leaves_the_earlier_output(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINES)
+    output = tmp_path / "raw" / "documents.parquet"
+    download(Source("files", str(path)), "d", output)
+    before = output.read_bytes()
+    path.write_bytes(LINES + b"{")
+    with pytest.raises(DemixError):
+        download(Source("files", str(path)), "d", output)
+    assert output.read_bytes() == before
+    assert [*output.parent.iterdir()] == [output]

@@ -1,0 +1,309 @@
+"""Training: the order of data, the schedule, resuming to the bit after SIGKILL, and adaptation that touches one file."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import NOVEL, TRAINING
+from demix.adapt import Adaptation, adapt_dense, adapt_expert, choose_parent
+from demix.data.shards import TokenShard, blocks
+from demix.errors import DemixError
+from demix.evaluate.score import Scoring, log_probabilities, score
+from demix.files import read_json, sha256_file
+from demix.model.checkpoint import expert_names, load_model
+from demix.model.config import Architecture
+from demix.model.gpt import GPT
+from demix.train.batches import balanced_batches, mixed_batches, proportional_batches
+from demix.train.loop import EarlyStopping, Optimization, learning_rate_at, train
+from demix.train.stage import Training, train_model
+
+SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32}
+TRAIN = Training(
+    seed=1, architecture=SIZES, tokens=32 * 2 * 3 * 24, sequences=2, learning_rate=3e-3, warmup=0.1, clip=1.0,
+    weight_decay=0.1, precision="fp32", threads=1, checkpoint_every=5,
+)  # fmt: skip
+ADAPT = Adaptation(
+    seed=1, tokens=32 * 4 * 20, sequences=4, learning_rate_factor=0.5, warmup=0.1, clip=1.0, weight_decay=0.1,
+    precision="fp32", threads=1, checkpoint_every=7, evaluate_every=5, patience=3, dev_blocks=6, forgetting_blocks=2,
+    parent_blocks=5, parent_decay=0.3,
+)  # fmt: skip
+
+
+def shard_paths(tokens: Path, domains=TRAINING, split: str = "train") -> list[Path]:
+    return [tokens / "tokens" / domain / f"{split}.arrow" for domain in domains]
+
+
+def opened(tokens: Path) -> list[TokenShard]:
+    return [TokenShard.open(path) for path in shard_paths(tokens)]
+
+
+def test_every_block_is_seen_once_an_epoch_and_the_order_depends_on_step_alone(tokens: Path) -> None:
+    shards = opened(tokens)
+    length, sequences = 32, 3
+    batches = balanced_batches(shards, TRAINING, sequences, length, seed=5)
+    for d, shard in enumerate(shards):
+        cut, targets, mask = blocks(shard.tokens, length, shard.end_of_text)
+        whole = Counter(tuple(row) for row in np.concatenate([cut, targets], 1)[mask.all(1)].tolist())
+        steps = sum(whole.values()) // sequences + 2
+        seen: list[tuple[int, ...]] = []
+        for step in range(steps):
+            batch = batches(step)
+            seen += map(tuple, torch.cat([batch.inputs[d], batch.targets[d]], 1).tolist())
+        assert Counter(seen[: sum(whole.values())]) == whole  # an epoch is a permutation of the full blocks
+    again = balanced_batches(shards, TRAINING, sequences, length, seed=5)
+    assert torch.equal(again(17).inputs, batches(17).inputs)
+    assert torch.equal(again(3).inputs, batches(3).inputs)
+    assert not torch.equal(balanced_batches(shards, TRAINING, sequences, length, seed=6)(3).inputs, again(3).inputs)
+    # The order of one domain does not depend on which other domains there are.
+    alone = balanced_batches(shards[1:2], TRAINING[1:2], sequences, length, seed=5)
+    assert torch.equal(alone(9).inputs[0], again(9).inputs[1])
+    mixed = mixed_batches(again)(4)
+    assert torch.equal(mixed.inputs[0], again(4).inputs.flatten(0, 1))
+    assert mixed.domains[0].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_unbalanced_batches_follow_the_sizes_of_the_domains(tokens: Path) -> None:
+    shards = opened(tokens)
+    small = dataclasses.replace(shards[0], tokens=shards[0].tokens[: 32 * 10])
+    counts = [len(shard.tokens) // 32 for shard in (small, *shards[1:])]
+    batches = proportional_batches([small, *shards[1:]], TRAINING, 4, 32, seed=1)
+    drawn = np.concatenate([batches(step).domains[0].numpy() for step in range(sum(counts) // 4)])
+    found = np.bincount(drawn, minlength=3)
+    assert np.abs(found - counts).max() < 4  # one epoch but for its last incomplete step
+    assert found[0] <= 10
+
+
+def test_learning_rate_warms_up_and_decays_to_zero() -> None:
+    optimization = Optimization(100, 2.0, 0.08, 1.0, 0.1, "fp32", 10)
+    rates = [learning_rate_at(step, optimization) for step in range(101)]
+    assert rates[:8] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0])
+    assert rates[8:] == pytest.approx(np.linspace(2.0, 0.0, 93))
+
+
+def test_the_loop_is_the_obvious_one(tokens: Path) -> None:
+    """Ten steps against a loop written here: autograd on the mean loss, torch's clipping and AdamW."""
+    shards = opened(tokens)
+    batches = balanced_batches(shards, TRAINING, 2, 32, seed=1)
+    optimization = Optimization(10, 3e-3, 0.1, 0.5, 0.1, "fp32", 1000)
+    ours = GPT(Architecture(**SIZES), shards[0].vocab_size, TRAINING).initialise(1)
+    rows = train(ours, batches, TRAINING, optimization, tokens / "none")
+
+    theirs = GPT(Architecture(**SIZES), shards[0].vocab_size, TRAINING).initialise(1)
+    optimizer = torch.optim.AdamW(theirs.parameters(), betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1)
+    for step in range(10):
+        batch = batches(step)
+        logits = theirs(batch.inputs) @ theirs.token_embedding.T
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 2), batch.targets.flatten(), reduction="none")
+        optimizer.zero_grad()
+        losses.mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(step, optimization)
+        optimizer.step()
+        by_domain = losses.view(3, -1).mean(1).tolist()
+        assert rows[step]["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+        assert [rows[step][f"loss/{domain}"] for domain in TRAINING] == pytest.approx(by_domain, rel=1e-5)
+        assert rows[step]["gradient_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert rows[step]["tokens"] == (step + 1) * 3 * 2 * 32
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter, dict(theirs.named_parameters())[name], rtol=1e-4, atol=1e-6)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
+
+
+def train_command(kind: str, tokens: Path, folder: Path, settings: Training = TRAIN) -> list[str]:
+    return [
+        sys.executable, "-m", "demix.cli", "train", kind, *map(str, shard_paths(tokens)),
+        "--settings", json.dumps(dataclasses.asdict(settings)), "--output", str(folder / "model"),
+        "--metrics", str(folder / "metrics.jsonl"), "--checkpoints", str(folder / "checkpoints"),
+    ]  # fmt: skip
+
+
+def losses(metrics: Path) -> list[tuple[int, float, float]]:
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [(row["step"], row["loss"], row["gradient_norm"]) for row in rows]
+
+
+def test_a_killed_run_resumes_to_the_bit(tokens: Path, tmp_path: Path) -> None:
+    subprocess.run(train_command("demix", tokens, tmp_path / "whole"), check=True, capture_output=True)
+    killed = tmp_path / "killed"
+    for wanted in (1, 2):
+        process = subprocess.Popen(train_command("demix", tokens, killed), stderr=subprocess.PIPE)
+        deadline = time.monotonic() + 120
+        while len(list(killed.glob("checkpoints/*/step-*/manifest.json"))) < wanted and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert not (killed / "metrics.jsonl").exists(), "it finished before it was killed"
+    log = subprocess.run(train_command("demix", tokens, killed), check=True, capture_output=True, text=True).stderr
+    assert "resuming at step" in log
+    assert losses(killed / "metrics.jsonl") == losses(tmp_path / "whole" / "metrics.jsonl")
+    files = sorted(path.relative_to(killed) for path in (killed / "model").rglob("*.safetensors"))
+    assert len(files) == 4
+    for file in files:
+        assert sha256_file(killed / file) == sha256_file(tmp_path / "whole" / file)
+    assert not list((killed / "checkpoints").glob("*/*")), "a finished run leaves no state behind"
+
+
+def test_a_checkpoint_never_continues_another_run(tokens: Path, tmp_path: Path) -> None:
+    other = dataclasses.replace(TRAIN, learning_rate=1e-3)
+    killed = subprocess.Popen(train_command("dense", tokens, tmp_path), stderr=subprocess.DEVNULL)
+    while not list(tmp_path.glob("checkpoints/*/step-*/manifest.json")):
+        assert killed.poll() is None
+        time.sleep(0.001)
+    killed.kill()
+    killed.wait()
+    log = subprocess.run(train_command("dense", tokens, tmp_path, other), check=True, capture_output=True, text=True)
+    assert "resuming" not in log.stderr
+    assert list(tmp_path.glob("checkpoints/*/step-*")), "the other run's state is kept"
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update(tokens: Path, tmp_path: Path) -> None:
+    shards = opened(tokens)
+    model = GPT(Architecture(**SIZES), shards[0].vocab_size, TRAINING).initialise(1)
+    with torch.no_grad():
+        model.blocks[0].feedforward.down_bias[1] = float("nan")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(DemixError, match=r"step 1: the loss of scripture is not finite"):
+        train(
+            model,
+            balanced_batches(shards, TRAINING, 2, 32, 1),
+            TRAINING,
+            Optimization(5, 1e-3, 0.1, 1.0, 0.1, "fp32", 5),
+            tmp_path,
+        )
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.nan_to_num(7.0), before[name].nan_to_num(7.0))
+
+
+def test_early_stopping_keeps_the_best_parameters(tokens: Path, tmp_path: Path) -> None:
+    shards = opened(tokens)
+    model = GPT(Architecture(**SIZES), shards[0].vocab_size, TRAINING).initialise(1)
+    told = iter([5.0, 4.0, 3.0, 3.5, 3.6, 3.7])
+    seen: list[dict] = []
+
+    def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
+        seen.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        return next(told), {}
+
+    rows = train(
+        model,
+        balanced_batches(shards, TRAINING, 2, 32, 1),
+        TRAINING,
+        Optimization(100, 1e-3, 0.1, 1.0, 0.1, "fp32", 1000),
+        tmp_path,
+        evaluate=evaluate,
+        stopping=EarlyStopping(every=3, patience=2),
+    )
+    assert [row["step"] for row in rows if "early_stopping_loss" in row] == [0, 3, 6, 9, 12]
+    assert max(row["step"] for row in rows) == 12
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, seen[2][name])
+
+
+@pytest.fixture(scope="module")
+def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny DEMix and a dense model, and the DEMix model's score tables."""
+    run = tmp_path_factory.mktemp("trained")
+    scoring = Scoring(dev_blocks=10, test_tokens=500, precision="fp32", threads=1)
+    longer = dataclasses.replace(TRAIN, tokens=10 * TRAIN.tokens)
+    for kind in ("demix", "dense"):
+        train_model(kind, longer, shard_paths(tokens), run / kind, run / f"{kind}.jsonl", run / "checkpoints" / kind)
+    score(run / "demix", TRAINING, shard_paths(tokens, TRAINING + NOVEL, "dev"), scoring, run / "scores")
+    return run
+
+
+def test_experts_learn_their_domains(tokens: Path, trained: Path) -> None:
+    model = load_model(trained / "demix", TRAINING)
+    for number, path in enumerate(shard_paths(tokens, split="test")):
+        shard = TokenShard.open(path)
+        table = log_probabilities(model, *blocks(shard.tokens, 32, shard.end_of_text)).sum(1)
+        assert table.argmax() == number, path
+
+
+def test_demix_dapt_adds_a_file_and_changes_no_other(tokens: Path, trained: Path) -> None:
+    before = {path: sha256_file(path) for path in (trained / "demix").rglob("*") if path.is_file()}
+    chosen = choose_parent(trained / "scores", "fantasy", TRAINING, ADAPT)
+    adapt_expert(
+        trained / "demix",
+        tuple(tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev")),
+        TRAINING,
+        trained / "scores",
+        ADAPT,
+        trained / "adapted.jsonl",
+        trained / "checkpoints" / "adapted",
+    )
+    after = {path: sha256_file(path) for path in (trained / "demix").rglob("*") if path.is_file()}
+    new = {trained / "demix" / "experts" / f"fantasy.{kind}" for kind in ("safetensors", "json")}
+    assert set(after) - set(before) == new
+    assert {path: after[path] for path in before} == before
+    assert expert_names(trained / "demix") == ("fantasy", *sorted(TRAINING))
+
+    lineage = read_json(trained / "demix" / "experts" / "fantasy.json")
+    assert lineage["parent"] == chosen["parent"] == max(chosen["priors"], key=chosen["priors"].__getitem__)
+    assert sum(chosen["priors"].values()) == pytest.approx(1.0)
+    assert lineage["lowest_dev_loss_expert"] == min(chosen["dev_losses"], key=chosen["dev_losses"].__getitem__)
+    assert lineage["parent_sha256"] == before[trained / "demix" / "experts" / f"{chosen['parent']}.safetensors"]
+
+    # The eight experts' scores are what they were, and the new expert knows its domain better than its parent.
+    shard = TokenShard.open(tokens / "tokens" / "fantasy" / "dev.arrow")
+    cut = blocks(shard.tokens, 32, shard.end_of_text, 6 * 32)
+    table = log_probabilities(load_model(trained / "demix", (*TRAINING, "fantasy")), *cut)
+    old = log_probabilities(load_model(trained / "demix", TRAINING), *cut)
+    np.testing.assert_array_equal(table[:3], old)
+    parent = TRAINING.index(chosen["parent"])
+    assert -table[3].mean() < -table[parent].mean()
+    evaluations = [json.loads(line) for line in (trained / "adapted.jsonl").read_text().splitlines()]
+    evaluations = [row for row in evaluations if "dev_loss/fantasy" in row]
+    assert evaluations[0]["dev_loss/fantasy"] == pytest.approx(-table[parent].mean(), rel=1e-5)
+    assert min(row["dev_loss/fantasy"] for row in evaluations) == pytest.approx(-table[3].mean(), rel=1e-5)
+    assert len({row["dev_loss/scripture"] for row in evaluations}) == 1
+
+
+def test_dense_dapt_writes_its_own_model(tokens: Path, trained: Path) -> None:
+    before = {path: sha256_file(path) for path in (trained / "dense").rglob("*") if path.is_file()}
+    adapt_dense(
+        trained / "dense",
+        tuple(tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev")),
+        shard_paths(tokens, split="dev"),
+        ADAPT,
+        trained / "dense-dapt-fantasy",
+        trained / "dense-adapted.jsonl",
+        trained / "checkpoints" / "dense-adapted",
+    )
+    assert {path: sha256_file(path) for path in before} == before
+    old, new = load_model(trained / "dense"), load_model(trained / "dense-dapt-fantasy")
+    assert not torch.equal(old.token_embedding, new.token_embedding)
+    rows = [json.loads(line) for line in (trained / "dense-adapted.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "dev_loss/fantasy" in row]
+    assert min(row["dev_loss/fantasy"] for row in rows) < rows[0]["dev_loss/fantasy"]
+    assert len({row["dev_loss/scripture"] for row in rows}) > 1
+
+
+def test_scoring_refuses_another_tokenizer(tokens: Path, trained: Path, tmp_path: Path) -> None:
+    description = read_json(trained / "dense" / "model.json")
+    other = tmp_path / "dense"
+    (other / "experts").mkdir(parents=True)
+    for path in (trained / "dense").rglob("*"):
+        if path.is_file():
+            (other / path.relative_to(trained / "dense")).write_bytes(path.read_bytes())
+    (other / "model.json").write_text(json.dumps(description | {"tokenizer_sha256": "0" * 64}))
+    with pytest.raises(DemixError, match="another tokenizer"):
+        score(
+            other,
+            ("dense",),
+            shard_paths(tokens, NOVEL, "dev"),
+            Scoring(dev_blocks=2, test_tokens=None, precision="fp32", threads=1),
+            tmp_path / "scores",
+        )
+    assert not (tmp_path / "scores").exists()

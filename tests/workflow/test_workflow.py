@@ -1,0 +1,229 @@
+"""The whole DAG on a tiny config, run for real, and what a change to the config runs again."""
+
+import copy
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from demix.files import read_json, sha256_file
+
+REPOSITORY = Path(__file__).parents[2]
+TINY = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())
+# The commands of the environment that the tests run in, whether or not it is activated.
+ENVIRONMENT = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+TRAINING, NOVEL = list(TINY["domains"]["training"]), list(TINY["domains"]["novel"])
+
+pytestmark = pytest.mark.workflow
+
+
+def snakemake(folder: Path, *arguments: str, config: dict | None = None) -> str:
+    """Run snakemake in `folder`, with the tiny config or another; returns what it printed."""
+    (folder / "config.yaml").write_text(yaml.safe_dump(config or TINY, sort_keys=False))
+    command = [
+        "snakemake", "--snakefile", str(REPOSITORY / "workflow" / "Snakefile"), "--configfile", "config.yaml",
+        "--workflow-profile", str(REPOSITORY / "profiles" / "default"), *arguments,
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def planned(folder: Path, config: dict | None = None) -> dict[str, int]:
+    """Jobs that `snakemake -n` would run, by rule."""
+    output = snakemake(folder, "-n", "--quiet", "rules", config=config)
+    if "Nothing to be done" in output:
+        return {}
+    table = output.split("Job stats:")[1].split("Reasons:")[0]
+    jobs = {rule: int(count) for rule, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
+    return {rule: count for rule, count in jobs.items() if rule not in ("all", "total")}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run of the tiny config."""
+    folder = tmp_path_factory.mktemp("workflow")
+    (folder / "resources").symlink_to(REPOSITORY / "resources")
+    snakemake(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(finished: Path) -> pd.DataFrame:
+    return pd.read_parquet(finished / "results" / "tiny" / "results.parquet")
+
+
+def changed(**changes: object) -> dict:
+    """The tiny config with dotted keys replaced."""
+    config = copy.deepcopy(TINY)
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        place = config
+        for name in path:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return config
+
+
+def test_a_finished_run_has_nothing_to_do(finished: Path) -> None:
+    assert planned(finished) == {}
+
+
+def test_a_learning_rate_of_dapt_reruns_adaptation_and_what_follows(finished: Path) -> None:
+    jobs = planned(finished, changed(adaptation__learning_rate_factor=0.2))
+    assert jobs.keys() == {
+        "adapt", "adapt_dense", "score_adapted_fantasy", "score_adapted_fortunes", "score_adapted_dense",
+        "evaluate", "results", "report", "track", "run_config",
+    }  # fmt: skip
+
+
+def test_lambda_reruns_mixing_only(finished: Path) -> None:
+    jobs = planned(finished, changed(evaluation__decay=0.5))
+    assert jobs == {"evaluate": 5, "results": 1, "report": 1, "track": 1, "run_config": 1}
+
+
+def test_a_new_training_domain_trains_again(finished: Path) -> None:
+    config = copy.deepcopy(TINY)
+    config["domains"]["training"]["packages"] = {
+        "source": {"kind": "files", "path": "resources/sample/packages.jsonl.zst"}, "words": {"dev": 2000, "test": 2000}
+    }  # fmt: skip
+    jobs = planned(finished, config)
+    assert jobs["train_demix"] == 1
+    assert jobs["train_dense"] == 3
+    assert jobs["download"] == 1, "the other domains' texts stay"
+    assert jobs["anonymize"] == 1
+
+
+def test_a_new_novel_domain_adapts_and_scores_only_itself(finished: Path) -> None:
+    config = copy.deepcopy(TINY)
+    config["domains"]["novel"]["jargon"] = {
+        "source": {"kind": "files", "path": "resources/sample/jargon.jsonl.zst"}, "words": {"dev": 2000, "test": 2000}
+    }  # fmt: skip
+    jobs = planned(finished, config)
+    once = {
+        "download", "anonymize", "split", "tokenize", "adapt", "adapt_dense", "score_adapted_jargon", "score_adapted_dense",
+        "score_demix", "score_dense", "score_dense_unbalanced", "score_domain_token",
+    }  # fmt: skip
+    assert jobs == dict.fromkeys(once, 1) | {"evaluate": 6, "results": 1, "report": 1, "track": 1, "run_config": 1}
+
+
+def test_one_models_learning_rate_trains_that_model_alone(finished: Path) -> None:
+    jobs = planned(finished, changed(models__domain_token__learning_rate=1e-3))
+    assert jobs == {
+        "train_dense": 1, "score_domain_token": 5, "evaluate": 5, "results": 1, "report": 1, "track": 1, "run_config": 1
+    }  # fmt: skip
+
+
+def test_a_printed_command_runs_by_hand(finished: Path) -> None:
+    """Commands copied from `snakemake -n -p`, run in a shell, give the same bytes."""
+    run = finished / "results" / "tiny"
+    commands = {
+        "evaluations/scripture.parquet": "demix evaluate scripture",
+        "scores/demix/fantasy.test/fantasy.parquet": "(demix score results/tiny/models/demix",
+    }
+    for target, start in commands.items():
+        before = sha256_file(run / target)
+        kept = shutil.move(run / target, finished / "kept")
+        output = snakemake(finished, "-n", "-p", "--forcerun", f"results/tiny/{target}")
+        command = next(line for line in output.splitlines() if line.startswith(f"Shell command: {start}"))
+        subprocess.run(["bash", "-c", command.removeprefix("Shell command: ")], cwd=finished, check=True, env=ENVIRONMENT)
+        assert sha256_file(run / target) == before
+        Path(kept).replace(run / target)
+    snakemake(finished, "--touch")
+    assert planned(finished) == {}
+
+
+def test_results_hold_every_method_on_every_domain(results: pd.DataFrame) -> None:
+    test = results[(results.split == "test") & results.top_k.isna()]
+    mixtures = {("average", "")} | {
+        (method, weights) for method in ("uniform", "updating", "cached") for weights in ("history", "released")
+    }
+    systems = {("dense", "dense"): {("dense", "")}, ("dense_unbalanced", "dense"): {("dense", "")}}
+    systems |= dict.fromkeys((("demix", "training"), ("demix", "all")), mixtures | {("naive", "")})
+    systems |= {("domain_token", "training"): mixtures | {("naive", "")}}
+    for (model, experts), methods in systems.items():
+        for domain in TRAINING + NOVEL:
+            rows = test[(test.model == model) & (test.experts == experts) & (test.domain == domain)]
+            found = [*zip(rows.method, rows.weights, strict=True)]
+            assert {pair for pair in found if pair[0] != "expert"} == methods, (model, experts, domain)
+            assert len([pair for pair in found if pair[0] != "expert"]) == len(methods)
+    assert set(results[results.top_k == 2].method) == {"uniform", "updating", "cached"}
+    for removed in TRAINING:
+        rows = test[test.experts == f"minus-{removed}"]
+        assert set(rows.domain) == {removed}
+        assert set(rows.n_experts) == {2}
+    assert set(test[test.model == "without-licenses"].domain) == {"licenses"}
+    for novel in NOVEL:
+        assert set(test[test.model == f"dense-dapt-{novel}"].domain) == {*TRAINING, novel}
+    naive = test[(test.model == "demix") & (test.experts == "training") & (test.method == "naive")].set_index("domain")
+    assert [naive.expert[domain] for domain in TRAINING] == TRAINING
+    assert naive.oracle.to_dict() == {domain: domain in NOVEL for domain in TRAINING + NOVEL}
+    for _, rows in test.groupby("domain"):
+        assert rows.tokens_sha256.nunique() == 1
+        assert set(rows.tokens) == {1000}
+    assert np.allclose(test.perplexity, np.exp(test.nll / test.tokens))
+    assert test.perplexity.between(20, 512).all(), "better than guessing one of 512 types, no better than this little can be"
+
+
+def test_scores_are_what_the_model_says(finished: Path, results: pd.DataFrame) -> None:
+    """The naive perplexity of a domain, from its tokens and the model's files alone."""
+    import torch
+
+    from demix.data.shards import TokenShard, blocks
+    from demix.model.checkpoint import load_model
+
+    run = finished / "results" / "tiny"
+    shard = TokenShard.open(run / "tokens" / "scripture" / "test.arrow")
+    inputs, targets, mask = blocks(shard.tokens, 32, shard.end_of_text, 1000)
+    model = load_model(run / "models" / "demix", ("scripture",))
+    with torch.no_grad():
+        logits = model(torch.from_numpy(inputs)[None])[0] @ model.token_embedding.T
+        logp = torch.log_softmax(logits.double(), -1).gather(-1, torch.from_numpy(targets)[..., None])[..., 0]
+    nll = -logp[torch.from_numpy(mask)].sum().item()
+    rows = results[(results.model == "demix") & (results.experts == "training") & (results.method == "naive")]
+    assert rows.set_index("domain").perplexity["scripture"] == pytest.approx(math.exp(nll / 1000), rel=1e-5)
+
+
+def test_no_text_is_in_two_splits_or_domains(finished: Path) -> None:
+    run = finished / "results" / "tiny" / "corpus"
+    seen: dict[str, str] = {}
+    for domain in TRAINING + NOVEL:
+        for split in ("train", "dev", "test"):
+            for text in pq.read_table(run / domain / f"{split}.parquet")["text"].to_pylist():
+                assert seen.setdefault(text, f"{domain}.{split}") == f"{domain}.{split}"
+        card = read_json(run / domain / "card.json")
+        assert card["words"]["dev"] >= 2000
+        assert card["words"]["test"] >= 2000
+
+
+def test_raw_text_is_gone_and_no_artefact_is_a_pickle(finished: Path) -> None:
+    assert not list((finished / "results").rglob("raw/*/*"))
+    suffixes = {path.suffix for path in (finished / "results" / "tiny").rglob("*") if path.is_file()}
+    allowed = {".parquet", ".json", ".jsonl", ".arrow", ".safetensors", ".html", ".md", ".tex", ".svg", ".png"}
+    assert suffixes <= allowed | {".log", ".tsv", ".db"}
+
+
+def test_snakemake_report_is_one_page(finished: Path) -> None:
+    snakemake(finished, "--report", "report.html")
+    page = (finished / "report.html").read_text()
+    assert "figure2" in page
+    assert "table5" in page
+
+
+def test_a_bad_config_is_refused_in_one_line(finished: Path) -> None:
+    (finished / "config.yaml").write_text(yaml.safe_dump(changed(evalution__decay=0.5)))
+    done = subprocess.run(
+        ["snakemake", "-n", "--snakefile", str(REPOSITORY / "workflow" / "Snakefile"), "--configfile", "config.yaml"],
+        cwd=finished, env=ENVIRONMENT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "config key evalution: is not known; did you mean evaluation?" in done.stdout + done.stderr
