@@ -20,8 +20,8 @@ test: $(VENV)/installed lint
 lint: $(VENV)/installed
 	ruff check -q .
 	ruff format -q --check .
-	snakefmt -q --check workflow
-	snakemake --lint > /dev/null
+	snakefmt --check workflow 2> /dev/null || (snakefmt --check workflow; exit 1)
+	snakemake --lint 2> /dev/null || (snakemake --lint; exit 1)
 
 ui: $(VENV)/installed
 	mlflow ui --host 127.0.0.1 --backend-store-uri sqlite:///results/mlflow.db

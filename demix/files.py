@@ -48,8 +48,8 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        elif temporary.exists():
+            temporary.unlink()
 
 
 def _fsync(path: Path) -> None:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -55,8 +56,8 @@ def mark_duplicates(inputs: dict[str, Path], output: Path) -> None:
             owner = np.repeat(np.arange(len(domains)), [len(some) for some in held])
             order = np.argsort(ids, kind="stable")
             ids, owner = ids[order], owner[order]
-            starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]]) if len(ids) else []
-            for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+            edges = [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1), len(ids)] if len(ids) else []
+            for start, end in pairwise(edges):
                 text_id = ids[start].decode()
                 candidates = [domains[index] for index in owner[start:end]]
                 yield text_id, min(candidates, key=lambda domain: _digest(domain, text_id))

@@ -196,16 +196,16 @@ def test_damaged_parquet(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-@pytest.mark.parametrize("form", [".jsonl", ".txt", ".csv"])
+@pytest.mark.parametrize("form", [".txt", ".csv"])
 def test_decompression_bombs_are_refused(tmp_path, form, suffix):
     path = tmp_path / f"bomb{form}{suffix}"
-    path.write_bytes(COMPRESSIONS[suffix](b"text\n" * (15 << 20)))
-    assert "expands to over 200 times" in _refused(tmp_path, path) or form == ".jsonl"
+    path.write_bytes(COMPRESSIONS[suffix](b"text\n" + (b"x" * 9999 + b"\n") * 7000))
+    assert "expands to over 200 times" in _refused(tmp_path, path)
 
 
 def test_bombs_with_valid_lines(tmp_path):
     path = tmp_path / "bomb.jsonl.zst"
-    path.write_bytes(zstandard.compress(b'{"text": "' + b"a" * 1000 + b'"}\n') + zstandard.compress(b"\n" * (70 << 20)))
+    path.write_bytes(zstandard.compress(b'{"text": "a"}\n' + (b" " * 9999 + b"\n") * 7000))
     assert "expands to over 200 times" in _refused(tmp_path, path)
 
 

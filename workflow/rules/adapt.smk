@@ -1,8 +1,5 @@
 # DEMix-DAPT adds the expert of a novel domain to models/demix; Dense-DAPT makes a model of its own for each.
-
-
-def adaptation_settings():
-    return as_json(config["adaptation"], seed=config["seed"], threads=config["threads"])
+ADAPTATION = as_json(config["adaptation"], seed=config["seed"], threads=config["threads"])
 
 
 rule adapt:
@@ -15,22 +12,22 @@ rule adapt:
     output:
         [f"{RUN}/models/demix/experts/{{novel}}.{kind}" for kind in ("safetensors", "json")],
         metrics=f"{RUN}/metrics/demix-dapt-{{novel}}.jsonl",
-    wildcard_constraints:
-        novel="|".join(NOVEL) or "none",
-    params:
-        settings=adaptation_settings(),
-        model=f"{RUN}/models/demix",
-        training=",".join(TRAINING),
-        scores=f"{RUN}/scores/demix",
-        checkpoints=f"{RUN}/checkpoints/demix-dapt-{{novel}}",
     log:
         f"{RUN}/logs/adapt/{{novel}}.log",
     benchmark:
         f"{RUN}/benchmarks/adapt/{{novel}}.tsv"
+    wildcard_constraints:
+        novel="|".join(NOVEL) or "none",
+    priority: 70
     conda:
         "../../environment.yml"
     threads: config["threads"]
-    priority: 70
+    params:
+        settings=ADAPTATION,
+        model=below_run("models/demix"),
+        training=",".join(TRAINING),
+        scores=below_run("scores/demix"),
+        checkpoints=below_run("checkpoints/demix-dapt-{novel}"),
     shell:
         "demix adapt {params.model} {input.tokens} --training {params.training} --scores {params.scores}"
         " --settings {params.settings:q} --metrics {output.metrics} --checkpoints {params.checkpoints} 2> {log}"
@@ -52,20 +49,20 @@ for number, novel in enumerate(NOVEL):
         output:
             scores("demix", [*TRAINING, *NOVEL[: number + 1]], [novel]),
             scores("demix", [novel], NOVEL[:number]),
-        params:
-            settings=SCORING,
-            model=f"{RUN}/models/demix",
-            folder=f"{RUN}/scores/demix",
-            expert=novel,
-            experts=",".join(NOVEL[: number + 1]),
         log:
             f"{RUN}/logs/score/adapted/{novel}.log",
         benchmark:
             f"{RUN}/benchmarks/score/adapted/{novel}.tsv"
+        priority: 60
         conda:
             "../../environment.yml"
         threads: config["threads"]
-        priority: 60
+        params:
+            settings=SCORING,
+            model=below_run("models/demix"),
+            folder=below_run("scores/demix"),
+            expert=novel,
+            experts=",".join(NOVEL[: number + 1]),
         shell:
             "(demix score {params.model} {input.own} --experts {params.experts}"
             " --settings {params.settings:q} --output {params.folder}"
@@ -81,20 +78,20 @@ rule adapt_dense:
     output:
         experts("dense-dapt-{novel}", ["dense"]),
         metrics=f"{RUN}/metrics/dense-dapt-{{novel}}.jsonl",
-    wildcard_constraints:
-        novel="|".join(NOVEL) or "none",
-    params:
-        settings=adaptation_settings(),
-        model=f"{RUN}/models/dense",
-        output=f"{RUN}/models/dense-dapt-{{novel}}",
-        checkpoints=f"{RUN}/checkpoints/dense-dapt-{{novel}}",
     log:
         f"{RUN}/logs/adapt-dense/{{novel}}.log",
     benchmark:
         f"{RUN}/benchmarks/adapt-dense/{{novel}}.tsv"
+    wildcard_constraints:
+        novel="|".join(NOVEL) or "none",
     conda:
         "../../environment.yml"
     threads: config["threads"]
+    params:
+        settings=ADAPTATION,
+        model=below_run("models/dense"),
+        output=below_run("models/dense-dapt-{novel}"),
+        checkpoints=below_run("checkpoints/dense-dapt-{novel}"),
     shell:
         "demix adapt-dense {params.model} {input.tokens} {input.training} --settings {params.settings:q}"
         " --output {params.output} --metrics {output.metrics} --checkpoints {params.checkpoints} 2> {log}"
@@ -106,19 +103,19 @@ rule score_adapted_dense:
         tokens=tokens([*TRAINING, "{novel}"], "test"),
     output:
         scores("dense-dapt-{novel}", [*TRAINING, "{novel}"], ["dense", "tokens"], ["test"]),
-    wildcard_constraints:
-        novel="|".join(NOVEL) or "none",
-    params:
-        settings=SCORING,
-        model=f"{RUN}/models/dense-dapt-{{novel}}",
-        folder=f"{RUN}/scores/dense-dapt-{{novel}}",
     log:
         f"{RUN}/logs/score/dense-dapt-{{novel}}.log",
     benchmark:
         f"{RUN}/benchmarks/score/dense-dapt-{{novel}}.tsv"
+    wildcard_constraints:
+        novel="|".join(NOVEL) or "none",
     conda:
         "../../environment.yml"
     threads: config["threads"]
+    params:
+        settings=SCORING,
+        model=below_run("models/dense-dapt-{novel}"),
+        folder=below_run("scores/dense-dapt-{novel}"),
     shell:
         "demix score {params.model} {input.tokens} --experts dense"
         " --settings {params.settings:q} --output {params.folder} 2> {log}"

@@ -35,6 +35,11 @@ def as_json(*parts, **more):
     return json.dumps(merged, sort_keys=True)
 
 
+def below_run(place):
+    """A folder of the run as a parameter, with its wildcards filled in."""
+    return lambda wildcards: f"{RUN}/{place}".rstrip("/").format(**wildcards)
+
+
 def tokens(domains, *splits):
     return [f"{RUN}/tokens/{domain}/{split}.arrow" for domain in domains for split in splits]
 
@@ -49,3 +54,37 @@ def scores(model, domains, names, splits=("dev", "test")):
     """The score tables of experts `names` on `domains`."""
     places = [f"{RUN}/scores/{model}/{domain}.{split}" for domain in domains for split in splits]
     return [f"{place}/{name}.parquet" for place in places for name in names]
+
+
+def training_settings(model):
+    return as_json(
+        config["training"],
+        config["models"][model],
+        seed=config["seed"],
+        threads=config["threads"],
+        architecture=config["architecture"],
+    )
+
+
+def evaluated(wildcards):
+    """The score tables that the evaluations of a domain read."""
+    domain = [wildcards.domain]
+    kind = "training" if wildcards.domain in TRAINING else "novel"
+    adapted = [f"dense-dapt-{novel}" for novel in NOVEL if kind == "training" or novel == wildcards.domain]
+    files = scores("demix", domain, [*TRAINING, *NOVEL, "tokens"])
+    files += scores("domain_token", domain, [*TRAINING, "tokens"])
+    for model in ["dense", "dense_unbalanced", *adapted]:
+        files += scores(model, domain, ["dense", "tokens"], ["test"])
+    if wildcards.domain in WITHOUT:
+        files += scores(f"without-{wildcards.domain}", domain, [*WITHOUT[wildcards.domain], "tokens"])
+    return files
+
+
+def captioned(name):
+    """A report file, shown with its caption where it is one that the report page shows."""
+    kind, _, file = name.rpartition("/")
+    stem, _, suffix = file.rpartition(".")
+    path = f"{RUN}/report/{name}"
+    if suffix not in ("html", "svg"):
+        return path
+    return report(path, caption=f"../report/{stem}.rst", category=kind.capitalize() or "Claims", labels={"shows": stem})

@@ -4,14 +4,14 @@
 rule download:
     output:
         temp(f"{RUN}/raw/{{domain}}/documents.parquet"),
-    params:
-        settings=lambda wildcards: as_json(DOMAINS[wildcards.domain]["source"]),
     log:
         f"{RUN}/logs/download/{{domain}}.log",
     benchmark:
         f"{RUN}/benchmarks/download/{{domain}}.tsv"
     conda:
         "../../environment.yml"
+    params:
+        settings=lambda wildcards: as_json(DOMAINS[wildcards.domain]["source"]),
     shell:
         "demix download {wildcards.domain} --settings {params.settings:q} --output {output} 2> {log}"
 
@@ -22,14 +22,14 @@ rule anonymize:
     output:
         documents=f"{RUN}/documents/{{domain}}.parquet",
         counts=f"{RUN}/documents/{{domain}}.json",
-    params:
-        enabled=lambda wildcards: "--enabled" if DOMAINS[wildcards.domain]["anonymize"] else "--no-enabled",
     log:
         f"{RUN}/logs/anonymize/{{domain}}.log",
     benchmark:
         f"{RUN}/benchmarks/anonymize/{{domain}}.tsv"
     conda:
         "../../environment.yml"
+    params:
+        enabled=lambda wildcards: "--enabled" if DOMAINS[wildcards.domain]["anonymize"] else "--no-enabled",
     shell:
         "demix anonymize {input} {params.enabled} --output {output.documents} --counts {output.counts} 2> {log}"
 
@@ -58,17 +58,17 @@ rule split:
     output:
         expand(f"{RUN}/corpus/{{{{domain}}}}/{{split}}.parquet", split=SPLITS),
         f"{RUN}/corpus/{{domain}}/card.json",
-    params:
-        settings=lambda wildcards: as_json(
-            words=DOMAINS[wildcards.domain]["words"], training=wildcards.domain in TRAINING, seed=config["seed"]
-        ),
-        folder=f"{RUN}/corpus/{{domain}}",
     log:
         f"{RUN}/logs/split/{{domain}}.log",
     benchmark:
         f"{RUN}/benchmarks/split/{{domain}}.tsv"
     conda:
         "../../environment.yml"
+    params:
+        settings=lambda wildcards: as_json(
+            words=DOMAINS[wildcards.domain]["words"], training=wildcards.domain in TRAINING, seed=config["seed"]
+        ),
+        folder=below_run("corpus/{domain}"),
     shell:
         "demix split {input.documents} --counts {input.counts} --owners {input.owners}"
         " --settings {params.settings:q} --output {params.folder} 2> {log}"
@@ -79,14 +79,14 @@ rule tokenizer:
         expand(f"{RUN}/corpus/{{domain}}/train.parquet", domain=TRAINING),
     output:
         f"{RUN}/tokenizer.json",
-    params:
-        settings=as_json(config["tokenizer"]),
     log:
         f"{RUN}/logs/tokenizer.log",
     benchmark:
         f"{RUN}/benchmarks/tokenizer.tsv"
     conda:
         "../../environment.yml"
+    params:
+        settings=as_json(config["tokenizer"]),
     shell:
         "demix tokenizer {input} --settings {params.settings:q} --output {output} 2> {log}"
 
@@ -101,13 +101,13 @@ rule tokenize:
             split=SPLITS,
             kind=["arrow", "documents.arrow", "json"],
         ),
-    params:
-        folder=f"{RUN}/tokens/{{domain}}",
     log:
         f"{RUN}/logs/tokenize/{{domain}}.log",
     benchmark:
         f"{RUN}/benchmarks/tokenize/{{domain}}.tsv"
     conda:
         "../../environment.yml"
+    params:
+        folder=below_run("tokens/{domain}"),
     shell:
         "demix tokenize {input.documents} --tokenizer {input.tokenizer} --output {params.folder} 2> {log}"

@@ -1,26 +1,18 @@
 # Arithmetic on the score tables: mixtures, tables, figures, tracking.
 
 
-def evaluated(wildcards):
-    """The score tables that the evaluations of a domain read."""
-    domain = [wildcards.domain]
-    kind = "training" if wildcards.domain in TRAINING else "novel"
-    adapted = [f"dense-dapt-{novel}" for novel in NOVEL if kind == "training" or novel == wildcards.domain]
-    files = scores("demix", domain, [*TRAINING, *NOVEL, "tokens"])
-    files += scores("domain_token", domain, [*TRAINING, "tokens"])
-    for model in ["dense", "dense_unbalanced", *adapted]:
-        files += scores(model, domain, ["dense", "tokens"], ["test"])
-    if wildcards.domain in WITHOUT:
-        files += scores(f"without-{wildcards.domain}", domain, [*WITHOUT[wildcards.domain], "tokens"])
-    return files
-
-
 rule evaluate:
     input:
         evaluated,
     output:
         results=f"{RUN}/evaluations/{{domain}}.parquet",
         priors=f"{RUN}/evaluations/{{domain}}.priors.parquet",
+    log:
+        f"{RUN}/logs/evaluate/{{domain}}.log",
+    benchmark:
+        f"{RUN}/benchmarks/evaluate/{{domain}}.tsv"
+    conda:
+        "../../environment.yml"
     params:
         settings=as_json(
             {key: config["evaluation"][key] for key in ("decay", "dev_blocks", "weights", "top_k")},
@@ -28,13 +20,7 @@ rule evaluate:
             novel=NOVEL,
             without=WITHOUT,
         ),
-        scores=f"{RUN}/scores",
-    log:
-        f"{RUN}/logs/evaluate/{{domain}}.log",
-    benchmark:
-        f"{RUN}/benchmarks/evaluate/{{domain}}.tsv"
-    conda:
-        "../../environment.yml"
+        scores=below_run("scores"),
     shell:
         "demix evaluate {wildcards.domain} --scores {params.scores} --settings {params.settings:q}"
         " --output {output.results} --priors {output.priors} 2> {log}"
@@ -61,14 +47,14 @@ rule results:
 rule run_config:
     output:
         f"{RUN}/config.json",
-    params:
-        settings=json.dumps(config),
     log:
         f"{RUN}/logs/run_config.log",
     benchmark:
         f"{RUN}/benchmarks/run_config.tsv"
     conda:
         "../../environment.yml"
+    params:
+        settings=json.dumps(config),
     shell:
         "demix run-config --settings {params.settings:q} --output {output} 2> {log}"
 
@@ -83,16 +69,6 @@ METRICS = expand(
 )
 
 
-def captioned(name):
-    """A report file, shown with its caption where it is one that the report page shows."""
-    kind, _, file = name.rpartition("/")
-    stem, _, suffix = file.rpartition(".")
-    path = f"{RUN}/report/{name}"
-    if suffix not in ("html", "svg"):
-        return path
-    return report(path, caption=f"../report/{stem}.rst", category=kind.capitalize() or "Claims", labels={"shows": stem})
-
-
 rule report:
     input:
         f"{RUN}/results.parquet",
@@ -102,15 +78,15 @@ rule report:
         config=f"{RUN}/config.json",
     output:
         *[captioned(name) for name in REPORT_FILES],
-    params:
-        run=RUN,
-        folder=f"{RUN}/report",
     log:
         f"{RUN}/logs/report.log",
     benchmark:
         f"{RUN}/benchmarks/report.tsv"
     conda:
         "../../environment.yml"
+    params:
+        run=below_run(""),
+        folder=below_run("report"),
     shell:
         "demix report {params.run} --output {params.folder} 2> {log}"
 
@@ -125,14 +101,16 @@ rule track:
         config=f"{RUN}/config.json",
     output:
         f"{RUN}/tracked.json",
-    params:
-        settings=as_json(config["tracking"] | {"experiment": config["tracking"]["experiment"] or f"demix-{config['run']}"}),
-        run=RUN,
     log:
         f"{RUN}/logs/track.log",
     benchmark:
         f"{RUN}/benchmarks/track.tsv"
     conda:
         "../../environment.yml"
+    params:
+        settings=as_json(
+            config["tracking"] | {"experiment": config["tracking"]["experiment"] or f"demix-{config['run']}"}
+        ),
+        run=below_run(""),
     shell:
         "demix track {params.run} --settings {params.settings:q} --output {output} 2> {log}"

@@ -15,19 +15,19 @@ for model, columns in COLUMNS.items():
             tokens=tokens(["{domain}"], "dev", "test"),
         output:
             scores(model, ["{domain}"], [*columns, "tokens"]),
-        params:
-            settings=SCORING,
-            model=f"{RUN}/models/{model}",
-            folder=f"{RUN}/scores/{model}",
-            experts=",".join(columns),
         log:
             f"{RUN}/logs/score/{model}/{{domain}}.log",
         benchmark:
             f"{RUN}/benchmarks/score/{model}/{{domain}}.tsv"
+        priority: 80 if model == "demix" else 10
         conda:
             "../../environment.yml"
         threads: config["threads"]
-        priority: 80 if model == "demix" else 10
+        params:
+            settings=SCORING,
+            model=below_run(f"models/{model}"),
+            folder=below_run(f"scores/{model}"),
+            experts=",".join(columns),
         shell:
             "demix score {params.model} {input.tokens} --experts {params.experts}"
             " --settings {params.settings:q} --output {params.folder} 2> {log}"
@@ -43,11 +43,6 @@ for removed, kept in WITHOUT.items():
             tokens=tokens([removed], "dev", "test"),
         output:
             scores(f"without-{removed}", [removed], [*kept, "tokens"]),
-        params:
-            settings=SCORING,
-            model=f"{RUN}/models/without-{removed}",
-            folder=f"{RUN}/scores/without-{removed}",
-            experts=",".join(kept),
         log:
             f"{RUN}/logs/score/without-{removed}.log",
         benchmark:
@@ -55,6 +50,11 @@ for removed, kept in WITHOUT.items():
         conda:
             "../../environment.yml"
         threads: config["threads"]
+        params:
+            settings=SCORING,
+            model=below_run(f"models/without-{removed}"),
+            folder=below_run(f"scores/without-{removed}"),
+            experts=",".join(kept),
         shell:
             "demix score {params.model} {input.tokens} --experts {params.experts}"
             " --settings {params.settings:q} --output {params.folder} 2> {log}"

@@ -1,34 +1,24 @@
 # Models trained from scratch. Checkpoints are no outputs: Snakemake would delete them before a killed run resumes.
 
 
-def training_settings(model):
-    return as_json(
-        config["training"],
-        config["models"][model],
-        seed=config["seed"],
-        threads=config["threads"],
-        architecture=config["architecture"],
-    )
-
-
 rule train_demix:
     input:
         tokens(TRAINING, "train"),
     output:
         experts("demix", TRAINING),
         metrics=f"{RUN}/metrics/demix.jsonl",
-    params:
-        settings=training_settings("demix"),
-        model=f"{RUN}/models/demix",
-        checkpoints=f"{RUN}/checkpoints/demix",
     log:
         f"{RUN}/logs/train/demix.log",
     benchmark:
         f"{RUN}/benchmarks/train/demix.tsv"
+    priority: 100
     conda:
         "../../environment.yml"
     threads: config["threads"]
-    priority: 100
+    params:
+        settings=training_settings("demix"),
+        model=below_run("models/demix"),
+        checkpoints=below_run("checkpoints/demix"),
     shell:
         "demix train demix {input} --settings {params.settings:q} --output {params.model}"
         " --metrics {output.metrics} --checkpoints {params.checkpoints} 2> {log}"
@@ -40,20 +30,20 @@ rule train_dense:
     output:
         experts("{model}", ["dense"]),
         metrics=f"{RUN}/metrics/{{model}}.jsonl",
-    wildcard_constraints:
-        model="dense|dense_unbalanced|domain_token",
-    params:
-        settings=lambda wildcards: training_settings(wildcards.model),
-        model=f"{RUN}/models/{{model}}",
-        checkpoints=f"{RUN}/checkpoints/{{model}}",
     log:
         f"{RUN}/logs/train/{{model}}.log",
     benchmark:
         f"{RUN}/benchmarks/train/{{model}}.tsv"
+    wildcard_constraints:
+        model="dense|dense_unbalanced|domain_token",
+    priority: 50
     conda:
         "../../environment.yml"
     threads: config["threads"]
-    priority: 50
+    params:
+        settings=lambda wildcards: training_settings(wildcards.model),
+        model=below_run("models/{model}"),
+        checkpoints=below_run("checkpoints/{model}"),
     shell:
         "demix train {wildcards.model} {input} --settings {params.settings:q} --output {params.model}"
         " --metrics {output.metrics} --checkpoints {params.checkpoints} 2> {log}"
@@ -70,10 +60,6 @@ for removed, kept in WITHOUT.items():
         output:
             experts(f"without-{removed}", kept),
             metrics=f"{RUN}/metrics/without-{removed}.jsonl",
-        params:
-            settings=training_settings("demix"),
-            model=f"{RUN}/models/without-{removed}",
-            checkpoints=f"{RUN}/checkpoints/without-{removed}",
         log:
             f"{RUN}/logs/train/without-{removed}.log",
         benchmark:
@@ -81,6 +67,10 @@ for removed, kept in WITHOUT.items():
         conda:
             "../../environment.yml"
         threads: config["threads"]
+        params:
+            settings=training_settings("demix"),
+            model=below_run(f"models/without-{removed}"),
+            checkpoints=below_run(f"checkpoints/without-{removed}"),
         shell:
             "demix train demix {input} --settings {params.settings:q} --output {params.model}"
             " --metrics {output.metrics} --checkpoints {params.checkpoints} 2> {log}"

@@ -1,0 +1,117 @@
+"""The config: defaults, wrong keys named with the nearest right one, and files that must say the same."""
+
+import copy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from demix.config import complete, load_config, reference
+from demix.errors import DemixError
+from demix.files import replacing, settings_from
+from demix.train.stage import Training
+
+REPOSITORY = Path(__file__).parents[2]
+SAMPLE = yaml.safe_load((REPOSITORY / "config" / "sample.yaml").read_text())
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "config").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configs_are_valid(path: Path) -> None:
+    config = load_config(path)
+    assert len(config["domains"]["training"]) == len(config["domains"]["novel"]) == 8
+    assert config["evaluation"]["decay"] == 0.3
+    assert config["training"]["warmup"] == 0.08
+    assert complete(copy.deepcopy(config)) == config, "a completed config is complete"
+
+
+WRONG = {
+    "unknown key": ("evalution", {}, r"key evalution: is not known; did you mean evaluation\?"),
+    "unknown key below": ("training.learning_rat", 1.0, r"training\.learning_rat: is not known; did you mean learning_rate\?"),
+    "wrong type": ("seed", "one", r"key seed: is 'one'; allowed is integer"),
+    "a number as text": ("training.learning_rate", "1e-3", r"training\.learning_rate: is '1e-3'; allowed is number"),
+    "negative budget": ("domains.training.novels.words.dev", -5, r"words\.dev: is -5; allowed is minimum 1"),
+    "unknown source kind": ("domains.training.novels.source.kind", "ftp", r"source\.kind: is 'ftp'; allowed is one of"),
+    "missing source": ("domains.training.novels", {}, r"novels\.source: is missing"),
+    "domain in both lists": ("domains.novel.novels", SAMPLE["domains"]["training"]["novels"], r"is a training domain too"),
+    "unusable domain name": ("domains.novel.a/b", SAMPLE["domains"]["training"]["novels"], r"a/b: is not a usable domain name"),
+    "reserved domain name": ("domains.novel.tokens", SAMPLE["domains"]["training"]["novels"], r"reserved"),
+    "name with a newline": ("domains.novel.ab\n", SAMPLE["domains"]["training"]["novels"], r"not a usable domain name"),
+    "removed domain unknown": ("removal.retrain_without", ["licences"], r"licences is no training domain; did you mean licenses\?"),
+    "no replacement": ("removal.replacement", None, r"removal\.replacement: is None, which is no novel domain"),
+    "unknown weights": ("evaluation.weights", ["last"], r"evaluation\.weights\.0: is 'last'"),
+    "heads": ("architecture.heads", 3, r"architecture\.heads: 3 does not divide the width 128"),
+    "run name": ("run", "../elsewhere", r"key run: is '\.\./elsewhere'"),
+    "a decay above one": ("evaluation.decay", 1.5, r"evaluation\.decay: is 1\.5; allowed is maximum 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_configs_are_refused_with_key_and_cure(name: str, tmp_path: Path) -> None:
+    key, value, message = WRONG[name]
+    config = copy.deepcopy(SAMPLE)
+    *path, last = key.split(".")
+    place = config
+    for part in path:
+        place = place[part]
+    place[last] = value
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    with pytest.raises(DemixError, match=message):
+        load_config(file)
+    done = subprocess.run(
+        [sys.executable, "-m", "demix.cli", "config", str(file)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("demix: error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_config_reference_is_that_of_the_schema() -> None:
+    assert (REPOSITORY / "config" / "README.md").read_text() == reference()
+
+
+def test_environment_yml_equals_pyproject() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    conda = yaml.safe_load((REPOSITORY / "environment.yml").read_text())
+    python, _, pip = conda["dependencies"]
+    assert python == f"python{project['requires-python']}"
+    assert pip["pip"] == [*project["dependencies"], *project["optional-dependencies"]["dev"], "-e ."]
+    for requirement in pip["pip"][:-1]:
+        assert "==" in requirement or (">=" in requirement and "<" in requirement), requirement
+
+
+def test_stages_import_no_more_than_they_need() -> None:
+    """The data stage and mixing start without torch, and nothing but tracking loads mlflow."""
+    light = "demix.cli, demix.config, demix.data.sources, demix.data.anonymize, demix.data.corpus, demix.data.tokenizer"
+    light += ", demix.data.shards, demix.evaluate.results, demix.report, demix.report.tables"
+    code = f"import sys, {light}; print([name for name in ('torch', 'mlflow', 'transformers') if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_settings_of_a_stage_are_checked() -> None:
+    with pytest.raises(DemixError, match=r"--settings\.speed: is not a known setting"):
+        settings_from(Training, '{"speed": 1}')
+    with pytest.raises(DemixError, match=r"--settings\.seed: is missing"):
+        settings_from(Training, "{}")
+    with pytest.raises(DemixError, match="is not JSON"):
+        settings_from(Training, "{")
+
+
+def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    target.write_text("old")
+    with pytest.raises(RuntimeError), replacing(target) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+    with replacing(target) as temporary:
+        temporary.write_text("new")
+    assert target.read_text() == "new"
+    (tmp_path / "blocker").write_text("")
+    with pytest.raises(DemixError, match=r"blocker.*cannot be written"), replacing(tmp_path / "blocker" / "file"):
+        pass
