@@ -22,7 +22,9 @@ def read_batches(path: str | Path, columns: list[str] | None = None) -> Iterator
     """
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            yield from file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
+            # One row group at a time: `write_rows` bounds their bytes, a number of rows alone would not.
+            for group in range(file.num_row_groups):
+                yield from file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=columns)
     except FileNotFoundError:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
     except (pa.ArrowException, OSError) as error:

@@ -134,9 +134,10 @@ def train(
         )
         if now - said > SECONDS_BETWEEN_LINES:
             said, left = now, (now - started) / (step + 1 - first) * (optimization.steps - step - 1)
+            speed = metrics[-1]["tokens_per_second"]
             log.info(
                 "step %d/%d  loss %.3f  norm %.2f  %.0f tokens/s  %d:%02d left",
-                step + 1, optimization.steps, loss.item(), norm.item(), metrics[-1]["tokens_per_second"], *divmod(round(left), 60),
+                step + 1, optimization.steps, loss.item(), norm.item(), speed, *divmod(round(left), 60),
             )  # fmt: skip
     if best:
         with torch.no_grad():

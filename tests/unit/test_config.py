@@ -27,19 +27,20 @@ def test_shipped_configs_are_valid(path: Path) -> None:
     assert complete(copy.deepcopy(config)) == config, "a completed config is complete"
 
 
+NOVELS = SAMPLE["domains"]["training"]["novels"]
 WRONG = {
     "unknown key": ("evalution", {}, r"key evalution: is not known; did you mean evaluation\?"),
-    "unknown key below": ("training.learning_rat", 1.0, r"training\.learning_rat: is not known; did you mean learning_rate\?"),
+    "unknown key below": ("training.learning_rat", 1, r"learning_rat: is not known; did you mean learning_rate\?"),
     "wrong type": ("seed", "one", r"key seed: is 'one'; allowed is integer"),
-    "a number as text": ("training.learning_rate", "1e-3", r"training\.learning_rate: is '1e-3'; allowed is number"),
+    "a number as text": ("training.learning_rate", "1e-3", r"learning_rate: is '1e-3'; allowed is number"),
     "negative budget": ("domains.training.novels.words.dev", -5, r"words\.dev: is -5; allowed is minimum 1"),
     "unknown source kind": ("domains.training.novels.source.kind", "ftp", r"source\.kind: is 'ftp'; allowed is one of"),
     "missing source": ("domains.training.novels", {}, r"novels\.source: is missing"),
-    "domain in both lists": ("domains.novel.novels", SAMPLE["domains"]["training"]["novels"], r"is a training domain too"),
-    "unusable domain name": ("domains.novel.a/b", SAMPLE["domains"]["training"]["novels"], r"a/b: is not a usable domain name"),
-    "reserved domain name": ("domains.novel.tokens", SAMPLE["domains"]["training"]["novels"], r"reserved"),
-    "name with a newline": ("domains.novel.ab\n", SAMPLE["domains"]["training"]["novels"], r"not a usable domain name"),
-    "removed domain unknown": ("removal.retrain_without", ["licences"], r"licences is no training domain; did you mean licenses\?"),
+    "domain in both lists": ("domains.novel.novels", NOVELS, r"is a training domain too"),
+    "unusable domain name": ("domains.novel.a/b", NOVELS, r"a/b: is not a usable domain name"),
+    "reserved domain name": ("domains.novel.tokens", NOVELS, r"reserved"),
+    "name with a newline": ("domains.novel.ab\n", NOVELS, r"not a usable domain name"),
+    "removed domain unknown": ("removal.retrain_without", ["licences"], r"licences is no .*; did you mean licenses\?"),
     "no replacement": ("removal.replacement", None, r"removal\.replacement: is None, which is no novel domain"),
     "unknown weights": ("evaluation.weights", ["last"], r"evaluation\.weights\.0: is 'last'"),
     "heads": ("architecture.heads", 3, r"architecture\.heads: 3 does not divide the width 128"),
@@ -104,9 +105,8 @@ def test_settings_of_a_stage_are_checked() -> None:
 def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "file"
     target.write_text("old")
-    with pytest.raises(RuntimeError), replacing(target) as temporary:
-        temporary.write_text("half")
-        raise RuntimeError
+    with pytest.raises(ZeroDivisionError), replacing(target) as temporary:
+        temporary.write_text(f"half {1 // 0}")
     assert target.read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]
     with replacing(target) as temporary:

@@ -243,9 +243,9 @@ def test_hugging_face_gpt2_gives_the_same_log_probabilities(tmp_path) -> None:
         np.testing.assert_allclose(ours[number], reference, atol=1e-4)
         assert AutoTokenizer.from_pretrained(output)(REAL_TEXT)["input_ids"] == list(encoder.encode(REAL_TEXT))
     assert np.abs(ours[0] - ours[1]).max() > 1e-2
+    other = tmp_path / "other.json"
+    other.write_text(tokenizer.read_text().replace("}", "} ", 1))
     with pytest.raises(DemixError, match="tokenizer"):
-        other = tmp_path / "other.json"
-        other.write_text(tokenizer.read_text().replace("}", "} ", 1))
         export_hf(tmp_path / "model", "novels", other, tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
 

@@ -1,4 +1,4 @@
-"""Training: the order of data, the schedule, resuming to the bit after SIGKILL, and adaptation that touches one file."""
+"""Training: the order of data, the schedule, resuming to the bit after SIGKILL; adaptation that touches one file."""
 
 import dataclasses
 import json
@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from conftest import NOVEL, TRAINING
+
 from demix.adapt import Adaptation, adapt_dense, adapt_expert, choose_parent
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
