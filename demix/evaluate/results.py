@@ -34,11 +34,25 @@ class Evaluation:
 
 
 COLUMNS = {
-    "model": pa.string(), "experts": pa.string(), "n_experts": pa.int32(), "method": pa.string(),
-    "weights": pa.string(), "top_k": pa.int32(), "decay": pa.float64(), "dev_blocks": pa.int32(),
-    "domain": pa.string(), "kind": pa.string(), "split": pa.string(), "expert": pa.string(), "oracle": pa.bool_(),
-    "documents": pa.int32(), "tokens": pa.int64(), "nll": pa.float64(), "perplexity": pa.float64(), "tokens_sha256": pa.string(),
-}  # fmt: skip
+    "model": pa.string(),
+    "experts": pa.string(),
+    "n_experts": pa.int32(),
+    "method": pa.string(),
+    "weights": pa.string(),
+    "top_k": pa.int32(),
+    "decay": pa.float64(),
+    "dev_blocks": pa.int32(),
+    "domain": pa.string(),
+    "kind": pa.string(),
+    "split": pa.string(),
+    "expert": pa.string(),
+    "oracle": pa.bool_(),
+    "documents": pa.int32(),
+    "tokens": pa.int64(),
+    "nll": pa.float64(),
+    "perplexity": pa.float64(),
+    "tokens_sha256": pa.string(),
+}
 
 
 def evaluate_domain(scores: Path, domain: str, evaluation: Evaluation, output: Path, priors: Path) -> None:
