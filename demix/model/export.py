@@ -72,6 +72,8 @@ def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path) -> No
         "bos_token": "<|endoftext|>",
         "eos_token": "<|endoftext|>",
         "model_max_length": sizes.context,
+        # As in training: the literal text <|endoftext|> in a document is ordinary text.
+        "split_special_tokens": True,
     }
     with replacing(output, directory=True) as temporary:
         contiguous = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}

@@ -1,0 +1,68 @@
+"""The report's pages in a real browser."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+from synthetic_run import build_run
+
+from demix.report import write_report
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(
+        not (shutil.which("chromium") and shutil.which("chromedriver")),
+        reason="needs Chromium: apt-get install chromium chromium-driver",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for flag in (
+        "headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
+        "disable-component-update", "disable-sync", f"user-data-dir={tmp_path_factory.mktemp('chromium')}",
+    ):  # fmt: skip
+        options.add_argument(f"--{flag}")
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = build_run(tmp_path_factory.mktemp("run"))
+    write_report(run.path, run.config, run.path / "report")
+    return run.path / "report"
+
+
+def column(browser: webdriver.Chrome, number: int) -> list[str]:
+    """The text of one column's cells, as a reader sees it."""
+    return [cell.text for cell in browser.find_elements(By.CSS_SELECTOR, f"tbody tr > :nth-child({number})")]
+
+
+def test_a_click_on_a_heading_sorts_the_table(browser: webdriver.Chrome, report: Path) -> None:
+    browser.get((report / "tables" / "table5.html").as_uri())
+    assert "Table 5" in browser.title
+    before = [float(text) for text in column(browser, 2)]
+    heading = browser.find_elements(By.CSS_SELECTOR, "thead th")[1]
+    heading.click()
+    WebDriverWait(browser, 10).until(lambda _: [float(text) for text in column(browser, 2)] != before)
+    once = [float(text) for text in column(browser, 2)]
+    assert once in (sorted(before), sorted(before, reverse=True))
+    browser.find_elements(By.CSS_SELECTOR, "thead th")[1].click()
+    WebDriverWait(browser, 10).until(lambda _: [float(text) for text in column(browser, 2)] == once[::-1])
+
+
+def test_claims_are_readable(browser: webdriver.Chrome, report: Path) -> None:
+    browser.get((report / "claims.html").as_uri())
+    text = browser.find_element(By.TAG_NAME, "body").text
+    assert "Claims of the paper, judged on this run" in text
+    assert "DEMix (cached)" in text
+    assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
