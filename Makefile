@@ -7,7 +7,7 @@ export DO_NOT_TRACK := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint ui 
+.PHONY: demo test lint ui
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -15,7 +15,7 @@ demo: $(VENV)/installed
 	@demix summary results/sample
 
 test: $(VENV)/installed lint
-	pytest
+	pytest -n auto --dist loadfile
 
 lint: $(VENV)/installed
 	ruff check -q .
@@ -27,11 +27,9 @@ ui: $(VENV)/installed
 	mlflow ui --host 127.0.0.1 --backend-store-uri sqlite:///results/mlflow.db
 
 $(VENV)/installed: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "demix needs Python 3.11 or newer: make PYTHON=python3.11 demo")'
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "demix needs Python 3.11 to 3.13: make PYTHON=python3.11 demo")'
 	@echo "Installing into $(VENV), a few minutes ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/pip install -q -e '.[dev]'
 	@touch $@
 
-:
-	rm -rf $(VENV)

@@ -3,22 +3,21 @@
 import dataclasses
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from demix.data.shards import TokenShard, blocks
 from demix.evaluate.mix import cached_log_prior
 from demix.evaluate.score import log_probabilities
 from demix.evaluate.tables import read_scores
 from demix.files import read_json
-from demix.model.checkpoint import load_model, save_expert, save_shared
+from demix.model.checkpoint import describe, expert_lineage, load_model, save_expert, save_shared
 from demix.model.gpt import GPT
 from demix.train.batches import balanced_batches
-from demix.train.loop import EarlyStopping, Optimization, train, write_metrics
+from demix.train.loop import EarlyStopping, Optimization, set_threads, train, write_metrics
 from demix.train.stage import fingerprint, open_shards
 
 log = logging.getLogger(__name__)
@@ -101,15 +100,12 @@ def adapt_expert(
     `shards` are the domain's train and dev tokens; `training` names the model's own experts, whose scores lie
     below `scores`.
     """
-    torch.set_num_threads(adaptation.threads)
-    train_shard, dev_shard = open_shards(list(shards))
+    set_threads(adaptation.threads)
+    _, dev_shard = open_shards(list(shards))
     domain = shards[0].parent.name
     chosen = choose_parent(scores, domain, training, adaptation)
     log.info("%s: parent %s (posterior %.3f)", domain, chosen["parent"], chosen["parent_prior"])
-    description = read_json(directory / "model.json")
     model = load_model(directory, (chosen["parent"],))
-    parent_sha256 = read_json(directory / "experts" / f"{chosen['parent']}.json")["sha256"]
-    length = model.architecture.context
 
     # The training domains keep their experts, so their losses are those of the score tables, at every step.
     unchanged = {}
@@ -122,29 +118,10 @@ def adapt_expert(
         loss = _dev_loss(model, dev_shard, adaptation.dev_blocks)
         return loss, {f"dev_loss/{domain}": loss} | unchanged
 
-    origin = {"adaptation": dataclasses.asdict(adaptation), **chosen, "parent_sha256": parent_sha256}
-    data = {
-        name: read_json(path.with_suffix(".json"))["sha256"]
-        for name, path in zip(("train", "dev"), shards, strict=True)
-    }
-    state = checkpoints / fingerprint(origin | data | {"shared": description["shared_sha256"]})
-    rows = train(
-        model,
-        balanced_batches([train_shard], [domain], adaptation.sequences, length, adaptation.seed),
-        [domain],
-        adaptation.optimization(description["training"]["learning_rate"], length),
-        state,
-        only=lambda name: ".feedforward." in name,
-        evaluate=evaluate,
-        stopping=EarlyStopping(adaptation.evaluate_every, adaptation.patience),
+    origin = chosen | {"parent_sha256": expert_lineage(directory, chosen["parent"])["sha256"]}
+    rows, state, lineage = _adapt(
+        model, directory, shards, adaptation, origin, checkpoints, evaluate, only=lambda name: ".feedforward." in name
     )
-    lineage = {
-        **origin,
-        "steps": rows[-1]["step"],
-        "tokens": rows[-1]["tokens"],
-        "data_sha256": {domain: data["train"]},
-        "tokenizer_sha256": train_shard.tokenizer_sha256,
-    }
     save_expert(model, chosen["parent"], directory, lineage, name=domain)
     write_metrics(metrics, rows)
     shutil.rmtree(state, ignore_errors=True)
@@ -164,12 +141,10 @@ def adapt_dense(
     `shards` are the novel domain's train and dev tokens, `training` the dev tokens of the training domains, on
     which forgetting is watched. The adapted model is written to `output`.
     """
-    torch.set_num_threads(adaptation.threads)
-    train_shard, dev_shard, *training_shards = open_shards([*shards, *training])
+    set_threads(adaptation.threads)
+    _, dev_shard, *training_shards = open_shards([*shards, *training])
     domain = shards[0].parent.name
-    description = read_json(directory / "model.json")
     model = load_model(directory, ("dense",))
-    length = model.architecture.context
 
     def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
         loss = _dev_loss(model, dev_shard, adaptation.dev_blocks)
@@ -179,13 +154,30 @@ def adapt_dense(
         }
         return loss, {f"dev_loss/{domain}": loss} | others
 
-    data = {
-        name: read_json(path.with_suffix(".json"))["sha256"]
-        for name, path in zip(("train", "dev"), shards, strict=True)
-    }
-    parent_sha256 = read_json(directory / "experts" / "dense.json")["sha256"]
-    origin = {"adaptation": dataclasses.asdict(adaptation), "parent": "dense", "parent_sha256": parent_sha256}
-    state = checkpoints / fingerprint(origin | data | {"shared": description["shared_sha256"]})
+    origin = {"parent": "dense", "parent_sha256": expert_lineage(directory, "dense")["sha256"]}
+    rows, state, lineage = _adapt(model, directory, shards, adaptation, origin, checkpoints, evaluate)
+    save_shared(model, output, describe(directory) | lineage | {"kind": "dense_dapt"})
+    save_expert(model, "dense", output, lineage)
+    write_metrics(metrics, rows)
+    shutil.rmtree(state, ignore_errors=True)
+
+
+def _adapt(
+    model: GPT,
+    directory: Path,
+    shards: tuple[Path, Path],
+    adaptation: Adaptation,
+    origin: dict,
+    checkpoints: Path,
+    evaluate: Callable[[GPT], tuple[float, dict[str, float]]],
+    **more: Callable[[str], bool],
+) -> tuple[list[dict], Path, dict]:
+    """Train a loaded model of one expert on the novel domain; returns its metrics, state and lineage."""
+    description, domain, length = describe(directory), shards[0].parent.name, model.architecture.context
+    train_shard = TokenShard.open(shards[0])
+    train_data, dev_data = (read_json(path.with_suffix(".json"))["sha256"] for path in shards)
+    origin = origin | {"adaptation": dataclasses.asdict(adaptation)}
+    state = checkpoints / fingerprint(origin | {"data": [train_data, dev_data], "shared": description["shared_sha256"]})
     rows = train(
         model,
         balanced_batches([train_shard], [domain], adaptation.sequences, length, adaptation.seed),
@@ -194,18 +186,21 @@ def adapt_dense(
         state,
         evaluate=evaluate,
         stopping=EarlyStopping(adaptation.evaluate_every, adaptation.patience),
+        **more,
     )
-    lineage = {
-        **origin,
-        "steps": rows[-1]["step"],
-        "tokens": rows[-1]["tokens"],
-        "data_sha256": {domain: data["train"]},
-        "tokenizer_sha256": train_shard.tokenizer_sha256,
-    }
-    save_shared(model, output, description | lineage | {"kind": "dense_dapt"})
-    save_expert(model, "dense", output, lineage)
-    write_metrics(metrics, rows)
-    shutil.rmtree(state, ignore_errors=True)
+    best = min((row for row in rows if "early_stopping_loss" in row), key=lambda row: row["early_stopping_loss"])
+    return (
+        rows,
+        state,
+        origin
+        | {
+            "steps": best["step"],
+            "tokens": best["tokens"],
+            "steps_run": rows[-1]["step"],
+            "data_sha256": {domain: train_data},
+            "tokenizer_sha256": train_shard.tokenizer_sha256,
+        },
+    )
 
 
 def _dev_loss(model: GPT, shard: TokenShard, count: int) -> float:

@@ -3,13 +3,14 @@
 import json
 import logging
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from demix.errors import DemixError
-from demix.files import read_json, settings_from, write_text
+from demix.files import read_json, settings_from, write_json, write_text
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,6 +19,32 @@ app = typer.Typer(
     help="Language models made of domain experts: one command a stage. Snakemake prints each command that it runs, "
     "and each can be copied and run by hand.",
 )
+
+
+@dataclass(frozen=True)
+class SplitSettings:
+    """What `split` needs of the config: word budgets, the kind of domain, the run's seed."""
+
+    words: dict[str, int | None]
+    training: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """`gpt2`, or a `bpe` of `vocab_size` types."""
+
+    kind: str
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class TrackingSettings:
+    """An MLflow store and the experiment in it."""
+
+    uri: str
+    experiment: str
+
 
 Settings = Annotated[str, typer.Option(help="The stage's part of the config, as JSON.")]
 Files = Annotated[list[Path], typer.Argument(help="Input files.")]
@@ -98,15 +125,15 @@ def split(
     from demix.data.corpus import Budget
     from demix.data.corpus import split as run
 
-    values = json.loads(settings)
+    values = settings_from(SplitSettings, settings)
     run(
         documents.stem,
         documents,
         counts,
         owners,
-        training=values["training"],
-        budget=settings_from(Budget, values["words"]),
-        seed=values["seed"],
+        training=values.training,
+        budget=settings_from(Budget, values.words, "--settings.words"),
+        seed=values.seed,
         outputs={name: output / f"{name}.parquet" for name in ("train", "dev", "test")},
         card=output / "card.json",
     )
@@ -117,11 +144,14 @@ def tokenizer(documents: Files, settings: Settings, output: Output) -> None:
     """Train a byte-level BPE on the training domains' text, or take GPT-2's."""
     from demix.data.tokenizer import gpt2_tokenizer, train_tokenizer
 
-    values = json.loads(settings)
-    if values["kind"] == "gpt2":
-        gpt2_tokenizer(output)
-    else:
-        train_tokenizer(documents, values["vocab_size"], output)
+    values = settings_from(TokenizerSettings, settings)
+    match values.kind:
+        case "gpt2":
+            gpt2_tokenizer(output)
+        case "bpe":
+            train_tokenizer(documents, values.vocab_size, output)
+        case _:
+            raise DemixError(f"--settings.kind {values.kind}", "is not known", "use gpt2 or bpe")
 
 
 @app.command()
@@ -182,7 +212,9 @@ def adapt(
     """DEMix-DAPT: add an expert for a novel domain, copied from the likeliest parent."""
     from demix.adapt import Adaptation, adapt_expert
 
-    train_shard, dev_shard = shards
+    train_shard, dev_shard, *rest = _two_or_more(shards)
+    if rest:
+        raise DemixError(rest[0], "is one shard too many", "give train.arrow and dev.arrow of the novel domain")
     adapt_expert(
         model,
         (train_shard, dev_shard),
@@ -210,7 +242,7 @@ def adapt_dense(
     from demix.adapt import Adaptation
     from demix.adapt import adapt_dense as run
 
-    train_shard, dev_shard, *others = shards
+    train_shard, dev_shard, *others = _two_or_more(shards)
     run(model, (train_shard, dev_shard), others, settings_from(Adaptation, settings), output, metrics, checkpoints)
 
 
@@ -265,7 +297,7 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     run_config: dict[str, Any] = read_json(run / "config.json")
     Console().print(main_table(read_results(run / "results.parquet"), run_config))
     print(f"Tables, figures, claims: {run / 'report'} (start with claims.html)")
-    print("One page with all of it: snakemake --report report.html")
+    print(f"One page with all of it: snakemake --configfile {run / 'config.json'} --report report.html")
     print(f"Runs and curves: mlflow ui --backend-store-uri {run_config['tracking']['uri']}")
 
 
@@ -278,12 +310,9 @@ def track(
     """Send a run's parameters, metrics, tables and figures to MLflow; sending again changes nothing."""
     from demix.tracking import track as send
 
-    values = json.loads(settings)
-    uri, experiment = values["uri"], values["experiment"]
-    sent = send(run, read_json(run / "config.json"), uri, experiment)
-    write_text(
-        output, json.dumps({"uri": uri, "experiment": experiment, "sent": sent}, indent=2, sort_keys=True) + "\n"
-    )
+    values = settings_from(TrackingSettings, settings)
+    sent = send(run, read_json(run / "config.json"), values.uri, values.experiment)
+    write_json(output, {"uri": values.uri, "experiment": values.experiment, "sent": sent})
 
 
 @app.command()
@@ -300,6 +329,12 @@ def export(
     if format != "hf":
         raise DemixError(f"--format {format}", "is not known", "use hf")
     export_hf(model, expert, tokenizer, output)
+
+
+def _two_or_more(shards: list[Path]) -> list[Path]:
+    if len(shards) < 2:
+        raise DemixError(shards[0], "is the only shard", "give train.arrow and dev.arrow of the novel domain")
+    return shards
 
 
 if __name__ == "__main__":

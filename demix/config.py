@@ -1,6 +1,8 @@
 """The config file: checked against workflow/schemas/config.schema.yaml, defaults filled in, wrong keys named."""
 
 import difflib
+import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,13 +36,25 @@ def complete(config: dict) -> dict:
     """
     schema = yaml.safe_load(SCHEMA.read_text(encoding="utf-8"))
     # Defaults are filled while validating, so that they are checked like given values.
-    errors = sorted(
-        _with_defaults(Draft202012Validator)(schema).iter_errors(config), key=lambda e: list(map(str, e.path))
-    )
+    errors = sorted(_with_defaults(_Validator)(schema).iter_errors(config), key=lambda e: list(map(str, e.path)))
     if errors:
         raise _readable(errors[0])
     _check_across(config)
     return config
+
+
+# YAML's 1.0e6 is no count of anything, and .nan no learning rate.
+_Validator = validators.extend(
+    Draft202012Validator,
+    type_checker=Draft202012Validator.TYPE_CHECKER.redefine_many(
+        {
+            "integer": lambda _, value: isinstance(value, int) and not isinstance(value, bool),
+            "number": lambda _, value: (
+                isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            ),
+        }
+    ),
+)
 
 
 def _with_defaults(validator: type) -> type:
@@ -85,6 +99,8 @@ def _readable(error: ValidationError) -> DemixError:
         allowed = "one of the forms in config/README.md"
     else:
         allowed = f"{error.validator} {error.validator_value}".replace("enum ", "one of ").replace("type ", "")
+        if "number" in allowed and isinstance(error.instance, str):
+            allowed += " (YAML takes 1e-3 for text: write 1.0e-3)"
     return DemixError(f"config key {place}", f"is {error.instance!r}", f"allowed is {allowed}")
 
 
@@ -108,8 +124,27 @@ def _check_across(config: dict) -> None:
             f"is {removal['replacement']!r}, which is no novel domain",
             f"name one of: {', '.join(novel) or '(add a novel domain first)'}",
         )
-    if len(training) < 2 and removal["retrain_without"]:
-        raise DemixError("config key removal.retrain_without", "would leave no training domain", "name fewer domains")
+    if "history" not in config["evaluation"]["weights"]:
+        raise DemixError(
+            "config key evaluation.weights", "lacks history, on which the report's tables rest", "add history"
+        )
+    if re.search(r"://[^/@]*:[^/@]+@", config["tracking"]["uri"]):
+        raise DemixError(
+            "config key tracking.uri",
+            "holds a password, which would be printed and recorded",
+            "leave it out and set PGPASSWORD or MLFLOW_TRACKING_PASSWORD in the environment",
+        )
+
+
+def trained_models(config: dict) -> list[str]:
+    """The models that a run of a completed config trains from scratch."""
+    without = [f"without-{removed}" for removed in config["removal"]["retrain_without"]]
+    return ["demix", "dense", "dense_unbalanced", "domain_token", *without]
+
+
+def adaptations(config: dict) -> list[str]:
+    """The adaptations of a run, by the names of their metrics files."""
+    return [f"{kind}-dapt-{novel}" for novel in config["domains"]["novel"] for kind in ("demix", "dense")]
 
 
 def reference() -> str:

@@ -31,6 +31,8 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if directory:
+            # A process of the same number may have been killed here.
+            shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
         yield temporary
         for written in [*temporary.rglob("*"), temporary] if directory else [temporary]:
@@ -139,11 +141,31 @@ def settings_from(kind: type[T], values: dict[str, Any] | str, subject: str = "-
         nested = [a for a in (hints[name], *typing.get_args(hints[name])) if dataclasses.is_dataclass(a)]
         if nested and isinstance(value, dict) and not _is_mapping(hints[name]):
             value = settings_from(nested[0], value, f"{subject}.{name}")
+        elif not _fits(value, hints[name]):
+            raise DemixError(f"{subject}.{name}", f"is {value!r}", f"give {_told(hints[name])}")
         elif isinstance(value, list):
             value = tuple(value)
         arguments[name] = value
     return kind(**arguments)
 
 
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a JSON value is of the type that a field declares; a list stands for a tuple."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, choice) for choice in inner)
+    if origin is tuple:
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+
+
+def _told(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+
+
 def _is_mapping(hint: Any) -> bool:
-    return not isinstance(hint, types.UnionType) and typing.get_origin(hint) is dict
+    return typing.get_origin(hint) is dict

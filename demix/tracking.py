@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from demix.config import adaptations, trained_models
 from demix.errors import DemixError
 from demix.files import read_json, sha256_file
 from demix.report.results import comparable, novel_domains, read_metrics, read_results, training_domains
@@ -180,16 +181,19 @@ def _pipeline(run_dir: Path, config: dict[str, Any]) -> Record:
     """The parent: the whole config, and what people look at first."""
     files = [(run_dir / name, "") for name in ("config.json", "results.parquet", "priors.parquet")]
     report = run_dir / "report"
+    cards = [run_dir / "corpus" / name / "card.json" for kind in config["domains"].values() for name in kind]
     files += [(path, path.parent.relative_to(run_dir).as_posix()) for path in report.rglob("*") if path.is_file()]
-    files += [(path, f"cards/{path.parent.name}") for path in run_dir.glob("corpus/*/card.json")]
+    files += [(path, f"cards/{path.parent.name}") for path in cards]
     artifacts = tuple(sorted((path, folder) for path, folder in files if path.is_file()))
     return Record("pipeline", "pipeline", flatten(config), artifacts=artifacts)
 
 
 def _trainings(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
     """One record a metrics file: a model trained from scratch, or an adaptation."""
-    for path in sorted((run_dir / "metrics").glob("*.jsonl")):
-        name = path.stem
+    for name in sorted([*trained_models(config), *adaptations(config)]):
+        path = run_dir / "metrics" / f"{name}.jsonl"
+        if not path.is_file():
+            continue
         lines = list(read_metrics(path))
         metrics = tuple(
             (_key(key), float(value), int(line.get("step", 0)))

@@ -145,7 +145,11 @@ def evaluate_domain(scores: Path, domain: str, evaluation: Evaluation, output: P
 
 def join(inputs: Sequence[Path], output: Path) -> None:
     """Write the rows of all `inputs` to `output`, in their order."""
-    write_parquet(pa.concat_tables([read_parquet(path) for path in inputs]), output)
+    tables = [read_parquet(path) for path in inputs]
+    for path, table in zip(inputs, tables, strict=True):
+        if table.schema != tables[0].schema:
+            raise DemixError(path, f"has other columns than {inputs[0]}", "join tables of one kind")
+    write_parquet(pa.concat_tables(tables), output)
 
 
 def _combinations(

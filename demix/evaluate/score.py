@@ -10,10 +10,9 @@ import torch
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.tables import tokens_sha256, write_scores, write_tokens
-from demix.files import read_json
-from demix.model.checkpoint import load_model
+from demix.model.checkpoint import describe, expert_lineage, load_model
 from demix.model.gpt import GPT
-from demix.train.loop import PRECISIONS
+from demix.train.loop import compute_type, set_threads
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +66,9 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
     Writes output/<domain>.<split>/<expert>.parquet and tokens.parquet beside. For a domain-token model the
     names are its domain tokens. Raises DemixError when model and shards differ in their tokenizer.
     """
-    torch.set_num_threads(scoring.threads)
-    description = read_json(directory / "model.json")
+    set_threads(scoring.threads)
+    dtype = compute_type(scoring.precision)
+    description = describe(directory)
     domain_tokens = tuple(description["domain_tokens"])
     model = load_model(directory, None if domain_tokens else experts)
     if domain_tokens and domain_tokens != experts:
@@ -80,15 +80,14 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
         if shard.tokenizer_sha256 != description["tokenizer_sha256"]:
             raise DemixError(path, f"was made with another tokenizer than {directory}", "tokenize or train again")
         inputs, targets, mask = blocks(shard.tokens, length, shard.end_of_text, scoring.limit(split, length))
-        scored = log_probabilities(model, inputs, targets, mask, PRECISIONS[scoring.precision])
+        scored = log_probabilities(model, inputs, targets, mask, dtype)
         ids = shard.tokens[: scored.shape[1]]
         place = output / f"{domain}.{split}"
         for expert, column in zip(experts, scored, strict=True):
-            expert_file = directory / "experts" / f"{'dense' if domain_tokens else expert}.json"
             metadata = {
                 "tokens_sha256": tokens_sha256(ids),
                 "shared_sha256": description["shared_sha256"],
-                "expert_sha256": read_json(expert_file)["sha256"],
+                "expert_sha256": expert_lineage(directory, "dense" if domain_tokens else expert)["sha256"],
                 "precision": scoring.precision,
             }
             write_scores(place / f"{expert}.parquet", column, metadata)

@@ -39,14 +39,14 @@ class ScoreTable:
 def write_tokens(directory: Path, tokens: np.ndarray, documents: np.ndarray, length: int) -> None:
     """Write what all score columns of a split share: token ids, block and document numbers.
 
-    A file that already holds just these tokens is left as it is.
+    A file that already holds just this is left as it is.
     """
-    path = directory / "tokens.parquet"
-    if path.exists() and tokens_sha256(read_parquet(path)["token"].to_numpy()) == tokens_sha256(tokens):
-        return
     blocks = (np.arange(len(tokens)) // length).astype(np.int32)
     table = pa.table({"token": tokens, "block": blocks, "document": documents.astype(np.int32)})
-    write_parquet(table.replace_schema_metadata({"length": str(length)}), path)
+    table = table.replace_schema_metadata({"length": str(length)})
+    path = directory / "tokens.parquet"
+    if not path.exists() or not read_parquet(path).equals(table, check_metadata=True):
+        write_parquet(table, path)
 
 
 def write_scores(path: Path, log_probabilities: np.ndarray, metadata: dict[str, str]) -> None:
@@ -60,18 +60,25 @@ def write_scores(path: Path, log_probabilities: np.ndarray, metadata: dict[str, 
 def read_scores(directory: Path, experts: Sequence[str]) -> ScoreTable:
     """The columns of `experts` in `scores/<model>/<domain>.<split>/`, padded to whole blocks.
 
-    Raises DemixError when a column was scored on other tokens than the table beside it holds.
+    Raises DemixError when a column was scored on other tokens than the table beside it holds, or with other shared
+    weights than the columns before it.
     """
     tokens = read_parquet(directory / "tokens.parquet")
     ids, length = tokens["token"].to_numpy(), int(tokens.schema.metadata[b"length"])
     sha256 = tokens_sha256(ids)
     blocks = -(-len(ids) // length)
     scores = np.zeros((blocks * length, len(experts)))
+    shared = None
     for number, expert in enumerate(experts):
         path = directory / f"{expert}.parquet"
         column = read_parquet(path)
-        if column.schema.metadata[b"tokens_sha256"].decode() != sha256:
+        origin = column.schema.metadata or {}
+        if origin.get(b"tokens_sha256", b"").decode() != sha256:
             raise DemixError(path, "was scored on other tokens than tokens.parquet holds", "score the domain again")
+        shared = shared or origin.get(b"shared_sha256")
+        if origin.get(b"shared_sha256") != shared:
+            other = f"{experts[0]}.parquet"
+            raise DemixError(path, f"was scored with other shared weights than {other}", "score the domain again")
         scores[: len(ids), number] = column["log_probability"].to_numpy()
     mask = np.arange(blocks * length) < len(ids)
     return ScoreTable(

@@ -35,11 +35,42 @@ def save_shared(model: GPT, directory: Path, description: dict) -> None:
 
 
 def save_expert(model: GPT, expert: str, directory: Path, lineage: dict, name: str | None = None) -> None:
-    """Write expert `expert` of `model` as `experts/<name>.safetensors` with its `lineage` beside it."""
+    """Write expert `expert` of `model` as `experts/<name>.safetensors` with its `lineage` beside it.
+
+    `save_shared` comes first: an expert records which shared weights it belongs to.
+    """
     number, name = model.experts.index(expert), name or expert
     path = directory / "experts" / f"{name}.safetensors"
     _save({key: tensor.detach()[number].clone() for key, tensor in model.expert_tensors().items()}, path)
-    write_json(path.with_suffix(".json"), lineage | {"name": name, "sha256": sha256_file(path)})
+    belongs = {"name": name, "sha256": sha256_file(path), "shared_sha256": describe(directory)["shared_sha256"]}
+    write_json(path.with_suffix(".json"), lineage | belongs)
+
+
+def describe(directory: Path) -> dict:
+    """The `model.json` of a model directory. Raises DemixError if it is missing or not one."""
+    path = Path(directory) / "model.json"
+    description = read_json(path)
+    needed = ("architecture", "vocab_size", "domain_tokens", "shared_sha256")
+    if not isinstance(description, dict) or any(key not in description for key in needed):
+        raise DemixError(path, "does not describe a model", "train the model again")
+    return description
+
+
+def expert_lineage(directory: Path, expert: str) -> dict:
+    """What is recorded beside an expert of the model in `directory`.
+
+    Raises DemixError if the expert is missing or belongs to other shared weights than the model has now.
+    """
+    path = Path(directory) / "experts" / f"{expert}.json"
+    if not path.is_file():
+        there = ", ".join(expert_names(directory)) or "none"
+        raise DemixError(path, "is missing", f"choose among the experts that lie there: {there}")
+    lineage = read_json(path)
+    if not isinstance(lineage, dict) or not {"sha256", "shared_sha256"} <= lineage.keys():
+        raise DemixError(path, "does not describe an expert", "train or adapt it again")
+    if lineage["shared_sha256"] != describe(directory)["shared_sha256"]:
+        raise DemixError(path, "belongs to other shared weights than the model's", "train or adapt it again")
+    return lineage
 
 
 def expert_names(directory: Path) -> tuple[str, ...]:
@@ -53,7 +84,7 @@ def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) ->
     Every file's sha256 is checked against its description before use. Raises DemixError naming the file.
     """
     directory = Path(directory)
-    description = read_json(directory / "model.json")
+    description = describe(directory)
     experts = expert_names(directory) if experts is None else tuple(experts)
     if not experts:
         raise DemixError(directory / "experts", "holds no expert", "train the model first")
@@ -68,11 +99,8 @@ def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) ->
     state = load_verified(directory / "shared.safetensors", description["shared_sha256"])
     stacks: dict[str, list[torch.Tensor]] = {}
     for expert in experts:
-        path = directory / "experts" / f"{expert}.safetensors"
-        if not path.is_file():
-            there = ", ".join(expert_names(directory)) or "none"
-            raise DemixError(path, "is missing", f"choose among the experts that lie there: {there}")
-        for key, tensor in load_verified(path, read_json(path.with_suffix(".json"))["sha256"]).items():
+        sha256 = expert_lineage(directory, expert)["sha256"]
+        for key, tensor in load_verified(directory / "experts" / f"{expert}.safetensors", sha256).items():
             stacks.setdefault(key, []).append(tensor)
     state |= {key: torch.stack(tensors) for key, tensors in stacks.items()}
     try:

@@ -35,8 +35,13 @@ def architecture_from(section: dict) -> Architecture:
     """The architecture of a config section, `{preset: gpt3-small}` with optional overrides or all four sizes."""
     sizes = dict(section)
     if preset := sizes.pop("preset", None):
+        if preset not in PRESETS:
+            raise DemixError("architecture.preset", f"{preset} is not known", f"use one of {', '.join(PRESETS)}")
         sizes = dataclasses.asdict(PRESETS[preset]) | sizes
-    missing = [field.name for field in dataclasses.fields(Architecture) if field.name not in sizes]
+    known = [field.name for field in dataclasses.fields(Architecture)]
+    if unknown := sizes.keys() - set(known):
+        raise DemixError(f"architecture.{min(unknown)}", "is not known", f"use preset, {', '.join(known)}")
+    missing = [name for name in known if name not in sizes]
     if missing:
         raise DemixError(
             f"architecture.{missing[0]}", "is missing", "give layers, width, heads and context, or a preset"

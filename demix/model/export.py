@@ -8,17 +8,21 @@ from safetensors.torch import save_file
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.files import read_json, replacing, write_json
-from demix.model.checkpoint import load_model
+from demix.files import replacing, write_json
+from demix.model.checkpoint import describe, load_model
 
 
 def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path) -> None:
     """Write one expert of a model as a Hugging Face GPT-2 directory, with the tokenizer.
 
     The architecture is GPT-2's with the exact GELU; `GPT2LMHeadModel` gives the same log-probabilities. Raises
-    DemixError for a domain-token model, whose first input GPT-2 does not have, and for another tokenizer.
+    DemixError for a domain-token model, whose first input GPT-2 does not have, for another tokenizer,
+    and for a folder in use.
     """
-    description = read_json(directory / "model.json")
+    output = output.resolve()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise DemixError(output, "exists and is not empty", "name a new folder")
+    description = describe(directory)
     if description["domain_tokens"]:
         raise DemixError(directory, "is a domain-token model, which GPT-2's format cannot hold", "export another model")
     encoder = Tokenizer.load(tokenizer)

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import vl_convert
 
+from demix.config import trained_models
 from demix.files import replacing, write_text
 from demix.report.results import (
     comparable,
@@ -205,15 +206,14 @@ def _token_axis(ticks: int) -> alt.Axis:
     return alt.Axis(tickCount=ticks, labelExpr="datum.value ? format(datum.value, '~s') : '0'")
 
 
-def training_curves(metrics_dir: str | Path) -> pd.DataFrame:
-    """Training loss (nats a token) over tokens of every model trained from scratch: columns model, tokens, loss.
+def training_curves(metrics_dir: str | Path, config: dict[str, Any]) -> pd.DataFrame:
+    """Training loss (nats a token) over tokens of the models that `config` trains: columns model, tokens, loss.
 
     Long runs are thinned to means over equal spans of steps.
     """
     frames = []
-    for path in sorted(Path(metrics_dir).glob("*.jsonl")):
-        if "-dapt-" in path.stem:
-            continue
+    for name in sorted(trained_models(config)):
+        path = Path(metrics_dir) / f"{name}.jsonl"
         rows = [(line["tokens"], line["loss"]) for line in read_metrics(path) if line.get("loss") is not None]
         frame = pd.DataFrame(rows, columns=["tokens", "loss"]).astype("float64")
         span = -(-len(frame) // CURVE_POINTS) or 1
@@ -223,9 +223,9 @@ def training_curves(metrics_dir: str | Path) -> pd.DataFrame:
     return pd.concat(frames)[columns] if frames else pd.DataFrame(columns=columns)
 
 
-def training_figure(metrics_dir: str | Path) -> alt.TopLevelMixin:
+def training_figure(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopLevelMixin:
     """Training loss over tokens, one line a model."""
-    curves = training_curves(metrics_dir)
+    curves = training_curves(metrics_dir, config)
     names = {
         "demix": "DEMix",
         "dense": "Dense (Balanced)",
@@ -306,7 +306,7 @@ def write_figures(
         "figure2": figure2(results, config),
         "figure4": figure4(priors, config),
         "figure6": figure6(metrics_dir, config),
-        "training": training_figure(metrics_dir),
+        "training": training_figure(metrics_dir, config),
     }
     version = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
     for name, chart in charts.items():

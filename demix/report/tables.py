@@ -266,7 +266,8 @@ def table13(results: pd.DataFrame, config: dict[str, Any], parents: dict[str, st
         "Change of test perplexity in percent (negative is better) by adapting to the domain of each row: averaged "
         f"over the {len(training)} training domains, which shows forgetting, and on the domain adapted to. Dense-DAPT "
         "is compared with the dense (balanced) model; DEMix-DAPT's expert with the parent expert it was copied from, "
-        "and on training domains each domain's own expert before and after the experts were added.",
+        "and on training domains each domain's own expert before and after the experts were added, the same by "
+        "construction: no file of theirs is written, which sha256 sums beside each expert and score table prove.",
         frame,
         formats=dict.fromkeys(columns, "{:+.1f}"),
         summaries=frozenset({label}),
@@ -288,10 +289,11 @@ def scale_note(results: pd.DataFrame, config: dict[str, Any]) -> str:
         parts.append(f"a vocabulary of {tokenizer['vocab_size']:,}")
     if isinstance(training.get("tokens"), int):
         parts.append(f"{training['tokens']:,} training tokens a model")
-    tokens = results.loc[results["split"] == "test", "tokens"]
-    if len(tokens):
-        low, high = int(tokens.min()), int(tokens.max())
-        parts.append(f"{low:,} test tokens a domain" if low == high else f"{low:,} to {high:,} test tokens a domain")
+    for column, noun in (("tokens", "test tokens a domain"), ("documents", "test documents a domain")):
+        numbers = results.loc[results["split"] == "test", column]
+        if len(numbers):
+            low, high = int(numbers.min()), int(numbers.max())
+            parts.append(f"{low:,} {noun}" if low == high else f"{low:,} to {high:,} {noun}")
     return (
         f"Differs from the paper in data, budget and scale. This run ({config.get('run', 'unnamed')}): "
         + ", ".join(parts)

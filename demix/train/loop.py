@@ -43,6 +43,20 @@ class EarlyStopping:
     patience: int
 
 
+def compute_type(precision: str) -> torch.dtype:
+    """The type that a config's `precision` names."""
+    if precision not in PRECISIONS:
+        raise DemixError(f"precision {precision}", "is not known", f"use one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[precision]
+
+
+def set_threads(threads: int) -> None:
+    """Let torch use so many CPU threads; results depend on it in their last bits."""
+    if threads < 1:
+        raise DemixError("threads", f"is {threads}", "give 1 or more")
+    torch.set_num_threads(threads)
+
+
 def learning_rate_at(step: int, optimization: Optimization) -> float:
     """The rate of update number `step` (from 0): linear warm-up, then linear decay to zero at `steps`."""
     warmup = math.ceil(optimization.warmup * optimization.steps)
@@ -69,7 +83,7 @@ def train(
     further dev losses by domain (nats per token); the model ends with the parameters of the lowest one.
     Raises DemixError, before the update, when a loss is not finite.
     """
-    dtype = PRECISIONS[optimization.precision]
+    dtype = compute_type(optimization.precision)
     trained = {name: p.requires_grad_() for name, p in model.named_parameters() if only(name)}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)

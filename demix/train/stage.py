@@ -8,8 +8,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import read_json
@@ -17,7 +15,7 @@ from demix.model.checkpoint import save_expert, save_shared
 from demix.model.config import architecture_from, expert_parameters, shared_parameters
 from demix.model.gpt import GPT
 from demix.train.batches import balanced_batches, mixed_batches, proportional_batches
-from demix.train.loop import Optimization, train, write_metrics
+from demix.train.loop import Optimization, set_threads, train, write_metrics
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +56,7 @@ def train_model(
     `shards` are tokens/<domain>/train.arrow, a domain each. Writes the model directory `output` and the
     `metrics` file at the end; state to resume from goes below `checkpoints`.
     """
-    torch.set_num_threads(training.threads)
+    set_threads(training.threads)
     domains = tuple(path.parent.name for path in shards)
     opened = open_shards(shards)
     architecture = architecture_from(training.architecture)
@@ -78,7 +76,8 @@ def train_model(
         domain: read_json(path.with_suffix(".json"))["sha256"] for domain, path in zip(domains, shards, strict=True)
     }
     lineage = {"training": dataclasses.asdict(training), "tokenizer_sha256": opened[0].tokenizer_sha256, "kind": kind}
-    state = checkpoints / fingerprint(lineage | {"data": data})
+    # The order of the domains is the order of the stacked experts.
+    state = checkpoints / fingerprint(lineage | {"data": data, "domains": domains})
     log.info("%s: %d steps of %d domains, %d sequences each", kind, steps, len(domains), training.sequences)
     rows = train(model, batches, domains, optimization(training, steps), state)
 
@@ -123,5 +122,12 @@ def open_shards(paths: list[Path]) -> list[TokenShard]:
 
 
 def fingerprint(description: dict) -> str:
-    """16 hexadecimal digits that tell runs apart: a checkpoint only ever continues the run that wrote it."""
+    """16 hexadecimal digits that tell runs apart: a checkpoint only ever continues the run that wrote it.
+
+    How often checkpoints are written does not tell runs apart.
+    """
+    for part in ("training", "adaptation"):
+        if part in description:
+            kept = {key: value for key, value in description[part].items() if key != "checkpoint_every"}
+            description = description | {part: kept}
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]

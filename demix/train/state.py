@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from demix.errors import DemixError
 from demix.files import read_json, replacing, sha256_file, write_json
 from demix.model.checkpoint import load_verified, save_tensors
 
@@ -37,6 +38,9 @@ def newest_state(directory: Path) -> tuple[int, dict[str, torch.Tensor], list[di
         if (path / "manifest.json").is_file():
             manifest = read_json(path / "manifest.json")
             tensors = load_verified(path / "state.safetensors", manifest["sha256"]["state.safetensors"])
+            if sha256_file(path / "metrics.jsonl") != manifest["sha256"]["metrics.jsonl"]:
+                cure = "delete this checkpoint; training goes on from the one before"
+                raise DemixError(path / "metrics.jsonl", "differs from its recorded sha256", cure)
             metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
             return manifest["step"], tensors, metrics
     return None

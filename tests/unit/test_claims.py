@@ -20,7 +20,7 @@ def test_a_run_like_the_paper_shows_every_claim(tmp_path: Path) -> None:
     assert "DEMix (naive) 110.00 against Dense 154.00 (−28.6%), lower on 3 of 3" in judged["in_domain_naive"].numbers
     assert "−Expert 198.00 against +Expert 111.10 (+78.2%), higher on 3 of 3" in judged["removal_hurts"].numbers
     assert "+20.0% on average" in judged["dense_dapt_forgets"].numbers
-    assert "unchanged on 3 of 3 (largest change 0%)" in judged["demix_dapt"].numbers
+    assert "unchanged on 3 of 3, by construction (largest change 0%)" in judged["demix_dapt"].numbers
 
 
 def test_a_run_unlike_the_paper_shows_none(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_forgetting_by_demix_would_be_told(tmp_path: Path) -> None:
 
     claim = judge(tmp_path, change)["demix_dapt"]
     assert claim.verdict == "mixed"
-    assert "unchanged on 2 of 3 (largest change 1%)" in claim.numbers
+    assert "unchanged on 2 of 3, by construction (largest change 1%)" in claim.numbers
 
 
 def test_harm_is_more_than_half_a_percent(tmp_path: Path) -> None:

@@ -45,6 +45,11 @@ WRONG = {
     "unknown weights": ("evaluation.weights", ["last"], r"evaluation\.weights\.0: is 'last'"),
     "heads": ("architecture.heads", 3, r"architecture\.heads: 3 does not divide the width 128"),
     "run name": ("run", "../elsewhere", r"key run: is '\.\./elsewhere'"),
+    "a float for a count": ("training.tokens", 1.0e6, r"training\.tokens: is 1000000\.0; allowed is integer"),
+    "not a number": ("training.learning_rate", float("nan"), r"learning_rate: is nan; allowed is number"),
+    "a yes for a number": ("seed", True, r"key seed: is True; allowed is integer"),
+    "weights without history": ("evaluation.weights", ["released"], r"evaluation\.weights: lacks history"),
+    "a password": ("tracking.uri", "postgresql://me:secret@host/db", r"tracking\.uri: holds a password"),
     "a decay above one": ("evaluation.decay", 1.5, r"evaluation\.decay: is 1\.5; allowed is maximum 1"),
 }  # fmt: skip
 
@@ -100,6 +105,48 @@ def test_settings_of_a_stage_are_checked() -> None:
         settings_from(Training, "{}")
     with pytest.raises(DemixError, match="is not JSON"):
         settings_from(Training, "{")
+    good = {
+        "seed": 1, "architecture": {}, "tokens": 10, "sequences": 1, "learning_rate": 1, "warmup": 0.1, "clip": 1.0,
+        "weight_decay": 0.1, "precision": "fp32", "threads": 1, "checkpoint_every": 5,
+    }  # fmt: skip
+    assert settings_from(Training, good).learning_rate == 1
+    for key, wrong in (("tokens", "10"), ("tokens", 1e3), ("seed", True), ("architecture", []), ("clip", "1")):
+        with pytest.raises(DemixError, match=rf"--settings\.{key}: is "):
+            settings_from(Training, good | {key: wrong})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["split", "a.parquet", "--counts", "a", "--owners", "a", "--output", "out", "--settings", "{bad"],
+        ["split", "a.parquet", "--counts", "a", "--owners", "a", "--output", "out", "--settings", "{}"],
+        ["tokenizer", "a.parquet", "--output", "out", "--settings", '{"vocab_size": 300}'],
+        ["tokenizer", "a.parquet", "--output", "out", "--settings", '{"kind": "word", "vocab_size": 300}'],
+        ["tokenize", "a.parquet", "--tokenizer", "missing.json", "--output", "out"],
+        ["track", "results", "--output", "out", "--settings", "[]"],
+        ["train", "sparse", "a", "--settings", "{}", "--output", "out", "--metrics", "m", "--checkpoints", "c"],
+        ["adapt-dense", "a", "b", "--settings", "{}", "--output", "out", "--metrics", "m", "--checkpoints", "c"],
+        ["score", "nomodel", "a", "--experts", "a", "--output", "out",
+         "--settings", '{"dev_blocks": 1, "test_tokens": null, "precision": "fp32", "threads": 1}'],
+        ["score", "nomodel", "a", "--experts", "a", "--output", "out",
+         "--settings", '{"dev_blocks": 1, "test_tokens": null, "precision": "fp16", "threads": 1}'],
+        ["export", "nomodel", "--expert", "a", "--tokenizer", "t", "--output", "out"],
+        ["summary", "nowhere"],
+        ["report", "nowhere", "--output", "out"],
+        ["join", "missing.parquet", "--output", "out"],
+        ["config", "missing.yaml"],
+        ["config"],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:40],
+)  # fmt: skip
+def test_bad_input_ends_in_one_line(arguments: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "demix.cli", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("demix: error: ")
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:

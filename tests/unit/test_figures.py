@@ -82,10 +82,13 @@ def test_figure6_averages_perplexities_not_losses(run: Run) -> None:
             assert drawn == curves.loc[curves["domain"] == domain, column].tolist()
 
 
+CONFIG = {"removal": {"retrain_without": []}}
+
+
 def test_training_curves_are_thinned_to_means(tmp_path: Path) -> None:
     lines = [{"step": i, "tokens": 10 * i, "loss": float(i)} for i in range(1000)]
     (tmp_path / "demix.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    curves = training_curves(tmp_path)
+    curves = training_curves(tmp_path, CONFIG)
     assert len(curves) == 100
     assert curves["loss"].tolist() == [10 * i + 4.5 for i in range(100)]
     assert curves["tokens"].iloc[0] == 45
@@ -102,4 +105,14 @@ def test_a_run_without_metrics_or_evaluations_still_draws(tmp_path: Path) -> Non
 def test_a_bad_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "demix.jsonl").write_text('{"step": 1, "tokens": 2, "loss": 3}\n{"step": \n')
     with pytest.raises(DemixError, match=r"demix\.jsonl:2: is not JSON"):
-        training_curves(tmp_path)
+        training_curves(tmp_path, CONFIG)
+
+
+def test_files_of_earlier_configs_are_not_drawn(run: Run) -> None:
+    old = run.path / "metrics" / "without-novels.jsonl"
+    old.write_text('{"step": 1, "tokens": 2, "loss": 3}\n')
+    try:
+        assert "without-novels" not in set(training_curves(run.path / "metrics", run.config)["model"])
+        assert "without-law" in set(training_curves(run.path / "metrics", run.config)["model"])
+    finally:
+        old.unlink()

@@ -200,6 +200,16 @@ def test_model_directory_is_modular(tmp_path) -> None:
     assert {path: sha256_file(path) for path in before} == before
     with pytest.raises(DemixError, match=r"nothere.*is missing.*domain0"):
         load_model(tmp_path, ("nothere",))
+    save_shared(GPT(SMALL, 50, EIGHT).initialise(2), tmp_path / "other", {"kind": "demix"})
+    for name in ("model.json", "shared.safetensors"):
+        (tmp_path / "other" / name).rename(tmp_path / f"new-{name}")
+    kept = {name: (tmp_path / name).read_bytes() for name in ("model.json", "shared.safetensors")}
+    for name in kept:
+        (tmp_path / f"new-{name}").replace(tmp_path / name)
+    with pytest.raises(DemixError, match="belongs to other shared weights"):
+        load_model(tmp_path, ("domain3",))
+    for name, content in kept.items():
+        (tmp_path / name).write_bytes(content)
     damaged = tmp_path / "experts" / "domain3.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-5] ^= 1
@@ -243,6 +253,8 @@ def test_hugging_face_gpt2_gives_the_same_log_probabilities(tmp_path) -> None:
         np.testing.assert_allclose(ours[number], reference, atol=1e-4)
         assert AutoTokenizer.from_pretrained(output)(REAL_TEXT)["input_ids"] == list(encoder.encode(REAL_TEXT))
     assert np.abs(ours[0] - ours[1]).max() > 1e-2
+    with pytest.raises(DemixError, match="exists and is not empty"):
+        export_hf(tmp_path / "model", "novels", tokenizer, tmp_path / "model")
     other = tmp_path / "other.json"
     other.write_text(tokenizer.read_text().replace("}", "} ", 1))
     with pytest.raises(DemixError, match="tokenizer"):

@@ -128,6 +128,18 @@ def train_command(kind: str, tokens: Path, folder: Path, settings: Training = TR
     ]  # fmt: skip
 
 
+def train_until_killed(command: list[str], folder: Path, checkpoints: int = 1) -> None:
+    """Run a training until it has so many checkpoints, then kill it."""
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(list(folder.glob("checkpoints/*/step-*/manifest.json"))) < checkpoints and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (folder / "metrics.jsonl").exists(), "it finished before it was killed"
+
+
 def losses(metrics: Path) -> list[tuple[int, float, float]]:
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [(row["step"], row["loss"], row["gradient_norm"]) for row in rows]
@@ -137,14 +149,7 @@ def test_a_killed_run_resumes_to_the_bit(tokens: Path, tmp_path: Path) -> None:
     subprocess.run(train_command("demix", tokens, tmp_path / "whole"), check=True, capture_output=True)
     killed = tmp_path / "killed"
     for wanted in (1, 2):
-        process = subprocess.Popen(train_command("demix", tokens, killed), stderr=subprocess.PIPE)
-        deadline = time.monotonic() + 120
-        while len(list(killed.glob("checkpoints/*/step-*/manifest.json"))) < wanted and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        assert not (killed / "metrics.jsonl").exists(), "it finished before it was killed"
+        train_until_killed(train_command("demix", tokens, killed), killed, wanted)
     log = subprocess.run(train_command("demix", tokens, killed), check=True, capture_output=True, text=True).stderr
     assert "resuming at step" in log
     assert losses(killed / "metrics.jsonl") == losses(tmp_path / "whole" / "metrics.jsonl")
@@ -157,15 +162,58 @@ def test_a_killed_run_resumes_to_the_bit(tokens: Path, tmp_path: Path) -> None:
 
 def test_a_checkpoint_never_continues_another_run(tokens: Path, tmp_path: Path) -> None:
     other = dataclasses.replace(TRAIN, learning_rate=1e-3)
-    killed = subprocess.Popen(train_command("dense", tokens, tmp_path), stderr=subprocess.DEVNULL)
-    while not list(tmp_path.glob("checkpoints/*/step-*/manifest.json")):
-        assert killed.poll() is None
-        time.sleep(0.001)
-    killed.kill()
-    killed.wait()
+    train_until_killed(train_command("dense", tokens, tmp_path), tmp_path)
     log = subprocess.run(train_command("dense", tokens, tmp_path, other), check=True, capture_output=True, text=True)
     assert "resuming" not in log.stderr
     assert list(tmp_path.glob("checkpoints/*/step-*")), "the other run's state is kept"
+
+
+def test_domains_in_another_order_are_another_run(tokens: Path, tmp_path: Path) -> None:
+    """The stacked experts come in the order of the domains: state of another order would swap them."""
+    train_until_killed(train_command("demix", tokens, tmp_path), tmp_path)
+    command = train_command("demix", tokens, tmp_path)
+    paths = [*map(str, shard_paths(tokens))]
+    turned = [paths[::-1][paths.index(word)] if word in paths else word for word in command]
+    log = subprocess.run(turned, check=True, capture_output=True, text=True)
+    assert "resuming" not in log.stderr
+
+
+def test_damaged_state_is_named(tokens: Path, tmp_path: Path) -> None:
+    train_until_killed(train_command("dense", tokens, tmp_path), tmp_path)
+    newest = sorted(tmp_path.glob("checkpoints/*/step-*/manifest.json"))[-1].parent
+    for name in ("metrics.jsonl", "state.safetensors"):
+        content = (newest / name).read_bytes()
+        (newest / name).write_bytes(content[:-3] + b"7" + content[-2:])
+        done = subprocess.run(train_command("dense", tokens, tmp_path), capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert f"{newest / name}: differs from its recorded sha256" in done.stderr
+        assert "Traceback" not in done.stderr
+        (newest / name).write_bytes(content)
+
+
+def test_a_killed_adaptation_resumes_to_the_bit(tokens: Path, trained: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "demix.cli", "adapt-dense", str(trained / "dense"),
+        *map(str, [tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev")]),
+        *map(str, shard_paths(tokens, split="dev")), "--settings", json.dumps(dataclasses.asdict(ADAPT)),
+    ]  # fmt: skip
+
+    def into(folder: Path) -> list[str]:
+        places = {"output": "model", "metrics": "metrics.jsonl", "checkpoints": "checkpoints"}
+        return command + [word for key, name in places.items() for word in (f"--{key}", str(folder / name))]
+
+    subprocess.run(into(tmp_path / "whole"), check=True, capture_output=True)
+    train_until_killed(into(tmp_path / "killed"), tmp_path / "killed")
+    log = subprocess.run(into(tmp_path / "killed"), check=True, capture_output=True, text=True).stderr
+    assert "resuming at step" in log
+
+    def rows(folder: Path) -> list[dict]:
+        found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in found]
+
+    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+    for file in ("shared.safetensors", "experts/dense.safetensors"):
+        assert sha256_file(tmp_path / "killed" / "model" / file) == sha256_file(tmp_path / "whole" / "model" / file)
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(tokens: Path, tmp_path: Path) -> None:

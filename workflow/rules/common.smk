@@ -1,4 +1,5 @@
 import json
+from glob import glob
 
 from demix.config import complete
 from demix.errors import DemixError
@@ -38,6 +39,12 @@ def as_json(*parts, **more):
 def below_run(place):
     """A folder of the run as a parameter, with its wildcards filled in."""
     return lambda wildcards: f"{RUN}/{place}".rstrip("/").format(**wildcards)
+
+
+def source_files(source):
+    """The local files of a source, so that a changed file is read again. What is missing, `demix download` tells."""
+    paths = [source["path"]] if isinstance(source["path"], str) else source["path"]
+    return sorted({file for path in paths for file in glob(path, recursive=True)})
 
 
 def tokens(domains, *splits):

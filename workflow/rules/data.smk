@@ -2,6 +2,8 @@
 
 
 rule download:
+    input:
+        lambda wildcards: source_files(DOMAINS[wildcards.domain]["source"]),
     output:
         temp(f"{RUN}/raw/{{domain}}/documents.parquet"),
     log:
