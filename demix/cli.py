@@ -57,12 +57,17 @@ def config(
 
 
 @app.command()
-def download(domain: str, settings: Settings, output: Output) -> None:
-    """Read a domain's raw text from its source into one private Parquet file."""
+def download(
+    domain: str,
+    settings: Settings,
+    output: Output,
+    part: Annotated[int, typer.Option(help="Which of source.parts, from 0.")] = 0,
+) -> None:
+    """Read a part of a domain's raw text from its source into a private Parquet file."""
     from demix.data.sources import Source
     from demix.data.sources import download as run
 
-    run(settings_from(Source, settings), domain, output)
+    run(settings_from(Source, settings), domain, output, part)
 
 
 @app.command()
@@ -72,7 +77,7 @@ def anonymize(
     counts: Annotated[Path, typer.Option(help="Where the counts by category go.")],
     enabled: Annotated[bool, typer.Option(help="Replace personal data, or only normalise.")] = True,
 ) -> None:
-    """Normalise a domain's text and replace personal data by dummy tokens."""
+    """Normalise a part of a domain's text and replace personal data by dummy tokens."""
     from demix.data.anonymize import anonymize_documents
 
     anonymize_documents(raw, output, counts, enabled=enabled)
@@ -80,16 +85,22 @@ def anonymize(
 
 @app.command()
 def owners(documents: Files, output: Output) -> None:
-    """Give each text that the training domains hold to one of them (documents/<domain>.parquet)."""
+    """Give each text that the training domains hold to one of them (documents/<domain>/<part>.parquet)."""
     from demix.data.corpus import mark_duplicates
 
-    mark_duplicates({path.stem: path for path in documents}, output)
+    parts: dict[str, list[Path]] = {}
+    for path in documents:
+        parts.setdefault(path.parent.name, []).append(path)
+    mark_duplicates(parts, output)
 
 
 @app.command()
 def split(
-    documents: Annotated[Path, typer.Argument(help="The domain's anonymized documents/<domain>.parquet.")],
-    counts: Annotated[Path, typer.Option(help="The counts of anonymize.")],
+    domain: str,
+    documents: Annotated[
+        list[Path],
+        typer.Argument(help="Its documents/<domain>/<part>.parquet, the counts (.json) beside each."),
+    ],
     owners: Annotated[Path, typer.Option(help="Who keeps each text of the training domains.")],
     settings: Settings,
     output: Annotated[Path, typer.Option(help="Folder for train, dev and test.parquet and card.json.")],
@@ -100,9 +111,9 @@ def split(
 
     values = json.loads(settings)
     run(
-        documents.stem,
+        domain,
         documents,
-        counts,
+        [path.with_suffix(".json") for path in documents],
         owners,
         training=values["training"],
         budget=settings_from(Budget, values["words"]),

@@ -94,6 +94,9 @@ def _check_across(config: dict) -> None:
     for name in novel:
         if name in training:
             raise DemixError(f"config key domains.novel.{name}", "is a training domain too", "name it in one list only")
+    for kind, domains in config["domains"].items():
+        for name, domain in domains.items():
+            _check_source(f"config key domains.{kind}.{name}.source", domain["source"])
     architecture_from(config["architecture"])
     removal = config["removal"]
     for name in removal["retrain_without"]:
@@ -110,6 +113,22 @@ def _check_across(config: dict) -> None:
         )
     if len(training) < 2 and removal["retrain_without"]:
         raise DemixError("config key removal.retrain_without", "would leave no training domain", "name fewer domains")
+
+
+def _check_source(place: str, source: dict) -> None:
+    paths = source["path"] if isinstance(source["path"], list) else [source["path"]]
+    if source["kind"] == "url" and source["parts"] > len(paths):
+        raise DemixError(
+            f"{place}.parts",
+            f"is {source['parts']}, but path has {len(paths)} addresses",
+            "give at most one part to each",
+        )
+    if source["kind"] == "url" and not all(path.startswith(("http://", "https://")) for path in paths):
+        raise DemixError(f"{place}.path", "is no address", "begin it with http:// or https://, or use kind: files")
+    if source["kind"] == "hub" and not source["data_files"]:
+        raise DemixError(f"{place}.data_files", "is missing", 'name files of the data set, such as ["data/*.parquet"]')
+    if source["kind"] == "hub" and not source["revision"] and not all(Path(path).is_dir() for path in paths):
+        raise DemixError(f"{place}.revision", "is missing", "pin a commit, or name a branch such as main")
 
 
 def reference() -> str:
