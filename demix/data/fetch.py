@@ -110,7 +110,8 @@ def _go_on(session: Any, url: str, shown: str, partial: Path, note: Path, timeou
 def _copy(stream: Any, file: Any, shown: str, done: int, length: int | None) -> None:
     began = logged = time.monotonic()
     first = done
-    for data in stream.stream(1 << 20, decode_content=False):
+    # read1 gives what has come, so that a stall loses nothing.
+    while data := stream.read1(1 << 20, decode_content=False):
         file.write(data)
         done += len(data)
         now = time.monotonic()
