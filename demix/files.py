@@ -42,8 +42,9 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
     except OSError as error:
         if error.errno is None or isinstance(error, DemixError):
             raise
+        # Not error.strerror: Arrow's says more, at length.
         raise DemixError(
-            path, f"cannot be written ({error.strerror})", "free space or mend its permissions, then rerun"
+            path, f"cannot be written ({os.strerror(error.errno)})", "free space or mend its permissions, then rerun"
         ) from error
     finally:
         if temporary.is_dir():

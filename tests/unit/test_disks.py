@@ -91,10 +91,13 @@ def test_a_disk_that_fills_up_while_fetching(tmp_path, mounted):
     """What was fetched stays, for the rerun to go on from, but not under the final name."""
     disk = mounted("size=2m")
     _noise(tmp_path / "a.jsonl", 4)
-    code = (
-        "import http.server, functools, sys; s = http.server.ThreadingHTTPServer(('127.0.0.1', 0), functools.partial("
-    )
-    code += "http.server.SimpleHTTPRequestHandler, directory=sys.argv[1])); print(s.server_port, flush=True); s.serve_forever()"
+    code = """
+import functools, http.server, sys
+handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=sys.argv[1])
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
     server = subprocess.Popen(
         [sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
