@@ -57,6 +57,17 @@ def config(
 
 
 @app.command()
+def plan(file: Annotated[Path, typer.Argument(help="A config file.")]) -> None:
+    """Print what a config asks for: documents, words, jobs and disk by domain. Nothing is fetched."""
+    from rich.console import Console
+
+    from demix.config import load_config
+    from demix.plan import plan_table
+
+    Console(width=None if sys.stdout.isatty() else 150).print(plan_table(load_config(file)))
+
+
+@app.command()
 def download(
     domain: str,
     settings: Settings,

@@ -155,7 +155,7 @@ def _not_nan(value: Any) -> Any:
     return None if isinstance(value, float) and value != value else value
 
 
-def _budgeted(documents: Iterator[tuple[str, str, str]], source: Source) -> Iterator[tuple[str, str, str]]:
+def _budgeted(documents: Iterator[tuple[str, str, str]], source: Source, domain: str) -> Iterator[tuple[str, str, str]]:
     """The first documents, up to this part's share of `source.words`."""
     if source.words is None:
         yield from documents
@@ -166,7 +166,7 @@ def _budgeted(documents: Iterator[tuple[str, str, str]], source: Source) -> Iter
         words += len(document[1].split())
         if words >= share:
             return
-    _log.warning("the source has only %d of the %d words of this part's share of source.words", words, share)
+    _log.warning("%s: this part has only %d words, its share of source.words is %d", domain, words, share)
 
 
 def _files(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]:

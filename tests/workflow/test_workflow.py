@@ -137,7 +137,11 @@ def test_more_parts_read_one_domain_again(finished: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "config").glob("paper-*.yaml")), ids=lambda path: path.stem)
-def test_the_papers_configs_are_planned_to_the_last_rule_without_a_network(path: Path, tmp_path: Path) -> None:
+def test_the_papers_configs_are_planned_to_the_last_rule_without_a_network(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "ALL_PROXY"):
+        monkeypatch.setitem(ENVIRONMENT, name, "http://127.0.0.1:9")
     config = yaml.safe_load(path.read_text())
     parts = sum(d["source"].get("parts", 1) for kind in config["domains"].values() for d in kind.values())
     jobs = planned(tmp_path, config)
