@@ -120,7 +120,7 @@ def _check_source(place: str, source: dict) -> None:
     if source["kind"] == "url" and source["parts"] > len(paths):
         raise DemixError(
             f"{place}.parts",
-            f"is {source['parts']}, but path has {len(paths)} addresses",
+            f"is {source['parts']} for {len(paths)} addresses",
             "give at most one part to each",
         )
     if source["kind"] == "url" and not all(path.startswith(("http://", "https://")) for path in paths):

@@ -11,8 +11,8 @@ from rich.table import Table
 from demix.data.sources import Source
 from demix.files import settings_from
 
-# Bytes a word: zstd Parquet of the sample's English takes 2.6, raw text and anonymized text alike, and is kept twice, as
-# documents and as splits. GPT-2 makes 1.3 to 1.5 tokens of a word.
+# Bytes a word: zstd Parquet of the sample's English takes 2.6, raw or anonymized, which is kept twice, as documents and
+# as splits. GPT-2 makes 1.3 to 1.5 tokens of a word.
 TEXT_BYTES = 2.6
 TOKENS_PER_WORD = 1.5
 

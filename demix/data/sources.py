@@ -82,9 +82,8 @@ def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
 
     def documents() -> Iterator[tuple[str, str, str]]:
         nonlocal surrogates
-        for document in _budgeted(
-            _documents(KINDS[source.kind](source, domain, part, fetched), source, domain), source
-        ):
+        rows = KINDS[source.kind](source, domain, part, fetched)
+        for document in _budgeted(_documents(rows, source, domain), source, domain):
             values = []
             for value in document:
                 value, found = SURROGATE.subn("\ufffd", value)
