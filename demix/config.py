@@ -127,6 +127,8 @@ def _check_source(place: str, source: dict) -> None:
         raise DemixError(f"{place}.path", "is no address", "begin it with http:// or https://, or use kind: files")
     if source["kind"] == "hub" and not source["data_files"]:
         raise DemixError(f"{place}.data_files", "is missing", 'name files of the data set, such as ["data/*.parquet"]')
+    if source["kind"] == "hub" and (source["sha256"] or source["bytes"]):
+        raise DemixError(f"{place}.sha256", "is for files and addresses", "pin a commit by revision instead")
     if source["kind"] == "hub" and not source["revision"] and not all(Path(path).is_dir() for path in paths):
         raise DemixError(f"{place}.revision", "is missing", "pin a commit, or name a branch such as main")
 

@@ -90,6 +90,10 @@ def _go_on(session: Any, url: str, shown: str, partial: Path, note: Path, timeou
             raise DemixError(
                 shown, f"answers {status} {response.reason}", "check the address, and whether terms must be accepted"
             )
+        if response.headers.get("Content-Type", "").startswith("text/html") and not shown.endswith((".html", ".htm")):
+            raise DemixError(
+                shown, "gives a web page, not a file", "open it in a browser: terms may wait to be accepted"
+            )
         if status == 206:
             total = span.rpartition("/")[2]
         else:

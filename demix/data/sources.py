@@ -216,7 +216,12 @@ def _urls(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row
             fetch(url, path, size=source.bytes.get(name), sha256=source.sha256.get(name))
         except DemixError as error:
             raise DemixError(error.subject, error.cause, source.instructions or error.cure) from None
-        yield from read_rows(path, source.reading(0, 1))
+        try:
+            yield from read_rows(path, source.reading(0, 1))
+        except DemixError:
+            # Damaged where it came from or on the way: the next run must not take it for fetched.
+            path.unlink()
+            raise
 
 
 def _name(url: str) -> str:

@@ -1,5 +1,6 @@
 """Fetching from a real server on loopback that fails in every way that servers do."""
 
+import gzip
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
@@ -269,6 +270,25 @@ def test_a_failed_source_keeps_what_it_fetched_and_names_what_to_do(serve, tmp_p
     assert download(source, "d", output) == 2
     assert len(site.requests) == 3, "the first address was not fetched again"
     assert [*output.parent.iterdir()] == [output]
+
+
+def test_a_damaged_file_is_fetched_again_by_the_next_run(serve, tmp_path):
+    data = gzip.compress(_lines("a", "b"))
+    site = serve(lambda handler, number: handler.send(data[:-9] if number == 1 else data))
+    source = Source("url", site.url.replace("data.bin", "data.jsonl.gz"))
+    output = tmp_path / "d" / "0.parquet"
+    with pytest.raises(DemixError, match="damaged or cut short"):
+        download(source, "d", output)
+    assert download(source, "d", output) == 2
+    assert [*output.parent.iterdir()] == [output]
+
+
+def test_a_page_that_asks_for_consent_is_no_file(serve, tmp_path):
+    page = b"<html>Accept our terms</html>"
+    site = serve(lambda handler, number: handler.send(page, Content_Type="text/html; charset=utf-8"))
+    with pytest.raises(DemixError, match=r"data\.bin: gives a web page, not a file; open it in a browser"):
+        get(site, tmp_path / "f")
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_addresses_that_name_no_file(tmp_path):

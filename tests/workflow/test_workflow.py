@@ -121,7 +121,7 @@ def test_a_part_of_a_source_runs_again_alone(finished: Path) -> None:
     part = finished / "results" / "tiny" / "documents" / "scripture" / "0001.parquet"
     before, other = sha256_file(part), part.with_name("0000.parquet").stat().st_mtime_ns
     part.unlink()
-    shown = snakemake(finished, "--quiet", "rules", "results/tiny/documents/scripture/0001.parquet")
+    shown = snakemake(finished, "results/tiny/documents/scripture/0001.parquet", "--quiet", "rules")
     assert re.findall(r"^(\w+) +(\d+)$", shown, re.MULTILINE) == [("anonymize", "1"), ("download", "1"), ("total", "2")]
     assert sha256_file(part) == before
     assert part.with_name("0000.parquet").stat().st_mtime_ns == other
