@@ -84,12 +84,28 @@ def config(
 
 
 @app.command()
-def download(domain: str, settings: Settings, output: Output) -> None:
-    """Read a domain's raw text from its source into one private Parquet file."""
+def plan(file: Annotated[Path, typer.Argument(help="A config file.")]) -> None:
+    """Print what a config asks for: documents, words, jobs and disk by domain. Nothing is fetched."""
+    from rich.console import Console
+
+    from demix.config import load_config
+    from demix.plan import plan_table
+
+    Console(width=None if sys.stdout.isatty() else 150).print(plan_table(load_config(file)))
+
+
+@app.command()
+def download(
+    domain: str,
+    settings: Settings,
+    output: Output,
+    part: Annotated[int, typer.Option(help="Which of source.parts, from 0.")] = 0,
+) -> None:
+    """Read a part of a domain's raw text from its source into a private Parquet file."""
     from demix.data.sources import Source
     from demix.data.sources import download as run
 
-    run(settings_from(Source, settings), domain, output)
+    run(settings_from(Source, settings), domain, output, part)
 
 
 @app.command()
@@ -99,7 +115,7 @@ def anonymize(
     counts: Annotated[Path, typer.Option(help="Where the counts by category go.")],
     enabled: Annotated[bool, typer.Option(help="Replace personal data, or only normalise.")] = True,
 ) -> None:
-    """Normalise a domain's text and replace personal data by dummy tokens."""
+    """Normalise a part of a domain's text and replace personal data by dummy tokens."""
     from demix.data.anonymize import anonymize_documents
 
     anonymize_documents(raw, output, counts, enabled=enabled)
@@ -107,16 +123,22 @@ def anonymize(
 
 @app.command()
 def owners(documents: Files, output: Output) -> None:
-    """Give each text that the training domains hold to one of them (documents/<domain>.parquet)."""
+    """Give each text that the training domains hold to one of them (documents/<domain>/<part>.parquet)."""
     from demix.data.corpus import mark_duplicates
 
-    mark_duplicates({path.stem: path for path in documents}, output)
+    parts: dict[str, list[Path]] = {}
+    for path in documents:
+        parts.setdefault(path.parent.name, []).append(path)
+    mark_duplicates(parts, output)
 
 
 @app.command()
 def split(
-    documents: Annotated[Path, typer.Argument(help="The domain's anonymized documents/<domain>.parquet.")],
-    counts: Annotated[Path, typer.Option(help="The counts of anonymize.")],
+    domain: str,
+    documents: Annotated[
+        list[Path],
+        typer.Argument(help="Its documents/<domain>/<part>.parquet, the counts (.json) beside each."),
+    ],
     owners: Annotated[Path, typer.Option(help="Who keeps each text of the training domains.")],
     settings: Settings,
     output: Annotated[Path, typer.Option(help="Folder for train, dev and test.parquet and card.json.")],
@@ -127,9 +149,9 @@ def split(
 
     values = settings_from(SplitSettings, settings)
     run(
-        documents.stem,
+        domain,
         documents,
-        counts,
+        [path.with_suffix(".json") for path in documents],
         owners,
         training=values.training,
         budget=settings_from(Budget, values.words, "--settings.words"),

@@ -110,6 +110,9 @@ def _check_across(config: dict) -> None:
     for name in novel:
         if name in training:
             raise DemixError(f"config key domains.novel.{name}", "is a training domain too", "name it in one list only")
+    for kind, domains in config["domains"].items():
+        for name, domain in domains.items():
+            _check_source(f"config key domains.{kind}.{name}.source", domain["source"])
     architecture_from(config["architecture"])
     removal = config["removal"]
     for name in removal["retrain_without"]:
@@ -145,6 +148,24 @@ def trained_models(config: dict) -> list[str]:
 def adaptations(config: dict) -> list[str]:
     """The adaptations of a run, by the names of their metrics files."""
     return [f"{kind}-dapt-{novel}" for novel in config["domains"]["novel"] for kind in ("demix", "dense")]
+
+
+def _check_source(place: str, source: dict) -> None:
+    paths = source["path"] if isinstance(source["path"], list) else [source["path"]]
+    if source["kind"] == "url" and source["parts"] > len(paths):
+        raise DemixError(
+            f"{place}.parts",
+            f"is {source['parts']} for {len(paths)} addresses",
+            "give at most one part to each",
+        )
+    if source["kind"] == "url" and not all(path.startswith(("http://", "https://")) for path in paths):
+        raise DemixError(f"{place}.path", "is no address", "begin it with http:// or https://, or use kind: files")
+    if source["kind"] == "hub" and not source["data_files"]:
+        raise DemixError(f"{place}.data_files", "is missing", 'name files of the data set, such as ["data/*.parquet"]')
+    if source["kind"] == "hub" and (source["sha256"] or source["bytes"]):
+        raise DemixError(f"{place}.sha256", "is for files and addresses", "pin a commit by revision instead")
+    if source["kind"] == "hub" and not source["revision"] and not all(Path(path).is_dir() for path in paths):
+        raise DemixError(f"{place}.revision", "is missing", "pin a commit, or name a branch such as main")
 
 
 def reference() -> str:

@@ -44,8 +44,9 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
     except OSError as error:
         if error.errno is None or isinstance(error, DemixError):
             raise
+        # Not error.strerror: Arrow's says more, at length.
         raise DemixError(
-            path, f"cannot be written ({error.strerror})", "free space or mend its permissions, then rerun"
+            path, f"cannot be written ({os.strerror(error.errno)})", "free space or mend its permissions, then rerun"
         ) from error
     finally:
         if temporary.is_dir():
@@ -152,6 +153,8 @@ def settings_from(kind: type[T], values: dict[str, Any] | str, subject: str = "-
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a JSON value is of the type that a field declares; a list stands for a tuple."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
     if isinstance(hint, types.UnionType):
         return any(_fits(value, choice) for choice in inner)
     if origin is tuple:

@@ -37,14 +37,14 @@ class Budget:
     test: int
 
 
-def mark_duplicates(inputs: dict[str, Path], output: Path) -> None:
+def mark_duplicates(inputs: dict[str, Path | list[Path]], output: Path) -> None:
     """Decide which training domain keeps each text: Parquet `id`, `domain`, one row per distinct id, sorted by id.
 
     Of the domains that hold a text the one with the smallest sha256 of domain and id keeps it, so that neither the
     order of the domains nor that of their documents matters.
     """
     domains = sorted(inputs)
-    documents = sum(batch.num_rows for domain in domains for batch in read_batches(inputs[domain], ["n_words"]))
+    documents = sum(batch.num_rows for domain in domains for batch in _parts(inputs[domain], ["n_words"]))
     parts = -(-documents // PART_DOCUMENTS) or 1
 
     def rows() -> Iterator[tuple[str, str]]:
@@ -65,10 +65,15 @@ def mark_duplicates(inputs: dict[str, Path], output: Path) -> None:
     write_rows(output, OWNERS_SCHEMA, rows())
 
 
-def _ids(path: Path, low: bytes, high: bytes) -> np.ndarray:
+def _parts(paths: Path | list[Path], columns: list[str]) -> Iterator[pa.RecordBatch]:
+    for path in paths if isinstance(paths, list) else [paths]:
+        yield from read_batches(path, columns)
+
+
+def _ids(path: Path | list[Path], low: bytes, high: bytes) -> np.ndarray:
     """The ids in `path` from `low` up to but not `high`, as fixed-width bytes."""
     found = [np.empty(0, "S64")]
-    for batch in read_batches(path, ["id"]):
+    for batch in _parts(path, ["id"]):
         ids = _fixed(batch.column(0))
         found.append(ids[(ids >= low) & (ids < high)])
     return np.concatenate(found)
@@ -84,8 +89,8 @@ def _digest(*parts: object) -> bytes:
 
 def split(
     domain: str,
-    documents: Path,
-    counts: Path,
+    documents: Path | list[Path],
+    counts: Path | list[Path],
     owners: Path,
     training: bool,
     budget: Budget,
@@ -101,7 +106,7 @@ def split(
     `counts` comes from `anonymize_documents`; in the card, its documents = those in the splits + rejected + duplicates.
     Raises DemixError where dev and test cannot be filled with a document left over.
     """
-    found = read_json(counts)
+    found = _sum([read_json(path) for path in (counts if isinstance(counts, list) else [counts])])
     ids, words, sizes = _columns(documents)
     sorted_ids, first = np.unique(ids, return_index=True)
     allowed = _allowed(domain, sorted_ids, owners, training)
@@ -132,10 +137,18 @@ def split(
     )
 
 
-def _columns(documents: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _sum(counts: list[dict]) -> dict:
+    """Counts of the parts added up, key by key."""
+    return {
+        key: _sum([count[key] for count in counts]) if isinstance(value, dict) else sum(count[key] for count in counts)
+        for key, value in counts[0].items()
+    }
+
+
+def _columns(documents: Path | list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids, words and bytes of each document, in the file's order."""
     ids, words, sizes = [np.empty(0, "S64")], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for batch in read_batches(documents, ["id", "n_words", "text"]):
+    for batch in _parts(documents, ["id", "n_words", "text"]):
         ids.append(_fixed(batch.column("id")))
         words.append(batch.column("n_words").to_numpy())
         sizes.append(pc.binary_length(batch.column("text")).to_numpy())
@@ -180,7 +193,7 @@ def _edges(domain: str, words: np.ndarray, budget: Budget) -> dict[str, tuple[in
 
 
 def _write(
-    documents: Path,
+    documents: Path | list[Path],
     rank: np.ndarray,
     sizes: np.ndarray,
     edges: dict[str, tuple[int, int]],
@@ -201,7 +214,7 @@ def _write(
         with ExitStack() as stack:
             writers = [stack.enter_context(pa.ipc.new_stream(str(part), schema)) for part in parts]
             row = 0
-            for batch in read_batches(documents, SCHEMA.names):
+            for batch in _parts(documents, SCHEMA.names):
                 ranks = rank[row : row + batch.num_rows]
                 row += batch.num_rows
                 batch = pa.record_batch([*batch.columns, pa.array(ranks)], schema=schema)

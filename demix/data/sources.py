@@ -1,37 +1,40 @@
-"""Raw text of a domain, from wherever its config says, into one private Parquet file."""
+"""Raw text of a domain, from wherever its config says, into private Parquet files, one a part."""
 
 import glob
-import io
+import hashlib
 import json
+import logging
 import re
+import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
-import pyarrow.csv
-import pyarrow.parquet as pq
 
+from demix.data import readers
+from demix.data.fetch import fetch
+from demix.data.hub import hub_rows
+from demix.data.readers import Reading, Row, read_rows
+from demix.data.selection import as_text, matches, pieces, select
 from demix.data.tables import write_rows
 from demix.errors import DemixError
-
-MAX_DOCUMENT_BYTES = 128 << 20
-MAX_RATIO = 200
-RATIO_FREE_BYTES = 64 << 20
+from demix.files import sha256_file
 
 SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("metadata", pa.large_string())])
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 SURROGATE = re.compile("[\ud800-\udfff]")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a domain's text comes from.
+    """Where a domain's text comes from and what of it is taken; config/README.md explains each field.
 
-    `kind` names the function that reads it, `path` one or more paths (for `files`: glob patterns relative to
-    the working directory), `text`, `id` and `metadata` the fields or columns to take. Without `id` a document
-    is called "<file name>#<row>", rows counted from 1.
+    `text`, `id`, `metadata` and the keys of `where` are fields or paths into nested ones (`selection.select`).
+    Without `id` a document is called "<file name>#<row>", rows counted from 1.
     """
 
     kind: str
@@ -39,214 +42,203 @@ class Source:
     text: str = "text"
     id: str | None = None
     metadata: tuple[str, ...] = ()
+    where: dict[str, Any] = field(default_factory=dict)
+    words: int | None = None
+    piece_words: int | None = None
+    parts: int = 1
+    members: tuple[str, ...] = ("*",)
+    json: str = "lines"
+    revision: str | None = None
+    data_files: tuple[str, ...] = ()
+    sha256: dict[str, str] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+    instructions: str = ""
+
+    @property
+    def locations(self) -> tuple[str, ...]:
+        return (self.path,) if isinstance(self.path, str) else self.path
+
+    def reading(self, part: int, parts: int) -> Reading:
+        wanted = [self.text, *([self.id] if self.id else []), *self.metadata, *self.where]
+        return Reading(tuple(dict.fromkeys(wanted)), self.members, self.json == "values", part, parts)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One document as it was read: `number` counts from 1 in the file (lines, for JSON lines)."""
-
-    file: Path
-    number: int
-    fields: dict[str, Any]
-
-
-def download(source: Source, domain: str, output: Path) -> int:
-    """Write the documents of `source` to the Parquet file `output` and return their number.
+def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
+    """Write part `part` (of `source.parts`, from 0) of the documents of `source` to the Parquet file `output`.
 
     Columns: `id`, `text`, `metadata` (JSON text of the fields named in `source.metadata`, sorted keys). Nothing here
     is anonymized yet: the file is made 0600, a folder made for it 0700. Lone surrogates, which UTF-8 cannot
     hold, become U+FFFD; the file's key-value metadata says how many ("surrogates").
-    Raises DemixError naming the file or key at fault; `output` is then left as it was.
+    Returns the number of documents. Raises DemixError naming the file or key at fault; `output` is then left as it was.
     """
     if source.kind not in KINDS:
         raise DemixError(f"{domain}.source.kind", f"is {source.kind!r}", f"allowed are {', '.join(sorted(KINDS))}")
+    if not 0 <= part < source.parts:
+        raise DemixError(f"{domain}.source.parts", f"is {source.parts}, there is no part {part}", "count from 0")
     output = Path(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    # The workflow makes the folder before the command runs; one that holds other files is not ours to close.
-    if not any(output.parent.iterdir()):
-        output.parent.chmod(0o700)
+    _make_private(output.parent)
+    fetched = output.parent / f".{output.stem}.fetched"
     surrogates = 0
 
     def documents() -> Iterator[tuple[str, str, str]]:
         nonlocal surrogates
-        for row in KINDS[source.kind](source, domain):
+        rows = KINDS[source.kind](source, domain, part, fetched)
+        for document in _budgeted(_documents(rows, source, domain), source, domain):
             values = []
-            for value in _document(row, source):
+            for value in document:
                 value, found = SURROGATE.subn("\ufffd", value)
                 surrogates += found
                 values.append(value)
             yield tuple(values)
 
-    return write_rows(output, SCHEMA, documents(), private=True, footer=lambda: {"surrogates": str(surrogates)})
+    count = write_rows(output, SCHEMA, documents(), private=True, footer=lambda: {"surrogates": str(surrogates)})
+    # Kept until here: a job that fails and is run again need not fetch again what it has.
+    shutil.rmtree(fetched, ignore_errors=True)
+    return count
+
+
+def _make_private(folder: Path) -> None:
+    """Make `folder`, closed to others. Made by the workflow it is empty; one that holds files is not ours to close."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not any(folder.iterdir()):
+            folder.chmod(0o700)
+    except OSError as error:
+        raise DemixError(folder, f"cannot be written ({error.strerror})", "mend its permissions, then rerun") from None
+
+
+def _documents(rows: Iterator[Row], source: Source, domain: str) -> Iterator[tuple[str, str, str]]:
+    """Id, text and metadata of the rows that `source.where` keeps, long texts in pieces."""
+    seen = kept = 0
+    for row in rows:
+        seen += 1
+        if source.where and not matches(row.fields, source.where):
+            continue
+        kept += 1
+        name, text, metadata = _document(row, source)
+        for number, piece in enumerate(pieces(text, source.piece_words), 1):
+            yield (name if piece is text else f"{name}.{number}"), piece, metadata
+    # With parts, another one may have them all; a domain without any ends in `split`.
+    if not kept and source.parts == 1:
+        cause = f"keeps none of {seen} documents" if seen else "has no documents to choose from"
+        raise DemixError(f"{domain}.source.where", cause, f"mend {source.where or 'the source'}")
+    _log.info("%s: took %d of %d documents", domain, kept, seen)
 
 
 def _document(row: Row, source: Source) -> tuple[str, str, str]:
     place = f"{row.file}, row {row.number}"
-    for name in (source.text, source.id):
-        if name is not None and name not in row.fields:
-            raise DemixError(place, f"has no field {name!r}", f"fields are {', '.join(map(repr, row.fields))}"[:300])
-    text = row.fields[source.text]
-    if not isinstance(text, str):
-        raise DemixError(place, f"field {source.text!r} is {type(text).__name__}, not text", "name a text field")
-    if len(text) > MAX_DOCUMENT_BYTES:
+    try:
+        text = select(row.fields, source.text)
+        name = f"{row.file.name}#{row.number}" if source.id is None else str(select(row.fields, source.id))
+    except LookupError as error:
+        named = ", ".join(map(repr, row.fields))[:300]
+        raise DemixError(place, f"has no field {error.args[0]!r}", f"fields are {named}") from None
+    try:
+        text = as_text(text)
+    except TypeError as error:
+        raise DemixError(place, f"field {source.text!r} is {error}, not text", "name a text field") from None
+    if len(text) > readers.MAX_DOCUMENT_BYTES:
         raise DemixError(place, "is a document over 128 MiB", "split it into documents")
-    name = f"{row.file.name}#{row.number}" if source.id is None else str(row.fields[source.id])
-    metadata = {key: _not_nan(row.fields.get(key)) for key in source.metadata}
+    metadata = {path: _not_nan(_selected(row.fields, path)) for path in source.metadata}
     return name, text, json.dumps(metadata, sort_keys=True, ensure_ascii=False, default=str)
+
+
+def _selected(fields: dict[str, Any], path: str) -> Any:
+    try:
+        return select(fields, path)
+    except LookupError:
+        return None
 
 
 def _not_nan(value: Any) -> Any:
     return None if isinstance(value, float) and value != value else value
 
 
-def _files(source: Source, domain: str) -> Iterator[Row]:
-    patterns = (source.path,) if isinstance(source.path, str) else source.path
-    paths: set[str] = set()
-    for pattern in patterns:
-        matches = glob.glob(pattern, recursive=True)
-        if not matches:
-            raise DemixError(f"{domain}.source.path", f"no file matches {pattern!r}", "mend the path or the glob")
-        paths.update(matches)
-    for path in map(Path, sorted(paths)):
+def _budgeted(documents: Iterator[tuple[str, str, str]], source: Source, domain: str) -> Iterator[tuple[str, str, str]]:
+    """The first documents, up to this part's share of `source.words`."""
+    if source.words is None:
+        yield from documents
+        return
+    share, words = -(-source.words // source.parts), 0
+    for document in documents:
+        yield document
+        words += len(document[1].split())
+        if words >= share:
+            return
+    _log.warning("%s: this part has only %d words, its share of source.words is %d", domain, words, share)
+
+
+def _files(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]:
+    found: set[str] = set()
+    for pattern in source.locations:
+        matching = glob.glob(pattern, recursive=True)
+        if not matching:
+            cure = source.instructions or "mend the path or the glob"
+            raise DemixError(f"{domain}.source.path", f"no file matches {pattern!r}", cure)
+        found.update(matching)
+    paths = [Path(name) for name in sorted(found)]
+    for path in paths:
         if path.is_dir():
             raise DemixError(path, "is a folder", f"name its files, such as {path}/*.jsonl.zst")
-        empty = True
-        for row in _format(path)(path, source):
-            empty = False
-            yield row
-        if empty:
-            raise DemixError(path, "holds no documents", "remove it or leave it out of the glob")
+    names = {path.name for path in paths}
+    _check_names(source, domain, names)
+    # Whole files where there are enough, else of every file its share.
+    by_file = len(paths) >= source.parts
+    for path in paths[part :: source.parts] if by_file else paths:
+        _verify(path, source)
+        yield from read_rows(path, source.reading(*((0, 1) if by_file else (part, source.parts))))
 
 
-def _format(path: Path) -> Callable[[Path, Source], Iterator[Row]]:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    compressed = bool(suffixes) and suffixes[-1] in _COMPRESSIONS
-    suffix = next(iter(suffixes[-2:-1] if compressed else suffixes[-1:]), "")
-    if suffix not in _FORMATS or (compressed and suffix == ".parquet"):
-        raise DemixError(path, "is of an unknown format", "known are .parquet and .jsonl .json .csv .txt (.gz, .zst)")
-    return _FORMATS[suffix]
+def _verify(path: Path, source: Source) -> None:
+    size, digest = source.bytes.get(path.name), source.sha256.get(path.name)
+    if size is not None and path.stat().st_size != size:
+        raise DemixError(path, f"has {path.stat().st_size} bytes, not {size}", "fetch it again or change the config")
+    if digest is not None and (found := sha256_file(path)) != digest:
+        raise DemixError(path, f"has sha256 {found}, not {digest}", "fetch it again or change the config")
 
 
-class _Decompressed(io.RawIOBase):
-    """The bytes of a plain, gzip or zstd file. Raises DemixError where it is damaged, cut short or a bomb."""
+def _check_names(source: Source, domain: str, names: set[str]) -> None:
+    for key in ("sha256", "bytes"):
+        for name in getattr(source, key):
+            if name not in names:
+                raise DemixError(f"{domain}.source.{key}.{name}", "names no file", f"files are {sorted(names)}"[:300])
 
-    def __init__(self, path: Path):
-        self.path, self.size, self.total = path, path.stat().st_size, 0
-        self.compression = _COMPRESSIONS.get(path.suffix.lower())
-        file = pa.OSFile(str(path))
-        self.stream = pa.CompressedInputStream(file, self.compression) if self.compression else file
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
+def _urls(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]:
+    _check_names(source, domain, {_name(url) for url in source.locations})
+    _make_private(fetched)
+    for url in source.locations[part :: source.parts]:
+        name = _name(url)
+        # Two addresses may end in the same name, and a changed address must not take up the old one's bytes.
+        path = fetched / hashlib.sha256(url.encode()).hexdigest()[:12] / name
+        _make_private(path.parent)
         try:
-            data = self.stream.read(len(buffer))
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise DemixError(self.path, f"is damaged or cut short ({error})", "fetch it again") from None
-        self.total += len(data)
-        if self.compression and self.total > max(RATIO_FREE_BYTES, MAX_RATIO * self.size):
-            raise DemixError(
-                self.path,
-                f"expands to over {MAX_RATIO} times its {self.size} bytes",
-                "if it is no decompression bomb, decompress it by hand",
-            )
-        buffer[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        if not self.closed:
-            self.stream.close()
-        super().close()
-
-
-def _opened(path: Path) -> io.BufferedReader:
-    try:
-        return io.BufferedReader(_Decompressed(path), 1 << 18)
-    except OSError as error:
-        raise DemixError(path, f"cannot be read ({error.strerror or error})", "mend its permissions") from None
-
-
-def _json_lines(path: Path, source: Source) -> Iterator[Row]:
-    with _opened(path) as stream:
-        number = 0
-        while line := stream.readline(MAX_DOCUMENT_BYTES + 1):
-            number += 1
-            place = f"{path}, line {number}"
-            if len(line) > MAX_DOCUMENT_BYTES:
-                raise DemixError(place, "is over 128 MiB long", "end each JSON object with a line feed")
-            if line.isspace():
-                continue
-            try:
-                fields = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise DemixError(place, f"is not valid JSON ({error})", "mend or remove the line") from None
-            if not isinstance(fields, dict):
-                raise DemixError(place, "is not a JSON object", 'give one object a line, such as {"text": "..."}')
-            yield Row(path, number, fields)
-
-
-def _text(path: Path, source: Source) -> Iterator[Row]:
-    with _opened(path) as stream:
-        data = stream.read(MAX_DOCUMENT_BYTES + 1)
-    if len(data) > MAX_DOCUMENT_BYTES:
-        raise DemixError(path, "is a document over 128 MiB", "split it, or use JSON lines")
-    try:
-        if data:
-            yield Row(path, 1, {source.text: data.decode("utf-8-sig"), source.id or "": path.name})
-    except UnicodeDecodeError as error:
-        raise DemixError(path, f"is not UTF-8 ({error})", "convert it to UTF-8") from None
-
-
-def _csv(path: Path, source: Source) -> Iterator[Row]:
-    columns = _columns(source)
-    with _opened(path) as stream:
-        if not stream.peek(1):
-            return
+            fetch(url, path, size=source.bytes.get(name), sha256=source.sha256.get(name))
+        except DemixError as error:
+            raise DemixError(error.subject, error.cause, source.instructions or error.cure) from None
         try:
-            reader = pyarrow.csv.open_csv(
-                pa.PythonFile(stream, mode="r"),
-                read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=8 << 20),
-                parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
-                convert_options=pyarrow.csv.ConvertOptions(
-                    include_columns=columns, column_types=dict.fromkeys(columns, pa.string())
-                ),
-            )
-            yield from _rows(path, reader)
-        except KeyError as error:
-            raise DemixError(path, str(error).strip("'\""), f"name columns it has, not all of {columns}") from None
-        except (pa.ArrowException, OSError) as error:
-            raise DemixError(path, f"is not valid CSV ({error})", "mend the row, or use JSON lines") from None
+            yield from read_rows(path, source.reading(0, 1))
+        except DemixError:
+            # Damaged where it came from or on the way: the next run must not take it for fetched.
+            path.unlink()
+            raise
 
 
-def _parquet(path: Path, source: Source) -> Iterator[Row]:
-    columns = _columns(source)
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            for column in columns:
-                if column not in file.schema_arrow.names:
-                    raise DemixError(path, f"has no column {column!r}", f"it has {', '.join(file.schema_arrow.names)}")
-            groups = (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups))
-            expanded = sum(group.total_byte_size for group in groups)
-            if expanded > max(RATIO_FREE_BYTES, MAX_RATIO * path.stat().st_size):
-                raise DemixError(path, f"expands to over {MAX_RATIO} times its size", "rewrite it if it is no bomb")
-            yield from _rows(path, file.iter_batches(batch_size=256, columns=columns))
-    except (pa.ArrowException, OSError) as error:
-        raise DemixError(path, f"is not Parquet, damaged or cut short ({error})", "fetch it again") from None
+def _name(url: str) -> str:
+    parts = urlsplit(url)
+    name = PurePosixPath(unquote(parts.path)).name
+    if parts.scheme not in ("http", "https") or name in ("", ".."):
+        raise DemixError(url, "is no address of a file", "give http(s)://host/…/file.suffix")
+    return name
 
 
-def _columns(source: Source) -> list[str]:
-    return list(dict.fromkeys([source.text, *([source.id] if source.id else []), *source.metadata]))
+def _hub(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]:
+    reading = source.reading(part, source.parts)
+    for repository in source.locations:
+        try:
+            yield from hub_rows(repository, source.revision, source.data_files, reading.paths, part, source.parts)
+        except DemixError as error:
+            raise DemixError(error.subject, error.cause, source.instructions or error.cure) from error
 
 
-def _rows(path: Path, batches: Any) -> Iterator[Row]:
-    number = 0
-    for batch in batches:
-        for fields in batch.to_pylist():
-            number += 1
-            yield Row(path, number, fields)
-
-
-_FORMATS = {".jsonl": _json_lines, ".json": _json_lines, ".txt": _text, ".csv": _csv, ".parquet": _parquet}
-
-KINDS: dict[str, Callable[[Source, str], Iterator[Row]]] = {"files": _files}
+KINDS: dict[str, Callable[[Source, str, int, Path], Iterator[Row]]] = {"files": _files, "url": _urls, "hub": _hub}

@@ -1,4 +1,5 @@
 import gzip
+import hashlib
 import json
 import os
 import stat
@@ -11,7 +12,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from demix.data import sources
+from demix.data import readers
 from demix.data.sources import Source, download
 from demix.errors import DemixError
 
@@ -133,7 +134,7 @@ def test_a_folder_with_other_files_keeps_its_mode(tmp_path):
 
 
 def test_unknown_kind_and_missing_file(tmp_path):
-    with pytest.raises(DemixError, match=r"d\.source\.kind: is 'ftp'; allowed are files"):
+    with pytest.raises(DemixError, match=r"d\.source\.kind: is 'ftp'; allowed are files, hub, url"):
         download(Source("ftp", "x"), "d", tmp_path / "o.parquet")
     assert _refused(tmp_path, tmp_path / "*.jsonl").startswith("d.source.path: no file matches")
 
@@ -145,7 +146,6 @@ def test_unknown_kind_and_missing_file(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', "a.jsonl, line 3: is not a JSON object"),
         ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "a.jsonl, row 2: has no field 'text'; fields are 'body'"),
         ("a.jsonl", b'{"text": 5}\n', "a.jsonl, row 1: field 'text' is int, not text"),
-        ("a.jsonl", b'{"text": null}\n', "field 'text' is NoneType"),
         ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl, line 1: is not valid JSON"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: is not valid JSON"),
         ("a.jsonl", b"", "a.jsonl: holds no documents"),
@@ -210,7 +210,7 @@ def test_bombs_with_valid_lines(tmp_path):
 
 
 def test_long_lines_and_documents_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 1000)
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 1000)
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + " " * 1001)
     assert "a.jsonl, line 2: is over 128 MiB long" in _refused(tmp_path, tmp_path / "a.jsonl")
     (tmp_path / "a.txt").write_text("x" * 1001)
@@ -230,3 +230,94 @@ def test_a_failed_run_leaves_the_earlier_output(tmp_path):
         download(Source("files", str(path)), "d", output)
     assert output.read_bytes() == before
     assert [*output.parent.iterdir()] == [output]
+
+
+def _parts(folder, source):
+    """The texts of each part; the parts of a run are made one by one, as the workflow's jobs are."""
+    texts = []
+    for part in range(source.parts):
+        output = folder / "raw" / "d" / f"{part:04d}.parquet"
+        download(source, "d", output, part)
+        texts.append(pq.read_table(output)["text"].to_pylist())
+    return texts
+
+
+def test_many_files_are_shared_out_whole(tmp_path):
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_text(str(number))
+    assert _parts(tmp_path, Source("files", f"{tmp_path}/*.txt", parts=2)) == [["0", "2", "4"], ["1", "3"]]
+
+
+@pytest.mark.parametrize("form", ["a.jsonl", "a.jsonl.zst", "a.csv", "a.parquet", "groups.parquet", "a.json"])
+def test_rows_of_one_file_are_shared_out(tmp_path, form):
+    rows = [{"id": str(i), "text": f"text {i}"} for i in range(10)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path = tmp_path / form
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2 if form == "groups.parquet" else 10)
+    elif path.suffix == ".csv":
+        path.write_text("id,text\n" + "".join(f"{row['id']},{row['text']}\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_bytes(COMPRESSIONS[path.suffix.replace(".jsonl", "")](lines))
+    source = Source("files", str(path), parts=3, id="id", json="values" if path.suffix == ".json" else "lines")
+    parts = _parts(tmp_path, source)
+    assert sorted(text for part in parts for text in part) == [row["text"] for row in rows]
+    expected = [0, 1, 6, 7] if form == "groups.parquet" else [0, 3, 6, 9]
+    assert parts[0] == [f"text {i}" for i in expected]
+    assert _parts(tmp_path, source) == parts, "the same rows every time"
+
+
+def test_more_parts_than_rows_leave_parts_empty_but_no_row_out(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    assert [len(part) for part in _parts(tmp_path, Source("files", f"{tmp_path}/a.jsonl", parts=5))] == [1, 1, 1, 0, 0]
+    with pytest.raises(DemixError, match=r"d\.source\.parts: is 5, there is no part 5"):
+        download(Source("files", f"{tmp_path}/a.jsonl", parts=5), "d", tmp_path / "o.parquet", 5)
+
+
+def test_a_filter_keeps_what_matches(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    path = tmp_path / "a.jsonl"
+    rows = _read(tmp_path, Source("files", str(path), where={"by": ["bob", "eve"]}))
+    assert [row["text"] for row in rows] == [ROWS[2]["text"]]
+    (tmp_path / "raw" / "d" / "documents.parquet").unlink()
+    assert "d.source.where: keeps none of 3 documents" in _refused(tmp_path, path, where={"by": "eve"})
+
+
+def test_a_null_is_an_empty_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": ["a", "b"]}\n')
+    assert [row["text"] for row in _read(tmp_path, Source("files", f"{tmp_path}/a.jsonl"))] == ["", "a\nb"]
+
+
+def test_books_are_cut_in_pieces(tmp_path):
+    (tmp_path / "a.txt").write_text("one two  three\nfour five")
+    rows = _read(tmp_path, Source("files", f"{tmp_path}/a.txt", piece_words=2))
+    assert [row["text"] for row in rows] == ["one two  ", "three\nfour ", "five"]
+    assert [row["id"] for row in rows] == ["a.txt#1.1", "a.txt#1.2", "a.txt#1.3"]
+
+
+def test_a_word_budget_stops_before_what_it_does_not_need(tmp_path, caplog):
+    (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n' * 4 + "damaged, but never read")
+    source = Source("files", f"{tmp_path}/a.jsonl", words=10)
+    assert len(_read(tmp_path, source)) == 4
+    assert caplog.text == ""
+    (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n' * 4)
+    download(Source("files", f"{tmp_path}/a.jsonl", words=40, parts=2), "d", tmp_path / "o.parquet")
+    assert "d: this part has only 6 words, its share of source.words is 20" in caplog.text
+
+
+def test_instructions_say_what_to_do(tmp_path):
+    message = _refused(tmp_path, tmp_path / "none.json", instructions="accept the terms and put it into data/")
+    assert message.endswith("none.json'; accept the terms and put it into data/")
+
+
+def test_sizes_and_digests_of_local_files(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINES)
+    good = {"sha256": {"a.jsonl": hashlib.sha256(LINES).hexdigest()}, "bytes": {"a.jsonl": len(LINES)}}
+    assert len(_read(tmp_path, Source("files", str(path), **good))) == 3
+    (tmp_path / "raw" / "d" / "documents.parquet").unlink()
+    assert "a.jsonl: has sha256" in _refused(tmp_path, path, sha256={"a.jsonl": "0" * 64})
+    assert "a.jsonl: has 9" in _refused(tmp_path, path, bytes={"a.jsonl": 9}).replace(str(len(LINES)), "9")
+    assert "d.source.sha256.b.jsonl: names no file" in _refused(tmp_path, path, sha256={"b.jsonl": "0" * 64})

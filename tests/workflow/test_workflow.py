@@ -54,7 +54,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("workflow")
     (folder / "resources").symlink_to(REPOSITORY / "resources")
     shown = snakemake(folder, "--logger", "demix")
-    assert re.search(r"\[ *\d+% done, \d+ of 66 jobs, \d+:\d\d so far, .* left\] \w+", shown), shown
+    assert re.search(r"\[ *\d+% done, \d+ of 68 jobs, \d+:\d\d so far, .* left\] \w+", shown), shown
     return folder
 
 
@@ -115,6 +115,41 @@ def test_a_new_novel_domain_adapts_and_scores_only_itself(finished: Path) -> Non
         "score_adapted_dense", "score_demix", "score_dense", "score_dense_unbalanced", "score_domain_token",
     }  # fmt: skip
     assert jobs == dict.fromkeys(once, 1) | {"evaluate": 6, "results": 1, "report": 1, "track": 1, "run_config": 1}
+
+
+def test_a_part_of_a_source_runs_again_alone(finished: Path) -> None:
+    part = finished / "results" / "tiny" / "documents" / "scripture" / "0001.parquet"
+    before, other = sha256_file(part), part.with_name("0000.parquet").stat().st_mtime_ns
+    part.unlink()
+    shown = snakemake(finished, "results/tiny/documents/scripture/0001.parquet", "--quiet", "rules")
+    jobs = dict(re.findall(r"^(\w+) +(\d+)$", shown, re.MULTILINE))
+    assert jobs == {"download": "1", "anonymize": "1", "total": "2"}
+    assert sha256_file(part) == before
+    assert part.with_name("0000.parquet").stat().st_mtime_ns == other
+    snakemake(finished, "--touch")
+    assert planned(finished) == {}
+
+
+def test_more_parts_read_one_domain_again(finished: Path) -> None:
+    config = copy.deepcopy(TINY)
+    config["domains"]["training"]["scripture"]["source"]["parts"] = 3
+    jobs = planned(finished, config)
+    assert (jobs["download"], jobs["anonymize"], jobs["split"]) == (3, 3, 5)
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "config").glob("paper-*.yaml")), ids=lambda path: path.stem)
+def test_the_papers_configs_are_planned_to_the_last_rule_without_a_network(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "ALL_PROXY"):
+        monkeypatch.setitem(ENVIRONMENT, name, "http://127.0.0.1:9")
+    config = yaml.safe_load(path.read_text())
+    parts = sum(d["source"].get("parts", 1) for kind in config["domains"].values() for d in kind.values())
+    jobs = planned(tmp_path, config)
+    assert jobs["download"] == jobs["anonymize"] == parts
+    assert jobs["split"] == jobs["tokenize"] == jobs["evaluate"] == 16
+    assert jobs["report"] == jobs["track"] == 1
+    assert not (tmp_path / "results").exists()
 
 
 def test_one_models_learning_rate_trains_that_model_alone(finished: Path) -> None:

@@ -24,6 +24,7 @@ WITHOUT = {
 
 wildcard_constraints:
     domain="[a-z0-9_]+",
+    part="[0-9]+",
     removed="[a-z0-9_]+",
     expert="[a-z0-9_]+",
     model="[a-z0-9_-]+",
@@ -36,6 +37,11 @@ def as_json(*parts, **more):
     return json.dumps(merged, sort_keys=True)
 
 
+def given(settings):
+    """Settings as JSON without those that are empty, which is what a stage takes for them anyway."""
+    return as_json({key: value for key, value in settings.items() if value not in (None, "", [], {})})
+
+
 def below_run(place):
     """A folder of the run as a parameter, with its wildcards filled in."""
     return lambda wildcards: f"{RUN}/{place}".rstrip("/").format(**wildcards)
@@ -43,8 +49,18 @@ def below_run(place):
 
 def source_files(source):
     """The local files of a source, so that a changed file is read again. What is missing, `demix download` tells."""
+    if source["kind"] != "files":
+        return []
     paths = [source["path"]] if isinstance(source["path"], str) else source["path"]
     return sorted({file for path in paths for file in glob(path, recursive=True)})
+
+
+def parts(domains, *kinds):
+    """The anonymized parts of domains, in order; how many there are is in the config."""
+    names = {domain: range(DOMAINS[domain]["source"]["parts"]) for domain in domains}
+    return [
+        f"{RUN}/documents/{domain}/{part:04d}.{kind}" for domain in domains for kind in kinds for part in names[domain]
+    ]
 
 
 def tokens(domains, *splits):

@@ -1,33 +1,36 @@
 # Raw text -> anonymized documents -> corpus splits -> tokens.
 
 
+# A source is read, and its text anonymized, in as many parts as the config says, each a job of its own.
 rule download:
     input:
         lambda wildcards: source_files(DOMAINS[wildcards.domain]["source"]),
     output:
-        temp(f"{RUN}/raw/{{domain}}/documents.parquet"),
+        temp(f"{RUN}/raw/{{domain}}/{{part}}.parquet"),
     log:
-        f"{RUN}/logs/download/{{domain}}.log",
+        f"{RUN}/logs/download/{{domain}}.{{part}}.log",
     benchmark:
-        f"{RUN}/benchmarks/download/{{domain}}.tsv"
+        f"{RUN}/benchmarks/download/{{domain}}.{{part}}.tsv"
     conda:
         "../../environment.yml"
     params:
-        settings=lambda wildcards: as_json(DOMAINS[wildcards.domain]["source"]),
+        settings=lambda wildcards: given(DOMAINS[wildcards.domain]["source"]),
+        part=lambda wildcards: int(wildcards.part),
     shell:
-        "demix download {wildcards.domain} --settings {params.settings:q} --output {output} 2> {log}"
+        "demix download {wildcards.domain} --settings {params.settings:q} --part {params.part}"
+        " --output {output} 2> {log}"
 
 
 rule anonymize:
     input:
-        f"{RUN}/raw/{{domain}}/documents.parquet",
+        f"{RUN}/raw/{{domain}}/{{part}}.parquet",
     output:
-        documents=f"{RUN}/documents/{{domain}}.parquet",
-        counts=f"{RUN}/documents/{{domain}}.json",
+        documents=f"{RUN}/documents/{{domain}}/{{part}}.parquet",
+        counts=f"{RUN}/documents/{{domain}}/{{part}}.json",
     log:
-        f"{RUN}/logs/anonymize/{{domain}}.log",
+        f"{RUN}/logs/anonymize/{{domain}}.{{part}}.log",
     benchmark:
-        f"{RUN}/benchmarks/anonymize/{{domain}}.tsv"
+        f"{RUN}/benchmarks/anonymize/{{domain}}.{{part}}.tsv"
     conda:
         "../../environment.yml"
     params:
@@ -39,7 +42,7 @@ rule anonymize:
 # Novel domains have no say here: a new one changes nothing of the training domains.
 rule owners:
     input:
-        expand(f"{RUN}/documents/{{domain}}.parquet", domain=TRAINING),
+        parts(TRAINING, "parquet"),
     output:
         f"{RUN}/corpus/owners.parquet",
     log:
@@ -54,8 +57,8 @@ rule owners:
 
 rule split:
     input:
-        documents=f"{RUN}/documents/{{domain}}.parquet",
-        counts=f"{RUN}/documents/{{domain}}.json",
+        documents=lambda wildcards: parts([wildcards.domain], "parquet"),
+        counts=lambda wildcards: parts([wildcards.domain], "json"),
         owners=f"{RUN}/corpus/owners.parquet",
     output:
         expand(f"{RUN}/corpus/{{{{domain}}}}/{{split}}.parquet", split=SPLITS),
@@ -72,7 +75,7 @@ rule split:
         ),
         folder=below_run("corpus/{domain}"),
     shell:
-        "demix split {input.documents} --counts {input.counts} --owners {input.owners}"
+        "demix split {wildcards.domain} {input.documents} --owners {input.owners}"
         " --settings {params.settings:q} --output {params.folder} 2> {log}"
 
 

@@ -1,0 +1,153 @@
+"""Files fetched over HTTP: resumed, retried, checked, and never half a file under the final name."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+from urllib3.exceptions import HTTPError, MaxRetryError, ProtocolError
+from urllib3.util import Retry
+
+from demix.errors import DemixError
+from demix.files import sha256_file
+
+RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+ATTEMPTS = 8
+LOG_SECONDS = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+def fetch(
+    url: str,
+    path: Path,
+    *,
+    size: int | None = None,
+    sha256: str | None = None,
+    timeout: float = 60.0,
+    backoff: float = 1.0,
+) -> None:
+    """Fetch `url` to `path` and check its `size` (bytes) and `sha256` where given; one that is there is only checked.
+
+    What was fetched stays beside `path` under another name until it is complete, so that this call, or a later one,
+    goes on from there if the server's ETag (or date) still is the same. After `ATTEMPTS` failures in a row without a
+    new byte, each waited for `backoff` seconds times a power of two or as the server asks, DemixError is raised.
+    `timeout` in seconds is for the connection and for each read.
+    """
+    partial, note = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.etag")
+    shown = _shown(url)
+    if not path.exists():
+        fresh = Retry(total=ATTEMPTS, backoff_factor=backoff, backoff_max=60, retry_after_max=600)
+        retry = fresh
+        with requests.Session() as session:
+            while True:
+                had = _size(partial)
+                try:
+                    response = _go_on(session, url, shown, partial, note, timeout)
+                    if response is None:
+                        break
+                    problem: Exception | None = None
+                except (requests.RequestException, HTTPError) as error:
+                    response, problem = None, ProtocolError(str(error))
+                except OSError as error:
+                    raise DemixError(path, f"cannot be written ({error.strerror})", "free space, then rerun") from None
+                if _size(partial) > had:
+                    retry = fresh
+                try:
+                    retry = retry.increment("GET", shown, response=response, error=problem)
+                except (MaxRetryError, ProtocolError):
+                    cause = problem or f"it answers {response.status}"
+                    raise DemixError(shown, f"cannot be fetched ({cause})", "rerun to go on where it ended") from None
+                _log.info("%s: %s, trying again", shown, problem or f"answers {response.status}")
+                retry.sleep(response)
+    _check(partial if not path.exists() else path, shown, size, sha256)
+    if not path.exists():
+        partial.replace(path)
+        note.unlink(missing_ok=True)
+
+
+def _go_on(session: Any, url: str, shown: str, partial: Path, note: Path, timeout: float) -> Any:
+    """Fetch what is missing of `partial`; returns None when it is whole, or an answer after which to try again."""
+    start = _size(partial) if note.exists() else 0
+    # Encoded on the way, neither ranges nor lengths would be those of the file.
+    headers = {"Accept-Encoding": "identity", "User-Agent": "demix"}
+    if start:
+        headers |= {"Range": f"bytes={start}-", "If-Range": note.read_text()}
+    with session.get(url, headers=headers, stream=True, timeout=timeout) as response:
+        status = response.status_code
+        if status in RETRIED_STATUS:
+            return response.raw
+        validator = _validator(response.headers)
+        span = response.headers.get("Content-Range", "")
+        continued = start and span.startswith(f"bytes {start}-") and validator == note.read_text()
+        if (status == 206 and not continued) or (start and status == 416):
+            partial.unlink(missing_ok=True)
+            note.unlink(missing_ok=True)
+            raise ProtocolError("the file has changed since its first part was fetched")
+        if status not in (200, 206):
+            raise DemixError(
+                shown, f"answers {status} {response.reason}", "check the address, and whether terms must be accepted"
+            )
+        if response.headers.get("Content-Type", "").startswith("text/html") and not shown.endswith((".html", ".htm")):
+            raise DemixError(
+                shown, "gives a web page, not a file", "open it in a browser: terms may wait to be accepted"
+            )
+        if status == 206:
+            total = span.rpartition("/")[2]
+        else:
+            # In this order, so that no moment leaves the old bytes beside the new validator.
+            partial.unlink(missing_ok=True)
+            note.unlink(missing_ok=True)
+            start, total = 0, response.headers.get("Content-Length", "")
+        length = int(total) if total.isdecimal() else None
+        with open(partial, "ab") as file:
+            if validator:
+                note.write_text(validator)
+            _copy(response.raw, file, shown, start, length)
+    if length is not None and _size(partial) < length:
+        raise ProtocolError(f"cut short at {_size(partial)} of {length} bytes")
+    return None
+
+
+def _copy(stream: Any, file: Any, shown: str, done: int, length: int | None) -> None:
+    began = logged = time.monotonic()
+    first = done
+    # read1 gives what has come, so that a stall loses nothing.
+    while data := stream.read1(1 << 20, decode_content=False):
+        file.write(data)
+        done += len(data)
+        now = time.monotonic()
+        if now - logged > LOG_SECONDS:
+            logged = now
+            of = f" of {length / 1e6:.0f}" if length else ""
+            _log.info("%s: %.0f%s MB, %.1f MB/s", shown, done / 1e6, of, (done - first) / 1e6 / (now - began))
+
+
+def _validator(headers: Any) -> str:
+    """What names this version of the file: a strong ETag, else the date it was changed."""
+    tag = headers.get("ETag", "")
+    return tag if tag and not tag.startswith("W/") else headers.get("Last-Modified", "")
+
+
+def _check(path: Path, shown: str, size: int | None, sha256: str | None) -> None:
+    problem = None
+    if size is not None and _size(path) != size:
+        problem = f"has {_size(path)} bytes, not {size}"
+    elif sha256 is not None and (found := sha256_file(path)) != sha256:
+        problem = f"has sha256 {found}, not {sha256}"
+    if problem:
+        path.unlink()
+        path.with_name(f".{path.name.removeprefix('.').removesuffix('.partial')}.etag").unlink(missing_ok=True)
+        raise DemixError(shown, problem, "if the source has changed on purpose, change the config; else rerun")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _shown(url: str) -> str:
+    """The address without user, password and query, which may be secret."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

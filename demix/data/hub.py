@@ -1,0 +1,77 @@
+"""Records of Hugging Face data sets, streamed: nothing but what is read is fetched."""
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from demix.data.readers import Row
+from demix.data.selection import column
+from demix.errors import DemixError
+
+BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+_log = logging.getLogger(__name__)
+
+
+def hub_rows(
+    repository: str, revision: str | None, data_files: tuple[str, ...], paths: tuple[str, ...], part: int, parts: int
+) -> Iterator[Row]:
+    """The records of `data_files` (globs) in a data set `owner/name` at `revision`, or in a local folder.
+
+    The files are read as what their names say and no code or settings of the repository run. Of its files, or where
+    there are fewer of its rows, every one in `parts` is read. Raises DemixError for all that goes wrong on the way.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    import datasets
+
+    try:
+        files = [f"{_root(repository, revision)}/{pattern}" for pattern in data_files]
+        builder = _builder(files)
+        dataset = datasets.load_dataset(builder, data_files=files, split="train", streaming=True)
+        by_file = dataset.num_shards >= parts
+        if by_file:
+            dataset = dataset.shard(parts, part, contiguous=False)
+        names = dataset.column_names
+        if names:
+            dataset = dataset.select_columns(sorted({column(path, names) for path in paths} & set(names)))
+        for number, fields in enumerate(dataset, 1):
+            if by_file or (number - 1) % parts == part:
+                yield Row(Path(repository), number, fields)
+    except DemixError:
+        raise
+    # The libraries below it raise nearly anything for a broken file or connection.
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [""]
+        raise DemixError(
+            f"data set {repository}",
+            f"cannot be read ({type(error).__name__}: {reason[0][:300]})",
+            "check path, revision and data_files, the network, and whether terms must be accepted (then set HF_TOKEN)",
+        ) from error
+
+
+def _root(repository: str, revision: str | None) -> str:
+    if Path(repository).is_dir():
+        return str(Path(repository).resolve())
+    if not _COMMIT.fullmatch(revision or ""):
+        from huggingface_hub import HfApi
+
+        commit = HfApi().dataset_info(repository, revision=revision).sha
+        _log.info("%s: %s is %s today; put this in the config to pin it", repository, revision or "main", commit)
+        revision = commit
+    return f"hf://datasets/{repository}@{revision}"
+
+
+def _builder(files: list[str]) -> str:
+    suffixes = {Path(re.sub(r"\.(gz|zst|bz2|xz)$", "", name)).suffix for name in files}
+    found: set[Any] = {BUILDERS.get(suffix) for suffix in suffixes}
+    if len(found) != 1 or None in found:
+        raise DemixError(
+            "source.data_files", f"name files {', '.join(sorted(suffixes))}", f"give one of {', '.join(BUILDERS)}"
+        )
+    return found.pop()

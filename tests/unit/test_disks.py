@@ -1,0 +1,160 @@
+"""Disks that are full or may not be written, real ones: small tmpfs mounted for the test (root only)."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from demix.files import sha256_file
+
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs takes root")
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    places = []
+
+    def mount(options: str) -> Path:
+        place = tmp_path / "disk"
+        place.mkdir()
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", place], check=False, capture_output=True)
+        if done.returncode:
+            pytest.skip(f"cannot mount a tmpfs here: {done.stderr.decode().strip()}")
+        places.append(place)
+        return place
+
+    yield mount
+    for place in places:
+        subprocess.run(["umount", place], check=True)
+
+
+def _noise(path: Path, megabytes: int) -> Path:
+    """JSON lines that do not compress."""
+    with open(path, "w") as file:
+        for number in range(megabytes * 1000):
+            text = "".join(hashlib.sha512(f"{number}.{i}".encode()).hexdigest() for i in range(8))
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def _run(*arguments: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "demix.cli", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+def _download(source: Path, output: Path) -> subprocess.CompletedProcess:
+    settings = json.dumps({"kind": "files", "path": str(source)})
+    return _run("download", "d", "--settings", settings, "--output", output)
+
+
+def _error(done: subprocess.CompletedProcess) -> str:
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert done.returncode == 1, done.stderr
+    assert lines[-1].startswith("demix: error: "), done.stderr
+    assert "Traceback" not in done.stderr
+    return lines[-1]
+
+
+@ROOT
+def test_a_full_disk_leaves_nothing_and_a_rerun_is_clean(tmp_path, mounted):
+    disk = mounted("size=2m")
+    source = _noise(tmp_path / "a.jsonl", 8)
+    output = disk / "raw" / "d" / "0000.parquet"
+    assert f"{output}: cannot be written (No space left on device); free space" in _error(_download(source, output))
+    assert [path for path in disk.rglob("*") if path.is_file()] == []
+    subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+    assert _download(source, output).returncode == 0
+    good = tmp_path / "raw" / "0000.parquet"
+    assert _download(source, good).returncode == 0
+    assert sha256_file(output) == sha256_file(good)
+
+
+@ROOT
+def test_a_full_disk_while_anonymizing(tmp_path, mounted):
+    disk = mounted("size=1m")
+    raw = tmp_path / "raw" / "0000.parquet"
+    assert _download(_noise(tmp_path / "a.jsonl", 4), raw).returncode == 0
+    output = disk / "documents" / "0000.parquet"
+    done = _run("anonymize", raw, "--output", output, "--counts", output.with_suffix(".json"))
+    assert f"{output}: cannot be written (No space left on device)" in _error(done)
+    assert [path for path in disk.rglob("*") if path.is_file()] == []
+
+
+@ROOT
+def test_a_disk_that_fills_up_while_fetching(tmp_path, mounted):
+    """What was fetched stays, for the rerun to go on from, but not under the final name."""
+    disk = mounted("size=2m")
+    _noise(tmp_path / "a.jsonl", 4)
+    code = """
+import functools, http.server, sys
+handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=sys.argv[1])
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+    server = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}/a.jsonl"
+        settings = json.dumps({"kind": "url", "path": url})
+        output = disk / "d" / "0000.parquet"
+        done = _run("download", "d", "--settings", settings, "--output", output)
+        assert "a.jsonl: cannot be written (No space left on device); free space" in _error(done)
+        assert not [path for path in disk.rglob("a.jsonl") if path.is_file()]
+        assert not output.exists()
+        subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+        done = _run("download", "d", "--settings", settings, "--output", output)
+        assert done.returncode == 0, done.stderr
+        assert [*output.parent.iterdir()] == [output]
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@ROOT
+def test_a_disk_mounted_read_only(tmp_path, mounted):
+    disk = mounted("size=2m")
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    error = _error(_download(_noise(tmp_path / "a.jsonl", 1), disk / "raw" / "d" / "0000.parquet"))
+    assert f"{disk}/raw/d: cannot be written (Read-only file system); mend its permissions" in error
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write where others may not")
+def test_a_folder_without_permission_to_write(tmp_path):
+    (tmp_path / "raw").mkdir(mode=0o500)
+    error = _error(_download(_noise(tmp_path / "a.jsonl", 1), tmp_path / "raw" / "0000.parquet"))
+    assert "cannot be written (Permission denied)" in error
+
+
+def test_200_megabytes_in_one_line(tmp_path):
+    source = tmp_path / "a.jsonl"
+    with open(source, "wb") as file:
+        file.truncate(200_000_000)
+    output = tmp_path / "raw" / "0000.parquet"
+    assert f"{source}, line 1: is over 128 MiB long" in _error(_download(source, output))
+    assert [*output.parent.iterdir()] == []
+
+
+def test_a_domain_without_a_word(tmp_path):
+    """Each part may be empty; a domain may not."""
+    run = tmp_path / "run"
+    (tmp_path / "a.jsonl").write_text('{"text": " "}\n{"text": null}\n')
+    raw, documents = run / "raw" / "d" / "0000.parquet", run / "documents" / "d" / "0000.parquet"
+    assert _download(tmp_path / "a.jsonl", raw).returncode == 0
+    done = _run("anonymize", raw, "--output", documents, "--counts", documents.with_suffix(".json"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(documents.with_suffix(".json").read_text())["rejected"] == {"empty": 2}
+    assert _run("owners", documents, "--output", run / "owners.parquet").returncode == 0
+    settings = json.dumps({"training": True, "seed": 1, "words": {"train": None, "dev": 5, "test": 5}})
+    done = _run(
+        "split", "d", documents, "--owners", run / "owners.parquet", "--settings", settings, "--output", run / "corpus"
+    )
+    assert "d.words: dev (5) and test (5) leave no document for train out of 0 documents" in _error(done)
+    assert [path for path in (run / "corpus").rglob("*") if path.is_file()] == []

@@ -1,0 +1,298 @@
+"""Fetching from a real server on loopback that fails in every way that servers do."""
+
+import gzip
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socketserver import TCPServer
+
+import pytest
+
+from demix.data import sources
+from demix.data.fetch import ATTEMPTS, fetch
+from demix.data.sources import Source, download
+from demix.errors import DemixError
+
+DATA = bytes(hashlib.sha256(b"demix").digest()) * 20_000
+HALF = len(DATA) // 2
+SHA256 = hashlib.sha256(DATA).hexdigest()
+
+Answer = Callable[["Handler", int], None]
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        site: Site = self.server.site
+        with site.lock:
+            site.requests.append({key.lower(): value for key, value in self.headers.items()})
+            number = len(site.requests)
+        self.close_connection = True
+        site.answer(self, number)
+
+    def send(self, data: bytes, status: int = 200, stop: int | None = None, **headers: str) -> None:
+        """Answer with `data`, of which only `stop` bytes are sent before the connection closes."""
+        self.send_response(status)
+        for name, value in ({"ETag": '"one"', "Content-Length": str(len(data))} | headers).items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(data[:stop])
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        """As HTTPServer's, without its look-up of the host's name, which takes seconds where there is no network."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address
+
+
+@dataclass
+class Site:
+    url: str
+    answer: Answer
+    requests: list[dict] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Answer], Site]]:
+    servers = []
+
+    def start(answer: Answer) -> Site:
+        server = Server(("127.0.0.1", 0), Handler)
+        server.site = Site(f"http://127.0.0.1:{server.server_port}/data.bin", answer)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        servers.append(server)
+        return server.site
+
+    yield start
+    for server in servers:
+        server.site.over.set()
+        server.shutdown()
+        server.server_close()
+
+
+def get(site: Site, path: Path, **options: object) -> None:
+    fetch(site.url, path, backoff=0.001, **({"timeout": 5} | options))
+
+
+def ranged(handler: Handler, data: bytes = DATA, etag: str = '"one"', stop: int | None = None) -> None:
+    """What a good server does with Range and If-Range."""
+    wanted = handler.headers.get("Range")
+    if wanted and handler.headers.get("If-Range") == etag:
+        start = int(wanted.removeprefix("bytes=").removesuffix("-"))
+        handler.send(data[start:], 206, stop, ETag=etag, Content_Range=f"bytes {start}-{len(data) - 1}/{len(data)}")
+    else:
+        handler.send(data, stop=stop, ETag=etag)
+
+
+def test_a_file_is_fetched_whole_and_only_once(serve, tmp_path):
+    site = serve(lambda handler, number: ranged(handler))
+    for _ in range(2):
+        get(site, tmp_path / "f", size=len(DATA), sha256=SHA256)
+    assert (tmp_path / "f").read_bytes() == DATA
+    assert [*tmp_path.iterdir()] == [tmp_path / "f"]
+    assert len(site.requests) == 1
+    assert site.requests[0]["accept-encoding"] == "identity"
+
+
+def test_500_twice_then_the_file(serve, tmp_path):
+    site = serve(lambda handler, number: handler.send(b"later", 500) if number < 3 else ranged(handler))
+    get(site, tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == DATA
+    assert len(site.requests) == 3
+
+
+def test_500_for_ever_ends_in_one_line(serve, tmp_path):
+    site = serve(lambda handler, number: handler.send(b"later", 503))
+    with pytest.raises(DemixError, match=r"data\.bin: cannot be fetched \(it answers 503\); rerun to go on") as caught:
+        get(site, tmp_path / "f")
+    assert "\n" not in str(caught.value)
+    assert len(site.requests) == ATTEMPTS + 1
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_is_refused_is_not_tried_again(serve, tmp_path):
+    site = serve(lambda handler, number: handler.send(b"", 403))
+    with pytest.raises(DemixError, match="answers 403 Forbidden; check the address, and whether terms"):
+        get(site, tmp_path / "f")
+    assert len(site.requests) == 1
+
+
+def test_a_cut_transfer_goes_on_where_it_ended(serve, tmp_path):
+    site = serve(lambda handler, number: ranged(handler, stop=HALF if number == 1 else None))
+    get(site, tmp_path / "f", sha256=SHA256)
+    assert (tmp_path / "f").read_bytes() == DATA
+    assert site.requests[1]["range"] == f"bytes={HALF}-"
+    assert site.requests[1]["if-range"] == '"one"'
+
+
+def test_many_cuts_are_no_failure_while_bytes_come(serve, tmp_path):
+    site = serve(lambda handler, number: ranged(handler, stop=len(DATA) // 20))
+    get(site, tmp_path / "f", sha256=SHA256)
+    assert len(site.requests) > 2 * ATTEMPTS
+
+
+def test_a_stalled_transfer_goes_on(serve, tmp_path):
+    def answer(handler: Handler, number: int) -> None:
+        ranged(handler, stop=HALF if number == 1 else None)
+        if number == 1:
+            handler.wfile.flush()
+            handler.server.site.over.wait()
+
+    site = serve(answer)
+    get(site, tmp_path / "f", timeout=0.3, sha256=SHA256)
+    assert site.requests[1]["range"] == f"bytes={HALF}-"
+
+
+def test_a_killed_job_goes_on_in_the_next(serve, tmp_path):
+    site = serve(lambda handler, number: ranged(handler) if number > ATTEMPTS + 2 else ranged(handler, stop=HALF)
+                 if number == 1 else handler.send(b"", 500))  # fmt: skip
+    with pytest.raises(DemixError):
+        get(site, tmp_path / "f")
+    assert not (tmp_path / "f").exists()
+    get(site, tmp_path / "f", sha256=SHA256)
+    assert site.requests[-1]["range"] == f"bytes={HALF}-"
+    assert [*tmp_path.iterdir()] == [tmp_path / "f"]
+
+
+def test_ranges_ignored_starts_over(serve, tmp_path):
+    site = serve(lambda handler, number: handler.send(DATA, stop=HALF if number == 1 else None))
+    get(site, tmp_path / "f", sha256=SHA256)
+    assert "range" in site.requests[1]
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_an_etag_that_changes_midway_starts_over(serve, tmp_path, honest):
+    new = DATA[::-1]
+
+    def answer(handler: Handler, number: int) -> None:
+        if number == 1:
+            ranged(handler, stop=HALF)
+        elif honest or "Range" not in handler.headers:
+            ranged(handler, new, '"two"')
+        else:
+            # Gives the range although If-Range names a version that is gone.
+            handler.send(new[HALF:], 206, ETag='"two"', Content_Range=f"bytes {HALF}-{len(new) - 1}/{len(new)}")
+
+    site = serve(answer)
+    get(site, tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == new
+    assert len(site.requests) == (2 if honest else 3)
+
+
+def test_a_weak_etag_is_not_trusted_for_ranges(serve, tmp_path):
+    site = serve(lambda handler, number: handler.send(DATA, stop=HALF if number == 1 else None, ETag='W/"one"'))
+    get(site, tmp_path / "f", sha256=SHA256)
+    assert "range" not in site.requests[1]
+
+
+def test_a_range_past_a_shrunken_file_starts_over(serve, tmp_path):
+    def answer(handler: Handler, number: int) -> None:
+        if "Range" in handler.headers:
+            handler.send(b"", 416, Content_Range="bytes */9")
+        else:
+            handler.send(DATA if number == 1 else b"shrunken!", stop=HALF if number == 1 else None)
+
+    site = serve(answer)
+    get(site, tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == b"shrunken!"
+
+
+@pytest.mark.parametrize("wrong", [{"sha256": "0" * 64}, {"size": 9}])
+def test_wrong_bytes_are_not_kept(serve, tmp_path, wrong):
+    site = serve(lambda handler, number: ranged(handler))
+    with pytest.raises(DemixError, match=r"data\.bin: has .*, not (0000|9)"):
+        get(site, tmp_path / "f", **wrong)
+    assert [*tmp_path.iterdir()] == []
+    (tmp_path / "f").write_bytes(b"left by someone")
+    with pytest.raises(DemixError, match=r"data\.bin: has"):
+        get(site, tmp_path / "f", **wrong)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_secrets_in_addresses_are_not_shown(serve, tmp_path):
+    site = serve(lambda handler, number: handler.send(b"", 404))
+    url = site.url.replace("http://", "http://me:hunter2@") + "?signature=hunter3"
+    with pytest.raises(DemixError) as caught:
+        fetch(url, tmp_path / "f")
+    assert "hunter" not in str(caught.value)
+
+
+def test_a_port_where_nobody_listens(tmp_path):
+    with pytest.raises(DemixError, match="cannot be fetched"):
+        fetch("http://127.0.0.1:9/f", tmp_path / "f", backoff=0.001)
+
+
+def _lines(*texts: str) -> bytes:
+    return "".join(f'{{"text": "{text}"}}\n' for text in texts).encode()
+
+
+def test_a_source_of_addresses_is_read_in_parts(serve, tmp_path):
+    import pyarrow.parquet as pq
+
+    site = serve(lambda handler, number: handler.send(_lines(handler.path)))
+    urls = tuple(f"{site.url.rpartition('/')[0]}/{name}.jsonl" for name in "abc")
+    source = Source("url", urls, parts=2)
+    for part in range(2):
+        download(source, "d", tmp_path / "d" / f"{part}.parquet", part)
+    texts = [pq.read_table(tmp_path / "d" / f"{part}.parquet")["text"].to_pylist() for part in range(2)]
+    assert texts == [["/a.jsonl", "/c.jsonl"], ["/b.jsonl"]]
+    assert sorted(path.name for path in (tmp_path / "d").iterdir()) == ["0.parquet", "1.parquet"]
+
+
+def test_a_word_budget_leaves_later_addresses_alone(serve, tmp_path):
+    site = serve(lambda handler, number: handler.send(_lines("four words in it") * 5))
+    urls = tuple(f"{site.url.rpartition('/')[0]}/{name}.jsonl" for name in "abc")
+    assert download(Source("url", urls, words=9), "d", tmp_path / "d" / "0.parquet") == 3
+    assert len(site.requests) == 1
+
+
+def test_a_failed_source_keeps_what_it_fetched_and_names_what_to_do(serve, tmp_path):
+    site = serve(lambda handler, number: handler.send(_lines("a"), 404 if number == 2 else 200))
+    urls = tuple(f"{site.url.rpartition('/')[0]}/{name}.jsonl" for name in "ab")
+    source = Source("url", urls, instructions="accept the terms at example.org")
+    output = tmp_path / "d" / "0.parquet"
+    with pytest.raises(DemixError, match=r"answers 404 Not Found; accept the terms at example\.org"):
+        download(source, "d", output)
+    assert not output.exists()
+    assert (tmp_path / "d").stat().st_mode & 0o777 == 0o700
+    assert download(source, "d", output) == 2
+    assert len(site.requests) == 3, "the first address was not fetched again"
+    assert [*output.parent.iterdir()] == [output]
+
+
+def test_a_damaged_file_is_fetched_again_by_the_next_run(serve, tmp_path):
+    data = gzip.compress(_lines("a", "b"))
+    site = serve(lambda handler, number: handler.send(data[:-9] if number == 1 else data))
+    source = Source("url", site.url.replace("data.bin", "data.jsonl.gz"))
+    output = tmp_path / "d" / "0.parquet"
+    with pytest.raises(DemixError, match="damaged or cut short"):
+        download(source, "d", output)
+    assert download(source, "d", output) == 2
+    assert [*output.parent.iterdir()] == [output]
+
+
+def test_a_page_that_asks_for_consent_is_no_file(serve, tmp_path):
+    page = b"<html>Accept our terms</html>"
+    site = serve(lambda handler, number: handler.send(page, Content_Type="text/html; charset=utf-8"))
+    with pytest.raises(DemixError, match=r"data\.bin: gives a web page, not a file; open it in a browser"):
+        get(site, tmp_path / "f")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_addresses_that_name_no_file(tmp_path):
+    for url in ("ftp://host/a.jsonl", "file:///etc/passwd", "http://host/", "http://host/.."):
+        with pytest.raises(DemixError, match="is no address of a file"):
+            download(Source("url", url), "d", tmp_path / "d" / "0.parquet")
+    assert sources.KINDS.keys() == {"files", "url", "hub"}
