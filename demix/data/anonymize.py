@@ -331,9 +331,7 @@ def _stretches(raw: bytes, edges: np.ndarray, places: np.ndarray) -> Iterator[tu
         yield last
 
 
-def anonymize_documents(
-    input: Path, output: Path, counts: Path, *, enabled: bool = True, rules: str = "ours"
-) -> None:
+def anonymize_documents(input: Path, output: Path, counts: Path, *, enabled: bool = True, rules: str = "ours") -> None:
     """Normalise and, unless `enabled` is false, anonymize the raw documents in `input`.
 
     `rules` are "ours" or "released" (`demix.data.released`). Writes Parquet with `id` (hexadecimal sha256 of the

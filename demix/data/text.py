@@ -45,7 +45,7 @@ def word_starts(texts: pa.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
         code = data[lead].astype(np.int32) << 8 | data[lead + 1]
         wide = lead[data[lead] > 0xC2]
         code[data[lead] > 0xC2] = code[data[lead] > 0xC2] << 8 | data[wide + 2]
-        found = lead[np.isin(code, _OTHER_SPACE)]
+        found = lead[np.isin(code, _OTHER_SPACE, kind="sort")]
         for byte in range(3):
             space[1 + found[data[found] > 0xC2] + byte] = True
             space[1 + found + min(byte, 1)] = True
