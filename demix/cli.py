@@ -83,7 +83,7 @@ def owners(documents: Files, output: Output) -> None:
     """Give each text that the training domains hold to one of them (documents/<domain>.parquet)."""
     from demix.data.corpus import mark_duplicates
 
-    mark_duplicates({path.stem: path for path in documents}, output)
+    mark_duplicates({path.stem: [path] for path in documents}, output)
 
 
 @app.command()
@@ -101,8 +101,8 @@ def split(
     values = json.loads(settings)
     run(
         documents.stem,
-        documents,
-        counts,
+        [documents],
+        [counts],
         owners,
         training=values["training"],
         budget=settings_from(Budget, values["words"]),
