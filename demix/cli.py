@@ -71,11 +71,12 @@ def anonymize(
     output: Output,
     counts: Annotated[Path, typer.Option(help="Where the counts by category go.")],
     enabled: Annotated[bool, typer.Option(help="Replace personal data, or only normalise.")] = True,
+    rules: Annotated[str, typer.Option(help="ours, or released: the rules published with the paper.")] = "ours",
 ) -> None:
     """Normalise a domain's text and replace personal data by dummy tokens."""
     from demix.data.anonymize import anonymize_documents
 
-    anonymize_documents(raw, output, counts, enabled=enabled)
+    anonymize_documents(raw, output, counts, enabled=enabled, rules=rules)
 
 
 @app.command()
@@ -84,6 +85,14 @@ def owners(documents: Files, output: Output) -> None:
     from demix.data.corpus import mark_duplicates
 
     mark_duplicates({path.stem: [path] for path in documents}, output)
+
+
+@app.command()
+def shared(documents: Files, output: Output) -> None:
+    """Count the texts that domains share with one another (documents/<domain>.parquet of the novel domains)."""
+    from demix.data.corpus import count_shared
+
+    count_shared({path.stem: [path] for path in documents}, output)
 
 
 @app.command()
@@ -109,6 +118,7 @@ def split(
         seed=values["seed"],
         outputs={name: output / f"{name}.parquet" for name in ("train", "dev", "test")},
         card=output / "card.json",
+        near_duplicates=values.get("near_duplicates"),
     )
 
 
@@ -121,7 +131,7 @@ def tokenizer(documents: Files, settings: Settings, output: Output) -> None:
     if values["kind"] == "gpt2":
         gpt2_tokenizer(output)
     else:
-        train_tokenizer(documents, values["vocab_size"], output)
+        train_tokenizer(documents, values["vocab_size"], output, values["words"])
 
 
 @app.command()
