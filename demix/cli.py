@@ -28,14 +28,16 @@ class SplitSettings:
     words: dict[str, int | None]
     training: bool
     seed: int
+    near_duplicates: float | None
 
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """`gpt2`, or a `bpe` of `vocab_size` types."""
+    """`gpt2`, or a `bpe` of `vocab_size` types learned from about so many `words`."""
 
     kind: str
     vocab_size: int
+    words: int
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,12 @@ def anonymize(
     output: Output,
     counts: Annotated[Path, typer.Option(help="Where the counts by category go.")],
     enabled: Annotated[bool, typer.Option(help="Replace personal data, or only normalise.")] = True,
+    rules: Annotated[str, typer.Option(help="ours, or released: the rules published with the paper.")] = "ours",
 ) -> None:
     """Normalise a part of a domain's text and replace personal data by dummy tokens."""
     from demix.data.anonymize import anonymize_documents
 
-    anonymize_documents(raw, output, counts, enabled=enabled)
+    anonymize_documents(raw, output, counts, enabled=enabled, rules=rules)
 
 
 @app.command()
@@ -126,10 +129,15 @@ def owners(documents: Files, output: Output) -> None:
     """Give each text that the training domains hold to one of them (documents/<domain>/<part>.parquet)."""
     from demix.data.corpus import mark_duplicates
 
-    parts: dict[str, list[Path]] = {}
-    for path in documents:
-        parts.setdefault(path.parent.name, []).append(path)
-    mark_duplicates(parts, output)
+    mark_duplicates(_parts_by_domain(documents), output)
+
+
+@app.command()
+def shared(documents: Files, output: Output) -> None:
+    """Count the texts that novel domains share with one another (documents/<domain>/<part>.parquet)."""
+    from demix.data.corpus import count_shared
+
+    count_shared(_parts_by_domain(documents), output)
 
 
 @app.command()
@@ -158,6 +166,7 @@ def split(
         seed=values.seed,
         outputs={name: output / f"{name}.parquet" for name in ("train", "dev", "test")},
         card=output / "card.json",
+        near_duplicates=values.near_duplicates,
     )
 
 
@@ -171,7 +180,7 @@ def tokenizer(documents: Files, settings: Settings, output: Output) -> None:
         case "gpt2":
             gpt2_tokenizer(output)
         case "bpe":
-            train_tokenizer(documents, values.vocab_size, output)
+            train_tokenizer(documents, values.vocab_size, output, values.words)
         case _:
             raise DemixError(f"--settings.kind {values.kind}", "is not known", "use gpt2 or bpe")
 
@@ -351,6 +360,14 @@ def export(
     if format != "hf":
         raise DemixError(f"--format {format}", "is not known", "use hf")
     export_hf(model, expert, tokenizer, output)
+
+
+def _parts_by_domain(documents: list[Path]) -> dict[str, list[Path]]:
+    """documents/<domain>/<part>.parquet, grouped by domain."""
+    parts: dict[str, list[Path]] = {}
+    for path in documents:
+        parts.setdefault(path.parent.name, []).append(path)
+    return parts
 
 
 def _two_or_more(shards: list[Path]) -> list[Path]:

@@ -23,15 +23,21 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import regex
 
+from demix.data import released
 from demix.data.sources import SURROGATE
-from demix.data.tables import read_batches, write_rows
+from demix.data.tables import read_batches, write_batches
+from demix.data.text import buffers, count_words, splice
+from demix.errors import DemixError
 from demix.files import write_json
 
 CATEGORIES = ("EMAIL", "DART", "FB_USERID", "PHONE_NUMBER", "CREDIT_CARD_NUMBER", "SSN", "USER")
@@ -263,40 +269,114 @@ def _users(text: str) -> Iterator[Span]:
             yield (start, end, "USER")
 
 
-def anonymize_documents(input: Path, output: Path, counts: Path, *, enabled: bool = True) -> None:
+def anonymize_texts(texts: pa.Array) -> tuple[pa.Array, dict[str, int]]:
+    """A column of texts as `anonymize` leaves each, and the sum of its counts; only lines that may matter are read.
+
+    Every span holds an @, seven digits close together or the end of a Facebook host, all of which bytes show.
+    """
+    data, edges = buffers(texts)
+    counts = dict.fromkeys(CATEGORIES, 0)
+    places = _places(data)
+    raw, replaced = data.tobytes() if len(places) else b"", []
+    for text, start, end in _stretches(raw, edges, places):
+        before = raw[start:end].decode()
+        after, found = anonymize(before)
+        if after != before:
+            replaced.append((text, start, end, after.encode()))
+            for category, number in found.items():
+                counts[category] += number
+    return splice(texts, replaced), counts
+
+
+def _places(data: np.ndarray) -> np.ndarray:
+    """The bytes, in order, at which a line may hold personal data."""
+    at = np.flatnonzero(data == ord("@"))
+    digits = np.flatnonzero((data - np.uint8(ord("0"))) < 10)
+    # Up to three separators of up to three bytes may part two digits.
+    near = np.concatenate([[0], np.cumsum(np.diff(digits) > 10)])
+    runs = digits[:-6][near[6:] == near[:-6]] if len(digits) > 6 else digits[:0]
+    slash = np.flatnonzero(data == ord("/"))
+    slash = slash[slash >= 5]
+    # ".com/" after the last letter of facebook or fb, in any case (the Kelvin sign is a k).
+    for back, letters in ((1, b"mM"), (2, b"oO"), (3, b"cC"), (4, b"."), (5, b"kKbB\xaa")):
+        slash = slash[np.isin(data[slash - back], np.frombuffer(letters, np.uint8))]
+    return np.sort(np.concatenate([at, runs, slash]))
+
+
+def _stretches(raw: bytes, edges: np.ndarray, places: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Stretches (text, first byte, one after the last) outside of which `anonymize` neither reads nor writes.
+
+    Lines with a place, the line after (is it a definition below a decorator?) and the 64 characters before (do they
+    announce a number?); lines that follow one another go together, as a decorator may stand on another.
+    """
+    owner = np.searchsorted(edges, places, side="right") - 1
+    last: tuple[int, int, int] | None = None
+    core = -1
+    for text, place in zip(owner.tolist(), places.tolist(), strict=True):
+        if last and text == last[0] and place < core:
+            continue
+        low, high = int(edges[text]), int(edges[text + 1])
+        begin = max(raw.rfind(b"\n", low, place) + 1, low)
+        core = raw.find(b"\n", place, high) + 1 or high
+        start = max(begin - 256, low)
+        while start > low and raw[start] & 0xC0 == 0x80:
+            start += 1
+        end = raw.find(b"\n", core, high) + 1 or high
+        if last and text == last[0] and start <= last[2]:
+            start = last[1]
+        elif last:
+            yield last
+        last = (text, start, end)
+    if last:
+        yield last
+
+
+def anonymize_documents(input: Path, output: Path, counts: Path, *, enabled: bool = True, rules: str = "ours") -> None:
     """Normalise and, unless `enabled` is false, anonymize the raw documents in `input`.
 
-    Writes Parquet with `id` (hexadecimal sha256 of the final text), `text`, `n_words` (words parted by white space)
-    and `metadata`, and the JSON `counts`: documents read, words written, rules applied, documents rejected ("empty":
-    without a word), replacements by category. Source ids, which may hold personal data, go no further.
+    `rules` are "ours" or "released" (`demix.data.released`). Writes Parquet with `id` (hexadecimal sha256 of the
+    final text), `text`, `n_words` (words parted by white space) and `metadata`, and the JSON `counts`: documents read,
+    words written, rules applied, documents rejected ("empty": without a word), replacements by category. Source ids,
+    which may hold personal data, go no further.
     """
+    if rules not in ("ours", "released"):
+        raise DemixError(f"rules {rules!r}", "are not known", "use ours or released")
     normalised: Counter[str] = Counter(surrogates=0, nul=0, line_ends=0)
     replacements: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
     totals = Counter(documents=0, words=0, empty=0)
+    one = anonymize if rules == "ours" else released.anonymize
 
     def clean(text: str) -> str:
         text, found = normalise(text)
         normalised.update(found)
         if enabled:
-            text, found = anonymize(text)
+            text, found = one(text)
             replacements.update(found)
         return text
 
-    def rows() -> Iterator[tuple[str, str, int, str]]:
+    def batches() -> Iterator[pa.RecordBatch]:
         for batch in read_batches(input, ["text", "metadata"]):
-            for text, metadata in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-                totals["documents"] += 1
-                text = clean(text)
-                words = len(text.split())
-                if not words:
-                    totals["empty"] += 1
-                    continue
-                totals["words"] += words
-                if metadata != "{}":
-                    metadata = json.dumps(_walk(json.loads(metadata), clean), sort_keys=True, ensure_ascii=False)
-                yield hashlib.sha256(text.encode()).hexdigest(), text, words, metadata
+            texts = _normalise_texts(batch.column("text"), normalised)
+            if enabled and rules == "ours":
+                texts, found = anonymize_texts(texts)
+                replacements.update(found)
+            elif enabled:
+                pairs = [one(text) for text in texts.to_pylist()]
+                texts = pa.array([text for text, _ in pairs], pa.large_string())
+                for _, found in pairs:
+                    replacements.update(found)
+            words = count_words(texts)
+            kept = np.flatnonzero(words)
+            totals.update(documents=len(words), words=int(words.sum()), empty=len(words) - len(kept))
+            metadata = batch.column("metadata")
+            if len(kept) < len(words):
+                texts, metadata, words = texts.take(kept), metadata.take(kept), words[kept]
+            if pc.any(pc.not_equal(metadata, "{}")).as_py():
+                metadata = pa.array([_clean_metadata(value, clean) for value in metadata.to_pylist()], metadata.type)
+            if len(kept):
+                yield pa.record_batch([_ids(texts), texts, pa.array(words), metadata], schema=SCHEMA)
 
-    write_rows(output, SCHEMA, rows())
+    write_batches(output, SCHEMA, batches())
     normalised["surrogates"] += int((pq.read_metadata(input).metadata or {}).get(b"surrogates", 0))
     write_json(
         counts,
@@ -308,6 +388,29 @@ def anonymize_documents(input: Path, output: Path, counts: Path, *, enabled: boo
             "replacements": dict(replacements),
         },
     )
+
+
+def _normalise_texts(texts: pa.Array, counts: Counter[str]) -> pa.Array:
+    """A column as `normalise` leaves each text; Arrow's strings hold no surrogates."""
+    data, _ = buffers(texts)
+    if not (data == 0).any() and b"\r\n" not in data.tobytes():
+        return texts
+    pairs = [normalise(text) for text in texts.to_pylist()]
+    for _, found in pairs:
+        counts.update(found)
+    return pa.array([text for text, _ in pairs], pa.large_string())
+
+
+def _ids(texts: pa.Array) -> pa.Array:
+    data, edges = buffers(texts)
+    view = memoryview(data)
+    return pa.array([hashlib.sha256(view[start:end]).hexdigest() for start, end in pairwise(edges.tolist())])
+
+
+def _clean_metadata(metadata: str, clean: Any) -> str:
+    if metadata == "{}":
+        return metadata
+    return json.dumps(_walk(json.loads(metadata), clean), sort_keys=True, ensure_ascii=False)
 
 
 def _walk(value: Any, clean: Any) -> Any:

@@ -1,19 +1,27 @@
-"""Documents of a domain, free of exact duplicates, divided into train, dev and test by the hash of their content."""
+"""Documents of a domain, free of exact duplicates, divided into train, dev and test by the hash of their content.
+
+Ids, words and places of the documents go through files in buckets (`demix.data.buckets`), texts through files of a
+stretch each: memory holds one bucket or stretch at a time, however large the domain.
+"""
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from demix.data.tables import BATCH_ROWS, read_batches, write_rows
+from demix.data.buckets import bucket_count, gathered, order_of, place, scattering
+from demix.data.leakage import gram_set, leaked, shares
+from demix.data.tables import read_batches, write_batches, write_rows
 from demix.errors import DemixError
 from demix.files import read_json, write_json
 
@@ -21,9 +29,16 @@ SPLITS = ("train", "dev", "test")
 SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("n_words", pa.int64())])
 OWNERS_SCHEMA = pa.schema([("id", pa.string()), ("domain", pa.string())])
 
-# Sizes of what is held in memory at a time: ids while looking for duplicates, text while sorting.
-PART_DOCUMENTS = 4_000_000
-PART_BYTES = 64 << 20
+# Text held in memory while sorting, until there are as many stretches as files that a process may hold open.
+STRETCH_BYTES = 64 << 20
+MOST_STRETCHES = 256
+# Rows of a row group of the owners.
+OWNERS_ROWS = 1 << 16
+
+_HELD = np.dtype([("hash", "S32"), ("domain", np.uint16)])
+# `row` counts the documents of a domain in the order of its files; `bytes` is the size of the text.
+_DOCUMENT = np.dtype([("hash", "S32"), ("row", np.int64), ("words", np.int64), ("bytes", np.int64)])
+_RANK = np.dtype([("row", np.int64), ("rank", np.int64), ("stretch", np.int64)])
 
 _log = logging.getLogger(__name__)
 
@@ -37,50 +52,106 @@ class Budget:
     test: int
 
 
-def mark_duplicates(inputs: dict[str, Path | list[Path]], output: Path) -> None:
+def mark_duplicates(inputs: dict[str, list[Path]], output: Path) -> None:
     """Decide which training domain keeps each text: Parquet `id`, `domain`, one row per distinct id, sorted by id.
 
     Of the domains that hold a text the one with the smallest sha256 of domain and id keeps it, so that neither the
-    order of the domains nor that of their documents matters.
+    order of the domains nor that of their documents and parts matters.
     """
     domains = sorted(inputs)
-    documents = sum(batch.num_rows for domain in domains for batch in _parts(inputs[domain], ["n_words"]))
-    parts = -(-documents // PART_DOCUMENTS) or 1
 
-    def rows() -> Iterator[tuple[str, str]]:
-        for part in range(parts):
-            # Ids in order of the part they lie in, so that parts written one after the other are sorted.
-            low, high = (b"%02x" % (-(-256 * edge // parts)) for edge in (part, part + 1))
-            held = [np.unique(_ids(inputs[domain], low, high if part + 1 < parts else b"g")) for domain in domains]
-            ids = np.concatenate(held)
-            owner = np.repeat(np.arange(len(domains)), [len(some) for some in held])
-            order = np.argsort(ids, kind="stable")
-            ids, owner = ids[order], owner[order]
-            edges = [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1), len(ids)] if len(ids) else []
-            for start, end in pairwise(edges):
-                text_id = ids[start].decode()
-                candidates = [domains[index] for index in owner[start:end]]
-                yield text_id, min(candidates, key=lambda domain: _digest(domain, text_id))
+    def batches() -> Iterator[pa.RecordBatch]:
+        for held in _held(inputs, output.parent):
+            single = _single(held)
+            names = pa.DictionaryArray.from_arrays(held["domain"][single], domains).cast(pa.string()).to_pylist()
+            rows = dict(zip(single.tolist(), names, strict=True))
+            for start, end in _groups(held):
+                text_id = _hexadecimal(held["hash"][start : start + 1])[0].as_py()
+                candidates = [domains[index] for index in held["domain"][start:end]]
+                rows[start] = min(candidates, key=lambda domain: _digest(domain, text_id))
+            first = np.array(sorted(rows), np.int64)
+            for start in range(0, len(first), OWNERS_ROWS):
+                some = first[start : start + OWNERS_ROWS]
+                names = pa.array([rows[row] for row in some.tolist()], pa.string())
+                yield pa.record_batch([_hexadecimal(held["hash"][some]), names], schema=OWNERS_SCHEMA)
 
-    write_rows(output, OWNERS_SCHEMA, rows())
+    write_batches(output, OWNERS_SCHEMA, batches())
 
 
-def _parts(paths: Path | list[Path], columns: list[str]) -> Iterator[pa.RecordBatch]:
-    for path in paths if isinstance(paths, list) else [paths]:
+def count_shared(inputs: dict[str, list[Path]], output: Path) -> None:
+    """Write the number of texts that each two domains share as JSON `{"a": {"b": number}}`, a before b; zeros left out.
+
+    For the novel domains, whose duplicates among one another are reported and not dropped.
+    """
+    domains = sorted(inputs)
+    shared: Counter[tuple[str, str]] = Counter()
+    for held in _held(inputs, output.parent):
+        for start, end in _groups(held):
+            names = [domains[index] for index in held["domain"][start:end]]
+            shared.update((one, other) for place, one in enumerate(names) for other in names[place + 1 :])
+    table: dict[str, dict[str, int]] = {}
+    for (one, other), number in shared.items():
+        table.setdefault(one, {})[other] = number
+    write_json(output, table)
+
+
+def _held(inputs: dict[str, list[Path]], folder: Path) -> Iterator[np.ndarray]:
+    """Which domain holds which text (once each), a bucket at a time, sorted by both."""
+    count = bucket_count(sum(_rows(paths) for paths in inputs.values()))
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder, prefix=".owners.") as name:
+        temporary = Path(name)
+        with scattering(temporary, "held", count) as scatter:
+            for index, domain in enumerate(sorted(inputs)):
+                for batch in _batches(inputs[domain], ["id"]):
+                    rows = np.zeros(batch.num_rows, _HELD)
+                    rows["hash"], rows["domain"] = _binary(batch.column(0)), index
+                    scatter(rows, place(rows["hash"], count))
+        for rows in gathered(temporary, "held", count, _HELD):
+            # Stable, and domains were written one after the other.
+            rows = rows[order_of(rows["hash"])]
+            yield rows[np.concatenate([[True], rows[1:] != rows[:-1]])[: len(rows)]]
+
+
+def _starts(held: np.ndarray) -> np.ndarray:
+    hashes = held["hash"]
+    return np.concatenate(
+        [np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]])[: len(held)]), [len(held)]]
+    )
+
+
+def _single(held: np.ndarray) -> np.ndarray:
+    starts = _starts(held)
+    return starts[:-1][np.diff(starts) == 1]
+
+
+def _groups(held: np.ndarray) -> Iterator[tuple[int, int]]:
+    """First row and one after the last of each text that several domains hold."""
+    starts = _starts(held)
+    several = np.flatnonzero(np.diff(starts) > 1)
+    return zip(starts[several].tolist(), starts[several + 1].tolist(), strict=True)
+
+
+def _batches(paths: Iterable[Path], columns: list[str]) -> Iterator[pa.RecordBatch]:
+    for path in paths:
         yield from read_batches(path, columns)
 
 
-def _ids(path: Path | list[Path], low: bytes, high: bytes) -> np.ndarray:
-    """The ids in `path` from `low` up to but not `high`, as fixed-width bytes."""
-    found = [np.empty(0, "S64")]
-    for batch in _parts(path, ["id"]):
-        ids = _fixed(batch.column(0))
-        found.append(ids[(ids >= low) & (ids < high)])
-    return np.concatenate(found)
+def _rows(paths: Iterable[Path]) -> int:
+    return sum(batch.num_rows for batch in _batches(paths, ["n_words"]))
 
 
-def _fixed(ids: pa.Array) -> np.ndarray:
-    return np.array(ids.cast(pa.binary()).to_numpy(zero_copy_only=False), dtype="S64")
+def _binary(ids: pa.Array) -> np.ndarray:
+    """Hexadecimal ids as 32 bytes each."""
+    _, offsets, data = ids.buffers()
+    edges = np.frombuffer(offsets, np.int32)[ids.offset : ids.offset + len(ids) + 1]
+    return np.frombuffer(bytes.fromhex(data[edges[0] : edges[-1]].to_pybytes().decode()), "S32")
+
+
+def _hexadecimal(hashes: np.ndarray) -> pa.Array:
+    data = np.ascontiguousarray(hashes).tobytes().hex().encode()
+    edges = np.arange(len(hashes) + 1, dtype=np.int32) * 64
+    return pa.StringArray.from_buffers(len(hashes), pa.py_buffer(edges), pa.py_buffer(data))
 
 
 def _digest(*parts: object) -> bytes:
@@ -89,148 +160,305 @@ def _digest(*parts: object) -> bytes:
 
 def split(
     domain: str,
-    documents: Path | list[Path],
-    counts: Path | list[Path],
+    documents: list[Path],
+    counts: list[Path],
     owners: Path,
     training: bool,
     budget: Budget,
     seed: int,
     outputs: dict[str, Path],
     card: Path,
+    near_duplicates: float | None = None,
 ) -> None:
     """Write the splits of `domain` (`outputs`: train, dev, test) and its corpus card.
 
-    Texts that occur twice are kept once; a training domain keeps those that `owners` gives it, a novel domain those
-    that no training domain holds. In order of sha256(seed | id), dev is filled until it has its words, then test, then
-    train. Each Parquet has the columns `id`, `text`, `n_words`, in that order.
-    `counts` comes from `anonymize_documents`; in the card, its documents = those in the splits + rejected + duplicates.
+    `documents` and `counts` are those of the domain's parts, as `anonymize_documents` writes them. Texts that occur
+    twice are kept once; a training domain keeps those that `owners` gives it, a novel domain those that no training
+    domain holds. In order of sha256(seed | id), dev is filled until it has its words, then test, then train.
+    With `near_duplicates`, texts of which more than this share of 13-grams occurs in dev or test stay out of train.
+    Each Parquet has the columns `id`, `text`, `n_words`, in that order.
+    In the card, the documents of `counts` = those in the splits + rejected + duplicates.
     Raises DemixError where dev and test cannot be filled with a document left over.
     """
-    found = _sum([read_json(path) for path in (counts if isinstance(counts, list) else [counts])])
-    ids, words, sizes = _columns(documents)
-    sorted_ids, first = np.unique(ids, return_index=True)
-    allowed = _allowed(domain, sorted_ids, owners, training)
-    within, across = len(ids) - len(first), int((~allowed).sum())
-    rows = first[allowed]
-    keys = np.array([_digest(seed, ids[row].decode()) for row in rows], dtype="S32")
-    rows = rows[np.argsort(keys, kind="stable")]
-    del sorted_ids, first, allowed, keys
-
-    edges = _edges(domain, words[rows], budget)
-    rank = np.full(len(ids), -1, np.int64)
-    rank[rows[: edges["train"][1]]] = np.arange(edges["train"][1])
-    _write(documents, rank, sizes, edges, outputs)
-    taken = {name: int(words[rows[slice(*edges[name])]].sum()) for name in SPLITS}
-    if budget.train is not None and taken["train"] < budget.train:
-        _log.warning("%s: train has %d of the %d words of its budget", domain, taken["train"], budget.train)
+    found = [read_json(path) for path in counts]
+    totals = {key: _sum(one[key] for one in found) for key in ("rejected", "replacements", "normalised")}
+    folder = outputs["train"].parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder, prefix=".splitting.") as name:
+        work = _Work(domain, documents, Path(name), _rows(documents))
+        duplicates = _deduplicate(work, owners, training, seed)
+        edges = _edges(work, budget)
+        if near_duplicates is None:
+            _write(work, edges, outputs)
+        else:
+            held_out = {name: outputs[name] for name in ("dev", "test")}
+            _write(work, edges, held_out)
+            work = replace(work, near=_near_duplicates(work, edges, near_duplicates, [*held_out.values()]))
+            edges = _edges(work, budget)
+            _write(work, edges, {"train": outputs["train"]})
+    words = {name: edges.words[name] for name in SPLITS}
+    if budget.train is not None and words["train"] < budget.train:
+        _log.warning("%s: train has %d of the %d words of its budget", domain, words["train"], budget.train)
+    totals["rejected"]["near_duplicates"] = edges.near
+    totals["rejected"]["beyond_budget"] = edges.documents - edges.ranks["train"][1]
+    held_out = {name: outputs[name] for name in ("dev", "test")}
     write_json(
         card,
         {
             "domain": domain,
-            "documents": {name: edges[name][1] - edges[name][0] for name in SPLITS},
-            "words": taken,
-            "rejected": {**found["rejected"], "beyond_budget": len(rows) - edges["train"][1]},
-            "duplicates": {"within": within, "across": across},
-            "replacements": found["replacements"],
-            "normalised": found["normalised"],
+            "documents": {name: edges.ranks[name][1] - edges.ranks[name][0] for name in SPLITS},
+            "words": words,
+            "duplicates": duplicates,
+            "leakage": {
+                "exact_duplicates": _exact_duplicates(domain, outputs["train"], held_out, owners),
+                "ngrams": leaked(outputs["train"], held_out),
+            },
+            **totals,
         },
     )
 
 
-def _sum(counts: list[dict]) -> dict:
-    """Counts of the parts added up, key by key."""
-    return {
-        key: _sum([count[key] for count in counts]) if isinstance(value, dict) else sum(count[key] for count in counts)
-        for key, value in counts[0].items()
-    }
+@dataclass(frozen=True)
+class _Work:
+    """A domain being split: its files, a folder for buckets, its number of documents.
+
+    `near` has a bit for each document that is to stay out of train (12 MB for 100 million), or nothing.
+    """
+
+    domain: str
+    documents: list[Path]
+    folder: Path
+    rows: int
+    near: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8), repr=False)
+
+    @property
+    def buckets(self) -> int:
+        return bucket_count(self.rows)
+
+    @property
+    def bucket_rows(self) -> int:
+        """Documents that follow one another in the files, by bucket."""
+        return max(-(-self.rows // self.buckets), 1)
+
+    def is_near(self, rows: np.ndarray) -> np.ndarray:
+        return self.near[rows >> 3] >> (rows & 7).astype(np.uint8) & 1 == 1
 
 
-def _columns(documents: Path | list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids, words and bytes of each document, in the file's order."""
-    ids, words, sizes = [np.empty(0, "S64")], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for batch in _parts(documents, ["id", "n_words", "text"]):
-        ids.append(_fixed(batch.column("id")))
-        words.append(batch.column("n_words").to_numpy())
-        sizes.append(pc.binary_length(batch.column("text")).to_numpy())
-    return np.concatenate(ids), np.concatenate(words), np.concatenate(sizes)
+@dataclass(frozen=True)
+class _Edges:
+    """First rank and one after the last of each split, its words and bytes; documents to choose from; near ones."""
+
+    ranks: dict[str, tuple[int, int]]
+    words: dict[str, int]
+    bytes: dict[str, int]
+    documents: int
+    near: int
 
 
-def _allowed(domain: str, ids: np.ndarray, owners: Path, training: bool) -> np.ndarray:
-    """Which of the sorted `ids` the domain may keep."""
-    listed = np.zeros(len(ids), bool)
+def _sum(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for one in counts:
+        for name, number in one.items():
+            total[name] = total.get(name, 0) + number
+    return total
+
+
+def _deduplicate(work: _Work, owners: Path, training: bool, seed: int) -> dict[str, int]:
+    """Leave the documents that the domain keeps in the buckets "key", their sha256(seed | id) as hash."""
+    with scattering(work.folder, "id", work.buckets) as scatter:
+        row = 0
+        for batch in _batches(work.documents, ["id", "n_words", "text"]):
+            rows = np.zeros(batch.num_rows, _DOCUMENT)
+            rows["hash"], rows["words"] = _binary(batch.column("id")), batch.column("n_words").to_numpy()
+            rows["bytes"] = pc.binary_length(batch.column("text")).to_numpy()
+            rows["row"] = row + np.arange(len(rows))
+            row += len(rows)
+            scatter(rows, place(rows["hash"], work.buckets))
+    within = across = 0
+    known = _known(owners, work.domain if training else None)
+    some = np.empty(0, "S32")
+    with scattering(work.folder, "key", work.buckets) as scatter:
+        for bucket, rows in enumerate(gathered(work.folder, "id", work.buckets, _DOCUMENT)):
+            rows = rows[order_of(rows["hash"])]
+            first = np.concatenate([[True], rows["hash"][1:] != rows["hash"][:-1]])[: len(rows)]
+            within += len(rows) - int(first.sum())
+            rows = rows[first]
+            listed = np.zeros(len(rows), bool)
+            # The owners are sorted as the buckets are: both are read side by side.
+            while some is not None:
+                inside = int(np.searchsorted(place(some, work.buckets), bucket, side="right"))
+                if len(rows) and inside:
+                    at = np.minimum(np.searchsorted(rows["hash"], some[:inside]), len(rows) - 1)
+                    listed[at[rows["hash"][at] == some[:inside]]] = True
+                some = some[inside:]
+                if len(some):
+                    break
+                some = next(known, None)
+            allowed = listed if training else ~listed
+            across += int((~allowed).sum())
+            rows = rows[allowed]
+            ids = rows["hash"].tobytes().hex()
+            keys = [_digest(seed, ids[start : start + 64]) for start in range(0, len(ids), 64)]
+            rows["hash"] = np.frombuffer(b"".join(keys), "S32")
+            scatter(rows, place(rows["hash"], work.buckets))
+    return {"within": within, "across": across}
+
+
+def _known(owners: Path, domain: str | None) -> Iterator[np.ndarray]:
+    """The sorted ids that training domains hold, or those that `domain` owns, some at a time."""
     for batch in read_batches(owners, ["id", "domain"]):
-        if training:
+        if domain is not None:
             batch = batch.filter(pc.equal(batch.column("domain"), domain))
-        wanted = _fixed(batch.column("id"))
-        place = np.minimum(np.searchsorted(ids, wanted), max(len(ids) - 1, 0))
-        if len(ids):
-            listed[place[ids[place] == wanted]] = True
-    return listed if training else ~listed
+        yield _binary(batch.column("id"))
 
 
-def _edges(domain: str, words: np.ndarray, budget: Budget) -> dict[str, tuple[int, int]]:
-    """The first and last rank of each split: a split ends with the document that fills its budget."""
-    edges, start = {}, 0
-    total = np.cumsum(words)
-    for name in ("dev", "test", "train"):
+def _ordered(work: _Work) -> Iterator[np.ndarray]:
+    """The documents that the domain keeps, by rank, without near duplicates; a bucket at a time."""
+    for rows in gathered(work.folder, "key", work.buckets, _DOCUMENT):
+        rows = rows[order_of(rows["hash"])]
+        yield rows[~work.is_near(rows["row"])] if len(work.near) else rows
+
+
+def _edges(work: _Work, budget: Budget) -> _Edges:
+    """A split ends with the document that fills its budget."""
+    ranks, taken, sizes = {}, dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
+    names = ["dev", "test", "train"]
+    start = documents = total = 0
+    for rows in _ordered(work):
+        at, total = 0, total + int(rows["words"].sum())
+        while names and at < len(rows):
+            name, wanted = names[0], getattr(budget, names[0])
+            end = len(rows)
+            if wanted is not None:
+                filled = np.searchsorted(np.cumsum(rows["words"][at:]), wanted - taken[name])
+                end = min(at + int(filled) + 1, len(rows)) if taken[name] < wanted else at
+            taken[name] += int(rows["words"][at:end].sum())
+            sizes[name] += int(rows["bytes"][at:end].sum())
+            at = end
+            if wanted is not None and taken[name] >= wanted:
+                ranks[name], start = (start, documents + at), documents + at
+                names.pop(0)
+        documents += len(rows)
+    for name in names:
         wanted = getattr(budget, name)
-        before = int(total[start - 1]) if start else 0
-        end = len(words) if wanted is None else start
-        if wanted:
-            end = int(np.searchsorted(total, before + wanted)) + 1
-        if end > len(words) and name == "train":
-            end = len(words)
-        if end > len(words) or (name == "train" and end == start and wanted != 0):
+        end = documents if name == "train" and wanted != 0 else start
+        if (name != "train" and wanted) or (name == "train" and end == start and wanted != 0):
             raise DemixError(
-                f"{domain}.words",
-                f"dev ({budget.dev}) and test ({budget.test}) leave no document for train out of {len(words)} "
-                f"documents with {int(words.sum())} words",
+                f"{work.domain}.words",
+                f"dev ({budget.dev}) and test ({budget.test}) leave no document for train out of {documents} "
+                f"documents with {total} words",
                 "lower them or add text",
             )
-        edges[name] = (start, end)
-        start = end
-    return edges
+        ranks[name], start = (start, end), end
+    near = int(np.unpackbits(work.near).sum())
+    return _Edges(ranks, taken, sizes, documents, near)
 
 
-def _write(
-    documents: Path | list[Path],
-    rank: np.ndarray,
-    sizes: np.ndarray,
-    edges: dict[str, tuple[int, int]],
-    outputs: dict[str, Path],
-) -> None:
-    """Write the documents with a rank to the splits in order of rank.
+def _write(work: _Work, edges: _Edges, outputs: dict[str, Path]) -> None:
+    """Write splits that follow one another in order of rank.
 
-    They go first to temporary files, each a stretch of ranks that can be sorted in memory.
+    Documents go first to temporary files, each a stretch of ranks that can be sorted in memory.
     """
-    ranked = np.zeros(int(rank.max(initial=-1)) + 1, np.int64)
-    ranked[rank[rank >= 0]] = sizes[rank >= 0]
-    part_of_rank = (np.cumsum(ranked) - ranked) // PART_BYTES
-    folder = outputs["train"].parent
-    folder.mkdir(parents=True, exist_ok=True)
+    low, high = (pick(edges.ranks[name][side] for name in outputs) for side, pick in ((0, min), (1, max)))
+    total = sum(edges.bytes[name] for name in outputs)
+    size = max(STRETCH_BYTES, -(-total // MOST_STRETCHES))
+    stretches = [work.folder / f"stretch.{number}" for number in range(max(total - 1, 0) // size + 1)]
+    # The first rank of each stretch, and of the one after it.
+    firsts = np.full(len(stretches) + 1, high, np.int64)
+    with scattering(work.folder, "rank", work.buckets) as scatter:
+        rank = before = 0
+        for rows in _ordered(work):
+            ranks = np.arange(rank, rank + len(rows))
+            rank += len(rows)
+            wanted = (ranks >= low) & (ranks < high)
+            places = np.zeros(int(wanted.sum()), _RANK)
+            places["row"], places["rank"] = rows["row"][wanted], ranks[wanted]
+            ends = before + np.cumsum(rows["bytes"][wanted])
+            places["stretch"] = np.minimum((ends - rows["bytes"][wanted]) // size, len(stretches) - 1)
+            before = int(ends[-1]) if len(ends) else before
+            np.minimum.at(firsts, places["stretch"], places["rank"])
+            scatter(places, places["row"] // work.bucket_rows)
+    firsts = np.minimum.accumulate(firsts[::-1])[::-1]
     schema = SCHEMA.append(pa.field("rank", pa.int64()))
-    with TemporaryDirectory(dir=folder, prefix=".sorting.") as temporary:
-        parts = [Path(temporary, f"{part}.arrow") for part in range(int(part_of_rank[-1]) + 1 if len(ranked) else 0)]
-        with ExitStack() as stack:
-            writers = [stack.enter_context(pa.ipc.new_stream(str(part), schema)) for part in parts]
-            row = 0
-            for batch in _parts(documents, SCHEMA.names):
-                ranks = rank[row : row + batch.num_rows]
-                row += batch.num_rows
-                batch = pa.record_batch([*batch.columns, pa.array(ranks)], schema=schema)
-                place = np.where(ranks >= 0, part_of_rank[ranks] if len(ranked) else -1, -1)
-                for part in np.unique(place[place >= 0]):
-                    writers[part].write_batch(batch.take(pa.array(np.flatnonzero(place == part))))
-        for name in SPLITS:
-            write_rows(outputs[name], SCHEMA, _sorted(parts, part_of_rank, *edges[name]))
+    with ExitStack() as stack:
+        writers = [stack.enter_context(pa.ipc.new_stream(str(path), schema)) for path in stretches]
+        places = _by_row(work)
+        for batch in _batches(work.documents, SCHEMA.names):
+            ranks, stretch = places.send(batch.num_rows)
+            batch = pa.record_batch([*batch.columns, pa.array(ranks)], schema=schema)
+            for number in np.unique(stretch[stretch >= 0]):
+                writers[number].write_batch(batch.take(pa.array(np.flatnonzero(stretch == number))))
+    for name, output in outputs.items():
+        write_rows(output, SCHEMA, _sorted(stretches, firsts, *edges.ranks[name]))
 
 
-def _sorted(parts: list[Path], part_of_rank: np.ndarray, start: int, end: int) -> Iterator[tuple[str, str, int]]:
-    for part in np.unique(part_of_rank[start:end]):
-        with pa.OSFile(str(parts[part])) as file, pa.ipc.open_stream(file) as reader:
+def _by_row(work: _Work) -> Generator[Any, int, None]:
+    """Send the number of the next documents in the files; get their ranks and stretches (-1: in no split)."""
+
+    def places() -> Generator[Any, int, None]:
+        held = np.empty((2, 0), np.int64)
+        buckets = enumerate(gathered(work.folder, "rank", work.buckets, _RANK))
+        number = yield
+        while True:
+            while held.shape[1] < number:
+                bucket, rows = next(buckets)
+                more = np.full((2, work.bucket_rows), -1, np.int64)
+                more[:, rows["row"] - bucket * work.bucket_rows] = rows["rank"], rows["stretch"]
+                held = np.concatenate([held, more], axis=1)
+            some, held = held[:, :number], held[:, number:]
+            number = yield some
+
+    generator = places()
+    next(generator)
+    return generator
+
+
+def _sorted(stretches: list[Path], firsts: np.ndarray, start: int, end: int) -> Iterator[tuple[str, str, int]]:
+    for path, (first, after) in zip(stretches, pairwise(firsts), strict=True):
+        if first >= end or after <= start:
+            continue
+        with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as reader:
             table = reader.read_all()
         ranks = table.column("rank").to_numpy()
         order = np.argsort(ranks)
         order = order[(ranks[order] >= start) & (ranks[order] < end)]
-        for batch in table.select(SCHEMA.names).take(pa.array(order)).to_batches(BATCH_ROWS):
-            yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+        for some in np.array_split(order, -(-len(order) // 256)) if len(order) else []:
+            for batch in table.select(SCHEMA.names).take(pa.array(some)).to_batches():
+                yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
+
+def _near_duplicates(work: _Work, edges: _Edges, most: float, held_out: list[Path]) -> np.ndarray:
+    """A bit for each document outside of the held-out files that shares more than `most` of its 13-grams with them."""
+    grams = gram_set(held_out)
+    near = np.zeros(-(-work.rows // 8), np.uint8)
+    row = 0
+    for batch in _batches(work.documents, ["text"]):
+        found = row + np.flatnonzero(shares(batch.column(0), grams) > most)
+        np.bitwise_or.at(near, found >> 3, (1 << (found & 7)).astype(np.uint8))
+        row += batch.num_rows
+    kept = np.zeros_like(near)
+    rank = 0
+    for rows in _ordered(work):
+        rows = rows["row"][np.arange(rank, rank + len(rows)) >= edges.ranks["test"][1]]
+        rank += len(rows)
+        np.bitwise_or.at(kept, rows >> 3, (1 << (rows & 7)).astype(np.uint8))
+    return near & kept
+
+
+def _exact_duplicates(domain: str, train: Path, held_out: dict[str, Path], owners: Path) -> int:
+    """Held-out texts that the own train split holds, or that another training domain owns: none, or a bug."""
+    parts = [_binary(batch.column(0)) for batch in _batches(held_out.values(), ["id"])]
+    ids = np.sort(np.concatenate([np.empty(0, "S32"), *parts]))
+    found = int((ids[1:] == ids[:-1]).sum())
+    for batch in read_batches(train, ["id"]):
+        found += _count(ids, _binary(batch.column(0)))
+    for batch in read_batches(owners, ["id", "domain"]):
+        found += _count(ids, _binary(batch.filter(pc.not_equal(batch.column("domain"), domain)).column("id")))
+    if found:
+        raise RuntimeError(f"{domain}: {found} texts of dev and test are in a training split")
+    return found
+
+
+def _count(ids: np.ndarray, others: np.ndarray) -> int:
+    at = np.minimum(np.searchsorted(ids, others), max(len(ids) - 1, 0))
+    return int((ids[at] == others).sum()) if len(ids) else 0

@@ -1,11 +1,14 @@
 """Tokens of one split as a flat memory-mapped column, and the blocks that are scored."""
 
-from collections.abc import Iterator
+import logging
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from demix.data.tables import read_batches
 from demix.data.tokenizer import Tokenizer
@@ -13,6 +16,11 @@ from demix.errors import DemixError
 from demix.files import read_json, replacing, sha256_file, write_json
 
 REMAKE = "delete it and rerun the stage that makes it"
+
+MOST_TOKENS = 500_000_000
+CHECK_EVERY = 64
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,47 +75,38 @@ def tokenize(tokenizer: Path, documents: Path, output: Path) -> None:
     """Encode the column `text` of the Parquet `documents` into the shard `output` (`<split>.arrow`).
 
     Beside it come `<split>.documents.arrow` (`offset`: the place of each document's first id, `bytes`: the size of
-    its text in UTF-8) and, last, the manifest `<split>.json`.
+    its text in UTF-8) and, last, the manifest `<split>.json`. A sample of the documents is encoded by tiktoken too;
+    where ids differ, all are, with a warning. Raises DemixError above `MOST_TOKENS` tokens.
     """
     encoder = Tokenizer.load(tokenizer)
     kind = np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
     documents_path, manifest_path = _beside(output)
-    counts: list[np.ndarray] = []
-    bytes_: list[int] = []
 
-    # One record batch needs its length before its tokens: they go to a flat file first, which is then mapped.
-    with replacing(output) as temporary:
-        flat = temporary.with_name(temporary.name + ".flat")
+    # One record batch needs its length before its columns: they go to flat files first, which are then mapped.
+    with TemporaryDirectory(dir=_made(output.parent), prefix=".tokens.") as folder:
+        flat = {name: Path(folder, name) for name in ("token", "offset", "bytes")}
         try:
-            with open(flat, "wb") as stream:
-                for ids, size in _encoded(encoder, documents, kind):
-                    stream.write(ids.data)
-                    counts.append(len(ids))
-                    bytes_.append(size)
-            lengths = np.array(counts, np.int64)
-            schema = pa.schema(
-                [pa.field("token", pa.from_numpy_dtype(kind), nullable=False)],
-                {
-                    "tokenizer_sha256": encoder.sha256,
-                    "vocab_size": str(encoder.vocab_size),
-                    "documents": str(len(lengths)),
-                },
-            )
-            with pa.memory_map(str(flat)) as source:
-                _write_batch(temporary, schema, [(source.read_buffer(), int(lengths.sum()))])
-        finally:
-            flat.unlink(missing_ok=True)
-
-    schema = pa.schema([pa.field(name, pa.int64(), nullable=False) for name in ("offset", "bytes")])
-    columns = [np.cumsum(lengths) - lengths, np.array(bytes_, np.int64)]
-    with replacing(documents_path) as temporary:
-        _write_batch(temporary, schema, [(pa.py_buffer(column), len(column)) for column in columns])
+            _encode(encoder, documents, kind, flat, exact=False)
+        except _IdsDifferError as error:
+            _log.warning("%s: gigatoken's ids differ from tiktoken's in %s; encoding with tiktoken", documents, error)
+            _encode(encoder, documents, kind, flat, exact=True)
+        tokens, count = flat["token"].stat().st_size // kind.itemsize, flat["offset"].stat().st_size // 8
+        size = int(np.fromfile(flat["bytes"], np.int64).sum()) if count else 0
+        schema = pa.schema(
+            [pa.field("token", pa.from_numpy_dtype(kind), nullable=False)],
+            {"tokenizer_sha256": encoder.sha256, "vocab_size": str(encoder.vocab_size), "documents": str(count)},
+        )
+        with replacing(output) as temporary:
+            _write_batch(temporary, schema, [flat["token"]], tokens)
+        schema = pa.schema([pa.field(name, pa.int64(), nullable=False) for name in ("offset", "bytes")])
+        with replacing(documents_path) as temporary:
+            _write_batch(temporary, schema, [flat["offset"], flat["bytes"]], count)
     write_json(
         manifest_path,
         {
-            "tokens": int(lengths.sum()),
-            "documents": len(lengths),
-            "bytes": int(columns[1].sum()),
+            "tokens": tokens,
+            "documents": count,
+            "bytes": size,
             "sha256": sha256_file(output),
             "documents_sha256": sha256_file(documents_path),
             "tokenizer_sha256": encoder.sha256,
@@ -138,18 +137,51 @@ def _beside(path: Path) -> tuple[Path, Path]:
     return path.with_suffix(".documents.arrow"), path.with_suffix(".json")
 
 
-def _encoded(encoder: Tokenizer, documents: Path, kind: np.dtype) -> Iterator[tuple[np.ndarray, int]]:
-    for batch in read_batches(documents, ["text"]):
-        texts = batch.column(0).to_pylist()
-        for text, ids in zip(texts, encoder.encode_batch(texts), strict=True):
-            yield np.concatenate([[encoder.end_of_text], ids], dtype=kind, casting="unsafe"), len(text.encode())
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
-def _write_batch(path: Path, schema: pa.Schema, columns: list[tuple[pa.Buffer, int]]) -> None:
-    pairs = zip(schema, columns, strict=True)
-    arrays = [pa.Array.from_buffers(entry.type, size, [None, buffer]) for entry, (buffer, size) in pairs]
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        writer.write_batch(pa.record_batch(arrays, schema=schema))
+class _IdsDifferError(Exception):
+    """Names the document that two encoders disagree on."""
+
+
+def _encode(encoder: Tokenizer, documents: Path, kind: np.dtype, flat: dict[str, Path], *, exact: bool) -> None:
+    """Write ids, offsets and text sizes of all documents to the files in `flat`.
+
+    Unless `exact`, one document in `CHECK_EVERY` is checked against the exact encoder: raises _IdsDifferError.
+    """
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(open(path, "wb")) for name, path in flat.items()}
+        row = total = 0
+        for batch in read_batches(documents, ["text"]):
+            texts = batch.column(0).to_pylist()
+            ids, edges = encoder.encode_batch(texts, exact=exact)
+            for number in range(-row % CHECK_EVERY, len(texts), CHECK_EVERY) if not exact else ():
+                if not np.array_equal(ids[edges[number] : edges[number + 1]], encoder.encode(texts[number])):
+                    raise _IdsDifferError(f"document {row + number + 1}")
+            begin = edges[:-1] + np.arange(len(texts))
+            tokens = np.full(len(ids) + len(texts), encoder.end_of_text, kind)
+            own = np.ones(len(tokens), bool)
+            own[begin] = False
+            tokens[own] = ids
+            sizes = pc.binary_length(batch.column(0)).to_numpy().astype(np.int64)
+            for name, column in (("token", tokens), ("offset", total + begin), ("bytes", sizes)):
+                files[name].write(column.data)
+            row, total = row + len(texts), total + len(tokens)
+            if total > MOST_TOKENS:
+                cause = f"holds more than the {MOST_TOKENS:,} tokens of a shard"
+                raise DemixError(documents, cause, "lower the words of the domain's split, or make two domains of it")
+
+
+def _write_batch(path: Path, schema: pa.Schema, columns: list[Path], size: int) -> None:
+    with ExitStack() as stack:
+        maps = [stack.enter_context(pa.memory_map(str(column))) if size else None for column in columns]
+        buffers = [source.read_buffer() if source else pa.py_buffer(b"") for source in maps]
+        pairs = zip(schema, buffers, strict=True)
+        arrays = [pa.Array.from_buffers(entry.type, size, [None, buffer]) for entry, buffer in pairs]
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            writer.write_batch(pa.record_batch(arrays, schema=schema))
 
 
 def _map(path: Path) -> dict[str, np.ndarray]:

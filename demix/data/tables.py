@@ -44,11 +44,23 @@ def write_rows(
     `private` makes the file readable by its owner only, from its first byte on. `footer` is called
     after the last row and gives key-value metadata that the rows themselves decide.
     """
+    return write_batches(path, schema, _batches(schema, rows), private=private, footer=footer)
+
+
+def write_batches(
+    path: str | Path,
+    schema: pa.Schema,
+    batches: Iterable[pa.RecordBatch],
+    *,
+    private: bool = False,
+    footer: Callable[[], dict[str, str]] = dict,
+) -> int:
+    """`write_rows` of record batches, each of which becomes a row group and should be of bounded size."""
     with replacing(path) as temporary:
         temporary.touch(0o600 if private else 0o666)
         with pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True) as writer:
             total = 0
-            for batch in _batches(schema, rows):
+            for batch in batches:
                 writer.write_batch(batch)
                 total += batch.num_rows
             writer.add_key_value_metadata(footer())

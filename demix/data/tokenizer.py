@@ -1,10 +1,12 @@
-"""Byte-level BPE: learned with Hugging Face tokenizers, kept as their tokenizer.json, applied with tiktoken.
+"""Byte-level BPE: learned with Hugging Face tokenizers, kept as their tokenizer.json, applied with
+gigatoken and checked against tiktoken.
 
 A vocabulary's last id is `<|endoftext|>`. In the file it is an ordinary entry of the model's vocabulary that no
 merge makes, not an "added token": the same words inside a document thus stay ordinary text for every reader of the
 file, while `token_to_id` (and an export that names it as its end-of-text token) finds the id.
 """
 
+import hashlib
 import importlib.util
 import json
 import logging
@@ -13,18 +15,23 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+import gigatoken
 import numpy as np
+import pyarrow as pa
 import regex
 import tiktoken
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from demix.data.tables import read_batches
+from demix.data.text import count_words
 from demix.errors import DemixError
 from demix.files import read_json, sha256_file, write_text
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257
+# Words of text that are plenty for a vocabulary; counting them takes minutes and a few GB.
+TRAINING_WORDS = 200_000_000
 
 # GPT-2's, written without backtracking.
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -38,6 +45,7 @@ class Tokenizer:
     """A vocabulary and its encoder. `vocab_size` counts `end_of_text`, the last id, which no text encodes to."""
 
     encoding: tiktoken.Encoding = field(repr=False)
+    fast: gigatoken.Tokenizer = field(repr=False)
     vocab_size: int
     end_of_text: int
     sha256: str
@@ -57,10 +65,11 @@ class Tokenizer:
                 mergeable_ranks={_to_bytes(token): rank for token, rank in vocabulary.items()},
                 special_tokens={END_OF_TEXT: end},
             )
+            fast = gigatoken.Tokenizer.from_json(Path(path).read_bytes())
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             cause = f"is no tokenizer of this project ({type(error).__name__}: {error})"
             raise DemixError(path, cause, "delete it and rerun the stage that makes it") from None
-        return Tokenizer(encoding, end + 1, end, sha256_file(path))
+        return Tokenizer(encoding, fast, end + 1, end, sha256_file(path))
 
     def encode(self, text: str) -> np.ndarray:
         """The ids (uint32) of `text`, in which `<|endoftext|>` is ordinary text."""
@@ -74,19 +83,29 @@ class Tokenizer:
             pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True) if start < end]
             return np.concatenate([self.encode(piece) for piece in pieces])
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text."""
-        return [self.encode(text) for text in texts]
+    def encode_batch(self, texts: Sequence[str], *, exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """The ids (uint32) of all texts and where each text's begin (int64, one more than texts).
+
+        By gigatoken, about ten times as fast as `encode` and with the same ids, except for characters newer than one
+        of the two: `exact` encodes as `encode` does.
+        """
+        if not exact:
+            layout = self.fast.encode_batch(list(texts), parallel=False).layout
+            edges = np.asarray(layout.offsets.data, np.int64)
+            return np.asarray(layout.content.data)[edges[0] : edges[-1]], edges - edges[0]
+        ids = [self.encode(text) for text in texts]
+        return np.concatenate([np.empty(0, np.uint32), *ids]), np.cumsum([0, *map(len, ids)], dtype=np.int64)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return self.encoding.decode([int(i) for i in ids], errors="replace")
 
 
-def train_tokenizer(inputs: list[Path], vocab_size: int, output: Path) -> None:
+def train_tokenizer(inputs: list[Path], vocab_size: int, output: Path, words: int = TRAINING_WORDS) -> None:
     """Learn a byte-level BPE of `vocab_size` ids, `<|endoftext|>` included, from the column `text` of Parquet files.
 
-    The order of `inputs` does not matter. A pair must occur twice to be merged: text too small for `vocab_size`
+    Of text with more than `words` words, about so many are used: the documents with the smallest sha256 of their
+    text. The order of `inputs` does not matter. A pair must occur twice to be merged: text too small for `vocab_size`
     gives a smaller vocabulary, and a warning that says so.
     """
     if vocab_size < SMALLEST:
@@ -100,7 +119,7 @@ def train_tokenizer(inputs: list[Path], vocab_size: int, output: Path) -> None:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(sorted(inputs, key=str)), trainer)
+    tokenizer.train_from_iterator(_texts(sorted(inputs, key=str), words), trainer)
     model = json.loads(tokenizer.to_str())["model"]
     size = len(model["vocab"]) + 1
     if size < vocab_size:
@@ -121,10 +140,32 @@ def gpt2_tokenizer(output: Path) -> None:
     _write(vocabulary, merges, output)
 
 
-def _texts(paths: list[Path]) -> Iterator[list[str]]:
+def _texts(paths: list[Path], words: int) -> Iterator[list[str]]:
+    total = sum(_words(path) for path in paths)
+    if total > words:
+        _log.info("tokenizer.words: learning from about %d of %d words", words, total)
+    below = (words << 64) // max(total, 1)
     for path in paths:
         for batch in read_batches(path, ["text"]):
-            yield batch.column(0).to_pylist()
+            texts = batch.column(0).to_pylist()
+            if total > words:
+                texts = [text for text in texts if _hash(text) < below]
+            yield texts
+
+
+def _words(path: Path) -> int:
+    total = 0
+    # A column that a file does not have is left out; its words are then counted.
+    for batch in read_batches(path, ["n_words"]):
+        total += int(batch.column(0).to_numpy().sum()) if batch.num_columns else 0
+    if not total:
+        for batch in read_batches(path, ["text"]):
+            total += int(count_words(batch.column(0).cast(pa.large_string())).sum())
+    return total
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def _write(vocabulary: dict[str, int], merges: list[tuple[str, str]], output: Path) -> None:

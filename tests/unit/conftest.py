@@ -25,11 +25,11 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
         raw, documents[domain] = run / "raw" / domain / "documents.parquet", run / "documents" / f"{domain}.parquet"
         download(Source(kind="files", path=str(SAMPLE / f"{domain}.jsonl.zst")), domain, raw)
         anonymize_documents(raw, documents[domain], documents[domain].with_suffix(".json"))
-    mark_duplicates({domain: documents[domain] for domain in TRAINING}, run / "owners.parquet")
+    mark_duplicates({domain: [documents[domain]] for domain in TRAINING}, run / "owners.parquet")
     for domain in TRAINING + NOVEL:
         corpus = run / "corpus" / domain
         split(
-            domain, documents[domain], documents[domain].with_suffix(".json"), run / "owners.parquet",
+            domain, [documents[domain]], [documents[domain].with_suffix(".json")], run / "owners.parquet",
             training=domain in TRAINING, budget=Budget(train=6000, dev=1500, test=1500), seed=1,
             outputs={name: corpus / f"{name}.parquet" for name in ("train", "dev", "test")}, card=corpus / "card.json",
         )  # fmt: skip

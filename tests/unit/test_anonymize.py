@@ -8,11 +8,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import regex
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demix.data.anonymize import CATEGORIES, anonymize, anonymize_documents, normalise
-from demix.data.sources import SCHEMA
+from demix.data import released
+from demix.data.anonymize import CATEGORIES, anonymize, anonymize_documents, anonymize_texts, normalise
+from demix.data.sources import SCHEMA, Source, download
+from demix.data.text import count_words
+from demix.errors import DemixError
 
 HERE = Path(__file__).parent
 SHARED = HERE.parents[2] / "shared" / "pii" / "labelled.jsonl"
@@ -253,3 +256,88 @@ def test_documents_not_to_be_anonymized_are_still_normalised(tmp_path):
     anonymize_documents(tmp_path / "raw.parquet", tmp_path / "out.parquet", tmp_path / "counts.json", enabled=False)
     assert pq.read_table(tmp_path / "out.parquet")["text"][0].as_py() == "Write to ann@x.example\nnow."
     assert set(json.loads((tmp_path / "counts.json").read_text())["replacements"].values()) == {0}
+
+
+def _together(texts):
+    column, counts = anonymize_texts(pa.array(texts, pa.large_string()))
+    total = Counter(dict.fromkeys(CATEGORIES, 0))
+    for text, found in zip(texts, column.to_pylist(), strict=True):
+        expected, some = anonymize(text)
+        assert found == expected
+        total.update(some)
+    assert counts == total
+
+
+SPREAD = PIECES | st.sampled_from(
+    ["\n", "\n\n    ", "call me on ", " \u212a.com/abcde", "x " * 150, "é" * 200, "1 2 3 4 5 6"]
+)
+
+
+@given(st.lists(st.lists(SPREAD, max_size=12).map("".join), max_size=5))
+def test_a_column_is_anonymized_as_each_of_its_texts(texts):
+    _together(texts)
+
+
+def test_the_sample_and_the_exam_are_anonymized_alike_together(tmp_path):
+    for path in sorted((HERE.parents[1] / "resources" / "sample").glob("*.zst")):
+        download(Source("files", str(path)), path.stem, tmp_path / "raw.parquet")
+        _together(pq.read_table(tmp_path / "raw.parquet")["text"].to_pylist())
+    path = SHARED if SHARED.exists() else HERE / "data" / "pii_excerpt.jsonl"
+    _together([json.loads(line)["text"] for line in path.read_text(encoding="utf-8").split("\n")[:-1]])
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8") | st.sampled_from(" \n\x1f\x85\u2003\u3000")), max_size=6))
+def test_words_are_those_of_str_split(texts):
+    assert count_words(pa.array(texts, pa.large_string())).tolist() == [len(text.split()) for text in texts]
+
+
+LIKE_RELEASED = st.sampled_from(
+    [
+        *"aab.!@-+0123456789 ()\\:][\nZ\x1c\u00a0/*",
+        "a@b.c",
+        "@[1:2:",
+        "555-1234",
+        "212 ",
+        "123-45-6789",
+        "4111111111111111",
+        DART,
+    ]
+)
+
+
+@settings(deadline=None)
+@given(st.lists(LIKE_RELEASED, max_size=14).map("".join).filter(lambda text: len(text) < 30 or "@[" not in text))
+def test_released_rules_are_seven_substitutions_by_line(text):
+    assert released.anonymize(text)[0] == released.sequential(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("J.Smith@example.com", "J.S<|EMAIL|>"),
+        ("Vol 125 2003, 3.14159265358979", "Vol <|PHONE_NUMBER|>, 3.1<CREDIT_CARD_NUMBER>"),
+        ("@property hi @jack. 1460-89-98471", "@USER hi @USER 1<|SSN|>1"),
+        ("@[12:2048:Ann\\]", "<|FBUSERID|>"),
+    ],
+)
+def test_released_rules_keep_their_faults(text, expected):
+    assert released.anonymize(text)[0] == expected
+
+
+@pytest.mark.parametrize("unit", ["a", "a.", "@[1:1:", "a@", "a@a.", "a@a-", "1-", "a@b.c.!"])
+def test_released_rules_take_linear_time(unit):
+    def seconds(size):
+        start = time.process_time()
+        released.anonymize(unit * (size // len(unit)))
+        return time.process_time() - start
+
+    assert seconds(160_000) < 20 * seconds(20_000) + 0.3
+
+
+def test_documents_by_the_released_rules(tmp_path):
+    _raw(tmp_path / "raw.parquet", ROWS)
+    anonymize_documents(tmp_path / "raw.parquet", tmp_path / "out.parquet", tmp_path / "counts.json", rules="released")
+    assert pq.read_table(tmp_path / "out.parquet")["text"][0].as_py() == "Write to <|EMAIL|>\nnow."
+    assert json.loads((tmp_path / "counts.json").read_text())["replacements"]["EMAIL"] == 1
+    with pytest.raises(DemixError, match="rules 'other': are not known"):
+        anonymize_documents(tmp_path / "raw.parquet", tmp_path / "x", tmp_path / "y", rules="other")

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from demix.data import corpus
+from demix.data import buckets, corpus, leakage
 from demix.data.anonymize import SCHEMA
-from demix.data.corpus import SPLITS, Budget, mark_duplicates, split
+from demix.data.corpus import SPLITS, Budget, count_shared, mark_duplicates, split
+from demix.data.leakage import grams_of
 from demix.errors import DemixError
 
 REPLACED = {"EMAIL": 3}
@@ -33,19 +34,20 @@ def _clean(folder, domain, texts, empty=0):
     return path
 
 
-def _split(folder, domain, training=True, budget=None, seed=1):
+def _split(folder, domain, training=True, budget=None, seed=1, documents=None, near_duplicates=None):
     output = folder / "corpus" / domain
     clean = folder / "clean" / f"{domain}.parquet"
     split(
         domain,
-        clean,
-        clean.with_suffix(".json"),
+        documents or [clean],
+        [path.with_suffix(".json") for path in documents or [clean]],
         folder / "owners.parquet",
         training,
         budget or Budget(None, 4, 4),
         seed,
         {name: output / f"{name}.parquet" for name in SPLITS},
         output / "card.json",
+        near_duplicates,
     )
     rows = {name: pq.read_table(output / f"{name}.parquet").to_pylist() for name in SPLITS}
     return rows, json.loads((output / "card.json").read_text())
@@ -54,7 +56,7 @@ def _split(folder, domain, training=True, budget=None, seed=1):
 def _owners(folder, **texts):
     for domain, some in texts.items():
         _clean(folder, domain, some)
-    mark_duplicates({domain: folder / "clean" / f"{domain}.parquet" for domain in texts}, folder / "owners.parquet")
+    mark_duplicates({domain: [folder / "clean" / f"{domain}.parquet"] for domain in texts}, folder / "owners.parquet")
     return {row["id"]: row["domain"] for row in pq.read_table(folder / "owners.parquet").to_pylist()}
 
 
@@ -65,10 +67,10 @@ MANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], dea
 
 @MANY
 @given(TEXTS, TEXTS, TEXTS, st.sampled_from([1, 7, 4_000_000]))
-def test_each_text_has_one_owner_that_holds_it(tmp_path, a, b, c, part_documents):
+def test_each_text_has_one_owner_that_holds_it(tmp_path, a, b, c, bucket_rows):
     held = {"a": a, "b": b, "c": c}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "PART_DOCUMENTS", part_documents)
+        patch.setattr(buckets, "BUCKET_ROWS", bucket_rows)
         owners = _owners(tmp_path, **held)
     expected = {}
     for text in {*a, *b, *c}:
@@ -103,15 +105,19 @@ def _expected(texts, budget, seed):
     st.builds(Budget, st.none() | st.integers(0, 12), st.integers(0, 9), st.integers(0, 9)),
     st.integers(0, 3),
     st.sampled_from([1, 12, 64 << 20]),
+    st.sampled_from([1, 5, 1_000_000]),
 )
-def test_splits_follow_the_hash_order_and_lose_nothing(tmp_path, texts, others, training, budget, seed, part_bytes):
+def test_splits_follow_the_hash_order_and_lose_nothing(
+    tmp_path, texts, others, training, budget, seed, stretch_bytes, bucket_rows
+):
     owners = _owners(tmp_path, a=texts, b=others) if training else _owners(tmp_path, b=others)
     if not training:
         _clean(tmp_path, "a", texts)
     mine = [text for text in texts if (owners[_id(text)] == "a" if training else _id(text) not in owners)]
     expected = _expected(mine, budget, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "PART_BYTES", part_bytes)
+        patch.setattr(corpus, "STRETCH_BYTES", stretch_bytes)
+        patch.setattr(buckets, "BUCKET_ROWS", bucket_rows)
         if expected is None:
             with pytest.raises(DemixError, match=r"^a\.words: "):
                 _split(tmp_path, "a", training, budget, seed)
@@ -125,6 +131,7 @@ def test_splits_follow_the_hash_order_and_lose_nothing(tmp_path, texts, others, 
     assert card["duplicates"] == {"within": len(texts) - len(set(texts)), "across": len(set(texts)) - len(set(mine))}
     accounted = (card[key].values() for key in ("documents", "rejected", "duplicates"))
     assert sum(map(sum, accounted)) == len(texts)
+    assert card["leakage"]["exact_duplicates"] == 0
     assert [*(tmp_path / "corpus" / "a").glob(".*")] == []
 
 
@@ -136,7 +143,7 @@ def test_the_card(tmp_path):
     _clean(tmp_path, "a", [*TEXT, TEXT[0]], empty=2)
     rows, card = _split(tmp_path, "a", budget=Budget(20, 10, 10))
     assert card["domain"] == "a"
-    assert card["rejected"] == {"empty": 2, "beyond_budget": 40 - sum(card["documents"].values())}
+    assert card["rejected"] == {"empty": 2, "near_duplicates": 0, "beyond_budget": 40 - sum(card["documents"].values())}
     assert card["duplicates"] == {"within": 1, "across": 0}
     assert (card["replacements"], card["normalised"]) == (REPLACED, NORMALISED)
     for name, wanted in (("train", 20), ("dev", 10), ("test", 10)):
@@ -168,10 +175,103 @@ def test_a_short_train_split_is_told(tmp_path, caplog):
 def test_a_missing_or_damaged_file_is_named(tmp_path):
     _owners(tmp_path, a=TEXT)
     with pytest.raises(DemixError, match=r"gone\.parquet: is missing"):
-        mark_duplicates({"a": tmp_path / "gone.parquet"}, tmp_path / "o.parquet")
+        mark_duplicates({"a": [tmp_path / "gone.parquet"]}, tmp_path / "o.parquet")
     path = tmp_path / "clean" / "a.parquet"
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(DemixError, match=r"a\.parquet: is damaged"):
         _split(tmp_path, "a")
     assert not (tmp_path / "o.parquet").exists()
     assert not (tmp_path / "corpus" / "a" / "card.json").exists()
+
+
+def _grams(text):
+    words = text.split()
+    return {tuple(words[start : start + 13]) for start in range(len(words) - 12)}
+
+
+LONG = st.lists(
+    st.lists(st.sampled_from(["a", "\u00a0", "bcdefghij", "é" * 40, "a\u2003b"]), max_size=40).map(" ".join)
+)
+
+
+@MANY
+@given(LONG)
+def test_grams_are_those_of_the_words(texts):
+    numbers = {}
+    for hashes, number in grams_of(pa.array(texts, pa.large_string())):
+        for value, text in zip(hashes.tolist(), number.tolist(), strict=True):
+            numbers.setdefault(text, set()).add(value)
+    expected = [_grams(text) for text in texts]
+    assert [len(numbers.get(text, ())) for text in range(len(texts))] == [len(grams) for grams in expected]
+    for one in range(len(texts)):
+        for other in range(one):
+            shared = len(numbers.get(one, set()) & numbers.get(other, set()))
+            assert shared == len(expected[one] & expected[other])
+
+
+def test_the_share_of_held_out_grams_in_train(tmp_path, monkeypatch):
+    common = " ".join(f"c{i}" for i in range(30))
+    texts = [f"{common} " + " ".join(f"w{i}x{j}" for j in range(100)) for i in range(30)]
+    _owners(tmp_path, a=texts)
+    budget = Budget(None, 300, 300)
+    rows, card = _split(tmp_path, "a", budget=budget)
+    train = set().union(*(_grams(row["text"]) for row in rows["train"]))
+    for name in ("dev", "test"):
+        held = set().union(*(_grams(row["text"]) for row in rows[name]))
+        assert card["leakage"]["ngrams"][name] == round(len(held & train) / len(held), 6) > 0
+    assert (card["leakage"]["ngrams"]["length"], card["leakage"]["ngrams"]["one_in"]) == (13, 1)
+    exact = card["leakage"]["ngrams"]["dev"]
+    monkeypatch.setattr(leakage, "MOST_GRAMS", 100)
+    sampled = _split(tmp_path, "a", budget=budget)[1]["leakage"]["ngrams"]
+    assert sampled["one_in"] == 4
+    assert abs(sampled["dev"] - exact) < 0.1
+
+
+def test_near_duplicates_stay_out_of_train(tmp_path):
+    """Pairs of texts that share most of their 13-grams: no partner of a held-out text is left in train."""
+    body = [" ".join(f"w{i}x{j}" for j in range(100)) for i in range(40)]
+    texts = [f"{text} {end}" for text in body for end in ("one", "other")]
+    _owners(tmp_path, a=texts)
+    budget = Budget(2500, 300, 300)
+    before, plain = _split(tmp_path, "a", budget=budget)
+    rows, card = _split(tmp_path, "a", budget=budget, near_duplicates=0.5)
+    assert (rows["dev"], rows["test"]) == (before["dev"], before["test"])
+    held = {row["text"].split()[0] for name in ("dev", "test") for row in rows[name]}
+    assert not held & {row["text"].split()[0] for row in rows["train"]}
+    dropped = [row for row in before["train"] if row["text"].split()[0] in held]
+    assert plain["rejected"]["near_duplicates"] == 0
+    assert card["rejected"]["near_duplicates"] >= len(dropped) > 0
+    assert card["words"]["train"] >= 2500
+    assert sum(card["documents"].values()) + sum(card["rejected"].values()) == len(texts)
+    assert card["leakage"]["ngrams"]["dev"] == card["leakage"]["ngrams"]["test"] == 0
+
+
+def test_parts_make_no_difference(tmp_path):
+    _owners(tmp_path, a=[*TEXT, TEXT[3]], b=TEXT[::2])
+    whole = _split(tmp_path, "a")
+    owners = (tmp_path / "owners.parquet").read_bytes()
+    parts = [_clean(tmp_path, f"a{number}", some) for number, some in enumerate((TEXT[:7], [], [*TEXT[7:], TEXT[3]]))]
+    mark_duplicates({"b": [tmp_path / "clean" / "b.parquet"], "a": parts[::-1]}, tmp_path / "owners.parquet")
+    assert (tmp_path / "owners.parquet").read_bytes() == owners
+    rows, card = _split(tmp_path, "a", documents=parts)
+    assert rows == whole[0]
+    assert card == {**whole[1], "replacements": {"EMAIL": 9}, "normalised": {"nul": 3}}
+
+
+def test_novel_domains_are_compared_with_one_another(tmp_path):
+    paths = {
+        name: [_clean(tmp_path, name, texts)] for name, texts in {"x": TEXT, "y": TEXT[:3] * 2, "z": ["q"]}.items()
+    }
+    count_shared(paths, tmp_path / "shared.json")
+    assert json.loads((tmp_path / "shared.json").read_text()) == {"x": {"y": 3}}
+
+
+def test_a_text_in_train_and_test_is_a_bug_that_is_told(tmp_path):
+    _owners(tmp_path, a=TEXT)
+    _split(tmp_path, "a")
+    folder = tmp_path / "corpus" / "a"
+    first = pq.read_table(folder / "dev.parquet").slice(0, 1)
+    pq.write_table(pa.concat_tables([pq.read_table(folder / "train.parquet"), first]), folder / "train.parquet")
+    held_out = {name: folder / f"{name}.parquet" for name in ("dev", "test")}
+    with pytest.raises(RuntimeError, match="a: 1 texts of dev and test are in a training split"):
+        corpus._exact_duplicates("a", folder / "train.parquet", held_out, tmp_path / "owners.parquet")

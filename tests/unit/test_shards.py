@@ -1,5 +1,7 @@
 import hashlib
 import json
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -8,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from demix.data import shards
 from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.tokenizer import Tokenizer, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
@@ -22,8 +25,13 @@ def tokenizer(tmp_path_factory):
     return path
 
 
+def _documents(path, texts):
+    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), path)
+    return path
+
+
 def _tokenized(folder, tokenizer, texts=TEXTS):
-    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), folder / "dev.parquet")
+    _documents(folder / "dev.parquet", texts)
     tokenize(tokenizer, folder / "dev.parquet", folder / "dev.arrow")
     return folder / "dev.arrow"
 
@@ -143,3 +151,24 @@ def test_blocks_score_each_token_once(tokens, length, limit):
     for found, wanted in zip((inputs, targets, mask), expected, strict=True):
         assert np.array_equal(found, wanted)
     assert targets[mask].tolist() == tokens
+
+
+def test_ids_that_differ_from_tiktoken_are_encoded_by_it(tmp_path, tokenizer, caplog):
+    encoder = Tokenizer.load(tokenizer)
+    # A gigatoken of another vocabulary stands for one that knows other characters.
+    train_tokenizer([_documents(tmp_path / "t.parquet", ["some other text " * 9])], 260, tmp_path / "other.json")
+    wrong = replace(encoder, fast=Tokenizer.load(tmp_path / "other.json").fast)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokenizer, "load", staticmethod(lambda path: wrong))
+        path = _tokenized(tmp_path, tokenizer)
+    assert "gigatoken's ids differ from tiktoken's in document 1; encoding with tiktoken" in caplog.text
+    shard = TokenShard.open(path, verify=True)
+    edges = [*shard.offsets.tolist(), len(shard.tokens)]
+    assert [encoder.decode(shard.tokens[a + 1 : b]) for a, b in pairwise(edges)] == TEXTS
+
+
+def test_a_shard_has_a_largest_size(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(shards, "MOST_TOKENS", 20)
+    with pytest.raises(DemixError, match=r"dev\.parquet: holds more than the 20 tokens of a shard; lower the words"):
+        _tokenized(tmp_path, tokenizer, ["one two three"] * 9)
+    assert [file.name for file in tmp_path.iterdir()] == ["dev.parquet"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from demix.data.sources import Source, download
-from demix.data.tokenizer import END_OF_TEXT, Tokenizer, gpt2_tokenizer, train_tokenizer
+from demix.data.tokenizer import END_OF_TEXT, Tokenizer, _texts, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
 
 SAMPLE = Path(__file__).parents[2] / "resources" / "sample"
@@ -73,8 +73,11 @@ def test_any_text_comes_back_and_hugging_face_agrees(path):
 def test_real_text_gets_the_ids_of_hugging_face(path, texts):
     ours, theirs = Tokenizer.load(path), HuggingFaceTokenizer.from_file(str(path))
     some = [text for file in texts for text in pq.read_table(file)["text"].to_pylist()[:60]]
-    for ids, expected in zip(ours.encode_batch(some), theirs.encode_batch(some), strict=True):
-        assert ids.tolist() == expected.ids
+    ids, edges = ours.encode_batch(some)
+    for start, end, expected in zip(edges, edges[1:], theirs.encode_batch(some), strict=False):
+        assert ids[start:end].tolist() == expected.ids
+    for fast, exact in zip((ids, edges), ours.encode_batch(some, exact=True), strict=True):
+        assert np.array_equal(fast, exact)
 
 
 def test_end_of_text_in_a_document_is_text(path):
@@ -157,3 +160,22 @@ def test_a_file_that_is_no_tokenizer_is_refused(path, tmp_path, damage):
     (tmp_path / "t.json").write_text(json.dumps(content))
     with pytest.raises(DemixError, match=r"t\.json: is no tokenizer"):
         Tokenizer.load(tmp_path / "t.json")
+
+
+def _texts_used(folder, texts, words):
+    """The documents that a tokenizer learns from."""
+    folder.mkdir()
+    half = len(texts) // 2
+    for name, some in (("a", texts[:half]), ("b", texts[half:])):
+        words_of = [len(text.split()) for text in some]
+        pq.write_table(pa.table({"text": some, "n_words": words_of}), folder / f"{name}.parquet")
+    return sorted(text for some in _texts([folder / "a.parquet", folder / "b.parquet"], words) for text in some)
+
+
+def test_much_text_is_sampled_by_its_content(tmp_path):
+    texts = [f"document {number} " + "word " * (number % 50) for number in range(2000)]
+    total = sum(len(text.split()) for text in texts)
+    assert _texts_used(tmp_path / "all", texts, total) == sorted(texts)
+    used = _texts_used(tmp_path / "some", texts, total // 4)
+    assert abs(sum(len(text.split()) for text in used) - total / 4) < 0.1 * total
+    assert _texts_used(tmp_path / "turned", texts[::-1], total // 4) == used

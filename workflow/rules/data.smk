@@ -34,7 +34,9 @@ rule anonymize:
     conda:
         "../../environment.yml"
     params:
-        enabled=lambda wildcards: "--enabled" if DOMAINS[wildcards.domain]["anonymize"] else "--no-enabled",
+        enabled=lambda wildcards: {True: "--enabled", False: "--no-enabled", "released": "--rules released"}[
+            DOMAINS[wildcards.domain]["anonymize"]
+        ],
     shell:
         "demix anonymize {input} {params.enabled} --output {output.documents} --counts {output.counts} 2> {log}"
 
@@ -71,7 +73,10 @@ rule split:
         "../../environment.yml"
     params:
         settings=lambda wildcards: as_json(
-            words=DOMAINS[wildcards.domain]["words"], training=wildcards.domain in TRAINING, seed=config["seed"]
+            words=DOMAINS[wildcards.domain]["words"],
+            near_duplicates=DOMAINS[wildcards.domain]["near_duplicates"],
+            training=wildcards.domain in TRAINING,
+            seed=config["seed"],
         ),
         folder=below_run("corpus/{domain}"),
     shell:

@@ -1,0 +1,100 @@
+"""Growth of the data stage: seconds and peak memory for a synthetic corpus of 1, 4 and 16 times a size.
+
+    python benchmarks/corpus.py [--megabytes 30] [--json rows.json]
+
+The corpus is the sample's documents with their words shuffled, and exact duplicates of one document in twenty. Each
+stage runs in a process of its own; memory is that process's peak ("import": the interpreter and its libraries alone).
+"""
+
+import argparse
+import random
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pyarrow.parquet as pq
+from tables import show
+
+from demix.data.anonymize import anonymize_documents
+from demix.data.corpus import SPLITS, Budget, mark_duplicates, split
+from demix.data.shards import tokenize
+from demix.data.sources import SCHEMA, Source, download
+from demix.data.tables import write_rows
+from demix.data.tokenizer import gpt2_tokenizer
+
+DOMAINS = ("politics", "parliament", "wiki", "packages")
+SAMPLE = Path(__file__).parents[1] / "resources" / "sample"
+
+
+def synthetic(path: Path, megabytes: int) -> None:
+    texts = []
+    for domain in DOMAINS:
+        raw = path.parent / f"{domain}.parquet"
+        download(Source("files", str(SAMPLE / f"{domain}.jsonl.zst")), domain, raw)
+        texts += [text.split() for text in pq.read_table(raw)["text"].to_pylist()]
+    chance = random.Random(1)
+
+    def rows():
+        size, text = 0, ""
+        while size < megabytes * 1_000_000:
+            if not text or chance.random() > 0.05:
+                words = chance.choice(texts)
+                start = chance.randrange(len(words))
+                text = " ".join([*words[start:], str(chance.random()), *words[:start]])
+            size += len(text)
+            yield "", text, "{}"
+
+    write_rows(path, SCHEMA, rows())
+
+
+def stage(name: str, folder: Path) -> None:
+    documents, counts, owners = folder / "documents.parquet", folder / "counts.json", folder / "owners.parquet"
+    if name == "anonymize":
+        anonymize_documents(folder / "raw.parquet", documents, counts)
+    elif name == "owners":
+        mark_duplicates({"a": [documents]}, owners)
+    elif name == "split":
+        outputs = {split_name: folder / f"{split_name}.parquet" for split_name in SPLITS}
+        split(
+            "a", [documents], [counts], owners, True, Budget(None, 100_000, 100_000), 1, outputs, folder / "card.json"
+        )
+    elif name == "tokenize":
+        tokenize(folder / "gpt2.json", folder / "train.parquet", folder / "train.arrow")
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    print(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+
+
+def main(megabytes: int, path: Path | None) -> None:
+    rows = []
+    for times in (1, 4, 16):
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            synthetic(folder / "raw.parquet", megabytes * times)
+            gpt2_tokenizer(folder / "gpt2.json")
+            for step in ("import", "anonymize", "owners", "split", "tokenize"):
+                start = time.perf_counter()
+                command = [sys.executable, __file__, "--stage", step, "--folder", name]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                cpu, memory = map(float, done.stdout.split())
+                wall = time.perf_counter() - start
+                for unit, value in (("s wall", wall), ("s CPU", cpu), ("MiB peak", memory)):
+                    row = {"name": f"{step} {megabytes * times} MB", "ours": value, "peer": None, "unit": unit}
+                    rows.append({**row, "ratio": None})
+                print(f"{times:3}x {step:10} {wall:8.1f} s wall {cpu:8.1f} s CPU {memory:8.0f} MiB", flush=True)
+    show(rows, path)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=30)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--stage", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.stage:
+        stage(arguments.stage, arguments.folder)
+    else:
+        main(arguments.megabytes, arguments.json)

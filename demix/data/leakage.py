@@ -1,0 +1,125 @@
+"""How much of the held-out text occurs in training text: 13-grams of words, compared by 64-bit hashes.
+
+Only hashes that divide by `Grams.one_in` (a power of two, 1 for up to `MOST_GRAMS` held-out words) are looked at on
+both sides, so that memory has a bound: 8 bytes a held-out 13-gram, and as much again for the table before it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from demix.data.tables import read_batches
+from demix.data.text import word_starts
+
+LENGTH = 13
+MOST_GRAMS = 1 << 24
+
+_PIECE = 1 << 18
+_PRIME = np.uint64(0x9E3779B97F4A7C15)
+_LENGTHS = np.array([(1 << 8 * length) - 1 for length in range(9)], np.uint64)
+
+
+@dataclass(frozen=True)
+class Grams:
+    """A set of hashes of 13-grams: sorted, and a table of bits that says quickly what is not in it."""
+
+    hashes: np.ndarray = field(repr=False)
+    table: np.ndarray = field(repr=False)
+    one_in: int
+
+    def places(self, hashes: np.ndarray) -> np.ndarray:
+        """Where in `self.hashes` those of `hashes` are that it holds."""
+        hashes = hashes[self.table[hashes >> np.uint64(64 - (len(self.table).bit_length() - 1))]]
+        at = np.searchsorted(self.hashes, hashes)
+        at[at == len(self.hashes)] = 0
+        return at[self.hashes[at] == hashes] if len(self.hashes) else at[:0]
+
+
+def grams_of(texts: pa.Array, one_in: int = 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The hashes (uint64) of all 13-grams of words of a column of texts and the number of the text that each is in.
+
+    Piece by piece. Words are told apart by their length and their first 64 bytes.
+    """
+    data, starts, ends, first = word_starts(texts)
+    padded = np.concatenate([data, np.zeros(8, np.uint8)])
+    eights = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))
+    for begin in range(0, max(len(starts) - LENGTH + 1, 0), _PIECE):
+        end = min(begin + _PIECE + LENGTH - 1, len(starts))
+        words = _hashes(eights, starts[begin:end], ends[begin:end] - starts[begin:end])
+        count = end - begin - LENGTH + 1
+        grams = np.zeros(count, np.uint64)
+        for word in range(LENGTH):
+            grams = grams * _PRIME + words[word : word + count]
+        grams = _mixed(grams)
+        number = np.searchsorted(first, np.arange(begin, end), side="right") - 1
+        kept = number[:count] == number[LENGTH - 1 :]
+        if one_in > 1:
+            kept &= grams & np.uint64(one_in - 1) == 0
+        yield grams[kept], number[:count][kept]
+
+
+def _hashes(eights: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    hashes = lengths.astype(np.uint64)
+    hashes = _mixed(hashes ^ (eights[starts] & _LENGTHS[np.minimum(lengths, 8)]))
+    for byte in range(8, 64, 8):
+        longer = np.flatnonzero(lengths > byte)
+        if not len(longer):
+            break
+        part = eights[starts[longer] + byte] & _LENGTHS[np.minimum(lengths[longer] - byte, 8)]
+        hashes[longer] = _mixed(hashes[longer] ^ part)
+    return hashes
+
+
+def _mixed(hashes: np.ndarray) -> np.ndarray:
+    hashes = (hashes ^ (hashes >> np.uint64(32))) * _PRIME
+    return hashes ^ (hashes >> np.uint64(29))
+
+
+def gram_set(documents: list[Path]) -> Grams:
+    """The 13-grams of Parquet files with the columns `text` and `n_words`."""
+    words = sum(
+        int(batch.column(0).to_numpy().sum()) for path in documents for batch in read_batches(path, ["n_words"])
+    )
+    one_in = 1
+    while words > MOST_GRAMS * one_in:
+        one_in *= 2
+    found = [np.empty(0, np.uint64)]
+    for path in documents:
+        for batch in read_batches(path, ["text"]):
+            found += [np.unique(hashes) for hashes, _ in grams_of(batch.column(0), one_in)]
+    hashes = np.unique(np.concatenate(found))
+    bits = min(max((8 * len(hashes)).bit_length(), 10), 27)
+    table = np.zeros(1 << bits, bool)
+    table[hashes >> np.uint64(64 - bits)] = True
+    return Grams(hashes, table, one_in)
+
+
+def shares(texts: pa.Array, grams: Grams) -> np.ndarray:
+    """The share of each text's 13-grams that `grams` holds; 0 for a text without any."""
+    total, found = np.zeros(len(texts), np.int64), np.zeros(len(texts), np.int64)
+    for hashes, number in grams_of(texts, grams.one_in):
+        held = np.zeros(len(hashes), bool)
+        maybe = np.flatnonzero(grams.table[hashes >> np.uint64(64 - (len(grams.table).bit_length() - 1))])
+        held[maybe] = np.isin(hashes[maybe], grams.hashes[grams.places(hashes[maybe])])
+        total += np.bincount(number, minlength=len(texts))
+        found += np.bincount(number[held], minlength=len(texts))
+    return found / np.maximum(total, 1)
+
+
+def leaked(train: Path, held_out: dict[str, Path]) -> dict[str, float | int]:
+    """Of the distinct 13-grams of each held-out split, the share that `train` holds, and the sampling."""
+    sets = {name: gram_set([path]) for name, path in held_out.items()}
+    seen = {name: np.zeros(len(grams.hashes), bool) for name, grams in sets.items()}
+    one_in = min(grams.one_in for grams in sets.values())
+    for batch in read_batches(train, ["text"]):
+        for hashes, _ in grams_of(batch.column(0), one_in):
+            for name, grams in sets.items():
+                seen[name][grams.places(hashes)] = True
+    return {
+        "length": LENGTH,
+        "one_in": max(grams.one_in for grams in sets.values()),
+        **{name: round(float(found.mean()), 6) if len(found) else 0.0 for name, found in seen.items()},
+    }

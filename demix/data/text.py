@@ -1,0 +1,83 @@
+"""Columns of text as the bytes that they are: words counted and hashed, stretches replaced, without a Python string.
+
+A column is an Arrow `large_string` array without nulls.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import pyarrow as pa
+
+_ASCII_SPACE = np.zeros(256, bool)
+_ASCII_SPACE[[9, 10, 11, 12, 13, 28, 29, 30, 31, 32]] = True
+# What `str.split` parts words by beyond ASCII: two bytes and three bytes of UTF-8, as numbers.
+_OTHER_SPACE = [
+    int.from_bytes(character.encode(), "big")
+    for character in "\u0085\u00a0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+]
+
+
+def buffers(texts: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """The UTF-8 bytes (uint8) of a column and where each text starts in them (int64, one more than texts)."""
+    if not len(texts):
+        return np.empty(0, np.uint8), np.zeros(1, np.int64)
+    _, offsets, data = texts.buffers()
+    edges = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    whole = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+    return whole[edges[0] : edges[-1]], edges - edges[0]
+
+
+def from_buffers(data: bytes | np.ndarray, edges: np.ndarray) -> pa.Array:
+    """The column whose bytes and starts these are."""
+    return pa.LargeStringArray.from_buffers(len(edges) - 1, pa.py_buffer(edges.astype(np.int64)), pa.py_buffer(data))
+
+
+def word_starts(texts: pa.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Bytes, the first byte of each word and the one after its last, and the first word of each text (one more).
+
+    Words are those of `str.split()`.
+    """
+    data, edges = buffers(texts)
+    space = np.ones(len(data) + 2, bool)
+    space[1:-1] = _ASCII_SPACE[data]
+    lead = np.flatnonzero((data == 0xC2) | (data - np.uint8(0xE1) < 3))
+    if len(lead):
+        code = data[lead].astype(np.int32) << 8 | data[lead + 1]
+        wide = lead[data[lead] > 0xC2]
+        code[data[lead] > 0xC2] = code[data[lead] > 0xC2] << 8 | data[wide + 2]
+        found = lead[np.isin(code, _OTHER_SPACE, kind="sort")]
+        for byte in range(3):
+            space[1 + found[data[found] > 0xC2] + byte] = True
+            space[1 + found + min(byte, 1)] = True
+    starts = np.flatnonzero(space[:-1] & ~space[1:])
+    ends = np.flatnonzero(~space[:-1] & space[1:])
+    inner = edges[1:-1]
+    # Words that two texts form together: the first text's last and the second's first.
+    inner = np.unique(inner[(inner > 0) & (inner < len(data))])
+    cut = inner[~space[inner] & ~space[inner + 1]]
+    if len(cut):
+        starts, ends = (np.insert(old, np.searchsorted(old, cut), cut) for old in (starts, ends))
+    # `space` is shifted by one, so that starts are places in `data` and ends one after the word.
+    return data, starts, ends, np.searchsorted(starts, edges)
+
+
+def count_words(texts: pa.Array) -> np.ndarray:
+    """The number (int64) of words of each text, as `len(text.split())`."""
+    return np.diff(word_starts(texts)[3])
+
+
+def splice(texts: pa.Array, replaced: Iterable[tuple[int, int, int, bytes]]) -> pa.Array:
+    """The column with stretches of bytes replaced: (text, first byte, one after the last, new bytes), in order.
+
+    Places count from the start of the column's bytes, as `buffers` gives them.
+    """
+    data, edges = buffers(texts)
+    view, parts, last = memoryview(data), [], 0
+    grown = np.zeros(len(edges), np.int64)
+    for text, start, end, new in replaced:
+        parts += [view[last:start], new]
+        grown[text + 1] += len(new) - (end - start)
+        last = end
+    if not parts:
+        return texts
+    return from_buffers(b"".join([*parts, view[last:]]), edges + np.cumsum(grown))
