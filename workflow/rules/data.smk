@@ -57,6 +57,22 @@ rule owners:
         "demix owners {input} --output {output} 2> {log}"
 
 
+# Reported only: novel domains may share texts with one another.
+rule shared:
+    input:
+        parts(NOVEL, "parquet"),
+    output:
+        f"{RUN}/corpus/shared.json",
+    log:
+        f"{RUN}/logs/shared.log",
+    benchmark:
+        f"{RUN}/benchmarks/shared.tsv"
+    conda:
+        "../../environment.yml"
+    shell:
+        "demix shared {input} --output {output} 2> {log}"
+
+
 rule split:
     input:
         documents=lambda wildcards: parts([wildcards.domain], "parquet"),
