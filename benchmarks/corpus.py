@@ -64,7 +64,10 @@ def stage(name: str, folder: Path) -> None:
     elif name == "tokenize":
         tokenize(folder / "gpt2.json", folder / "train.parquet", folder / "train.arrow")
     used = resource.getrusage(resource.RUSAGE_SELF)
-    print(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
+    # Not ru_maxrss, which a process inherits from the one that started it.
+    status = Path("/proc/self/status").read_text()
+    peak = int(status.partition("VmHWM:")[2].split()[0]) / 1024
+    print(used.ru_utime + used.ru_stime, peak)
 
 
 def main(megabytes: int, path: Path | None) -> None:

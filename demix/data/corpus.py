@@ -30,7 +30,7 @@ SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("n_words"
 OWNERS_SCHEMA = pa.schema([("id", pa.string()), ("domain", pa.string())])
 
 # Text held in memory while sorting, until there are as many stretches as files that a process may hold open.
-STRETCH_BYTES = 64 << 20
+STRETCH_BYTES = 16 << 20
 MOST_STRETCHES = 256
 # Rows of a row group of the owners.
 OWNERS_ROWS = 1 << 16

@@ -273,6 +273,7 @@ SPREAD = PIECES | st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(SPREAD, max_size=12).map("".join), max_size=5))
 def test_a_column_is_anonymized_as_each_of_its_texts(texts):
     _together(texts)
@@ -286,6 +287,7 @@ def test_the_sample_and_the_exam_are_anonymized_alike_together(tmp_path):
     _together([json.loads(line)["text"] for line in path.read_text(encoding="utf-8").split("\n")[:-1]])
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(st.characters(codec="utf-8") | st.sampled_from(" \n\x1f\x85\u2003\u3000")), max_size=6))
 def test_words_are_those_of_str_split(texts):
     assert count_words(pa.array(texts, pa.large_string())).tolist() == [len(text.split()) for text in texts]
