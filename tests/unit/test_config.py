@@ -118,10 +118,10 @@ def test_settings_of_a_stage_are_checked() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["split", "a.parquet", "--counts", "a", "--owners", "a", "--output", "out", "--settings", "{bad"],
-        ["split", "a.parquet", "--counts", "a", "--owners", "a", "--output", "out", "--settings", "{}"],
+        ["split", "a", "a.parquet", "--owners", "a", "--output", "out", "--settings", "{bad"],
+        ["split", "a", "a.parquet", "--owners", "a", "--output", "out", "--settings", "{}"],
         ["tokenizer", "a.parquet", "--output", "out", "--settings", '{"vocab_size": 300}'],
-        ["tokenizer", "a.parquet", "--output", "out", "--settings", '{"kind": "word", "vocab_size": 300}'],
+        ["tokenizer", "a.parquet", "--output", "out", "--settings", '{"kind": "word", "vocab_size": 300, "words": 1}'],
         ["tokenize", "a.parquet", "--tokenizer", "missing.json", "--output", "out"],
         ["track", "results", "--output", "out", "--settings", "[]"],
         ["train", "sparse", "a", "--settings", "{}", "--output", "out", "--metrics", "m", "--checkpoints", "c"],
