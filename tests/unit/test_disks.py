@@ -130,7 +130,8 @@ def test_a_folder_without_permission_to_write(tmp_path):
     plain = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all")
     (tmp_path / "raw").mkdir(mode=0o500)
     source = _noise(tmp_path / "a.jsonl", 1)
-    error = _error(_download(source, tmp_path / "raw" / "0000.parquet", before=plain if os.geteuid() == 0 else ()))
+    output = tmp_path / "raw" / "d" / "0000.parquet"
+    error = _error(_download(source, output, before=plain if os.geteuid() == 0 else ()))
     assert "cannot be written (Permission denied)" in error
 
 
