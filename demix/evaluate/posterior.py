@@ -7,8 +7,6 @@ each expert, 0 where `mask` [B, T] is False (the padding of the last block).
 import numpy as np
 from scipy.special import log_softmax
 
-HISTORY = None  # the window that never ends
-
 
 def log_weights(scores: np.ndarray, log_priors: np.ndarray, window: int | None, uniform_start: bool) -> np.ndarray:
     """log g [B, T, E]: the weights used to predict each token, from the tokens before it in its block.

@@ -1,7 +1,7 @@
 import json
 from glob import glob
 
-from demix.config import complete
+from demix.config import adaptations, complete, trained_models
 from demix.errors import DemixError
 from demix.report import REPORT_FILES
 
@@ -14,7 +14,6 @@ RUN = f"results/{config['run']}"
 TRAINING, NOVEL = list(config["domains"]["training"]), list(config["domains"]["novel"])
 DOMAINS = config["domains"]["training"] | config["domains"]["novel"]
 SPLITS = ["train", "dev", "test"]
-MODELS = ["demix", "dense", "dense_unbalanced", "domain_token"]
 # The domains of each model trained without one of them: the replacement stands in its place.
 WITHOUT = {
     removed: [config["removal"]["replacement"] if domain == removed else domain for domain in TRAINING]

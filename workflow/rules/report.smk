@@ -59,14 +59,7 @@ rule run_config:
         "demix run-config --settings {params.settings:q} --output {output} 2> {log}"
 
 
-METRICS = expand(
-    f"{RUN}/metrics/{{model}}.jsonl",
-    model=[
-        *MODELS,
-        *(f"without-{removed}" for removed in WITHOUT),
-        *(f"{kind}-dapt-{novel}" for novel in NOVEL for kind in ("demix", "dense")),
-    ],
-)
+METRICS = expand(f"{RUN}/metrics/{{model}}.jsonl", model=[*trained_models(config), *adaptations(config)])
 
 
 rule report:
