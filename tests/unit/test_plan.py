@@ -45,7 +45,7 @@ def test_the_papers_updates(name, gpus, steps):
 def test_the_plan_of_a_domain():
     config = copy.deepcopy(PAPER["paper-125m"])
     plan = plan_domain("reddit", config["domains"]["training"]["reddit"], 2)
-    assert (plan.documents, plan.words, plan.jobs) == (None, 25_020_000_000, 130)
+    assert (plan.documents, plan.words, plan.jobs) == (None, 25_020_000_000, 50)
     assert plan.kept == 27_500_000_000 * 2.6 + 25_020_000_000 * (2.6 + 3)
     assert plan.passing == 27_500_000_000 * 2.6
     wide = plan_domain("reddit", config["domains"]["training"]["reddit"], 4)
@@ -67,7 +67,7 @@ def test_local_parquet_is_counted(tmp_path):
 
 def test_totals_say_what_they_leave_out():
     footers = [column.footer for column in plan_table(copy.deepcopy(PAPER["paper-125m"])).columns]
-    assert footers[4:9] == ["639M+", "77.9G", "622", "654GB", "217GB"]
+    assert footers[4:9] == ["641M+", "77.9G", "476", "650GB", "214GB"]
     sample = load_config(REPOSITORY / "config" / "sample.yaml")
     assert [column.footer for column in plan_table(sample).columns][4:9] == ["?", "all", "66", "?", "?"]
 
