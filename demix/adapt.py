@@ -206,4 +206,4 @@ def _adapt(
 def _dev_loss(model: GPT, shard: TokenShard, count: int) -> float:
     """Mean nats per token over the first `count` blocks of a dev split, for a model of one expert."""
     length = model.architecture.context
-    return float(-log_probabilities(model, *blocks(shard.tokens, length, shard.end_of_text, count * length)).mean())
+    return float(-log_probabilities(model, *blocks(shard, length, count * length)).mean())

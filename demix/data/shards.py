@@ -1,10 +1,15 @@
-"""Tokens of one split as a flat memory-mapped column, and the blocks that are scored."""
+"""Tokens of one split as a flat memory-mapped column in one or more files, and the blocks that are scored."""
 
+import glob
+import hashlib
+import io
 import logging
+import mmap
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +22,10 @@ from demix.files import read_json, replacing, sha256_file, write_json
 
 REMAKE = "delete it and rerun the stage that makes it"
 
-MOST_TOKENS = 500_000_000
+# Just below 500 million, and a multiple of 2**22: no block whose length is a power of two up to that spans two files.
+FILE_TOKENS = 476 << 20
 CHECK_EVERY = 64
+_PIECE = 8 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -27,12 +34,13 @@ _log = logging.getLogger(__name__)
 class TokenShard:
     """The tokens of one split, memory-mapped and read-only.
 
-    `tokens` is flat (uint16, or uint32 above 65,536 types); every document begins with `end_of_text`, at the places
-    in `offsets` (int64). `document_bytes` are the UTF-8 bytes of each document's text.
+    `len` counts them and `read` gives them (uint16, or uint32 above 65,536 types); every document begins with
+    `end_of_text`, at the places in `offsets` (int64). `document_bytes` are the UTF-8 bytes of each document's text.
     """
 
     path: Path
-    tokens: np.ndarray = field(repr=False)
+    # A flat array a file; all but the last are of one length.
+    files: tuple[np.ndarray, ...] = field(repr=False)
     offsets: np.ndarray = field(repr=False)
     document_bytes: np.ndarray = field(repr=False)
     end_of_text: int
@@ -43,40 +51,58 @@ class TokenShard:
     def open(path: str | Path, verify: bool = False) -> "TokenShard":
         """Map the shard at `path`; `verify` compares the sha256 of its files with the manifest beside it.
 
-        Raises DemixError naming the file that is missing, damaged, or not the manifest's.
+        Without `verify` no token is read. Raises DemixError naming the file that is missing, damaged, or not the
+        manifest's.
         """
         path = Path(path)
         documents, manifest_path = _beside(path)
         manifest = read_json(manifest_path)
         try:
-            expected = {path: manifest["sha256"], documents: manifest["documents_sha256"]}
-            sizes = {path: manifest["tokens"], documents: manifest["documents"]}
+            files = manifest["files"]
+            lengths = [int(entry["tokens"]) for entry in files]
+            if {*lengths[:-1]} - {lengths[0]} or lengths[-1] > lengths[0] or sum(lengths) != manifest["tokens"]:
+                raise ValueError(f"files of {lengths} tokens")
+            listed = [(path.with_name(entry["name"]), entry["tokens"], entry["sha256"]) for entry in files]
+            listed += [(documents, manifest["documents"], manifest["documents_sha256"])]
+            metadata = [_metadata(manifest, part) for part in (*range(len(files)), "documents")]
             vocab_size, tokenizer_sha256 = int(manifest["vocab_size"]), str(manifest["tokenizer_sha256"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise DemixError(manifest_path, f"is no manifest of tokens ({error!r})", REMAKE) from None
-        columns = {file: _map(file) for file in sizes}
-        for file, size in sizes.items():
-            if len(next(iter(columns[file].values()))) != size:
-                raise DemixError(file, f"does not hold the {size} rows of {manifest_path.name}", REMAKE)
-            if verify and sha256_file(file) != expected[file]:
+        batches = []
+        for (file, rows, sha256), expected in zip(listed, metadata, strict=True):
+            batch = _map(file)
+            if batch.num_rows != rows or batch.schema.metadata != expected:
+                raise DemixError(file, f"is not the file of {rows} rows in {manifest_path.name}", REMAKE)
+            if verify and sha256_file(file) != sha256:
                 raise DemixError(file, f"is damaged: its sha256 is not the one in {manifest_path.name}", REMAKE)
-        return TokenShard(
-            path,
-            columns[path]["token"],
-            columns[documents]["offset"],
-            columns[documents]["bytes"],
-            vocab_size - 1,
-            vocab_size,
-            tokenizer_sha256,
-        )
+            batches.append(batch)
+        *columns, offsets, document_bytes = (column.to_numpy() for batch in batches for column in batch.columns)
+        return TokenShard(path, tuple(columns), offsets, document_bytes, vocab_size - 1, vocab_size, tokenizer_sha256)
+
+    def __len__(self) -> int:
+        return (len(self.files) - 1) * len(self.files[0]) + len(self.files[-1])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop`: a view where one file holds them, a copy where files meet.
+
+        Raises IndexError beyond the ends.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"tokens {start} to {stop} of the {len(self)} of {self.path}")
+        size = max(1, len(self.files[0]))
+        first = min(start // size, len(self.files) - 1)
+        end = max(first + 1, -(-stop // size))
+        pieces = [self.files[n][max(0, start - n * size) : stop - n * size] for n in range(first, end)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-def tokenize(tokenizer: Path, documents: Path, output: Path) -> None:
+def tokenize(tokenizer: Path, documents: Path, output: Path, *, file_tokens: int = FILE_TOKENS) -> None:
     """Encode the column `text` of the Parquet `documents` into the shard `output` (`<split>.arrow`).
 
-    Beside it come `<split>.documents.arrow` (`offset`: the place of each document's first id, `bytes`: the size of
-    its text in UTF-8) and, last, the manifest `<split>.json`. A sample of the documents is encoded by tiktoken too;
-    where ids differ, all are, with a warning. Raises DemixError above `MOST_TOKENS` tokens.
+    After `file_tokens` tokens the next file begins: `<split>.1.arrow`, `<split>.2.arrow` and so on. Beside them come
+    `<split>.documents.arrow` (`offset`: the place of each document's first id in the split, `bytes`: the size of its
+    text in UTF-8) and, last, the manifest `<split>.json`, whose `sha256` is that of all token ids in a row. A sample
+    of the documents is encoded by tiktoken too; where ids differ, all are, with a warning.
     """
     encoder = Tokenizer.load(tokenizer)
     kind = np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
@@ -86,37 +112,27 @@ def tokenize(tokenizer: Path, documents: Path, output: Path) -> None:
     with TemporaryDirectory(dir=_made(output.parent), prefix=".tokens.") as folder:
         flat = {name: Path(folder, name) for name in ("token", "offset", "bytes")}
         try:
-            _encode(encoder, documents, kind, flat, exact=False)
+            manifest = _encode(encoder, documents, kind, flat, exact=False)
         except _IdsDifferError as error:
             _log.warning("%s: gigatoken's ids differ from tiktoken's in %s; encoding with tiktoken", documents, error)
-            _encode(encoder, documents, kind, flat, exact=True)
-        tokens, count = flat["token"].stat().st_size // kind.itemsize, flat["offset"].stat().st_size // 8
-        size = int(np.fromfile(flat["bytes"], np.int64).sum()) if count else 0
-        schema = pa.schema(
-            [pa.field("token", pa.from_numpy_dtype(kind), nullable=False)],
-            {"tokenizer_sha256": encoder.sha256, "vocab_size": str(encoder.vocab_size), "documents": str(count)},
-        )
-        with replacing(output) as temporary:
-            _write_batch(temporary, schema, [flat["token"]], tokens)
-        schema = pa.schema([pa.field(name, pa.int64(), nullable=False) for name in ("offset", "bytes")])
-        with replacing(documents_path) as temporary:
-            _write_batch(temporary, schema, [flat["offset"], flat["bytes"]], count)
-    write_json(
-        manifest_path,
-        {
-            "tokens": tokens,
-            "documents": count,
-            "bytes": size,
-            "sha256": sha256_file(output),
-            "documents_sha256": sha256_file(documents_path),
-            "tokenizer_sha256": encoder.sha256,
-            "vocab_size": encoder.vocab_size,
-        },
-    )
+            manifest = _encode(encoder, documents, kind, flat, exact=True)
+        manifest["files"] = []
+        for number, start in enumerate(range(0, max(1, manifest["tokens"]), file_tokens)):
+            path = output.with_suffix(f".{number}.arrow") if number else output
+            end = min(start + file_tokens, manifest["tokens"])
+            _write(path, {"token": flat["token"]}, kind, start, end, _metadata(manifest, number))
+            manifest["files"].append({"name": path.name, "tokens": end - start, "sha256": sha256_file(path)})
+        columns, rows = {name: flat[name] for name in ("offset", "bytes")}, manifest["documents"]
+        _write(documents_path, columns, np.dtype(np.int64), 0, rows, _metadata(manifest, "documents"))
+    write_json(manifest_path, manifest | {"documents_sha256": sha256_file(documents_path)})
+    names = {entry["name"] for entry in manifest["files"]}
+    for path in output.parent.glob(f"{glob.escape(output.stem)}.*.arrow"):
+        if path.stem.rpartition(".")[2].isdigit() and path.name not in names:
+            path.unlink()
 
 
 def blocks(
-    tokens: np.ndarray, length: int, end_of_text: int, limit_tokens: int | None = None
+    shard: TokenShard, length: int, limit_tokens: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut the first `limit_tokens` tokens (None: all) into N consecutive blocks of `length` T: inputs, targets, mask.
 
@@ -124,12 +140,12 @@ def blocks(
     targets [N, T] int64 and mask [N, T] bool: each token is a target once; the last short block is padded with
     `end_of_text` and masked (False).
     """
-    tokens = tokens[:limit_tokens]
-    count = -(-len(tokens) // length)
-    sequence = np.full(count * length + 1, end_of_text, np.int64)
-    sequence[1 : len(tokens) + 1] = tokens
+    total = len(shard) if limit_tokens is None else min(limit_tokens, len(shard))
+    count = -(-total // length)
+    sequence = np.full(count * length + 1, shard.end_of_text, np.int64)
+    sequence[1 : total + 1] = shard.read(0, total)
     shape = (count, length)
-    mask = np.arange(count * length) < len(tokens)
+    mask = np.arange(count * length) < total
     return sequence[:-1].reshape(shape), sequence[1:].reshape(shape), mask.reshape(shape)
 
 
@@ -142,18 +158,27 @@ def _made(folder: Path) -> Path:
     return folder
 
 
+def _metadata(manifest: dict[str, Any], part: int | str) -> dict[bytes, bytes]:
+    """What a file says of its split and of its part in it, so that files of different splits are told apart."""
+    values = {key: manifest[key] for key in ("sha256", "documents", "tokenizer_sha256", "vocab_size")} | {"part": part}
+    return {key.encode(): str(value).encode() for key, value in values.items()}
+
+
 class _IdsDifferError(Exception):
     """Names the document that two encoders disagree on."""
 
 
-def _encode(encoder: Tokenizer, documents: Path, kind: np.dtype, flat: dict[str, Path], *, exact: bool) -> None:
-    """Write ids, offsets and text sizes of all documents to the files in `flat`.
+def _encode(
+    encoder: Tokenizer, documents: Path, kind: np.dtype, flat: dict[str, Path], *, exact: bool
+) -> dict[str, Any]:
+    """Write ids, offsets and text sizes of all documents to the files in `flat`; return the manifest's counts.
 
     Unless `exact`, one document in `CHECK_EVERY` is checked against the exact encoder: raises _IdsDifferError.
     """
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(path, "wb")) for name, path in flat.items()}
-        row = total = 0
+        row = total = size = 0
+        digest = hashlib.sha256()
         for batch in read_batches(documents, ["text"]):
             texts = batch.column(0).to_pylist()
             ids, edges = encoder.encode_batch(texts, exact=exact)
@@ -168,30 +193,62 @@ def _encode(encoder: Tokenizer, documents: Path, kind: np.dtype, flat: dict[str,
             sizes = pc.binary_length(batch.column(0)).to_numpy().astype(np.int64)
             for name, column in (("token", tokens), ("offset", total + begin), ("bytes", sizes)):
                 files[name].write(column.data)
-            row, total = row + len(texts), total + len(tokens)
-            if total > MOST_TOKENS:
-                cause = f"holds more than the {MOST_TOKENS:,} tokens of a shard"
-                raise DemixError(documents, cause, "lower the words of the domain's split, or make two domains of it")
+            digest.update(tokens.data)
+            row, total, size = row + len(texts), total + len(tokens), size + int(sizes.sum())
+    return {
+        "tokens": total,
+        "documents": row,
+        "bytes": size,
+        "sha256": digest.hexdigest(),
+        "tokenizer_sha256": encoder.sha256,
+        "vocab_size": encoder.vocab_size,
+    }
 
 
-def _write_batch(path: Path, schema: pa.Schema, columns: list[Path], size: int) -> None:
-    with ExitStack() as stack:
-        maps = [stack.enter_context(pa.memory_map(str(column))) if size else None for column in columns]
-        buffers = [source.read_buffer() if source else pa.py_buffer(b"") for source in maps]
-        pairs = zip(schema, buffers, strict=True)
-        arrays = [pa.Array.from_buffers(entry.type, size, [None, buffer]) for entry, buffer in pairs]
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            writer.write_batch(pa.record_batch(arrays, schema=schema))
+def _write(
+    path: Path, columns: dict[str, Path], kind: np.dtype, start: int, end: int, metadata: dict[bytes, bytes]
+) -> None:
+    """Write rows `start` to `end` of flat files, a column each, as an Arrow IPC file of one record batch."""
+    type_ = pa.from_numpy_dtype(kind)
+    schema = pa.schema([pa.field(name, type_, nullable=False) for name in columns], metadata)
+    # An empty file cannot be mapped.
+    maps = [_map_flat(file) for file in columns.values()] if end else []
+    buffers = [pa.py_buffer(each).slice(start * kind.itemsize, (end - start) * kind.itemsize) for each in maps]
+    buffers = buffers or [pa.py_buffer(b"")] * len(columns)
+    arrays = [pa.Array.from_buffers(type_, end - start, [None, buffer]) for buffer in buffers]
+    with replacing(path) as temporary, _Sink(temporary, maps) as sink, pa.ipc.new_file(sink, schema) as writer:
+        writer.write_batch(pa.record_batch(arrays, schema=schema))
 
 
-def _map(path: Path) -> dict[str, np.ndarray]:
+def _map_flat(path: Path) -> mmap.mmap:
+    with open(path, "rb") as stream:
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+class _Sink(io.BufferedWriter):
+    """A file that takes a buffer in pieces and gives back the pages of `maps` that were read for each."""
+
+    def __init__(self, path: Path, maps: list[mmap.mmap]) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self._maps = maps
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        for start in range(0, len(view), _PIECE):
+            super().write(view[start : start + _PIECE])
+            for each in self._maps:
+                each.madvise(mmap.MADV_DONTNEED)
+        return len(view)
+
+
+def _map(path: Path) -> pa.RecordBatch:
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         if reader.num_record_batches != 1:
             raise pa.ArrowInvalid(f"{reader.num_record_batches} record batches instead of one")
         batch = reader.get_batch(0)
-        batch.validate(full=True)
-        return {name: batch.column(name).to_numpy(zero_copy_only=True) for name in batch.schema.names}
+        batch.validate()
+        return batch
     except FileNotFoundError:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
     except (pa.ArrowException, OSError) as error:

@@ -79,9 +79,9 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
         shard = TokenShard.open(path, verify=True)
         if shard.tokenizer_sha256 != description["tokenizer_sha256"]:
             raise DemixError(path, f"was made with another tokenizer than {directory}", "tokenize or train again")
-        inputs, targets, mask = blocks(shard.tokens, length, shard.end_of_text, scoring.limit(split, length))
+        inputs, targets, mask = blocks(shard, length, scoring.limit(split, length))
         scored = log_probabilities(model, inputs, targets, mask, dtype)
-        ids = shard.tokens[: scored.shape[1]]
+        ids = shard.read(0, scored.shape[1])
         place = output / f"{domain}.{split}"
         for expert, column in zip(experts, scored, strict=True):
             metadata = {

@@ -82,10 +82,10 @@ def proportional_batches(
 
 
 def _block_count(shard: TokenShard, name: str, length: int) -> int:
-    count = len(shard.tokens) // length
+    count = len(shard) // length
     if count == 0:
         raise DemixError(
-            f"domain {name}", f"has {len(shard.tokens)} training tokens, fewer than one block of {length}", "add text"
+            f"domain {name}", f"has {len(shard)} training tokens, fewer than one block of {length}", "add text"
         )
     return count
 
@@ -93,8 +93,8 @@ def _block_count(shard: TokenShard, name: str, length: int) -> int:
 def _block(shard: TokenShard, number: int, length: int) -> np.ndarray:
     """Block `number` with the token before it in front, as scoring cuts them: [T + 1] int64."""
     first = int(number) * length
-    before = shard.tokens[first - 1] if first else shard.end_of_text
-    return np.concatenate([[before], shard.tokens[first : first + length]]).astype(np.int64)
+    before = shard.read(first - 1, first) if first else [shard.end_of_text]
+    return np.concatenate([before, shard.read(first, first + length)]).astype(np.int64)
 
 
 def _order(count: int, seed: int, name: str, first: int, wanted: int) -> list[int]:

@@ -1,7 +1,8 @@
 import hashlib
 import json
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from demix.data import shards
 from demix.data.shards import TokenShard, blocks, tokenize
-from demix.data.tokenizer import Tokenizer, gpt2_tokenizer, train_tokenizer
+from demix.data.tokenizer import Tokenizer, _byte_of_character, _write, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
 
 TEXTS = ["one two", "", "<|endoftext|> is text", "漢字 and\nmore"]
@@ -25,14 +26,24 @@ def tokenizer(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def many_ids(tmp_path_factory):
+    """A tokenizer of 65,793 ids: the 256 bytes, all their pairs, and the end of text."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    alphabet = list(_byte_of_character())
+    merges = [(first, second) for first in alphabet for second in alphabet]
+    _write({token: i for i, token in enumerate([*alphabet, *map("".join, merges)])}, merges, path)
+    return path
+
+
 def _documents(path, texts):
     pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), path)
     return path
 
 
-def _tokenized(folder, tokenizer, texts=TEXTS):
+def _tokenized(folder, tokenizer, texts=TEXTS, **options):
     _documents(folder / "dev.parquet", texts)
-    tokenize(tokenizer, folder / "dev.parquet", folder / "dev.arrow")
+    tokenize(tokenizer, folder / "dev.parquet", folder / "dev.arrow", **options)
     return folder / "dev.arrow"
 
 
@@ -42,42 +53,114 @@ def test_a_shard_holds_every_document(tmp_path, tokenizer, texts):
     encoder = Tokenizer.load(tokenizer)
     shard = TokenShard.open(_tokenized(tmp_path, tokenizer, texts), verify=True)
     assert (shard.end_of_text, shard.vocab_size, shard.tokenizer_sha256) == (50256, 50257, encoder.sha256)
-    edges = [*shard.offsets.tolist(), len(shard.tokens)]
+    tokens = shard.read(0, len(shard))
+    edges = [*shard.offsets.tolist(), len(tokens)]
     assert len(edges) == len(texts) + 1
     assert edges[0] == 0
     for text, start, end in zip(texts, edges, edges[1:], strict=False):
-        assert shard.tokens[start] == 50256
-        assert encoder.decode(shard.tokens[start + 1 : end]) == text
-    assert np.count_nonzero(shard.tokens == 50256) == len(texts)
+        assert tokens[start] == 50256
+        assert encoder.decode(tokens[start + 1 : end]) == text
+    assert np.count_nonzero(tokens == 50256) == len(texts)
     assert shard.document_bytes.tolist() == [len(text.encode()) for text in texts]
 
 
 def test_files(tmp_path, tokenizer):
-    path = _tokenized(tmp_path, tokenizer)
-    manifest = json.loads((tmp_path / "dev.json").read_text())
-    reader = pa.ipc.open_file(pa.memory_map(str(path)))
-    assert reader.num_record_batches == 1
-    assert reader.schema.field("token").type == pa.uint16()
-    assert reader.schema.metadata == {
-        b"tokenizer_sha256": hashlib.sha256(tokenizer.read_bytes()).hexdigest().encode(),
-        b"vocab_size": b"50257",
-        b"documents": b"4",
-    }
-    assert manifest == {
-        "tokens": reader.get_batch(0).num_rows,
+    path = _tokenized(tmp_path, tokenizer, file_tokens=12)
+    names = ["dev.arrow", "dev.1.arrow"]
+    columns = []
+    for number, name in enumerate(names):
+        reader = pa.ipc.open_file(pa.memory_map(str(tmp_path / name)))
+        assert reader.num_record_batches == 1
+        assert reader.schema.field("token").type == pa.uint16()
+        columns.append(reader.get_batch(0)["token"].to_numpy())
+        assert reader.schema.metadata == {
+            b"sha256": json.loads((tmp_path / "dev.json").read_text())["sha256"].encode(),
+            b"tokenizer_sha256": hashlib.sha256(tokenizer.read_bytes()).hexdigest().encode(),
+            b"vocab_size": b"50257",
+            b"documents": b"4",
+            b"part": str(number).encode(),
+        }
+    assert len(columns[0]) == 12
+    assert json.loads((tmp_path / "dev.json").read_text()) == {
+        "tokens": 12 + len(columns[1]),
         "documents": 4,
         "bytes": sum(len(text.encode()) for text in TEXTS),
-        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "sha256": hashlib.sha256(np.concatenate(columns).tobytes()).hexdigest(),
+        "files": [
+            {"name": name, "tokens": len(column), "sha256": hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()}
+            for name, column in zip(names, columns, strict=True)
+        ],
         "documents_sha256": hashlib.sha256((tmp_path / "dev.documents.arrow").read_bytes()).hexdigest(),
         "tokenizer_sha256": hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
         "vocab_size": 50257,
     }
-    assert sorted(file.name for file in tmp_path.iterdir()) == [
-        "dev.arrow", "dev.documents.arrow", "dev.json", "dev.parquet",
-    ]  # fmt: skip
+    assert {file.name for file in tmp_path.iterdir()} == {*names, "dev.documents.arrow", "dev.json", "dev.parquet"}
     before = path.read_bytes()
-    _tokenized(tmp_path, tokenizer)
+    _tokenized(tmp_path, tokenizer, file_tokens=12)
     assert path.read_bytes() == before
+
+
+def test_files_of_an_earlier_longer_split_are_removed(tmp_path, tokenizer):
+    _tokenized(tmp_path, tokenizer, ["one two three"] * 9, file_tokens=8)
+    assert (tmp_path / "dev.4.arrow").exists()
+    # As after a removal that was cut short.
+    (tmp_path / "dev.2.arrow").unlink()
+    others = {"dev.2.json", "dev.old.arrow", "test.2.arrow"}
+    for name in others:
+        (tmp_path / name).touch()
+    shard = TokenShard.open(_tokenized(tmp_path, tokenizer, ["one two three"] * 3, file_tokens=8), verify=True)
+    assert len(shard) == 12
+    assert {file.name for file in tmp_path.iterdir()} == others | {
+        "dev.arrow", "dev.1.arrow", "dev.documents.arrow", "dev.json", "dev.parquet",
+    }  # fmt: skip
+
+
+@given(st.data(), st.integers(0, 60), st.integers(1, 25), st.sampled_from([np.uint16, np.uint32]))
+def test_reads_across_files_are_those_of_one_array(data, size, file_tokens, kind):
+    flat = np.arange(size, dtype=kind)
+    shard = _in_memory(flat, file_tokens)
+    assert len(shard) == size
+    edges = st.integers(0, size) | st.sampled_from(range(0, size + 1, file_tokens))
+    for start, stop in [(0, size), *(sorted(data.draw(st.tuples(edges, edges))) for _ in range(8))]:
+        found = shard.read(start, stop)
+        assert found.dtype == kind
+        assert np.array_equal(found, flat[start:stop])
+        # No copy is made inside a file.
+        inside = start < stop and start // file_tokens == (stop - 1) // file_tokens
+        assert np.shares_memory(found, flat) == inside
+    for start, stop in ((-1, 0), (0, size + 1), (1, 0)):
+        with pytest.raises(IndexError):
+            shard.read(start, stop)
+
+
+def _in_memory(flat, file_tokens):
+    files = tuple(flat[at : at + file_tokens] for at in range(0, max(1, len(flat)), file_tokens))
+    return TokenShard(Path("t"), files, flat, flat, 99, 100, "")
+
+
+@pytest.mark.parametrize("file_tokens", [1, 7, 12, 24, 25])
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32])
+def test_tokens_are_the_same_in_any_number_of_files(tmp_path, tokenizer, many_ids, file_tokens, kind, monkeypatch):
+    monkeypatch.setattr(shards, "_PIECE", 5)
+    tokenizer = many_ids if kind == np.uint32 else tokenizer
+    whole = TokenShard.open(_tokenized(tmp_path, tokenizer, ["wörd", "漢字", "", "ÿÿ"] * 2))
+    flat = whole.read(0, len(whole))
+    (tmp_path / "cut").mkdir()
+    cut = _tokenized(tmp_path / "cut", tokenizer, ["wörd", "漢字", "", "ÿÿ"] * 2, file_tokens=file_tokens)
+    shard = TokenShard.open(cut, verify=True)
+    assert len(shard) == len(flat) == sum(map(len, shard.files))
+    assert len(shard.files) == -(-len(flat) // file_tokens)
+    assert {len(file) for file in shard.files[:-1]} <= {file_tokens}
+    assert shard.offsets.tolist() == whole.offsets.tolist()
+    for start, stop in combinations(range(len(flat) + 1), 2):
+        found = shard.read(start, stop)
+        assert found.dtype == kind
+        assert np.array_equal(found, flat[start:stop])
+        # A view inside a file, a copy where files meet.
+        assert any(np.shares_memory(file, found) for file in shard.files) == (
+            start // file_tokens == (stop - 1) // file_tokens
+        )
+    assert json.loads(cut.with_suffix(".json").read_text())["sha256"] == hashlib.sha256(flat.tobytes()).hexdigest()
 
 
 def test_tokens_are_mapped_and_read_only(tmp_path, tokenizer):
@@ -85,27 +168,25 @@ def test_tokens_are_mapped_and_read_only(tmp_path, tokenizer):
     before = pa.total_allocated_bytes()
     shard = TokenShard.open(path)
     assert pa.total_allocated_bytes() - before < 100_000
-    assert shard.tokens.dtype == np.uint16
-    assert not shard.tokens.flags.writeable
+    tokens = shard.read(0, len(shard))
+    assert tokens.dtype == np.uint16
+    assert not tokens.flags.writeable
     with pytest.raises(ValueError, match="read-only"):
-        shard.tokens[0] = 1
+        tokens[0] = 1
 
 
-def test_a_large_vocabulary_takes_four_bytes(tmp_path):
-    words = [f"{i:05x}" for i in range(70_000)]
-    pq.write_table(
-        pa.table({"text": ["".join(chr(0x4E00 + int(d, 16)) for d in w) for w in words] * 2}), tmp_path / "t.parquet"
-    )
-    train_tokenizer([tmp_path / "t.parquet"], 66_000, tmp_path / "t.json")
-    shard = TokenShard.open(_tokenized(tmp_path, tmp_path / "t.json"))
-    assert shard.vocab_size == 66_000
-    assert shard.tokens.dtype == np.uint32
-    assert shard.tokens[0] == 65_999
+def test_a_large_vocabulary_takes_four_bytes(tmp_path, many_ids):
+    shard = TokenShard.open(_tokenized(tmp_path, many_ids, ["ÿÿ"]))
+    tokens = shard.read(0, len(shard))
+    assert shard.vocab_size == 65_793
+    assert tokens.dtype == np.uint32
+    assert tokens[0] == 65_792
+    assert Tokenizer.load(many_ids).decode(tokens[1:]) == "ÿÿ"
 
 
-@pytest.mark.parametrize("name", ["dev.arrow", "dev.documents.arrow"])
+@pytest.mark.parametrize("name", ["dev.arrow", "dev.1.arrow", "dev.documents.arrow"])
 def test_damage_is_found(tmp_path, tokenizer, name):
-    path = _tokenized(tmp_path, tokenizer, TEXTS * 100)
+    path = _tokenized(tmp_path, tokenizer, TEXTS * 100, file_tokens=1000)
     damaged = tmp_path / name
     data = damaged.read_bytes()
     for size in (0, 7, 100, len(data) // 2, len(data) - 1):
@@ -122,21 +203,46 @@ def test_damage_is_found(tmp_path, tokenizer, name):
         TokenShard.open(path)
 
 
-def test_files_of_different_runs_are_not_mixed(tmp_path, tokenizer):
-    path = _tokenized(tmp_path, tokenizer)
-    other = path.read_bytes()
-    _tokenized(tmp_path, tokenizer, ["something else, and longer than before, by a few words at least"])
-    path.write_bytes(other)
-    with pytest.raises(DemixError, match=r"dev\.arrow: does not hold the \d+ rows of dev\.json"):
+@pytest.mark.parametrize("name", ["dev.arrow", "dev.1.arrow", "dev.2.arrow", "dev.documents.arrow"])
+def test_files_of_different_runs_are_not_mixed(tmp_path, tokenizer, name):
+    # Of one length each: their rows do not tell them apart.
+    path = _tokenized(tmp_path, tokenizer, ["one two three"] * 6, file_tokens=8)
+    other = (tmp_path / name).read_bytes()
+    _tokenized(tmp_path, tokenizer, ["one two four"] * 6, file_tokens=8)
+    mine = (tmp_path / name).read_bytes()
+    assert len(other) == len(mine)
+    (tmp_path / name).write_bytes(other)
+    with pytest.raises(DemixError, match=rf"{name}: is not the file of \d+ rows in dev\.json"):
         TokenShard.open(path)
-    (tmp_path / "dev.json").unlink()
+    (tmp_path / name).write_bytes(mine)
+    (tmp_path / "dev.1.arrow").write_bytes(path.read_bytes())
+    with pytest.raises(DemixError, match=r"dev\.1\.arrow: is not the file of 8 rows in dev\.json"):
+        TokenShard.open(path)
+
+
+def test_a_manifest_must_be_whole(tmp_path, tokenizer):
+    path = _tokenized(tmp_path, tokenizer, ["one two three"] * 6, file_tokens=9)
+    manifest = tmp_path / "dev.json"
+    whole = json.loads(manifest.read_text())
+    for files in ([], whole["files"][:-1], whole["files"][::-1], [{"name": "dev.arrow"}]):
+        manifest.write_text(json.dumps(whole | {"files": files}))
+        with pytest.raises(DemixError, match=r"dev\.json: is no manifest of tokens"):
+            TokenShard.open(path)
+    # A file of more rows than the manifest says.
+    short = [entry | {"tokens": 7} for entry in whole["files"]]
+    manifest.write_text(json.dumps(whole | {"files": short, "tokens": 7 * len(short)}))
+    with pytest.raises(DemixError, match=r"dev\.arrow: is not the file of 7 rows in dev\.json"):
+        TokenShard.open(path)
+    manifest.unlink()
     with pytest.raises(DemixError, match=r"dev\.json: is missing"):
         TokenShard.open(path)
 
 
-@given(st.lists(st.integers(0, 98), max_size=70), st.integers(1, 20), st.none() | st.integers(0, 80))
-def test_blocks_score_each_token_once(tokens, length, limit):
-    inputs, targets, mask = blocks(np.array(tokens, np.uint16), length, 99, limit)
+@given(
+    st.lists(st.integers(0, 98), max_size=70), st.integers(1, 20), st.none() | st.integers(0, 80), st.integers(1, 80)
+)
+def test_blocks_score_each_token_once(tokens, length, limit, file_tokens):
+    inputs, targets, mask = blocks(_in_memory(np.array(tokens, np.uint16), file_tokens), length, limit)
     tokens = tokens[:limit]
     rows = []
     for start in range(0, len(tokens), length):
@@ -163,12 +269,6 @@ def test_ids_that_differ_from_tiktoken_are_encoded_by_it(tmp_path, tokenizer, ca
         path = _tokenized(tmp_path, tokenizer)
     assert "gigatoken's ids differ from tiktoken's in document 1; encoding with tiktoken" in caplog.text
     shard = TokenShard.open(path, verify=True)
-    edges = [*shard.offsets.tolist(), len(shard.tokens)]
-    assert [encoder.decode(shard.tokens[a + 1 : b]) for a, b in pairwise(edges)] == TEXTS
-
-
-def test_a_shard_has_a_largest_size(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(shards, "MOST_TOKENS", 20)
-    with pytest.raises(DemixError, match=r"dev\.parquet: holds more than the 20 tokens of a shard; lower the words"):
-        _tokenized(tmp_path, tokenizer, ["one two three"] * 9)
-    assert [file.name for file in tmp_path.iterdir()] == ["dev.parquet"]
+    tokens = shard.read(0, len(shard))
+    edges = [*shard.offsets.tolist(), len(tokens)]
+    assert [encoder.decode(tokens[a + 1 : b]) for a, b in pairwise(edges)] == TEXTS

@@ -52,7 +52,7 @@ def test_every_block_is_seen_once_an_epoch_and_the_order_depends_on_step_alone(t
     length, sequences = 32, 3
     batches = balanced_batches(shards, TRAINING, sequences, length, seed=5)
     for d, shard in enumerate(shards):
-        cut, targets, mask = blocks(shard.tokens, length, shard.end_of_text)
+        cut, targets, mask = blocks(shard, length)
         whole = Counter(tuple(row) for row in np.concatenate([cut, targets], 1)[mask.all(1)].tolist())
         steps = sum(whole.values()) // sequences + 2
         seen: list[tuple[int, ...]] = []
@@ -74,8 +74,8 @@ def test_every_block_is_seen_once_an_epoch_and_the_order_depends_on_step_alone(t
 
 def test_unbalanced_batches_follow_the_sizes_of_the_domains(tokens: Path) -> None:
     shards = opened(tokens)
-    small = dataclasses.replace(shards[0], tokens=shards[0].tokens[: 32 * 10])
-    counts = [len(shard.tokens) // 32 for shard in (small, *shards[1:])]
+    small = dataclasses.replace(shards[0], files=(shards[0].read(0, 32 * 10),))
+    counts = [len(shard) // 32 for shard in (small, *shards[1:])]
     batches = proportional_batches([small, *shards[1:]], TRAINING, 4, 32, seed=1)
     drawn = np.concatenate([batches(step).domains[0].numpy() for step in range(sum(counts) // 4)])
     found = np.bincount(drawn, minlength=3)
@@ -275,7 +275,7 @@ def test_experts_learn_their_domains(tokens: Path, trained: Path) -> None:
     model = load_model(trained / "demix", TRAINING)
     for number, path in enumerate(shard_paths(tokens, split="test")):
         shard = TokenShard.open(path)
-        table = log_probabilities(model, *blocks(shard.tokens, 32, shard.end_of_text)).sum(1)
+        table = log_probabilities(model, *blocks(shard, 32)).sum(1)
         assert table.argmax() == number, path
 
 
@@ -305,7 +305,7 @@ def test_demix_dapt_adds_a_file_and_changes_no_other(tokens: Path, trained: Path
 
     # The eight experts' scores are what they were, and the new expert knows its domain better than its parent.
     shard = TokenShard.open(tokens / "tokens" / "fantasy" / "dev.arrow")
-    cut = blocks(shard.tokens, 32, shard.end_of_text, 6 * 32)
+    cut = blocks(shard, 32, 6 * 32)
     table = log_probabilities(load_model(trained / "demix", (*TRAINING, "fantasy")), *cut)
     old = log_probabilities(load_model(trained / "demix", TRAINING), *cut)
     np.testing.assert_array_equal(table[:3], old)
