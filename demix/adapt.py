@@ -2,23 +2,23 @@
 
 import dataclasses
 import logging
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from demix.data.shards import TokenShard, blocks
+from demix.data.shards import TokenShard
 from demix.evaluate.mix import cached_log_prior
-from demix.evaluate.score import log_probabilities
 from demix.evaluate.tables import read_scores
 from demix.files import read_json
 from demix.model.checkpoint import describe, expert_lineage, load_model, save_expert, save_shared
 from demix.model.gpt import GPT
 from demix.train.batches import balanced_batches
 from demix.train.loop import EarlyStopping, Optimization, set_threads, train, write_metrics
-from demix.train.stage import fingerprint, open_shards
+from demix.train.parallel import World, joined, shares
+from demix.train.stage import dev_loss, fingerprint, open_shards
+from demix.train.state import remove_states
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ class Adaptation:
     forgetting_blocks: int
     parent_blocks: int
     parent_decay: float
+    keep_checkpoints: int = 2
+    micro_sequences: int | None = None
 
     def optimization(self, learning_rate: float, length: int) -> Optimization:
         """The restarted schedule for a model that was trained at `learning_rate` on blocks of `length`."""
@@ -60,6 +62,8 @@ class Adaptation:
             weight_decay=self.weight_decay,
             precision=self.precision,
             checkpoint_every=self.checkpoint_every,
+            keep_checkpoints=self.keep_checkpoints,
+            micro_sequences=self.micro_sequences,
         )
 
 
@@ -101,30 +105,33 @@ def adapt_expert(
     below `scores`.
     """
     set_threads(adaptation.threads)
-    _, dev_shard = open_shards(list(shards))
-    domain = shards[0].parent.name
-    chosen = choose_parent(scores, domain, training, adaptation)
-    log.info("%s: parent %s (posterior %.3f)", domain, chosen["parent"], chosen["parent_prior"])
-    model = load_model(directory, (chosen["parent"],))
+    with joined() as world:
+        _, dev_shard = open_shards(list(shards), world)
+        domain = shards[0].parent.name
+        chosen = choose_parent(scores, domain, training, adaptation)
+        log.info("%s: parent %s (posterior %.3f)", domain, chosen["parent"], chosen["parent_prior"])
+        model = load_model(directory, (chosen["parent"],))
 
-    # The training domains keep their experts, so their losses are those of the score tables, at every step.
-    unchanged = {}
-    for name in training:
-        table = read_scores(scores / f"{name}.dev", (name,))
-        kept, mask = table.scores[: adaptation.forgetting_blocks], table.mask[: adaptation.forgetting_blocks]
-        unchanged[f"dev_loss/{name}"] = float(-kept.sum() / mask.sum())
+        # The training domains keep their experts, so their losses are those of the score tables, at every step.
+        unchanged = {}
+        for name in training:
+            table = read_scores(scores / f"{name}.dev", (name,))
+            kept, mask = table.scores[: adaptation.forgetting_blocks], table.mask[: adaptation.forgetting_blocks]
+            unchanged[f"dev_loss/{name}"] = float(-kept.sum() / mask.sum())
 
-    def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
-        loss = _dev_loss(model, dev_shard, adaptation.dev_blocks)
-        return loss, {f"dev_loss/{domain}": loss} | unchanged
+        def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
+            (loss,) = world.first([dev_loss(model, dev_shard, adaptation.dev_blocks, domain)])
+            return loss, {f"dev_loss/{domain}": loss} | unchanged
 
-    origin = chosen | {"parent_sha256": expert_lineage(directory, chosen["parent"])["sha256"]}
-    rows, state, lineage = _adapt(
-        model, directory, shards, adaptation, origin, checkpoints, evaluate, only=lambda name: ".feedforward." in name
-    )
-    save_expert(model, chosen["parent"], directory, lineage, name=domain)
-    write_metrics(metrics, rows)
-    shutil.rmtree(state, ignore_errors=True)
+        origin = chosen | {"parent_sha256": expert_lineage(directory, chosen["parent"])["sha256"]}
+        only_experts = {"only": lambda name: ".feedforward." in name}
+        rows, state, lineage = _adapt(
+            model, directory, shards, adaptation, origin, checkpoints, evaluate, world, **only_experts
+        )
+        if world.rank == 0:
+            save_expert(model, chosen["parent"], directory, lineage, name=domain)
+            write_metrics(metrics, rows)
+            remove_states(state)
 
 
 def adapt_dense(
@@ -142,24 +149,27 @@ def adapt_dense(
     which forgetting is watched. The adapted model is written to `output`.
     """
     set_threads(adaptation.threads)
-    _, dev_shard, *training_shards = open_shards([*shards, *training])
-    domain = shards[0].parent.name
-    model = load_model(directory, ("dense",))
+    with joined() as world:
+        _, dev_shard, *training_shards = open_shards([*shards, *training], world)
+        domain = shards[0].parent.name
+        model = load_model(directory, ("dense",))
 
-    def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
-        loss = _dev_loss(model, dev_shard, adaptation.dev_blocks)
-        others = {
-            f"dev_loss/{path.parent.name}": _dev_loss(model, shard, adaptation.forgetting_blocks)
-            for path, shard in zip(training, training_shards, strict=True)
-        }
-        return loss, {f"dev_loss/{domain}": loss} | others
+        def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
+            others = {
+                path.parent.name: (shard, adaptation.forgetting_blocks)
+                for path, shard in zip(training, training_shards, strict=True)
+            }
+            wanted = {domain: (dev_shard, adaptation.dev_blocks)} | others
+            losses = world.first([dev_loss(model, *which, name) for name, which in wanted.items()])
+            return losses[0], {f"dev_loss/{name}": loss for name, loss in zip(wanted, losses, strict=True)}
 
-    origin = {"parent": "dense", "parent_sha256": expert_lineage(directory, "dense")["sha256"]}
-    rows, state, lineage = _adapt(model, directory, shards, adaptation, origin, checkpoints, evaluate)
-    save_shared(model, output, describe(directory) | lineage | {"kind": "dense_dapt"})
-    save_expert(model, "dense", output, lineage)
-    write_metrics(metrics, rows)
-    shutil.rmtree(state, ignore_errors=True)
+        origin = {"parent": "dense", "parent_sha256": expert_lineage(directory, "dense")["sha256"]}
+        rows, state, lineage = _adapt(model, directory, shards, adaptation, origin, checkpoints, evaluate, world)
+        if world.rank == 0:
+            save_shared(model, output, describe(directory) | lineage | {"kind": "dense_dapt"})
+            save_expert(model, "dense", output, lineage)
+            write_metrics(metrics, rows)
+            remove_states(state)
 
 
 def _adapt(
@@ -170,20 +180,27 @@ def _adapt(
     origin: dict,
     checkpoints: Path,
     evaluate: Callable[[GPT], tuple[float, dict[str, float]]],
+    world: World,
     **more: Callable[[str], bool],
 ) -> tuple[list[dict], Path, dict]:
-    """Train a loaded model of one expert on the novel domain; returns its metrics, state and lineage."""
-    description, domain, length = describe(directory), shards[0].parent.name, model.architecture.context
+    """Train a loaded model of one expert on the novel domain, all ranks a part of the sequences.
+
+    Returns its metrics, the folder of its state, its lineage.
+    """
+    places = shares([domain := shards[0].parent.name], world.size, adaptation.sequences)
+    world = world.placed(places)
+    description, length = describe(directory), model.architecture.context
     train_shard = TokenShard.open(shards[0])
     train_data, dev_data = (read_json(path.with_suffix(".json"))["sha256"] for path in shards)
     origin = origin | {"adaptation": dataclasses.asdict(adaptation)}
     state = checkpoints / fingerprint(origin | {"data": [train_data, dev_data], "shared": description["shared_sha256"]})
     rows = train(
         model,
-        balanced_batches([train_shard], [domain], adaptation.sequences, length, adaptation.seed),
+        balanced_batches([train_shard], [domain], adaptation.sequences, length, adaptation.seed, places[world.rank]),
         [domain],
         adaptation.optimization(description["training"]["learning_rate"], length),
         state,
+        world=world,
         evaluate=evaluate,
         stopping=EarlyStopping(adaptation.evaluate_every, adaptation.patience),
         **more,
@@ -201,9 +218,3 @@ def _adapt(
             "tokenizer_sha256": train_shard.tokenizer_sha256,
         },
     )
-
-
-def _dev_loss(model: GPT, shard: TokenShard, count: int) -> float:
-    """Mean nats per token over the first `count` blocks of a dev split, for a model of one expert."""
-    length = model.architecture.context
-    return float(-log_probabilities(model, *blocks(shard, length, count * length)).mean())

@@ -48,6 +48,14 @@ class TrackingSettings:
     experiment: str
 
 
+@dataclass(frozen=True)
+class Replicas:
+    """How many ranks train the expert of a domain."""
+
+    replicas: dict[str, int]
+
+
+Ranks = Annotated[int, typer.Option(min=1, help="Processes of this machine that train together.")]
 Settings = Annotated[str, typer.Option(help="The stage's part of the config, as JSON.")]
 Files = Annotated[list[Path], typer.Argument(help="Input files.")]
 Output = Annotated[Path, typer.Option(help="Where the result goes.")]
@@ -201,18 +209,29 @@ def tokenize(
 @app.command()
 def train(
     kind: Annotated[str, typer.Argument(help="demix, dense, dense_unbalanced or domain_token.")],
-    shards: Annotated[list[Path], typer.Argument(help="tokens/<domain>/train.arrow of each training domain.")],
+    shards: Annotated[
+        list[Path], typer.Argument(help="tokens/<domain>/train.arrow of each training domain (and dev.arrow, for dev).")
+    ],
     settings: Settings,
     output: Annotated[Path, typer.Option(help="The model directory.")],
     metrics: Annotated[Path, typer.Option(help="Where the metrics go (JSON lines).")],
     checkpoints: Annotated[Path, typer.Option(help="Folder for the state that a killed run resumes from.")],
+    ranks: Ranks = 1,
+    replicas: Annotated[str, typer.Option(help='Ranks of single domains, such as {"legal": 2}; JSON.')] = "{}",
 ) -> None:
     """Train one model from scratch, or resume its training."""
-    from demix.train.stage import KINDS, Training, train_model
+    from demix.train.launch import launched
+    from demix.train.stage import KINDS, Training, placement, train_model
 
     if kind not in KINDS:
         raise DemixError(f"kind {kind}", "is not known", f"use one of {', '.join(KINDS)}")
-    train_model(kind, settings_from(Training, settings), shards, output, metrics, checkpoints)
+    training = settings_from(Training, settings)
+    copies = settings_from(Replicas, {"replicas": json.loads(replicas)}, "--replicas").replicas
+    domains = [path.parent.name for path in shards if path.stem != "dev"]
+    # Before any process starts.
+    placement(kind, training, domains, ranks, copies)
+    if not launched(ranks, checkpoints / "logs"):
+        train_model(kind, training, shards, output, metrics, checkpoints, copies)
 
 
 @app.command()
@@ -239,22 +258,21 @@ def adapt(
     settings: Settings,
     metrics: Annotated[Path, typer.Option(help="Where the metrics go (JSON lines).")],
     checkpoints: Annotated[Path, typer.Option(help="Folder for the state that a killed run resumes from.")],
+    ranks: Ranks = 1,
 ) -> None:
     """DEMix-DAPT: add an expert for a novel domain, copied from the likeliest parent."""
     from demix.adapt import Adaptation, adapt_expert
+    from demix.train.launch import launched
+    from demix.train.parallel import shares
 
     train_shard, dev_shard, *rest = _two_or_more(shards)
     if rest:
         raise DemixError(rest[0], "is one shard too many", "give train.arrow and dev.arrow of the novel domain")
-    adapt_expert(
-        model,
-        (train_shard, dev_shard),
-        training.split(","),
-        scores,
-        settings_from(Adaptation, settings),
-        metrics,
-        checkpoints,
-    )
+    adaptation = settings_from(Adaptation, settings)
+    shares([train_shard.parent.name], ranks, adaptation.sequences)
+    if not launched(ranks, checkpoints / "logs"):
+        pair = (train_shard, dev_shard)
+        adapt_expert(model, pair, training.split(","), scores, adaptation, metrics, checkpoints)
 
 
 @app.command("adapt-dense")
@@ -268,13 +286,19 @@ def adapt_dense(
     output: Annotated[Path, typer.Option(help="The adapted model's directory.")],
     metrics: Annotated[Path, typer.Option(help="Where the metrics go (JSON lines).")],
     checkpoints: Annotated[Path, typer.Option(help="Folder for the state that a killed run resumes from.")],
+    ranks: Ranks = 1,
 ) -> None:
     """Dense-DAPT: go on training all parameters of a dense model on a novel domain."""
     from demix.adapt import Adaptation
     from demix.adapt import adapt_dense as run
+    from demix.train.launch import launched
+    from demix.train.parallel import shares
 
     train_shard, dev_shard, *others = _two_or_more(shards)
-    run(model, (train_shard, dev_shard), others, settings_from(Adaptation, settings), output, metrics, checkpoints)
+    adaptation = settings_from(Adaptation, settings)
+    shares([train_shard.parent.name], ranks, adaptation.sequences)
+    if not launched(ranks, checkpoints / "logs"):
+        run(model, (train_shard, dev_shard), others, adaptation, output, metrics, checkpoints)
 
 
 @app.command()

@@ -36,11 +36,11 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
             temporary.mkdir()
         yield temporary
         for written in [*temporary.rglob("*"), temporary] if directory else [temporary]:
-            _fsync(written)
+            fsync(written)
         if directory and path.exists():
             shutil.rmtree(path)
         os.replace(temporary, path)
-        _fsync(path.parent)
+        fsync(path.parent)
     except OSError as error:
         if error.errno is None or isinstance(error, DemixError):
             raise
@@ -55,7 +55,8 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
             temporary.unlink()
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Wait until a file or folder is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -5,19 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.tables import tokens_sha256, write_scores, write_tokens
 from demix.model.checkpoint import describe, expert_lineage, load_model
-from demix.model.gpt import GPT
+from demix.model.scoring import log_probabilities
 from demix.train.loop import compute_type, set_threads
 
 log = logging.getLogger(__name__)
-
-# Tokens x experts in one forward pass: enough to keep a core busy, little enough to stay in memory.
-EXPERT_TOKENS_AT_ONCE = 8192
 
 
 @dataclass(frozen=True)
@@ -32,32 +28,6 @@ class Scoring:
     def limit(self, split: str, length: int) -> int | None:
         """The most tokens of `split` to score with blocks of `length`."""
         return self.dev_blocks * length if split == "dev" else self.test_tokens
-
-
-@torch.no_grad()
-def log_probabilities(
-    model: GPT, inputs: np.ndarray, targets: np.ndarray, mask: np.ndarray, dtype: torch.dtype | None = None
-) -> np.ndarray:
-    """log p of every target under every expert, in the order of the text: [E, tokens], padding left out.
-
-    inputs, targets, mask [N, T] as `demix.data.shards.blocks` cuts them. A domain-token model has one row per
-    domain token, in the order of `model.domain_tokens`.
-    """
-    columns = len(model.domain_tokens or model.experts)
-    batch = max(1, EXPERT_TOKENS_AT_ONCE // (columns * inputs.shape[1]))
-    scored = []
-    for first in range(0, len(inputs), batch):
-        rows = slice(first, first + batch)
-        seen, wanted = torch.from_numpy(inputs[rows])[None], torch.from_numpy(targets[rows])[None]  # [1, B, T]
-        if model.domain_tokens:
-            B = seen.shape[1]
-            domains = torch.arange(columns).repeat_interleave(B)[None]  # [1, columns * B]
-            hidden = model(seen.repeat(1, columns, 1), domains, dtype)
-            found = model.log_probabilities(hidden, wanted.repeat(1, columns, 1)).view(columns, B, -1)
-        else:
-            found = model.log_probabilities(model(seen, dtype=dtype), wanted)  # [E, B, T]
-        scored.append(found[:, torch.from_numpy(mask[rows])].double().numpy())
-    return np.concatenate(scored, axis=1)
 
 
 def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring: Scoring, output: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens a training step sees: a pure function of (seed, step, domain), never of a reader's position."""
+"""Which tokens a training step sees: a function of (seed, step, domain), never of a reader's position or a rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,11 +10,12 @@ import torch
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import seed_for
+from demix.train.parallel import Share
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One optimizer step's sequences, grouped by expert (E = 1 for a dense model).
+    """What one rank sees of an optimizer step, grouped by its experts (E = 1 for a dense model).
 
     inputs, targets [E, B, T] int64; domains [E, B] int64, the number of each sequence's domain.
     """
@@ -23,62 +24,107 @@ class Batch:
     targets: torch.Tensor
     domains: torch.Tensor
 
+    def part(self, first: int, last: int) -> "Batch":
+        """Sequences `first` to `last` of each expert."""
+        return Batch(self.inputs[:, first:last], self.targets[:, first:last], self.domains[:, first:last])
 
-Batches = Callable[[int], Batch]
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on `device`."""
+        return Batch(self.inputs.to(device), self.targets.to(device), self.domains.to(device))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """`draw` gives a rank's share of any step (from 0); `tokens` are the targets of a step over all ranks."""
+
+    draw: Callable[[int], Batch]
+    tokens: int
 
 
 def balanced_batches(
-    shards: Sequence[TokenShard], names: Sequence[str], sequences: int, length: int, seed: int
+    shards: Sequence[TokenShard],
+    names: Sequence[str],
+    sequences: int,
+    length: int,
+    seed: int,
+    share: Share | None = None,
 ) -> Batches:
-    """Step -> `sequences` blocks of `length` tokens of each domain, one expert's group per domain: [D, B, T].
+    """`sequences` blocks of `length` tokens of each domain a step, one expert's group per domain: [D, B, T].
 
-    A domain's blocks come in a new random order each time they have all been seen.
+    Of the domains and sequences those of `share`; all by default. A domain's blocks come in a new random order each
+    time they have all been seen, and the ranks that share a domain see disjoint ones.
     """
-    counts = [_block_count(shard, name, length) for shard, name in zip(shards, names, strict=True)]
+    share = share or Share(tuple(range(len(names))), 0, sequences, (0,))
+    counts = _block_counts(shards, names, length)
 
-    def batch(step: int) -> Batch:
-        rows = []
-        for shard, name, count in zip(shards, names, counts, strict=True):
-            numbers = _order(count, seed, name, step * sequences, sequences)
-            rows.append(np.stack([_block(shard, number, length) for number in numbers]))
-        blocks = torch.from_numpy(np.stack(rows))  # [D, B, T + 1]
-        domains = torch.arange(len(names)).unsqueeze(1).expand(len(names), sequences)
-        return Batch(blocks[..., :-1], blocks[..., 1:], domains)
+    def draw(step: int) -> Batch:
+        first, wanted = step * sequences + share.first, share.last - share.first
+        blocks = [
+            [_block(shards[d], n, length) for n in _order(counts[d], seed, names[d], first, wanted)]
+            for d in share.experts
+        ]
+        return _batch(np.array(blocks), np.repeat(np.array(share.experts)[:, None], wanted, axis=1))
 
-    return batch
+    return Batches(draw, len(names) * sequences * length)
 
 
-def mixed_batches(batches: Batches) -> Batches:
-    """The same sequences as one group [1, D*B, T]: what a dense model sees of balanced data."""
+def mixed_batches(
+    shards: Sequence[TokenShard],
+    names: Sequence[str],
+    sequences: int,
+    length: int,
+    seed: int,
+    share: Share | None = None,
+) -> Batches:
+    """The sequences of `balanced_batches` as one group [1, B, T]: what a dense model sees of balanced data.
 
-    def batch(step: int) -> Batch:
-        grouped = batches(step)
-        return Batch(
-            grouped.inputs.flatten(0, 1).unsqueeze(0),
-            grouped.targets.flatten(0, 1).unsqueeze(0),
-            grouped.domains.flatten().unsqueeze(0),
-        )
+    `share` counts the D * `sequences` of a step through, a domain after the other.
+    """
+    share = share or Share((0,), 0, len(names) * sequences, (0,))
+    counts = _block_counts(shards, names, length)
+    domains = np.arange(share.first, share.last) // sequences
 
-    return batch
+    def draw(step: int) -> Batch:
+        order = {d: _order(counts[d], seed, names[d], step * sequences, sequences) for d in set(domains.tolist())}
+        places = zip(domains.tolist(), range(share.first, share.last), strict=True)
+        blocks = [_block(shards[d], order[d][n % sequences], length) for d, n in places]
+        return _batch(np.array([blocks]), domains[None])
+
+    return Batches(draw, len(names) * sequences * length)
 
 
 def proportional_batches(
-    shards: Sequence[TokenShard], names: Sequence[str], sequences: int, length: int, seed: int
+    shards: Sequence[TokenShard],
+    names: Sequence[str],
+    sequences: int,
+    length: int,
+    seed: int,
+    share: Share | None = None,
 ) -> Batches:
-    """Step -> `sequences` blocks drawn from all domains in proportion to their training tokens: [1, B, T]."""
-    counts = [_block_count(shard, name, length) for shard, name in zip(shards, names, strict=True)]
+    """`sequences` blocks a step, drawn from all domains in proportion to their training tokens: [1, B, T]."""
+    share = share or Share((0,), 0, sequences, (0,))
+    counts = _block_counts(shards, names, length)
     ends = np.cumsum(counts)
 
-    def batch(step: int) -> Batch:
-        numbers = _order(int(ends[-1]), seed, "all domains", step * sequences, sequences)
+    def draw(step: int) -> Batch:
+        first, wanted = step * sequences + share.first, share.last - share.first
+        numbers = np.array(_order(int(ends[-1]), seed, "all domains", first, wanted))
         domains = np.searchsorted(ends, numbers, side="right")
-        firsts = ends - counts
-        blocks = torch.from_numpy(
-            np.stack([_block(shards[d], n - firsts[d], length) for d, n in zip(domains, numbers, strict=True)])
-        ).unsqueeze(0)
-        return Batch(blocks[..., :-1], blocks[..., 1:], torch.from_numpy(domains).unsqueeze(0))
+        firsts = (ends - counts)[domains]
+        places = zip(domains, numbers - firsts, strict=True)
+        return _batch(np.array([[_block(shards[d], n, length) for d, n in places]]), domains[None])
 
-    return batch
+    return Batches(draw, sequences * length)
+
+
+def _batch(blocks: np.ndarray, domains: np.ndarray) -> Batch:
+    """Blocks [E, B, T + 1], each with the token before it, as inputs and targets."""
+    tokens = torch.from_numpy(blocks)
+    return Batch(tokens[..., :-1], tokens[..., 1:], torch.from_numpy(domains))
+
+
+def _block_counts(shards: Sequence[TokenShard], names: Sequence[str], length: int) -> list[int]:
+    return [_block_count(shard, name, length) for shard, name in zip(shards, names, strict=True)]
 
 
 def _block_count(shard: TokenShard, name: str, length: int) -> int:

@@ -3,28 +3,44 @@
 import json
 import logging
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from demix.errors import DemixError
 from demix.files import write_text
 from demix.model.gpt import GPT
-from demix.train.batches import Batch, Batches
-from demix.train.state import newest_state, save_state
+from demix.train.batches import Batches
+from demix.train.parallel import GradientSync, World
+from demix.train.state import State, held, newest_state, save_state
 
 log = logging.getLogger(__name__)
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# The type of activations. Weights and optimizer state are fp32 but for fp64, which is for exact comparisons.
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 SECONDS_BETWEEN_LINES = 10.0
+# The scale of the loss in fp16: halved when gradients overflow, doubled after so many updates without.
+FIRST_SCALE, LAST_SCALE, GROW_AFTER = 2.0**16, 2.0**-4, 1000
+
+
+class StoppedError(DemixError):
+    """A signal ended training; the state is saved and the same command goes on from it."""
 
 
 @dataclass(frozen=True)
 class Optimization:
-    """How parameters are updated (paper, Tables 9-12). `steps` are optimizer updates, `warmup` a share of them."""
+    """How parameters are updated (paper, Tables 9-12). `steps` are optimizer updates, `warmup` a share of them.
+
+    `micro_sequences`: how many sequences of each expert a rank sees at a time (None: all of a step's), gradients
+    accumulate over them. `keep_checkpoints`: the newest so many stay.
+    """
 
     steps: int
     learning_rate: float
@@ -33,6 +49,8 @@ class Optimization:
     weight_decay: float
     precision: str
     checkpoint_every: int
+    keep_checkpoints: int = 2
+    micro_sequences: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,92 +90,181 @@ def train(
     optimization: Optimization,
     checkpoints: Path,
     *,
+    world: World | None = None,
     only: Callable[[str], bool] = lambda name: True,
     evaluate: Callable[[GPT], tuple[float, dict[str, float]]] | None = None,
     stopping: EarlyStopping | None = None,
 ) -> list[dict]:
-    """Train `model` in place on `batches` of the named `domains`; returns one metrics row per step.
+    """Train this rank's part of a model in place on `batches` of the named `domains`; returns one metrics row a step.
 
-    Resumes from the newest complete checkpoint below `checkpoints`. `only` chooses parameters by name; the
-    others stay as they are to the bit. With `stopping`, `evaluate(model)` gives the dev loss to stop by and
-    further dev losses by domain (nats per token); the model ends with the parameters of the lowest one.
-    Raises DemixError, before the update, when a loss is not finite.
+    Resumes from the newest complete checkpoint below `checkpoints`. `only` chooses parameters by name; the others stay
+    as they are to the bit. `evaluate(model)` gives a loss on dev, the same on all ranks, and more by key (nats per
+    token): at every checkpoint, or with `stopping` as that says, and then the model ends with the parameters of the
+    lowest one. Raises DemixError on all ranks alike, before the update, when a loss or gradient is not finite, and
+    StoppedError, with the state saved, after SIGTERM, SIGUSR2 or SIGINT.
     """
-    dtype = compute_type(optimization.precision)
-    trained = {name: p.requires_grad_() for name, p in model.named_parameters() if only(name)}
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)
-    # Weight decay reaches norms and biases too, as in the paper's fairseq.
-    optimizer = torch.optim.AdamW(
-        trained.values(), betas=(0.9, 0.95), eps=1e-7, weight_decay=optimization.weight_decay, fused=True
-    )
-    first, metrics, best, best_loss, since_best = 0, [], {}, math.inf, 0
-    if found := newest_state(checkpoints):
-        first, tensors, metrics = found
-        best = _restore(tensors, trained, optimizer)
-        best_loss, since_best = _best_so_far(metrics)
-        log.info("resuming at step %d of %d", first, optimization.steps)
-
-    started = said = time.monotonic()
-    for step in range(first, optimization.steps + 1):
-        if stopping and (step % stopping.every == 0 or step == optimization.steps) and not _evaluated(metrics, step):
-            loss, by_domain = evaluate(model)
-            metrics.append({"step": step, "tokens": _tokens(metrics), "early_stopping_loss": loss} | by_domain)
-            since_best += 1
-            if loss < best_loss:
-                best_loss, since_best = loss, 0
-                best = {name: p.detach().clone() for name, p in trained.items()}
-            if since_best >= stopping.patience:
-                log.info("stopping at step %d: no better dev loss in %d evaluations", step, since_best)
-                break
-        if step == optimization.steps:
-            break
-        if step > first and step % optimization.checkpoint_every == 0:
-            save_state(checkpoints, step, _state(trained, optimizer, best), metrics)
-
-        begun = time.monotonic()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(step, optimization)
-        batch = batches(step)
-        losses = -model.log_probabilities(
-            model(batch.inputs, batch.domains if model.domain_tokens else None, dtype), batch.targets
-        )  # [E, B, T]
-        loss = losses.mean()
-        by_domain = _loss_by_domain(losses.detach(), batch, domains)
-        if not math.isfinite(loss.item()):
-            worst = [name for name, value in by_domain.items() if not math.isfinite(value)]
-            raise DemixError(
-                f"step {step + 1}", f"the loss of {', '.join(worst) or 'all'} is not finite", "lower the learning rate"
-            )
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained.values(), optimization.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-        now = time.monotonic()
-        metrics.append(
-            {
-                "step": step + 1,
-                "tokens": _tokens(metrics) + batch.targets.numel(),
-                "loss": loss.item(),
-                "learning_rate": learning_rate_at(step, optimization),
-                "gradient_norm": norm.item(),
-                "tokens_per_second": batch.targets.numel() / (now - begun),
-            }
-            | {f"loss/{name}": value for name, value in by_domain.items()}
+    world = world or World()
+    with held(checkpoints, world), _signals() as signalled:
+        dtype = compute_type(optimization.precision)
+        model.to(device=world.device, dtype=torch.float64 if dtype == torch.float64 else None)
+        trained = {name: p.requires_grad_() for name, p in model.named_parameters() if only(name)}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trained)
+        sync = GradientSync(trained, _is_expert, world)
+        # Weight decay reaches norms and biases too, as in the paper's fairseq.
+        optimizer = torch.optim.AdamW(
+            trained.values(), betas=(0.9, 0.95), eps=1e-7, weight_decay=optimization.weight_decay, fused=True
         )
-        if now - said > SECONDS_BETWEEN_LINES:
-            said, left = now, (now - started) / (step + 1 - first) * (optimization.steps - step - 1)
-            speed = metrics[-1]["tokens_per_second"]
-            log.info(
-                "step %d/%d  loss %.3f  norm %.2f  %.0f tokens/s  %d:%02d left",
-                step + 1, optimization.steps, loss.item(), norm.item(), speed, *divmod(round(left), 60),
-            )  # fmt: skip
-    if best:
-        with torch.no_grad():
-            for name, parameter in trained.items():
-                parameter.copy_(best[name])
-    return metrics
+        first, metrics, best, best_loss, since_best = 0, [], {}, math.inf, 0
+        scale, unscathed = FIRST_SCALE if dtype == torch.float16 else 1.0, 0
+        if found := newest_state(checkpoints, model.experts, world):
+            first, metrics = found.step, found.metrics
+            best = _restore(_stacked(found, model.experts), trained, optimizer)
+            best_loss, since_best = _best_so_far(metrics)
+            scales = [scale, *(row["loss_scale"] for row in metrics if "loss_scale" in row)]
+            scale, unscathed = scales[-1], next(iter(np.flatnonzero(np.diff(scales[::-1]))), len(scales) - 1)
+            log.info("resuming at step %d of %d", first, optimization.steps)
+
+        def save(step: int, dev_loss: float | None = None) -> None:
+            shared, experts = _parted(_state(trained, optimizer, best), model.experts)
+            save_state(
+                checkpoints, State(step, shared, experts, metrics, dev_loss), world, optimization.keep_checkpoints
+            )
+
+        started, said, sent = *[time.monotonic()] * 2, 0
+        for step in range(first, optimization.steps + 1):
+            if (
+                stopping
+                and (step % stopping.every == 0 or step == optimization.steps)
+                and not _evaluated(metrics, step)
+            ):
+                loss, more = evaluate(model)
+                metrics.append({"step": step, "tokens": _tokens(metrics), "early_stopping_loss": loss} | more)
+                since_best += 1
+                if loss < best_loss:
+                    best_loss, since_best = loss, 0
+                    best = {name: p.detach().clone() for name, p in trained.items()}
+                if since_best >= stopping.patience:
+                    log.info("stopping at step %d: no better dev loss in %d evaluations", step, since_best)
+                    break
+            if step == optimization.steps:
+                break
+            if step > first and step % optimization.checkpoint_every == 0:
+                dev_loss = None
+                if evaluate and not stopping:
+                    dev_loss, more = evaluate(model)
+                    metrics.append({"step": step, "tokens": _tokens(metrics), "dev_loss": dev_loss} | more)
+                save(step, dev_loss)
+
+            begun = time.monotonic()
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate_at(step, optimization)
+            sync.zero()
+            losses = _backward(model, batches, step, domains, dtype, scale, optimization.micro_sequences, sync)
+            *losses, signals = world.sum([*losses, signalled()])
+            sync.finish()
+            totals, counts = losses[: len(domains)], losses[len(domains) :]
+            by_domain = {name: total / n for name, total, n in zip(domains, totals, counts, strict=True) if n}
+            if not math.isfinite(sum(totals)):
+                worst = ", ".join(name for name, value in by_domain.items() if not math.isfinite(value))
+                cure = "lower the learning rate; the last checkpoint is kept"
+                raise DemixError(f"step {step + 1}", f"the loss of {worst} is not finite", cure)
+            if signals:
+                # Nothing was updated: the state is that of the step's beginning.
+                save(step)
+                raise StoppedError(f"step {step}", "a signal stopped training; its state is saved", "rerun to go on")
+            norm = sync.clip(optimization.clip, scale)
+            skipped = not math.isfinite(norm)
+            if skipped and dtype != torch.float16:
+                raise DemixError(f"step {step + 1}", "the gradient is not finite", "lower the learning rate")
+            if not skipped:
+                optimizer.step()
+            unscathed = 0 if skipped else unscathed + 1
+            if skipped or unscathed == GROW_AFTER:
+                scale, unscathed = scale * (0.5 if skipped else 2.0), 0
+            if scale < LAST_SCALE and dtype == torch.float16:
+                raise DemixError(f"step {step + 1}", "fp16 overflows at any scale of the loss", "use bf16 or fp32")
+
+            now = time.monotonic()
+            metrics.append(
+                {
+                    "step": step + 1,
+                    "tokens": _tokens(metrics) + batches.tokens,
+                    "loss": sum(totals) / batches.tokens,
+                    "learning_rate": learning_rate_at(step, optimization),
+                    "gradient_norm": norm if not skipped else None,
+                    "tokens_per_second": batches.tokens / (now - begun),
+                }
+                | ({"loss_scale": scale} if dtype == torch.float16 else {})
+                | ({"synced_bytes": sync.sent - sent} if world.size > 1 else {})
+                | {f"loss/{name}": value for name, value in by_domain.items()}
+            )
+            sent = sync.sent
+            if now - said > SECONDS_BETWEEN_LINES:
+                said, left = now, (now - started) / (step + 1 - first) * (optimization.steps - step - 1)
+                row = metrics[-1]
+                log.info(
+                    "step %d/%d  loss %.3f  norm %.2f  %.0f tokens/s  %d:%02d left",
+                    step + 1, optimization.steps, row["loss"], norm, row["tokens_per_second"], *divmod(round(left), 60),
+                )  # fmt: skip
+        sync.close()
+        if best:
+            with torch.no_grad():
+                for name, parameter in trained.items():
+                    parameter.copy_(best[name])
+        return metrics
+
+
+def _backward(
+    model: GPT,
+    batches: Batches,
+    step: int,
+    domains: Sequence[str],
+    dtype: torch.dtype,
+    scale: float,
+    micro: int | None,
+    sync: GradientSync,
+) -> list[float]:
+    """Add up this rank's gradients of the mean loss over the whole step, times `scale`, and begin to send them.
+
+    Returns the sum of losses and the number of tokens of each domain on this rank: 2 * len(domains) numbers.
+    """
+    batch = batches.draw(step)
+    sequences = batch.inputs.shape[1]
+    sums = torch.zeros(2, len(domains), dtype=torch.float64, device=sync.world.device)
+    for start in range(0, sequences, micro or sequences):
+        part = batch.part(start, start + (micro or sequences)).to(sync.world.device)
+        if start + (micro or sequences) >= sequences:
+            sync.begin()
+        hidden = model(part.inputs, part.domains if model.domain_tokens else None, dtype)
+        losses = -model.log_probabilities(hidden, part.targets)  # [E, B, T]
+        (losses.sum() * (scale / batches.tokens)).backward()
+        numbers = part.domains.flatten()
+        sums[0].index_add_(0, numbers, losses.detach().sum(-1, dtype=torch.float64).flatten())
+        sums[1].index_add_(0, numbers, torch.full_like(numbers, losses.shape[-1], dtype=torch.float64))
+    return sums.flatten().tolist()
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[], int]]:
+    """Note SIGTERM, SIGUSR2 and SIGINT instead of dying of them; yields how many have come. A second SIGINT kills."""
+    came: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        if number == signal.SIGINT and came:
+            raise KeyboardInterrupt
+        came.append(number)
+        log.info("%s: saving the state after this step", signal.Signals(number).name)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: 0
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
+    try:
+        yield lambda: len(came)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def write_metrics(path: Path, metrics: list[dict]) -> None:
@@ -165,13 +272,8 @@ def write_metrics(path: Path, metrics: list[dict]) -> None:
     write_text(path, "".join(json.dumps(row) + "\n" for row in metrics))
 
 
-def _loss_by_domain(losses: torch.Tensor, batch: Batch, domains: Sequence[str]) -> dict[str, float]:
-    """Mean nats per token of each domain in the batch."""
-    by_sequence, numbers = losses.mean(-1).flatten().tolist(), batch.domains.flatten().tolist()
-    found: dict[str, list[float]] = {}
-    for number, value in zip(numbers, by_sequence, strict=True):
-        found.setdefault(domains[number], []).append(value)
-    return {name: sum(values) / len(values) for name, values in found.items()}
+def _is_expert(name: str) -> bool:
+    return ".feedforward." in name
 
 
 def _tokens(metrics: list[dict]) -> int:
@@ -198,6 +300,28 @@ def _state(
     return tensors | {f"best/{name}": value for name, value in best.items()}
 
 
+def _parted(
+    tensors: dict[str, torch.Tensor], experts: Sequence[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """A state's tensors that all ranks hold alike, and each expert's slices of the stacked ones."""
+    shared = {name: tensor for name, tensor in tensors.items() if not _is_stacked(name)}
+    return shared, {
+        expert: {name: tensor[number] for name, tensor in tensors.items() if _is_stacked(name)}
+        for number, expert in enumerate(experts)
+    }
+
+
+def _stacked(state: State, experts: Sequence[str]) -> dict[str, torch.Tensor]:
+    """What `_parted` parted."""
+    names = state.experts[experts[0]]
+    return state.shared | {name: torch.stack([state.experts[expert][name] for expert in experts]) for name in names}
+
+
+def _is_stacked(name: str) -> bool:
+    # Adam's number of updates is one for all experts.
+    return _is_expert(name) and not name.startswith("optimizer/step/")
+
+
 def _restore(
     tensors: dict[str, torch.Tensor], trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
@@ -205,7 +329,9 @@ def _restore(
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(tensors[f"parameter/{name}"])
-            optimizer.state[parameter] = {
-                key: tensors[f"optimizer/{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")
-            }
-    return {name: tensors[f"best/{name}"] for name in trained if f"best/{name}" in tensors}
+            if f"optimizer/step/{name}" in tensors:
+                optimizer.state[parameter] = {
+                    key: tensors[f"optimizer/{key}/{name}"].to(parameter.device)
+                    for key in ("step", "exp_avg", "exp_avg_sq")
+                }
+    return {name: tensors[f"best/{name}"].to(p.device) for name, p in trained.items() if f"best/{name}" in tensors}

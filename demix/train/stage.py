@@ -4,27 +4,40 @@ import dataclasses
 import hashlib
 import json
 import logging
-import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from demix.data.shards import TokenShard
+import torch
+
+from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.files import read_json
 from demix.model.checkpoint import save_expert, save_shared
 from demix.model.config import architecture_from, expert_parameters, shared_parameters
 from demix.model.gpt import GPT
+from demix.model.scoring import log_probabilities
 from demix.train.batches import balanced_batches, mixed_batches, proportional_batches
 from demix.train.loop import Optimization, set_threads, train, write_metrics
+from demix.train.parallel import Share, World, joined, shares
+from demix.train.state import remove_states
 
 log = logging.getLogger(__name__)
 
 KINDS = ("demix", "dense", "dense_unbalanced", "domain_token")
+# Settings that say how a run is computed and kept, not which run it is: they may change before it is resumed.
+INCIDENTAL = {
+    "training": {"checkpoint_every", "keep_checkpoints", "micro_sequences", "dev_blocks"},
+    "adaptation": {"checkpoint_every", "keep_checkpoints", "micro_sequences"},
+}
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained from scratch. `tokens` is the model's total, `sequences` per domain and step."""
+    """How a model is trained from scratch. `tokens` is the model's total, `sequences` per domain and step.
+
+    `dev_blocks` of each domain's dev split are evaluated at every checkpoint; 0 for none.
+    """
 
     seed: int
     architecture: dict
@@ -37,6 +50,9 @@ class Training:
     precision: str
     threads: int
     checkpoint_every: int
+    keep_checkpoints: int = 2
+    micro_sequences: int | None = None
+    dev_blocks: int = 0
 
     def steps(self, domains: int) -> int:
         """Optimizer updates for `domains` training domains: tokens / (D * sequences * T)."""
@@ -49,61 +65,128 @@ class Training:
 
 
 def train_model(
-    kind: str, training: Training, shards: list[Path], output: Path, metrics: Path, checkpoints: Path
+    kind: str,
+    training: Training,
+    shards: list[Path],
+    output: Path,
+    metrics: Path,
+    checkpoints: Path,
+    replicas: Mapping[str, int] | None = None,
 ) -> None:
     """Train one model of `kind` (demix, dense, dense_unbalanced, domain_token) on the domains of `shards`.
 
-    `shards` are tokens/<domain>/train.arrow, a domain each. Writes the model directory `output` and the
-    `metrics` file at the end; state to resume from goes below `checkpoints`.
+    `shards` are tokens/<domain>/train.arrow, a domain each, and where `dev_blocks` are wanted the dev.arrow of all.
+    Writes the model directory `output` and the `metrics` file at the end; state to resume from goes below
+    `checkpoints`. Called by every rank of a world (`demix.train.parallel.joined`), each trains its share: `replicas`
+    of some domains' experts, or as many of each.
     """
     set_threads(training.threads)
+    dev, shards = [path for path in shards if path.stem == "dev"], [path for path in shards if path.stem != "dev"]
     domains = tuple(path.parent.name for path in shards)
-    opened = open_shards(shards)
-    architecture = architecture_from(training.architecture)
-    experts = domains if kind == "demix" else ("dense",)
-    model = GPT(architecture, opened[0].vocab_size, experts, domains if kind == "domain_token" else ())
-    model.initialise(training.seed)
+    with joined() as world:
+        places = placement(kind, training, domains, world.size, replicas)
+        world, share = world.placed(places), places[world.rank]
+        opened = open_shards(shards, world)
+        evaluate = _dev_losses(kind, training, open_shards(dev, world), domains, world) if training.dev_blocks else None
+        architecture = architecture_from(training.architecture)
+        experts = tuple(domains[d] for d in share.experts) if kind == "demix" else ("dense",)
+        model = GPT(architecture, opened[0].vocab_size, experts, domains if kind == "domain_token" else ())
+        model.initialise(training.seed)
 
-    steps, length = training.steps(len(domains)), architecture.context
-    if kind == "dense_unbalanced":
-        sequences = len(domains) * training.sequences
-        batches = proportional_batches(opened, domains, sequences, length, training.seed)
-    else:
-        batches = balanced_batches(opened, domains, training.sequences, length, training.seed)
-        batches = batches if kind == "demix" else mixed_batches(batches)
+        steps, length = training.steps(len(domains)), architecture.context
+        if kind == "dense_unbalanced":
+            sequences = len(domains) * training.sequences
+            batches = proportional_batches(opened, domains, sequences, length, training.seed, share)
+        else:
+            arrange = balanced_batches if kind == "demix" else mixed_batches
+            batches = arrange(opened, domains, training.sequences, length, training.seed, share)
 
-    data = {
-        domain: read_json(path.with_suffix(".json"))["sha256"] for domain, path in zip(domains, shards, strict=True)
-    }
-    lineage = {"training": dataclasses.asdict(training), "tokenizer_sha256": opened[0].tokenizer_sha256, "kind": kind}
-    # The order of the domains is the order of the stacked experts.
-    state = checkpoints / fingerprint(lineage | {"data": data, "domains": domains})
-    log.info("%s: %d steps of %d domains, %d sequences each", kind, steps, len(domains), training.sequences)
-    rows = train(model, batches, domains, optimization(training, steps), state)
+        data = {
+            domain: read_json(path.with_suffix(".json"))["sha256"] for domain, path in zip(domains, shards, strict=True)
+        }
+        tokenizer_sha256 = opened[0].tokenizer_sha256
+        lineage = {"training": dataclasses.asdict(training), "tokenizer_sha256": tokenizer_sha256, "kind": kind}
+        # The order of the domains is the order of the stacked experts.
+        state = checkpoints / fingerprint(lineage | {"data": data, "domains": domains})
+        log.info(
+            "%s: %d steps of %d domains, %d sequences each, on %d ranks",
+            kind, steps, len(domains), training.sequences, world.size,
+        )  # fmt: skip
+        rows = train(model, batches, domains, optimization(training, steps), state, world=world, evaluate=evaluate)
 
-    vocab_size, tokens = opened[0].vocab_size, rows[-1]["tokens"]
-    counts = {
-        "shared_parameters": shared_parameters(architecture, vocab_size, len(model.domain_tokens)),
-        "expert_parameters": expert_parameters(architecture),
-    }
-    seen = {"steps": steps, "tokens": tokens, "data_sha256": data}
-    save_shared(model, output, lineage | counts | seen)
-    for expert in experts:
-        own = {expert: data[expert]} if kind == "demix" else data
-        save_expert(
-            model,
-            expert,
-            output,
-            {
-                "parent": None,
-                "steps": steps,
-                "tokens": tokens // len(experts),
-                "data_sha256": own,
-                "tokenizer_sha256": lineage["tokenizer_sha256"],
-            },
-        )
-    write_metrics(metrics, rows)
-    shutil.rmtree(state, ignore_errors=True)
+        vocab_size, tokens = opened[0].vocab_size, rows[-1]["tokens"]
+        counts = {
+            "shared_parameters": shared_parameters(architecture, vocab_size, len(model.domain_tokens)),
+            "expert_parameters": expert_parameters(architecture),
+        }
+        seen = {"steps": steps, "tokens": tokens, "data_sha256": data}
+        if world.rank == 0:
+            save_shared(model, output, lineage | counts | seen)
+        world.wait()
+        for expert in experts if world.speaks else ():
+            own = {expert: data[expert]} if kind == "demix" else data
+            tokens_seen = tokens // len(domains) if kind == "demix" else tokens
+            history = {"parent": None, "steps": steps, "tokens": tokens_seen, "data_sha256": own}
+            save_expert(model, expert, output, history | {"tokenizer_sha256": tokenizer_sha256})
+        world.wait()
+        if world.rank == 0:
+            write_metrics(metrics, rows)
+            remove_states(state)
+
+
+def placement(
+    kind: str, training: Training, domains: Sequence[str], ranks: int, replicas: Mapping[str, int] | None = None
+) -> tuple[Share, ...]:
+    """Each rank's share of the training of a model of `kind`; the sequences of a dense one are cut among all ranks."""
+    if kind == "demix":
+        return shares(domains, ranks, training.sequences, replicas)
+    return shares(["dense"], ranks, len(domains) * training.sequences)
+
+
+def _dev_losses(
+    kind: str, training: Training, shards: list[TokenShard], domains: Sequence[str], world: World
+) -> Callable[[GPT], tuple[float, dict[str, float]]]:
+    """What the loop asks for at checkpoints: the mean over domains of the loss on dev, and the domains' own.
+
+    A domain is evaluated by the first rank with its expert; a dense model's domains go round the ranks.
+    """
+    by_domain = {shard.path.parent.name: shard for shard in shards}
+    for domain in domains:
+        if domain not in by_domain:
+            raise DemixError(f"domain {domain}", "has no dev shard", "give its dev.arrow, or dev_blocks 0")
+
+    def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
+        found = [0.0] * len(domains)
+        for number, domain in enumerate(domains):
+            mine = domain in model.experts and world.speaks if kind == "demix" else number % world.size == world.rank
+            if mine:
+                found[number] = dev_loss(model, by_domain[domain], training.dev_blocks, domain)
+        losses = dict(zip(domains, world.sum(found), strict=True))
+        return sum(losses.values()) / len(losses), {f"dev_loss/{name}": loss for name, loss in losses.items()}
+
+    return evaluate
+
+
+def dev_loss(model: GPT, shard: TokenShard, count: int, domain: str) -> float:
+    """Mean nats per token over the first `count` blocks of a dev split, under the expert (or token) of `domain`.
+
+    A model of one expert is evaluated as it is.
+    """
+    length = model.architecture.context
+    if len(model.experts) > 1:
+        model = _single(model, domain)
+    scored = log_probabilities(model, *blocks(shard, length, count * length))
+    return float(-scored[model.domain_tokens.index(domain) if model.domain_tokens else 0].mean())
+
+
+def _single(model: GPT, expert: str) -> GPT:
+    """The model with one of its experts alone, on the same memory."""
+    number = model.experts.index(expert)
+    with torch.device("meta"):
+        single = GPT(model.architecture, model.vocab_size, (expert,))
+    experts = {name: tensor.detach()[number : number + 1] for name, tensor in model.expert_tensors().items()}
+    single.load_state_dict(model.shared_tensors() | experts, assign=True)
+    return single
 
 
 def optimization(training: Training, steps: int) -> Optimization:
@@ -112,9 +195,9 @@ def optimization(training: Training, steps: int) -> Optimization:
     return Optimization(steps=steps, **{name: getattr(training, name) for name in names})
 
 
-def open_shards(paths: list[Path]) -> list[TokenShard]:
-    """Open token shards, their sha256 verified, and refuse shards made with different tokenizers."""
-    shards = [TokenShard.open(path, verify=True) for path in paths]
+def open_shards(paths: list[Path], world: World) -> list[TokenShard]:
+    """Open token shards, the sha256 of each verified by one rank, and refuse those made with different tokenizers."""
+    shards = [TokenShard.open(path, verify=number % world.size == world.rank) for number, path in enumerate(paths)]
     for path, shard in zip(paths, shards, strict=True):
         if shard.tokenizer_sha256 != shards[0].tokenizer_sha256:
             raise DemixError(path, f"was made with another tokenizer than {paths[0]}", "tokenize all domains again")
@@ -124,10 +207,10 @@ def open_shards(paths: list[Path]) -> list[TokenShard]:
 def fingerprint(description: dict) -> str:
     """16 hexadecimal digits that tell runs apart: a checkpoint only ever continues the run that wrote it.
 
-    How often checkpoints are written does not tell runs apart.
+    What is `INCIDENTAL` does not tell runs apart.
     """
-    for part in ("training", "adaptation"):
+    for part, incidental in INCIDENTAL.items():
         if part in description:
-            kept = {key: value for key, value in description[part].items() if key != "checkpoint_every"}
+            kept = {key: value for key, value in description[part].items() if key not in incidental}
             description = description | {part: kept}
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]

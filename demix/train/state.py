@@ -1,50 +1,159 @@
-"""Training state on disk: what a killed run needs to go on as if nothing had happened."""
+"""Training state on disk: what a killed run needs to go on as if nothing had happened, on any number of ranks."""
 
+import fcntl
 import json
+import logging
+import math
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from demix.errors import DemixError
-from demix.files import read_json, replacing, sha256_file, write_json
+from demix.files import fsync, read_json, sha256_file, write_json
 from demix.model.checkpoint import load_verified, save_tensors
+from demix.train.parallel import World
 
-KEPT = 2
+log = logging.getLogger(__name__)
+
+SHARED = "shared.safetensors"
 
 
-def save_state(directory: Path, step: int, tensors: dict[str, torch.Tensor], metrics: list[dict]) -> None:
-    """Write `directory/step-<step>/`: tensors, the metrics so far, and last the manifest with their sha256.
+@dataclass(frozen=True)
+class State:
+    """A run after `step` updates, as one rank holds it.
 
-    Only the newest few are kept.
+    `shared` are the tensors that all ranks hold alike, `experts` by name those of the experts on this rank.
+    `dev_loss` is the loss on dev there, if it was measured.
     """
-    with replacing(directory / f"step-{step:08d}", directory=True) as temporary:
-        save_tensors(tensors, temporary / "state.safetensors")
-        (temporary / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
-        write_json(
-            temporary / "manifest.json",
-            {"step": step, "sha256": {path.name: sha256_file(path) for path in sorted(temporary.iterdir())}},
-        )
-    for old in _steps(directory)[:-KEPT]:
-        shutil.rmtree(old)
+
+    step: int
+    shared: dict[str, torch.Tensor]
+    experts: dict[str, dict[str, torch.Tensor]]
+    metrics: list[dict]
+    dev_loss: float | None = None
 
 
-def newest_state(directory: Path) -> tuple[int, dict[str, torch.Tensor], list[dict]] | None:
-    """Step, tensors and metrics of the newest complete checkpoint below `directory`; None if there is none.
+@contextmanager
+def held(directory: Path, world: World) -> Iterator[None]:
+    """Hold the folder of a run's checkpoints against a second process that would train the same run."""
+    if world.rank:
+        yield
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / "lock", "a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            cause = f"another process ({lock.read().strip() or 'unknown'}) trains this run"
+            raise DemixError(directory, cause, "wait until it ends, or end it, then rerun") from None
+        lock.truncate(0)
+        lock.write(f"{os.uname().nodename} {os.getpid()}\n")
+        lock.flush()
+        # What a process left that was killed while it wrote.
+        for partial in directory.glob(".*.partial"):
+            shutil.rmtree(partial, ignore_errors=True)
+        yield
 
-    A checkpoint without a manifest was never finished and is passed over; one whose bytes changed is an error.
+
+def save_state(directory: Path, state: State, world: World, keep: int) -> None:
+    """Write `directory/step-<step>/`, every rank its part; the manifest with all sha256 comes last, then the name.
+
+    The newest `keep` stay, and the one with the lowest loss on dev. All ranks must call it.
+    """
+    path = directory / f"step-{state.step:08d}"
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        if world.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        world.wait()
+        if world.speaks:
+            for name, tensors in state.experts.items():
+                _save(tensors, temporary / f"expert-{name}.safetensors")
+        if world.rank == 0:
+            _save(state.shared, temporary / SHARED)
+            lines = "".join(json.dumps(row) + "\n" for row in state.metrics)
+            (temporary / "metrics.jsonl").write_text(lines)
+            fsync(temporary / "metrics.jsonl")
+        world.wait()
+        if world.rank == 0:
+            sha256 = {file.name: sha256_file(file) for file in sorted(temporary.iterdir())}
+            write_json(temporary / "manifest.json", {"step": state.step, "dev_loss": state.dev_loss, "sha256": sha256})
+            fsync(temporary)
+            shutil.rmtree(path, ignore_errors=True)
+            temporary.rename(path)
+            fsync(directory)
+            _remove_old(directory, keep)
+        world.wait()
+    except OSError as error:
+        cure = "free space or mend its permissions, then rerun: training goes on from the checkpoint before"
+        raise DemixError(path, f"cannot be written ({os.strerror(error.errno or 0)})", cure) from error
+
+
+def newest_state(directory: Path, experts: tuple[str, ...], world: World) -> State | None:
+    """The newest complete checkpoint below `directory` with the named experts; None if there is none.
+
+    One without a manifest was never finished; one whose bytes changed is passed over with a warning. All ranks agree
+    on the choice.
     """
     for path in reversed(_steps(directory)):
-        if (path / "manifest.json").is_file():
-            manifest = read_json(path / "manifest.json")
-            tensors = load_verified(path / "state.safetensors", manifest["sha256"]["state.safetensors"])
-            if sha256_file(path / "metrics.jsonl") != manifest["sha256"]["metrics.jsonl"]:
-                cure = "delete this checkpoint; training goes on from the one before"
-                raise DemixError(path / "metrics.jsonl", "differs from its recorded sha256", cure)
-            metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-            return manifest["step"], tensors, metrics
+        state = None
+        try:
+            state = _load(path, experts)
+        except DemixError as error:
+            log.warning("%s; going back to the checkpoint before", error)
+        if world.sum([state is None])[0] == 0:
+            return state
     return None
 
 
+def remove_states(directory: Path) -> None:
+    """Remove what a finished run needs no more: all but the checkpoint with the lowest loss on dev, if any has one."""
+    best = _best(directory)
+    for path in _steps(directory):
+        if path != best:
+            shutil.rmtree(path)
+    if best is None:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _load(path: Path, experts: tuple[str, ...]) -> State:
+    manifest = read_json(path / "manifest.json")
+    try:
+        sha256, step, dev_loss = manifest["sha256"], int(manifest["step"]), manifest["dev_loss"]
+        files = [SHARED, *(f"expert-{name}.safetensors" for name in experts)]
+        shared, *own = [load_verified(path / file, sha256[file]) for file in files]
+        if sha256_file(path / "metrics.jsonl") != sha256["metrics.jsonl"]:
+            raise DemixError(path / "metrics.jsonl", "differs from its recorded sha256", "delete this checkpoint")
+        metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise DemixError(path, f"is no checkpoint ({error!r})", "delete it") from None
+    return State(step, shared, dict(zip(experts, own, strict=True)), metrics, dev_loss)
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    save_tensors(tensors, path)
+    fsync(path)
+
+
 def _steps(directory: Path) -> list[Path]:
-    return sorted(directory.glob("step-*"))
+    return sorted(path.parent for path in directory.glob("step-*/manifest.json"))
+
+
+def _best(directory: Path) -> Path | None:
+    losses = {path: read_json(path / "manifest.json").get("dev_loss") for path in _steps(directory)}
+    measured = {path: loss for path, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    return min(measured, key=lambda path: (measured[path], path)) if measured else None
+
+
+def _remove_old(directory: Path, keep: int) -> None:
+    best = _best(directory)
+    for old in _steps(directory)[:-keep]:
+        if old != best:
+            shutil.rmtree(old)

@@ -11,13 +11,13 @@ from torch import nn
 
 from demix.data.tokenizer import Tokenizer, gpt2_tokenizer
 from demix.errors import DemixError
-from demix.evaluate.score import log_probabilities
 from demix.files import sha256_file
 from demix.model.checkpoint import expert_names, load_model, save_expert, save_shared
 from demix.model.config import PRESETS, Architecture, architecture_from, expert_parameters, shared_parameters
 from demix.model.export import export_hf
 from demix.model.gpt import GPT
 from demix.model.layers import DEMixLayer
+from demix.model.scoring import log_probabilities
 
 SMALL = Architecture(layers=2, width=32, heads=4, context=16)
 EIGHT = tuple(f"domain{number}" for number in range(8))

@@ -1,0 +1,36 @@
+"""Log-probabilities of whole texts under every expert, which training and evaluation share."""
+
+import numpy as np
+import torch
+
+from demix.model.gpt import GPT
+
+# Tokens x experts in one forward pass: enough to keep a core busy, little enough to stay in memory.
+EXPERT_TOKENS_AT_ONCE = 8192
+
+
+@torch.no_grad()
+def log_probabilities(
+    model: GPT, inputs: np.ndarray, targets: np.ndarray, mask: np.ndarray, dtype: torch.dtype | None = None
+) -> np.ndarray:
+    """log p of every target under every expert, in the order of the text: [E, tokens], padding left out.
+
+    inputs, targets, mask [N, T] as `demix.data.shards.blocks` cuts them. A domain-token model has one row per
+    domain token, in the order of `model.domain_tokens`.
+    """
+    device = model.token_embedding.device
+    columns = len(model.domain_tokens or model.experts)
+    batch = max(1, EXPERT_TOKENS_AT_ONCE // (columns * inputs.shape[1]))
+    scored = []
+    for first in range(0, len(inputs), batch):
+        rows = slice(first, first + batch)
+        seen, wanted = (torch.from_numpy(ids[rows])[None].to(device) for ids in (inputs, targets))  # [1, B, T]
+        if model.domain_tokens:
+            B = seen.shape[1]
+            domains = torch.arange(columns, device=device).repeat_interleave(B)[None]  # [1, columns * B]
+            hidden = model(seen.repeat(1, columns, 1), domains, dtype)
+            found = model.log_probabilities(hidden, wanted.repeat(1, columns, 1)).view(columns, B, -1)
+        else:
+            found = model.log_probabilities(model(seen, dtype=dtype), wanted)  # [E, B, T]
+        scored.append(found[:, torch.from_numpy(mask[rows]).to(device)].double().cpu().numpy())
+    return np.concatenate(scored, axis=1)

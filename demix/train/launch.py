@@ -1,0 +1,159 @@
+"""Several processes of one machine that train a model together: started, watched, and ended as one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Empty, Queue
+
+from demix.errors import DemixError
+
+# Seconds that ranks have to end by themselves after one has failed, and after they were told to.
+GRACE = 10.0
+
+
+def launched(ranks: int, logs: Path) -> bool:
+    """Run this process's own command as `ranks` processes; True when they have done it all.
+
+    False where this process is to do it: for one rank, and in a rank that was already started by `launch`, torchrun or
+    a batch system.
+    """
+    if ranks == 1 or "WORLD_SIZE" in os.environ:
+        return False
+    launch(sys.argv[1:], ranks, logs)
+    return True
+
+
+def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
+    """Run `demix` with the arguments `command` as `ranks` processes; returns when all have ended well.
+
+    The first rank writes to this process's standard error, the others to `logs`/rank-<n>.log. When one fails all are
+    ended, and DemixError names the one that failed first and why. SIGTERM, SIGUSR2 and SIGINT are passed on to all. If
+    this process dies, so do they.
+    """
+    # torch takes a second to import: not for who asks for help only.
+    from torch.distributed import TCPStore
+
+    logs.mkdir(parents=True, exist_ok=True)
+    for old in [*logs.glob("rank-*.log"), *logs.glob("rank-*.failed")]:
+        old.unlink()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    alive, ours = os.pipe()
+    processes: list[subprocess.Popen] = []
+    ended: Queue[int] = Queue()
+    try:
+        with _passing_on(processes):
+            for rank in range(ranks):
+                environment = {
+                    "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "DEMIX_LAUNCHED": logs,
+                    # The store above is everybody's meeting point: no port to guess.
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True",
+                }  # fmt: skip
+                with open(logs / f"rank-{rank}.log", "wb") as log:
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", "demix.cli", *command],
+                        env=os.environ | {key: str(value) for key, value in environment.items()},
+                        stdin=alive,
+                        stderr=log if rank else None,
+                    )
+                processes.append(process)
+                threading.Thread(target=_wait, args=(rank, process, ended), daemon=True).start()
+            _watch(processes, ended, logs)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+        os.close(ours)
+        os.close(alive)
+
+
+def _wait(rank: int, process: subprocess.Popen, ended: "Queue[int]") -> None:
+    process.wait()
+    ended.put(rank)
+
+
+def _watch(processes: list[subprocess.Popen], ended: "Queue[int]", logs: Path) -> None:
+    left = set(range(len(processes)))
+    while left:
+        rank = ended.get()
+        left.discard(rank)
+        if processes[rank].returncode:
+            # The others lose their connection by this; what they then say is not the cause.
+            deadline = time.monotonic() + GRACE
+            killed = [rank] if processes[rank].returncode < 0 else []
+            while left and (wait := deadline - time.monotonic()) > 0:
+                try:
+                    rank = ended.get(timeout=wait)
+                except Empty:
+                    break
+                left.discard(rank)
+                killed += [rank] if processes[rank].returncode < 0 else []
+            raise _failure(processes, killed, logs)
+
+
+def _failure(processes: list[subprocess.Popen], killed: list[int], logs: Path) -> DemixError:
+    """What failed first: a rank that was killed, else the one that was the first to note an error."""
+    cure = "mend the cause and rerun: training goes on from the last checkpoint"
+    if killed:
+        number = -processes[killed[0]].returncode
+        name = signal.Signals(number).name
+        subject = f"rank {killed[0]} of {len(processes)}"
+        return DemixError(subject, f"was killed by {name}", f"see {_log(logs, killed[0])}; {cure}")
+    noted = []
+    for path in logs.glob("rank-*.failed"):
+        note = json.loads(path.read_text())
+        noted.append((note["time"], note["rank"], note["message"]))
+    if not noted:
+        rank = next(rank for rank, process in enumerate(processes) if process.returncode)
+        cause = f"ended with status {processes[rank].returncode}"
+        return DemixError(f"rank {rank} of {len(processes)}", cause, f"see {_log(logs, rank)}; {cure}")
+    _, rank, message = min(noted)
+    return DemixError(f"rank {rank} of {len(processes)}", message, f"log: {_log(logs, rank)}")
+
+
+def _log(logs: Path, rank: int) -> str:
+    return str(logs / f"rank-{rank}.log") if rank else "the lines above"
+
+
+@contextmanager
+def _passing_on(processes: list[subprocess.Popen]) -> Iterator[None]:
+    def pass_on(number: int, _: object) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """In a process that `launch` started: leave when the launcher is gone, and note the first error for it."""
+    logs = os.environ.get("DEMIX_LAUNCHED")
+    if logs is None:
+        yield
+        return
+
+    def leave() -> None:
+        # Nobody writes to this pipe: reading ends when the launcher does.
+        os.read(0, 1)
+        os._exit(1)
+
+    threading.Thread(target=leave, daemon=True).start()
+    try:
+        yield
+    except BaseException as error:
+        rank = int(os.environ["RANK"])
+        note = {"rank": rank, "time": time.time(), "message": str(error).splitlines()[0] if str(error) else repr(error)}
+        Path(logs, f"rank-{rank}.failed").write_text(json.dumps(note))
+        raise
