@@ -1,0 +1,297 @@
+"""Training on several ranks: who trains what, the gradient of a single process, resuming on another number of ranks."""
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import NOVEL, TRAINING
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.distributed import TCPStore
+
+from demix.data.shards import TokenShard
+from demix.errors import DemixError
+from demix.model.config import Architecture, expert_parameters, shared_parameters
+from demix.train.batches import balanced_batches, mixed_batches
+from demix.train.parallel import shares, synced_bytes
+from demix.train.stage import Training, train_model
+
+DOMAINS = TRAINING + NOVEL
+SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 16}
+STEPS = 20
+EXACT = Training(
+    seed=1, architecture=SIZES, tokens=16 * 4 * 4 * STEPS, sequences=4, learning_rate=3e-3, warmup=0.1, clip=0.5,
+    weight_decay=0.1, precision="fp64", threads=1, checkpoint_every=1000,
+)  # fmt: skip
+RANKS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One training: `kind` on the first `domains` by `ranks`."""
+
+    kind: str
+    domains: int
+    ranks: int
+    replicas: tuple[tuple[str, int], ...] = ()
+    precision: str = "fp64"
+    micro: int | None = None
+
+    @property
+    def name(self) -> str:
+        return "-".join(map(str, dataclasses.astuple(self))).replace(" ", "")
+
+    def run(self, tokens: Path, folder: Path) -> None:
+        """Train as the stage does, into `folder`."""
+        training = dataclasses.replace(
+            EXACT, precision=self.precision, micro_sequences=self.micro, tokens=16 * 4 * self.domains * STEPS
+        )
+        paths = [tokens / "tokens" / domain / "train.arrow" for domain in DOMAINS[: self.domains]]
+        places = folder / "model", folder / "metrics.jsonl", folder / "checkpoints"
+        train_model(self.kind, training, paths, *places, dict(self.replicas))
+
+
+UNEQUAL = (("scripture", 3), ("parliament", 2))
+CASES = [
+    Case("demix", 4, 2), Case("demix", 4, 4), Case("demix", 4, 8), Case("demix", 4, 7, UNEQUAL),
+    Case("demix", 2, 8), Case("demix", 3, 3), Case("demix", 4, 2, micro=1), Case("demix", 4, 8, precision="fp32"),
+    Case("dense", 4, 2), Case("dense", 4, 3), Case("dense", 4, 8, precision="fp32"),
+    Case("dense_unbalanced", 3, 5), Case("domain_token", 4, 2),
+]  # fmt: skip
+
+
+def work(rank: int, tokens: Path, folder: Path, cases: list[Case], ports: list[int]) -> None:
+    """One rank of each case that has it."""
+    for case, port in zip(cases, ports, strict=True):
+        if rank < case.ranks:
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1"}
+            os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            case.run(tokens, folder / case.name)
+
+
+@pytest.fixture(scope="module")
+def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All cases trained by real processes over gloo, and by one process: <case>/ and <case of one rank>/."""
+    folder = tmp_path_factory.mktemp("parallel")
+    for case in {dataclasses.replace(case, ranks=1, replicas=(), micro=None) for case in CASES}:
+        case.run(tokens, folder / case.name)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["demix.train.stage"])
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in CASES]
+    ports = [store.port for store in stores]
+    ranks = [context.Process(target=work, args=(rank, tokens, folder, CASES, ports)) for rank in range(RANKS)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(300)
+    assert [rank.exitcode for rank in ranks] == [0] * RANKS
+    return folder
+
+
+def rows(metrics: Path) -> list[dict]:
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_any_number_of_ranks_trains_as_one_process(trained: Path, case: Case) -> None:
+    alone = dataclasses.replace(case, ranks=1, replicas=(), micro=None)
+    ours, theirs = (rows(trained / which.name / "metrics.jsonl") for which in (case, alone))
+    assert len(ours) == len(theirs) == STEPS
+    tolerance = {"fp64": 1e-9, "fp32": 1e-5}[case.precision]
+    for mine, other in zip(ours, theirs, strict=True):
+        shared = [key for key in other if key.startswith("loss") or key in ("step", "tokens", "gradient_norm")]
+        assert len(shared) >= 4
+        assert [mine[key] for key in shared] == pytest.approx([other[key] for key in shared], rel=tolerance)
+    files = sorted(path.relative_to(trained / alone.name) for path in (trained / alone.name).rglob("*.safetensors"))
+    assert files == sorted(
+        path.relative_to(trained / case.name) for path in (trained / case.name).rglob("*.safetensors")
+    )
+    assert len(files) == (case.domains if case.kind == "demix" else 1) + 1
+    if case.precision == "fp64":
+        for file in files:
+            mine, other = load_file(trained / case.name / file), load_file(trained / alone.name / file)
+            assert mine.keys() == other.keys()
+            for name, tensor in mine.items():
+                assert tensor.dtype == torch.float64
+                torch.testing.assert_close(tensor, other[name], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.ranks > 1], ids=lambda case: case.name)
+def test_the_bytes_sent_are_those_of_the_formula(trained: Path, tokens: Path, case: Case) -> None:
+    vocab_size = TokenShard.open(tokens / "tokens" / DOMAINS[0] / "train.arrow").vocab_size
+    architecture = Architecture(**SIZES)
+    domain_tokens = case.domains if case.kind == "domain_token" else 0
+    shared, expert = shared_parameters(architecture, vocab_size, domain_tokens), expert_parameters(architecture)
+    domains = DOMAINS[: case.domains] if case.kind == "demix" else ("dense",)
+    # The first rank's; the metrics are its.
+    first = shares(domains, case.ranks, 16, dict(case.replicas))[0]
+    expected = synced_bytes(shared, expert, case.ranks, len(first.ranks), {"fp64": 8, "fp32": 4}[case.precision])
+    assert {row["synced_bytes"] for row in rows(trained / case.name / "metrics.jsonl")} == {expected}
+
+
+@given(st.integers(1, 12), st.integers(1, 40), st.integers(1, 9))
+def test_shares_part_every_step_without_overlap(count: int, ranks: int, sequences: int) -> None:
+    domains = [f"domain{number}" for number in range(count)]
+    fits = (ranks % count == 0 and ranks // count <= sequences) or (count % ranks == 0)
+    if not fits:
+        with pytest.raises(DemixError, match=r"use .*ranks"):
+            shares(domains, ranks, sequences)
+        return
+    check_partition(shares(domains, ranks, sequences), count, sequences)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.integers(5, 9))
+def test_unequal_replicas_part_every_step_without_overlap(numbers: list[int], sequences: int) -> None:
+    domains = [f"domain{number}" for number in range(len(numbers))]
+    replicas = dict(zip(domains, numbers, strict=True))
+    check_partition(shares(domains, sum(numbers), sequences, replicas), len(numbers), sequences)
+    with pytest.raises(DemixError, match=f"use {sum(numbers)} ranks"):
+        shares(domains, sum(numbers) + 1, sequences, replicas)
+
+
+def check_partition(places: tuple, count: int, sequences: int) -> None:
+    seen = [(expert, n) for place in places for expert in place.experts for n in range(place.first, place.last)]
+    assert sorted(seen) == [(expert, n) for expert in range(count) for n in range(sequences)]
+    for rank, place in enumerate(places):
+        assert rank in place.ranks
+        assert place.last > place.first
+        assert {places[other].experts for other in place.ranks} == {place.experts}
+
+
+def test_ranks_that_do_not_fit_are_refused_before_a_process_starts(tokens: Path, tmp_path: Path) -> None:
+    done = subprocess.run(command(tokens, tmp_path, 5), capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        "demix: error: ranks: is 5, which does not fit 4 domains; use 1, 2, 4, 8, 12 or 16 ranks"
+    )
+    assert not list(tmp_path.iterdir())
+    unknown = [*command(tokens, tmp_path, 5), "--replicas", '{"scripture": 2, "lego": 1}']
+    done = subprocess.run(unknown, capture_output=True, text=True, check=False)
+    assert "replicas.lego: is no training domain" in done.stderr
+
+
+def test_ranks_of_a_domain_see_its_sequences_once(tokens: Path) -> None:
+    shards = [TokenShard.open(tokens / "tokens" / domain / "train.arrow") for domain in TRAINING]
+    whole = balanced_batches(shards, TRAINING, 4, 16, seed=3)
+    places = shares(TRAINING, 6, 4)
+    for step in (0, 7):
+        parts = [balanced_batches(shards, TRAINING, 4, 16, 3, place).draw(step) for place in places]
+        again = torch.cat([torch.cat([parts[2 * d].inputs, parts[2 * d + 1].inputs], 1) for d in range(3)])
+        assert torch.equal(again, whole.draw(step).inputs)
+        mixed = mixed_batches(shards, TRAINING, 4, 16, seed=3).draw(step)
+        cut = [mixed_batches(shards, TRAINING, 4, 16, 3, place).draw(step) for place in shares(["dense"], 5, 12)]
+        assert torch.equal(torch.cat([part.inputs for part in cut], 1), mixed.inputs)
+        assert torch.equal(torch.cat([part.domains for part in cut], 1), mixed.domains)
+
+
+LONG = dataclasses.replace(EXACT, tokens=16 * 4 * 4 * 60, checkpoint_every=5)
+
+
+def command(tokens: Path, folder: Path, ranks: int) -> list[str]:
+    return [
+        sys.executable, "-m", "demix.cli", "train", "demix",
+        *(str(tokens / "tokens" / domain / "train.arrow") for domain in DOMAINS),
+        "--settings", json.dumps(dataclasses.asdict(LONG)), "--output", str(folder / "model"),
+        "--metrics", str(folder / "metrics.jsonl"), "--checkpoints", str(folder / "checkpoints"), "--ranks", str(ranks),
+    ]  # fmt: skip
+
+
+def when_checkpointed(process: subprocess.Popen, folder: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("checkpoints/*/step-*/manifest.json")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.001)
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in rows(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    subprocess.run(command(tokens, folder, 4), check=True, capture_output=True)
+    return losses(folder)
+
+
+def test_a_killed_rank_ends_all_and_is_named(tokens: Path, tmp_path: Path, undisturbed: list[float]) -> None:
+    process = subprocess.Popen(command(tokens, tmp_path, 4), stderr=subprocess.PIPE, text=True)
+    when_checkpointed(process, tmp_path)
+    ranks = children(process.pid)
+    assert len(ranks) == 4
+    os.kill(ranks[2], signal.SIGKILL)
+    begun = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "demix: error: rank 2 of 4: was killed by SIGKILL" in said.splitlines()[-1], said
+    assert time.monotonic() - begun < 60
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    log = subprocess.run(command(tokens, tmp_path, 4), check=True, capture_output=True, text=True).stderr
+    assert "resuming at step" in log
+    assert losses(tmp_path) == undisturbed
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_a_signal_saves_the_state_and_another_number_of_ranks_goes_on(
+    tokens: Path, tmp_path: Path, undisturbed: list[float], number: int
+) -> None:
+    process = subprocess.Popen(command(tokens, tmp_path, 4), stderr=subprocess.PIPE, text=True)
+    when_checkpointed(process, tmp_path)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "a signal stopped training; its state is saved" in said.splitlines()[-1], said
+    step = max(int(path.parent.name[5:]) for path in tmp_path.glob("checkpoints/*/step-*/manifest.json"))
+    log = subprocess.run(command(tokens, tmp_path, 2), check=True, capture_output=True, text=True).stderr
+    assert f"resuming at step {step} of" in log
+    assert losses(tmp_path) == pytest.approx(undisturbed, rel=1e-9)
+
+
+def test_ranks_end_when_their_launcher_is_killed(tokens: Path, tmp_path: Path, undisturbed: list[float]) -> None:
+    process = subprocess.Popen(command(tokens, tmp_path, 4), stderr=subprocess.DEVNULL)
+    when_checkpointed(process, tmp_path)
+    ranks = children(process.pid)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    subprocess.run(command(tokens, tmp_path, 4), check=True, capture_output=True)
+    assert losses(tmp_path) == undisturbed
+
+
+def test_a_second_process_does_not_train_the_same_run(tokens: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(command(tokens, tmp_path, 1), stderr=subprocess.DEVNULL)
+    when_checkpointed(process, tmp_path)
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        done = subprocess.run(command(tokens, tmp_path, 1), capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert f"{process.pid}) trains this run" in done.stderr
+    finally:
+        process.kill()
+        process.wait()
+
+
+def children(pid: int) -> list[int]:
+    """The processes that `pid` started, in order."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(path.parent.name))
+    return sorted(found)
