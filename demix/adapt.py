@@ -15,9 +15,10 @@ from demix.files import read_json
 from demix.model.checkpoint import describe, expert_lineage, load_model, save_expert, save_shared
 from demix.model.gpt import GPT
 from demix.train.batches import balanced_batches
-from demix.train.loop import EarlyStopping, Optimization, set_threads, train, write_metrics
-from demix.train.parallel import World, joined, shares
-from demix.train.stage import dev_loss, fingerprint, open_shards
+from demix.train.loop import EarlyStopping, set_threads, train, write_metrics
+from demix.train.parallel import World, joined
+from demix.train.shares import shares
+from demix.train.stage import dev_loss, fingerprint, open_shards, optimization
 from demix.train.state import remove_states
 
 log = logging.getLogger(__name__)
@@ -51,20 +52,8 @@ class Adaptation:
     parent_decay: float
     keep_checkpoints: int = 2
     micro_sequences: int | None = None
-
-    def optimization(self, learning_rate: float, length: int) -> Optimization:
-        """The restarted schedule for a model that was trained at `learning_rate` on blocks of `length`."""
-        return Optimization(
-            steps=max(1, self.tokens // (self.sequences * length)),
-            learning_rate=learning_rate * self.learning_rate_factor,
-            warmup=self.warmup,
-            clip=self.clip,
-            weight_decay=self.weight_decay,
-            precision=self.precision,
-            checkpoint_every=self.checkpoint_every,
-            keep_checkpoints=self.keep_checkpoints,
-            micro_sequences=self.micro_sequences,
-        )
+    compile: bool = False
+    checkpoint_activations: bool = False
 
 
 def choose_parent(scores: Path, domain: str, experts: Sequence[str], adaptation: Adaptation) -> dict:
@@ -194,11 +183,13 @@ def _adapt(
     train_data, dev_data = (read_json(path.with_suffix(".json"))["sha256"] for path in shards)
     origin = origin | {"adaptation": dataclasses.asdict(adaptation)}
     state = checkpoints / fingerprint(origin | {"data": [train_data, dev_data], "shared": description["shared_sha256"]})
+    steps = max(1, adaptation.tokens // (adaptation.sequences * length))
+    rate = description["training"]["learning_rate"] * adaptation.learning_rate_factor
     rows = train(
         model,
         balanced_batches([train_shard], [domain], adaptation.sequences, length, adaptation.seed, places[world.rank]),
         [domain],
-        adaptation.optimization(description["training"]["learning_rate"], length),
+        optimization(adaptation, steps, rate),
         state,
         world=world,
         evaluate=evaluate,

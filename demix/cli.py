@@ -48,13 +48,6 @@ class TrackingSettings:
     experiment: str
 
 
-@dataclass(frozen=True)
-class Replicas:
-    """How many ranks train the expert of a domain."""
-
-    replicas: dict[str, int]
-
-
 Ranks = Annotated[int, typer.Option(min=1, help="Processes of this machine that train together.")]
 Settings = Annotated[str, typer.Option(help="The stage's part of the config, as JSON.")]
 Files = Annotated[list[Path], typer.Argument(help="Input files.")]
@@ -217,19 +210,20 @@ def train(
     metrics: Annotated[Path, typer.Option(help="Where the metrics go (JSON lines).")],
     checkpoints: Annotated[Path, typer.Option(help="Folder for the state that a killed run resumes from.")],
     ranks: Ranks = 1,
-    replicas: Annotated[str, typer.Option(help='Ranks of single domains, such as {"legal": 2}; JSON.')] = "{}",
+    replicas: Annotated[str, typer.Option(help="Ranks of single domains, such as legal=2,novels=3.")] = "equal",
 ) -> None:
     """Train one model from scratch, or resume its training."""
     from demix.train.launch import launched
-    from demix.train.stage import KINDS, Training, placement, train_model
+    from demix.train.shares import placement
+    from demix.train.stage import KINDS, Training, train_model
 
     if kind not in KINDS:
         raise DemixError(f"kind {kind}", "is not known", f"use one of {', '.join(KINDS)}")
     training = settings_from(Training, settings)
-    copies = settings_from(Replicas, {"replicas": json.loads(replicas)}, "--replicas").replicas
+    copies = _numbers(replicas) if replicas != "equal" else {}
     domains = [path.parent.name for path in shards if path.stem != "dev"]
     # Before any process starts.
-    placement(kind, training, domains, ranks, copies)
+    placement(kind, domains, training.sequences, ranks, copies)
     if not launched(ranks, checkpoints / "logs"):
         train_model(kind, training, shards, output, metrics, checkpoints, copies)
 
@@ -263,7 +257,7 @@ def adapt(
     """DEMix-DAPT: add an expert for a novel domain, copied from the likeliest parent."""
     from demix.adapt import Adaptation, adapt_expert
     from demix.train.launch import launched
-    from demix.train.parallel import shares
+    from demix.train.shares import shares
 
     train_shard, dev_shard, *rest = _two_or_more(shards)
     if rest:
@@ -292,7 +286,7 @@ def adapt_dense(
     from demix.adapt import Adaptation
     from demix.adapt import adapt_dense as run
     from demix.train.launch import launched
-    from demix.train.parallel import shares
+    from demix.train.shares import shares
 
     train_shard, dev_shard, *others = _two_or_more(shards)
     adaptation = settings_from(Adaptation, settings)
@@ -384,6 +378,14 @@ def export(
     if format != "hf":
         raise DemixError(f"--format {format}", "is not known", "use hf")
     export_hf(model, expert, tokenizer, output)
+
+
+def _numbers(text: str) -> dict[str, int]:
+    """legal=2,novels=3 as a mapping."""
+    pairs = [entry.partition("=") for entry in text.split(",")]
+    if not all(number.isdecimal() and int(number) for _, _, number in pairs):
+        raise DemixError(f"--replicas {text}", "is no list of domains and ranks", "write legal=2,novels=3")
+    return {name: int(number) for name, _, number in pairs}
 
 
 def _parts_by_domain(documents: list[Path]) -> dict[str, list[Path]]:

@@ -12,7 +12,9 @@ from jsonschema import Draft202012Validator, ValidationError, validators
 
 from demix.errors import DemixError
 from demix.model.config import architecture_from
+from demix.train.shares import placement
 
+MODELS = ("demix", "dense", "dense_unbalanced", "domain_token")
 SCHEMA = Path(__file__).parents[1] / "workflow" / "schemas" / "config.schema.yaml"
 
 
@@ -114,6 +116,12 @@ def _check_across(config: dict) -> None:
         for name, domain in domains.items():
             _check_source(f"config key domains.{kind}.{name}.source", domain["source"])
     architecture_from(config["architecture"])
+    for model in MODELS:
+        settings = config["training"] | config["models"][model]
+        try:
+            placement(model, list(training), settings["sequences"], settings["ranks"], settings["replicas"])
+        except DemixError as error:
+            raise DemixError(f"config key training.{error.subject}", error.cause, error.cure) from None
     removal = config["removal"]
     for name in removal["retrain_without"]:
         if name not in training:
@@ -142,7 +150,7 @@ def _check_across(config: dict) -> None:
 def trained_models(config: dict) -> list[str]:
     """The models that a run of a completed config trains from scratch."""
     without = [f"without-{removed}" for removed in config["removal"]["retrain_without"]]
-    return ["demix", "dense", "dense_unbalanced", "domain_token", *without]
+    return [*MODELS, *without]
 
 
 def adaptations(config: dict) -> list[str]:

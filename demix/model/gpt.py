@@ -1,18 +1,20 @@
 """The language model: a GPT whose every feedforward is a DEMix layer. A dense model has one expert."""
 
 import math
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from demix.errors import DemixError
 from demix.files import seed_for
 from demix.model.config import Architecture
 from demix.model.layers import Attention, DEMixLayer, layer_norm
 
-# [tokens x vocabulary] logits held at once, in elements: 64 MiB of fp32.
-LOGITS_AT_ONCE = 1 << 24
+# Tokens whose logits over the vocabulary exist at once. So few are the fastest on CPU; a GPU wants more.
+ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
 
 
 class Block(nn.Module):
@@ -48,6 +50,8 @@ class GPT(nn.Module):
         super().__init__()
         self.architecture, self.vocab_size = architecture, vocab_size
         self.experts, self.domain_tokens = tuple(experts), tuple(domain_tokens)
+        # Set by who trains: compute a block's activations again in backward instead of keeping them.
+        self.checkpoint_activations = False
         width = architecture.width
         self.token_embedding = nn.Parameter(torch.empty(vocab_size, width))
         self.position_embedding = nn.Parameter(torch.empty(architecture.context + bool(domain_tokens), width))
@@ -89,25 +93,29 @@ class GPT(nn.Module):
             x = torch.cat([self.domain_embedding[domains].unsqueeze(2), x], dim=2)
         x = (x + self.position_embedding[: x.shape[2]]).to(dtype or x.dtype)
         for block in self.blocks:
-            x = block(x)
+            if not torch.is_grad_enabled():
+                # Not the compiled one: evaluation comes in many shapes.
+                x = block.forward(x)
+            elif self.checkpoint_activations:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
         x = layer_norm(x, self.final_norm)
         return x[:, :, 1:] if self.domain_tokens else x
 
     def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """log p(target) in nats, at least fp32, for `hidden` [E, B, T, D] and `targets` [E or 1, B, T]: [E, B, T].
 
-        No more than a chunk of the [tokens x vocabulary] logits exists at a time when no gradient is needed.
+        No more than `ROWS_AT_ONCE` rows of the [tokens x vocabulary] logits exist at a time, forward and backward.
         """
         E, B, T, D = hidden.shape
-        states, targets = hidden.reshape(-1, D), targets.expand(E, B, T).reshape(-1)
-        chunk = max(1, LOGITS_AT_ONCE // self.vocab_size) if not torch.is_grad_enabled() else len(states)
-        weight = self.token_embedding.to(hidden.dtype)
-        losses = []
-        for rows, wanted in zip(states.split(chunk), targets.split(chunk), strict=True):
-            logits = rows @ weight.T
-            logits = logits if logits.dtype == torch.float64 else logits.float()
-            losses.append(F.cross_entropy(logits, wanted, reduction="none"))
-        return -torch.cat(losses).view(E, B, T)
+        states, wanted = hidden.reshape(-1, D), targets.expand(E, B, T).reshape(-1)
+        return _LogProbabilities.apply(states, self.token_embedding, wanted).view(E, B, T)
+
+    def compile_blocks(self) -> None:
+        """Compile each block by itself, for training: the time it takes does not grow with their number."""
+        for block in self.blocks:
+            block.compile(dynamic=False)
 
     def expert_tensors(self) -> dict[str, nn.Parameter]:
         """The stacked [E, ...] parameters that belong to experts, by name."""
@@ -116,3 +124,69 @@ class GPT(nn.Module):
     def shared_tensors(self) -> dict[str, nn.Parameter]:
         """The parameters that every expert uses, by name."""
         return {name: p for name, p in self.named_parameters() if ".feedforward." not in name}
+
+
+class _LogProbabilities(torch.autograd.Function):
+    """log softmax(states @ weight.T)[target] for rows [N, D], weight [V, D] and targets [N]: [N].
+
+    The gradient is computed with the output, while the logits are there, as that of the sum of -log p; backward scales
+    it. Only where the incoming gradients differ among rows must the logits be computed again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        wanted = any(ctx.needs_input_grad)
+        found, *gradients = _log_probabilities(states, weight, targets, wanted)
+        if wanted:
+            ctx.save_for_backward(states, weight, targets, *gradients)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor, None]:
+        states, weight, targets, for_states, for_weight = ctx.saved_tensors
+        if bool((incoming == incoming[0]).all()):
+            # A number, which unlike a tensor is not rounded to the type of the states.
+            scale = -incoming[0].item()
+        else:
+            scale = -1.0
+            _, for_states, for_weight = _log_probabilities(states, weight, targets, True, incoming)
+        return for_states * scale, for_weight * scale, None
+
+
+def _log_probabilities(
+    states: Tensor, weight: Tensor, targets: Tensor, gradients: bool, factors: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """log p [N] and, if wanted, the gradients of the sum of -log p (times `factors` [N]) for states and weight."""
+    cast, exact = weight.to(states.dtype), torch.promote_types(states.dtype, torch.float32)
+    found = torch.empty(len(states), dtype=exact, device=states.device)
+    for_states = torch.empty_like(states) if gradients else None
+    for_weight = torch.zeros_like(weight) if gradients else None
+    rows = ROWS_AT_ONCE[states.device.type]
+    # One piece of memory for all chunks: making it anew costs as much as filling it.
+    shape = (min(rows, len(states)), len(weight))
+    product = torch.empty(shape, dtype=states.dtype, device=states.device)
+    space = product if exact == states.dtype else torch.empty(shape, dtype=exact, device=states.device)
+    for first in range(0, len(states), rows):
+        some, target = states[first : first + rows], targets[first : first + rows, None]
+        logits = space[: len(some)]
+        torch.mm(some, cast.T, out=product[: len(some)])
+        if space is not product:
+            logits.copy_(product[: len(some)])
+        of_target = logits.gather(1, target)
+        largest = logits.amax(1, keepdim=True)
+        total = logits.sub_(largest).exp_().sum(1, keepdim=True)
+        found[first : first + rows] = (of_target - largest - total.log()).squeeze(1)
+        if gradients:
+            # softmax - one-hot
+            logits.div_(total).scatter_add_(1, target, torch.full_like(of_target, -1.0))
+            if factors is not None:
+                logits.mul_(factors[first : first + rows, None])
+            if space is not product:
+                logits = product[: len(some)].copy_(logits)
+            torch.mm(logits, cast, out=for_states[first : first + rows])
+            if weight.dtype == states.dtype:
+                for_weight.addmm_(logits.T, some)
+            else:
+                for_weight += logits.T @ some
+    return (found, for_states, for_weight) if gradients else (found,)

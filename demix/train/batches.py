@@ -10,7 +10,7 @@ import torch
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import seed_for
-from demix.train.parallel import Share
+from demix.train.shares import Share
 
 
 @dataclass(frozen=True)

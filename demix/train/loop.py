@@ -39,7 +39,8 @@ class Optimization:
     """How parameters are updated (paper, Tables 9-12). `steps` are optimizer updates, `warmup` a share of them.
 
     `micro_sequences`: how many sequences of each expert a rank sees at a time (None: all of a step's), gradients
-    accumulate over them. `keep_checkpoints`: the newest so many stay.
+    accumulate over them. `keep_checkpoints`: the newest so many stay. `compile` the blocks; `checkpoint_activations`:
+    compute them again in backward.
     """
 
     steps: int
@@ -51,6 +52,8 @@ class Optimization:
     checkpoint_every: int
     keep_checkpoints: int = 2
     micro_sequences: int | None = None
+    compile: bool = False
+    checkpoint_activations: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,9 @@ def train(
         trained = {name: p.requires_grad_() for name, p in model.named_parameters() if only(name)}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trained)
+        model.checkpoint_activations = optimization.checkpoint_activations
+        if optimization.compile:
+            model.compile_blocks()
         sync = GradientSync(trained, _is_expert, world)
         # Weight decay reaches norms and biases too, as in the paper's fairseq.
         optimizer = torch.optim.AdamW(

@@ -19,7 +19,8 @@ from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.train.batches import balanced_batches, mixed_batches, proportional_batches
 from demix.train.loop import Optimization, set_threads, train, write_metrics
-from demix.train.parallel import Share, World, joined, shares
+from demix.train.parallel import World, joined
+from demix.train.shares import placement
 from demix.train.state import remove_states
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,15 @@ log = logging.getLogger(__name__)
 KINDS = ("demix", "dense", "dense_unbalanced", "domain_token")
 # Settings that say how a run is computed and kept, not which run it is: they may change before it is resumed.
 INCIDENTAL = {
-    "training": {"checkpoint_every", "keep_checkpoints", "micro_sequences", "dev_blocks"},
-    "adaptation": {"checkpoint_every", "keep_checkpoints", "micro_sequences"},
+    "training": {
+        "checkpoint_every",
+        "keep_checkpoints",
+        "micro_sequences",
+        "compile",
+        "checkpoint_activations",
+        "dev_blocks",
+    },
+    "adaptation": {"checkpoint_every", "keep_checkpoints", "micro_sequences", "compile", "checkpoint_activations"},
 }
 
 
@@ -52,6 +60,8 @@ class Training:
     checkpoint_every: int
     keep_checkpoints: int = 2
     micro_sequences: int | None = None
+    compile: bool = False
+    checkpoint_activations: bool = False
     dev_blocks: int = 0
 
     def steps(self, domains: int) -> int:
@@ -84,7 +94,7 @@ def train_model(
     dev, shards = [path for path in shards if path.stem == "dev"], [path for path in shards if path.stem != "dev"]
     domains = tuple(path.parent.name for path in shards)
     with joined() as world:
-        places = placement(kind, training, domains, world.size, replicas)
+        places = placement(kind, domains, training.sequences, world.size, replicas)
         world, share = world.placed(places), places[world.rank]
         opened = open_shards(shards, world)
         evaluate = _dev_losses(kind, training, open_shards(dev, world), domains, world) if training.dev_blocks else None
@@ -112,7 +122,15 @@ def train_model(
             "%s: %d steps of %d domains, %d sequences each, on %d ranks",
             kind, steps, len(domains), training.sequences, world.size,
         )  # fmt: skip
-        rows = train(model, batches, domains, optimization(training, steps), state, world=world, evaluate=evaluate)
+        rows = train(
+            model,
+            batches,
+            domains,
+            optimization(training, steps, training.learning_rate),
+            state,
+            world=world,
+            evaluate=evaluate,
+        )
 
         vocab_size, tokens = opened[0].vocab_size, rows[-1]["tokens"]
         counts = {
@@ -132,15 +150,6 @@ def train_model(
         if world.rank == 0:
             write_metrics(metrics, rows)
             remove_states(state)
-
-
-def placement(
-    kind: str, training: Training, domains: Sequence[str], ranks: int, replicas: Mapping[str, int] | None = None
-) -> tuple[Share, ...]:
-    """Each rank's share of the training of a model of `kind`; the sequences of a dense one are cut among all ranks."""
-    if kind == "demix":
-        return shares(domains, ranks, training.sequences, replicas)
-    return shares(["dense"], ranks, len(domains) * training.sequences)
 
 
 def _dev_losses(
@@ -189,10 +198,10 @@ def _single(model: GPT, expert: str) -> GPT:
     return single
 
 
-def optimization(training: Training, steps: int) -> Optimization:
-    """What the loop needs of `training`, for `steps` updates."""
-    names = {field.name for field in dataclasses.fields(Optimization)} - {"steps"}
-    return Optimization(steps=steps, **{name: getattr(training, name) for name in names})
+def optimization(settings: object, steps: int, learning_rate: float) -> Optimization:
+    """What the loop needs of the settings of a training or an adaptation, for `steps` updates at a peak rate."""
+    names = {field.name for field in dataclasses.fields(Optimization)} - {"steps", "learning_rate"}
+    return Optimization(steps=steps, learning_rate=learning_rate, **{name: getattr(settings, name) for name in names})
 
 
 def open_shards(paths: list[Path], world: World) -> list[TokenShard]:

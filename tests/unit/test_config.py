@@ -129,7 +129,7 @@ def test_settings_of_a_stage_are_checked() -> None:
         ["score", "nomodel", "a", "--experts", "a", "--output", "out",
          "--settings", '{"dev_blocks": 1, "test_tokens": null, "precision": "fp32", "threads": 1}'],
         ["score", "nomodel", "a", "--experts", "a", "--output", "out",
-         "--settings", '{"dev_blocks": 1, "test_tokens": null, "precision": "fp16", "threads": 1}'],
+         "--settings", '{"dev_blocks": 1, "test_tokens": null, "precision": "fp8", "threads": 1}'],
         ["export", "nomodel", "--expert", "a", "--tokenizer", "t", "--output", "out"],
         ["summary", "nowhere"],
         ["report", "nowhere", "--output", "out"],

@@ -22,7 +22,8 @@ from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.model.config import Architecture, expert_parameters, shared_parameters
 from demix.train.batches import balanced_batches, mixed_batches
-from demix.train.parallel import shares, synced_bytes
+from demix.train.parallel import synced_bytes
+from demix.train.shares import shares
 from demix.train.stage import Training, train_model
 
 DOMAINS = TRAINING + NOVEL
@@ -174,7 +175,7 @@ def test_ranks_that_do_not_fit_are_refused_before_a_process_starts(tokens: Path,
         "demix: error: ranks: is 5, which does not fit 4 domains; use 1, 2, 4, 8, 12 or 16 ranks"
     )
     assert not list(tmp_path.iterdir())
-    unknown = [*command(tokens, tmp_path, 5), "--replicas", '{"scripture": 2, "lego": 1}']
+    unknown = [*command(tokens, tmp_path, 5), "--replicas", "scripture=2,lego=1"]
     done = subprocess.run(unknown, capture_output=True, text=True, check=False)
     assert "replicas.lego: is no training domain" in done.stderr
 

@@ -97,11 +97,11 @@ def test_the_loop_is_the_obvious_one(tokens: Path) -> None:
     """Ten steps against a loop written here: autograd on the mean loss, torch's clipping and AdamW."""
     shards = opened(tokens)
     batches = balanced_batches(shards, TRAINING, 2, 32, seed=1)
-    optimization = Optimization(10, 3e-3, 0.1, 0.5, 0.1, "fp32", 1000)
+    optimization = Optimization(10, 3e-3, 0.1, 0.5, 0.1, "fp64", 1000)
     ours = GPT(Architecture(**SIZES), shards[0].vocab_size, TRAINING).initialise(1)
     rows = train(ours, batches, TRAINING, optimization, tokens / "none")
 
-    theirs = GPT(Architecture(**SIZES), shards[0].vocab_size, TRAINING).initialise(1)
+    theirs = GPT(Architecture(**SIZES), shards[0].vocab_size, TRAINING).initialise(1).double()
     optimizer = torch.optim.AdamW(theirs.parameters(), betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1)
     for step in range(10):
         batch = batches.draw(step)
@@ -114,12 +114,12 @@ def test_the_loop_is_the_obvious_one(tokens: Path) -> None:
             group["lr"] = learning_rate_at(step, optimization)
         optimizer.step()
         by_domain = losses.view(3, -1).mean(1).tolist()
-        assert rows[step]["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
-        assert [rows[step][f"loss/{domain}"] for domain in TRAINING] == pytest.approx(by_domain, rel=1e-5)
-        assert rows[step]["gradient_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert rows[step]["loss"] == pytest.approx(losses.mean().item(), rel=1e-9)
+        assert [rows[step][f"loss/{domain}"] for domain in TRAINING] == pytest.approx(by_domain, rel=1e-9)
+        assert rows[step]["gradient_norm"] == pytest.approx(norm.item(), rel=1e-9)
         assert rows[step]["tokens"] == (step + 1) * 3 * 2 * 32
     for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter, dict(theirs.named_parameters())[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(parameter, dict(theirs.named_parameters())[name], rtol=0, atol=1e-9)
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
 
 

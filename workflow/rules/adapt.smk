@@ -1,5 +1,9 @@
 # DEMix-DAPT adds the expert of a novel domain to models/demix; Dense-DAPT makes a model of its own for each.
-ADAPTATION = as_json(config["adaptation"], seed=config["seed"], threads=config["threads"])
+ADAPTATION = as_json(
+    {key: value for key, value in config["adaptation"].items() if key != "ranks"},
+    seed=config["seed"],
+    threads=config["threads"],
+)
 
 
 rule adapt:
@@ -21,7 +25,9 @@ rule adapt:
     priority: 70
     conda:
         "../../environment.yml"
-    threads: config["threads"]
+    threads: config["threads"] * config["adaptation"]["ranks"]
+    resources:
+        ranks=config["adaptation"]["ranks"],
     params:
         settings=ADAPTATION,
         model=below_run("models/demix"),
@@ -30,7 +36,8 @@ rule adapt:
         checkpoints=below_run("checkpoints/demix-dapt-{novel}"),
     shell:
         "demix adapt {params.model} {input.tokens} --training {params.training} --scores {params.scores}"
-        " --settings {params.settings:q} --metrics {output.metrics} --checkpoints {params.checkpoints} 2> {log}"
+        " --settings {params.settings:q} --metrics {output.metrics} --checkpoints {params.checkpoints}"
+        " --ranks {resources.ranks} 2> {log}"
 
 
 # A rule for each novel domain: its expert on every domain up to it, and the experts before it on this domain.
@@ -86,7 +93,9 @@ rule adapt_dense:
         novel="|".join(NOVEL) or "none",
     conda:
         "../../environment.yml"
-    threads: config["threads"]
+    threads: config["threads"] * config["adaptation"]["ranks"]
+    resources:
+        ranks=config["adaptation"]["ranks"],
     params:
         settings=ADAPTATION,
         model=below_run("models/dense"),
@@ -94,7 +103,8 @@ rule adapt_dense:
         checkpoints=below_run("checkpoints/dense-dapt-{novel}"),
     shell:
         "demix adapt-dense {params.model} {input.tokens} {input.training} --settings {params.settings:q}"
-        " --output {params.output} --metrics {output.metrics} --checkpoints {params.checkpoints} 2> {log}"
+        " --output {params.output} --metrics {output.metrics} --checkpoints {params.checkpoints}"
+        " --ranks {resources.ranks} 2> {log}"
 
 
 rule score_adapted_dense:

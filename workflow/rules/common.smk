@@ -79,13 +79,25 @@ def scores(model, domains, names, splits=("dev", "test")):
 
 
 def training_settings(model):
-    return as_json(
-        config["training"],
-        config["models"][model],
-        seed=config["seed"],
-        threads=config["threads"],
-        architecture=config["architecture"],
-    )
+    settings = config["training"] | config["models"][model]
+    # How many processes train is no part of what they train: a change reruns nothing.
+    kept = {key: value for key, value in settings.items() if key not in ("ranks", "replicas")}
+    return as_json(kept, seed=config["seed"], threads=config["threads"], architecture=config["architecture"])
+
+
+def ranks(model):
+    return (config["training"] | config["models"][model])["ranks"]
+
+
+def replicas(model):
+    numbers = (config["training"] | config["models"][model])["replicas"]
+    return ",".join(f"{domain}={number}" for domain, number in numbers.items()) or "equal"
+
+
+def train_inputs(model, domains):
+    """The tokens that training reads: dev too where checkpoints are evaluated on it."""
+    dev = (config["training"] | config["models"][model])["dev_blocks"]
+    return tokens(domains, "train") + (tokens(domains, "dev") if dev else [])
 
 
 def evaluated(wildcards):

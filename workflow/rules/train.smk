@@ -3,7 +3,7 @@
 
 rule train_demix:
     input:
-        tokens(TRAINING, "train"),
+        train_inputs("demix", TRAINING),
     output:
         experts("demix", TRAINING),
         metrics=f"{RUN}/metrics/demix.jsonl",
@@ -14,19 +14,23 @@ rule train_demix:
     priority: 100
     conda:
         "../../environment.yml"
-    threads: config["threads"]
+    threads: config["threads"] * ranks("demix")
+    resources:
+        ranks=ranks("demix"),
+        replicas=replicas("demix"),
     params:
         settings=training_settings("demix"),
         model=below_run("models/demix"),
         checkpoints=below_run("checkpoints/demix"),
     shell:
         "demix train demix {input} --settings {params.settings:q} --output {params.model}"
-        " --metrics {output.metrics} --checkpoints {params.checkpoints} 2> {log}"
+        " --metrics {output.metrics} --checkpoints {params.checkpoints} --ranks {resources.ranks}"
+        " --replicas {resources.replicas:q} 2> {log}"
 
 
 rule train_dense:
     input:
-        tokens(TRAINING, "train"),
+        lambda wildcards: train_inputs(wildcards.model, TRAINING),
     output:
         experts("{model}", ["dense"]),
         metrics=f"{RUN}/metrics/{{model}}.jsonl",
@@ -39,14 +43,16 @@ rule train_dense:
     priority: 50
     conda:
         "../../environment.yml"
-    threads: config["threads"]
+    threads: lambda wildcards: config["threads"] * ranks(wildcards.model)
+    resources:
+        ranks=lambda wildcards: ranks(wildcards.model),
     params:
         settings=lambda wildcards: training_settings(wildcards.model),
         model=below_run("models/{model}"),
         checkpoints=below_run("checkpoints/{model}"),
     shell:
         "demix train {wildcards.model} {input} --settings {params.settings:q} --output {params.model}"
-        " --metrics {output.metrics} --checkpoints {params.checkpoints} 2> {log}"
+        " --metrics {output.metrics} --checkpoints {params.checkpoints} --ranks {resources.ranks} 2> {log}"
 
 
 # A rule for each removed domain, since each has experts of other names.
@@ -56,7 +62,7 @@ for removed, kept in WITHOUT.items():
         name:
             f"train_without_{removed}"
         input:
-            tokens(kept, "train"),
+            train_inputs("demix", kept),
         output:
             experts(f"without-{removed}", kept),
             metrics=f"{RUN}/metrics/without-{removed}.jsonl",
@@ -66,11 +72,15 @@ for removed, kept in WITHOUT.items():
             f"{RUN}/benchmarks/train/without-{removed}.tsv"
         conda:
             "../../environment.yml"
-        threads: config["threads"]
+        threads: config["threads"] * ranks("demix")
+        resources:
+            ranks=ranks("demix"),
+            replicas=replicas("demix"),
         params:
             settings=training_settings("demix"),
             model=below_run(f"models/without-{removed}"),
             checkpoints=below_run(f"checkpoints/without-{removed}"),
         shell:
             "demix train demix {input} --settings {params.settings:q} --output {params.model}"
-            " --metrics {output.metrics} --checkpoints {params.checkpoints} 2> {log}"
+            " --metrics {output.metrics} --checkpoints {params.checkpoints} --ranks {resources.ranks}"
+            " --replicas {resources.replicas:q} 2> {log}"
