@@ -86,14 +86,23 @@ def config(
 
 
 @app.command()
-def plan(file: Annotated[Path, typer.Argument(help="A config file.")]) -> None:
-    """Print what a config asks for: documents, words, jobs and disk by domain. Nothing is fetched."""
+def plan(
+    file: Annotated[Path, typer.Argument(help="A config file.")],
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes that train a model together; by default one a training domain.")
+    ] = None,
+    hardware: Annotated[str, typer.Option(help="What each runs on: v100 (as the paper), a100, h100 or cpu.")] = "v100",
+) -> None:
+    """Print what a config asks for: words, jobs, disk; parameters, FLOPs, memory, hours. Nothing is fetched."""
     from rich.console import Console
 
     from demix.config import load_config
-    from demix.plan import plan_table
+    from demix.plan import plan_table, training_tables
 
-    Console(width=None if sys.stdout.isatty() else 150).print(plan_table(load_config(file)))
+    settings, console = load_config(file), Console(width=None if sys.stdout.isatty() else 150)
+    tables = training_tables(settings, ranks, hardware)
+    for table in (plan_table(settings), *tables):
+        console.print(table)
 
 
 @app.command()
