@@ -12,7 +12,14 @@ from demix.data.shards import TokenShard
 from demix.evaluate.mix import cached_log_prior
 from demix.evaluate.tables import read_scores
 from demix.files import read_json
-from demix.model.checkpoint import describe, expert_lineage, load_model, save_expert, save_shared
+from demix.model.checkpoint import (
+    describe,
+    expert_lineage,
+    load_model,
+    refuse_other_tokenizer,
+    save_expert,
+    save_shared,
+)
 from demix.model.gpt import GPT
 from demix.train.batches import balanced_batches
 from demix.train.loop import EarlyStopping, set_threads, train, write_metrics
@@ -180,6 +187,7 @@ def _adapt(
     world = world.placed(places)
     description, length = describe(directory), model.architecture.context
     train_shard = TokenShard.open(shards[0])
+    refuse_other_tokenizer(directory, shards[0], train_shard.tokenizer_sha256)
     train_data, dev_data = (read_json(path.with_suffix(".json"))["sha256"] for path in shards)
     origin = origin | {"adaptation": dataclasses.asdict(adaptation)}
     state = checkpoints / fingerprint(origin | {"data": [train_data, dev_data], "shared": description["shared_sha256"]})

@@ -87,14 +87,23 @@ def config(
 
 
 @app.command()
-def plan(file: Annotated[Path, typer.Argument(help="A config file.")]) -> None:
-    """Print what a config asks for: documents, words, jobs and disk by domain. Nothing is fetched."""
+def plan(
+    file: Annotated[Path, typer.Argument(help="A config file.")],
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes that train a model together; by default one a training domain.")
+    ] = None,
+    hardware: Annotated[str, typer.Option(help="What each runs on: v100 (as the paper), a100, h100 or cpu.")] = "v100",
+) -> None:
+    """Print what a config asks for: words, jobs, disk; parameters, FLOPs, memory, hours. Nothing is fetched."""
     from rich.console import Console
 
     from demix.config import load_config
-    from demix.plan import plan_table
+    from demix.plan import plan_table, training_tables
 
-    Console(width=None if sys.stdout.isatty() else 150).print(plan_table(load_config(file)))
+    settings, console = load_config(file), Console(width=None if sys.stdout.isatty() else 150)
+    tables = training_tables(settings, ranks, hardware)
+    for table in (plan_table(settings), *tables):
+        console.print(table)
 
 
 @app.command()
@@ -365,6 +374,31 @@ def track(
 
 
 @app.command()
+def merge(
+    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    output: Annotated[Path, typer.Option(help="The directory to write.")],
+    weights: Annotated[str | None, typer.Option(help="Weights by expert: parliament=0.5,novels=0.5")] = None,
+    priors: Annotated[
+        Path | None, typer.Option(help="Take a cached prior for weights: evaluations/<domain>.priors.parquet.")
+    ] = None,
+    domain: Annotated[str | None, typer.Option(help="The domain whose prior it is.")] = None,
+    experts: Annotated[str, typer.Option(help="The experts that were mixed: training, all, minus-<domain>.")] = (
+        "training"
+    ),
+) -> None:
+    """Average experts into one dense model, with weights by hand or by posterior."""
+    from demix.model.merge import merge_experts, parse_weights, prior_weights
+
+    if weights is not None and priors is None:
+        chosen = parse_weights(weights)
+    elif weights is None and priors is not None and domain is not None:
+        chosen = prior_weights(priors, model.resolve().name, domain, experts)
+    else:
+        raise DemixError("merge", "needs weights from one place", "give --weights, or --priors FILE with --domain NAME")
+    merge_experts(model, chosen, output)
+
+
+@app.command()
 def export(
     model: Annotated[Path, typer.Argument(help="A model directory.")],
     expert: Annotated[str, typer.Option(help="The expert to export (dense for a dense model).")],
@@ -378,6 +412,65 @@ def export(
     if format != "hf":
         raise DemixError(f"--format {format}", "is not known", "use hf")
     export_hf(model, expert, tokenizer, output)
+
+
+experts = typer.Typer(no_args_is_help=True, help="The experts of a model directory: list, verify, add, remove.")
+app.add_typer(experts, name="experts")
+Model = Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")]
+
+
+@experts.command("list")
+def experts_list(model: Model) -> None:
+    """Show the experts of a model with their lineage; every file's bytes are checked."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from demix.model.checkpoint import describe
+    from demix.model.experts import read_experts
+
+    describe(model)
+    table = Table(title=f"Experts of {model}")
+    for head in ("expert", "parent", "steps", "tokens", "own parameters", "data", "bytes", "ok"):
+        table.add_column(head, justify="left" if head in ("expert", "parent", "data", "ok") else "right")
+    for expert in read_experts(model):
+        numbers = ("?" if n is None else f"{n:,}" for n in (expert.steps, expert.tokens, expert.parameters))
+        ok = "yes" if expert.fault is None else expert.fault.cause
+        table.add_row(expert.name, expert.parent or "–", *numbers, expert.data or "?", f"{expert.bytes:,}", ok)
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+@experts.command("verify")
+def experts_verify(model: Model) -> None:
+    """Check every file of a model against what is recorded of it: a line a fault, and exit status 1 if there is one."""
+    from demix.model.experts import find_faults
+
+    faults = find_faults(model)
+    for fault in faults:
+        print(fault)
+    if faults:
+        raise typer.Exit(1)
+    print(f"{model}: every file is as recorded")
+
+
+@experts.command("add")
+def experts_add(
+    model: Model,
+    expert: Annotated[Path, typer.Argument(help="OTHER_MODEL/experts/NAME.safetensors, of the same shared weights.")],
+    name: Annotated[str | None, typer.Option(help="Its name here; by default the one it has.")] = None,
+) -> None:
+    """Copy an expert of another model with the same shared weights."""
+    from demix.model.experts import add_expert
+
+    print(f"{model}: added {add_expert(model, expert, name)}")
+
+
+@experts.command("remove")
+def experts_remove(model: Model, name: Annotated[str, typer.Argument(help="The expert to remove.")]) -> None:
+    """Delete an expert's files."""
+    from demix.model.experts import remove_expert
+
+    remove_expert(model, name)
+    print(f"{model}: removed {name}")
 
 
 def _numbers(text: str) -> dict[str, int]:

@@ -55,6 +55,12 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
             temporary.unlink()
 
 
+def refuse_used(output: Path) -> None:
+    """Raise DemixError unless `output` is free for a new directory: missing, or an empty folder."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise DemixError(output, "exists and is not empty", "name a new folder")
+
+
 def fsync(path: Path) -> None:
     """Wait until a file or folder is on disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""What a config asks for, domain by domain, before anything runs or is fetched."""
+"""What a config asks for, by domain and by model, before anything runs or is fetched."""
 
 import glob
 from collections.abc import Sequence
@@ -8,13 +8,28 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.table import Table
 
+from demix.config import adaptations, trained_models
 from demix.data.sources import Source
+from demix.errors import DemixError
 from demix.files import settings_from
+from demix.flops import (
+    HARDWARE,
+    Hardware,
+    achieved_tflops,
+    activation_bytes,
+    checkpoint_bytes,
+    hours,
+    training_state_bytes,
+    update_flops,
+)
+from demix.model.config import architecture_from, expert_parameters, shared_parameters
+from demix.train.shares import shares
 
 # Bytes a word: zstd Parquet of the sample's English takes 2.6, raw or anonymized, which is kept twice, as documents and
 # as splits. GPT-2 makes 1.3 to 1.5 tokens of a word.
 TEXT_BYTES = 2.6
 TOKENS_PER_WORD = 1.5
+GPT2_TYPES = 50257
 
 
 @dataclass(frozen=True)
@@ -96,6 +111,186 @@ def plan_table(config: dict) -> Table:
         table.add_row(row[0] if row[0] != previous else "", *row[1:])
         previous = row[0]
     return table
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What one training or adaptation of a run takes.
+
+    `sequences`: of one step, all domains together. `ranks` share them, each with `experts_per_rank`. `shared` and
+    `expert` parameters make a model of `experts`. `flops`: of one update. `state`: bytes of weights, gradients and
+    optimizer on a rank. `activations` and `recomputed`: bytes of activations there, without and with activation
+    checkpointing. `checkpoint`: bytes of one on disk. An adaptation may stop early: its `tokens` are the most.
+    """
+
+    name: str
+    domains: int
+    tokens: int
+    steps: int
+    sequences: int
+    shared: int
+    expert: int
+    experts: int
+    flops: float
+    ranks: int
+    experts_per_rank: int
+    state: int
+    activations: int
+    recomputed: int
+    checkpoint: int
+    hours: float
+
+    @property
+    def rank_hours(self) -> float:
+        """Hours of all ranks together."""
+        return self.hours * self.ranks
+
+
+def plan_training(config: dict, ranks: int, hardware: Hardware) -> list[TrainingPlan]:
+    """The plans of every model and adaptation of a completed config, on `ranks` processes.
+
+    Raises DemixError for a number of ranks that does not fit the domains, as training does. An adaptation uses no more
+    ranks than a step has sequences.
+    """
+    domains = len(config["domains"]["training"])
+    models = [
+        _plan_run(config, name, _settings(config, name), domains, ranks, hardware) for name in trained_models(config)
+    ]
+    section = config["adaptation"]
+    usable = min(ranks, section["sequences"])
+    return models + [_plan_run(config, name, section, 1, usable, hardware) for name in adaptations(config)]
+
+
+def _settings(config: dict, model: str) -> dict:
+    return config["training"] | config["models"]["demix" if model.startswith("without-") else model]
+
+
+def _plan_run(config: dict, name: str, settings: dict, domains: int, ranks: int, hardware: Hardware) -> TrainingPlan:
+    architecture = architecture_from(config["architecture"])
+    vocab_size = GPT2_TYPES if config["tokenizer"]["kind"] == "gpt2" else config["tokenizer"]["vocab_size"]
+    adapted, modular = "-dapt-" in name, name == "demix" or name.startswith(("without-", "demix-dapt-"))
+    experts = domains if modular else 1
+    sequences = domains * settings["sequences"]
+    steps = settings["tokens"] // (sequences * architecture.context)
+    if adapted:
+        steps = max(1, steps)
+    elif steps == 0:
+        raise DemixError("training.tokens", f"{settings['tokens']} is less than one step of {name}", "raise it")
+
+    places = shares([f"expert {number}" for number in range(experts)], ranks, sequences // experts)
+    experts_per_rank = max(len(place.experts) for place in places)
+    own = max(place.last - place.first for place in places)
+    # What a rank sees at a time: of each of its experts, some of a step's sequences or all of them.
+    at_once = experts_per_rank * min(own, settings["micro_sequences"] or own)
+
+    domain_tokens = domains if name == "domain_token" else 0
+    shared, expert = shared_parameters(architecture, vocab_size, domain_tokens), expert_parameters(architecture)
+    trained = experts_per_rank * expert + (0 if adapted and modular else shared)
+    still = (trained if adapted else 0) + (shared if adapted and modular else 0)
+    value_bytes = 2 if settings["precision"] == "bf16" else 4
+    activations, recomputed = (
+        activation_bytes(architecture, vocab_size, at_once, value_bytes, checkpointing=checkpointing)
+        for checkpointing in (False, True)
+    )
+    length = architecture.context + (1 if domain_tokens else 0)
+    flops = update_flops(architecture, vocab_size, sequences, length)
+    return TrainingPlan(
+        name=name,
+        domains=domains,
+        tokens=steps * sequences * architecture.context,
+        steps=steps,
+        sequences=sequences,
+        shared=shared,
+        expert=expert,
+        experts=experts,
+        flops=flops,
+        ranks=ranks,
+        experts_per_rank=experts_per_rank,
+        state=training_state_bytes(trained, still),
+        activations=activations,
+        recomputed=recomputed,
+        checkpoint=checkpoint_bytes(trained, trained) if adapted else checkpoint_bytes(shared + experts * expert),
+        hours=hours(flops, steps, ranks, achieved_tflops(hardware, architecture, demix=modular)),
+    )
+
+
+def training_tables(config: dict, ranks: int | None, hardware: str) -> tuple[Table, Table]:
+    """The training of a completed config as two tables: the work, and what it takes on `ranks` of `hardware`.
+
+    `ranks` is the number of training domains by default.
+    """
+    if hardware not in HARDWARE:
+        raise DemixError(f"--hardware {hardware}", "is not known", f"use one of {', '.join(HARDWARE)}")
+    if ranks is not None and ranks < 1:
+        raise DemixError("--ranks", f"is {ranks}", "give 1 or more")
+    plans = plan_training(config, ranks or len(config["domains"]["training"]), HARDWARE[hardware])
+    work = Table(
+        title=f"Training of {config['run']}",
+        caption="FLOPs: 96·B·s·l·h²·(1 + s/6h + V/16lh) (Narayanan et al. 2021); adaptations stop early, so at most",
+        show_footer=True,
+    )
+    total = _flops(sum(plan.steps * plan.flops for plan in plans) / 1e15)
+    for head in (
+        "model",
+        "domains",
+        "tokens",
+        "steps",
+        "sequences\na step",
+        "shared",
+        "an expert",
+        "parameters\nin all",
+    ):
+        work.add_column(head, "total" if head == "model" else "", justify="left" if head == "model" else "right")
+    work.add_column("TFLOPs\nan update", justify="right")
+    work.add_column("PFLOPs\nin all", total, justify="right")
+    takes = Table(
+        title=f"Memory and time of {config['run']} on {hardware}",
+        caption=f"{HARDWARE[hardware].assumption}; activations: an estimate, recomputed: with activation checkpointing",
+        show_footer=True,
+    )
+    for head in ("model", "ranks", "experts\na rank", "state\na rank", "activations\na rank", "or, recomputed"):
+        takes.add_column(head, "total" if head == "model" else "", justify="left" if head == "model" else "right")
+    takes.add_column("a checkpoint", justify="right")
+    takes.add_column("hours", justify="right")
+    takes.add_column(
+        "CPU-hours" if hardware == "cpu" else "GPU-hours",
+        _decimal(sum(plan.rank_hours for plan in plans)),
+        justify="right",
+    )
+    models = len(trained_models(config))
+    for number, plan in enumerate(plans):
+        if number == models:
+            work.add_section()
+            takes.add_section()
+        parameters = plan.shared + plan.experts * plan.expert
+        work.add_row(
+            plan.name,
+            str(plan.domains),
+            _short(plan.tokens),
+            f"{plan.steps:,}",
+            f"{plan.sequences:,}",
+            *(_short(count) for count in (plan.shared, plan.expert, parameters)),
+            _flops(plan.flops / 1e12),
+            _flops(plan.steps * plan.flops / 1e15),
+        )
+        takes.add_row(
+            plan.name,
+            str(plan.ranks),
+            str(plan.experts_per_rank),
+            *(f"{_short(size)}B" for size in (plan.state, plan.activations, plan.recomputed, plan.checkpoint)),
+            _decimal(plan.hours),
+            _decimal(plan.rank_hours),
+        )
+    return work, takes
+
+
+def _flops(number: float) -> str:
+    """Two decimals, or three digits of what is less than one."""
+    return f"{number:.2f}" if number >= 1 else f"{number:.3g}"
+
+
+def _decimal(number: float) -> str:
+    return f"{number:,.1f}" if number >= 1 else f"{number:.2g}"
 
 
 def _sum(values: list[int | None]) -> int | None:

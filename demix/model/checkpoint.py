@@ -1,6 +1,7 @@
 """Modular model directories: `model.json`, `shared.safetensors` and one pair of files for each expert.
 
-No file lists the experts: the folder does. To add a domain is to add a file, to remove one to leave it out.
+No file lists the experts: the folder does. To add a domain is to add a file, to remove one to leave it out. An expert
+is there when its description is, which is written last and removed first.
 """
 
 import dataclasses
@@ -59,7 +60,8 @@ def describe(directory: Path) -> dict:
 def expert_lineage(directory: Path, expert: str) -> dict:
     """What is recorded beside an expert of the model in `directory`.
 
-    Raises DemixError if the expert is missing or belongs to other shared weights than the model has now.
+    Raises DemixError if the expert is missing, or belongs to other shared weights or another tokenizer than the model
+    has now.
     """
     path = Path(directory) / "experts" / f"{expert}.json"
     if not path.is_file():
@@ -68,14 +70,43 @@ def expert_lineage(directory: Path, expert: str) -> dict:
     lineage = read_json(path)
     if not isinstance(lineage, dict) or not {"sha256", "shared_sha256"} <= lineage.keys():
         raise DemixError(path, "does not describe an expert", "train or adapt it again")
-    if lineage["shared_sha256"] != describe(directory)["shared_sha256"]:
+    description = describe(directory)
+    if lineage["shared_sha256"] != description["shared_sha256"]:
         raise DemixError(path, "belongs to other shared weights than the model's", "train or adapt it again")
+    refuse_other_tokenizer(directory, path, lineage.get("tokenizer_sha256"))
     return lineage
+
+
+def refuse_other_tokenizer(directory: Path, subject: Path, sha256: str | None) -> None:
+    """Raise DemixError, naming both, unless `subject` is of the tokenizer (`sha256`) of the model in `directory`."""
+    own = describe(directory).get("tokenizer_sha256")
+    if sha256 != own:
+        raise DemixError(
+            subject,
+            f"is of another tokenizer ({str(sha256)[:12]}) than the model {directory} ({str(own)[:12]})",
+            "use the tokenizer that the model was trained with, or train the model again",
+        )
 
 
 def expert_names(directory: Path) -> tuple[str, ...]:
     """The experts that lie in a model directory, sorted by name."""
-    return tuple(sorted(path.stem for path in (Path(directory) / "experts").glob("*.safetensors")))
+    return tuple(sorted(path.stem for path in (Path(directory) / "experts").glob("[!.]*.json")))
+
+
+def blueprint(directory: Path, experts: tuple[str, ...]) -> GPT:
+    """The model that `model.json` describes with `experts`, on the meta device: names and shapes without weights."""
+    description = describe(directory)
+    try:
+        with torch.device("meta"):
+            return GPT(
+                Architecture(**description["architecture"]),
+                description["vocab_size"],
+                experts,
+                tuple(description["domain_tokens"]),
+            )
+    except (TypeError, RuntimeError) as error:
+        path = Path(directory) / "model.json"
+        raise DemixError(path, f"does not describe a model ({error})", "train the model again") from None
 
 
 def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) -> GPT:
@@ -88,14 +119,7 @@ def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) ->
     experts = expert_names(directory) if experts is None else tuple(experts)
     if not experts:
         raise DemixError(directory / "experts", "holds no expert", "train the model first")
-    # The weights are about to be read: no point in drawing any.
-    with torch.device("meta"):
-        model = GPT(
-            Architecture(**description["architecture"]),
-            description["vocab_size"],
-            experts,
-            tuple(description["domain_tokens"]),
-        )
+    model = blueprint(directory, experts)
     state = load_verified(directory / "shared.safetensors", description["shared_sha256"])
     stacks: dict[str, list[torch.Tensor]] = {}
     for expert in experts:
@@ -124,6 +148,14 @@ def load_verified(path: Path, sha256: str) -> dict[str, torch.Tensor]:
         raise DemixError(
             path, f"is not a safetensors file ({error})", "delete it and rerun the stage that makes it"
         ) from None
+
+
+def check_sha256(path: Path, sha256: str) -> None:
+    """Raise DemixError unless the bytes of `path`, read a piece at a time, have the given sha256."""
+    if not path.is_file():
+        raise DemixError(path, "is missing", "run the stage that makes it")
+    if sha256_file(path) != sha256:
+        raise DemixError(path, "differs from its recorded sha256", "delete it and rerun the stage that makes it")
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.files import replacing, write_json
-from demix.model.checkpoint import describe, load_model
+from demix.files import refuse_used, replacing, write_json
+from demix.model.checkpoint import describe, load_model, refuse_other_tokenizer
 
 
 def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path) -> None:
@@ -20,14 +20,12 @@ def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path) -> No
     and for a folder in use.
     """
     output = output.resolve()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise DemixError(output, "exists and is not empty", "name a new folder")
+    refuse_used(output)
     description = describe(directory)
     if description["domain_tokens"]:
         raise DemixError(directory, "is a domain-token model, which GPT-2's format cannot hold", "export another model")
     encoder = Tokenizer.load(tokenizer)
-    if encoder.sha256 != description["tokenizer_sha256"]:
-        raise DemixError(tokenizer, f"is not the tokenizer of {directory}", "give the run's own tokenizer.json")
+    refuse_other_tokenizer(directory, tokenizer, encoder.sha256)
     model = load_model(directory, (expert,))
     sizes = model.architecture
     tensors = {

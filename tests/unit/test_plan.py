@@ -10,8 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from demix.config import load_config
-from demix.plan import plan_domain, plan_table
+from demix.config import adaptations, load_config, trained_models
+from demix.errors import DemixError
+from demix.flops import HARDWARE
+from demix.plan import plan_domain, plan_table, plan_training, training_tables
 
 REPOSITORY = Path(__file__).parents[2]
 PAPER = {path.stem: load_config(path) for path in sorted((REPOSITORY / "config").glob("paper-*.yaml"))}
@@ -81,9 +83,89 @@ def test_the_command_prints_every_domain_and_the_totals():
     assert "77.9G" in shown
 
 
-def test_what_a_source_needs_is_asked_for(tmp_path):
-    from demix.errors import DemixError
+def test_the_plan_of_the_largest_models():
+    config = PAPER["paper-1.3b"]
+    plans = {plan.name: plan for plan in plan_training(config, 128, HARDWARE["v100"])}
+    assert list(plans) == trained_models(config) + adaptations(config)
+    demix, dense = plans["demix"], plans["dense"]
+    assert (demix.sequences, demix.steps, demix.tokens) == (2 * 8 * 128, 50_000, 104_857_600_000)
+    assert (demix.ranks, demix.experts_per_rank, demix.experts, dense.experts) == (128, 1, 8, 1)
+    # Our vocabulary is GPT-2's own, seven types fewer than the paper's.
+    assert demix.shared + 8 * demix.expert == 6_952_505_344 - 7 * 2048
+    assert demix.state == dense.state == 16 * (1_313_640_448 - 7 * 2048)
+    assert demix.checkpoint == 12 * (6_952_505_344 - 7 * 2048)
+    assert (round(dense.hours, 1), round(demix.hours, 1)) == (49.5, 45.9)
+    assert dense.rank_hours == 128 * dense.hours
+    assert demix.recomputed < demix.activations
+    # Two of a rank's sixteen sequences at a time: values of two bytes in the layers, logits of a chunk in two types.
+    assert demix.activations == 2 * 1024 * (24 * 2048 * 32 + 6 * 50257)
+    assert plans["domain_token"].flops > dense.flops
+    assert plans["domain_token"].shared == dense.shared + 9 * 2048
+    expert, whole = plans["demix-dapt-yelp"], plans["dense-dapt-yelp"]
+    assert (expert.steps, expert.sequences, expert.ranks) == (1000, 128, 128)
+    assert expert.state == 16 * demix.expert + 4 * (demix.expert + demix.shared)
+    assert whole.state == (16 + 4) * (demix.expert + demix.shared)
+    assert (expert.checkpoint, whole.checkpoint) == (16 * demix.expert, 16 * (demix.expert + demix.shared))
 
+
+def test_a_rank_holds_the_experts_of_several_domains():
+    config = PAPER["paper-125m"]
+    by_ranks = {
+        ranks: {plan.name: plan for plan in plan_training(config, ranks, HARDWARE["a100"])} for ranks in (1, 2, 8, 16)
+    }
+    for ranks, experts in ((1, 8), (2, 4), (8, 1), (16, 1)):
+        plan = by_ranks[ranks]["demix"]
+        assert plan.experts_per_rank == experts
+        assert plan.state == 16 * (plan.shared + experts * plan.expert)
+        assert plan.rank_hours == pytest.approx(by_ranks[1]["demix"].hours)
+        assert by_ranks[ranks]["dense"].state == 16 * (plan.shared + plan.expert)
+        # Two sequences of each expert at a time.
+        assert plan.activations == 2 * experts * 1024 * 12 * 768 * 32 + min(2048 * experts, 4096) * 50257 * 6
+    assert sum(name.startswith("without-") for name in by_ranks[1]) == 8
+    for ranks in (3, 12, 8 * 65):
+        with pytest.raises(DemixError, match=f"ranks: .*{ranks // 8 if ranks > 12 else ranks}"):
+            plan_training(config, ranks, HARDWARE["a100"])
+
+
+def test_a_model_plans_with_its_own_settings():
+    config = copy.deepcopy(load_config(REPOSITORY / "config" / "sample.yaml"))
+    config["models"]["dense"] = {"tokens": 2_000_000, "sequences": 2}
+    plans = {plan.name: plan for plan in plan_training(config, 1, HARDWARE["cpu"])}
+    assert (plans["demix"].steps, plans["demix"].sequences) == (1_000_000 // (8 * 256), 8)
+    assert (plans["dense"].steps, plans["dense"].sequences) == (2_000_000 // (16 * 256), 16)
+    # The sample's config computes in fp32.
+    assert plans["demix"].activations == 8 * 256 * (3 * 128 * 64 + 8 * 4096)
+    config["training"]["tokens"] = 2047
+    with pytest.raises(DemixError, match="2047 is less than one step of demix"):
+        plan_training(config, 1, HARDWARE["cpu"])
+
+
+def test_wrong_options_of_the_plan_are_told():
+    with pytest.raises(DemixError, match=r"--hardware tpu.*v100, a100, h100, cpu"):
+        training_tables(PAPER["paper-125m"], None, "tpu")
+    with pytest.raises(DemixError, match="--ranks: is 0"):
+        training_tables(PAPER["paper-125m"], 0, "v100")
+
+
+def test_the_command_prints_the_papers_numbers():
+    path = REPOSITORY / "config" / "paper-1.3b.yaml"
+    command = [sys.executable, "-m", "demix.cli", "plan", str(path), "--ranks", "128", "--hardware", "v100"]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    rows = {}
+    for line in shown.splitlines():
+        if line.startswith("│"):
+            name, *cells = (cell.strip() for cell in line.strip("│").split("│"))
+            rows.setdefault(name, []).append(cells)
+    work, takes = rows["demix"]
+    assert work == ["8", "105G", "50,000", "2,048", "508M", "806M", "7.0G", "23250.34", "1162517.08"]
+    assert takes == ["128", "1", "21.0GB", "3.8GB", "953MB", "83.4GB", "45.9", "5,871.3"]
+    assert rows["dense"][1][-2:] == ["49.5", "6,331.8"]
+    for name in trained_models(PAPER["paper-1.3b"]) + adaptations(PAPER["paper-1.3b"]):
+        assert len(rows[name]) == 2
+    assert "Table 2" in shown
+
+
+def test_what_a_source_needs_is_asked_for(tmp_path):
     config = yaml.safe_load((REPOSITORY / "config" / "paper-125m.yaml").read_text())
     novel = config["domains"]["novel"]
     for domain, change, message in (

@@ -1,0 +1,103 @@
+"""Several experts averaged into one dense model: Branch-Train-Merge's cheap alternative to mixing their outputs."""
+
+import math
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from demix.errors import DemixError
+from demix.files import read_parquet, refuse_used, replacing, sha256_file, write_json
+from demix.model.checkpoint import check_sha256, describe, expert_lineage, save_tensors
+
+
+def merge_experts(directory: Path, weights: dict[str, float], output: Path) -> None:
+    """Write a model to `output` whose one expert `dense` is the average of a model's experts by `weights`.
+
+    Averages are taken in float64 and cast to the experts' type; the shared weights are the model's own. Raises
+    DemixError for weights that are negative or do not sum to 1, for an expert that is not there, and for a folder in
+    use.
+    """
+    refuse_used(output)
+    _check_weights(weights)
+    description = describe(directory)
+    # A weight of zero says that the expert has no part in it, whatever its numbers are.
+    parents = {name: expert_lineage(directory, name) for name, weight in weights.items() if weight}
+    files = {name: directory / "experts" / f"{name}.safetensors" for name in parents}
+    for name, path in files.items():
+        check_sha256(path, parents[name]["sha256"])
+    check_sha256(directory / "shared.safetensors", description["shared_sha256"])
+
+    merged: dict[str, torch.Tensor] = {}
+    with safe_open(next(iter(files.values())), "pt") as first:
+        keys = list(first.keys())
+    for key in keys:
+        total = None
+        for name, path in files.items():
+            with safe_open(path, "pt") as file:
+                tensor = file.get_tensor(key)
+            part = weights[name] * tensor.double()
+            total = part if total is None else total.add_(part)
+        merged[key] = total.to(tensor.dtype)
+
+    origins = {name: {"weight": weights[name], "sha256": lineage["sha256"]} for name, lineage in parents.items()}
+    data = {domain: sha256 for lineage in parents.values() for domain, sha256 in lineage.get("data_sha256", {}).items()}
+    with replacing(output.resolve(), directory=True) as temporary:
+        shutil.copyfile(directory / "shared.safetensors", temporary / "shared.safetensors")
+        write_json(temporary / "model.json", description | {"kind": "merged"})
+        (temporary / "experts").mkdir()
+        path = temporary / "experts" / "dense.safetensors"
+        save_tensors(merged, path)
+        lineage = {
+            "name": "dense",
+            "parent": None,
+            "parents": origins,
+            "steps": max(lineage.get("steps", 0) for lineage in parents.values()),
+            "tokens": sum(lineage.get("tokens", 0) for lineage in parents.values()),
+            "data_sha256": data,
+            "tokenizer_sha256": description.get("tokenizer_sha256"),
+            "shared_sha256": description["shared_sha256"],
+            "sha256": sha256_file(path),
+        }
+        write_json(path.with_suffix(".json"), lineage)
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """`parliament=0.5,novels=0.5` as a mapping."""
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, number = part.strip().partition("=")
+        try:
+            if not equals or name in weights:
+                raise ValueError
+            weights[name] = float(number)
+        except ValueError:
+            cure = "give each expert once, as in parliament=0.5,novels=0.5"
+            raise DemixError(f"--weights {text}", f"{part.strip()!r} is no weight", cure) from None
+    return weights
+
+
+def prior_weights(path: Path, model: str, domain: str, experts: str) -> dict[str, float]:
+    """The cached prior (`history`) of a domain over a model's experts, as the evaluation wrote it.
+
+    `path` is evaluations/<domain>.priors.parquet or a run's priors.parquet; `experts` is the set that was mixed:
+    training, all or minus-<domain>.
+    """
+    rows = read_parquet(path).to_pylist()
+    wanted = {"model": model, "domain": domain, "experts": experts, "weights": "history"}
+    found = {row["expert"]: row["prior"] for row in rows if wanted.items() <= row.items()}
+    if not found:
+        there = sorted({f"{row['model']}/{row['experts']} on {row['domain']}" for row in rows})
+        told = ", ".join(there[:6]) + (", …" if len(there) > 6 else "")
+        raise DemixError(path, f"holds no prior of {model}/{experts} on {domain}", f"it has {told}")
+    return found
+
+
+def _check_weights(weights: dict[str, float]) -> None:
+    for name, weight in weights.items():
+        if not weight >= 0:
+            raise DemixError(f"weight of {name}", f"is {weight}", "give 0 or more")
+    total = math.fsum(weights.values())
+    if not abs(total - 1) <= 1e-6:
+        raise DemixError("weights", f"sum to {total:.9g}", "give weights that sum to 1")
