@@ -29,6 +29,7 @@ class SplitSettings:
     training: bool
     seed: int
     near_duplicates: float | None
+    metadata: bool
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ def split(
         outputs={name: output / f"{name}.parquet" for name in ("train", "dev", "test")},
         card=output / "card.json",
         near_duplicates=values.near_duplicates,
+        metadata=values.metadata,
     )
 
 

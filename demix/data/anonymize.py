@@ -40,6 +40,8 @@ from demix.data.text import buffers, count_words, splice
 from demix.errors import DemixError
 from demix.files import write_json
 
+# What the raw file's key-value metadata counts.
+_WHEN_READ = ("invalid_bytes", "surrogates", "not_utf8")
 CATEGORIES = ("EMAIL", "DART", "FB_USERID", "PHONE_NUMBER", "CREDIT_CARD_NUMBER", "SSN", "USER")
 SCHEMA = pa.schema(
     [("id", pa.string()), ("text", pa.large_string()), ("n_words", pa.int64()), ("metadata", pa.large_string())]
@@ -336,12 +338,13 @@ def anonymize_documents(input: Path, output: Path, counts: Path, *, enabled: boo
 
     `rules` are "ours" or "released" (`demix.data.released`). Writes Parquet with `id` (hexadecimal sha256 of the
     final text), `text`, `n_words` (words parted by white space) and `metadata`, and the JSON `counts`: documents read,
-    words written, rules applied, documents rejected ("empty": without a word), replacements by category. Source ids,
+    words written, rules applied, documents rejected ("empty": without a word, "not_utf8": no text, left out when they
+    were read), replacements by category. Source ids,
     which may hold personal data, go no further.
     """
     if rules not in ("ours", "released"):
         raise DemixError(f"rules {rules!r}", "are not known", "use ours or released")
-    normalised: Counter[str] = Counter(surrogates=0, nul=0, line_ends=0)
+    normalised: Counter[str] = Counter(invalid_bytes=0, surrogates=0, nul=0, line_ends=0)
     replacements: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
     totals = Counter(documents=0, words=0, empty=0)
     one = anonymize if rules == "ours" else released.anonymize
@@ -377,14 +380,15 @@ def anonymize_documents(input: Path, output: Path, counts: Path, *, enabled: boo
                 yield pa.record_batch([_ids(texts), texts, pa.array(words), metadata], schema=SCHEMA)
 
     write_batches(output, SCHEMA, batches())
-    normalised["surrogates"] += int((pq.read_metadata(input).metadata or {}).get(b"surrogates", 0))
+    read = {name: int((pq.read_metadata(input).metadata or {}).get(name.encode(), 0)) for name in _WHEN_READ}
+    normalised.update({name: read[name] for name in ("invalid_bytes", "surrogates")})
     write_json(
         counts,
         {
-            "documents": totals["documents"],
+            "documents": totals["documents"] + read["not_utf8"],
             "words": totals["words"],
             "normalised": dict(normalised),
-            "rejected": {"empty": totals["empty"]},
+            "rejected": {"empty": totals["empty"], "not_utf8": read["not_utf8"]},
             "replacements": dict(replacements),
         },
     )
@@ -417,10 +421,12 @@ def _walk(value: Any, clean: Any) -> Any:
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, dict):
-        return {key: _walk(item, clean) for key, item in value.items()}
+        return {clean(key): _walk(item, clean) for key, item in value.items()}
     if isinstance(value, list):
         return [_walk(item, clean) for item in value]
-    if isinstance(value, int) and not isinstance(value, bool):
-        text = clean(str(value))
-        return value if text == str(value) else text
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        # A card's number may have become 4111111111111111.0.
+        digits = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+        text = clean(digits)
+        return value if text == digits else text
     return value

@@ -169,6 +169,7 @@ def split(
     outputs: dict[str, Path],
     card: Path,
     near_duplicates: float | None = None,
+    metadata: bool = False,
 ) -> None:
     """Write the splits of `domain` (`outputs`: train, dev, test) and its corpus card.
 
@@ -176,7 +177,8 @@ def split(
     twice are kept once; a training domain keeps those that `owners` gives it, a novel domain those that no training
     domain holds. In order of sha256(seed | id), dev is filled until it has its words, then test, then train.
     With `near_duplicates`, texts of which more than this share of 13-grams occurs in dev or test stay out of train.
-    Each Parquet has the columns `id`, `text`, `n_words`, in that order.
+    Each Parquet has the columns `id`, `text`, `n_words`, and with `metadata` that of the documents, in that order.
+    Budgets that leave nothing for train are made smaller, with a warning: dev and test then take half of all words.
     In the card, the documents of `counts` = those in the splits + rejected + duplicates.
     Raises DemixError where dev and test cannot be filled with a document left over.
     """
@@ -185,9 +187,22 @@ def split(
     folder = outputs["train"].parent
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=".splitting.") as name:
-        work = _Work(domain, documents, Path(name), _rows(documents))
+        schema = SCHEMA.append(pa.field("metadata", pa.large_string())) if metadata else SCHEMA
+        work = _Work(domain, documents, Path(name), _rows(documents), schema)
         duplicates = _deduplicate(work, owners, training, seed)
-        edges = _edges(work, budget)
+        asked = budget
+        try:
+            edges = _edges(work, budget)
+        except _NothingLeftError as error:
+            budget = _smaller(work, budget)
+            try:
+                edges = _edges(work, budget)
+            except _NothingLeftError:
+                raise error from None
+            _log.warning(
+                "%s: dev (%d) and test (%d) leave no document for train; they take %d and %d of %d words",
+                domain, asked.dev, asked.test, edges.words["dev"], edges.words["test"], sum(edges.words.values()),
+            )  # fmt: skip
         if near_duplicates is None:
             _write(work, edges, outputs)
         else:
@@ -208,6 +223,7 @@ def split(
             "domain": domain,
             "documents": {name: edges.ranks[name][1] - edges.ranks[name][0] for name in SPLITS},
             "words": words,
+            "budgets": {name: getattr(asked, name) for name in SPLITS},
             "duplicates": duplicates,
             "leakage": {
                 "exact_duplicates": _exact_duplicates(domain, outputs["train"], held_out, owners),
@@ -229,6 +245,7 @@ class _Work:
     documents: list[Path]
     folder: Path
     rows: int
+    schema: pa.Schema = SCHEMA
     near: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint8), repr=False)
 
     @property
@@ -319,6 +336,17 @@ def _ordered(work: _Work) -> Iterator[np.ndarray]:
         yield rows[~work.is_near(rows["row"])] if len(work.near) else rows
 
 
+class _NothingLeftError(DemixError):
+    """Dev and test leave no document for train."""
+
+
+def _smaller(work: _Work, budget: Budget) -> Budget:
+    """The budget with dev and test scaled so that together they take half of the words that there are."""
+    words = sum(int(rows["words"].sum()) for rows in _ordered(work))
+    dev, test = (-(-wanted * words // max(1, 2 * (budget.dev + budget.test))) for wanted in (budget.dev, budget.test))
+    return Budget(budget.train, min(dev, budget.dev), min(test, budget.test))
+
+
 def _edges(work: _Work, budget: Budget) -> _Edges:
     """A split ends with the document that fills its budget."""
     ranks, taken, sizes = {}, dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
@@ -343,7 +371,7 @@ def _edges(work: _Work, budget: Budget) -> _Edges:
         wanted = getattr(budget, name)
         end = documents if name == "train" and wanted != 0 else start
         if (name != "train" and wanted) or (name == "train" and end == start and wanted != 0):
-            raise DemixError(
+            raise _NothingLeftError(
                 f"{work.domain}.words",
                 f"dev ({budget.dev}) and test ({budget.test}) leave no document for train out of {documents} "
                 f"documents with {total} words",
@@ -379,17 +407,17 @@ def _write(work: _Work, edges: _Edges, outputs: dict[str, Path]) -> None:
             np.minimum.at(firsts, places["stretch"], places["rank"])
             scatter(places, places["row"] // work.bucket_rows)
     firsts = np.minimum.accumulate(firsts[::-1])[::-1]
-    schema = SCHEMA.append(pa.field("rank", pa.int64()))
+    schema = work.schema.append(pa.field("rank", pa.int64()))
     with ExitStack() as stack:
         writers = [stack.enter_context(pa.ipc.new_stream(str(path), schema)) for path in stretches]
         places = _by_row(work)
-        for batch in _batches(work.documents, SCHEMA.names):
+        for batch in _batches(work.documents, work.schema.names):
             ranks, stretch = places.send(batch.num_rows)
             batch = pa.record_batch([*batch.columns, pa.array(ranks)], schema=schema)
             for number in np.unique(stretch[stretch >= 0]):
                 writers[number].write_batch(batch.take(pa.array(np.flatnonzero(stretch == number))))
     for name, output in outputs.items():
-        write_rows(output, SCHEMA, _sorted(stretches, firsts, *edges.ranks[name]))
+        write_rows(output, work.schema, _sorted(stretches, firsts, *edges.ranks[name]))
 
 
 def _by_row(work: _Work) -> Generator[Any, int, None]:
@@ -413,7 +441,7 @@ def _by_row(work: _Work) -> Generator[Any, int, None]:
     return generator
 
 
-def _sorted(stretches: list[Path], firsts: np.ndarray, start: int, end: int) -> Iterator[tuple[str, str, int]]:
+def _sorted(stretches: list[Path], firsts: np.ndarray, start: int, end: int) -> Iterator[tuple[Any, ...]]:
     for path, (first, after) in zip(stretches, pairwise(firsts), strict=True):
         if first >= end or after <= start:
             continue
@@ -423,7 +451,7 @@ def _sorted(stretches: list[Path], firsts: np.ndarray, start: int, end: int) -> 
         order = np.argsort(ranks)
         order = order[(ranks[order] >= start) & (ranks[order] < end)]
         for some in np.array_split(order, -(-len(order) // 256)) if len(order) else []:
-            for batch in table.select(SCHEMA.names).take(pa.array(some)).to_batches():
+            for batch in table.drop_columns("rank").take(pa.array(some)).to_batches():
                 yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 

@@ -1,6 +1,8 @@
 """Records out of files: JSON lines, JSON, CSV, text and Parquet, compressed or in archives, all of it distrusted.
 
 Nothing is ever unpacked to disk, what is decompressed is bounded, and damage ends in a DemixError that names the file.
+A byte that is not UTF-8 becomes the lone surrogate U+DC00 + byte (Python's "surrogateescape"), which
+`demix.data.sources` replaces and counts.
 """
 
 import io
@@ -189,7 +191,7 @@ def _json_values(stream: BinaryIO, path: Path, reading: Reading) -> Iterator[Row
 
 def _json(data: bytes, place: str, first: bool) -> Any:
     try:
-        return json.loads(data.decode("utf-8-sig" if first else "utf-8"))
+        return json.loads(data.decode("utf-8-sig" if first else "utf-8", "surrogateescape"))
     except (ValueError, RecursionError) as error:
         raise DemixError(place, f"is not valid JSON ({error})", "mend or remove the line") from None
 
@@ -203,11 +205,8 @@ def _whole(stream: BinaryIO, path: Path) -> bytes:
 
 def _text(stream: BinaryIO, path: Path, reading: Reading) -> Iterator[Row]:
     data = _whole(stream, path)
-    try:
-        if data and reading.takes(0):
-            yield Row(path, 1, {reading.paths[0]: data.decode("utf-8-sig"), "file": path.name})
-    except UnicodeDecodeError as error:
-        raise DemixError(path, f"is not UTF-8 ({error})", "convert it to UTF-8") from None
+    if data and reading.takes(0):
+        yield Row(path, 1, {reading.paths[0]: data.decode("utf-8-sig", "surrogateescape"), "file": path.name})
 
 
 def _csv(stream: io.BufferedReader, path: Path, reading: Reading) -> Iterator[Row]:
@@ -220,7 +219,7 @@ def _csv(stream: io.BufferedReader, path: Path, reading: Reading) -> Iterator[Ro
             read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=8 << 20),
             parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
             convert_options=pyarrow.csv.ConvertOptions(
-                include_columns=columns, column_types=dict.fromkeys(columns, pa.string())
+                include_columns=columns, column_types=dict.fromkeys(columns, pa.binary())
             ),
         )
         for number, fields in _numbered(reader):
@@ -254,15 +253,28 @@ def _parquet(path: Path, reading: Reading) -> Iterator[Row]:
                         if by_group or reading.takes(number - 1):
                             yield Row(path, number, fields)
                 start += rows
+    except UnicodeDecodeError as error:
+        raise DemixError(path, f"holds a nested field that is not UTF-8 ({error})", "leave out the row") from None
     except (pa.ArrowException, OSError) as error:
         raise DemixError(path, f"is not Parquet, damaged or cut short ({error})", "fetch it again") from None
 
 
 def _numbered(batches: Any, start: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     for batch in batches:
+        # Strings as bytes: those that are not UTF-8 cannot become Python's.
+        batch = pa.record_batch([_as_bytes(column) for column in batch.columns], names=batch.schema.names)
         for fields in batch.to_pylist():
             start += 1
-            yield start, fields
+            yield start, {name: _decoded(value) for name, value in fields.items()}
+
+
+def _as_bytes(column: pa.Array) -> pa.Array:
+    types = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+    return column.view(types[column.type]) if column.type in types else column
+
+
+def _decoded(value: Any) -> Any:
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value
 
 
 def _zip(path: Path, reading: Reading) -> Iterator[Row]:

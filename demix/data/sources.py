@@ -4,8 +4,10 @@ import glob
 import hashlib
 import json
 import logging
+import math
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -25,6 +27,9 @@ from demix.files import sha256_file
 
 SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("metadata", pa.large_string())])
 SURROGATE = re.compile("[\ud800-\udfff]")
+# What `demix.data.readers` makes of bytes that are not UTF-8.
+INVALID = re.compile("[\udc80-\udcff]")
+FEW_INVALID = 4
 
 _log = logging.getLogger(__name__)
 
@@ -67,8 +72,9 @@ def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
     """Write part `part` (of `source.parts`, from 0) of the documents of `source` to the Parquet file `output`.
 
     Columns: `id`, `text`, `metadata` (JSON text of the fields named in `source.metadata`, sorted keys). Nothing here
-    is anonymized yet: the file is made 0600, a folder made for it 0700. Lone surrogates, which UTF-8 cannot
-    hold, become U+FFFD; the file's key-value metadata says how many ("surrogates").
+    is anonymized yet: the file is made 0600, a folder made for it 0700. Bytes that are not UTF-8, and lone surrogates,
+    which UTF-8 cannot hold, become U+FFFD; a document of which over 1% (and more than four) are such bytes or NUL is
+    no text and is left out. The file's key-value metadata says how many ("invalid_bytes", "surrogates", "not_utf8").
     Returns the number of documents. Raises DemixError naming the file or key at fault; `output` is then left as it was.
     """
     if source.kind not in KINDS:
@@ -78,23 +84,43 @@ def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
     output = Path(output)
     _make_private(output.parent)
     fetched = output.parent / f".{output.stem}.fetched"
-    surrogates = 0
+    counts: Counter[str] = Counter(surrogates=0, invalid_bytes=0, not_utf8=0)
+    rows = KINDS[source.kind](source, domain, part, fetched)
+    documents = _budgeted(_valid(_documents(rows, source, domain), counts), source, domain)
 
-    def documents() -> Iterator[tuple[str, str, str]]:
-        nonlocal surrogates
-        rows = KINDS[source.kind](source, domain, part, fetched)
-        for document in _budgeted(_documents(rows, source, domain), source, domain):
-            values = []
-            for value in document:
-                value, found = SURROGATE.subn("\ufffd", value)
-                surrogates += found
-                values.append(value)
-            yield tuple(values)
+    def footer() -> dict[str, str]:
+        return {name: str(number) for name, number in counts.items()}
 
-    count = write_rows(output, SCHEMA, documents(), private=True, footer=lambda: {"surrogates": str(surrogates)})
+    count = write_rows(output, SCHEMA, documents, private=True, footer=footer)
+    if counts["invalid_bytes"] or counts["not_utf8"]:
+        _log.warning(
+            "%s: %d bytes that are not UTF-8 became U+FFFD, and %d documents were left out as no text",
+            domain, counts["invalid_bytes"], counts["not_utf8"],
+        )  # fmt: skip
     # Kept until here: a job that fails and is run again need not fetch again what it has.
     shutil.rmtree(fetched, ignore_errors=True)
     return count
+
+
+def _valid(documents: Iterator[tuple[str, str, str]], counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
+    """The documents as UTF-8 can hold them; what was replaced or left out is added to `counts`."""
+    for document in documents:
+        try:
+            # Nearly all of them, and much faster than to look for what is wrong.
+            "".join(document).encode()
+            yield document
+            continue
+        except UnicodeEncodeError:
+            pass
+        found = [len(INVALID.findall(value)) for value in document]
+        # NUL alone is removed later; beside bytes that are not UTF-8 it tells UTF-16 and what was never text.
+        if found[1] and found[1] + document[1].count("\0") > max(FEW_INVALID, len(document[1]) / 100):
+            counts["not_utf8"] += 1
+            continue
+        replaced = [SURROGATE.subn("\ufffd", value) for value in document]
+        counts["invalid_bytes"] += sum(found)
+        counts["surrogates"] += sum(number for _, number in replaced) - sum(found)
+        yield tuple(value for value, _ in replaced)
 
 
 def _make_private(folder: Path) -> None:
@@ -151,7 +177,12 @@ def _selected(fields: dict[str, Any], path: str) -> Any:
 
 
 def _not_nan(value: Any) -> Any:
-    return None if isinstance(value, float) and value != value else value
+    """NaN and infinities, which JSON does not have, as null."""
+    if isinstance(value, dict):
+        return {key: _not_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_not_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _budgeted(documents: Iterator[tuple[str, str, str]], source: Source, domain: str) -> Iterator[tuple[str, str, str]]:

@@ -244,11 +244,31 @@ def test_documents(tmp_path):
     assert json.loads((tmp_path / "counts.json").read_text()) == {
         "documents": 3,
         "words": 6,
-        "normalised": {"line_ends": 1, "nul": 1, "surrogates": 2},
-        "rejected": {"empty": 1},
+        "normalised": {"line_ends": 1, "nul": 1, "surrogates": 2, "invalid_bytes": 0},
+        "rejected": {"empty": 1, "not_utf8": 0},
         "replacements": {**dict.fromkeys(CATEGORIES, 0), "EMAIL": 1, "USER": 1, "CREDIT_CARD_NUMBER": 1},
     }
     assert b"ann" not in (tmp_path / "out.parquet").read_bytes()
+
+
+def test_no_personal_data_is_left_in_metadata(tmp_path):
+    private = {
+        "EMAIL": "ann@x.example", "DART": "1234567890-" + "a1" * 26 + "b", "FB_USERID": "facebook.com/1234567890",
+        "PHONE_NUMBER": "(202) 555-0143", "CREDIT_CARD_NUMBER": "4111 1111 1111 1111", "SSN": "078-05-1120",
+        "USER": "@ann",
+    }  # fmt: skip
+    assert set(private) == set(CATEGORIES)
+    nested = {"list": [{"key": value} for value in private.values()], "keys": {f"by {v}": 1 for v in private.values()}}
+    numbers = {"whole": 4111111111111111, "real": 4111111111111111.0, "pi": 3.5, "year": 2003}
+    _raw(tmp_path / "raw.parquet", [("1", "some text", json.dumps(nested | numbers))])
+    anonymize_documents(tmp_path / "raw.parquet", tmp_path / "out.parquet", tmp_path / "counts.json")
+    (row,) = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    for value in private.values():
+        assert value not in row["metadata"], value
+    assert "411111" not in row["metadata"]
+    metadata = json.loads(row["metadata"])
+    assert (metadata["pi"], metadata["year"]) == (3.5, 2003)
+    assert set(metadata["list"][0]) == {"key"}
 
 
 def test_documents_not_to_be_anonymized_are_still_normalised(tmp_path):

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import logging
+import math
 from itertools import chain
 
 import pyarrow as pa
@@ -23,18 +24,19 @@ def _id(text):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _clean(folder, domain, texts, empty=0):
+def _clean(folder, domain, texts, empty=0, metadata=None):
     """What anonymize_documents writes for `texts`, with `empty` more documents rejected."""
     path = folder / "clean" / f"{domain}.parquet"
     path.parent.mkdir(exist_ok=True)
-    columns = [[_id(text) for text in texts], texts, [len(text.split()) for text in texts], ["{}"] * len(texts)]
+    columns = [[_id(text) for text in texts], texts, [len(text.split()) for text in texts]]
+    columns.append(metadata or ["{}"] * len(texts))
     pq.write_table(pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA), path)
     counts = {"documents": len(texts) + empty, "rejected": {"empty": empty}, "replacements": REPLACED}
     path.with_suffix(".json").write_text(json.dumps({**counts, "normalised": NORMALISED}))
     return path
 
 
-def _split(folder, domain, training=True, budget=None, seed=1, documents=None, near_duplicates=None):
+def _split(folder, domain, training=True, budget=None, seed=1, documents=None, near_duplicates=None, metadata=False):
     output = folder / "corpus" / domain
     clean = folder / "clean" / f"{domain}.parquet"
     split(
@@ -48,6 +50,7 @@ def _split(folder, domain, training=True, budget=None, seed=1, documents=None, n
         {name: output / f"{name}.parquet" for name in SPLITS},
         output / "card.json",
         near_duplicates,
+        metadata,
     )
     rows = {name: pq.read_table(output / f"{name}.parquet").to_pylist() for name in SPLITS}
     return rows, json.loads((output / "card.json").read_text())
@@ -115,6 +118,11 @@ def test_splits_follow_the_hash_order_and_lose_nothing(
         _clean(tmp_path, "a", texts)
     mine = [text for text in texts if (owners[_id(text)] == "a" if training else _id(text) not in owners)]
     expected = _expected(mine, budget, seed)
+    if expected is None:
+        # Dev and test then take half of the words.
+        words, asked = sum(len(text.split()) for text in set(mine)), max(1, budget.dev + budget.test)
+        dev, test = (min(wanted, math.ceil(wanted * words / (2 * asked))) for wanted in (budget.dev, budget.test))
+        expected = _expected(mine, Budget(budget.train, dev, test), seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "STRETCH_BYTES", stretch_bytes)
         patch.setattr(buckets, "BUCKET_ROWS", bucket_rows)
@@ -170,6 +178,45 @@ def test_a_short_train_split_is_told(tmp_path, caplog):
     caplog.clear()
     _split(tmp_path, "a", budget=Budget(20, 4, 4))
     assert caplog.text == ""
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 3), min_size=20, max_size=40),
+    dev=st.integers(1, 80), test=st.integers(1, 80), near=st.booleans(),
+)  # fmt: skip
+def test_budgets_beyond_the_data_are_made_smaller_with_a_warning(tmp_path, caplog, sizes, dev, test, near):
+    texts = [" ".join(f"w{number}x{place}" for place in range(size)) for number, size in enumerate(sizes)]
+    _owners(tmp_path, d=texts)
+    caplog.clear()
+    rows, card = _split(tmp_path, "d", budget=Budget(None, dev, test), near_duplicates=0.5 if near else None)
+    assert card["budgets"] == {"train": None, "dev": dev, "test": test}
+    assert card["words"] == {name: sum(row["n_words"] for row in some) for name, some in rows.items()}
+    assert all(rows.values())
+    assert sorted(row["text"] for some in rows.values() for row in some) == sorted(texts)
+    if dev + test >= sum(sizes):
+        taken = f"take {card['words']['dev']} and {card['words']['test']} of {sum(sizes)} words"
+        assert f"dev ({dev}) and test ({test}) leave no document for train; they {taken}" in caplog.text
+        assert card["words"]["dev"] + card["words"]["test"] <= sum(sizes) / 2 + 2 * max(sizes) + 2
+    elif card["words"]["dev"] >= dev and card["words"]["test"] >= test:
+        assert not caplog.text
+
+
+def test_metadata_reaches_the_splits_where_it_is_wanted(tmp_path):
+    texts = [f"text number {number}" for number in range(40)]
+    _owners(tmp_path, d=texts)
+    plain, _ = _split(tmp_path, "d")
+    before = {name: (tmp_path / "corpus" / "d" / f"{name}.parquet").read_bytes() for name in SPLITS}
+    _clean(tmp_path, "d", texts, metadata=[json.dumps({"n": number}) for number in range(40)])
+    _split(tmp_path, "d")
+    assert before == {name: (tmp_path / "corpus" / "d" / f"{name}.parquet").read_bytes() for name in SPLITS}
+    rows, _ = _split(tmp_path, "d", metadata=True)
+    assert {name: [row["text"] for row in some] for name, some in rows.items()} == {
+        name: [row["text"] for row in some] for name, some in plain.items()
+    }
+    for row in chain(*rows.values()):
+        assert list(row) == ["id", "text", "n_words", "metadata"]
+        assert json.loads(row["metadata"]) == {"n": int(row["text"].rpartition(" ")[2])}
 
 
 def test_a_missing_or_damaged_file_is_named(tmp_path):

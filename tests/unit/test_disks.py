@@ -152,11 +152,10 @@ def test_a_domain_without_a_word(tmp_path):
     assert _download(tmp_path / "a.jsonl", raw).returncode == 0
     done = _run("anonymize", raw, "--output", documents, "--counts", documents.with_suffix(".json"))
     assert done.returncode == 0, done.stderr
-    assert json.loads(documents.with_suffix(".json").read_text())["rejected"] == {"empty": 2}
+    assert json.loads(documents.with_suffix(".json").read_text())["rejected"] == {"empty": 2, "not_utf8": 0}
     assert _run("owners", documents, "--output", run / "owners.parquet").returncode == 0
-    settings = json.dumps(
-        {"training": True, "seed": 1, "near_duplicates": None, "words": {"train": None, "dev": 5, "test": 5}}
-    )
+    words = {"train": None, "dev": 5, "test": 5}
+    settings = json.dumps({"training": True, "seed": 1, "near_duplicates": None, "metadata": False, "words": words})
     done = _run(
         "split", "d", documents, "--owners", run / "owners.parquet", "--settings", settings, "--output", run / "corpus"
     )

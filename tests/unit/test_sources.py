@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from demix.data import readers
+from demix.data.anonymize import anonymize_documents
 from demix.data.sources import Source, download
 from demix.errors import DemixError
 
@@ -115,6 +116,59 @@ def test_lone_surrogates_are_replaced_and_counted(tmp_path):
     assert metadata[b"surrogates"] == b"2"
 
 
+def _invalid(kind: str, text: bytes) -> bytes:
+    """A file of one document whose text are these bytes."""
+    if kind == "parquet":
+        column = pa.array([text]).cast(pa.binary()).view(pa.string())
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table({"text": column}), sink)
+        return sink.getvalue().to_pybytes()
+    return {"jsonl": b'{"text": "' + text + b'"}\n', "csv": b'text,n\n"' + text + b'",1\n', "txt": text}[kind]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.csv.gz", "a.txt", "a.txt.gz", "a.parquet"])
+def test_bytes_that_are_not_utf8_are_replaced_and_counted(tmp_path, name, caplog):
+    path, data = tmp_path / name, _invalid(name.split(".")[1], b"caf\xe9 and na\xc3\xafve, \xe2\x82 cut")
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    (row,) = _read(tmp_path, Source("files", str(path)))
+    assert row["text"] == "caf\ufffd and na\u00efve, \ufffd\ufffd cut"
+    metadata = pq.read_metadata(tmp_path / "raw" / "d" / "documents.parquet").metadata
+    assert (metadata[b"invalid_bytes"], metadata[b"surrogates"], metadata[b"not_utf8"]) == (b"3", b"0", b"0")
+    assert "d: 3 bytes that are not UTF-8 became U+FFFD, and 0 documents were left out" in caplog.text
+
+
+@given(st.lists(st.lists(st.sampled_from([*b"az ", *range(128, 256)]), max_size=40).map(bytes)))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+def test_any_bytes_become_text(tmp_path, texts):
+    path = tmp_path / "any.jsonl"
+    path.write_bytes(b"".join(b'{"text": "' + text + b'"}\n' for text in [*texts, b"last"]))
+    rows = _read(tmp_path, Source("files", str(path)))
+    metadata = pq.read_metadata(tmp_path / "raw" / "d" / "documents.parquet").metadata
+    assert len(rows) + int(metadata[b"not_utf8"]) == len(texts) + 1
+    valid = [text.decode() for text in texts if _is_utf8(text)]
+    assert [row["text"] for row in rows if "\ufffd" not in row["text"]] == [*valid, "last"]
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        return "\ufffd" not in data.decode()
+    except UnicodeDecodeError:
+        return False
+
+
+@pytest.mark.parametrize("data", ["some words in another coding".encode("utf-16"), bytes(range(128, 256)) * 3])
+def test_what_was_never_utf8_is_left_out_and_counted(tmp_path, data):
+    (tmp_path / "bad.txt").write_bytes(data)
+    (tmp_path / "good.txt").write_bytes(b"plain words")
+    (row,) = _read(tmp_path, Source("files", str(tmp_path / "*.txt")))
+    assert row["text"] == "plain words"
+    raw = tmp_path / "raw" / "d" / "documents.parquet"
+    assert pq.read_metadata(raw).metadata[b"not_utf8"] == b"1"
+    anonymize_documents(raw, tmp_path / "out.parquet", tmp_path / "counts.json")
+    counts = json.loads((tmp_path / "counts.json").read_text())
+    assert (counts["documents"], counts["rejected"]) == (2, {"empty": 0, "not_utf8": 1})
+
+
 def test_what_is_written_is_private_and_the_same_every_time(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(LINES)
@@ -146,7 +200,6 @@ def test_unknown_kind_and_missing_file(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', "a.jsonl, line 3: is not a JSON object"),
         ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "a.jsonl, row 2: has no field 'text'; fields are 'body'"),
         ("a.jsonl", b'{"text": 5}\n', "a.jsonl, row 1: field 'text' is int, not text"),
-        ("a.jsonl", b'{"text": "\xff"}\n', "a.jsonl, line 1: is not valid JSON"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: is not valid JSON"),
         ("a.jsonl", b"", "a.jsonl: holds no documents"),
         ("a.jsonl", b"\n\n", "a.jsonl: holds no documents"),
@@ -154,7 +207,6 @@ def test_unknown_kind_and_missing_file(tmp_path):
         ("a.csv", b"text,id\n", "a.csv: holds no documents"),
         ("a.csv", b"body,id\nx,y\n", "a.csv: Column 'text' in include_columns does not exist"),
         ("a.csv", b"text,id\nx,y\nz\n", "a.csv: is not valid CSV"),
-        ("a.txt", b"\xff\xfe", "a.txt: is not UTF-8"),
         ("a.doc", b"x", "a.doc: is of an unknown format"),
         ("a.parquet.gz", b"x", "a.parquet.gz: is of an unknown format"),
         ("a.parquet", b"PAR1 and more", "a.parquet: is not Parquet"),

@@ -91,6 +91,7 @@ rule split:
         settings=lambda wildcards: as_json(
             words=DOMAINS[wildcards.domain]["words"],
             near_duplicates=DOMAINS[wildcards.domain]["near_duplicates"],
+            metadata=bool(DOMAINS[wildcards.domain]["source"]["metadata"]),
             training=wildcards.domain in TRAINING,
             seed=config["seed"],
         ),
