@@ -1,5 +1,6 @@
 """Records of Hugging Face data sets, streamed: nothing but what is read is fetched."""
 
+import json
 import logging
 import os
 import re
@@ -11,7 +12,9 @@ from demix.data.readers import Row
 from demix.data.selection import column
 from demix.errors import DemixError
 
-BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
+# JSON lines are read as lines of text: the builder "json" wants one schema of all files, and refuses a nested field of
+# another shape even where nobody asked for it.
+BUILDERS = {".parquet": "parquet", ".jsonl": "text", ".json": "json", ".csv": "csv"}
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 _log = logging.getLogger(__name__)
@@ -22,8 +25,9 @@ def hub_rows(
 ) -> Iterator[Row]:
     """The records of `data_files` (globs) in a data set `owner/name` at `revision`, or in a local folder.
 
-    The files are read as what their names say and no code or settings of the repository run. Of its files, or where
-    there are fewer of its rows, every one in `parts` is read. Raises DemixError for all that goes wrong on the way.
+    The files are read as what their names say and no code or settings of the repository run; bytes that are not UTF-8
+    are refused, since `datasets` decodes them. Of its files, or where there are fewer of its rows, every one in `parts`
+    is read. Raises DemixError for all that goes wrong on the way.
     """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("DO_NOT_TRACK", "1")
@@ -38,11 +42,14 @@ def hub_rows(
         if by_file:
             dataset = dataset.shard(parts, part, contiguous=False)
         names = dataset.column_names
-        if names:
+        if names and builder != "text":
             dataset = dataset.select_columns(sorted({column(path, names) for path in paths} & set(names)))
         for number, fields in enumerate(dataset, 1):
             if by_file or (number - 1) % parts == part:
-                yield Row(Path(repository), number, fields)
+                if builder != "text":
+                    yield Row(Path(repository), number, fields)
+                elif line := fields["text"].strip():
+                    yield Row(Path(repository), number, _object(line, f"data set {repository}, line {number}"))
     except DemixError:
         raise
     # The libraries below it raise nearly anything for a broken file or connection.
@@ -53,6 +60,16 @@ def hub_rows(
             f"cannot be read ({type(error).__name__}: {reason[0][:300]})",
             "check path, revision and data_files, the network, and whether terms must be accepted (then set HF_TOKEN)",
         ) from error
+
+
+def _object(line: str, place: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DemixError(place, f"is not valid JSON ({error})", "leave out the file, or use other files") from None
+    if not isinstance(fields, dict):
+        raise DemixError(place, "is not a JSON object", 'there must be one object a line, such as {"text": "..."}')
+    return fields
 
 
 def _root(repository: str, revision: str | None) -> str:
