@@ -1,8 +1,12 @@
 """Training: the order of data, the schedule, resuming to the bit after SIGKILL; adaptation that touches one file."""
 
 import dataclasses
+import itertools
 import json
+import multiprocessing
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +28,8 @@ from demix.model.checkpoint import expert_names, load_model
 from demix.model.config import Architecture
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
-from demix.train.batches import balanced_batches, mixed_batches, proportional_batches
+from demix.train import loop, stage, state
+from demix.train.batches import Batch, Batches, balanced_batches, mixed_batches, proportional_batches
 from demix.train.loop import EarlyStopping, Optimization, learning_rate_at, train
 from demix.train.stage import Training, train_model
 
@@ -161,6 +166,130 @@ def test_a_killed_run_resumes_to_the_bit(tokens: Path, tmp_path: Path) -> None:
     for file in files:
         assert sha256_file(killed / file) == sha256_file(tmp_path / "whole" / file)
     assert not list((killed / "checkpoints").glob("*/*")), "a finished run leaves no state behind"
+
+
+def train_and_die(tokens: Path, folder: Path, step: int | None, write: int | None) -> None:
+    """Train in this process, which kills itself when it draws the data of `step`, or at its `write`-th fsync."""
+    draw, fsync, written = stage.balanced_batches, state.fsync, []
+
+    def dying_batches(*arguments: object) -> Batches:
+        batches = draw(*arguments)
+
+        def batch(number: int) -> Batch:
+            if number == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return batches.draw(number)
+
+        return dataclasses.replace(batches, draw=batch)
+
+    def dying_fsync(path: Path) -> None:
+        fsync(path)
+        written.append(path)
+        if len(written) == write:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    stage.balanced_batches, state.fsync = dying_batches, dying_fsync
+    places = folder / "model", folder / "metrics.jsonl", folder / "checkpoints"
+    train_model("demix", TRAIN, shard_paths(tokens), *places)
+
+
+def test_sigkill_at_any_step_and_inside_the_write_loses_nothing(tokens: Path, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["demix.train.stage"])
+    chance = random.Random(1)
+    # A checkpoint is four files and two folders; the run writes four of them.
+    moments = [(chance.randrange(24), None) for _ in range(20)] + [(None, write) for write in range(1, 9)]
+    chance.shuffle(moments)
+    died = 0
+    for moment in [*moments, (None, None)]:
+        process = context.Process(target=train_and_die, args=(tokens, tmp_path, *moment))
+        process.start()
+        process.join(120)
+        # The last one, and any that began beyond its step, ran through.
+        assert process.exitcode in (-signal.SIGKILL, 0)
+        died += process.exitcode != 0
+        if process.exitcode == 0:
+            found = losses(tmp_path / "metrics.jsonl")
+            shutil.rmtree(tmp_path)
+            tmp_path.mkdir()
+            places = tmp_path / "model", tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+            train_model("demix", TRAIN, shard_paths(tokens), *places)
+            assert found == losses(tmp_path / "metrics.jsonl")
+            shutil.rmtree(tmp_path)
+            tmp_path.mkdir()
+    assert died >= 15
+
+
+@pytest.mark.parametrize("kind", ["demix", "dense", "domain_token"])
+def test_the_best_checkpoint_on_dev_is_kept(tokens: Path, tmp_path: Path, kind: str) -> None:
+    training = dataclasses.replace(TRAIN, learning_rate=0.05, dev_blocks=3, checkpoint_every=3, keep_checkpoints=1)
+    paths = [*shard_paths(tokens), *shard_paths(tokens, split="dev")]
+    train_model(kind, training, paths, tmp_path / "model", tmp_path / "metrics.jsonl", tmp_path / "checkpoints")
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    measured = {row["step"]: row["dev_loss"] for row in rows if "dev_loss" in row}
+    assert list(measured) == [3, 6, 9, 12, 15, 18, 21]
+    (kept,) = tmp_path.glob("checkpoints/*/step-*")
+    assert int(kept.name[5:]) == min(measured, key=measured.__getitem__)
+    assert read_json(kept / "manifest.json")["dev_loss"] == min(measured.values())
+    for row in rows:
+        if "dev_loss" in row:
+            assert row["dev_loss"] == pytest.approx(np.mean([row[f"dev_loss/{domain}"] for domain in TRAINING]))
+    model = load_model(tmp_path / "model", TRAINING if kind == "demix" else None)
+    for number, path in enumerate(shard_paths(tokens, split="dev")):
+        shard = TokenShard.open(path)
+        table = log_probabilities(model, *blocks(shard, 32, 3 * 32))
+        expected = -table[number if len(table) > 1 else 0].mean()
+        assert stage.dev_loss(model, shard, 3, TRAINING[number]) == pytest.approx(expected, rel=1e-6)
+
+
+def trained_rows(tokens: Path, folder: Path, **changes: object) -> list[dict]:
+    training = dataclasses.replace(TRAIN, **changes)
+    train_model(
+        "demix", training, shard_paths(tokens), folder / "model", folder / "metrics.jsonl", folder / "checkpoints"
+    )
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_how_a_step_is_computed_does_not_change_it(tokens: Path, tmp_path: Path) -> None:
+    plain = trained_rows(tokens, tmp_path / "plain", precision="fp64")
+    saving = {"micro_sequences": 1, "checkpoint_activations": True}
+    other = trained_rows(tokens, tmp_path / "other", precision="fp64", **saving)
+    assert [row["loss"] for row in other] == pytest.approx([row["loss"] for row in plain], rel=1e-12)
+    # Coarser types: near, and not the same.
+    for precision in ("fp32", "bf16", "fp16"):
+        rows = trained_rows(tokens, tmp_path / precision, precision=precision)
+        assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in plain], rel=5e-3)
+        assert rows != plain
+        assert load_model(tmp_path / precision / "model").token_embedding.dtype == torch.float32
+
+
+def test_fp16_skips_updates_that_overflow_and_resumes_to_the_bit(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "FIRST_SCALE", 2.0**36)
+    monkeypatch.setattr(loop, "GROW_AFTER", 4)
+    whole = trained_rows(tokens, tmp_path / "whole", precision="fp16")
+    scales = [row["loss_scale"] for row in whole]
+    skipped = [row["gradient_norm"] is None for row in whole]
+    assert skipped[:3] == [True] * 3
+    assert not all(skipped)
+    assert scales[0] == 2.0**35
+    for before, after, skip in zip(scales, scales[1:], skipped[1:], strict=False):
+        assert after in ([before / 2] if skip else [before, before * 2])
+    assert any(after > before for before, after in itertools.pairwise(scales))
+    assert whole[-1]["loss"] < whole[0]["loss"]
+    # From the last checkpoint but one.
+    kept = dataclasses.replace(TRAIN, precision="fp16", keep_checkpoints=100)
+    monkeypatch.setattr(stage, "remove_states", lambda directory: None)
+    folder = tmp_path / "resumed"
+    places = folder / "model", folder / "metrics.jsonl", folder / "checkpoints"
+    train_model("demix", kept, shard_paths(tokens), *places)
+    for path in sorted(folder.glob("checkpoints/*/step-*"))[2:]:
+        shutil.rmtree(path)
+    train_model("demix", kept, shard_paths(tokens), *places)
+    again = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    keys = ("step", "loss", "gradient_norm", "loss_scale")
+    assert [[row[key] for key in keys] for row in again] == [[row[key] for key in keys] for row in whole]
 
 
 def test_a_checkpoint_never_continues_another_run(tokens: Path, tmp_path: Path) -> None:
