@@ -118,6 +118,8 @@ def train_model(
         lineage = {"training": dataclasses.asdict(training), "tokenizer_sha256": tokenizer_sha256, "kind": kind}
         # The order of the domains is the order of the stacked experts.
         state = checkpoints / fingerprint(lineage | {"data": data, "domains": domains})
+        if not state.exists() and any(checkpoints.glob("*/step-*")):
+            log.info("%s: holds states of other settings, data or tokenizers, which are left alone", checkpoints)
         log.info(
             "%s: %d steps of %d domains, %d sequences each, on %d ranks",
             kind, steps, len(domains), training.sequences, world.size,

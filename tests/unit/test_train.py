@@ -297,6 +297,7 @@ def test_a_checkpoint_never_continues_another_run(tokens: Path, tmp_path: Path) 
     train_until_killed(train_command("dense", tokens, tmp_path), tmp_path)
     log = subprocess.run(train_command("dense", tokens, tmp_path, other), check=True, capture_output=True, text=True)
     assert "resuming" not in log.stderr
+    assert f"{tmp_path / 'checkpoints'}: holds states of other settings" in log.stderr
     assert list(tmp_path.glob("checkpoints/*/step-*")), "the other run's state is kept"
 
 
