@@ -110,7 +110,9 @@ class GPT(nn.Module):
         """
         E, B, T, D = hidden.shape
         states, wanted = hidden.reshape(-1, D), targets.expand(E, B, T).reshape(-1)
-        return _LogProbabilities.apply(states, self.token_embedding, wanted).view(E, B, T)
+        if torch.is_grad_enabled():
+            return _LogProbabilities.apply(states, self.token_embedding, wanted).view(E, B, T)
+        return _log_probabilities(states, self.token_embedding, wanted)[0].view(E, B, T)
 
     def compile_blocks(self) -> None:
         """Compile each block by itself, for training: the time it takes does not grow with their number."""
@@ -130,38 +132,42 @@ class _LogProbabilities(torch.autograd.Function):
     """log softmax(states @ weight.T)[target] for rows [N, D], weight [V, D] and targets [N]: [N].
 
     The gradient is computed with the output, while the logits are there, as that of the sum of -log p; backward scales
-    it. Only where the incoming gradients differ among rows must the logits be computed again.
+    it. Only where the incoming gradients differ among rows must the logits be computed again. For scoring call
+    `_log_probabilities`: what needs a gradient is not known from within where none is recorded.
     """
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        wanted = any(ctx.needs_input_grad)
-        found, *gradients = _log_probabilities(states, weight, targets, wanted)
-        if wanted:
-            ctx.save_for_backward(states, weight, targets, *gradients)
+        found, *gradients = _log_probabilities(states, weight, targets, ctx.needs_input_grad[:2])
+        ctx.save_for_backward(states, weight, targets, *gradients)
         return found
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor, None]:
-        states, weight, targets, for_states, for_weight = ctx.saved_tensors
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        states, weight, targets, *gradients = ctx.saved_tensors
         if bool((incoming == incoming[0]).all()):
             # A number, which unlike a tensor is not rounded to the type of the states.
             scale = -incoming[0].item()
         else:
             scale = -1.0
-            _, for_states, for_weight = _log_probabilities(states, weight, targets, True, incoming)
-        return for_states * scale, for_weight * scale, None
+            _, *gradients = _log_probabilities(states, weight, targets, ctx.needs_input_grad[:2], incoming)
+        for_states, for_weight = (None if gradient is None else gradient * scale for gradient in gradients)
+        return for_states, for_weight, None
 
 
 def _log_probabilities(
-    states: Tensor, weight: Tensor, targets: Tensor, gradients: bool, factors: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """log p [N] and, if wanted, the gradients of the sum of -log p (times `factors` [N]) for states and weight."""
+    states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    needed: tuple[bool, ...] = (False, False),
+    factors: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """log p [N] and, where `needed`, the gradients of the sum of -log p (times `factors` [N]) for states and weight."""
     cast, exact = weight.to(states.dtype), torch.promote_types(states.dtype, torch.float32)
     found = torch.empty(len(states), dtype=exact, device=states.device)
-    for_states = torch.empty_like(states) if gradients else None
-    for_weight = torch.zeros_like(weight) if gradients else None
+    for_states = torch.empty_like(states) if needed[0] else None
+    for_weight = torch.zeros_like(weight) if needed[1] else None
     rows = ROWS_AT_ONCE[states.device.type]
     # One piece of memory for all chunks: making it anew costs as much as filling it.
     shape = (min(rows, len(states)), len(weight))
@@ -177,16 +183,18 @@ def _log_probabilities(
         largest = logits.amax(1, keepdim=True)
         total = logits.sub_(largest).exp_().sum(1, keepdim=True)
         found[first : first + rows] = (of_target - largest - total.log()).squeeze(1)
-        if gradients:
-            # softmax - one-hot
-            logits.div_(total).scatter_add_(1, target, torch.full_like(of_target, -1.0))
-            if factors is not None:
-                logits.mul_(factors[first : first + rows, None])
-            if space is not product:
-                logits = product[: len(some)].copy_(logits)
+        if not any(needed):
+            continue
+        # softmax - one-hot
+        logits.div_(total).scatter_add_(1, target, torch.full_like(of_target, -1.0))
+        if factors is not None:
+            logits.mul_(factors[first : first + rows, None])
+        if space is not product:
+            logits = product[: len(some)].copy_(logits)
+        if for_states is not None:
             torch.mm(logits, cast, out=for_states[first : first + rows])
-            if weight.dtype == states.dtype:
-                for_weight.addmm_(logits.T, some)
-            else:
-                for_weight += logits.T @ some
-    return (found, for_states, for_weight) if gradients else (found,)
+        if for_weight is not None and weight.dtype == states.dtype:
+            for_weight.addmm_(logits.T, some)
+        elif for_weight is not None:
+            for_weight += logits.T @ some
+    return found, for_states, for_weight

@@ -2,16 +2,21 @@
 
 import dataclasses
 import os
+import shutil
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from demix.data.tokenizer import Tokenizer, gpt2_tokenizer
 from demix.errors import DemixError
 from demix.files import sha256_file
+from demix.model import gpt
 from demix.model.checkpoint import expert_names, load_model, save_expert, save_shared
 from demix.model.config import PRESETS, Architecture, architecture_from, expert_parameters, shared_parameters
 from demix.model.export import export_hf
@@ -104,6 +109,146 @@ def test_one_expert_model_equals_dense_model() -> None:
     targets = torch.randint(0, 50, tokens.shape, generator=torch.Generator().manual_seed(1))
     found = model.log_probabilities(model(tokens), targets)
     torch.testing.assert_close(found[0], reference.gather(-1, targets[0].unsqueeze(-1)).squeeze(-1), rtol=1e-10, atol=0)
+
+
+def rows_of(size: tuple[int, ...], vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """States [..., D], an embedding [V, D], targets [...] and a number for each of these."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(*size, 6, generator=generator, dtype=dtype).requires_grad_()
+    weight = torch.randn(vocabulary, 6, generator=generator, dtype=dtype).requires_grad_()
+    targets = torch.randint(0, vocabulary, size, generator=generator)
+    return states, weight, targets, torch.randn(size, generator=generator, dtype=dtype)
+
+
+UNIFORM_AND_NOT = [lambda found, factors: -0.3 * found.sum(), lambda found, factors: (found * factors).sum()]
+
+
+@pytest.mark.parametrize("loss_of", UNIFORM_AND_NOT)
+def test_log_probabilities_have_the_gradients_that_differences_show(loss_of: Callable, monkeypatch) -> None:
+    monkeypatch.setitem(gpt.ROWS_AT_ONCE, "cpu", 3)
+    states, weight, targets, factors = rows_of((8,), 5, torch.float64)
+    for inputs in ((states, weight), (states, weight.detach()), (states.detach(), weight)):
+        assert torch.autograd.gradcheck(
+            lambda s, w: loss_of(gpt._LogProbabilities.apply(s, w, targets), factors), inputs
+        )
+
+
+@pytest.mark.parametrize("loss_of", UNIFORM_AND_NOT)
+@pytest.mark.parametrize("rows", [7, 512])
+def test_log_probabilities_in_chunks_equal_cross_entropy(rows: int, loss_of: Callable, monkeypatch) -> None:
+    monkeypatch.setitem(gpt.ROWS_AT_ONCE, "cpu", rows)
+    states, weight, targets, factors = rows_of((2, 4, 5), 50, torch.float32)
+    model = GPT(dataclasses.replace(SMALL, width=6, heads=1), 50, ("a", "b"))
+    model.token_embedding.data.copy_(weight.data)
+    found = model.log_probabilities(states, targets)
+    reference = -F.cross_entropy((states @ weight.T).flatten(0, 2), targets.flatten(), reduction="none").view(2, 4, 5)
+    torch.testing.assert_close(found, reference, rtol=1e-6, atol=1e-6)
+    ours = torch.autograd.grad(loss_of(found, factors), (states, model.token_embedding))
+    theirs = torch.autograd.grad(loss_of(reference, factors), (states, weight))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that any operation takes or gives, and counts matrix products."""
+
+    numbers = products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        self.numbers = max([self.numbers, *(tensor.numel() for tensor in tensors)])
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss_of", UNIFORM_AND_NOT)
+def test_no_more_logits_than_a_chunk_exist(loss_of: Callable, dtype: torch.dtype, monkeypatch) -> None:
+    monkeypatch.setitem(gpt.ROWS_AT_ONCE, "cpu", 8)
+    states, weight, targets, factors = rows_of((2, 10, 5), 300, torch.float32)
+    model = GPT(dataclasses.replace(SMALL, width=6, heads=1), 300, ("a", "b"))
+    with Largest() as chunked:
+        loss_of(model.log_probabilities(states.to(dtype), targets), factors).backward()
+    assert chunked.numbers == 8 * 300
+    with Largest() as whole:
+        logits = (states @ weight.T).flatten(0, 2)
+        loss_of(F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(factors), factors).backward()
+    assert whole.numbers == 100 * 300
+
+
+def test_only_the_gradients_that_are_needed_cost_matrix_products(monkeypatch) -> None:
+    monkeypatch.setitem(gpt.ROWS_AT_ONCE, "cpu", 10)
+    states, _, targets, _ = rows_of((1, 4, 5), 50, torch.float32)
+    model = GPT(dataclasses.replace(SMALL, width=6, heads=1), 50, ("dense",))
+
+    def products() -> int:
+        with Largest() as seen:
+            model.log_probabilities(states, targets)
+        return seen.products
+
+    both = products()
+    model.token_embedding.requires_grad_(False)
+    one = products()
+    with torch.no_grad():
+        none = products()
+    assert (both, one, none) == (3 * 2, 2 * 2, 2)
+
+
+def step_of(
+    model: GPT, dtype: torch.dtype | None = None, scale: float = 1.0
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A training step's mean loss and its gradients times `scale`, on tokens that are always the same."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randint(0, 50, (2, len(model.experts), 3, SMALL.context), generator=generator)
+    loss = -model.log_probabilities(model(inputs, dtype=dtype), targets).mean()
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return loss.detach(), dict(zip(names, torch.autograd.grad(loss * scale, parameters), strict=True))
+
+
+def test_activations_computed_again_give_the_same_gradients() -> None:
+    model = model_of(EIGHT, torch.float32)
+    kept = step_of(model, torch.bfloat16)
+    calls = []
+    model.blocks[0].attention.register_forward_hook(lambda *_: calls.append(1))
+    model.checkpoint_activations = True
+    again = step_of(model, torch.bfloat16)
+    assert len(calls) == 2
+    torch.testing.assert_close(again, kept, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float16, 0.005)])
+def test_half_precision_is_close_to_fp32(dtype: torch.dtype, tolerance: float) -> None:
+    model = GPT(SMALL, 50, EIGHT).initialise(0)
+    exact, exact_gradients = step_of(model)
+    loss, gradients = step_of(model, dtype, 1024.0)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, exact, rtol=tolerance / 100, atol=0)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == torch.float32
+        wanted = exact_gradients[name] * 1024
+        assert (gradient - wanted).norm() < tolerance * wanted.norm(), name
+
+
+@pytest.mark.skipif(
+    not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler: apt-get install g++, or conda install gxx"
+)
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_compiled_blocks_equal_plain_ones() -> None:
+    model = model_of(("a", "b"), torch.float32)
+    plain, plain_gradients = step_of(model)
+    tokens = np.random.default_rng(0).integers(0, 50, (7, SMALL.context))
+    scores = [log_probabilities(model, tokens[:n], tokens[:n], np.ones((n, SMALL.context), bool)) for n in (7, 3)]
+    model.compile_blocks()
+    compiled, gradients = step_of(model)
+    torch.testing.assert_close(compiled, plain, rtol=1e-6, atol=0)
+    for name, gradient in gradients.items():
+        assert (gradient - plain_gradients[name]).norm() < 1e-5 * plain_gradients[name].norm(), name
+    # Neither evaluation, in whatever shape, nor training after it compiles anything again.
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for n, expected in zip((7, 3), scores, strict=True):
+            again = log_probabilities(model, tokens[:n], tokens[:n], np.ones((n, SMALL.context), bool))
+            np.testing.assert_array_equal(again, expected)
+        torch.testing.assert_close(step_of(model), (compiled, gradients), rtol=0, atol=0)
 
 
 def test_scoring_all_experts_at_once_equals_one_at_a_time() -> None:
