@@ -25,6 +25,8 @@ REMAKE = "delete it and rerun the stage that makes it"
 # Just below 500 million, and a multiple of 2**22: no block whose length is a power of two up to that spans two files.
 FILE_TOKENS = 476 << 20
 CHECK_EVERY = 64
+# Bytes of text between two renewals of the encoder: bounds its memory whatever the text.
+RENEW_EVERY = 64 << 20
 _PIECE = 8 << 20
 
 _log = logging.getLogger(__name__)
@@ -177,9 +179,11 @@ def _encode(
     """
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(path, "wb")) for name, path in flat.items()}
-        row = total = size = 0
+        row = total = size = renew_at = 0
         digest = hashlib.sha256()
         for batch in read_batches(documents, ["text"]):
+            if size >= renew_at:
+                encoder, renew_at = encoder.renewed(), size + RENEW_EVERY
             texts = batch.column(0).to_pylist()
             ids, edges = encoder.encode_batch(texts, exact=exact)
             for number in range(-row % CHECK_EVERY, len(texts), CHECK_EVERY) if not exact else ():
