@@ -89,13 +89,17 @@ class TokenShard:
 
         Raises IndexError beyond the ends.
         """
+        size = max(1, len(self.files[0]))
+        first, begin = divmod(start, size)
+        if 0 <= first < len(self.files):
+            inside = self.files[first][begin : begin + stop - start]
+            if len(inside) == stop - start:
+                return inside
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start} to {stop} of the {len(self)} of {self.path}")
-        size = max(1, len(self.files[0]))
-        first = min(start // size, len(self.files) - 1)
-        end = max(first + 1, -(-stop // size))
-        pieces = [self.files[n][max(0, start - n * size) : stop - n * size] for n in range(first, end)]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        pieces = [self.files[n][max(0, start - n * size) : stop - n * size] for n in range(first, -(-stop // size))]
+        # Of nothing at the very end there is no piece.
+        return np.concatenate([self.files[0][:0], *pieces])
 
 
 def tokenize(tokenizer: Path, documents: Path, output: Path, *, file_tokens: int = FILE_TOKENS) -> None:
