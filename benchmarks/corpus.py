@@ -1,7 +1,8 @@
 """Growth of the data stage: seconds and peak memory for a synthetic corpus of 1, 4 and 16 times a size.
 
-    python benchmarks/corpus.py [--megabytes 30] [--json rows.json]
+    python benchmarks/corpus.py [--megabytes 30] [--times 1 4 16] [--json rows.json]
 
+A domain of 10 GB: `TMPDIR=<a place of 40 GB> python benchmarks/corpus.py --megabytes 10000 --times 1`.
 The corpus is the sample's documents with their words shuffled, and exact duplicates of one document in twenty. Each
 stage runs in a process of its own; memory is that process's peak ("import": the interpreter and its libraries alone).
 """
@@ -70,9 +71,9 @@ def stage(name: str, folder: Path) -> None:
     print(used.ru_utime + used.ru_stime, peak)
 
 
-def main(megabytes: int, path: Path | None) -> None:
+def main(megabytes: int, sizes: list[int], path: Path | None) -> None:
     rows = []
-    for times in (1, 4, 16):
+    for times in sizes:
         with TemporaryDirectory() as name:
             folder = Path(name)
             synthetic(folder / "raw.parquet", megabytes * times)
@@ -93,6 +94,7 @@ def main(megabytes: int, path: Path | None) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=30)
+    parser.add_argument("--times", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--stage", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -100,4 +102,4 @@ if __name__ == "__main__":
     if arguments.stage:
         stage(arguments.stage, arguments.folder)
     else:
-        main(arguments.megabytes, arguments.json)
+        main(arguments.megabytes, arguments.times, arguments.json)

@@ -25,6 +25,8 @@ REMAKE = "delete it and rerun the stage that makes it"
 # Just below 500 million, and a multiple of 2**22: no block whose length is a power of two up to that spans two files.
 FILE_TOKENS = 476 << 20
 CHECK_EVERY = 64
+# Bytes of text between two renewals of the encoder: bounds its memory whatever the text.
+RENEW_EVERY = 64 << 20
 _PIECE = 8 << 20
 
 _log = logging.getLogger(__name__)
@@ -87,13 +89,17 @@ class TokenShard:
 
         Raises IndexError beyond the ends.
         """
+        size = max(1, len(self.files[0]))
+        first, begin = divmod(start, size)
+        if 0 <= first < len(self.files):
+            inside = self.files[first][begin : begin + stop - start]
+            if len(inside) == stop - start:
+                return inside
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start} to {stop} of the {len(self)} of {self.path}")
-        size = max(1, len(self.files[0]))
-        first = min(start // size, len(self.files) - 1)
-        end = max(first + 1, -(-stop // size))
-        pieces = [self.files[n][max(0, start - n * size) : stop - n * size] for n in range(first, end)]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        pieces = [self.files[n][max(0, start - n * size) : stop - n * size] for n in range(first, -(-stop // size))]
+        # Of nothing at the very end there is no piece.
+        return np.concatenate([self.files[0][:0], *pieces])
 
 
 def tokenize(tokenizer: Path, documents: Path, output: Path, *, file_tokens: int = FILE_TOKENS) -> None:
@@ -177,9 +183,11 @@ def _encode(
     """
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(path, "wb")) for name, path in flat.items()}
-        row = total = size = 0
+        row = total = size = renew_at = 0
         digest = hashlib.sha256()
         for batch in read_batches(documents, ["text"]):
+            if size >= renew_at:
+                encoder, renew_at = encoder.renewed(), size + RENEW_EVERY
             texts = batch.column(0).to_pylist()
             ids, edges = encoder.encode_batch(texts, exact=exact)
             for number in range(-row % CHECK_EVERY, len(texts), CHECK_EVERY) if not exact else ():

@@ -11,7 +11,7 @@ import importlib.util
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from demix.data.tables import read_batches
 from demix.data.text import count_words
 from demix.errors import DemixError
-from demix.files import read_json, sha256_file, write_text
+from demix.files import read_json, write_text
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257
@@ -46,6 +46,7 @@ class Tokenizer:
 
     encoding: tiktoken.Encoding = field(repr=False)
     fast: gigatoken.Tokenizer = field(repr=False)
+    definition: bytes = field(repr=False)
     vocab_size: int
     end_of_text: int
     sha256: str
@@ -65,11 +66,16 @@ class Tokenizer:
                 mergeable_ranks={_to_bytes(token): rank for token, rank in vocabulary.items()},
                 special_tokens={END_OF_TEXT: end},
             )
-            fast = gigatoken.Tokenizer.from_json(Path(path).read_bytes())
+            definition = Path(path).read_bytes()
+            fast = gigatoken.Tokenizer.from_json(definition)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             cause = f"is no tokenizer of this project ({type(error).__name__}: {error})"
             raise DemixError(path, cause, "delete it and rerun the stage that makes it") from None
-        return Tokenizer(encoding, fast, end + 1, end, sha256_file(path))
+        return Tokenizer(encoding, fast, definition, end + 1, end, hashlib.sha256(definition).hexdigest())
+
+    def renewed(self) -> "Tokenizer":
+        """The same without the words that gigatoken has met, all of which it keeps, some 90 bytes each."""
+        return replace(self, fast=gigatoken.Tokenizer.from_json(self.definition))
 
     def encode(self, text: str) -> np.ndarray:
         """The ids (uint32) of `text`, in which `<|endoftext|>` is ordinary text."""

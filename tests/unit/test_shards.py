@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from demix.data import shards
 from demix.data.shards import TokenShard, blocks, tokenize
+from demix.data.tables import BATCH_ROWS
 from demix.data.tokenizer import Tokenizer, _byte_of_character, _write, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
 
@@ -175,6 +176,16 @@ def test_tokens_are_mapped_and_read_only(tmp_path, tokenizer):
         tokens[0] = 1
 
 
+def test_a_renewed_encoder_gives_the_same_ids(tmp_path, tokenizer, monkeypatch):
+    texts = [f"{number} ünd 漢字" for number in range(2 * BATCH_ROWS + 1)]
+    before = _tokenized(tmp_path, tokenizer, texts).read_bytes()
+    renewed = []
+    monkeypatch.setattr(shards, "RENEW_EVERY", 1)
+    monkeypatch.setattr(Tokenizer, "renewed", lambda self, real=Tokenizer.renewed: renewed.append(1) or real(self))
+    assert _tokenized(tmp_path, tokenizer, texts).read_bytes() == before
+    assert len(renewed) == 3
+
+
 def test_a_large_vocabulary_takes_four_bytes(tmp_path, many_ids):
     shard = TokenShard.open(_tokenized(tmp_path, many_ids, ["ÿÿ"]))
     tokens = shard.read(0, len(shard))
@@ -263,7 +274,7 @@ def test_ids_that_differ_from_tiktoken_are_encoded_by_it(tmp_path, tokenizer, ca
     encoder = Tokenizer.load(tokenizer)
     # A gigatoken of another vocabulary stands for one that knows other characters.
     train_tokenizer([_documents(tmp_path / "t.parquet", ["some other text " * 9])], 260, tmp_path / "other.json")
-    wrong = replace(encoder, fast=Tokenizer.load(tmp_path / "other.json").fast)
+    wrong = replace(encoder, definition=(tmp_path / "other.json").read_bytes())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tokenizer, "load", staticmethod(lambda path: wrong))
         path = _tokenized(tmp_path, tokenizer)

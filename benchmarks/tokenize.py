@@ -1,0 +1,121 @@
+"""Ids from text by our tokenizer against tiktoken and Hugging Face tokenizers; the opening and reading of shards.
+
+    python benchmarks/tokenize.py [--json rows.json]
+
+MB per second of CPU time on one core, GPT-2's vocabulary, the sample corpus, ids equal; milliseconds to open a shard,
+against the 50 allowed; random blocks of 1,024 tokens per second of CPU time, warm, against `np.memmap`.
+"""
+
+from __future__ import annotations
+
+if __name__ == "tokenize":
+    # Some library wants Python's own module of this name, and this folder comes first in sys.path.
+    import os
+    import sys
+
+    here, paths = os.path.dirname(os.path.abspath(__file__)), sys.path
+    sys.path = [path for path in paths if os.path.abspath(path) != here]
+    del sys.modules["tokenize"]
+    import tokenize
+
+    sys.path = paths
+else:
+    import argparse
+    import time
+    from collections.abc import Callable
+    from pathlib import Path
+    from tempfile import TemporaryDirectory
+
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from tables import show
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+    from demix.data.shards import TokenShard, tokenize
+    from demix.data.sources import Source, download
+    from demix.data.tokenizer import Tokenizer, gpt2_tokenizer
+
+DOMAINS = ("politics", "parliament", "wiki", "packages")
+LENGTH = 1024
+
+
+def encoding(texts: list[str], definition: Path) -> list[dict]:
+    size = sum(len(text.encode()) for text in texts) / 1e6
+    tokenizer = Tokenizer.load(definition)
+    known = HuggingFaceTokenizer.from_file(str(definition))
+    clock = [time.process_time()]
+    for _ in range(4):
+        ids, _ = tokenizer.encode_batch(texts)
+        clock.append(time.process_time())
+    ours = 3 * size / (clock[4] - clock[1])
+    exact, _ = tokenizer.encode_batch(texts, exact=True)
+    clock.append(time.process_time())
+    theirs = [encoded.ids for encoded in known.encode_batch(texts)]
+    clock.append(time.process_time())
+    assert np.array_equal(ids, exact), "ids differ from tiktoken's"
+    assert np.array_equal(ids, np.concatenate(theirs)), "ids differ from tokenizers'"
+    rows = []
+    for peer, seconds in (("tiktoken", clock[5] - clock[4]), ("tokenizers", clock[6] - clock[5])):
+        row = {"name": f"against {peer}", "ours": ours, "peer": size / seconds, "unit": "MB/s"}
+        rows.append({**row, "ratio": ours * seconds / size})
+    cold = size / (clock[1] - clock[0])
+    return [*rows, {"name": "cold", "ours": cold, "peer": None, "unit": "MB/s", "ratio": None}]
+
+
+def opening(path: Path) -> dict:
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        shard = TokenShard.open(path)
+        times.append(time.perf_counter() - start)
+    name = f"open {len(shard) / 1e6:.1f}M tokens, {len(shard.files)} files"
+    return {"name": name, "ours": 1000 * max(times), "peer": 50.0, "unit": "ms", "ratio": None}
+
+
+def reading(path: Path, flat: Path) -> list[dict]:
+    shard = TokenShard.open(path)
+    shard.read(0, len(shard)).tofile(flat)
+    mapped = np.memmap(flat, shard.files[0].dtype, mode="r")
+    places = np.random.default_rng(1).integers(0, len(shard) // LENGTH, 300_000) * LENGTH
+
+    def speed(read: Callable[[int, int], np.ndarray]) -> float:
+        start = time.process_time()
+        for place in places.tolist():
+            read(place, place + LENGTH)
+        return len(places) / (time.process_time() - start)
+
+    rows = []
+    for name, finish in (("views", lambda block: block), ("int64 copies", lambda block: block.astype(np.int64))):
+        ours, peer = (
+            max(speed(lambda a, b, read=read, finish=finish: finish(read(a, b))) for _ in range(3))
+            for read in (shard.read, lambda a, b: mapped[a:b])
+        )
+        label = f"random {name}, {len(shard.files)} files"
+        rows.append({"name": label, "ours": ours, "peer": peer, "unit": "blocks/s", "ratio": ours / peer})
+    return rows
+
+
+def main(path: Path | None) -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        texts = []
+        for domain in DOMAINS:
+            raw = folder / domain / "documents.parquet"
+            sample = Path(__file__).parents[1] / "resources" / "sample" / f"{domain}.jsonl.zst"
+            download(Source("files", str(sample)), domain, raw)
+            texts += pq.read_table(raw)["text"].to_pylist()
+        gpt2_tokenizer(folder / "gpt2.json")
+        rows = encoding(texts, folder / "gpt2.json")
+        pq.write_table(pa.table({"text": pa.array(texts * 16, pa.large_string())}), folder / "train.parquet")
+        for files, file_tokens in (("one", 1 << 30), ("many", 1 << 20)):
+            shard = folder / files / "train.arrow"
+            tokenize(folder / "gpt2.json", folder / "train.parquet", shard, file_tokens=file_tokens)
+            rows += [opening(shard), *reading(shard, folder / "flat")]
+    show(rows, path)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    main(parser.parse_args().json)
