@@ -1,0 +1,387 @@
+"""Training steps of ours (dense and DEMix), of nanoGPT's recipe and of Hugging Face's GPT-2, side by side in one run.
+
+    python benchmarks/train.py [--quick] [--threads 2] [--profile] [--json rows.json]
+
+Tokens per second, the share of the matmul peak that the same run measures, peak memory above that of the imports. Ours
+is `demix.train.loop.train` itself. Each variant is a process of its own; at a setting they take turns, a step each, and
+medians over the turns count, so that on a shared machine ratios hold. `--threads 1` on a CPU counts CPU time, which
+other work changes least. DEMix has 8 experts and sees as many tokens a step as dense, an eighth each. On a GPU the
+sizes are those that fill one. `--quick` compiles nothing and takes few steps; `--profile` prints where the time of ours
+goes instead. Needs transformers, and a C++ compiler to compile.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.nn.functional as F
+from tables import show
+from torch import Tensor, nn
+
+from demix.flops import scoring_flops
+from demix.model.config import PRESETS, Architecture
+from demix.model.gpt import GPT
+from demix.train.batches import Batch, Batches
+from demix.train.loop import Optimization, compute_type, train
+from demix.train.parallel import World
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EXPERTS = tuple(f"domain{number}" for number in range(8))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all variants of a comparison have in common; `sequences` of a step, all experts together."""
+
+    size: str
+    architecture: Architecture
+    vocabulary: int
+    sequences: int
+    precision: str
+    compile: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.size}, {self.precision}{' compiled' if self.compile else ''}"
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.architecture.context
+
+    @property
+    def flops(self) -> float:
+        """Of a step's matrix products, backward twice forward; attention's is the half that the causal mask leaves."""
+        return 3.0 * self.tokens * scoring_flops(self.architecture, self.vocabulary, 1)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians of a variant: seconds a step, and the most memory that it took, in MB."""
+
+    seconds: float
+    memory: float
+
+
+# What stands side by side. "plain" is our dense model with whole logits and torch's cross-entropy.
+PEERS = {"dense": "ours", "nanogpt": "nanoGPT's recipe", "hf": "Hugging Face", "plain": "ours, whole logits"}
+
+
+def comparisons(quick: bool) -> Iterator[tuple[Setting, tuple[str, ...], int]]:
+    """Settings, their variants and how many turns each takes."""
+    small = Setting("4×256", Architecture(4, 256, 4, 256), 8192, 8, "fp32", False)
+    gpt2 = Setting("GPT-2 small", PRESETS["gpt3-small"], 50257, 1, "fp32", False)
+    if DEVICE.type == "cuda":
+        wide = replace(PRESETS["gpt3-xl"], layers=4)
+        for setting in (replace(gpt2, sequences=32), Setting("4 layers of 1.3b", wide, 50257, 16, "bf16", False)):
+            for compiled in (False,) if quick else (False, True):
+                each = replace(setting, precision="bf16", compile=compiled)
+                yield each, ("dense", "demix", "nanogpt", "hf", "plain"), 5 if quick else 20
+        return
+    for precision in ("fp32", "bf16"):
+        for compiled in (False,) if quick else (False, True):
+            each = replace(small, precision=precision, compile=compiled)
+            yield each, ("dense", "demix", "nanogpt", "hf", "plain"), 3 if quick else 6
+    if quick:
+        return
+    for precision, compiled in (("fp32", False), ("bf16", True)):
+        yield replace(gpt2, precision=precision, compile=compiled), ("dense", "nanogpt", "hf", "plain"), 2
+    # Eight experts' update costs the same whatever the tokens: so many a step are still few.
+    yield replace(gpt2, sequences=8, precision="bf16"), ("dense", "demix"), 2
+
+
+def main(quick: bool, threads: int, path: Path | None) -> None:
+    rows, found = [], {}
+    for setting, variants, turns in comparisons(quick):
+        print(f"{setting.name}: {setting.tokens} tokens a step", file=sys.stderr)
+        peak, times = measure(setting, variants, turns, threads)
+        found[setting] = times
+
+        def row(name: str, ours: float, peer: float, unit: str) -> None:
+            rows.append({"name": name, "ours": ours, "peer": peer, "unit": unit, "ratio": ours / peer})
+
+        ours, speed = times["dense"], {name: setting.tokens / m.seconds for name, m in times.items()}
+        print("  ".join(f"{name} {value:.0f} tokens/s" for name, value in speed.items()), file=sys.stderr)
+        for name in variants[1:]:
+            if name == "demix":
+                row(f"{setting.name}: DEMix / dense", speed["demix"], speed["dense"], "tokens/s")
+                row(f"{setting.name}: DEMix / dense", times["demix"].memory, ours.memory, "MB")
+            else:
+                row(f"{setting.name}: dense / {PEERS[name]}", speed["dense"], speed[name], "tokens/s")
+                row(f"{setting.name}: dense / {PEERS[name]}", ours.memory, times[name].memory, "MB")
+        for name in ("dense", "demix"):
+            if name in times:
+                achieved = setting.flops / times[name].seconds / 1e9
+                row(f"{setting.name}: {name} / matmul peak", achieved, peak / 1e9, "GFLOP/s")
+    for size in dict.fromkeys(setting.size for setting in found):
+        of_size = {s: times for s, times in found.items() if s.size == size}
+        best = {
+            name: max(s.tokens / times[name].seconds for s, times in of_size.items() if name in times)
+            for name in ("dense", "nanogpt", "hf")
+        }
+        for name in ("nanogpt", "hf"):
+            label = f"{size}, each at its best: dense / {PEERS[name]}"
+            ratio = best["dense"] / best[name]
+            rows.append({"name": label, "ours": best["dense"], "peer": best[name], "unit": "tokens/s", "ratio": ratio})
+    show(rows, path)
+
+
+def measure(setting: Setting, variants: tuple[str, ...], turns: int, threads: int) -> tuple[float, dict[str, Measured]]:
+    """The matmul peak in FLOP/s and each variant, over `turns` in which every one makes a step after the other."""
+    processes = {}
+    for name in ("matmul", *variants):
+        command = [sys.executable, __file__, "--threads", str(threads), "--variant", name]
+        settings = json.dumps(asdict(setting))
+        processes[name] = subprocess.Popen(
+            [*command, "--setting", settings], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        # Warm before the next one starts, else they would compile at once.
+        for _ in range(1 + setting.compile):
+            _turn(processes[name], name)
+    times = {name: [] for name in processes}
+    for _ in range(turns):
+        for name, process in processes.items():
+            times[name].append(_turn(process, name))
+    memory = {}
+    for name, process in processes.items():
+        output, _ = process.communicate()
+        memory[name] = float(output)
+    peak = _matmul_flops(setting) / median(times.pop("matmul"))
+    return peak, {name: Measured(median(seconds), memory[name]) for name, seconds in times.items()}
+
+
+def _turn(process: subprocess.Popen, name: str) -> float:
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    answer = process.stdout.readline()
+    if not answer:
+        sys.exit(f"{name} ended early, see above")
+    return float(answer)
+
+
+class _DoneError(Exception):
+    """The other end wants no more steps."""
+
+
+def _turns() -> Callable[[], None]:
+    """A function to call before each step: says how long the last one took and waits for leave to take the next."""
+    begun = None
+    # Of several threads CPU time would hide that one waits for another.
+    alone = DEVICE.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
+
+    def wait() -> None:
+        nonlocal begun
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        if begun is not None:
+            print(clock() - begun, flush=True)
+        if not sys.stdin.readline():
+            raise _DoneError
+        begun = clock()
+
+    return wait
+
+
+def run_variant(name: str, setting: Setting, wait: Callable[[], None]) -> None:
+    """Make steps of a variant, each after `wait()`, until that raises."""
+    torch.manual_seed(0)
+    if name == "matmul":
+        _multiply(setting, wait)
+    elif name in ("dense", "demix", "plain"):
+        _train_ours(name, setting, wait)
+    else:
+        _train_peer(name, setting, wait)
+
+
+def _train_ours(name: str, setting: Setting, wait: Callable[[], None]) -> None:
+    experts = EXPERTS if name == "demix" else ("dense",)
+    group = (len(experts), setting.sequences // len(experts), setting.architecture.context)
+
+    def draw(_: int) -> Batch:
+        wait()
+        ids = torch.randint(0, setting.vocabulary, (2, *group))
+        return Batch(ids[0], ids[1], torch.arange(len(experts))[:, None].expand(group[:2]).contiguous())
+
+    optimization = Optimization(
+        steps=10**6, learning_rate=1e-4, warmup=0.08, clip=0.1, weight_decay=0.1, precision=setting.precision,
+        checkpoint_every=10**6, compile=setting.compile,
+    )  # fmt: skip
+    model = (PlainGPT if name == "plain" else GPT)(setting.architecture, setting.vocabulary, experts).initialise(0)
+    with TemporaryDirectory() as folder:
+        train(model, Batches(draw, setting.tokens), experts, optimization, Path(folder), world=World(device=DEVICE))
+
+
+class PlainGPT(GPT):
+    """Ours, with all logits at once."""
+
+    def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = (hidden @ self.token_embedding.to(hidden.dtype).T).float()
+        return -F.cross_entropy(logits.flatten(0, 2), targets.flatten(), reduction="none").view_as(targets)
+
+
+def _train_peer(name: str, setting: Setting, wait: Callable[[], None]) -> None:
+    """nanoGPT's loop: autocast, the model compiled as a whole, clipping, fused AdamW. For both peers."""
+    model = (NanoGPT if name == "nanogpt" else hugging_face)(setting).to(DEVICE)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1, fused=True
+    )
+    forward = torch.compile(model, dynamic=False) if setting.compile else model
+    dtype = compute_type(setting.precision)
+    while True:
+        wait()
+        ids = torch.randint(0, setting.vocabulary, (2, setting.sequences, setting.architecture.context)).to(DEVICE)
+        with torch.autocast(DEVICE.type, dtype=dtype, enabled=dtype != torch.float32):
+            loss = forward(ids[0], ids[1]) if name == "nanogpt" else forward(ids[0], labels=ids[0]).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+
+
+class NanoBlock(nn.Module):
+    """nanoGPT's block, with the exact GELU that ours has."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, D = x.shape
+        q, k, v = (
+            part.view(B, T, self.heads, D // self.heads).transpose(1, 2)
+            for part in self.c_attn(self.ln_1(x)).split(D, dim=2)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(mixed.transpose(1, 2).contiguous().view(B, T, D))
+        return x + self.mlp(self.ln_2(x))
+
+
+class NanoGPT(nn.Module):
+    """nanoGPT's model (github.com/karpathy/nanoGPT), without dropout: tied embeddings, logits and loss in forward."""
+
+    def __init__(self, setting: Setting):
+        super().__init__()
+        sizes = setting.architecture
+        self.wte, self.wpe = nn.Embedding(setting.vocabulary, sizes.width), nn.Embedding(sizes.context, sizes.width)
+        self.blocks = nn.ModuleList(NanoBlock(sizes.width, sizes.heads) for _ in range(sizes.layers))
+        self.ln_f = nn.LayerNorm(sizes.width)
+        self.lm_head = nn.Linear(sizes.width, setting.vocabulary, bias=False)
+        self.apply(lambda m: nn.init.normal_(m.weight, std=0.02) if isinstance(m, nn.Linear | nn.Embedding) else None)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.lm_head(self.ln_f(x))
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+def hugging_face(setting: Setting) -> nn.Module:
+    """transformers' GPT-2 of the setting's size, without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = setting.architecture
+    config = GPT2Config(
+        vocab_size=setting.vocabulary, n_positions=sizes.context, n_embd=sizes.width, n_layer=sizes.layers,
+        n_head=sizes.heads, activation_function="gelu", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        use_cache=False, bos_token_id=None, eos_token_id=None, attn_implementation="sdpa",
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def _matmul_side() -> int:
+    return 8192 if DEVICE.type == "cuda" else 2048
+
+
+def _matmul_flops(setting: Setting) -> float:
+    return 4 * 2.0 * _matmul_side() ** 3
+
+
+def _multiply(setting: Setting, wait: Callable[[], None]) -> None:
+    left, right = torch.randn(2, _matmul_side(), _matmul_side(), device=DEVICE).to(compute_type(setting.precision))
+    product = torch.empty_like(left)
+    while True:
+        wait()
+        for _ in range(4):
+            torch.mm(left, right, out=product)
+
+
+def _serve(name: str, setting: Setting) -> None:
+    """Be a variant's process: a step for each line read, its seconds as the answer; at the end the peak memory, MB."""
+    if name == "hf":
+        import transformers  # noqa: F401
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        run_variant(name, setting, _turns())
+    except _DoneError:
+        most = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        print(torch.cuda.max_memory_allocated() / 2**20 if DEVICE.type == "cuda" else most)
+
+
+@contextmanager
+def _profiler() -> Iterator[torch.profiler.profile]:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if DEVICE.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        yield profiler
+
+
+def show_profile(name: str, setting: Setting) -> None:
+    """Print the largest costs of two steps after two of warm-up."""
+    step, stack = 0, []
+
+    def wait() -> None:
+        nonlocal step
+        step += 1
+        if step == 3:
+            stack.append(_profiler())
+            stack.append(stack[0].__enter__())
+        if step == 5:
+            stack[0].__exit__(None, None, None)
+            raise _DoneError
+
+    try:
+        run_variant(name, setting, wait)
+    except _DoneError:
+        key = f"self_{'cuda' if DEVICE.type == 'cuda' else 'cpu'}_time_total"
+        print(f"{name}, {setting.name}, two steps")
+        print(stack[1].key_averages().table(sort_by=key, row_limit=20, max_name_column_width=60))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--variant", help=argparse.SUPPRESS)
+    parser.add_argument("--setting", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    if given.variant:
+        sizes = json.loads(given.setting)
+        _serve(given.variant, Setting(**sizes | {"architecture": Architecture(**sizes["architecture"])}))
+    elif given.profile:
+        for setting, variants, _ in comparisons(given.quick):
+            for name in ("dense", "demix"):
+                if name in variants:
+                    show_profile(name, setting)
+    else:
+        main(given.quick, given.threads, given.json)
