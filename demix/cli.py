@@ -3,7 +3,7 @@
 import json
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,6 +53,13 @@ Ranks = Annotated[int, typer.Option(min=1, help="Processes of this machine that 
 Settings = Annotated[str, typer.Option(help="The stage's part of the config, as JSON.")]
 Files = Annotated[list[Path], typer.Argument(help="Input files.")]
 Output = Annotated[Path, typer.Option(help="Where the result goes.")]
+Kind = Annotated[str, typer.Argument(help="demix, dense, dense_unbalanced or domain_token.")]
+TrainShards = Annotated[
+    list[Path], typer.Argument(help="tokens/<domain>/train.arrow of each training domain (and dev.arrow, for dev).")
+]
+Metrics = Annotated[Path, typer.Option(help="Where the metrics go (JSON lines).")]
+Checkpoints = Annotated[Path, typer.Option(help="Folder for the state that a killed run resumes from.")]
+Replicas = Annotated[str, typer.Option(help="Ranks of single domains, such as legal=2,novels=3.")]
 
 
 def main() -> None:
@@ -212,31 +219,45 @@ def tokenize(
 
 @app.command()
 def train(
-    kind: Annotated[str, typer.Argument(help="demix, dense, dense_unbalanced or domain_token.")],
-    shards: Annotated[
-        list[Path], typer.Argument(help="tokens/<domain>/train.arrow of each training domain (and dev.arrow, for dev).")
-    ],
+    kind: Kind,
+    shards: TrainShards,
     settings: Settings,
     output: Annotated[Path, typer.Option(help="The model directory.")],
-    metrics: Annotated[Path, typer.Option(help="Where the metrics go (JSON lines).")],
-    checkpoints: Annotated[Path, typer.Option(help="Folder for the state that a killed run resumes from.")],
+    metrics: Metrics,
+    checkpoints: Checkpoints,
     ranks: Ranks = 1,
-    replicas: Annotated[str, typer.Option(help="Ranks of single domains, such as legal=2,novels=3.")] = "equal",
+    replicas: Replicas = "equal",
+    learning_rate_from: Annotated[
+        Path | None, typer.Option(help="Take the peak learning rate that choose-rate wrote, not that of the settings.")
+    ] = None,
 ) -> None:
     """Train one model from scratch, or resume its training."""
-    from demix.train.launch import launched
-    from demix.train.shares import placement
-    from demix.train.stage import KINDS, Training, train_model
+    _train(kind, shards, settings, output, metrics, checkpoints, ranks, replicas, learning_rate_from)
 
-    if kind not in KINDS:
-        raise DemixError(f"kind {kind}", "is not known", f"use one of {', '.join(KINDS)}")
-    training = settings_from(Training, settings)
-    copies = _numbers(replicas) if replicas != "equal" else {}
-    domains = [path.parent.name for path in shards if path.stem != "dev"]
-    # Before any process starts.
-    placement(kind, domains, training.sequences, ranks, copies)
-    if not launched(ranks, checkpoints / "logs"):
-        train_model(kind, training, shards, output, metrics, checkpoints, copies)
+
+@app.command()
+def sweep(
+    kind: Kind,
+    shards: TrainShards,
+    settings: Settings,
+    metrics: Metrics,
+    checkpoints: Checkpoints,
+    ranks: Ranks = 1,
+    replicas: Replicas = "equal",
+) -> None:
+    """Train a model with one learning rate of a sweep: only its metrics are kept, and that it diverged is no error."""
+    _train(kind, shards, settings, None, metrics, checkpoints, ranks, replicas)
+
+
+@app.command("choose-rate")
+def choose_rate(
+    metrics: Annotated[list[Path], typer.Argument(help="Metrics of `demix sweep`, each <learning rate>.jsonl.")],
+    output: Output,
+) -> None:
+    """Choose the fastest learning rate of a sweep that does not diverge, and record why."""
+    from demix.train.sweep import choose_rate as run
+
+    print(f"{output.stem}: {run(metrics, output)}")
 
 
 @app.command()
@@ -261,8 +282,8 @@ def adapt(
     training: Annotated[str, typer.Option(help="The model's training domains, separated by commas.")],
     scores: Annotated[Path, typer.Option(help="The model's folder of score tables.")],
     settings: Settings,
-    metrics: Annotated[Path, typer.Option(help="Where the metrics go (JSON lines).")],
-    checkpoints: Annotated[Path, typer.Option(help="Folder for the state that a killed run resumes from.")],
+    metrics: Metrics,
+    checkpoints: Checkpoints,
     ranks: Ranks = 1,
 ) -> None:
     """DEMix-DAPT: add an expert for a novel domain, copied from the likeliest parent."""
@@ -289,8 +310,8 @@ def adapt_dense(
     ],
     settings: Settings,
     output: Annotated[Path, typer.Option(help="The adapted model's directory.")],
-    metrics: Annotated[Path, typer.Option(help="Where the metrics go (JSON lines).")],
-    checkpoints: Annotated[Path, typer.Option(help="Folder for the state that a killed run resumes from.")],
+    metrics: Metrics,
+    checkpoints: Checkpoints,
     ranks: Ranks = 1,
 ) -> None:
     """Dense-DAPT: go on training all parameters of a dense model on a novel domain."""
@@ -473,6 +494,35 @@ def experts_remove(model: Model, name: Annotated[str, typer.Argument(help="The e
 
     remove_expert(model, name)
     print(f"{model}: removed {name}")
+
+
+def _train(
+    kind: str,
+    shards: list[Path],
+    settings: str,
+    output: Path | None,
+    metrics: Path,
+    checkpoints: Path,
+    ranks: int,
+    replicas: str,
+    learning_rate_from: Path | None = None,
+) -> None:
+    from demix.train.launch import launched
+    from demix.train.shares import placement
+    from demix.train.stage import KINDS, Training, train_model
+    from demix.train.sweep import chosen_rate
+
+    if kind not in KINDS:
+        raise DemixError(f"kind {kind}", "is not known", f"use one of {', '.join(KINDS)}")
+    training = settings_from(Training, settings)
+    if learning_rate_from is not None:
+        training = replace(training, learning_rate=chosen_rate(learning_rate_from))
+    copies = _numbers(replicas) if replicas != "equal" else {}
+    domains = [path.parent.name for path in shards if path.stem != "dev"]
+    # Before any process starts.
+    placement(kind, domains, training.sequences, ranks, copies)
+    if not launched(ranks, checkpoints / "logs"):
+        train_model(kind, training, shards, output, metrics, checkpoints, copies)
 
 
 def _numbers(text: str) -> dict[str, int]:

@@ -115,13 +115,17 @@ def _check_across(config: dict) -> None:
     for kind, domains in config["domains"].items():
         for name, domain in domains.items():
             _check_source(f"config key domains.{kind}.{name}.source", domain["source"])
-    architecture_from(config["architecture"])
+    architecture = architecture_from(config["architecture"])
     for model in MODELS:
         settings = config["training"] | config["models"][model]
         try:
             placement(model, list(training), settings["sequences"], settings["ranks"], settings["replicas"])
         except DemixError as error:
             raise DemixError(f"config key training.{error.subject}", error.cause, error.cure) from None
+        step_tokens = len(training) * settings["sequences"] * architecture.context
+        if settings["sweep"] and settings["sweep"]["tokens"] < step_tokens:
+            cause = f"is {settings['sweep']['tokens']}, less than one step of {model} of {step_tokens} tokens"
+            raise DemixError("config key training.sweep.tokens", cause, "raise it")
     removal = config["removal"]
     for name in removal["retrain_without"]:
         if name not in training:
@@ -219,7 +223,7 @@ def _allowed(part: dict) -> str:
         return ", ".join(f"`{value}`" for value in part["enum"])
     if "anyOf" in part:
         return " or ".join(_allowed(choice) for choice in part["anyOf"])
-    if "$ref" in part:
+    if "overrides" in part.get("$ref", ""):
         return "any key of `training`"
     kind = part.get("type", "")
     kind = " or ".join(kind) if isinstance(kind, list) else kind

@@ -2,13 +2,13 @@
 
 import glob
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.table import Table
 
-from demix.config import adaptations, trained_models
+from demix.config import MODELS, adaptations, trained_models
 from demix.data.sources import Source
 from demix.errors import DemixError
 from demix.files import settings_from
@@ -147,7 +147,7 @@ class TrainingPlan:
 
 
 def plan_training(config: dict, ranks: int, hardware: Hardware) -> list[TrainingPlan]:
-    """The plans of every model and adaptation of a completed config, on `ranks` processes.
+    """The plans of every model, sweep of learning rates and adaptation of a completed config, on `ranks` processes.
 
     Raises DemixError for a number of ranks that does not fit the domains, as training does. An adaptation uses no more
     ranks than a step has sequences.
@@ -156,13 +156,27 @@ def plan_training(config: dict, ranks: int, hardware: Hardware) -> list[Training
     models = [
         _plan_run(config, name, _settings(config, name), domains, ranks, hardware) for name in trained_models(config)
     ]
+    sweeps = [
+        _plan_sweep(config, name, settings, domains, ranks, hardware)
+        for name in MODELS
+        if (settings := _settings(config, name))["sweep"]
+    ]
     section = config["adaptation"]
     usable = min(ranks, section["sequences"])
-    return models + [_plan_run(config, name, section, 1, usable, hardware) for name in adaptations(config)]
+    return models + sweeps + [_plan_run(config, name, section, 1, usable, hardware) for name in adaptations(config)]
 
 
 def _settings(config: dict, model: str) -> dict:
     return config["training"] | config["models"]["demix" if model.startswith("without-") else model]
+
+
+def _plan_sweep(config: dict, model: str, settings: dict, domains: int, ranks: int, hardware: Hardware) -> TrainingPlan:
+    """All jobs of a model's sweep, one after the other."""
+    one = _plan_run(config, model, settings | {"tokens": settings["sweep"]["tokens"]}, domains, ranks, hardware)
+    jobs = len(settings["sweep"]["learning_rates"])
+    return replace(
+        one, name=f"{model}, {jobs} rates", tokens=jobs * one.tokens, steps=jobs * one.steps, hours=jobs * one.hours
+    )
 
 
 def _plan_run(config: dict, name: str, settings: dict, domains: int, ranks: int, hardware: Hardware) -> TrainingPlan:

@@ -206,6 +206,11 @@ def _trainings(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
         settings = {part: config.get(part) or {} for part in parts}
         if "models" in settings:
             settings["models"] = {name: settings["models"].get(name) or {}}
+        chosen = run_dir / "sweep" / f"{name}.json"
+        # The file of a sweep that the config no longer has says nothing of this run.
+        swept = {**config["training"], **((config.get("models") or {}).get(name) or {})}.get("sweep")
+        if swept and chosen.is_file():
+            settings["sweep"] = read_json(chosen)
         card = run_dir / "models" / name / "model.json"
         if name.startswith("demix-dapt-"):
             card = run_dir / "models" / "demix" / "experts" / f"{name.removeprefix('demix-dapt-')}.json"

@@ -34,6 +34,14 @@ class StoppedError(DemixError):
     """A signal ended training; the state is saved and the same command goes on from it."""
 
 
+class DivergedError(DemixError):
+    """A loss or gradient is not finite in update number `step` (from 1). `metrics` are the rows before it."""
+
+    def __init__(self, step: int, cause: str, cure: str, metrics: list[dict]):
+        self.step, self.metrics = step, metrics
+        super().__init__(f"step {step}", cause, cure)
+
+
 @dataclass(frozen=True)
 class Optimization:
     """How parameters are updated (paper, Tables 9-12). `steps` are optimizer updates, `warmup` a share of them.
@@ -103,7 +111,7 @@ def train(
     Resumes from the newest complete checkpoint below `checkpoints`. `only` chooses parameters by name; the others stay
     as they are to the bit. `evaluate(model)` gives a loss on dev, the same on all ranks, and more by key (nats per
     token): at every checkpoint, or with `stopping` as that says, and then the model ends with the parameters of the
-    lowest one. Raises DemixError on all ranks alike, before the update, when a loss or gradient is not finite, and
+    lowest one. Raises DivergedError on all ranks alike, before the update, when a loss or gradient is not finite, and
     StoppedError, with the state saved, after SIGTERM, SIGUSR2 or SIGINT.
     """
     world = world or World()
@@ -174,7 +182,7 @@ def train(
             if not math.isfinite(sum(totals)):
                 worst = ", ".join(name for name, value in by_domain.items() if not math.isfinite(value))
                 cure = "lower the learning rate; the last checkpoint is kept"
-                raise DemixError(f"step {step + 1}", f"the loss of {worst} is not finite", cure)
+                raise DivergedError(step + 1, f"the loss of {worst} is not finite", cure, metrics)
             if signals:
                 # Nothing was updated: the state is that of the step's beginning.
                 save(step)
@@ -182,14 +190,15 @@ def train(
             norm = sync.clip(optimization.clip, scale)
             skipped = not math.isfinite(norm)
             if skipped and dtype != torch.float16:
-                raise DemixError(f"step {step + 1}", "the gradient is not finite", "lower the learning rate")
+                raise DivergedError(step + 1, "the gradient is not finite", "lower the learning rate", metrics)
             if not skipped:
                 optimizer.step()
             unscathed = 0 if skipped else unscathed + 1
             if skipped or unscathed == GROW_AFTER:
                 scale, unscathed = scale * (0.5 if skipped else 2.0), 0
             if scale < LAST_SCALE and dtype == torch.float16:
-                raise DemixError(f"step {step + 1}", "fp16 overflows at any scale of the loss", "use bf16 or fp32")
+                cause = "fp16 overflows at any scale of the loss"
+                raise DivergedError(step + 1, cause, "use bf16 or fp32, or a lower learning rate", metrics)
 
             now = time.monotonic()
             metrics.append(

@@ -18,7 +18,7 @@ from demix.model.config import architecture_from, expert_parameters, shared_para
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.train.batches import balanced_batches, mixed_batches, proportional_batches
-from demix.train.loop import Optimization, set_threads, train, write_metrics
+from demix.train.loop import DivergedError, Optimization, set_threads, train, write_metrics
 from demix.train.parallel import World, joined
 from demix.train.shares import placement
 from demix.train.state import remove_states
@@ -78,7 +78,7 @@ def train_model(
     kind: str,
     training: Training,
     shards: list[Path],
-    output: Path,
+    output: Path | None,
     metrics: Path,
     checkpoints: Path,
     replicas: Mapping[str, int] | None = None,
@@ -89,6 +89,9 @@ def train_model(
     Writes the model directory `output` and the `metrics` file at the end; state to resume from goes below
     `checkpoints`. Called by every rank of a world (`demix.train.parallel.joined`), each trains its share: `replicas`
     of some domains' experts, or as many of each.
+
+    Without `output` only the metrics are kept, as for a sweep of learning rates: a run that diverges is then no error
+    but ends its metrics with a row that says so (`diverged`).
     """
     set_threads(training.threads)
     dev, shards = [path for path in shards if path.stem == "dev"], [path for path in shards if path.stem != "dev"]
@@ -124,31 +127,39 @@ def train_model(
             "%s: %d steps of %d domains, %d sequences each, on %d ranks",
             kind, steps, len(domains), training.sequences, world.size,
         )  # fmt: skip
-        rows = train(
-            model,
-            batches,
-            domains,
-            optimization(training, steps, training.learning_rate),
-            state,
-            world=world,
-            evaluate=evaluate,
-        )
+        try:
+            rows = train(
+                model,
+                batches,
+                domains,
+                optimization(training, steps, training.learning_rate),
+                state,
+                world=world,
+                evaluate=evaluate,
+            )
+        except DivergedError as error:
+            if output is not None:
+                raise
+            log.info("%s: %s", error.subject, error.cause)
+            tokens = error.metrics[-1]["tokens"] if error.metrics else 0
+            rows = [*error.metrics, {"step": error.step, "tokens": tokens, "diverged": error.cause}]
 
-        vocab_size, tokens = opened[0].vocab_size, rows[-1]["tokens"]
-        counts = {
-            "shared_parameters": shared_parameters(architecture, vocab_size, len(model.domain_tokens)),
-            "expert_parameters": expert_parameters(architecture),
-        }
-        seen = {"steps": steps, "tokens": tokens, "data_sha256": data}
-        if world.rank == 0:
-            save_shared(model, output, lineage | counts | seen)
-        world.wait()
-        for expert in experts if world.speaks else ():
-            own = {expert: data[expert]} if kind == "demix" else data
-            tokens_seen = tokens // len(domains) if kind == "demix" else tokens
-            history = {"parent": None, "steps": steps, "tokens": tokens_seen, "data_sha256": own}
-            save_expert(model, expert, output, history | {"tokenizer_sha256": tokenizer_sha256})
-        world.wait()
+        if output is not None:
+            vocab_size, tokens = opened[0].vocab_size, rows[-1]["tokens"]
+            counts = {
+                "shared_parameters": shared_parameters(architecture, vocab_size, len(model.domain_tokens)),
+                "expert_parameters": expert_parameters(architecture),
+            }
+            seen = {"steps": steps, "tokens": tokens, "data_sha256": data}
+            if world.rank == 0:
+                save_shared(model, output, lineage | counts | seen)
+            world.wait()
+            for expert in experts if world.speaks else ():
+                own = {expert: data[expert]} if kind == "demix" else data
+                tokens_seen = tokens // len(domains) if kind == "demix" else tokens
+                history = {"parent": None, "steps": steps, "tokens": tokens_seen, "data_sha256": own}
+                save_expert(model, expert, output, history | {"tokenizer_sha256": tokenizer_sha256})
+            world.wait()
         if world.rank == 0:
             write_metrics(metrics, rows)
             remove_states(state)

@@ -50,6 +50,8 @@ WRONG = {
     "a yes for a number": ("seed", True, r"key seed: is True; allowed is integer"),
     "weights without history": ("evaluation.weights", ["released"], r"evaluation\.weights: lacks history"),
     "a password": ("tracking.uri", "postgresql://me:secret@host/db", r"tracking\.uri: holds a password"),
+    "a sweep below a step": ("training.sweep", {"learning_rates": [1e-3], "tokens": 9}, r"sweep\.tokens: is 9, less"),
+    "a sweep of nothing": ("training.sweep", {"learning_rates": [], "tokens": 9999}, r"sweep\.learning_rates: is \[\]"),
     "a decay above one": ("evaluation.decay", 1.5, r"evaluation\.decay: is 1\.5; allowed is maximum 1"),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from demix.config import adaptations, load_config, trained_models
+from demix.config import MODELS, adaptations, load_config, trained_models
 from demix.errors import DemixError
 from demix.flops import HARDWARE
 from demix.plan import plan_domain, plan_table, plan_training, training_tables
@@ -86,7 +86,10 @@ def test_the_command_prints_every_domain_and_the_totals():
 def test_the_plan_of_the_largest_models():
     config = PAPER["paper-1.3b"]
     plans = {plan.name: plan for plan in plan_training(config, 128, HARDWARE["v100"])}
-    assert list(plans) == trained_models(config) + adaptations(config)
+    assert list(plans) == trained_models(config) + [f"{model}, 3 rates" for model in MODELS] + adaptations(config)
+    swept = plans["dense, 3 rates"]
+    assert (swept.tokens, swept.steps) == (3 * 1_048_576_000, 1500)
+    assert swept.hours == pytest.approx(0.03 * plans["dense"].hours)
     demix, dense = plans["demix"], plans["dense"]
     assert (demix.sequences, demix.steps, demix.tokens) == (2 * 8 * 128, 50_000, 104_857_600_000)
     assert (demix.ranks, demix.experts_per_rank, demix.experts, dense.experts) == (128, 1, 8, 1)

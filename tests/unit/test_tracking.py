@@ -8,6 +8,7 @@ import pytest
 from synthetic_run import NOVEL, Run, build_run
 
 from demix.errors import DemixError
+from demix.files import write_json
 from demix.report import write_report
 from demix.tracking import flatten, track
 
@@ -115,6 +116,18 @@ def test_a_change_replaces_and_a_missing_file_deletes(uri: str, tmp_path: Path) 
     assert {item.data.tags.get("mlflow.parentRunId") for key, item in moved.items() if key != "pipeline"} == {
         moved["pipeline"].info.run_id
     }
+
+
+def test_the_choice_of_a_sweep_is_recorded(uri: str, tmp_path: Path) -> None:
+    run = build_run(tmp_path / "run", steps=2)
+    for model in ("demix", "dense"):
+        trials = [{"learning_rate": 5e-4, "diverged": None, "parts": [4.0]}]
+        write_json(run.path / "sweep" / f"{model}.json", {"learning_rate": 5e-4, "margin": 0.1, "trials": trials})
+    config = run.config | {"models": {"demix": {"sweep": {"learning_rates": [5e-4], "tokens": 8192}}}}
+    track(run.path, config, uri, "swept")
+    found = stored(uri, "swept")
+    assert found["training/demix"].data.params["sweep.learning_rate"] == "0.0005"
+    assert "sweep.learning_rate" not in found["training/dense"].data.params, "left over from an earlier config"
 
 
 def test_an_interrupted_run_is_made_anew_and_other_runs_are_left_alone(uri: str, tmp_path: Path) -> None:

@@ -156,6 +156,7 @@ def test_the_papers_configs_are_planned_to_the_last_rule_without_a_network(
     assert jobs["download"] == jobs["anonymize"] == parts
     assert jobs["split"] == jobs["tokenize"] == jobs["evaluate"] == 16
     assert jobs["report"] == jobs["track"] == 1
+    assert (jobs["sweep"], jobs["choose_rate"]) == (12, 4)
     assert not (tmp_path / "results").exists()
 
 
@@ -164,6 +165,27 @@ def test_one_models_learning_rate_trains_that_model_alone(finished: Path) -> Non
     assert jobs == {
         "train_dense": 1, "score_domain_token": 5, "evaluate": 5, "results": 1, "report": 1, "track": 1, "run_config": 1
     }  # fmt: skip
+
+
+def test_a_sweep_chooses_the_fastest_rate_that_does_not_diverge(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "swept"
+    shutil.copytree(finished, folder, symlinks=True)
+    sweep = {"learning_rates": [1e-3, 50.0, 4e-3], "tokens": 7680}
+    config = changed(models__demix={"sweep": sweep})
+    run = folder / "results" / "tiny"
+    models = [f"results/tiny/models/{model}/model.json" for model in ("demix", "dense", "without-licenses")]
+    shown = snakemake(folder, *models, "--quiet", "rules", config=config)
+    jobs = dict(re.findall(r"^(\w+) +(\d+)$", shown, re.MULTILINE))
+    once = dict.fromkeys(("choose_rate", "train_demix", "train_without_licenses"), "1")
+    assert jobs == once | {"sweep": "3", "total": "6"}, "dense has no sweep"
+    record = read_json(run / "sweep" / "demix.json")
+    assert [trial["learning_rate"] for trial in record["trials"]] == [1e-3, 4e-3, 50.0]
+    assert [trial["diverged"] is None for trial in record["trials"]] == [True, True, False]
+    assert record["learning_rate"] == 4e-3
+    rates = [read_json(folder / model)["training"]["learning_rate"] for model in models]
+    assert rates == [4e-3, 3e-3, 4e-3]
+    assert not list((run / "checkpoints").rglob("*.safetensors"))
+    assert "Nothing to be done" in snakemake(folder, "-n", *models, config=config)
 
 
 def test_a_printed_command_runs_by_hand(finished: Path) -> None:

@@ -78,25 +78,44 @@ def scores(model, domains, names, splits=("dev", "test")):
     return [f"{place}/{name}.parquet" for place in places for name in names]
 
 
-def training_settings(model):
-    settings = config["training"] | config["models"][model]
+def training_of(model):
+    """The section `training` with the values of one model."""
+    return config["training"] | config["models"][model]
+
+
+def training_settings(model, **changes):
     # How many processes train is no part of what they train: a change reruns nothing.
-    kept = {key: value for key, value in settings.items() if key not in ("ranks", "replicas")}
-    return as_json(kept, seed=config["seed"], threads=config["threads"], architecture=config["architecture"])
+    kept = {key: value for key, value in training_of(model).items() if key not in ("ranks", "replicas", "sweep")}
+    more = {key: config[key] for key in ("seed", "threads", "architecture")}
+    return as_json(kept | changes, **more)
+
+
+def swept_rates(model):
+    """The learning rates that are tried for a model, as files are named by them."""
+    return [repr(float(rate)) for rate in (training_of(model)["sweep"] or {"learning_rates": []})["learning_rates"]]
+
+
+def chosen_rate(model):
+    """The record of a model's learning rate, where a sweep chooses it."""
+    return [f"{RUN}/sweep/{model}.json"] if swept_rates(model) else []
+
+
+def rate_option(model):
+    return "".join(f" --learning-rate-from {path}" for path in chosen_rate(model))
 
 
 def ranks(model):
-    return (config["training"] | config["models"][model])["ranks"]
+    return training_of(model)["ranks"]
 
 
 def replicas(model):
-    numbers = (config["training"] | config["models"][model])["replicas"]
+    numbers = training_of(model)["replicas"]
     return ",".join(f"{domain}={number}" for domain, number in numbers.items()) or "equal"
 
 
 def train_inputs(model, domains):
     """The tokens that training reads: dev too where checkpoints are evaluated on it."""
-    dev = (config["training"] | config["models"][model])["dev_blocks"]
+    dev = training_of(model)["dev_blocks"]
     return tokens(domains, "train") + (tokens(domains, "dev") if dev else [])
 
 

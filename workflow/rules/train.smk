@@ -1,9 +1,60 @@
 # Models trained from scratch. Checkpoints are no outputs: Snakemake would delete them before a killed run resumes.
 
 
+rule sweep:
+    input:
+        tokens(TRAINING, "train"),
+    output:
+        f"{RUN}/metrics/sweep/{{model}}/{{rate}}.jsonl",
+    log:
+        f"{RUN}/logs/sweep/{{model}}.{{rate}}.log",
+    benchmark:
+        f"{RUN}/benchmarks/sweep/{{model}}.{{rate}}.tsv"
+    wildcard_constraints:
+        model="demix|dense|dense_unbalanced|domain_token",
+        rate="[0-9.e+-]+",
+    priority: 110
+    conda:
+        "../../environment.yml"
+    threads: lambda wildcards: config["threads"] * ranks(wildcards.model)
+    resources:
+        ranks=lambda wildcards: ranks(wildcards.model),
+        replicas=lambda wildcards: replicas(wildcards.model),
+    params:
+        # The run's schedule in small: nothing but its length and its peak differ.
+        settings=lambda wildcards: training_settings(
+            wildcards.model,
+            tokens=training_of(wildcards.model)["sweep"]["tokens"],
+            learning_rate=float(wildcards.rate),
+            dev_blocks=0,
+        ),
+        checkpoints=below_run("checkpoints/sweep/{model}/{rate}"),
+    shell:
+        "demix sweep {wildcards.model} {input} --settings {params.settings:q} --metrics {output}"
+        " --checkpoints {params.checkpoints} --ranks {resources.ranks} --replicas {resources.replicas:q} 2> {log}"
+
+
+rule choose_rate:
+    input:
+        lambda wildcards: [
+            f"{RUN}/metrics/sweep/{wildcards.model}/{rate}.jsonl" for rate in swept_rates(wildcards.model)
+        ],
+    output:
+        f"{RUN}/sweep/{{model}}.json",
+    log:
+        f"{RUN}/logs/choose_rate/{{model}}.log",
+    benchmark:
+        f"{RUN}/benchmarks/choose_rate/{{model}}.tsv"
+    conda:
+        "../../environment.yml"
+    shell:
+        "demix choose-rate {input} --output {output} 2> {log}"
+
+
 rule train_demix:
     input:
-        train_inputs("demix", TRAINING),
+        rate=chosen_rate("demix"),
+        tokens=train_inputs("demix", TRAINING),
     output:
         experts("demix", TRAINING),
         metrics=f"{RUN}/metrics/demix.jsonl",
@@ -20,17 +71,19 @@ rule train_demix:
         replicas=replicas("demix"),
     params:
         settings=training_settings("demix"),
+        rate=rate_option("demix"),
         model=below_run("models/demix"),
         checkpoints=below_run("checkpoints/demix"),
     shell:
-        "demix train demix {input} --settings {params.settings:q} --output {params.model}"
+        "demix train demix {input.tokens} --settings {params.settings:q}{params.rate} --output {params.model}"
         " --metrics {output.metrics} --checkpoints {params.checkpoints} --ranks {resources.ranks}"
         " --replicas {resources.replicas:q} 2> {log}"
 
 
 rule train_dense:
     input:
-        lambda wildcards: train_inputs(wildcards.model, TRAINING),
+        rate=lambda wildcards: chosen_rate(wildcards.model),
+        tokens=lambda wildcards: train_inputs(wildcards.model, TRAINING),
     output:
         experts("{model}", ["dense"]),
         metrics=f"{RUN}/metrics/{{model}}.jsonl",
@@ -48,10 +101,11 @@ rule train_dense:
         ranks=lambda wildcards: ranks(wildcards.model),
     params:
         settings=lambda wildcards: training_settings(wildcards.model),
+        rate=lambda wildcards: rate_option(wildcards.model),
         model=below_run("models/{model}"),
         checkpoints=below_run("checkpoints/{model}"),
     shell:
-        "demix train {wildcards.model} {input} --settings {params.settings:q} --output {params.model}"
+        "demix train {wildcards.model} {input.tokens} --settings {params.settings:q}{params.rate} --output {params.model}"
         " --metrics {output.metrics} --checkpoints {params.checkpoints} --ranks {resources.ranks} 2> {log}"
 
 
@@ -62,7 +116,8 @@ for removed, kept in WITHOUT.items():
         name:
             f"train_without_{removed}"
         input:
-            train_inputs("demix", kept),
+            rate=chosen_rate("demix"),
+            tokens=train_inputs("demix", kept),
         output:
             experts(f"without-{removed}", kept),
             metrics=f"{RUN}/metrics/without-{removed}.jsonl",
@@ -78,9 +133,10 @@ for removed, kept in WITHOUT.items():
             replicas=replicas("demix"),
         params:
             settings=training_settings("demix"),
+            rate=rate_option("demix"),
             model=below_run(f"models/without-{removed}"),
             checkpoints=below_run(f"checkpoints/without-{removed}"),
         shell:
-            "demix train demix {input} --settings {params.settings:q} --output {params.model}"
+            "demix train demix {input.tokens} --settings {params.settings:q}{params.rate} --output {params.model}"
             " --metrics {output.metrics} --checkpoints {params.checkpoints} --ranks {resources.ranks}"
             " --replicas {resources.replicas:q} 2> {log}"

@@ -1,0 +1,87 @@
+"""A model's learning rate, chosen from short trainings with several: the fastest that does not diverge."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from demix.errors import DemixError
+from demix.files import read_json, write_json
+
+# Parts of a run whose mean losses are compared, and nats a token by which its end may be above the lowest.
+PARTS, MARGIN = 10, 0.1
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run with one learning rate: its mean loss in each tenth of its steps, in nats a token.
+
+    `diverged` says why it did, or is None. A loss or gradient that was not finite leaves no `parts` to compare.
+    """
+
+    learning_rate: float
+    parts: tuple[float, ...]
+    diverged: str | None = None
+
+
+def read_trial(path: Path) -> Trial:
+    """The run whose metrics are in <learning rate>.jsonl, as `demix sweep` leaves them."""
+    try:
+        rate = float(path.stem)
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        stopped = [row["diverged"] for row in rows if "diverged" in row]
+        losses = [row["loss"] for row in rows if "loss" in row]
+    except FileNotFoundError:
+        raise DemixError(path, "is missing", "run the sweep that makes it") from None
+    except (ValueError, TypeError) as error:
+        raise DemixError(path, f"is no metrics file of a sweep ({error})", "run the sweep again") from None
+    if stopped or not all(map(math.isfinite, losses)):
+        return Trial(rate, (), stopped[0] if stopped else "a loss is not finite")
+    if not losses:
+        raise DemixError(path, "holds no step", "run the sweep again")
+    return Trial(rate, tuple(float(part.mean()) for part in np.array_split(losses, min(PARTS, len(losses)))))
+
+
+def judge(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials by increasing learning rate, each with whether it diverged.
+
+    It did where a loss or gradient was not finite, and where the mean loss in the last tenth of the steps is more than
+    `MARGIN` above that in the best tenth: of its own, or of a trial at a lower rate, without which a run that blew up
+    at once and then stayed where it was would pass.
+    """
+    judged, lowest, where = [], math.inf, 0.0
+    for trial in sorted(trials, key=lambda trial: trial.learning_rate):
+        why = trial.diverged
+        if trial.parts:
+            if min(trial.parts) < lowest:
+                lowest, where = min(trial.parts), trial.learning_rate
+            if trial.parts[-1] > lowest + MARGIN:
+                above = trial.parts[-1] - lowest
+                why = f"ends at a loss of {trial.parts[-1]:.3f}, {above:.3f} above the best of {where}"
+        judged.append(Trial(trial.learning_rate, trial.parts, why))
+    return judged
+
+
+def choose_rate(metrics: Sequence[Path], output: Path) -> float:
+    """Write to `output`, and return, the largest learning rate of the sweep's `metrics` that did not diverge.
+
+    The record holds every trial. Raises DemixError where all diverged, naming them.
+    """
+    trials = judge([read_trial(path) for path in metrics])
+    good = [trial.learning_rate for trial in trials if trial.diverged is None]
+    if not good:
+        told = "; ".join(f"{trial.learning_rate}: {trial.diverged}" for trial in trials)
+        raise DemixError(output.stem, f"diverged at every learning rate of its sweep ({told})", "sweep lower rates")
+    write_json(output, {"learning_rate": max(good), "margin": MARGIN, "trials": [asdict(trial) for trial in trials]})
+    return max(good)
+
+
+def chosen_rate(path: Path) -> float:
+    """The learning rate that `choose_rate` wrote to `path`."""
+    match read_json(path):
+        case {"learning_rate": float() as rate}:
+            return rate
+    raise DemixError(path, "names no learning rate", "run demix choose-rate again")
