@@ -59,6 +59,9 @@ TrainShards = Annotated[
 ]
 Metrics = Annotated[Path, typer.Option(help="Where the metrics go (JSON lines).")]
 Checkpoints = Annotated[Path, typer.Option(help="Folder for the state that a killed run resumes from.")]
+How = Annotated[
+    str, typer.Option(help="Settings that change nothing but time and memory: compile=true,keep_checkpoints=3.")
+]
 Replicas = Annotated[str, typer.Option(help="Ranks of single domains, such as legal=2,novels=3.")]
 
 
@@ -227,12 +230,13 @@ def train(
     checkpoints: Checkpoints,
     ranks: Ranks = 1,
     replicas: Replicas = "equal",
+    how: How = "",
     learning_rate_from: Annotated[
         Path | None, typer.Option(help="Take the peak learning rate that choose-rate wrote, not that of the settings.")
     ] = None,
 ) -> None:
     """Train one model from scratch, or resume its training."""
-    _train(kind, shards, settings, output, metrics, checkpoints, ranks, replicas, learning_rate_from)
+    _train(kind, shards, _merged(settings, how), output, metrics, checkpoints, ranks, replicas, learning_rate_from)
 
 
 @app.command()
@@ -244,9 +248,10 @@ def sweep(
     checkpoints: Checkpoints,
     ranks: Ranks = 1,
     replicas: Replicas = "equal",
+    how: How = "",
 ) -> None:
     """Train a model with one learning rate of a sweep: only its metrics are kept, and that it diverged is no error."""
-    _train(kind, shards, settings, None, metrics, checkpoints, ranks, replicas)
+    _train(kind, shards, _merged(settings, how), None, metrics, checkpoints, ranks, replicas)
 
 
 @app.command("choose-rate")
@@ -285,17 +290,18 @@ def adapt(
     metrics: Metrics,
     checkpoints: Checkpoints,
     ranks: Ranks = 1,
+    how: How = "",
 ) -> None:
     """DEMix-DAPT: add an expert for a novel domain, copied from the likeliest parent."""
     from demix.adapt import Adaptation, adapt_expert
-    from demix.train.launch import launched
+    from demix.train.launch import launched, world_size
     from demix.train.shares import shares
 
     train_shard, dev_shard, *rest = _two_or_more(shards)
     if rest:
         raise DemixError(rest[0], "is one shard too many", "give train.arrow and dev.arrow of the novel domain")
-    adaptation = settings_from(Adaptation, settings)
-    shares([train_shard.parent.name], ranks, adaptation.sequences)
+    adaptation = settings_from(Adaptation, _merged(settings, how))
+    shares([train_shard.parent.name], world_size(ranks), adaptation.sequences)
     if not launched(ranks, checkpoints / "logs"):
         pair = (train_shard, dev_shard)
         adapt_expert(model, pair, training.split(","), scores, adaptation, metrics, checkpoints)
@@ -313,16 +319,17 @@ def adapt_dense(
     metrics: Metrics,
     checkpoints: Checkpoints,
     ranks: Ranks = 1,
+    how: How = "",
 ) -> None:
     """Dense-DAPT: go on training all parameters of a dense model on a novel domain."""
     from demix.adapt import Adaptation
     from demix.adapt import adapt_dense as run
-    from demix.train.launch import launched
+    from demix.train.launch import launched, world_size
     from demix.train.shares import shares
 
     train_shard, dev_shard, *others = _two_or_more(shards)
-    adaptation = settings_from(Adaptation, settings)
-    shares([train_shard.parent.name], ranks, adaptation.sequences)
+    adaptation = settings_from(Adaptation, _merged(settings, how))
+    shares([train_shard.parent.name], world_size(ranks), adaptation.sequences)
     if not launched(ranks, checkpoints / "logs"):
         run(model, (train_shard, dev_shard), others, adaptation, output, metrics, checkpoints)
 
@@ -507,7 +514,7 @@ def _train(
     replicas: str,
     learning_rate_from: Path | None = None,
 ) -> None:
-    from demix.train.launch import launched
+    from demix.train.launch import launched, world_size
     from demix.train.shares import placement
     from demix.train.stage import KINDS, Training, train_model
     from demix.train.sweep import chosen_rate
@@ -520,9 +527,22 @@ def _train(
     copies = _numbers(replicas) if replicas != "equal" else {}
     domains = [path.parent.name for path in shards if path.stem != "dev"]
     # Before any process starts.
-    placement(kind, domains, training.sequences, ranks, copies)
+    placement(kind, domains, training.sequences, world_size(ranks), copies)
     if not launched(ranks, checkpoints / "logs"):
         train_model(kind, training, shards, output, metrics, checkpoints, copies)
+
+
+def _merged(settings: str, how: str) -> dict[str, Any] | str:
+    """`settings` (JSON) with those of `how`, key=value and so on, each value as in JSON."""
+    if not how:
+        return settings
+    try:
+        return json.loads(settings) | {
+            key: json.loads(value) for key, _, value in (entry.partition("=") for entry in how.split(","))
+        }
+    except (ValueError, TypeError) as error:
+        cause = f"does not fit the settings ({error})"
+        raise DemixError(f"--how {how}", cause, "copy both from the command that snakemake prints") from None
 
 
 def _numbers(text: str) -> dict[str, int]:

@@ -12,8 +12,10 @@ from jsonschema import Draft202012Validator, ValidationError, validators
 
 from demix.errors import DemixError
 from demix.model.config import architecture_from
-from demix.train.shares import placement
+from demix.train.shares import placement, shares
 
+# Keys of `training` and `adaptation` that say how a run is computed and kept, not which run it is.
+HOW = ("checkpoint_every", "keep_checkpoints", "micro_sequences", "compile", "checkpoint_activations")
 MODELS = ("demix", "dense", "dense_unbalanced", "domain_token")
 SCHEMA = Path(__file__).parents[1] / "workflow" / "schemas" / "config.schema.yaml"
 
@@ -126,6 +128,11 @@ def _check_across(config: dict) -> None:
         if settings["sweep"] and settings["sweep"]["tokens"] < step_tokens:
             cause = f"is {settings['sweep']['tokens']}, less than one step of {model} of {step_tokens} tokens"
             raise DemixError("config key training.sweep.tokens", cause, "raise it")
+    adaptation = config["adaptation"]
+    try:
+        shares(["novel"], adaptation["ranks"], adaptation["sequences"])
+    except DemixError as error:
+        raise DemixError(f"config key adaptation.{error.subject}", error.cause, error.cure) from None
     removal = config["removal"]
     for name in removal["retrain_without"]:
         if name not in training:

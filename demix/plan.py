@@ -201,7 +201,7 @@ def _plan_run(config: dict, name: str, settings: dict, domains: int, ranks: int,
     shared, expert = shared_parameters(architecture, vocab_size, domain_tokens), expert_parameters(architecture)
     trained = experts_per_rank * expert + (0 if adapted and modular else shared)
     still = (trained if adapted else 0) + (shared if adapted and modular else 0)
-    value_bytes = 2 if settings["precision"] == "bf16" else 4
+    value_bytes = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[settings["precision"]]
     activations, recomputed = (
         activation_bytes(architecture, vocab_size, at_once, value_bytes, checkpointing=checkpointing)
         for checkpointing in (False, True)

@@ -12,6 +12,7 @@ from demix.evaluate.tables import tokens_sha256, write_scores, write_tokens
 from demix.model.checkpoint import describe, expert_lineage, load_model
 from demix.model.scoring import log_probabilities
 from demix.train.loop import compute_type, set_threads
+from demix.train.parallel import own_device
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
     dtype = compute_type(scoring.precision)
     description = describe(directory)
     domain_tokens = tuple(description["domain_tokens"])
-    model = load_model(directory, None if domain_tokens else experts)
+    model = load_model(directory, None if domain_tokens else experts).to(own_device())
     if domain_tokens and domain_tokens != experts:
         raise DemixError(directory, f"has the domain tokens {', '.join(domain_tokens)}", "score all of them, in order")
     length = model.architecture.context

@@ -6,6 +6,8 @@ is there when its description is, which is written last and removed first.
 
 import dataclasses
 import hashlib
+import os
+import re
 from pathlib import Path
 
 import torch
@@ -160,7 +162,13 @@ def check_sha256(path: Path, sha256: str) -> None:
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Write contiguous copies of `tensors` to `path` (not atomic: for use below a temporary name)."""
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:
+        # A full disk, which its own words end with as "(os error 28)".
+        if found := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from None
+        raise
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -8,9 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
+from tempfile import TemporaryDirectory
 
 from demix.errors import DemixError
 
@@ -26,8 +27,22 @@ def launched(ranks: int, logs: Path) -> bool:
     """
     if ranks == 1 or "WORLD_SIZE" in os.environ:
         return False
+    from torch import cuda
+
+    if cuda.is_available() and ranks > cuda.device_count():
+        raise DemixError(
+            "ranks", f"is {ranks} for {cuda.device_count()} GPUs", f"use at most {cuda.device_count()} here"
+        )
     launch(sys.argv[1:], ranks, logs)
     return True
+
+
+def world_size(ranks: int) -> int:
+    """How many processes train together: `ranks`, or as torchrun or a batch system says; DemixError if they differ."""
+    size = int(os.environ.get("WORLD_SIZE", ranks))
+    if ranks not in (1, size):
+        raise DemixError("ranks", f"is {ranks}, but WORLD_SIZE is {size}", "leave --ranks out, or unset WORLD_SIZE")
+    return size
 
 
 def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
@@ -41,34 +56,36 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
     from torch.distributed import TCPStore
 
     logs.mkdir(parents=True, exist_ok=True)
-    for old in [*logs.glob("rank-*.log"), *logs.glob("rank-*.failed")]:
-        old.unlink()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     alive, ours = os.pipe()
     processes: list[subprocess.Popen] = []
     ended: Queue[int] = Queue()
     try:
-        with _passing_on(processes):
+        # What ranks note when they fail is of this start alone; their logs go on where others ended.
+        with TemporaryDirectory(dir=logs, prefix=".failed.") as notes, _passing_on(processes):
             for rank in range(ranks):
                 environment = {
-                    "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "DEMIX_LAUNCHED": logs,
+                    "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "DEMIX_LAUNCHED": notes,
                     # The store above is everybody's meeting point: no port to guess.
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True",
                 }  # fmt: skip
-                with open(logs / f"rank-{rank}.log", "wb") as log:
+                with open(logs / f"rank-{rank}.log", "ab") as log:
                     process = subprocess.Popen(
                         [sys.executable, "-m", "demix.cli", *command],
                         env=os.environ | {key: str(value) for key, value in environment.items()},
                         stdin=alive,
                         stderr=log if rank else None,
+                        # Ctrl-C reaches this process alone, which passes it on once.
+                        process_group=0,
                     )
                 processes.append(process)
                 threading.Thread(target=_wait, args=(rank, process, ended), daemon=True).start()
-            _watch(processes, ended, logs)
+            _watch(processes, ended, Path(notes), logs)
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
+            process.wait()
         os.close(ours)
         os.close(alive)
 
@@ -78,7 +95,7 @@ def _wait(rank: int, process: subprocess.Popen, ended: "Queue[int]") -> None:
     ended.put(rank)
 
 
-def _watch(processes: list[subprocess.Popen], ended: "Queue[int]", logs: Path) -> None:
+def _watch(processes: list[subprocess.Popen], ended: "Queue[int]", notes: Path, logs: Path) -> None:
     left = set(range(len(processes)))
     while left:
         rank = ended.get()
@@ -94,21 +111,25 @@ def _watch(processes: list[subprocess.Popen], ended: "Queue[int]", logs: Path) -
                     break
                 left.discard(rank)
                 killed += [rank] if processes[rank].returncode < 0 else []
-            raise _failure(processes, killed, logs)
+            raise _failure(processes, killed, notes, logs)
 
 
-def _failure(processes: list[subprocess.Popen], killed: list[int], logs: Path) -> DemixError:
+def _failure(processes: list[subprocess.Popen], killed: list[int], notes: Path, logs: Path) -> DemixError:
     """What failed first: a rank that was killed, else the one that was the first to note an error."""
     cure = "mend the cause and rerun: training goes on from the last checkpoint"
+    noted = []
+    for path in notes.glob("rank-*.failed"):
+        # A rank that was ended while it wrote leaves half a note.
+        with suppress(ValueError, KeyError):
+            note = json.loads(path.read_text())
+            noted.append((note["time"], note["rank"], note["message"]))
+    # NCCL's watchdog aborts the ranks that wait for one that failed.
+    killed = [rank for rank in killed if not (noted and processes[rank].returncode == -signal.SIGABRT)]
     if killed:
         number = -processes[killed[0]].returncode
         name = signal.Signals(number).name
         subject = f"rank {killed[0]} of {len(processes)}"
         return DemixError(subject, f"was killed by {name}", f"see {_log(logs, killed[0])}; {cure}")
-    noted = []
-    for path in logs.glob("rank-*.failed"):
-        note = json.loads(path.read_text())
-        noted.append((note["time"], note["rank"], note["message"]))
     if not noted:
         rank = next(rank for rank, process in enumerate(processes) if process.returncode)
         cause = f"ended with status {processes[rank].returncode}"
@@ -139,8 +160,8 @@ def _passing_on(processes: list[subprocess.Popen]) -> Iterator[None]:
 @contextmanager
 def watched() -> Iterator[None]:
     """In a process that `launch` started: leave when the launcher is gone, and note the first error for it."""
-    logs = os.environ.get("DEMIX_LAUNCHED")
-    if logs is None:
+    notes = os.environ.get("DEMIX_LAUNCHED")
+    if notes is None:
         yield
         return
 
@@ -155,5 +176,7 @@ def watched() -> Iterator[None]:
     except BaseException as error:
         rank = int(os.environ["RANK"])
         note = {"rank": rank, "time": time.time(), "message": str(error).splitlines()[0] if str(error) else repr(error)}
-        Path(logs, f"rank-{rank}.failed").write_text(json.dumps(note))
+        # On a full disk the error itself is what matters.
+        with suppress(OSError):
+            Path(notes, f"rank-{rank}.failed").write_text(json.dumps(note))
         raise

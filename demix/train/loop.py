@@ -145,7 +145,7 @@ def train(
                 checkpoints, State(step, shared, experts, metrics, dev_loss), world, optimization.keep_checkpoints
             )
 
-        started, said, sent = *[time.monotonic()] * 2, 0
+        started, said, sent, saved = *[time.monotonic()] * 2, 0, first if found else None
         for step in range(first, optimization.steps + 1):
             if (
                 stopping
@@ -162,6 +162,9 @@ def train(
                     log.info("stopping at step %d: no better dev loss in %d evaluations", step, since_best)
                     break
             if step == optimization.steps:
+                if evaluate and not stopping:
+                    dev_loss, more = evaluate(model)
+                    metrics.append({"step": step, "tokens": _tokens(metrics), "dev_loss": dev_loss} | more)
                 break
             if step > first and step % optimization.checkpoint_every == 0:
                 dev_loss = None
@@ -169,6 +172,7 @@ def train(
                     dev_loss, more = evaluate(model)
                     metrics.append({"step": step, "tokens": _tokens(metrics), "dev_loss": dev_loss} | more)
                 save(step, dev_loss)
+                saved = step
 
             begun = time.monotonic()
             for group in optimizer.param_groups:
@@ -184,8 +188,9 @@ def train(
                 cure = "lower the learning rate; the last checkpoint is kept"
                 raise DivergedError(step + 1, f"the loss of {worst} is not finite", cure, metrics)
             if signals:
-                # Nothing was updated: the state is that of the step's beginning.
-                save(step)
+                # Nothing was updated: the state is that of the step's beginning, which may be on disk already.
+                if step != saved:
+                    save(step)
                 raise StoppedError(f"step {step}", "a signal stopped training; its state is saved", "rerun to go on")
             norm = sync.clip(optimization.clip, scale)
             skipped = not math.isfinite(norm)

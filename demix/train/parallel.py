@@ -76,6 +76,15 @@ class World:
             dist.barrier()
 
 
+def own_device() -> torch.device:
+    """This process's GPU, that of its LOCAL_RANK, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
 @contextmanager
 def joined() -> Iterator[World]:
     """This process's world, of RANK and WORLD_SIZE as torchrun, `demix.train.launch` or a batch system set them.
@@ -83,10 +92,7 @@ def joined() -> Iterator[World]:
     Without them, or where there is but one, a world of one process. Ranks but the first say warnings only.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    device = own_device()
     if size == 1:
         yield World(device=device)
         return
@@ -159,8 +165,7 @@ class GradientSync:
         The norm is one for all ranks and each expert counts once in it, however many ranks hold it. Where it is not
         finite gradients are left as they are.
         """
-        # In float64: the sum of squares of a billion fp32 numbers.
-        square = sum(float(bucket.flat.norm(dtype=torch.float64)) ** 2 for bucket in self.buckets if bucket.speaks)
+        square = sum(_square(bucket.flat) for bucket in self.buckets if bucket.speaks)
         norm = self.world.sum([square])[0] ** 0.5 / scale
         if norm == norm and norm != float("inf"):
             factor = min(1.0, most / (norm + 1e-6)) / scale
@@ -189,6 +194,13 @@ class GradientSync:
         if bucket.group is not None:
             self._pending.append(dist.all_reduce(bucket.flat, group=bucket.group, async_op=True))
             self.sent += bucket.flat.numel() * bucket.flat.element_size()
+
+
+def _square(flat: Tensor) -> float:
+    """The sum of squares in float64: there may be a billion of them."""
+    # In pieces on CPU, since the whole is copied to float64 and then leaves the caches.
+    pieces = flat.split(1 << 16) if flat.device.type == "cpu" else (flat,)
+    return float(torch.stack([piece.norm(dtype=torch.float64) for piece in pieces]).square().sum())
 
 
 def _bucketed(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

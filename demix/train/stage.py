@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from demix.config import HOW
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.files import read_json
@@ -26,18 +27,6 @@ from demix.train.state import remove_states
 log = logging.getLogger(__name__)
 
 KINDS = ("demix", "dense", "dense_unbalanced", "domain_token")
-# Settings that say how a run is computed and kept, not which run it is: they may change before it is resumed.
-INCIDENTAL = {
-    "training": {
-        "checkpoint_every",
-        "keep_checkpoints",
-        "micro_sequences",
-        "compile",
-        "checkpoint_activations",
-        "dev_blocks",
-    },
-    "adaptation": {"checkpoint_every", "keep_checkpoints", "micro_sequences", "compile", "checkpoint_activations"},
-}
 
 
 @dataclass(frozen=True)
@@ -229,10 +218,10 @@ def open_shards(paths: list[Path], world: World) -> list[TokenShard]:
 def fingerprint(description: dict) -> str:
     """16 hexadecimal digits that tell runs apart: a checkpoint only ever continues the run that wrote it.
 
-    What is `INCIDENTAL` does not tell runs apart.
+    How it is computed and kept (`demix.config.HOW`) does not tell runs apart.
     """
-    for part, incidental in INCIDENTAL.items():
+    for part in ("training", "adaptation"):
         if part in description:
-            kept = {key: value for key, value in description[part].items() if key not in incidental}
+            kept = {key: value for key, value in description[part].items() if key not in HOW}
             description = description | {part: kept}
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]

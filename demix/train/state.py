@@ -52,6 +52,8 @@ def held(directory: Path, world: World) -> Iterator[None]:
             lock.seek(0)
             cause = f"another process ({lock.read().strip() or 'unknown'}) trains this run"
             raise DemixError(directory, cause, "wait until it ends, or end it, then rerun") from None
+        except OSError as error:
+            log.warning("%s: no lock here (%s); see to it that no second process trains this run", directory, error)
         lock.truncate(0)
         lock.write(f"{os.uname().nodename} {os.getpid()}\n")
         lock.flush()
@@ -86,10 +88,12 @@ def save_state(directory: Path, state: State, world: World, keep: int) -> None:
             sha256 = {file.name: sha256_file(file) for file in sorted(temporary.iterdir())}
             write_json(temporary / "manifest.json", {"step": state.step, "dev_loss": state.dev_loss, "sha256": sha256})
             fsync(temporary)
-            shutil.rmtree(path, ignore_errors=True)
+            if path.exists():
+                # One that could not be read, or it would have been resumed from.
+                path.rename(path.with_name(f".{path.name}.old.partial"))
             temporary.rename(path)
             fsync(directory)
-            _remove_old(directory, keep)
+            _remove_old(directory, path, keep)
         world.wait()
     except OSError as error:
         cure = "free space or mend its permissions, then rerun: training goes on from the checkpoint before"
@@ -147,13 +151,26 @@ def _steps(directory: Path) -> list[Path]:
 
 
 def _best(directory: Path) -> Path | None:
-    losses = {path: read_json(path / "manifest.json").get("dev_loss") for path in _steps(directory)}
-    measured = {path: loss for path, loss in losses.items() if loss is not None and math.isfinite(loss)}
+    measured = {path: loss for path in _steps(directory) if (loss := _dev_loss(path)) is not None}
     return min(measured, key=lambda path: (measured[path], path)) if measured else None
 
 
-def _remove_old(directory: Path, keep: int) -> None:
-    best = _best(directory)
-    for old in _steps(directory)[:-keep]:
+def _dev_loss(path: Path) -> float | None:
+    """The loss on dev of a checkpoint; None where it was not measured, is not finite or cannot be read."""
+    try:
+        loss = read_json(path / "manifest.json").get("dev_loss")
+        return loss if loss is not None and math.isfinite(loss) else None
+    except (DemixError, AttributeError, TypeError):
+        return None
+
+
+def _remove_old(directory: Path, newest: Path, keep: int) -> None:
+    """Remove all but `newest`, the others before it that are to be kept, and the best."""
+    best, steps = _best(directory), _steps(directory)
+    place = steps.index(newest)
+    # What lies beyond the newest was passed over when the run was resumed.
+    for old in steps[: max(0, place - keep + 1)] + steps[place + 1 :]:
         if old != best:
             shutil.rmtree(old)
+    for partial in directory.glob(".*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)

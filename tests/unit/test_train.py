@@ -31,6 +31,7 @@ from demix.model.scoring import log_probabilities
 from demix.train import loop, stage, state
 from demix.train.batches import Batch, Batches, balanced_batches, mixed_batches, proportional_batches
 from demix.train.loop import EarlyStopping, Optimization, learning_rate_at, train
+from demix.train.parallel import World
 from demix.train.stage import Training, train_model
 
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32}
@@ -227,7 +228,9 @@ def test_the_best_checkpoint_on_dev_is_kept(tokens: Path, tmp_path: Path, kind: 
     train_model(kind, training, paths, tmp_path / "model", tmp_path / "metrics.jsonl", tmp_path / "checkpoints")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     measured = {row["step"]: row["dev_loss"] for row in rows if "dev_loss" in row}
-    assert list(measured) == [3, 6, 9, 12, 15, 18, 21]
+    assert list(measured) == [3, 6, 9, 12, 15, 18, 21, 24]
+    # The last is the model itself.
+    del measured[24]
     (kept,) = tmp_path.glob("checkpoints/*/step-*")
     assert int(kept.name[5:]) == min(measured, key=measured.__getitem__)
     assert read_json(kept / "manifest.json")["dev_loss"] == min(measured.values())
@@ -290,6 +293,72 @@ def test_fp16_skips_updates_that_overflow_and_resumes_to_the_bit(
     again = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     keys = ("step", "loss", "gradient_norm", "loss_scale")
     assert [[row[key] for key in keys] for row in again] == [[row[key] for key in keys] for row in whole]
+
+
+def numbered(step: int, dev_loss: float | None = None) -> state.State:
+    return state.State(step, {"a": torch.full((2,), float(step))}, {"x": {"b": torch.zeros(1)}}, [], dev_loss)
+
+
+def test_damaged_checkpoints_are_neither_kept_nor_in_the_way(tmp_path: Path) -> None:
+    world = World()
+    for step, dev_loss in ((5, 3.0), (10, 2.0), (15, 4.0), (20, 5.0)):
+        state.save_state(tmp_path, numbered(step, dev_loss), world, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000015", "step-00000020"]
+    for step in (10, 20):
+        manifest = tmp_path / f"step-{step:08d}" / "manifest.json"
+        manifest.write_text(manifest.read_text()[:20])
+    assert state.newest_state(tmp_path, ("x",), world).step == 15
+    # Newer than what was resumed from, and damaged: not the newest of those to keep.
+    state.save_state(tmp_path, numbered(17), world, keep=1)
+    assert state.newest_state(tmp_path, ("x",), world).step == 17
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000015", "step-00000017"]
+    state.remove_states(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000015"]
+
+
+def test_a_signal_after_a_checkpoint_leaves_that_as_it_is(tokens: Path, tmp_path: Path) -> None:
+    training = dataclasses.replace(TRAIN, dev_blocks=2)
+    paths = [*shard_paths(tokens), *shard_paths(tokens, split="dev")]
+    places = tmp_path / "model", tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+
+    def dying_after(original: object, wanted: int) -> object:
+        def draw(*arguments: object) -> Batches:
+            batches = original(*arguments)
+
+            def batch(number: int) -> Batch:
+                if number == wanted:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return batches.draw(number)
+
+            return dataclasses.replace(batches, draw=batch)
+
+        return draw
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "balanced_batches", dying_after(balanced_batches, 10))
+        with pytest.raises(loop.StoppedError, match="step 10: a signal stopped training"):
+            train_model("demix", training, paths, *places)
+    (kept,) = tmp_path.glob("checkpoints/*/step-00000010")
+    assert read_json(kept / "manifest.json")["dev_loss"] is not None
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_adaptation_on_several_ranks_is_that_of_one(tokens: Path, trained: Path, tmp_path: Path, ranks: int) -> None:
+    shards = [tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev")]
+    command = [
+        sys.executable, "-m", "demix.cli", "adapt-dense", str(trained / "dense"), *map(str, shards),
+        *map(str, shard_paths(tokens, split="dev")),
+        "--settings", json.dumps(dataclasses.asdict(dataclasses.replace(ADAPT, precision="fp64"))),
+    ]  # fmt: skip
+    found = []
+    for number in (1, ranks):
+        folder = tmp_path / str(number)
+        more = ["--output", folder / "model", "--metrics", folder / "m.jsonl", "--checkpoints", folder / "checkpoints"]
+        subprocess.run([*command, *map(str, more), "--ranks", str(number)], check=True, capture_output=True)
+        rows = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
+        found.append([value for row in rows for key, value in row.items() if "loss" in key or key == "step"])
+    assert len(found[0]) > 40
+    assert found[1] == pytest.approx(found[0], rel=1e-9)
 
 
 def test_a_checkpoint_never_continues_another_run(tokens: Path, tmp_path: Path) -> None:

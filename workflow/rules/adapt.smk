@@ -1,6 +1,6 @@
 # DEMix-DAPT adds the expert of a novel domain to models/demix; Dense-DAPT makes a model of its own for each.
 ADAPTATION = as_json(
-    {key: value for key, value in config["adaptation"].items() if key != "ranks"},
+    {key: value for key, value in config["adaptation"].items() if key not in ("ranks", *HOW)},
     seed=config["seed"],
     threads=config["threads"],
 )
@@ -27,7 +27,7 @@ rule adapt:
         "../../environment.yml"
     threads: config["threads"] * config["adaptation"]["ranks"]
     resources:
-        ranks=config["adaptation"]["ranks"],
+        options=run_options(config["adaptation"]),
     params:
         settings=ADAPTATION,
         model=below_run("models/demix"),
@@ -37,7 +37,7 @@ rule adapt:
     shell:
         "demix adapt {params.model} {input.tokens} --training {params.training} --scores {params.scores}"
         " --settings {params.settings:q} --metrics {output.metrics} --checkpoints {params.checkpoints}"
-        " --ranks {resources.ranks} 2> {log}"
+        " {resources.options} 2> {log}"
 
 
 # A rule for each novel domain: its expert on every domain up to it, and the experts before it on this domain.
@@ -95,7 +95,7 @@ rule adapt_dense:
         "../../environment.yml"
     threads: config["threads"] * config["adaptation"]["ranks"]
     resources:
-        ranks=config["adaptation"]["ranks"],
+        options=run_options(config["adaptation"]),
     params:
         settings=ADAPTATION,
         model=below_run("models/dense"),
@@ -104,7 +104,7 @@ rule adapt_dense:
     shell:
         "demix adapt-dense {params.model} {input.tokens} {input.training} --settings {params.settings:q}"
         " --output {params.output} --metrics {output.metrics} --checkpoints {params.checkpoints}"
-        " --ranks {resources.ranks} 2> {log}"
+        " {resources.options} 2> {log}"
 
 
 rule score_adapted_dense:

@@ -1,7 +1,7 @@
 import json
 from glob import glob
 
-from demix.config import adaptations, complete, trained_models
+from demix.config import HOW, adaptations, complete, trained_models
 from demix.errors import DemixError
 from demix.report import REPORT_FILES
 
@@ -84,8 +84,7 @@ def training_of(model):
 
 
 def training_settings(model, **changes):
-    # How many processes train is no part of what they train: a change reruns nothing.
-    kept = {key: value for key, value in training_of(model).items() if key not in ("ranks", "replicas", "sweep")}
+    kept = {key: value for key, value in training_of(model).items() if key not in ("ranks", "replicas", "sweep", *HOW)}
     more = {key: config[key] for key in ("seed", "threads", "architecture")}
     return as_json(kept | changes, **more)
 
@@ -108,9 +107,17 @@ def ranks(model):
     return training_of(model)["ranks"]
 
 
-def replicas(model):
-    numbers = training_of(model)["replicas"]
-    return ",".join(f"{domain}={number}" for domain, number in numbers.items()) or "equal"
+def run_options(settings, removed=None):
+    """How a section of the config trains, as options: no part of what it trains, so that a change reruns nothing.
+
+    They go as a resource, since params are compared with those of the last run. The replacement of a removed domain
+    has the ranks of that one.
+    """
+    how = ",".join(f"{key}={json.dumps(settings[key])}" for key in HOW)
+    instead = {removed: config["removal"]["replacement"]}
+    numbers = [f"{instead.get(domain, domain)}={number}" for domain, number in settings.get("replicas", {}).items()]
+    replicas = f" --replicas {','.join(numbers)}" if numbers else ""
+    return f"--ranks {settings['ranks']} --how {how}{replicas}"
 
 
 def train_inputs(model, domains):

@@ -18,8 +18,7 @@ rule sweep:
         "../../environment.yml"
     threads: lambda wildcards: config["threads"] * ranks(wildcards.model)
     resources:
-        ranks=lambda wildcards: ranks(wildcards.model),
-        replicas=lambda wildcards: replicas(wildcards.model),
+        options=lambda wildcards: run_options(training_of(wildcards.model)),
     params:
         # The run's schedule in small: nothing but its length and its peak differ.
         settings=lambda wildcards: training_settings(
@@ -31,7 +30,7 @@ rule sweep:
         checkpoints=below_run("checkpoints/sweep/{model}/{rate}"),
     shell:
         "demix sweep {wildcards.model} {input} --settings {params.settings:q} --metrics {output}"
-        " --checkpoints {params.checkpoints} --ranks {resources.ranks} --replicas {resources.replicas:q} 2> {log}"
+        " --checkpoints {params.checkpoints} {resources.options} 2> {log}"
 
 
 rule choose_rate:
@@ -67,8 +66,7 @@ rule train_demix:
         "../../environment.yml"
     threads: config["threads"] * ranks("demix")
     resources:
-        ranks=ranks("demix"),
-        replicas=replicas("demix"),
+        options=run_options(training_of("demix")),
     params:
         settings=training_settings("demix"),
         rate=rate_option("demix"),
@@ -76,8 +74,7 @@ rule train_demix:
         checkpoints=below_run("checkpoints/demix"),
     shell:
         "demix train demix {input.tokens} --settings {params.settings:q}{params.rate} --output {params.model}"
-        " --metrics {output.metrics} --checkpoints {params.checkpoints} --ranks {resources.ranks}"
-        " --replicas {resources.replicas:q} 2> {log}"
+        " --metrics {output.metrics} --checkpoints {params.checkpoints} {resources.options} 2> {log}"
 
 
 rule train_dense:
@@ -98,7 +95,7 @@ rule train_dense:
         "../../environment.yml"
     threads: lambda wildcards: config["threads"] * ranks(wildcards.model)
     resources:
-        ranks=lambda wildcards: ranks(wildcards.model),
+        options=lambda wildcards: run_options(training_of(wildcards.model)),
     params:
         settings=lambda wildcards: training_settings(wildcards.model),
         rate=lambda wildcards: rate_option(wildcards.model),
@@ -106,7 +103,7 @@ rule train_dense:
         checkpoints=below_run("checkpoints/{model}"),
     shell:
         "demix train {wildcards.model} {input.tokens} --settings {params.settings:q}{params.rate} --output {params.model}"
-        " --metrics {output.metrics} --checkpoints {params.checkpoints} --ranks {resources.ranks} 2> {log}"
+        " --metrics {output.metrics} --checkpoints {params.checkpoints} {resources.options} 2> {log}"
 
 
 # A rule for each removed domain, since each has experts of other names.
@@ -129,8 +126,7 @@ for removed, kept in WITHOUT.items():
             "../../environment.yml"
         threads: config["threads"] * ranks("demix")
         resources:
-            ranks=ranks("demix"),
-            replicas=replicas("demix"),
+            options=run_options(training_of("demix"), removed),
         params:
             settings=training_settings("demix"),
             rate=rate_option("demix"),
@@ -138,5 +134,4 @@ for removed, kept in WITHOUT.items():
             checkpoints=below_run(f"checkpoints/without-{removed}"),
         shell:
             "demix train demix {input.tokens} --settings {params.settings:q}{params.rate} --output {params.model}"
-            " --metrics {output.metrics} --checkpoints {params.checkpoints} --ranks {resources.ranks}"
-            " --replicas {resources.replicas:q} 2> {log}"
+            " --metrics {output.metrics} --checkpoints {params.checkpoints} {resources.options} 2> {log}"
