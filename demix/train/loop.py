@@ -161,16 +161,14 @@ def train(
                 if since_best >= stopping.patience:
                     log.info("stopping at step %d: no better dev loss in %d evaluations", step, since_best)
                     break
-            if step == optimization.steps:
-                if evaluate and not stopping:
-                    dev_loss, more = evaluate(model)
-                    metrics.append({"step": step, "tokens": _tokens(metrics), "dev_loss": dev_loss} | more)
+            last, due = step == optimization.steps, step > first and step % optimization.checkpoint_every == 0
+            dev_loss = None
+            if evaluate and not stopping and (last or due):
+                dev_loss, more = evaluate(model)
+                metrics.append({"step": step, "tokens": _tokens(metrics), "dev_loss": dev_loss} | more)
+            if last:
                 break
-            if step > first and step % optimization.checkpoint_every == 0:
-                dev_loss = None
-                if evaluate and not stopping:
-                    dev_loss, more = evaluate(model)
-                    metrics.append({"step": step, "tokens": _tokens(metrics), "dev_loss": dev_loss} | more)
+            if due:
                 save(step, dev_loss)
                 saved = step
 
