@@ -1,4 +1,4 @@
-"""The command line: one command a stage, each as the Snakemake rules run it, and those for people."""
+"""The command line: one command a stage, each as the Snakemake rules run it; those for people are in `demix.tools`."""
 
 import json
 import logging
@@ -11,6 +11,7 @@ import typer
 
 from demix.errors import DemixError
 from demix.files import read_json, settings_from, write_json, write_text
+from demix.tools import app as tools
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -76,45 +77,6 @@ def main() -> None:
         if error.filename is None:
             raise
         sys.exit(f"demix: error: {error.filename}: {error.strerror}; mend the path or its permissions and rerun")
-
-
-@app.command()
-def config(
-    file: Annotated[Path | None, typer.Argument(help="A config file to check and print with its defaults.")] = None,
-    reference: Annotated[bool, typer.Option(help="Print the reference of all keys instead.")] = False,
-) -> None:
-    """Check a config file and print it with all defaults filled in."""
-    import yaml
-
-    from demix.config import load_config
-    from demix.config import reference as keys
-
-    if reference:
-        print(keys(), end="")
-    elif file is None:
-        raise DemixError("FILE", "is missing", "name a config file, such as config/sample.yaml")
-    else:
-        print(yaml.safe_dump(load_config(file), sort_keys=False, allow_unicode=True), end="")
-
-
-@app.command()
-def plan(
-    file: Annotated[Path, typer.Argument(help="A config file.")],
-    ranks: Annotated[
-        int | None, typer.Option(help="Processes that train a model together; by default one a training domain.")
-    ] = None,
-    hardware: Annotated[str, typer.Option(help="What each runs on: v100 (as the paper), a100, h100 or cpu.")] = "v100",
-) -> None:
-    """Print what a config asks for: words, jobs, disk; parameters, FLOPs, memory, hours. Nothing is fetched."""
-    from rich.console import Console
-
-    from demix.config import load_config
-    from demix.plan import plan_table, training_tables
-
-    settings, console = load_config(file), Console(width=None if sys.stdout.isatty() else 150)
-    tables = training_tables(settings, ranks, hardware)
-    for table in (plan_table(settings), *tables):
-        console.print(table)
 
 
 @app.command()
@@ -375,21 +337,6 @@ def report(
 
 
 @app.command()
-def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")]) -> None:
-    """Print the main table of a finished run and where to look further."""
-    from rich.console import Console
-
-    from demix.report.results import read_results
-    from demix.report.tables import main_table
-
-    run_config: dict[str, Any] = read_json(run / "config.json")
-    Console().print(main_table(read_results(run / "results.parquet"), run_config))
-    print(f"Tables, figures, claims: {run / 'report'} (start with claims.html)")
-    print(f"One page with all of it: snakemake --configfile {run / 'config.json'} --report report.html")
-    print(f"Runs and curves: mlflow ui --backend-store-uri {run_config['tracking']['uri']}")
-
-
-@app.command()
 def track(
     run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")],
     settings: Settings,
@@ -403,104 +350,7 @@ def track(
     write_json(output, {"uri": values.uri, "experiment": values.experiment, "sent": sent})
 
 
-@app.command()
-def merge(
-    model: Annotated[Path, typer.Argument(help="A model directory.")],
-    output: Annotated[Path, typer.Option(help="The directory to write.")],
-    weights: Annotated[str | None, typer.Option(help="Weights by expert: parliament=0.5,novels=0.5")] = None,
-    priors: Annotated[
-        Path | None, typer.Option(help="Take a cached prior for weights: evaluations/<domain>.priors.parquet.")
-    ] = None,
-    domain: Annotated[str | None, typer.Option(help="The domain whose prior it is.")] = None,
-    experts: Annotated[str, typer.Option(help="The experts that were mixed: training, all, minus-<domain>.")] = (
-        "training"
-    ),
-) -> None:
-    """Average experts into one dense model, with weights by hand or by posterior."""
-    from demix.model.merge import merge_experts, parse_weights, prior_weights
-
-    if weights is not None and priors is None:
-        chosen = parse_weights(weights)
-    elif weights is None and priors is not None and domain is not None:
-        chosen = prior_weights(priors, model.resolve().name, domain, experts)
-    else:
-        raise DemixError("merge", "needs weights from one place", "give --weights, or --priors FILE with --domain NAME")
-    merge_experts(model, chosen, output)
-
-
-@app.command()
-def export(
-    model: Annotated[Path, typer.Argument(help="A model directory.")],
-    expert: Annotated[str, typer.Option(help="The expert to export (dense for a dense model).")],
-    tokenizer: Annotated[Path, typer.Option(help="The run's tokenizer.json.")],
-    output: Annotated[Path, typer.Option(help="The directory to write.")],
-    format: Annotated[str, typer.Option(help="hf: a Hugging Face GPT-2 directory.")] = "hf",
-) -> None:
-    """Export one expert as a model of its own that other software loads."""
-    from demix.model.export import export_hf
-
-    if format != "hf":
-        raise DemixError(f"--format {format}", "is not known", "use hf")
-    export_hf(model, expert, tokenizer, output)
-
-
-experts = typer.Typer(no_args_is_help=True, help="The experts of a model directory: list, verify, add, remove.")
-app.add_typer(experts, name="experts")
-Model = Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")]
-
-
-@experts.command("list")
-def experts_list(model: Model) -> None:
-    """Show the experts of a model with their lineage; every file's bytes are checked."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from demix.model.checkpoint import describe
-    from demix.model.experts import read_experts
-
-    describe(model)
-    table = Table(title=f"Experts of {model}")
-    for head in ("expert", "parent", "steps", "tokens", "own parameters", "data", "bytes", "ok"):
-        table.add_column(head, justify="left" if head in ("expert", "parent", "data", "ok") else "right")
-    for expert in read_experts(model):
-        numbers = ("?" if n is None else f"{n:,}" for n in (expert.steps, expert.tokens, expert.parameters))
-        ok = "yes" if expert.fault is None else expert.fault.cause
-        table.add_row(expert.name, expert.parent or "–", *numbers, expert.data or "?", f"{expert.bytes:,}", ok)
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
-
-
-@experts.command("verify")
-def experts_verify(model: Model) -> None:
-    """Check every file of a model against what is recorded of it: a line a fault, and exit status 1 if there is one."""
-    from demix.model.experts import find_faults
-
-    faults = find_faults(model)
-    for fault in faults:
-        print(fault)
-    if faults:
-        raise typer.Exit(1)
-    print(f"{model}: every file is as recorded")
-
-
-@experts.command("add")
-def experts_add(
-    model: Model,
-    expert: Annotated[Path, typer.Argument(help="OTHER_MODEL/experts/NAME.safetensors, of the same shared weights.")],
-    name: Annotated[str | None, typer.Option(help="Its name here; by default the one it has.")] = None,
-) -> None:
-    """Copy an expert of another model with the same shared weights."""
-    from demix.model.experts import add_expert
-
-    print(f"{model}: added {add_expert(model, expert, name)}")
-
-
-@experts.command("remove")
-def experts_remove(model: Model, name: Annotated[str, typer.Argument(help="The expert to remove.")]) -> None:
-    """Delete an expert's files."""
-    from demix.model.experts import remove_expert
-
-    remove_expert(model, name)
-    print(f"{model}: removed {name}")
+app.add_typer(tools)
 
 
 def _train(
