@@ -62,6 +62,10 @@ class Adaptation:
     compile: bool = False
     checkpoint_activations: bool = False
 
+    def steps(self, length: int) -> int:
+        """The most optimizer updates, with sequences of `length` tokens."""
+        return max(1, self.tokens // (self.sequences * length))
+
 
 def choose_parent(scores: Path, domain: str, experts: Sequence[str], adaptation: Adaptation) -> dict:
     """The expert to copy for `domain`: the highest cached posterior (`history`) on its dev split.
@@ -91,12 +95,14 @@ def adapt_expert(
     training: Sequence[str],
     scores: Path,
     adaptation: Adaptation,
+    output: Path,
     metrics: Path,
     checkpoints: Path,
 ) -> None:
     """DEMix-DAPT (paper, section 5): add the expert of a novel domain to the model in `directory`.
 
-    Copies the parent's feedforwards and trains the copy alone; no other file of the model is touched.
+    Copies the parent's feedforwards and trains the copy alone; no other file of the model is touched. The expert goes
+    below `output`, `directory` itself or another that it may be moved from.
     `shards` are the domain's train and dev tokens; `training` names the model's own experts, whose scores lie
     below `scores`.
     """
@@ -125,7 +131,7 @@ def adapt_expert(
             model, directory, shards, adaptation, origin, checkpoints, evaluate, world, **only_experts
         )
         if world.rank == 0:
-            save_expert(model, chosen["parent"], directory, lineage, name=domain)
+            save_expert(model, chosen["parent"], directory, lineage, domain, output)
             write_metrics(metrics, rows)
             remove_states(state)
 
@@ -191,7 +197,7 @@ def _adapt(
     train_data, dev_data = (read_json(path.with_suffix(".json"))["sha256"] for path in shards)
     origin = origin | {"adaptation": dataclasses.asdict(adaptation)}
     state = checkpoints / fingerprint(origin | {"data": [train_data, dev_data], "shared": description["shared_sha256"]})
-    steps = max(1, adaptation.tokens // (adaptation.sequences * length))
+    steps = adaptation.steps(length)
     rate = description["training"]["learning_rate"] * adaptation.learning_rate_factor
     rows = train(
         model,

@@ -3,7 +3,7 @@
 import json
 import logging
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,6 +62,9 @@ Metrics = Annotated[Path, typer.Option(help="Where the metrics go (JSON lines)."
 Checkpoints = Annotated[Path, typer.Option(help="Folder for the state that a killed run resumes from.")]
 How = Annotated[
     str, typer.Option(help="Settings that change nothing but time and memory: compile=true,keep_checkpoints=3.")
+]
+Site = Annotated[
+    str, typer.Option("--cluster", help="The config's section cluster as JSON: where and how the ranks are started.")
 ]
 Replicas = Annotated[str, typer.Option(help="Ranks of single domains, such as legal=2,novels=3.")]
 
@@ -193,12 +196,14 @@ def train(
     ranks: Ranks = 1,
     replicas: Replicas = "equal",
     how: How = "",
+    cluster: Site = "",
     learning_rate_from: Annotated[
         Path | None, typer.Option(help="Take the peak learning rate that choose-rate wrote, not that of the settings.")
     ] = None,
 ) -> None:
     """Train one model from scratch, or resume its training."""
-    _train(kind, shards, _merged(settings, how), output, metrics, checkpoints, ranks, replicas, learning_rate_from)
+    merged = _merged(settings, how)
+    _train(kind, shards, merged, output, metrics, checkpoints, ranks, replicas, cluster, learning_rate_from)
 
 
 @app.command()
@@ -211,9 +216,10 @@ def sweep(
     ranks: Ranks = 1,
     replicas: Replicas = "equal",
     how: How = "",
+    cluster: Site = "",
 ) -> None:
     """Train a model with one learning rate of a sweep: only its metrics are kept, and that it diverged is no error."""
-    _train(kind, shards, _merged(settings, how), None, metrics, checkpoints, ranks, replicas)
+    _train(kind, shards, _merged(settings, how), None, metrics, checkpoints, ranks, replicas, cluster)
 
 
 @app.command("choose-rate")
@@ -251,12 +257,14 @@ def adapt(
     settings: Settings,
     metrics: Metrics,
     checkpoints: Checkpoints,
+    output: Annotated[Path | None, typer.Option(help="Where the expert goes; by default into the model.")] = None,
     ranks: Ranks = 1,
     how: How = "",
+    cluster: Site = "",
 ) -> None:
     """DEMix-DAPT: add an expert for a novel domain, copied from the likeliest parent."""
     from demix.adapt import Adaptation, adapt_expert
-    from demix.train.launch import launched, world_size
+    from demix.train.launch import world_size
     from demix.train.shares import shares
 
     train_shard, dev_shard, *rest = _two_or_more(shards)
@@ -264,9 +272,10 @@ def adapt(
         raise DemixError(rest[0], "is one shard too many", "give train.arrow and dev.arrow of the novel domain")
     adaptation = settings_from(Adaptation, _merged(settings, how))
     shares([train_shard.parent.name], world_size(ranks), adaptation.sequences)
-    if not launched(ranks, checkpoints / "logs"):
+    outputs = {"--output": output or model, "--metrics": metrics}
+    if not _launched_adaptation("demix", model, shards, adaptation, outputs, checkpoints, ranks, cluster):
         pair = (train_shard, dev_shard)
-        adapt_expert(model, pair, training.split(","), scores, adaptation, metrics, checkpoints)
+        adapt_expert(model, pair, training.split(","), scores, adaptation, outputs["--output"], metrics, checkpoints)
 
 
 @app.command("adapt-dense")
@@ -282,17 +291,19 @@ def adapt_dense(
     checkpoints: Checkpoints,
     ranks: Ranks = 1,
     how: How = "",
+    cluster: Site = "",
 ) -> None:
     """Dense-DAPT: go on training all parameters of a dense model on a novel domain."""
     from demix.adapt import Adaptation
     from demix.adapt import adapt_dense as run
-    from demix.train.launch import launched, world_size
+    from demix.train.launch import world_size
     from demix.train.shares import shares
 
     train_shard, dev_shard, *others = _two_or_more(shards)
     adaptation = settings_from(Adaptation, _merged(settings, how))
     shares([train_shard.parent.name], world_size(ranks), adaptation.sequences)
-    if not launched(ranks, checkpoints / "logs"):
+    outputs = {"--output": output, "--metrics": metrics}
+    if not _launched_adaptation("dense", model, shards, adaptation, outputs, checkpoints, ranks, cluster):
         run(model, (train_shard, dev_shard), others, adaptation, output, metrics, checkpoints)
 
 
@@ -362,6 +373,7 @@ def _train(
     checkpoints: Path,
     ranks: int,
     replicas: str,
+    cluster: str,
     learning_rate_from: Path | None = None,
 ) -> None:
     from demix.train.launch import launched, world_size
@@ -378,8 +390,51 @@ def _train(
     domains = [path.parent.name for path in shards if path.stem != "dev"]
     # Before any process starts.
     placement(kind, domains, training.sequences, world_size(ranks), copies)
-    if not launched(ranks, checkpoints / "logs"):
+    outputs = {"--metrics": metrics} | ({"--output": output} if output is not None else {})
+    if not launched(
+        cluster,
+        ranks,
+        training.threads,
+        checkpoints,
+        identity=(kind, _what(training), domains),
+        shards=shards,
+        outputs=outputs,
+        steps=training.steps(len(domains)),
+    ):
         train_model(kind, training, shards, output, metrics, checkpoints, copies)
+
+
+def _launched_adaptation(
+    kind: str,
+    model: Path,
+    shards: list[Path],
+    adaptation: Any,
+    outputs: dict[str, Path],
+    checkpoints: Path,
+    ranks: int,
+    cluster: str,
+) -> bool:
+    from demix.model.checkpoint import describe
+    from demix.train.launch import launched
+
+    description = describe(model)
+    return launched(
+        cluster,
+        ranks,
+        adaptation.threads,
+        checkpoints,
+        identity=(kind, _what(adaptation), description["shared_sha256"]),
+        shards=shards,
+        outputs=outputs,
+        steps=adaptation.steps(description["architecture"]["context"]),
+    )
+
+
+def _what(settings: Any) -> dict[str, Any]:
+    """Settings of a training but for those that say how it is computed."""
+    from demix.config import HOW
+
+    return {key: value for key, value in asdict(settings).items() if key not in HOW}
 
 
 def _merged(settings: str, how: str) -> dict[str, Any] | str:

@@ -158,6 +158,12 @@ def _check_across(config: dict) -> None:
         )
 
 
+def site_of(config: dict, stage: str) -> dict:
+    """The section `cluster` of a completed config with the values of one stage."""
+    cluster = dict(config["cluster"])
+    return cluster | cluster.pop("stages").get(stage, {})
+
+
 def trained_models(config: dict) -> list[str]:
     """The models that a run of a completed config trains from scratch."""
     without = [f"without-{removed}" for removed in config["removal"]["retrain_without"]]

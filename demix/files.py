@@ -1,10 +1,13 @@
 """How files are written and read between stages: whole or not at all, and checked when read."""
 
 import dataclasses
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
+import time
 import types
 import typing
 from collections.abc import Iterator
@@ -16,6 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from demix.errors import DemixError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -53,6 +58,35 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
         elif temporary.exists():
             temporary.unlink()
+
+
+@contextmanager
+def exclusive(lock: Path, doing: str, patience: float = 0.0) -> Iterator[None]:
+    """Hold the file `lock`, which no second process can; DemixError says who holds it after `patience` seconds.
+
+    `doing` is what the holder does, for the message. It ends with the process, however that ends.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    give_up = time.monotonic() + patience
+    with open(lock, "a+") as held:
+        while True:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() < give_up:
+                    time.sleep(0.5)
+                    continue
+                held.seek(0)
+                cause = f"another process ({held.read().strip() or 'unknown'}) {doing}"
+                raise DemixError(lock.parent, cause, "wait until it ends, or end it, then rerun") from None
+            except OSError as error:
+                log.warning("%s: no lock here (%s); see to it that no second process %s", lock, error, doing)
+                break
+        held.truncate(0)
+        held.write(f"{os.uname().nodename} {os.getpid()}\n")
+        held.flush()
+        yield
 
 
 def refuse_used(output: Path) -> None:

@@ -37,13 +37,16 @@ def save_shared(model: GPT, directory: Path, description: dict) -> None:
     )
 
 
-def save_expert(model: GPT, expert: str, directory: Path, lineage: dict, name: str | None = None) -> None:
+def save_expert(
+    model: GPT, expert: str, directory: Path, lineage: dict, name: str | None = None, output: Path | None = None
+) -> None:
     """Write expert `expert` of `model` as `experts/<name>.safetensors` with its `lineage` beside it.
 
-    `save_shared` comes first: an expert records which shared weights it belongs to.
+    `save_shared` comes first: an expert records which shared weights it belongs to, those in `directory`. It goes there
+    too, or below `output`.
     """
     number, name = model.experts.index(expert), name or expert
-    path = directory / "experts" / f"{name}.safetensors"
+    path = (output or directory) / "experts" / f"{name}.safetensors"
     _save({key: tensor.detach()[number].clone() for key, tensor in model.expert_tensors().items()}, path)
     belongs = {"name": name, "sha256": sha256_file(path), "shared_sha256": describe(directory)["shared_sha256"]}
     write_json(path.with_suffix(".json"), lineage | belongs)

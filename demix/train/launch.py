@@ -1,39 +1,74 @@
-"""Several processes of one machine that train a model together: started, watched, and ended as one."""
+"""Who trains: this process, several of this machine that are started, watched and ended as one, or a SLURM job."""
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
 from tempfile import TemporaryDirectory
 
 from demix.errors import DemixError
+from demix.files import read_json, settings_from
+from demix.train.slurm import Cluster, Work, identity_of, run
 
 # Seconds that ranks have to end by themselves after one has failed, and after they were told to.
 GRACE = 10.0
 
 
-def launched(ranks: int, logs: Path) -> bool:
-    """Run this process's own command as `ranks` processes; True when they have done it all.
+def launched(
+    cluster: str,
+    ranks: int,
+    threads: int,
+    checkpoints: Path,
+    *,
+    identity: Sequence[object],
+    shards: Sequence[Path],
+    outputs: Mapping[str, Path],
+    steps: int,
+) -> bool:
+    """Have this process's own command done by `ranks` processes; True when they have done it all.
 
-    False where this process is to do it: for one rank, and in a rank that was already started by `launch`, torchrun or
-    a batch system.
+    `cluster` is the config's section for the stage, as JSON; with `launch: slurm` in it a SLURM job does the work (see
+    `demix.train.slurm.Work`), else processes of this machine. False where this process is to do it: for one rank, and
+    in a rank that was already started by either, torchrun or a batch system.
     """
-    if ranks == 1 or "WORLD_SIZE" in os.environ:
+    site = settings_from(Cluster, cluster, "--cluster") if cluster else None
+    if "WORLD_SIZE" in os.environ:
         return False
+    if site is not None and site.launch == "slurm":
+        data = {str(path): read_json(path.with_suffix(".json"))["sha256"] for path in shards}
+        run(
+            Work(
+                command=tuple(sys.argv[1:]),
+                identity=identity_of(*identity, data),
+                outputs=outputs,
+                ranks=ranks,
+                threads=threads,
+                checkpoints=checkpoints,
+                steps=steps,
+            ),
+            site,
+        )
+        return True
+    if ranks == 1:
+        return False
+    if site is not None and site.launch == "inline":
+        cure = "use local, or start the ranks yourself (torchrun)"
+        raise DemixError("cluster.launch", f"is inline for {ranks} ranks", cure)
     from torch import cuda
 
     if cuda.is_available() and ranks > cuda.device_count():
         raise DemixError(
             "ranks", f"is {ranks} for {cuda.device_count()} GPUs", f"use at most {cuda.device_count()} here"
         )
-    launch(sys.argv[1:], ranks, logs)
+    launch(sys.argv[1:], ranks, checkpoints / "logs")
     return True
 
 
@@ -118,7 +153,7 @@ def _failure(processes: list[subprocess.Popen], killed: list[int], notes: Path, 
     """What failed first: a rank that was killed, else the one that was the first to note an error."""
     cure = "mend the cause and rerun: training goes on from the last checkpoint"
     noted = []
-    for path in notes.glob("rank-*.failed"):
+    for path in notes.glob("rank-*.json"):
         # A rank that was ended while it wrote leaves half a note.
         with suppress(ValueError, KeyError):
             note = json.loads(path.read_text())
@@ -171,12 +206,20 @@ def watched() -> Iterator[None]:
         os._exit(1)
 
     threading.Thread(target=leave, daemon=True).start()
+    with noting(Path(notes), int(os.environ["RANK"])):
+        yield
+
+
+@contextmanager
+def noting(folder: Path, rank: int) -> Iterator[None]:
+    """Note in `folder` by what error a rank ends, so that the one which failed first can be named."""
     try:
         yield
     except BaseException as error:
-        rank = int(os.environ["RANK"])
-        note = {"rank": rank, "time": time.time(), "message": str(error).splitlines()[0] if str(error) else repr(error)}
+        message = str(error).splitlines()[0] if str(error) else repr(error)
+        note = {"rank": rank, "node": socket.gethostname(), "time": time.time(), "message": message}
         # On a full disk the error itself is what matters.
         with suppress(OSError):
-            Path(notes, f"rank-{rank}.failed").write_text(json.dumps(note))
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"rank-{rank}.json").write_text(json.dumps(note))
         raise

@@ -139,6 +139,8 @@ def train(
             scale, unscathed = scales[-1], next(iter(np.flatnonzero(np.diff(scales[::-1]))), len(scales) - 1)
             log.info("resuming at step %d of %d", first, optimization.steps)
 
+        record = _recorder(metrics, checkpoints / "metrics.jsonl" if world.rank == 0 else None)
+
         def save(step: int, dev_loss: float | None = None) -> None:
             shared, experts = _parted(_state(trained, optimizer, best), model.experts)
             save_state(
@@ -153,7 +155,7 @@ def train(
                 and not _evaluated(metrics, step)
             ):
                 loss, more = evaluate(model)
-                metrics.append({"step": step, "tokens": _tokens(metrics), "early_stopping_loss": loss} | more)
+                record({"step": step, "tokens": _tokens(metrics), "early_stopping_loss": loss} | more)
                 since_best += 1
                 if loss < best_loss:
                     best_loss, since_best = loss, 0
@@ -165,7 +167,7 @@ def train(
             dev_loss = None
             if evaluate and not stopping and (last or due):
                 dev_loss, more = evaluate(model)
-                metrics.append({"step": step, "tokens": _tokens(metrics), "dev_loss": dev_loss} | more)
+                record({"step": step, "tokens": _tokens(metrics), "dev_loss": dev_loss} | more)
             if last:
                 break
             if due:
@@ -204,7 +206,7 @@ def train(
                 raise DivergedError(step + 1, cause, "use bf16 or fp32, or a lower learning rate", metrics)
 
             now = time.monotonic()
-            metrics.append(
+            record(
                 {
                     "step": step + 1,
                     "tokens": _tokens(metrics) + batches.tokens,
@@ -283,6 +285,20 @@ def _signals() -> Iterator[Callable[[], int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _recorder(metrics: list[dict], path: Path | None) -> Callable[[dict], None]:
+    """What appends a row to `metrics`, and to the file `path` for who watches; the file begins with the rows so far."""
+    if path is None:
+        return metrics.append
+    write_metrics(path, metrics)
+
+    def record(row: dict) -> None:
+        metrics.append(row)
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    return record
 
 
 def write_metrics(path: Path, metrics: list[dict]) -> None:

@@ -1,6 +1,5 @@
 """Training state on disk: what a killed run needs to go on as if nothing had happened, on any number of ranks."""
 
-import fcntl
 import json
 import logging
 import math
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 
 from demix.errors import DemixError
-from demix.files import fsync, read_json, sha256_file, write_json
+from demix.files import exclusive, fsync, read_json, sha256_file, write_json
 from demix.model.checkpoint import load_verified, save_tensors
 from demix.train.parallel import World
 
@@ -44,19 +43,9 @@ def held(directory: Path, world: World) -> Iterator[None]:
     if world.rank:
         yield
         return
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / "lock", "a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            cause = f"another process ({lock.read().strip() or 'unknown'}) trains this run"
-            raise DemixError(directory, cause, "wait until it ends, or end it, then rerun") from None
-        except OSError as error:
-            log.warning("%s: no lock here (%s); see to it that no second process trains this run", directory, error)
-        lock.truncate(0)
-        lock.write(f"{os.uname().nodename} {os.getpid()}\n")
-        lock.flush()
+    # After the loss of a node the controller may be quicker than the node to notice that a job has ended.
+    patience = 120.0 if "SLURM_RESTART_COUNT" in os.environ else 0.0
+    with exclusive(directory / "lock", "trains this run", patience):
         # What a process left that was killed while it wrote.
         for partial in directory.glob(".*.partial"):
             shutil.rmtree(partial, ignore_errors=True)
@@ -123,6 +112,7 @@ def remove_states(directory: Path) -> None:
     for path in _steps(directory):
         if path != best:
             shutil.rmtree(path)
+    (directory / "metrics.jsonl").unlink(missing_ok=True)
     if best is None:
         shutil.rmtree(directory, ignore_errors=True)
 

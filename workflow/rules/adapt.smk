@@ -25,9 +25,12 @@ rule adapt:
     priority: 70
     conda:
         "../../environment.yml"
-    threads: config["threads"] * config["adaptation"]["ranks"]
+    threads: cores(config["adaptation"])
+    retries: RETRIES
+    localrule: SUBMITTED
     resources:
-        options=run_options(config["adaptation"]),
+        **site("adapt"),
+        options=run_options("adapt", config["adaptation"]),
     params:
         settings=ADAPTATION,
         model=below_run("models/demix"),
@@ -64,6 +67,8 @@ for number, novel in enumerate(NOVEL):
         conda:
             "../../environment.yml"
         threads: config["threads"]
+        resources:
+            **site("score"),
         params:
             settings=SCORING,
             model=below_run("models/demix"),
@@ -93,9 +98,12 @@ rule adapt_dense:
         novel="|".join(NOVEL) or "none",
     conda:
         "../../environment.yml"
-    threads: config["threads"] * config["adaptation"]["ranks"]
+    threads: cores(config["adaptation"])
+    retries: RETRIES
+    localrule: SUBMITTED
     resources:
-        options=run_options(config["adaptation"]),
+        **site("adapt"),
+        options=run_options("adapt", config["adaptation"]),
     params:
         settings=ADAPTATION,
         model=below_run("models/dense"),
@@ -122,6 +130,8 @@ rule score_adapted_dense:
     conda:
         "../../environment.yml"
     threads: config["threads"]
+    resources:
+        **site("score"),
     params:
         settings=SCORING,
         model=below_run("models/dense-dapt-{novel}"),

@@ -1,7 +1,8 @@
 import json
+import shlex
 from glob import glob
 
-from demix.config import HOW, adaptations, complete, trained_models
+from demix.config import HOW, adaptations, complete, site_of, trained_models
 from demix.errors import DemixError
 from demix.report import REPORT_FILES
 
@@ -14,6 +15,10 @@ RUN = f"results/{config['run']}"
 TRAINING, NOVEL = list(config["domains"]["training"]), list(config["domains"]["novel"])
 DOMAINS = config["domains"]["training"] | config["domains"]["novel"]
 SPLITS = ["train", "dev", "test"]
+# Training jobs are submitted from here, where somebody waits for them; that costs no core.
+SUBMITTED = config["cluster"]["launch"] == "slurm"
+RETRIES = config["cluster"]["retries"] if SUBMITTED else 0
+shell.prefix("".join(f"{line}; " for line in config["cluster"]["setup"]))
 # The domains of each model trained without one of them: the replacement stands in its place.
 WITHOUT = {
     removed: [config["removal"]["replacement"] if domain == removed else domain for domain in TRAINING]
@@ -103,21 +108,35 @@ def rate_option(model):
     return "".join(f" --learning-rate-from {path}" for path in chosen_rate(model))
 
 
-def ranks(model):
-    return training_of(model)["ranks"]
+def cores(settings):
+    """How many cores the job of a training takes here: those of its ranks, or next to none where it only waits."""
+    return 1 if SUBMITTED else config["threads"] * settings["ranks"]
 
 
-def run_options(settings, removed=None):
+def site(stage):
+    """What a job of a stage asks of the cluster; without one it means nothing."""
+    settings = site_of(config, stage)
+    names = {"slurm_partition": "partition", "slurm_account": "account", "qos": "qos", "constraint": "constraint"}
+    asked = {resource: settings[key] for resource, key in names.items()} | {
+        "mem_mb": settings["memory_mb"],
+        "runtime": settings["minutes"],
+        "gpu": settings["gpus"] if stage == "score" else 0,
+    }
+    return {resource: value for resource, value in asked.items() if value}
+
+
+def run_options(stage, settings, removed=None):
     """How a section of the config trains, as options: no part of what it trains, so that a change reruns nothing.
 
     They go as a resource, since params are compared with those of the last run. The replacement of a removed domain
     has the ranks of that one.
     """
+    cluster = shlex.quote(json.dumps(site_of(config, stage)))
     how = ",".join(f"{key}={json.dumps(settings[key])}" for key in HOW)
     instead = {removed: config["removal"]["replacement"]}
     numbers = [f"{instead.get(domain, domain)}={number}" for domain, number in settings.get("replicas", {}).items()]
     replicas = f" --replicas {','.join(numbers)}" if numbers else ""
-    return f"--ranks {settings['ranks']} --how {how}{replicas}"
+    return f"--ranks {settings['ranks']} --how {how}{replicas} --cluster {cluster}"
 
 
 def train_inputs(model, domains):

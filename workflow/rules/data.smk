@@ -13,6 +13,9 @@ rule download:
         f"{RUN}/benchmarks/download/{{domain}}.{{part}}.tsv"
     conda:
         "../../environment.yml"
+    localrule: config["cluster"]["downloads"] == "login"
+    resources:
+        **site("download"),
     params:
         settings=lambda wildcards: given(DOMAINS[wildcards.domain]["source"]),
         part=lambda wildcards: int(wildcards.part),
@@ -33,6 +36,8 @@ rule anonymize:
         f"{RUN}/benchmarks/anonymize/{{domain}}.{{part}}.tsv"
     conda:
         "../../environment.yml"
+    resources:
+        **site("anonymize"),
     params:
         enabled=lambda wildcards: {True: "--enabled", False: "--no-enabled", "released": "--rules released"}[
             DOMAINS[wildcards.domain]["anonymize"]
@@ -53,6 +58,8 @@ rule owners:
         f"{RUN}/benchmarks/owners.tsv"
     conda:
         "../../environment.yml"
+    resources:
+        **site("corpus"),
     shell:
         "demix owners {input} --output {output} 2> {log}"
 
@@ -69,6 +76,8 @@ rule shared:
         f"{RUN}/benchmarks/shared.tsv"
     conda:
         "../../environment.yml"
+    resources:
+        **site("corpus"),
     shell:
         "demix shared {input} --output {output} 2> {log}"
 
@@ -87,6 +96,8 @@ rule split:
         f"{RUN}/benchmarks/split/{{domain}}.tsv"
     conda:
         "../../environment.yml"
+    resources:
+        **site("corpus"),
     params:
         settings=lambda wildcards: as_json(
             words=DOMAINS[wildcards.domain]["words"],
@@ -112,6 +123,8 @@ rule tokenizer:
         f"{RUN}/benchmarks/tokenizer.tsv"
     conda:
         "../../environment.yml"
+    resources:
+        **site("corpus"),
     params:
         settings=as_json(config["tokenizer"]),
     shell:
@@ -134,6 +147,8 @@ rule tokenize:
         f"{RUN}/benchmarks/tokenize/{{domain}}.tsv"
     conda:
         "../../environment.yml"
+    resources:
+        **site("corpus"),
     params:
         folder=below_run("tokens/{domain}"),
     shell:

@@ -13,6 +13,8 @@ rule evaluate:
         f"{RUN}/benchmarks/evaluate/{{domain}}.tsv"
     conda:
         "../../environment.yml"
+    resources:
+        **site("evaluate"),
     params:
         settings=as_json(
             {key: config["evaluation"][key] for key in ("decay", "dev_blocks", "weights", "top_k")},
@@ -39,6 +41,7 @@ rule results:
         f"{RUN}/benchmarks/results.tsv"
     conda:
         "../../environment.yml"
+    localrule: True
     shell:
         "(demix join {input.results} --output {output.results} && demix join {input.priors} --output {output.priors})"
         " 2> {log}"
@@ -53,8 +56,10 @@ rule run_config:
         f"{RUN}/benchmarks/run_config.tsv"
     conda:
         "../../environment.yml"
+    localrule: True
     params:
-        settings=json.dumps(config),
+        # The site is none of what a run is.
+        settings=json.dumps({key: value for key, value in config.items() if key != "cluster"}),
     shell:
         "demix run-config --settings {params.settings:q} --output {output} 2> {log}"
 
@@ -77,6 +82,7 @@ rule report:
         f"{RUN}/benchmarks/report.tsv"
     conda:
         "../../environment.yml"
+    localrule: True
     params:
         run=below_run(""),
         folder=below_run("report"),
@@ -100,6 +106,7 @@ rule track:
         f"{RUN}/benchmarks/track.tsv"
     conda:
         "../../environment.yml"
+    localrule: True
     params:
         settings=as_json(
             config["tracking"] | {"experiment": config["tracking"]["experiment"] or f"demix-{config['run']}"}

@@ -23,6 +23,8 @@ for model, columns in COLUMNS.items():
         conda:
             "../../environment.yml"
         threads: config["threads"]
+        resources:
+            **site("score"),
         params:
             settings=SCORING,
             model=below_run(f"models/{model}"),
@@ -50,6 +52,8 @@ for removed, kept in WITHOUT.items():
         conda:
             "../../environment.yml"
         threads: config["threads"]
+        resources:
+            **site("score"),
         params:
             settings=SCORING,
             model=below_run(f"models/without-{removed}"),

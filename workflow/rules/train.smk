@@ -16,9 +16,12 @@ rule sweep:
     priority: 110
     conda:
         "../../environment.yml"
-    threads: lambda wildcards: config["threads"] * ranks(wildcards.model)
+    threads: lambda wildcards: cores(training_of(wildcards.model))
+    retries: RETRIES
+    localrule: SUBMITTED
     resources:
-        options=lambda wildcards: run_options(training_of(wildcards.model)),
+        **site("train"),
+        options=lambda wildcards: run_options("train", training_of(wildcards.model)),
     params:
         # The run's schedule in small: nothing but its length and its peak differ.
         settings=lambda wildcards: training_settings(
@@ -46,6 +49,7 @@ rule choose_rate:
         f"{RUN}/benchmarks/choose_rate/{{model}}.tsv"
     conda:
         "../../environment.yml"
+    localrule: True
     shell:
         "demix choose-rate {input} --output {output} 2> {log}"
 
@@ -64,9 +68,12 @@ rule train_demix:
     priority: 100
     conda:
         "../../environment.yml"
-    threads: config["threads"] * ranks("demix")
+    threads: cores(training_of("demix"))
+    retries: RETRIES
+    localrule: SUBMITTED
     resources:
-        options=run_options(training_of("demix")),
+        **site("train"),
+        options=run_options("train", training_of("demix")),
     params:
         settings=training_settings("demix"),
         rate=rate_option("demix"),
@@ -93,9 +100,12 @@ rule train_dense:
     priority: 50
     conda:
         "../../environment.yml"
-    threads: lambda wildcards: config["threads"] * ranks(wildcards.model)
+    threads: lambda wildcards: cores(training_of(wildcards.model))
+    retries: RETRIES
+    localrule: SUBMITTED
     resources:
-        options=lambda wildcards: run_options(training_of(wildcards.model)),
+        **site("train"),
+        options=lambda wildcards: run_options("train", training_of(wildcards.model)),
     params:
         settings=lambda wildcards: training_settings(wildcards.model),
         rate=lambda wildcards: rate_option(wildcards.model),
@@ -124,9 +134,12 @@ for removed, kept in WITHOUT.items():
             f"{RUN}/benchmarks/train/without-{removed}.tsv"
         conda:
             "../../environment.yml"
-        threads: config["threads"] * ranks("demix")
+        threads: cores(training_of("demix"))
+        retries: RETRIES
+        localrule: SUBMITTED
         resources:
-            options=run_options(training_of("demix"), removed),
+            **site("train"),
+            options=run_options("train", training_of("demix"), removed),
         params:
             settings=training_settings("demix"),
             rate=rate_option("demix"),

@@ -1,0 +1,485 @@
+"""Training as a SLURM job of one or more nodes, through submitit: submitted once, found again, watched to its end.
+
+What a job does is decided by files, and where it stands by the controller (squeue, scontrol), never by the accounting,
+which may be away. A job leaves its results below its checkpoints, and who waits for it puts them in place.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from demix.errors import DemixError
+from demix.files import exclusive, read_json, replacing, write_json
+
+log = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_LOOKS = 2.0
+SECONDS_BETWEEN_LINES = 15.0
+# A controller that does not answer for so long is given up; the job itself goes on.
+MOST_SILENCE = 6 * 3600.0
+# After the first rank has ended: time for the others to say what they saw.
+SECONDS_FOR_THE_OTHERS = 30
+# While one of these the job may still come to something.
+UNDECIDED = {
+    "PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING",
+    "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the config's section `cluster` says of one stage; see config/README.md."""
+
+    launch: str
+    partition: str | None
+    account: str | None
+    qos: str | None
+    constraint: str | None
+    minutes: int
+    memory_mb: int
+    gpus: int
+    ranks_per_node: int
+    setup: tuple[str, ...]
+    grace_seconds: int
+    requeues: int
+    retries: int
+    on_interrupt: str
+    downloads: str
+
+    def nodes(self, ranks: int) -> int:
+        """How many nodes so many ranks take; DemixError if they do not fill them."""
+        nodes = -(-ranks // self.ranks_per_node)
+        if ranks % nodes:
+            cause = f"is {self.ranks_per_node}, and {ranks} ranks do not fill {nodes} nodes evenly"
+            raise DemixError("cluster.ranks_per_node", cause, "give a divisor of the ranks")
+        return nodes
+
+
+@dataclass(frozen=True)
+class Work:
+    """A training to be done by a job.
+
+    `command` are the arguments of `demix`, `identity` what tells two trainings apart. `outputs` are the options that
+    name results, by the places where they belong. `checkpoints` is the folder that all starts of the training share;
+    it must be seen by all nodes. `steps` is how many updates it has, to tell how far it is.
+    """
+
+    command: tuple[str, ...]
+    identity: str
+    outputs: Mapping[str, Path]
+    ranks: int
+    threads: int
+    checkpoints: Path
+    steps: int
+
+    @property
+    def name(self) -> str:
+        """The job's name, by which it is found again: one for each folder of checkpoints."""
+        place = hashlib.sha256(str(self.checkpoints.resolve()).encode()).hexdigest()[:12]
+        return f"demix-{self.checkpoints.name}-{place}"
+
+    @property
+    def finished(self) -> Path:
+        """Where the job leaves its results."""
+        return self.checkpoints / "finished"
+
+    @property
+    def jobs(self) -> Path:
+        """Where the files of the jobs and the logs of their ranks are."""
+        return self.checkpoints / "jobs"
+
+
+def identity_of(*parts: object) -> str:
+    """A hash that two trainings share when they are the same."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def run(work: Work, cluster: Cluster) -> None:
+    """Have `work` done by a SLURM job and put its results in place.
+
+    A job that was submitted before is waited for, one that has finished is collected, and else one is submitted: it
+    goes on from the last checkpoint. Raises DemixError that names what failed first. SIGINT and SIGTERM, and the end of
+    the process that started this one, leave the job or cancel it as `cluster.on_interrupt` says.
+    """
+    with _alone(work.checkpoints), _interruptible():
+        if not _is_finished(work):
+            job = find(work)
+            if job is None:
+                job = submit(work, cluster)
+                _say(work, f"submitted job {job}")
+            else:
+                _say(work, f"goes on in job {job}, which was submitted before")
+            try:
+                _wait(work, job)
+            except _InterruptedError as interrupted:
+                raise _interruption(job, cluster, str(interrupted)) from None
+        _collect(work)
+
+
+def submit(work: Work, cluster: Cluster) -> str:
+    """Submit the job that does `work`; returns its id."""
+    # What an earlier training of other settings may have left here.
+    shutil.rmtree(work.finished, ignore_errors=True)
+    executor = _executor(work, cluster)
+    try:
+        job = executor.submit(_Rank(work, cluster.requeues)).job_id
+    except Exception as error:
+        # submitit raises its own kinds, with sbatch's words in them.
+        last = [line for line in str(error).splitlines() if line.strip()][-1]
+        cure = "mend the section cluster of the config (sbatch --test-only says more), then rerun"
+        raise DemixError(f"job {work.name}", f"was not taken by SLURM ({last})", cure) from error
+    write_json(work.jobs / "job.json", {"job": job, "name": work.name, "identity": work.identity})
+    return job
+
+
+def sbatch_text(work: Work, cluster: Cluster) -> str:
+    """The file that `submit` would give to sbatch."""
+    return _executor(work, cluster)._make_submission_file_text("demix " + " ".join(work.command), "plan")
+
+
+def find(work: Work) -> str | None:
+    """The id of the job that does `work`, if one is pending or running.
+
+    Raises DemixError when there is one that trains something else in the same place.
+    """
+    lines = _ask(["squeue", "--noheader", "--user", str(os.getuid()), "--name", work.name, "--format", "%A %k"])
+    found = [line.split() for line in lines.splitlines() if line.strip()]
+    for job, identity in found:
+        if identity != work.identity:
+            cause = f"still trains {work.checkpoints.name} with other settings or data"
+            raise DemixError(f"job {job}", cause, f"wait for it, or `scancel {job}`, then rerun")
+    return found[0][0] if found else None
+
+
+def _executor(work: Work, cluster: Cluster) -> "submitit.SlurmExecutor":  # noqa: F821
+    import submitit
+
+    nodes = cluster.nodes(work.ranks)
+    per_node = work.ranks // nodes
+    work.jobs.mkdir(parents=True, exist_ok=True)
+    try:
+        executor = submitit.SlurmExecutor(folder=work.jobs.resolve(), max_num_timeout=cluster.requeues)
+    except RuntimeError:
+        raise DemixError(
+            "cluster.launch", "is slurm, but there is no srun here", "use local, or log in to the cluster"
+        ) from None
+    asked = {
+        "mem": f"{cluster.memory_mb * per_node}M",
+        "qos": cluster.qos,
+        "account": cluster.account,
+        "constraint": cluster.constraint,
+    }
+    executor.update_parameters(
+        job_name=work.name,
+        comment=work.identity,
+        nodes=nodes,
+        ntasks_per_node=per_node,
+        cpus_per_task=work.threads,
+        time=cluster.minutes,
+        signal_delay_s=cluster.grace_seconds,
+        setup=list(cluster.setup),
+        srun_args=[
+            f"--cpus-per-task={work.threads}",
+            # All ranks say what they saw before the rest is ended.
+            "--kill-on-bad-exit=0",
+            f"--wait={SECONDS_FOR_THE_OTHERS}",
+        ],
+        additional_parameters={"requeue": True} | {key: value for key, value in asked.items() if value},
+        **({"partition": cluster.partition} if cluster.partition else {}),
+        **({"gpus_per_node": per_node} if cluster.gpus else {}),
+    )
+    return executor
+
+
+class _Rank:
+    """What each task of the job runs: the command of `demix`, as one rank of a world.
+
+    submitit pickles it, and calls `checkpoint` for a signal that comes before training has begun.
+    """
+
+    def __init__(self, work: Work, requeues: int):
+        self.identity, self.requeues = work.identity, requeues
+        self.finished, self.jobs = work.finished.resolve(), work.jobs.resolve()
+        self.outputs = {option: str(self.finished / option.strip("-")) for option in work.outputs}
+        self.command, self.folder = work.command, os.getcwd()
+
+    def __call__(self) -> None:
+        import submitit
+
+        from demix import cli
+        from demix.train.launch import noting
+        from demix.train.loop import StoppedError
+
+        os.chdir(self.folder)
+        environment = submitit.JobEnvironment()
+        job, restarts = environment.raw_job_id, int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        rank = environment.global_rank
+        with noting(self.jobs / f"{job}.{restarts}.notes", rank):
+            if restarts > self.requeues:
+                cure = (
+                    "raise cluster.requeues or cluster.minutes, then rerun: training goes on from the last checkpoint"
+                )
+                raise DemixError(f"job {job}", f"was queued again {restarts} times", cure)
+            distributed = submitit.helpers.TorchDistributedEnvironment()
+            _resolve(distributed.master_addr)
+            distributed.export(set_cuda_visible_devices=False, overwrite=True)
+            logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr, force=True)
+            places = [word for pair in self.outputs.items() for word in pair]
+            try:
+                cli.app([*self.command, *places], standalone_mode=False)
+            except StoppedError as stopped:
+                if rank == 0:
+                    log.info("%s", stopped)
+                    _requeue(job)
+                # Well ended: a status other than 0 would end the rank that asks to be queued again.
+                return
+            if rank == 0:
+                write_json(self.finished / "done.json", {"identity": self.identity, "job": job, "restarts": restarts})
+
+    def checkpoint(self, *_: object) -> "submitit.helpers.DelayedSubmission":  # noqa: F821
+        import submitit
+
+        return submitit.helpers.DelayedSubmission(self)
+
+
+def _resolve(host: str) -> None:
+    """Without an address of the first node the ranks would wait for one another in vain."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        cause = f"does not resolve on {socket.gethostname()} ({error})"
+        raise DemixError(f"node {host}", cause, "mend /etc/hosts or DNS of the nodes") from None
+
+
+def _requeue(job: str) -> None:
+    """Queue the running job again, unless it was not warned but ended."""
+    state = _show(job).get("JobState")
+    if state == "RUNNING":
+        log.info("job %s: queueing it again", job)
+        subprocess.run(["scontrol", "requeue", job], check=True, timeout=60)
+    else:
+        log.info("job %s is %s: not queued again from here", job, state)
+
+
+def _wait(work: Work, job: str) -> None:
+    """Until the job has left the queue, showing how far it is. Raises DemixError when it left no results."""
+    parents = [(parent, parent.ppid()) for parent in psutil.Process().parents()[:1]]
+    last_line, said, shown, final = 0.0, "", None, 0
+    while True:
+        if any(not parent.is_running() or parent.ppid() != ppid for parent, ppid in parents):
+            raise _InterruptedError("the process that waited for it has ended")
+        shown = _show(job)
+        state = shown.get("JobState", "gone")
+        # One that is queued again is in such a state for a moment.
+        final = 0 if state in UNDECIDED else final + 1
+        if final > 1:
+            if not _is_finished(work):
+                raise _failure(work, job, state)
+            _say(work, f"job {job} has finished")
+            return
+        line = _line(work, job, shown)
+        now = time.monotonic()
+        if line != said and (now - last_line > SECONDS_BETWEEN_LINES or line.split("  ")[0] != said.split("  ")[0]):
+            _say(work, line)
+            said, last_line = line, now
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def _line(work: Work, job: str, shown: Mapping[str, str]) -> str:
+    """`job 12 running on n[1-2], queued again 2 times  step 40/488  loss 5.321  2100 tokens/s  3:20 left`"""
+    state, restarts = shown.get("JobState", "unknown").lower(), int(shown.get("Restarts", "0"))
+    where = f" on {shown['NodeList']}" if shown.get("NodeList", "(null)") not in ("(null)", "") else ""
+    why = f" ({shown['Reason']})" if state == "pending" and shown.get("Reason", "None") != "None" else ""
+    again = f", queued again {restarts} times" if restarts > 1 else ", queued again once" if restarts else ""
+    head = f"job {job} {state}{why}{where}{again}"
+    rows = last_rows(work.checkpoints) if state == "running" else []
+    steps = [row for row in rows if "loss" in row]
+    if not steps:
+        return head
+    row, rate = steps[-1], sum(row["tokens_per_second"] for row in steps) / len(steps)
+    tokens = row["tokens"] / row["step"]
+    minutes, seconds = divmod(round((work.steps - row["step"]) * tokens / rate), 60)
+    return (
+        f"{head}  step {row['step']}/{work.steps}  loss {row['loss']:.3f}  {rate:.0f} tokens/s"
+        f"  {minutes}:{seconds:02d} left"
+    )
+
+
+def last_rows(checkpoints: Path, most: int = 20) -> list[dict]:
+    """The last rows of the metrics file that a training writes as it goes."""
+    files = sorted(checkpoints.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+    if not files:
+        return []
+    with open(files[-1], "rb") as stream:
+        stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, stream.tell() - 4096 * most))
+        lines = stream.read().split(b"\n")
+    rows = []
+    for line in lines[1:-1][-most:]:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def _failure(work: Work, job: str, state: str) -> DemixError:
+    """What failed first: a rank that was killed, else the first that noted an error, else what SLURM says."""
+    cure = "mend the cause and rerun: training goes on from the last checkpoint"
+    logs = work.jobs
+    if state.startswith("CANCELLED"):
+        return DemixError(f"job {job}", "was cancelled", "rerun: training goes on from the last checkpoint")
+    folders = sorted(logs.glob(f"{job}.*.notes"), key=lambda path: int(path.name.split(".")[1]))
+    noted = {}
+    for path in folders[-1].glob("rank-*.json") if folders else ():
+        with suppress(ValueError, KeyError):
+            note = json.loads(path.read_text())
+            noted[note["rank"]] = note
+    killed = _killed(logs / f"{job}_0_log.err")
+    # The watchdog of NCCL aborts the ranks that wait for one that failed.
+    for rank, node, reason in killed:
+        if rank not in noted and not (noted and reason.startswith("Abort")):
+            where = f"rank {rank} of {work.ranks} on {node}"
+            return DemixError(where, f"ended first ({reason})", f"see {logs / f'{job}_{rank}_log.err'}; {cure}")
+    if noted:
+        first = min(noted.values(), key=lambda note: note["time"])
+        where = f"rank {first['rank']} of {work.ranks} on {first['node']}"
+        return DemixError(where, first["message"], f"log: {logs / '{}_{}_log.err'.format(job, first['rank'])}")
+    return DemixError(f"job {job}", f"ended as {state} without results", f"see {logs}/{job}_*_log.err; {cure}")
+
+
+def _killed(path: Path) -> list[tuple[int, str, str]]:
+    """Ranks that a signal ended, with their nodes and srun's words for it, in the order in which srun saw it.
+
+    Only of the last start of the job: they share a log.
+    """
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    found: list[tuple[int, str, str]] = []
+    for line in lines:
+        if "submitit" in line and "Starting with" in line:
+            found = []
+        match = re.match(r"srun: error: (\S+): tasks? ([\d,-]+): (.*)", line)
+        if match and "exit code" not in match[3]:
+            found += [(rank, match[1], match[3]) for rank in _numbers(match[2])]
+    return found
+
+
+def _numbers(text: str) -> Iterator[int]:
+    """1,3-5 as 1, 3, 4, 5."""
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def _is_finished(work: Work) -> bool:
+    try:
+        return read_json(work.finished / "done.json")["identity"] == work.identity
+    except DemixError:
+        return False
+
+
+def _collect(work: Work) -> None:
+    """Put what the job left in its place: a model's folder file by file, its descriptions last."""
+    for option, place in work.outputs.items():
+        source = work.finished / option.strip("-")
+        files = [source] if source.is_file() else [path for path in source.rglob("*") if path.is_file()]
+        # A JSON file says that what it describes is there.
+        for path in sorted(files, key=lambda path: (path.suffix == ".json", path.name == "model.json", path)):
+            with replacing(place / path.relative_to(source) if source.is_dir() else place) as temporary:
+                try:
+                    os.link(path, temporary)
+                except OSError:
+                    shutil.copyfile(path, temporary)
+    shutil.rmtree(work.finished)
+
+
+class _InterruptedError(Exception):
+    """A signal came, or nobody waits any more."""
+
+
+def _interruption(job: str, cluster: Cluster, cause: str) -> DemixError:
+    if cluster.on_interrupt == "cancel":
+        _ask(["scancel", job])
+        return DemixError(f"job {job}", f"was cancelled ({cause})", "rerun: training goes on from the last checkpoint")
+    return DemixError(f"job {job}", f"was left running ({cause})", f"rerun to wait for it, or `scancel {job}`")
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    def interrupt(number: int, _: object) -> None:
+        # Once: what is done about it must not be interrupted in its turn.
+        for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(other, signal.SIG_IGN)
+        raise _InterruptedError(signal.Signals(number).name)
+
+    # nohup and `&` have some of them ignored, and mean it.
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    except _InterruptedError as interrupted:
+        raise DemixError("demix", f"was interrupted ({interrupted})", "rerun to go on") from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _alone(checkpoints: Path) -> Iterator[None]:
+    """Only one process waits for a training: of one whose snakemake was killed it takes moments to notice."""
+    with exclusive(checkpoints / "waiting.lock", "waits for this training", patience=30.0):
+        yield
+
+
+def _show(job: str) -> dict[str, str]:
+    """What the controller knows of a job, by its own names; nothing when it has forgotten it."""
+    try:
+        text = _ask(["scontrol", "show", "job", "--oneliner", job])
+    except LookupError:
+        return {}
+    return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
+
+
+def _ask(command: Sequence[str]) -> str:
+    """What a command of SLURM prints, asked again while the controller is away; LookupError if there is no such job."""
+    silent_since: float | None = None
+    while True:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            if done.returncode == 0:
+                return done.stdout
+            message = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            message = "no answer in 120 s"
+        except FileNotFoundError:
+            raise DemixError(
+                command[0], "is not installed here", "log in to the cluster, or use cluster.launch local"
+            ) from None
+        if "Invalid job id" in message:
+            raise LookupError(message)
+        if silent_since is None:
+            silent_since = time.monotonic()
+            log.warning("%s: %s; asking again until it answers", command[0], message)
+        if time.monotonic() - silent_since > MOST_SILENCE:
+            raise DemixError(command[0], f"has not answered for hours ({message})", "rerun when SLURM is back")
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def _say(work: Work, line: str) -> None:
+    """To the terminal, which shows the standard output of a job of snakemake; errors go to its log."""
+    print(f"{work.checkpoints.name}: {line}", flush=True)
