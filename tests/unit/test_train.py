@@ -491,6 +491,7 @@ def test_demix_dapt_adds_a_file_and_changes_no_other(tokens: Path, trained: Path
         TRAINING,
         trained / "scores",
         ADAPT,
+        trained / "demix",
         trained / "adapted.jsonl",
         trained / "checkpoints" / "adapted",
     )

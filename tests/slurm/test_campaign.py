@@ -1,0 +1,149 @@
+"""Whatever happens to a training job, the run ends with the losses of one that nothing happened to."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from disturbed import Trained, printed, until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.campaign]
+
+PLACE = Path("/var/tmp/demix-slurm")
+Make = Callable[..., Trained]
+
+
+def assert_as_undisturbed(training: Trained, undisturbed: list[float]) -> None:
+    assert training.losses() == undisturbed
+    training.assert_one_at_a_time()
+
+
+def ranks_of(training: Trained) -> list[int]:
+    """The process numbers of the ranks of its job."""
+    found = subprocess.run(
+        ["pgrep", "-f", f"submitit.core._submit {training.checkpoints / 'jobs'}"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    pids = [int(pid) for pid in found.stdout.split()]
+    return [pid for pid in pids if b"srun" not in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]]
+
+
+def test_cancelled(training: Make, undisturbed: list[float]) -> None:
+    disturbed = training(retries=0)
+    process = disturbed.start()
+    until(lambda: disturbed.step() > 45)
+    subprocess.run(["scancel", disturbed.job()], check=True)
+    assert process.wait() != 0
+    assert "was cancelled; rerun: training goes on from the last checkpoint" in printed(disturbed.folder)
+    assert disturbed.start().wait() == 0, printed(disturbed.folder)
+    assert_as_undisturbed(disturbed, undisturbed)
+
+
+def test_preempted(training: Make, undisturbed: list[float]) -> None:
+    disturbed = training()
+    process = disturbed.start()
+    until(lambda: disturbed.step() > 45)
+    urgent = ["sbatch", "-p", "high", "-N2", "--exclusive", "--wait", "-o", "/dev/null", "--wrap", "true"]
+    subprocess.run(urgent, check=True)
+    assert process.wait() == 0, printed(disturbed.folder)
+    assert "queued again once" in printed(disturbed.folder)
+    assert_as_undisturbed(disturbed, undisturbed)
+
+
+def test_a_time_limit_of_a_minute(training: Make) -> None:
+    disturbed, plain = training(minutes=1), training()
+    for one in (disturbed, plain):
+        # Some minutes' worth.
+        one.config["training"]["tokens"] *= 6
+        one.config["training"]["checkpoint_every"] = 500
+        assert one.start().wait() == 0, printed(one.folder)
+    assert "queued again" in printed(disturbed.folder)
+    assert_as_undisturbed(disturbed, plain.losses())
+
+
+def test_a_bound_on_requeues(training: Make) -> None:
+    disturbed = training(requeues=0, retries=0)
+    process = disturbed.start()
+    until(lambda: disturbed.step() > 45)
+    subprocess.run(["scontrol", "requeue", disturbed.job()], check=True)
+    assert process.wait() != 0
+    assert "was queued again 1 times; raise cluster.requeues" in printed(disturbed.folder)
+
+
+def test_a_killed_rank(training: Make, undisturbed: list[float]) -> None:
+    disturbed = training()
+    process = disturbed.start()
+    until(lambda: disturbed.step() > 45)
+    os.kill(ranks_of(disturbed)[5], signal.SIGKILL)
+    # The same run submits it again.
+    assert process.wait() == 0, printed(disturbed.folder)
+    assert " of 8 on n" in printed(disturbed.folder)
+    assert "ended first (Killed)" in printed(disturbed.folder)
+    assert_as_undisturbed(disturbed, undisturbed)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["while it runs", "when it has finished"])
+def test_a_killed_snakemake(training: Make, undisturbed: list[float], late: bool) -> None:
+    disturbed = training()
+    process = disturbed.start()
+    until(lambda: disturbed.step() > 45)
+    process.kill()
+    process.wait()
+    if late:
+        until(lambda: (disturbed.checkpoints / "finished" / "done.json").exists())
+    unlock = disturbed.start_with("--unlock")
+    assert unlock.wait() == 0
+    assert disturbed.start().wait() == 0, printed(disturbed.folder)
+    assert_as_undisturbed(disturbed, undisturbed)
+    assert len(disturbed.runs()) == 1, "submitted twice"
+
+
+@pytest.mark.parametrize("then", ["leave", "cancel"])
+def test_interrupted(training: Make, undisturbed: list[float], then: str) -> None:
+    disturbed = training(on_interrupt=then, retries=0)
+    process = disturbed.start()
+    until(lambda: disturbed.step() > 45)
+    # As Ctrl-C: to the whole group.
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait() != 0
+    said = {"leave": "was left running (SIGINT); rerun to wait for it", "cancel": "was cancelled (SIGINT)"}[then]
+    assert said in printed(disturbed.folder)
+    assert disturbed.start().wait() == 0, printed(disturbed.folder)
+    assert_as_undisturbed(disturbed, undisturbed)
+    assert len(disturbed.runs()) == {"leave": 1, "cancel": 2}[then]
+
+
+def test_without_accounting_for_a_minute(training: Make, undisturbed: list[float]) -> None:
+    disturbed = training()
+    process = disturbed.start()
+    until(lambda: disturbed.step() > 45)
+    subprocess.run(["pkill", "-x", "slurmdbd"], check=True)
+    try:
+        begun = time.monotonic()
+        # The outage has to last, whatever the run does meanwhile.
+        until(lambda: time.monotonic() - begun > 60)
+    finally:
+        bring_up()
+    assert process.wait() == 0, printed(disturbed.folder)
+    assert_as_undisturbed(disturbed, undisturbed)
+    assert len(disturbed.runs()) == 1
+
+
+def test_a_node_that_disappears(training: Make, undisturbed: list[float]) -> None:
+    disturbed = training()
+    process = disturbed.start()
+    until(lambda: disturbed.step() > 45)
+    os.kill(int((PLACE / "run" / "slurmd.n2.pid").read_text()), signal.SIGKILL)
+    try:
+        until(lambda: "queued again" in printed(disturbed.folder), 180)
+    finally:
+        bring_up()
+    assert process.wait() == 0, printed(disturbed.folder)
+    assert_as_undisturbed(disturbed, undisturbed)
+
+
+def bring_up() -> None:
+    subprocess.run(["bash", str(Path(__file__).parent / "up.sh"), str(PLACE)], check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,93 @@
+"""The workflow on a real SLURM of two nodes: the same numbers as on one machine, and a job that is queued again."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from disturbed import EIGHT, ENVIRONMENT, SITE, Trained, config_with, printed, snakemake, until
+
+from demix.files import read_json
+
+pytestmark = pytest.mark.slurm
+
+
+def test_the_workflow_gives_the_numbers_of_one_machine(slurm: None, prepared: Path, tmp_path: Path) -> None:
+    (tmp_path / "resources").symlink_to(prepared / "resources")
+    config = config_with(training=EIGHT, cluster=SITE)
+    assert snakemake(tmp_path, config).wait() == 0, printed(tmp_path)
+    ours, theirs = (pd.read_parquet(folder / "results/tiny/results.parquet") for folder in (tmp_path, prepared))
+    keys = [name for name, kind in ours.dtypes.items() if kind.kind not in "f"]
+    pd.testing.assert_frame_equal(ours[keys], theirs[keys])
+    pd.testing.assert_series_equal(ours["perplexity"], theirs["perplexity"], rtol=1e-3)
+
+    # Two nodes, four tasks each; adaptations at the same time; scores as arrays.
+    rows = accounted(tmp_path)
+    trained = [row for row in rows if row["JobName"].startswith("demix-demix-") and "dapt" not in row["JobName"]]
+    assert [(row["NNodes"], row["NTasks"]) for row in trained if row["NTasks"]] == []
+    assert {row["NNodes"] for row in trained} == {"2"}
+    adapted = [row for row in rows if "demix-dapt" in row["JobName"]]
+    assert len(adapted) == 2
+    assert max(row["Start"] for row in adapted) < min(row["End"] for row in adapted), "one after the other"
+    assert len({row["JobID"].split("_")[0] for row in rows if "_" in row["JobID"]}) >= 4, "no arrays"
+    assert re.search(r"^demix: job \d+ running on n\[1-2\]  step \d+/32  loss \d", printed(tmp_path), re.MULTILINE)
+
+
+def accounted(folder: Path) -> list[dict[str, str]]:
+    """The jobs of snakemake's run in `folder` and those that it started, as the accounting has them."""
+    from demix.train.slurm import Work
+
+    run = re.search(r"SLURM run ID: (\S+)", printed(folder))[1]
+    checkpoints = (folder / "results" / "tiny" / "checkpoints").iterdir()
+    names = [run, *(Work((), "", {}, 8, 1, path, 0).name for path in checkpoints)]
+    head = "JobID,JobName,Start,End,NNodes,NTasks,State"
+    command = ["sacct", "-X", "-n", "-P", "--name", ",".join(names), "-S", "now-1hours", "-o", head]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [dict(zip(head.split(","), line.split("|"), strict=True)) for line in lines]
+
+
+def test_two_nodes_give_the_losses_of_one_process(slurm: None, prepared: Path, tmp_path: Path) -> None:
+    """In float64, to 1e-9: what differs is the order of sums."""
+    config = read_json(prepared / "results/tiny/config.json")
+    kept = {key: config["training"][key] for key in ("sequences", "learning_rate", "warmup", "clip", "weight_decay")}
+    more = {"tokens": 384 * 12, "precision": "fp64", "seed": 1, "threads": 1, "checkpoint_every": 100}
+    settings = json.dumps(kept | more | {"architecture": config["architecture"]})
+    shards = [prepared / f"results/tiny/tokens/{domain}/train.arrow" for domain in config["domains"]["training"]]
+    losses = {}
+    for launch, options in (
+        ("local", []),
+        ("slurm", ["--ranks", "8", "--replicas", "parliament=3,scripture=3,licenses=2"]),
+    ):
+        place = tmp_path / launch
+        command = [
+            "demix", "train", "demix", *map(str, shards), "--settings", settings, "--output", str(place / "model"),
+            "--metrics", str(place / "metrics.jsonl"), "--checkpoints", str(place / "checkpoints"), *options,
+            "--cluster", json.dumps(completed(SITE) | {"launch": launch}),
+        ]  # fmt: skip
+        subprocess.run(command, check=True, env=ENVIRONMENT, cwd=tmp_path, capture_output=True)
+        losses[launch] = [json.loads(line)["loss"] for line in (place / "metrics.jsonl").read_text().splitlines()]
+        assert not (place / "checkpoints" / "finished").exists()
+    assert len(losses["slurm"]) == 12
+    assert losses["slurm"] == pytest.approx(losses["local"], rel=0, abs=1e-9)
+
+
+def completed(cluster: dict) -> dict:
+    from demix.config import complete, site_of
+
+    return site_of(complete(config_with(cluster=cluster)), "train")
+
+
+def test_a_job_that_is_queued_again_goes_on(training, undisturbed: list[float]) -> None:
+    disturbed: Trained = training()
+    process = disturbed.start()
+    until(lambda: disturbed.step() > 45)
+    subprocess.run(["scontrol", "requeue", disturbed.job()], check=True)
+    assert process.wait() == 0, printed(disturbed.folder)
+    assert disturbed.losses() == undisturbed
+    assert "queued again once" in printed(disturbed.folder)
+    disturbed.assert_one_at_a_time()
+    assert len(disturbed.runs()) == 2
+    shutil.rmtree(disturbed.folder)
