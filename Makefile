@@ -7,7 +7,7 @@ export DO_NOT_TRACK := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint ui
+.PHONY: demo test test-slurm lint ui
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -16,6 +16,10 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed lint
 	pytest -n auto --dist loadfile
+
+# Disturbs trainings on a real SLURM in every way: about half an hour. Needs root and the packages of .ci/run.
+test-slurm: $(VENV)/installed
+	pytest -v tests/slurm -m slurm
 
 lint: $(VENV)/installed
 	ruff check -q .

@@ -146,11 +146,11 @@ class TrainingPlan:
         return self.hours * self.ranks
 
 
-def plan_training(config: dict, ranks: int, hardware: Hardware) -> list[TrainingPlan]:
+def plan_training(config: dict, ranks: int | None, hardware: Hardware) -> list[TrainingPlan]:
     """The plans of every model, sweep of learning rates and adaptation of a completed config, on `ranks` processes.
 
-    Raises DemixError for a number of ranks that does not fit the domains, as training does. An adaptation uses no more
-    ranks than a step has sequences.
+    Without `ranks` each on as many as the config says. Raises DemixError for a number of ranks that does not fit the
+    domains, as training does. An adaptation uses no more ranks than a step has sequences.
     """
     domains = len(config["domains"]["training"])
     models = [
@@ -162,7 +162,7 @@ def plan_training(config: dict, ranks: int, hardware: Hardware) -> list[Training
         if (settings := _settings(config, name))["sweep"]
     ]
     section = config["adaptation"]
-    usable = min(ranks, section["sequences"])
+    usable = min(ranks or section["ranks"], section["sequences"])
     return models + sweeps + [_plan_run(config, name, section, 1, usable, hardware) for name in adaptations(config)]
 
 
@@ -170,7 +170,9 @@ def _settings(config: dict, model: str) -> dict:
     return config["training"] | config["models"]["demix" if model.startswith("without-") else model]
 
 
-def _plan_sweep(config: dict, model: str, settings: dict, domains: int, ranks: int, hardware: Hardware) -> TrainingPlan:
+def _plan_sweep(
+    config: dict, model: str, settings: dict, domains: int, ranks: int | None, hardware: Hardware
+) -> TrainingPlan:
     """All jobs of a model's sweep, one after the other."""
     one = _plan_run(config, model, settings | {"tokens": settings["sweep"]["tokens"]}, domains, ranks, hardware)
     jobs = len(settings["sweep"]["learning_rates"])
@@ -179,7 +181,10 @@ def _plan_sweep(config: dict, model: str, settings: dict, domains: int, ranks: i
     )
 
 
-def _plan_run(config: dict, name: str, settings: dict, domains: int, ranks: int, hardware: Hardware) -> TrainingPlan:
+def _plan_run(
+    config: dict, name: str, settings: dict, domains: int, ranks: int | None, hardware: Hardware
+) -> TrainingPlan:
+    ranks = ranks or settings["ranks"]
     architecture = architecture_from(config["architecture"])
     vocab_size = GPT2_TYPES if config["tokenizer"]["kind"] == "gpt2" else config["tokenizer"]["vocab_size"]
     adapted, modular = "-dapt-" in name, name == "demix" or name.startswith(("without-", "demix-dapt-"))
@@ -231,13 +236,13 @@ def _plan_run(config: dict, name: str, settings: dict, domains: int, ranks: int,
 def training_tables(config: dict, ranks: int | None, hardware: str) -> tuple[Table, Table]:
     """The training of a completed config as two tables: the work, and what it takes on `ranks` of `hardware`.
 
-    `ranks` is the number of training domains by default.
+    Without `ranks`, each on as many as the config says.
     """
     if hardware not in HARDWARE:
         raise DemixError(f"--hardware {hardware}", "is not known", f"use one of {', '.join(HARDWARE)}")
     if ranks is not None and ranks < 1:
         raise DemixError("--ranks", f"is {ranks}", "give 1 or more")
-    plans = plan_training(config, ranks or len(config["domains"]["training"]), HARDWARE[hardware])
+    plans = plan_training(config, ranks, HARDWARE[hardware])
     work = Table(
         title=f"Training of {config['run']}",
         caption="FLOPs: 96·B·s·l·h²·(1 + s/6h + V/16lh) (Narayanan et al. 2021); adaptations stop early, so at most",

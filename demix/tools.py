@@ -35,20 +35,26 @@ def config(
 def plan(
     file: Annotated[Path, typer.Argument(help="A config file.")],
     ranks: Annotated[
-        int | None, typer.Option(help="Processes that train a model together; by default one a training domain.")
+        int | None, typer.Option(help="Processes that train a model together; by default as the config says.")
     ] = None,
     hardware: Annotated[str, typer.Option(help="What each runs on: v100 (as the paper), a100, h100 or cpu.")] = "v100",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write the files that sbatch would get, to results/<run>/sbatch/.")
+    ] = False,
 ) -> None:
-    """Print what a config asks for: words, jobs, disk; parameters, FLOPs, memory, hours. Nothing is fetched."""
+    """Print what a config asks for: words, disk; parameters, FLOPs, memory, hours; jobs, nodes. Nothing is fetched."""
     from rich.console import Console
 
     from demix.config import load_config
+    from demix.jobs import jobs_table, write_sbatch_files
     from demix.plan import plan_table, training_tables
 
     settings, console = load_config(file), Console(width=None if sys.stdout.isatty() else 150)
     tables = training_tables(settings, ranks, hardware)
-    for table in (plan_table(settings), *tables):
+    for table in (plan_table(settings), *tables, jobs_table(settings, hardware)):
         console.print(table)
+    for path in write_sbatch_files(settings, hardware) if dry_run else ():
+        print(path)
 
 
 @app.command()

@@ -6,6 +6,7 @@ and sending changed files replaces just the runs they changed.
 
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+import psutil
 
 from demix.config import adaptations, trained_models
 from demix.errors import DemixError
@@ -24,9 +26,16 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
 
+log = logging.getLogger(__name__)
+
 METRICS_PER_BATCH, PARAMS_PER_BATCH = 1000, 100
 PARAM_KEY_LENGTH, PARAM_VALUE_LENGTH = 250, 6000
 SQLITE = "sqlite:///"
+# Where locks of files are unreliable or slow.
+NETWORK_FILE_SYSTEMS = {
+    "nfs", "nfs4", "lustre", "gpfs", "beegfs", "beegfs_nodev", "cifs", "smb3", "smbfs", "afs", "ceph", "fuse.ceph",
+    "glusterfs", "fuse.glusterfs", "fuse.sshfs", "panfs", "orangefs", "wekafs", "9p",
+}  # fmt: skip
 RUN, KEY, HASH = "demix.run", "demix.key", "demix.sha256"
 
 
@@ -85,7 +94,13 @@ def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     if uri.startswith(SQLITE):
-        _sqlite_folder(uri).mkdir(parents=True, exist_ok=True)
+        folder = _sqlite_folder(uri)
+        folder.mkdir(parents=True, exist_ok=True)
+        if (kind := file_system(folder)) in NETWORK_FILE_SYSTEMS:
+            log.warning(
+                "%s: SQLite on a network file system (%s) may be damaged by a second writer; put tracking.uri on a"
+                " local disk, or name a server", folder, kind,
+            )  # fmt: skip
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
     from sqlalchemy.exc import SQLAlchemyError
@@ -96,6 +111,12 @@ def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
     except errors as error:
         cause = str(error).strip().split("\n")[0]
         raise DemixError(uri, f"cannot be opened ({cause})", "check tracking.uri in the config") from error
+
+
+def file_system(folder: Path) -> str:
+    """The type of the file system that `folder` lies on, as the mount table has it."""
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    return next(mounts[place] for place in (folder.resolve(), *folder.resolve().parents) if place in mounts)
 
 
 def _sqlite_folder(uri: str) -> Path:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -312,11 +313,8 @@ def _line(work: Work, job: str, shown: Mapping[str, str]) -> str:
         return head
     row, rate = steps[-1], sum(row["tokens_per_second"] for row in steps) / len(steps)
     tokens = row["tokens"] / row["step"]
-    minutes, seconds = divmod(round((work.steps - row["step"]) * tokens / rate), 60)
-    return (
-        f"{head}  step {row['step']}/{work.steps}  loss {row['loss']:.3f}  {rate:.0f} tokens/s"
-        f"  {minutes}:{seconds:02d} left"
-    )
+    left = timedelta(seconds=round((work.steps - row["step"]) * tokens / rate))
+    return f"{head}  step {row['step']}/{work.steps}  loss {row['loss']:.3f}  {rate:.0f} tokens/s  {left} left"
 
 
 def last_rows(checkpoints: Path, most: int = 20) -> list[dict]:

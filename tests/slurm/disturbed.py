@@ -96,7 +96,7 @@ class Trained:
 
         name = Work((), "", {}, 8, 1, self.checkpoints, 0).name
         command = ["sacct", "-X", "-D", "-n", "-P", "--name", name, "-S", "now-3hours", "-o", "Start,End,State"]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
         return sorted(tuple(line.split("|")[:3]) for line in lines if not line.startswith(("Unknown", "None")))
 
     def assert_one_at_a_time(self) -> None:

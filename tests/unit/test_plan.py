@@ -1,6 +1,7 @@
 """`demix plan`, and the configs of the paper's four sizes."""
 
 import copy
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 from demix.config import MODELS, adaptations, load_config, trained_models
 from demix.errors import DemixError
 from demix.flops import HARDWARE
+from demix.jobs import jobs_table
 from demix.plan import plan_domain, plan_table, plan_training, training_tables
 
 REPOSITORY = Path(__file__).parents[2]
@@ -159,12 +161,13 @@ def test_the_command_prints_the_papers_numbers():
         if line.startswith("│"):
             name, *cells = (cell.strip() for cell in line.strip("│").split("│"))
             rows.setdefault(name, []).append(cells)
-    work, takes = rows["demix"]
+    work, takes, job = rows["demix"]
+    assert job[:4] == ["1", "16", "128", "128"]
     assert work == ["8", "105G", "50,000", "2,048", "508M", "806M", "7.0G", "23250.34", "1162517.08"]
     assert takes == ["128", "1", "21.0GB", "3.8GB", "953MB", "83.4GB", "45.9", "5,871.3"]
     assert rows["dense"][1][-2:] == ["49.5", "6,331.8"]
     for name in trained_models(PAPER["paper-1.3b"]) + adaptations(PAPER["paper-1.3b"]):
-        assert len(rows[name]) == 2
+        assert len(rows[name]) == 3
     assert "Table 2" in shown
 
 
@@ -186,3 +189,34 @@ def test_what_a_source_needs_is_asked_for(tmp_path):
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(changed))
         with pytest.raises(DemixError, match=message):
             load_config(tmp_path / "config.yaml")
+
+
+def test_the_files_that_sbatch_would_get(tmp_path):
+    """Whole nodes, a GPU and its memory each rank, and the site's own lines."""
+    config = yaml.safe_load((REPOSITORY / "config" / "paper-125m.yaml").read_text())
+    config["cluster"] |= {"partition": "gpu", "account": "lab", "qos": "long", "setup": ["module load cuda"]}
+    config["cluster"]["stages"]["adapt"] = {"minutes": 90, "partition": "short"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    subprocess.run(
+        [sys.executable, "-m", "demix.cli", "plan", "config.yaml", "--dry-run"],
+        cwd=tmp_path, check=True, stdout=subprocess.DEVNULL,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    written = {path.stem: path.read_text().splitlines() for path in (tmp_path / "results/paper-125m/sbatch").iterdir()}
+    assert set(written) == {*trained_models(config), *adaptations(config)}
+    asked = {line.removeprefix("#SBATCH --") for line in written["demix"] if line.startswith("#SBATCH")}
+    assert asked >= {
+        "nodes=4", "ntasks-per-node=8", "gpus-per-node=8", "mem=256000M", "time=1440", "signal=USR2@120", "requeue",
+        "partition=gpu", "account=lab", "qos=long",
+    }  # fmt: skip
+    assert "module load cuda" in written["demix"]
+    assert {"#SBATCH --nodes=1", "#SBATCH --time=90", "#SBATCH --partition=short"} <= set(written["dense-dapt-yelp"])
+
+
+def test_ranks_that_do_not_fill_their_nodes_are_refused():
+    config = copy.deepcopy(PAPER["paper-125m"])
+    config["cluster"]["ranks_per_node"] = 5
+    with pytest.raises(DemixError, match=r"cluster\.ranks_per_node: is 5, and 32 ranks do not fill 7 nodes evenly"):
+        jobs_table(config, "v100")

@@ -10,7 +10,7 @@ from synthetic_run import NOVEL, Run, build_run
 from demix.errors import DemixError
 from demix.files import write_json
 from demix.report import write_report
-from demix.tracking import flatten, track
+from demix.tracking import NETWORK_FILE_SYSTEMS, file_system, flatten, track
 
 MODELS = 4 + 1
 EVALUATIONS = 3 + 2 + 3 + 1 + 2  # dense, dense_unbalanced, domain_token; demix; minus-…; without-law; dense-dapt-…
@@ -168,3 +168,16 @@ def test_bad_input_is_one_line(uri: str, tmp_path: Path) -> None:
 def test_flatten() -> None:
     nested = {"a": {"b": [1, "x"], "c": None, "d": {}}, "e!": True, "f": ""}
     assert flatten(nested) == {"a.b": '[1, "x"]', "a.c": "null", "a.d": "{}", "e_": "true", "f": ""}
+
+
+def test_sqlite_on_a_network_file_system_is_warned_of(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No such file system can be mounted here: the type of a real one is put on the list."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    track(run.path, run.config, uri, "quiet")
+    assert "network file system" not in caplog.text
+    assert file_system(Path("/proc/self")) == "proc"
+    monkeypatch.setattr("demix.tracking.NETWORK_FILE_SYSTEMS", NETWORK_FILE_SYSTEMS | {file_system(tmp_path)})
+    track(run.path, run.config, uri, "quiet")
+    assert "SQLite on a network file system" in caplog.text
