@@ -318,6 +318,19 @@ def join(tables: Files, output: Output) -> None:
     run(tables, output)
 
 
+@app.command()
+def overlap(
+    shards: Annotated[
+        list[Path], typer.Argument(help="tokens/<domain>/train.arrow of experts, test.arrow of domains.")
+    ],
+    output: Output,
+) -> None:
+    """Count the bigrams of each domain's test split that each training domain's train split holds too."""
+    from demix.data.overlap import overlap as run
+
+    run(shards, output)
+
+
 @app.command("run-config")
 def run_config(settings: Settings, output: Output) -> None:
     """Write the run's completed config, so that its folder explains itself."""
