@@ -1,5 +1,6 @@
 """The commands for people, beside those of the stages."""
 
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,6 +65,36 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     print(f"Tables, figures, claims: {run / 'report'} (start with claims.html)")
     print(f"One page with all of it: snakemake --configfile {run / 'config.json'} --report report.html")
     print(f"Runs and curves: mlflow ui --backend-store-uri {run_config['tracking']['uri']}")
+
+
+@app.command("eval")
+def evaluate_own(
+    model: Annotated[Path, typer.Option(help="A model directory, results/<run>/models/<model>.")],
+    text: Annotated[Path, typer.Option(help="A file of text, or of documents in a format that domains have.")],
+    dev: Annotated[
+        Path | None, typer.Option(help="More text of the same kind, from which the cached prior is taken.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="The run's tokenizer.json, where it is not found by itself.")
+    ] = (None),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Print the perplexity of a text of your own: each expert, each way to mix them, and which domain it resembles."""
+    import dataclasses
+    import json
+
+    from rich.console import Console
+
+    from demix.evaluate.own import evaluate_text, run_tokenizer, tables
+
+    # What the stages say of a domain they take in.
+    logging.getLogger("demix").setLevel(logging.WARNING)
+    found = evaluate_text(model, text, tokenizer or run_tokenizer(model), dev)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False))
+    else:
+        for table in tables(found):
+            Console(width=None if sys.stdout.isatty() else 150).print(table)
 
 
 @app.command()
