@@ -140,28 +140,29 @@ def _scored(
 
 
 def tables(found: OwnText) -> list["rich.table.Table"]:
-    """The mixtures and the experts of a text for the terminal, the lowest perplexity of each in bold."""
-    import rich.table
+    """The mixtures, and the experts from the best on, for the terminal; the lowest perplexity of each in bold."""
+    from rich.table import Column, Table
 
-    mixtures = rich.table.Table(
-        title=f"{found.tokens:,} tokens, {found.bytes:,} bytes, {found.documents:,} documents, {found.blocks:,} blocks",
-        title_justify="left",
-    )
-    experts = rich.table.Table(
-        title="Each alone, and its part in the mixture with an updating prior",
-        title_justify="left",
-        caption="weight: its mean over all tokens; posterior: after the last block",
-        caption_justify="left",
-    )
-    result = []
-    for table, head, lines in ((mixtures, "method", found.mixtures), (experts, "expert", found.experts)):
-        table.add_column(head)
-        for column in ("perplexity", "bits per byte", *(["weight", "posterior"] if table is experts else [])):
-            table.add_column(column, justify="right")
-        least = min((line.perplexity for line in lines), default=None)
-        for line in lines:
-            shares = [f"{line.weight:.3f}", f"{line.posterior:.3f}"] if isinstance(line, ExpertLine) else []
-            style = "bold" if line.perplexity == least and len(lines) > 1 else None
-            table.add_row(line.name, f"{line.perplexity:.2f}", f"{line.bits_per_byte:.3f}", *shares, style=style)
-        result += [table] if lines else []
-    return result
+    def numbers(*heads: str) -> list[Column]:
+        # A table keeps its cells in its columns.
+        return [Column(head, justify="right") for head in ("perplexity", "bits per byte", *heads)]
+
+    size = f"{found.tokens:,} tokens, {found.bytes:,} bytes, {found.documents:,} documents, {found.blocks:,} blocks"
+    mixtures = Table("method", *numbers(), title=size, title_justify="left")
+    least = min((line.perplexity for line in found.mixtures), default=None)
+    for line in found.mixtures:
+        mixtures.add_row(*_cells(line), style="bold" if line.perplexity == least else None)
+    several = len(found.experts) > 1
+    shown = numbers("weight", "posterior") if several else numbers()
+    experts = Table("expert", *shown, title=None if several else size, title_justify="left")
+    for line in sorted(found.experts, key=lambda line: line.perplexity):
+        shares = [f"{line.weight:.3f}", f"{line.posterior:.3f}"] if several else []
+        experts.add_row(*_cells(line), *shares, style="bold" if several and not experts.rows else None)
+    if several:
+        experts.caption = "weight: mean over all tokens, updating prior; posterior: after the last block"
+        experts.caption_justify = "left"
+    return [mixtures, experts] if several else [experts]
+
+
+def _cells(line: Line) -> tuple[str, str, str]:
+    return line.name, f"{line.perplexity:.2f}", f"{line.bits_per_byte:.3f}"
