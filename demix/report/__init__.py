@@ -28,11 +28,12 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     """
     from demix.report.claims import write_claims
     from demix.report.figures import write_figures
-    from demix.report.results import novel_domains, read_parents, read_priors, read_results
+    from demix.report.results import novel_domains, read_overlap, read_parents, read_priors, read_results
     from demix.report.tables import write_tables
 
     results, priors = read_results(run / "results.parquet"), read_priors(run / "priors.parquet")
     parents = read_parents(run / "models" / "demix" / "experts", novel_domains(config))
     write_tables(results, parents, config, output / "tables")
-    write_figures(results, priors, run / "metrics", config, output / "figures")
+    overlap = read_overlap(run / "corpus" / "overlap.parquet")
+    write_figures(results, priors, overlap, run / "metrics", config, output / "figures")
     write_claims(results, parents, config, output)

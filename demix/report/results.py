@@ -15,6 +15,7 @@ RESULT_COLUMNS = (
     *("model", "experts", "n_experts", "method", "weights", "top_k", "domain", "kind", "split", "expert"),
     *("oracle", "documents", "tokens", "nll", "perplexity", "tokens_sha256"),
 )
+OVERLAP_COLUMNS = ("domain", "expert", "overlap", "train_tokens", "test_bigrams")
 PRIOR_COLUMNS = ("model", "experts", "weights", "domain", "kind", "expert", "prior")
 
 
@@ -77,6 +78,11 @@ def read_results(path: str | Path) -> pd.DataFrame:
 def read_priors(path: str | Path) -> pd.DataFrame:
     """The rows of `priors.parquet`. Raises DemixError if a column is missing."""
     return _read(path, PRIOR_COLUMNS)
+
+
+def read_overlap(path: str | Path) -> pd.DataFrame:
+    """The rows of `corpus/overlap.parquet`. Raises DemixError if a column is missing."""
+    return _read(path, OVERLAP_COLUMNS)
 
 
 def _read(path: str | Path, columns: tuple[str, ...]) -> pd.DataFrame:

@@ -66,6 +66,7 @@ rule report:
     input:
         f"{RUN}/results.parquet",
         f"{RUN}/priors.parquet",
+        f"{RUN}/corpus/overlap.parquet",
         METRICS,
         [f"{RUN}/models/demix/experts/{novel}.json" for novel in NOVEL],
         config=f"{RUN}/config.json",
