@@ -31,8 +31,13 @@ class Evaluation:
     dev_blocks: int
     weights: tuple[str | int, ...]
     top_k: tuple[int, ...]
+    seed: int
 
 
+# results.parquet. `variant` is empty in the rows of the tables; others say what varies in theirs: decay and dev_blocks
+# (a whole grid, the config's own value too), dev_choice (an expert chosen on dev, not by the test's oracle) and
+# released_scorer (the paper's published code, by `scorer` too: paper or released). `chosen_on` is the split on which
+# `naive` chose an expert for a novel domain. Bounds are of the 95% interval over documents, null below 20 of them.
 COLUMNS = {
     "model": pa.string(),
     "experts": pa.string(),
@@ -52,7 +57,55 @@ COLUMNS = {
     "nll": pa.float64(),
     "perplexity": pa.float64(),
     "tokens_sha256": pa.string(),
+    "variant": pa.string(),
+    "scorer": pa.string(),
+    "chosen_on": pa.string(),
+    "perplexity_low": pa.float64(),
+    "perplexity_high": pa.float64(),
+    "bytes": pa.int64(),
+    "bits_per_byte": pa.float64(),
+    "seed": pa.int32(),
 }
+# differences.parquet: each system less the one it is held `against` (dense or demix_cached), over the same documents;
+# negative is better than that one.
+DIFFERENCES = {
+    "model": pa.string(),
+    "experts": pa.string(),
+    "method": pa.string(),
+    "weights": pa.string(),
+    "against": pa.string(),
+    "domain": pa.string(),
+    "kind": pa.string(),
+    "documents": pa.int32(),
+    "tokens": pa.int64(),
+    "nats_per_token": pa.float64(),
+    "nats_per_token_low": pa.float64(),
+    "nats_per_token_high": pa.float64(),
+    "perplexity": pa.float64(),
+    "perplexity_low": pa.float64(),
+    "perplexity_high": pa.float64(),
+    "tokens_sha256": pa.string(),
+    "seed": pa.int32(),
+}
+# posteriors.parquet: over demix's training experts after each block, with the updating prior (Figures 7 and 8).
+POSTERIORS = {
+    "model": pa.string(),
+    "experts": pa.string(),
+    "weights": pa.string(),
+    "decay": pa.float64(),
+    "domain": pa.string(),
+    "kind": pa.string(),
+    "split": pa.string(),
+    "block": pa.int32(),
+    "expert": pa.string(),
+    "posterior": pa.float64(),
+    "seed": pa.int32(),
+}
+
+
+def table_schema(columns: dict[str, pa.DataType]) -> pa.Schema:
+    """The schema of one of the tables above; the training seed is never null."""
+    return pa.schema([pa.field(name, kind, nullable=name != "seed") for name, kind in columns.items()])
 
 
 def evaluate_domain(scores: Path, domain: str, evaluation: Evaluation, output: Path, priors: Path) -> None:
@@ -71,6 +124,7 @@ def evaluate_domain(scores: Path, domain: str, evaluation: Evaluation, output: P
                 "domain": domain, "kind": kind, "split": "test", "expert": "", "oracle": False,
                 "documents": table.documents, "tokens": table.tokens, "nll": nll,
                 "perplexity": float(np.exp(nll / table.tokens)), "tokens_sha256": table.sha256,
+                "variant": "", "scorer": "paper", "chosen_on": "", "seed": evaluation.seed,
             } | more
         )  # fmt: skip
 
@@ -100,7 +154,7 @@ def evaluate_domain(scores: Path, domain: str, evaluation: Evaluation, output: P
         nlls = dict(zip(test.experts, (-test.scores.sum(axis=(0, 1))).tolist(), strict=True))
         own = domain in test.experts
         naive = domain if own else min(nlls, key=nlls.__getitem__)
-        add(model, label, test, nlls[naive], "naive", expert=naive, oracle=not own)
+        add(model, label, test, nlls[naive], "naive", expert=naive, oracle=not own, chosen_on="" if own else "test")
         if each:
             for expert, nll in nlls.items():
                 add(model, label, test, nll, "expert", expert=expert)
@@ -137,8 +191,7 @@ def evaluate_domain(scores: Path, domain: str, evaluation: Evaluation, output: P
     compared = {row["tokens_sha256"] for row in rows}
     if len(compared) > 1:
         raise DemixError(f"domain {domain}", "was scored on different tokens by different models", "score it again")
-    schema = pa.schema(COLUMNS)
-    write_parquet(pa.Table.from_pylist(rows, schema=schema), output)
+    write_parquet(pa.Table.from_pylist(rows, schema=table_schema(COLUMNS)), output)
     write_parquet(pa.Table.from_pylist(prior_rows), priors)
     log.info("%s: %d rows", domain, len(rows))
 

@@ -13,7 +13,7 @@ from demix.files import read_json, read_parquet
 
 RESULT_COLUMNS = (
     *("model", "experts", "n_experts", "method", "weights", "top_k", "domain", "kind", "split", "expert"),
-    *("oracle", "documents", "tokens", "nll", "perplexity", "tokens_sha256"),
+    *("oracle", "documents", "tokens", "nll", "perplexity", "tokens_sha256", "variant"),
 )
 OVERLAP_COLUMNS = ("domain", "expert", "overlap", "train_tokens", "test_bigrams")
 PRIOR_COLUMNS = ("model", "experts", "weights", "domain", "kind", "expert", "prior")
@@ -129,6 +129,7 @@ def perplexities(results: pd.DataFrame, system: System, domains: Iterable[str]) 
     """
     rows = results[
         (results["split"] == "test")
+        & (results["variant"] == "")
         & results["top_k"].isna()
         & (results["model"] == system.model)
         & (results["experts"] == system.experts)
@@ -142,6 +143,7 @@ def expert_perplexities(results: pd.DataFrame, domain: str, experts: Iterable[st
     """Test perplexity on `domain` of each single expert of the DEMix model; `label` names the expert set's rows."""
     rows = results[
         (results["split"] == "test")
+        & (results["variant"] == "")
         & results["top_k"].isna()
         & (results["model"] == "demix")
         & (results["experts"] == label)

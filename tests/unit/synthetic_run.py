@@ -107,6 +107,7 @@ def build_run(
                 "split": "test", "oracle": key.method == "naive" and key.kind == "novel" and key.experts == "training",
                 "documents": 7, "tokens": tokens, "nll": tokens * math.log(value), "perplexity": value,
                 "tokens_sha256": hashlib.sha256(key.domain.encode()).hexdigest(),
+                "variant": "", "scorer": "paper", "seed": 1,
             })  # fmt: skip
     results = pd.DataFrame(rows).astype({"top_k": "Int64"})
     priors = pd.DataFrame([

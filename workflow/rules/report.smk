@@ -19,6 +19,7 @@ rule evaluate:
             training=TRAINING,
             novel=NOVEL,
             without=WITHOUT,
+            seed=config["seed"],
         ),
         scores=below_run("scores"),
     shell:
