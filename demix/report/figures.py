@@ -1,4 +1,4 @@
-"""Figures 2, 4 and 6 of the paper and the training curves: Vega-Lite JSON with its data, SVG and PNG, made offline."""
+"""Figures 2, 4, 6, 7, 8 of the paper and the training curves: Vega-Lite JSON with its data, SVG, PNG, made offline."""
 
 import json
 import re
@@ -34,6 +34,8 @@ DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [4, 4], [10, 4], [1, 3], [6, 2, 
 PANEL_COLUMNS = 4
 # A step's loss is noisy: means over spans of steps show the trend, and keep a long run's figure small.
 CURVE_POINTS = 100
+TRACE_COLUMNS = 4
+BLOCKS_SHOWN = 100
 PNG_SCALE = 2.0
 
 
@@ -60,7 +62,10 @@ def figure2(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str, Any]
     panels = [
         _heatmaps(
             ratios,
-            {"training": (training, "Perplexity ratio, training domains"), "novel": (novel, "Perplexity ratio, novel domains")},
+            {
+                "training": (training, "Perplexity ratio, training domains"),
+                "novel": (novel, "Perplexity ratio, novel domains"),
+            },
             training,
             scale,
             legend=alt.Legend(
@@ -69,7 +74,10 @@ def figure2(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str, Any]
         )
     ]
     if pairs["overlap"].notna().any():
-        halves = {"training": (training, "Bigram overlap, training domains"), "novel": (novel, "Bigram overlap, novel domains")}
+        halves = {
+            "training": (training, "Bigram overlap, training domains"),
+            "novel": (novel, "Bigram overlap, novel domains"),
+        }
         panels += [
             _heatmaps(
                 shares,
@@ -116,7 +124,12 @@ def _scatters(pairs: pd.DataFrame) -> alt.TopLevelMixin:
             alt.Chart(alt.InlineData(values=values))
             .mark_point(size=45, filled=True, opacity=0.75, color=COLOURS[0])
             .encode(
-                x=alt.X("overlap:Q", title="bigrams shared", axis=alt.Axis(format=".0%", tickCount=6), scale=alt.Scale(zero=False)),
+                x=alt.X(
+                    "overlap:Q",
+                    title="bigrams shared",
+                    axis=alt.Axis(format=".0%", tickCount=6),
+                    scale=alt.Scale(zero=False),
+                ),
                 y=alt.Y("ratio:Q", title="perplexity ratio (log)", scale=alt.Scale(type="log", nice=False)),
                 tooltip=["domain:N", "expert:N", "overlap:Q", "ratio:Q"],
             )
@@ -152,6 +165,62 @@ def figure4(priors: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
         "Cached prior: the posterior over the training experts (columns) after reading the domain's dev split (rows). "
         "Each row sums to 1."
         + ("" if any(row["value"] is not None for row in rows) else " This run has none of these numbers."),
+    )
+
+
+def posterior_figure(posteriors: pd.DataFrame, config: dict[str, Any], kind: str) -> alt.TopLevelMixin:
+    """Figures 7 (`kind` training) and 8 (novel): the posterior over training experts after each block of a domain."""
+    experts = training_domains(config)
+    domains = experts if kind == "training" else novel_domains(config)
+    rows = posteriors[
+        (posteriors["model"] == "demix")
+        & (posteriors["experts"] == "training")
+        & (posteriors["weights"] == "history")
+        & (posteriors["seed"] == posteriors["seed"].min())
+        & (posteriors["block"] < BLOCKS_SHOWN)
+    ]
+    scale = alt.Scale(domain=[0, 1], range=CELL_RANGE, interpolate="lab")
+    legend = alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75, 1], format=".2f")
+    panels = []
+    for index, domain in enumerate(domains):
+        found = rows[(rows["domain"] == domain) & rows["expert"].isin(experts)]
+        blocks = int(found["block"].max()) + 1 if len(found) else 1
+        values = [
+            # Overlapping hides the seams between cells; what would print as 0.00 is the panel's ground.
+            {"start": row.block, "end": min(row.block + 1.05, blocks), "expert": row.expert,
+             "value": _number(row.posterior)}
+            for row in found[found["posterior"] >= 0.005].itertuples()
+        ]  # fmt: skip
+        first = index % TRACE_COLUMNS == 0
+        panels.append(
+            alt.Chart(alt.InlineData(values=values))
+            .mark_rect()
+            .encode(
+                x=alt.X(
+                    "start:Q", title="blocks read", axis=alt.Axis(tickCount=5, tickMinStep=1, grid=False),
+                    scale=alt.Scale(nice=False, domain=[0, blocks]),
+                ),
+                x2="end:Q",
+                y=alt.Y(
+                    "expert:N", sort=experts, title="expert" if first else None, scale=alt.Scale(domain=experts),
+                    axis=alt.Axis(labels=first, ticks=first),
+                ),
+                color=alt.Color("value:Q", scale=scale, legend=legend),
+            )
+            .properties(
+                width=230,
+                height=14 * len(experts),
+                title=alt.Title(domain, anchor="start", fontSize=12, fontWeight="normal"),
+                view=alt.ViewBackground(stroke="#cccccc", fill=CELL_RANGE[0]),
+            )
+        )  # fmt: skip
+    number, what = ("7", "training") if kind == "training" else ("8", "novel")
+    return _finish(
+        alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18),
+        f"Figure {number}: the posterior over experts, block by block, on the {what} domains",
+        "Each panel is one domain: the probability of each training expert (rows) after each block of the domain's "
+        f"test split (the first {BLOCKS_SHOWN} at most), with the updating prior."
+        + ("" if len(rows[rows["kind"] == kind]) else " This run has none of these numbers."),
     )
 
 
@@ -363,6 +432,7 @@ def write_figures(
     results: pd.DataFrame,
     priors: pd.DataFrame,
     overlap: pd.DataFrame,
+    posteriors: pd.DataFrame,
     metrics_dir: str | Path,
     config: dict[str, Any],
     output_dir: str | Path,
@@ -373,6 +443,8 @@ def write_figures(
         "figure2": figure2(results, overlap, config),
         "figure4": figure4(priors, config),
         "figure6": figure6(metrics_dir, config),
+        "figure7": posterior_figure(posteriors, config, "training"),
+        "figure8": posterior_figure(posteriors, config, "novel"),
         "training": training_figure(metrics_dir, config),
     }
     version = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])

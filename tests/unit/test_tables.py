@@ -55,9 +55,9 @@ def test_table4_shows_every_training_domain_and_its_mean(run: Run) -> None:
     assert frame["DEMix (cached prior)"].tolist() == pytest.approx([101.0, 111.1, 121.2, 111.1])
 
 
-def test_table5_has_eight_systems_and_the_released_weights(run: Run) -> None:
+def test_table5_has_ten_systems_and_the_released_weights(run: Run) -> None:
     table = table5(run.results, run.config)
-    assert len(table.frame) == 8 + 3
+    assert len(table.frame) == 10 + 3
     assert list(table.frame.columns) == [*NOVEL, "Mean"]
     expected = {
         "Dense": 1.4,
@@ -84,17 +84,19 @@ def test_table5_never_prints_an_oracle_bold(tmp_path: Path) -> None:
 def test_table6_compares_few_and_many_experts(run: Run) -> None:
     frame = table6(run.results, run.config).frame
     assert list(frame.index) == [*TRAINING, "Mean of 3 training", *NOVEL, "Mean of 2 novel"]
-    assert frame.loc["law"].tolist() == pytest.approx([111.1, 111.1, 0.0])
-    assert frame.loc["Mean of 2 novel"].tolist() == pytest.approx([135 * 1.01 * 1.15, 135 * 1.01, 100 * (1 / 1.15 - 1)])
+    assert frame.loc["law"].tolist() == pytest.approx([111.1, 111.1, 0.0, 50])
+    assert frame.loc["Mean of 2 novel"].tolist()[:3] == pytest.approx(
+        [135 * 1.01 * 1.15, 135 * 1.01, 100 * (1 / 1.15 - 1)]
+    )
 
 
 def test_table7_averages_only_what_can_be_compared(run: Run) -> None:
     table = table7(run.results, run.config)
     frame = table.frame
-    assert frame.loc["law"].tolist() == pytest.approx([110 * 1.01, 110 * 1.8, 110 * 1.9])
+    assert frame.loc["law"].tolist() == pytest.approx([110 * 1.01, 110 * 1.8, 110 * 1.9, 50])
     assert frame.loc["Mean of all 3"].tolist()[:2] == pytest.approx([110 * 1.01, 110 * 1.8])
     assert pd.isna(frame.loc["Mean of all 3", "−Domain"])
-    assert frame.loc["Mean of the 1 that have all three"].tolist() == pytest.approx(frame.loc["law"].tolist())
+    assert frame.loc["Mean of the 1 that have all three"].tolist()[:3] == pytest.approx(frame.loc["law"].tolist()[:3])
     assert table.text().loc["code", "−Domain"] == "–"
     assert "1 of the 3 domains" in table.notes[0]
 
@@ -112,7 +114,8 @@ def test_table13_shows_forgetting_and_adaptation(run: Run) -> None:
 
 def test_top_k_and_dev_rows_are_no_part_of_the_paper_tables(run: Run) -> None:
     extra = run.results.assign(perplexity=1.0)
-    rows = pd.concat([run.results, extra.assign(top_k=2), extra.assign(split="dev")], ignore_index=True)
+    others = [extra.assign(top_k=2), extra.assign(split="dev"), extra.assign(variant="decay")]
+    rows = pd.concat([run.results, *others], ignore_index=True)
     for table in (table3, table4, table5, table6, table7):
         pd.testing.assert_frame_equal(table(rows, run.config).frame, table(run.results, run.config).frame)
 
@@ -143,7 +146,7 @@ def test_different_tokens_are_never_compared(tmp_path: Path) -> None:
     rows = run.results.copy()
     rows.loc[(rows["model"] == "dense") & (rows["domain"] == "law"), "tokens_sha256"] = "other"
     with pytest.raises(DemixError, match=r"law\.test over 2 different token sequences"):
-        write_tables(rows, run.parents, run.config, tmp_path / "tables")
+        write_tables(rows, run.overlap, run.parents, run.config, tmp_path / "tables")
     assert not (tmp_path / "tables").exists()
 
 
@@ -164,7 +167,8 @@ def test_files_are_the_same_bytes_again_and_hold_the_numbers(run: Run, tmp_path:
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
     html = (first / "tables" / "table4.html").read_text()
     row = re.search(r'<th scope="row" data-key="1">law</th>(.*?)</tr>', html).group(1)
-    assert re.findall(r">([^<]+)</td>", row) == ["154.00", "143.00", "132.00", "110.00", "111.10"]
+    assert re.findall(r"<td[^>]*>([^<]+)", row) == ["154.00", "143.00", "132.00", "110.00", "111.10", "50"]
+    assert '154.00<span class="beneath">[138.60, 184.80]</span>' in row
     assert not re.search(r"(src|href)=|https?://", html)
     assert "**110.00**" in (first / "tables" / "table4.md").read_text()
     assert "Dense (Balanced) & 143.00" in (first / "tables" / "table3.tex").read_text()
