@@ -4,9 +4,12 @@
 rule evaluate:
     input:
         evaluated,
+        tokenizer=f"{RUN}/tokenizer.json",
     output:
         results=f"{RUN}/evaluations/{{domain}}.parquet",
         priors=f"{RUN}/evaluations/{{domain}}.priors.parquet",
+        differences=f"{RUN}/evaluations/{{domain}}.differences.parquet",
+        posteriors=f"{RUN}/evaluations/{{domain}}.posteriors.parquet",
     log:
         f"{RUN}/logs/evaluate/{{domain}}.log",
     benchmark:
@@ -15,7 +18,7 @@ rule evaluate:
         "../../environment.yml"
     params:
         settings=as_json(
-            {key: config["evaluation"][key] for key in ("decay", "dev_blocks", "weights", "top_k")},
+            {key: value for key, value in config["evaluation"].items() if key not in ("test_tokens", "precision")},
             training=TRAINING,
             novel=NOVEL,
             without=WITHOUT,
@@ -24,16 +27,21 @@ rule evaluate:
         scores=below_run("scores"),
     shell:
         "demix evaluate {wildcards.domain} --scores {params.scores} --settings {params.settings:q}"
-        " --output {output.results} --priors {output.priors} 2> {log}"
+        " --tokenizer {input.tokenizer} --output {output.results} --priors {output.priors}"
+        " --differences {output.differences} --posteriors {output.posteriors} 2> {log}"
 
 
 rule results:
     input:
         results=expand(f"{RUN}/evaluations/{{domain}}.parquet", domain=DOMAINS),
         priors=expand(f"{RUN}/evaluations/{{domain}}.priors.parquet", domain=DOMAINS),
+        differences=expand(f"{RUN}/evaluations/{{domain}}.differences.parquet", domain=DOMAINS),
+        posteriors=expand(f"{RUN}/evaluations/{{domain}}.posteriors.parquet", domain=DOMAINS),
     output:
         results=f"{RUN}/results.parquet",
         priors=f"{RUN}/priors.parquet",
+        differences=f"{RUN}/differences.parquet",
+        posteriors=f"{RUN}/posteriors.parquet",
     log:
         f"{RUN}/logs/results.log",
     benchmark:
@@ -41,8 +49,9 @@ rule results:
     conda:
         "../../environment.yml"
     shell:
-        "(demix join {input.results} --output {output.results} && demix join {input.priors} --output {output.priors})"
-        " 2> {log}"
+        "(demix join {input.results} --output {output.results} && demix join {input.priors} --output {output.priors}"
+        " && demix join {input.differences} --output {output.differences}"
+        " && demix join {input.posteriors} --output {output.posteriors}) 2> {log}"
 
 
 rule run_config:
