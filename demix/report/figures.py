@@ -176,6 +176,7 @@ def posterior_figure(posteriors: pd.DataFrame, config: dict[str, Any], kind: str
         (posteriors["model"] == "demix")
         & (posteriors["experts"] == "training")
         & (posteriors["weights"] == "history")
+        & (posteriors["split"] == "test")
         & (posteriors["seed"] == posteriors["seed"].min())
         & (posteriors["block"] < BLOCKS_SHOWN)
     ]

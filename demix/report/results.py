@@ -20,6 +20,11 @@ OVERLAP_COLUMNS = ("domain", "expert", "overlap", "train_tokens", "test_bigrams"
 POSTERIOR_COLUMNS = (
     *("model", "experts", "weights", "decay", "domain", "kind", "split", "block", "expert", "posterior", "seed"),
 )
+DIFFERENCE_COLUMNS = (
+    *("model", "experts", "method", "weights", "against", "domain", "kind", "documents", "seed"),
+    *("nats_per_token", "nats_per_token_low", "nats_per_token_high"),
+    *("perplexity", "perplexity_low", "perplexity_high"),
+)
 PRIOR_COLUMNS = ("model", "experts", "weights", "domain", "kind", "expert", "prior")
 
 
@@ -95,6 +100,11 @@ def read_priors(path: str | Path) -> pd.DataFrame:
 def read_overlap(path: str | Path) -> pd.DataFrame:
     """The rows of `corpus/overlap.parquet`. Raises DemixError if a column is missing."""
     return _read(path, OVERLAP_COLUMNS)
+
+
+def read_differences(path: str | Path) -> pd.DataFrame:
+    """The rows of `differences.parquet`. Raises DemixError if a column is missing."""
+    return _read(path, DIFFERENCE_COLUMNS)
 
 
 def read_posteriors(path: str | Path) -> pd.DataFrame:
@@ -198,7 +208,7 @@ def grid(results: pd.DataFrame, variant: str, method: str, column: str, domains:
     """Mean test perplexity over `domains` of demix's training experts by each value of `column` that was tried.
 
     `variant` is `decay` or `dev_blocks`, `column` the setting that its rows vary. Values that some domain has not are
-    left out.
+    left out; a domain with fewer dev blocks than a number has them all from its own number on.
     """
     domains = list(domains)
     rows = results[
@@ -212,6 +222,8 @@ def grid(results: pd.DataFrame, variant: str, method: str, column: str, domains:
         & results["domain"].isin(domains)
     ]
     table = rows.pivot_table(index=column, columns="domain", values="perplexity").reindex(columns=domains)
+    if column == "dev_blocks":
+        table = table.fillna(table.ffill().where(table.bfill().isna()))
     return table.dropna().mean(axis=1) if domains else pd.Series(dtype="float64")
 
 

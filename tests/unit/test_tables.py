@@ -78,7 +78,7 @@ def test_table5_never_prints_an_oracle_bold(tmp_path: Path) -> None:
     run = build_run(tmp_path, change=lambda key, value: value / 2 if key.method == "naive" else value)
     table = table5(run.results, run.config)
     assert not table.bold().filter(like="oracle", axis=0).to_numpy().any()
-    assert table.bold().loc["DEMix (cached prior)"].all()
+    assert table.bold().loc["+ Domain Token (chosen on dev)"].all()
 
 
 def test_table6_compares_few_and_many_experts(run: Run) -> None:
@@ -146,7 +146,7 @@ def test_different_tokens_are_never_compared(tmp_path: Path) -> None:
     rows = run.results.copy()
     rows.loc[(rows["model"] == "dense") & (rows["domain"] == "law"), "tokens_sha256"] = "other"
     with pytest.raises(DemixError, match=r"law\.test over 2 different token sequences"):
-        write_tables(rows, run.overlap, run.parents, run.config, tmp_path / "tables")
+        write_tables(rows, run.differences, run.overlap, run.parents, run.config, tmp_path / "tables")
     assert not (tmp_path / "tables").exists()
 
 

@@ -76,6 +76,8 @@ rule report:
     input:
         f"{RUN}/results.parquet",
         f"{RUN}/priors.parquet",
+        f"{RUN}/differences.parquet",
+        f"{RUN}/posteriors.parquet",
         f"{RUN}/corpus/overlap.parquet",
         METRICS,
         [f"{RUN}/models/demix/experts/{novel}.json" for novel in NOVEL],
