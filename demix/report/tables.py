@@ -457,7 +457,11 @@ def decay_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     """Mean test perplexity by the decay λ of the updating prior and of the cached one."""
     settings = config.get("evaluation") or {}
     frame = _grid_frame(results, "decay", "decay", ("updating", "cached"), config)
-    best = "; ".join(f"{column}: {values.idxmin()}" for column, values in frame.items() if values.notna().any())
+    best = "; ".join(
+        f"{column}: {values.idxmin() if values.round(2).nunique() > 1 else 'all alike'}"
+        for column, values in frame.items()
+        if values.notna().any()
+    )
     return Table(
         "decay",
         "The decay λ of the prior",
@@ -543,18 +547,20 @@ def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Tabl
             for row in found.itertuples():
                 rows.append({
                     "Domain": domain, "Kind": kind, "System": named[row.model, row.experts, row.method, row.weights],
-                    "Less": bases[row.against], "Nats a token": row.nats_per_token, "Low": row.nats_per_token_low,
-                    "High": row.nats_per_token_high, "Perplexity": row.perplexity, "Low ": row.perplexity_low,
-                    "High ": row.perplexity_high, "Documents": row.documents,
+                    "Less": bases[row.against], "Nats a token": row.nats_per_token, "Nats low": row.nats_per_token_low,
+                    "Nats high": row.nats_per_token_high, "Perplexity": row.perplexity,
+                    "Perplexity low": row.perplexity_low,
+                    "Perplexity high": row.perplexity_high, "Documents": row.documents,
                     "Seed": str(row.seed),
                 })  # fmt: skip
-    columns = ["Domain", "Kind", "System", "Less", "Nats a token", "Low", "High", "Perplexity", "Low ", "High "]
+    nats, perplexity = (["Nats a token", "Nats low", "Nats high"], ["Perplexity", "Perplexity low", "Perplexity high"])
+    columns = ["Domain", "Kind", "System", "Less", *nats, *perplexity]
     frame = pd.DataFrame(rows, columns=[*columns, "Documents", "Seed"])
     if differences["seed"].nunique() < 2:
         frame = frame.drop(columns="Seed")
     frame.index = [str(number) for number in range(1, len(frame) + 1)]
-    formats = dict.fromkeys(("Nats a token", "Low", "High"), "{:+.4f}")
-    formats |= dict.fromkeys(("Perplexity", "Low ", "High "), "{:+.2f}")
+    formats = dict.fromkeys(nats, "{:+.4f}")
+    formats |= dict.fromkeys(perplexity, "{:+.2f}")
     return Table(
         "differences",
         "Differences between systems on the same documents",

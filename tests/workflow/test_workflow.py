@@ -116,6 +116,7 @@ def test_a_new_novel_domain_adapts_and_scores_only_itself(finished: Path) -> Non
     }  # fmt: skip
     assert jobs == dict.fromkeys(once, 1) | {
         "shared": 1,
+        "overlap": 1,
         "evaluate": 6,
         "results": 1,
         "report": 1,
