@@ -400,7 +400,7 @@ def _finish(chart: Any, title: str, subtitle: str) -> alt.TopLevelMixin:
     """`chart` with its title and the one look that all figures share."""
     return (
         chart.properties(
-            title=alt.Title(title, subtitle=textwrap.wrap(subtitle, 150), anchor="start", offset=14, fontSize=16),
+            title=alt.Title(title, subtitle=_balanced(subtitle), anchor="start", offset=14, fontSize=16),
             background="white",
         )
         .configure(font=FONT)
@@ -410,6 +410,14 @@ def _finish(chart: Any, title: str, subtitle: str) -> alt.TopLevelMixin:
         .configure_legend(
             labelFontSize=12, titleFontSize=12, titleFontWeight="normal", gradientLength=160, labelLimit=0
         )
+    )
+
+
+def _balanced(text: str, width: int = 150) -> list[str]:
+    """`text` in as few lines as `width` characters allow, of about one length: no last word by itself."""
+    lines = len(textwrap.wrap(text, width))
+    return next(
+        found for limit in range(len(text) // lines, width + 1) if len(found := textwrap.wrap(text, limit)) == lines
     )
 
 

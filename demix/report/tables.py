@@ -546,7 +546,7 @@ def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Tabl
             }
             for row in found.itertuples():
                 rows.append({
-                    "Domain": domain, "Kind": kind, "System": named[row.model, row.experts, row.method, row.weights],
+                    "Domain": domain, "System": named[row.model, row.experts, row.method, row.weights],
                     "Less": bases[row.against], "Nats a token": row.nats_per_token, "Nats low": row.nats_per_token_low,
                     "Nats high": row.nats_per_token_high, "Perplexity": row.perplexity,
                     "Perplexity low": row.perplexity_low,
@@ -554,7 +554,7 @@ def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Tabl
                     "Seed": str(row.seed),
                 })  # fmt: skip
     nats, perplexity = (["Nats a token", "Nats low", "Nats high"], ["Perplexity", "Perplexity low", "Perplexity high"])
-    columns = ["Domain", "Kind", "System", "Less", *nats, *perplexity]
+    columns = ["Domain", "System", "Less", *nats, *perplexity]
     frame = pd.DataFrame(rows, columns=[*columns, "Documents", "Seed"])
     if differences["seed"].nunique() < 2:
         frame = frame.drop(columns="Seed")
