@@ -228,6 +228,26 @@ def evaluate_domain(
     log.info("%s: %d rows", domain, len(rows))
 
 
+def mix_experts(test: Path, mixture: Mixture, methods: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Rows of each expert alone and of `mixture` by each of `methods`, on a score table; the cached prior by expert.
+
+    The prior, empty unless `cached` is asked for, comes from the table <domain>.dev beside `test`.
+    """
+    dev = test.with_suffix(".dev")
+    # Equal weights have no likeliest experts.
+    mixtures = [
+        replace(mixture, method=method, top_k=None if method == "average" else mixture.top_k) for method in methods
+    ]
+    priors = cached_priors(read_scores(dev, mixture.experts), mixtures) if "cached" in methods else {}
+    totals = document_totals(test, mixture.experts, mixtures, priors)
+    about = {"model": test.parent.name, "experts": ""}
+    rows = [_row(about | {"method": "expert"}, totals, nll, expert=name) for name, nll in totals.experts.items()]
+    rows += _mixture_rows([(each, "") for each in mixtures], about, totals, mixture.dev_blocks)
+    found, _ = _with_intervals(rows, totals, {"domain": test.stem})
+    prior = next((np.exp(value).tolist() for value in priors.values()), [])
+    return found, dict(zip(mixture.experts, prior, strict=False))
+
+
 def table_schema(columns: dict[str, pa.DataType]) -> pa.Schema:
     """The schema of one of the tables above; the training seed is never null."""
     return pa.schema([pa.field(name, kind, nullable=name != "seed") for name, kind in columns.items()])
