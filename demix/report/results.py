@@ -25,6 +25,7 @@ DIFFERENCE_COLUMNS = (
     *("nats_per_token", "nats_per_token_low", "nats_per_token_high"),
     *("perplexity", "perplexity_low", "perplexity_high"),
 )
+AUDIT_COLUMNS = ("domain", "system", "split", "document", "matched", "share", "nll")
 PRIOR_COLUMNS = ("model", "experts", "weights", "domain", "kind", "expert", "prior")
 
 
@@ -110,6 +111,11 @@ def read_differences(path: str | Path) -> pd.DataFrame:
 def read_posteriors(path: str | Path) -> pd.DataFrame:
     """The rows of `posteriors.parquet`. Raises DemixError if a column is missing."""
     return _read(path, POSTERIOR_COLUMNS)
+
+
+def read_audit(path: str | Path) -> pd.DataFrame:
+    """The rows of `audit.parquet`; none where the run removes no domain and has no such file."""
+    return _read(path, AUDIT_COLUMNS) if Path(path).exists() else pd.DataFrame(columns=list(AUDIT_COLUMNS))
 
 
 def _read(path: str | Path, columns: tuple[str, ...]) -> pd.DataFrame:

@@ -574,6 +574,47 @@ def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Tabl
     )
 
 
+AUDITED = {
+    "own": "own expert alone",
+    "mixture": "all experts",
+    "minus": "without its expert",
+    "without": "never trained on it",
+}
+
+
+def audit_table(audit: pd.DataFrame, config: dict[str, Any]) -> Table:
+    """What the models still know of a removed domain's documents word for word, train against test."""
+    columns = {"matched": "Tokens word for word, {}", "share": "Tokens right, {} (%)", "nll": "Nats, {}"}
+    rows = {}
+    for domain in training_domains(config):
+        for system, label in AUDITED.items():
+            found = audit[(audit["domain"] == domain) & (audit["system"] == system)]
+            if not len(found):
+                continue
+            means = found.groupby("split")[list(columns)].mean()
+            rows[f"{domain}, {label}"] = {
+                heading.format(split): means[name].get(split, np.nan) * (100 if name == "share" else 1)
+                for name, heading in columns.items()
+                for split in ("train", "test")
+            } | {f"Documents, {split}": float((found["split"] == split).sum()) for split in ("train", "test")}
+    headings = [heading.format(split) for heading in columns.values() for split in ("train", "test")]
+    counts = [f"Documents, {split}" for split in ("train", "test")]
+    frame = pd.DataFrame.from_dict(rows, orient="index", columns=[*headings, *counts])
+    return Table(
+        "audit",
+        "What is left of a removed domain, word for word",
+        "Documents of a removed domain are continued from 50 tokens of theirs, greedily: how many of the next 50 are "
+        "the document's before the first that is not, the share of all 50 that are, and the loss of the document's own "
+        "50 tokens (nats). Means over documents that were trained on and over test documents, which no model saw.",
+        frame,
+        notes=(
+            "Train above test by more than chance means that training documents were memorized; without the domain's "
+            "expert, by what all experts share.",
+        ),
+        formats=dict.fromkeys(counts, "{:.0f}"),
+    )
+
+
 def _every_system(domain: str, kind: str) -> list[read.System]:
     naive = (read.DOMAIN_TOKEN, read.NAIVE)
     oracle = [replace(system, label=f"{system.label}, oracle") for system in naive]
@@ -653,6 +694,7 @@ def all_tables(
     results: pd.DataFrame,
     differences: pd.DataFrame,
     overlap: pd.DataFrame,
+    audit: pd.DataFrame,
     parents: dict[str, str],
     config: dict[str, Any],
 ) -> list[Table]:
@@ -668,6 +710,7 @@ def all_tables(
         overlap_table(results, overlap, config),
         full_table(results, config),
         differences_table(differences, config),
+        audit_table(audit, config),
     ]
 
 
@@ -675,13 +718,14 @@ def write_tables(
     results: pd.DataFrame,
     differences: pd.DataFrame,
     overlap: pd.DataFrame,
+    audit: pd.DataFrame,
     parents: dict[str, str],
     config: dict[str, Any],
     output_dir: str | Path,
 ) -> None:
     """Write each table as `<name>.html`, `.md` and `.tex` into `output_dir`."""
     note = scale_note(results, config)
-    for table in all_tables(results, differences, overlap, parents, config):
+    for table in all_tables(results, differences, overlap, audit, parents, config):
         numbers = table.frame.select_dtypes("number")
         empty = () if numbers.notna().to_numpy().any() else ("This run has no rows for this table.",)
         notes = (*empty, *table.notes, note)

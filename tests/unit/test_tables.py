@@ -15,8 +15,9 @@ from synthetic_run import DECAYS, DEV_BLOCKS, NOVEL, RELEASED_SCORER, TRAINING, 
 from demix.errors import DemixError
 from demix.report import PAPER_TABLES, REPORT_FILES, TABLES, write_report
 from demix.report.paper import SIZES, Printed, printed
-from demix.report.results import comparable, read_parents, read_results
+from demix.report.results import comparable, read_audit, read_parents, read_results
 from demix.report.tables import (
+    audit_table,
     beside_paper,
     decay_table,
     dev_blocks_table,
@@ -269,6 +270,17 @@ def test_what_is_known_of_the_paper_names_its_source() -> None:
         assert entry.source
 
 
+def test_the_audit_sets_train_beside_test(run: Run, tmp_path: Path) -> None:
+    found = pd.DataFrame(
+        [("law", "minus", split, document, matched, matched / 50, 100.0 - matched)
+         for split, counts in (("train", (10, 20)), ("test", (2, 4))) for document, matched in enumerate(counts)],
+        columns=["domain", "system", "split", "document", "matched", "share", "nll"],
+    )  # fmt: skip
+    row = audit_table(found, run.config).frame.loc["law, without its expert"]
+    assert row.tolist() == pytest.approx([15, 3, 30, 6, 85, 97, 2, 2])
+    assert not len(audit_table(read_audit(tmp_path / "none.parquet"), run.config).frame)
+
+
 def test_overlap_is_told_with_both_p_values(run: Run) -> None:
     frame = overlap_table(run.results, run.overlap, run.config).frame
     assert list(frame.index) == ["training domains", "novel domains"]
@@ -280,7 +292,9 @@ def test_different_tokens_are_never_compared(tmp_path: Path) -> None:
     rows = run.results.copy()
     rows.loc[(rows["model"] == "dense") & (rows["domain"] == "law"), "tokens_sha256"] = "other"
     with pytest.raises(DemixError, match=r"law\.test over 2 different token sequences"):
-        write_tables(rows, run.differences, run.overlap, run.parents, run.config, tmp_path / "tables")
+        write_tables(
+            rows, run.differences, run.overlap, read_audit("none"), run.parents, run.config, tmp_path / "tables"
+        )
     assert not (tmp_path / "tables").exists()
 
 
