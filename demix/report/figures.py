@@ -136,7 +136,7 @@ def _scatters(pairs: pd.DataFrame) -> alt.TopLevelMixin:
             .properties(
                 width=400,
                 height=200,
-                title=alt.Title(textwrap.wrap(told, 62), anchor="start", fontSize=12, fontWeight="normal"),
+                title=alt.Title(textwrap.wrap(told, 70), anchor="start", fontSize=12, fontWeight="normal"),
             )
         )
     return alt.hconcat(*panels, spacing=60)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 
@@ -184,8 +185,9 @@ def _differences(results: pd.DataFrame) -> pd.DataFrame:
     rows = rows[rows["model"].isin(["dense", "dense_unbalanced", "demix"]) & rows["weights"].isin(["", "history"])]
     base = rows[rows["model"] == "dense"].set_index("domain")["perplexity"]
     rows = rows[rows["model"] != "dense"].assign(against="dense")
-    rows["nats_per_token"] = [math.log(one.perplexity / base.get(one.domain, math.nan)) for one in rows.itertuples()]
-    rows["perplexity"] -= rows["domain"].map(base)
+    others = [base.get(domain, math.nan) for domain in rows["domain"]]
+    rows["nats_per_token"] = np.log(rows["perplexity"] / others)
+    rows["perplexity"] -= others
     for name in ("nats_per_token", "perplexity"):
         for bound, moved in (("low", -0.05), ("high", 0.05)):
             rows[f"{name}_{bound}"] = (rows[name] + moved).where(rows["documents"] >= 20)
