@@ -25,7 +25,7 @@ from tables import show
 
 from demix.evaluate.mix import cached_log_prior, log_prior_path, mixing_rule
 from demix.evaluate.posterior import keep_top, log_weights
-from demix.evaluate.results import Evaluation, ExpertSet, _mixtures
+from demix.evaluate.results import Evaluation, ExpertSet, planned_mixtures
 from demix.evaluate.tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
 from demix.evaluate.totals import Mixture, cached_priors, document_totals
 
@@ -49,7 +49,7 @@ def mixtures(experts: tuple[str, ...]) -> list[Mixture]:
         training=experts, novel=(), without={}, decay=0.3, dev_blocks=DEV_BLOCKS, weights=("history", "released", 32),
         top_k=(2,), decays=(0.1, 0.3, 0.5, 1.0), prior_blocks=(1, 5, 10, 50, 100), seed=1,
     )  # fmt: skip
-    planned = _mixtures(evaluation, ExpertSet("training", experts, variants=True), DEV_BLOCKS)
+    planned = planned_mixtures(evaluation, ExpertSet("training", experts, variants=True), DEV_BLOCKS)
     return list(dict.fromkeys(mixture for mixture, _ in planned))
 
 
