@@ -128,8 +128,7 @@ POSTERIORS = {
     "posterior": pa.float64(),
     "seed": pa.int32(),
 }
-
-
+# What the systems of `_compared` are held against: model, experts, method, weights.
 AGAINST = {"dense": ("dense", "dense", "dense", ""), "demix_cached": ("demix", "training", "cached", "history")}
 
 
@@ -173,7 +172,7 @@ def evaluate_domain(
 
     def add_model(model: str, experts: Sequence[str], sets: Sequence[ExpertSet]) -> None:
         dev = read_scores(scores / model / f"{domain}.dev", experts)
-        planned = {some: list(_mixtures(evaluation, some, len(dev.mask))) for some in sets}
+        planned = {some: list(planned_mixtures(evaluation, some, len(dev.mask))) for some in sets}
         mixtures = [mixture for entries in planned.values() for mixture, _ in entries]
         log_priors = cached_priors(dev, mixtures)
         traced = next((_traced(evaluation, some) for some in sets if some.variants), None)
@@ -266,7 +265,7 @@ def _traced(evaluation: Evaluation, some: ExpertSet) -> Mixture:
     return Mixture("updating", some.experts, "history", decay=evaluation.decay)
 
 
-def _mixtures(evaluation: Evaluation, some: ExpertSet, scored: int) -> Iterator[tuple[Mixture, str]]:
+def planned_mixtures(evaluation: Evaluation, some: ExpertSet, scored: int) -> Iterator[tuple[Mixture, str]]:
     """All mixtures of a set of experts, each with the variant that it is a row of; `scored` dev blocks are there."""
     main = Mixture("cached", some.experts, decay=evaluation.decay, dev_blocks=min(evaluation.dev_blocks, scored))
     for top_k in (None, *(k for k in evaluation.top_k if k < len(some.experts))):

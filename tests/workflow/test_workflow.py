@@ -242,7 +242,10 @@ def test_results_hold_every_method_on_every_domain(results: pd.DataFrame) -> Non
     assert np.allclose(test.perplexity, np.exp(test.nll / test.tokens))
     assert test.perplexity.between(20, 512).all(), "between this little training and a guess"
     grids = results[results.variant.isin(["decay", "dev_blocks"])]
-    assert (grids.groupby(["domain", "method", "weights", "variant"]).size() == 4).all(), "10 dev blocks are scored"
+    # Of 1, 5, 10, 50 and 100 dev blocks 10 are scored.
+    expected = {("updating", "decay"): 8, ("cached", "decay"): 8, ("cached", "dev_blocks"): 6}
+    for _, rows in grids.groupby("domain"):
+        assert rows.groupby(["method", "variant"]).size().to_dict() == expected
     assert set(results[results.variant == "released_scorer"].scorer) == {"released"}
     assert set(results[results.variant == "dev_choice"].domain) == set(NOVEL)
     assert (results.seed == 1).all()

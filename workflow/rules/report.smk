@@ -1,5 +1,7 @@
 # Arithmetic on the score tables: mixtures, tables, figures, tracking.
 
+MIXING = ("decay", "dev_blocks", "weights", "top_k", "decays", "prior_blocks")
+
 
 rule evaluate:
     input:
@@ -18,7 +20,7 @@ rule evaluate:
         "../../environment.yml"
     params:
         settings=as_json(
-            {key: value for key, value in config["evaluation"].items() if key not in ("test_tokens", "precision")},
+            {key: config["evaluation"][key] for key in MIXING},
             training=TRAINING,
             novel=NOVEL,
             without=WITHOUT,
