@@ -314,11 +314,17 @@ def evaluate(
     settings: Settings,
     output: Output,
     priors: Annotated[Path, typer.Option(help="Where the cached priors go.")],
+    differences: Annotated[Path, typer.Option(help="Where the differences between systems go.")],
+    posteriors: Annotated[Path, typer.Option(help="Where the posteriors block by block go.")],
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json, to count bytes by.")] = None,
 ) -> None:
     """Mix the score tables of one domain by every method; no forward pass."""
-    from demix.evaluate.results import Evaluation, evaluate_domain
+    from demix.data.tokenizer import byte_lengths
+    from demix.evaluate.results import Evaluation, Outputs, evaluate_domain
 
-    evaluate_domain(scores, domain, settings_from(Evaluation, settings), output, priors)
+    outputs = Outputs(output, priors, differences, posteriors)
+    lengths = None if tokenizer is None else byte_lengths(tokenizer)
+    evaluate_domain(scores, domain, settings_from(Evaluation, settings), outputs, lengths)
 
 
 @app.command()
@@ -327,6 +333,19 @@ def join(tables: Files, output: Output) -> None:
     from demix.evaluate.results import join as run
 
     run(tables, output)
+
+
+@app.command()
+def overlap(
+    shards: Annotated[
+        list[Path], typer.Argument(help="tokens/<domain>/train.arrow of experts, test.arrow of domains.")
+    ],
+    output: Output,
+) -> None:
+    """Count the bigrams of each domain's test split that each training domain's train split holds too."""
+    from demix.data.overlap import overlap as run
+
+    run(shards, output)
 
 
 @app.command("run-config")

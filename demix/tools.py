@@ -1,5 +1,6 @@
 """The commands for people, beside those of the stages."""
 
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,6 +71,70 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     print(f"Tables, figures, claims: {run / 'report'} (start with claims.html)")
     print(f"One page with all of it: snakemake --configfile {run / 'config.json'} --report report.html")
     print(f"Runs and curves: mlflow ui --backend-store-uri {run_config['tracking']['uri']}")
+
+
+@app.command("eval")
+def evaluate_own(
+    model: Annotated[Path, typer.Option(help="A model directory, results/<run>/models/<model>.")],
+    text: Annotated[Path, typer.Option(help="A file of text, or of documents in a format that domains have.")],
+    dev: Annotated[
+        Path | None, typer.Option(help="More text of the same kind, from which the cached prior is taken.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="The run's tokenizer.json, where it is not found by itself.")
+    ] = (None),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Print the perplexity of a text of your own: each expert, each way to mix them, and which domain it resembles."""
+    import dataclasses
+    import json
+
+    from rich.console import Console
+
+    from demix.evaluate.own import evaluate_text, run_tokenizer, tables
+
+    # What the stages say of a domain they take in.
+    logging.getLogger("demix").setLevel(logging.WARNING)
+    found = evaluate_text(model, text, tokenizer or run_tokenizer(model), dev)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False))
+    else:
+        for table in tables(found):
+            Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+@app.command()
+def mix(
+    scores: Annotated[Path, typer.Argument(help="A split's score table, results/<run>/scores/<model>/<domain>.test.")],
+    experts: Annotated[str, typer.Option(help="Those to mix, separated by commas; by default all.")] = "",
+    methods: Annotated[str, typer.Option(help="Separated by commas.")] = "average,uniform,updating,cached",
+    weights: Annotated[str, typer.Option(help="history, released or a number of last tokens.")] = "history",
+    decay: Annotated[float, typer.Option(min=0.001, max=1, help="Lambda of the updating and cached priors.")] = 0.3,
+    dev_blocks: Annotated[int, typer.Option(min=1, help="Blocks of <domain>.dev that make the cached prior.")] = 100,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Mix only so many likeliest experts at each token.")] = None,
+) -> None:
+    """Mix any experts on a text that is scored: perplexity by method and the cached prior. No forward pass."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from demix.evaluate.results import mix_experts
+    from demix.evaluate.totals import Mixture
+
+    chosen = experts.split(",") if experts else [path.stem for path in sorted(scores.glob("*.parquet"))]
+    chosen = [name for name in chosen if name != "tokens"]
+    rule = int(weights) if weights.isdecimal() else weights
+    mixture = Mixture("", tuple(chosen), rule, decay, dev_blocks, top_k)
+    rows, prior = mix_experts(scores, mixture, methods.split(","))
+    table = Table(title=f"{scores.parent.name} on {scores.name}")
+    for head in ("", "perplexity", "95% interval", "cached prior"):
+        table.add_column(head, justify="left" if head == "" else "right")
+    for row in rows:
+        low, high = row["perplexity_low"], row["perplexity_high"]
+        bounds = "–" if low is None else f"{low:.2f} to {high:.2f}"
+        weight = f"{prior[row['expert']]:.4f}" if row["expert"] in prior else ""
+        table.add_row(row["expert"] or row["method"], f"{row['perplexity']:.2f}", bounds, weight)
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    print(f"{rows[0]['tokens']:,} tokens of {rows[0]['documents']:,} documents; no interval below 20 documents")
 
 
 @app.command()

@@ -243,7 +243,7 @@ def _trainings(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
 
 def _evaluations(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
     """One record a model and set of experts: its perplexities, and their means over all domains of a kind."""
-    results = comparable(read_results(run_dir / "results.parquet"))
+    results = comparable(read_results(run_dir / "results.parquet")).query("variant == ''")
     names = {"training": training_domains(config), "novel": novel_domains(config)}
     for (model, experts), rows in results.groupby(["model", "experts"], sort=True):
         metrics = []

@@ -15,8 +15,10 @@ BATCH_ROWS = 4096
 BATCH_BYTES = 8 << 20
 
 
-def read_batches(path: str | Path, columns: list[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """The record batches of a Parquet file made by an earlier stage, its page checksums verified.
+def read_batches(
+    path: str | Path, columns: list[str] | None = None, rows: int = BATCH_ROWS
+) -> Iterator[pa.RecordBatch]:
+    """The record batches, of at most `rows`, of a Parquet file made by an earlier stage, page checksums verified.
 
     Raises DemixError where the file is missing or damaged.
     """
@@ -24,7 +26,7 @@ def read_batches(path: str | Path, columns: list[str] | None = None) -> Iterator
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             # One row group at a time: `write_rows` bounds their bytes, a number of rows alone would not.
             for group in range(file.num_row_groups):
-                yield from file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=columns)
+                yield from file.iter_batches(batch_size=rows, row_groups=[group], columns=columns)
     except FileNotFoundError:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
     except (pa.ArrowException, OSError) as error:

@@ -146,6 +146,22 @@ def gpt2_tokenizer(output: Path) -> None:
     _write(vocabulary, merges, output)
 
 
+def byte_lengths(path: str | Path) -> np.ndarray:
+    """How many UTF-8 bytes of text each id of a tokenizer stands for, int64; `<|endoftext|>` for none.
+
+    The ids of a text add up to len(text.encode()), since each character of a byte-level token is one byte.
+    """
+    try:
+        vocabulary = read_json(path)["model"]["vocab"]
+        lengths = np.zeros(len(vocabulary), np.int64)
+        for token, number in vocabulary.items():
+            lengths[number] = 0 if token == END_OF_TEXT else len(token)
+    except (KeyError, TypeError, IndexError) as error:
+        cause = f"is no tokenizer of this project ({type(error).__name__}: {error})"
+        raise DemixError(path, cause, "delete it and rerun the stage that makes it") from None
+    return lengths
+
+
 def _texts(paths: list[Path], words: int) -> Iterator[list[str]]:
     total = sum(_words(path) for path in paths)
     if total > words:

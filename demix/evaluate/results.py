@@ -1,17 +1,20 @@
 """All evaluations of one domain, from its score tables to rows of the results table."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from demix.errors import DemixError
-from demix.evaluate.mix import METHODS, cached_log_prior, mix
+from demix.evaluate.intervals import FEWEST, bounds, resampled_sums
+from demix.evaluate.mix import METHODS, RELEASED_DECAY, blocks_used, log_prior_path, posterior_trace
 from demix.evaluate.tables import ScoreTable, read_scores
-from demix.files import read_parquet, write_parquet
+from demix.evaluate.totals import Mixture, Totals, cached_priors, document_totals
+from demix.files import read_parquet, seed_for, write_parquet
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +24,8 @@ class Evaluation:
     """Which experts exist and how they are mixed.
 
     `without` maps a removed training domain to the experts of the model trained without it. `weights` are
-    `history`, `released` or a window in tokens; each k of `top_k` adds every method once more.
+    `history`, `released` or a window in tokens; each k of `top_k` adds every method once more; `decays` and
+    `prior_blocks` are grids beside `decay` and `dev_blocks`. `seed` is that of the training.
     """
 
     training: tuple[str, ...]
@@ -31,8 +35,25 @@ class Evaluation:
     dev_blocks: int
     weights: tuple[str | int, ...]
     top_k: tuple[int, ...]
+    decays: tuple[float, ...]
+    prior_blocks: tuple[int, ...]
+    seed: int
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """Where the tables of one domain go."""
+
+    results: Path
+    priors: Path
+    differences: Path
+    posteriors: Path
+
+
+# results.parquet. `variant` is empty in the rows of the tables; others say what varies in theirs: decay and dev_blocks
+# (a whole grid, the config's own value too), dev_choice (an expert chosen on dev, not by the test's oracle) and
+# released_scorer (the paper's published code, by `scorer` too: paper or released). `chosen_on` is the split on which
+# `naive` chose an expert for a novel domain. Bounds are of the 95% interval over documents, null below 20 of them.
 COLUMNS = {
     "model": pa.string(),
     "experts": pa.string(),
@@ -52,95 +73,183 @@ COLUMNS = {
     "nll": pa.float64(),
     "perplexity": pa.float64(),
     "tokens_sha256": pa.string(),
+    "variant": pa.string(),
+    "scorer": pa.string(),
+    "chosen_on": pa.string(),
+    "perplexity_low": pa.float64(),
+    "perplexity_high": pa.float64(),
+    "bytes": pa.int64(),
+    "bits_per_byte": pa.float64(),
+    "seed": pa.int32(),
 }
+# differences.parquet: each system less the one it is held `against` (dense or demix_cached), over the same documents;
+# negative is better than that one.
+DIFFERENCES = {
+    "model": pa.string(),
+    "experts": pa.string(),
+    "method": pa.string(),
+    "weights": pa.string(),
+    "against": pa.string(),
+    "domain": pa.string(),
+    "kind": pa.string(),
+    "documents": pa.int32(),
+    "tokens": pa.int64(),
+    "nats_per_token": pa.float64(),
+    "nats_per_token_low": pa.float64(),
+    "nats_per_token_high": pa.float64(),
+    "perplexity": pa.float64(),
+    "perplexity_low": pa.float64(),
+    "perplexity_high": pa.float64(),
+    "tokens_sha256": pa.string(),
+    "seed": pa.int32(),
+}
+# priors.parquet: the cached priors of the tables' rows.
+PRIORS = {
+    "model": pa.string(),
+    "experts": pa.string(),
+    "weights": pa.string(),
+    "domain": pa.string(),
+    "kind": pa.string(),
+    "expert": pa.string(),
+    "prior": pa.float64(),
+    "seed": pa.int32(),
+}
+# posteriors.parquet: over demix's training experts after each block, with the updating prior (Figures 7 and 8).
+POSTERIORS = {
+    "model": pa.string(),
+    "experts": pa.string(),
+    "weights": pa.string(),
+    "decay": pa.float64(),
+    "domain": pa.string(),
+    "kind": pa.string(),
+    "split": pa.string(),
+    "block": pa.int32(),
+    "expert": pa.string(),
+    "posterior": pa.float64(),
+    "seed": pa.int32(),
+}
+# What the systems of `_compared` are held against: model, experts, method, weights.
+AGAINST = {"dense": ("dense", "dense", "dense", ""), "demix_cached": ("demix", "training", "cached", "history")}
 
 
-def evaluate_domain(scores: Path, domain: str, evaluation: Evaluation, output: Path, priors: Path) -> None:
-    """Evaluate every model on the test split of `domain`; write rows of results and of cached priors.
+@dataclass(frozen=True)
+class ExpertSet:
+    """Experts of a model that are mixed together, under a label, by `methods`.
 
-    `scores` is the run's scores/ folder. See `COLUMNS` and DESIGN section 5 for the meaning of each row.
+    With `alone` every expert gets a row of its own; with `variants` there are also the grids, the released scorer and
+    the posteriors block by block.
+    """
+
+    label: str
+    experts: tuple[str, ...]
+    methods: tuple[str, ...] = METHODS
+    alone: bool = False
+    variants: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of results without its intervals, and the nll [D] by document that it sums up."""
+
+    values: dict[str, Any]
+    nll: np.ndarray
+
+
+def evaluate_domain(
+    scores: Path, domain: str, evaluation: Evaluation, outputs: Outputs, byte_lengths: np.ndarray | None = None
+) -> None:
+    """Evaluate every model on the test split of `domain`, in one pass over each model's score table.
+
+    `scores` is the run's scores/ folder; `byte_lengths` are those of its tokenizer's ids. See `COLUMNS` and DESIGN
+    section 5 for the meaning of each row.
     """
     kind = "training" if domain in evaluation.training else "novel"
-    rows: list[dict] = []
-    prior_rows: list[dict] = []
+    common = {"domain": domain, "kind": kind, "seed": evaluation.seed}
+    rows: list[Row] = []
+    priors: list[dict[str, Any]] = []
+    posteriors: list[pa.Table] = []
+    scored: list[Totals] = []
 
-    def add(model: str, label: str, table: ScoreTable, nll: float, method: str, **more: object) -> None:
-        rows.append(
-            {
-                "model": model, "experts": label, "n_experts": len(table.experts), "method": method, "weights": "",
-                "domain": domain, "kind": kind, "split": "test", "expert": "", "oracle": False,
-                "documents": table.documents, "tokens": table.tokens, "nll": nll,
-                "perplexity": float(np.exp(nll / table.tokens)), "tokens_sha256": table.sha256,
-            } | more
-        )  # fmt: skip
-
-    def add_mixtures(model: str, label: str, test: ScoreTable, dev: ScoreTable, methods: Sequence[str]) -> None:
-        for weights, method, top_k in _combinations(evaluation, methods, len(test.experts)):
-            log_prior = None
-            more: dict = {"weights": "" if method == "average" else str(weights), "top_k": top_k}
-            if method == "cached":
-                log_prior = cached_log_prior(
-                    dev.scores, dev.mask, weights, decay=evaluation.decay, blocks=evaluation.dev_blocks
-                )
-                more |= {"decay": evaluation.decay, "dev_blocks": min(evaluation.dev_blocks, len(dev.mask))}
-                if top_k is None:
-                    where = {"model": model, "experts": label, "weights": str(weights), "domain": domain, "kind": kind}
-                    prior_rows.extend(
-                        where | {"expert": expert, "prior": prior}
-                        for expert, prior in zip(test.experts, np.exp(log_prior).tolist(), strict=True)
-                    )
-            elif method == "updating":
-                more["decay"] = evaluation.decay
-            mixed = mix(
-                test.scores, test.mask, method, weights, decay=evaluation.decay, log_prior=log_prior, top_k=top_k
+    def add_model(model: str, experts: Sequence[str], sets: Sequence[ExpertSet]) -> None:
+        dev = read_scores(scores / model / f"{domain}.dev", experts)
+        planned = {some: list(planned_mixtures(evaluation, some, len(dev.mask))) for some in sets}
+        mixtures = [mixture for entries in planned.values() for mixture, _ in entries]
+        log_priors = cached_priors(dev, mixtures)
+        traced = next((_traced(evaluation, some) for some in sets if some.variants), None)
+        test = scores / model / f"{domain}.test"
+        totals = document_totals(test, experts, mixtures, log_priors, byte_lengths, traced)
+        scored.append(totals)
+        for some, entries in planned.items():
+            about = common | {"model": model, "experts": some.label, "n_experts": len(some.experts)}
+            rows.extend(_expert_rows(some, domain, about, totals, dev))
+            rows.extend(_mixture_rows(entries, about, totals, len(dev.mask)))
+            priors.extend(_prior_rows(entries, about, log_priors))
+        if traced is not None:
+            part = dev.select(traced.experts)
+            path = log_prior_path(part.scores, part.mask, traced.weights, traced.decay)[:-1]
+            on_dev = posterior_trace(part.scores, part.mask, traced.weights, path)
+            posteriors.extend(
+                _trace(traced, found, common | {"model": model, "experts": "training", "split": split})
+                for split, found in (("dev", on_dev), ("test", totals.posteriors))
             )
-            add(model, label, test, -float(mixed.sum()), method, **more)
-
-    def add_experts(model: str, label: str, test: ScoreTable, *, each: bool) -> None:
-        nlls = dict(zip(test.experts, (-test.scores.sum(axis=(0, 1))).tolist(), strict=True))
-        own = domain in test.experts
-        naive = domain if own else min(nlls, key=nlls.__getitem__)
-        add(model, label, test, nlls[naive], "naive", expert=naive, oracle=not own)
-        if each:
-            for expert, nll in nlls.items():
-                add(model, label, test, nll, "expert", expert=expert)
-
-    def table(model: str, split: str, experts: Sequence[str]) -> ScoreTable:
-        return read_scores(scores / model / f"{domain}.{split}", experts)
 
     dense = ["dense", "dense_unbalanced"]
     dense += [f"dense-dapt-{novel}" for novel in evaluation.novel if kind == "training" or novel == domain]
     for model in dense:
-        test = table(model, "test", ("dense",))
-        add(model, "dense", test, -float(test.scores.sum()), "dense")
+        totals = document_totals(scores / model / f"{domain}.test", ("dense",), byte_lengths=byte_lengths)
+        scored.append(totals)
+        about = common | {"model": model, "experts": "dense", "n_experts": 1, "method": "dense"}
+        rows.append(_row(about, totals, totals.experts["dense"]))
 
-    test, dev = (table("domain_token", split, evaluation.training) for split in ("test", "dev"))
-    add_experts("domain_token", "training", test, each=True)
-    add_mixtures("domain_token", "training", test, dev, METHODS)
-
-    everyone = evaluation.training + evaluation.novel
-    test, dev = (table("demix", split, everyone) for split in ("test", "dev"))
+    training, everyone = evaluation.training, evaluation.training + evaluation.novel
+    add_model("domain_token", training, [ExpertSet("training", training, alone=True)])
+    sets = [ExpertSet("training", training, alone=not evaluation.novel, variants=True)]
     if evaluation.novel:
-        add_experts("demix", "all", test, each=True)
-        add_mixtures("demix", "all", test, dev, METHODS)
-    test, dev = test.select(evaluation.training), dev.select(evaluation.training)
-    add_experts("demix", "training", test, each=not evaluation.novel)
-    add_mixtures("demix", "training", test, dev, METHODS)
-
-    if kind == "training" and len(evaluation.training) > 1:
-        rest = tuple(expert for expert in evaluation.training if expert != domain)
-        add_mixtures("demix", f"minus-{domain}", test.select(rest), dev.select(rest), ("cached",))
+        sets.insert(0, ExpertSet("all", everyone, alone=True))
+    if kind == "training" and len(training) > 1:
+        rest = tuple(expert for expert in training if expert != domain)
+        sets.append(ExpertSet(f"minus-{domain}", rest, methods=("cached",)))
+    add_model("demix", everyone, sets)
     if domain in evaluation.without:
-        model, experts = f"without-{domain}", evaluation.without[domain]
-        add_mixtures(model, "training", table(model, "test", experts), table(model, "dev", experts), ("cached",))
+        kept = tuple(evaluation.without[domain])
+        add_model(f"without-{domain}", kept, [ExpertSet("training", kept, methods=("cached",))])
 
-    compared = {row["tokens_sha256"] for row in rows}
-    if len(compared) > 1:
+    if len({totals.sha256 for totals in scored}) > 1:
         raise DemixError(f"domain {domain}", "was scored on different tokens by different models", "score it again")
-    schema = pa.schema(COLUMNS)
-    write_parquet(pa.Table.from_pylist(rows, schema=schema), output)
-    write_parquet(pa.Table.from_pylist(prior_rows), priors)
+    results, differences = _with_intervals(rows, scored[0], common)
+    for values, columns, output in (
+        (results, COLUMNS, outputs.results),
+        (priors, PRIORS, outputs.priors),
+        (differences, DIFFERENCES, outputs.differences),
+    ):
+        write_parquet(pa.Table.from_pylist(values, schema=table_schema(columns)), output)
+    write_parquet(pa.concat_tables(posteriors), outputs.posteriors)
     log.info("%s: %d rows", domain, len(rows))
+
+
+def mix_experts(test: Path, mixture: Mixture, methods: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Rows of each expert alone and of `mixture` by each of `methods`, on a score table; the cached prior by expert.
+
+    The prior, empty unless `cached` is asked for, comes from the table <domain>.dev beside `test`.
+    """
+    dev = test.with_suffix(".dev")
+    # Equal weights have no likeliest experts.
+    mixtures = [
+        replace(mixture, method=method, top_k=None if method == "average" else mixture.top_k) for method in methods
+    ]
+    priors = cached_priors(read_scores(dev, mixture.experts), mixtures) if "cached" in methods else {}
+    totals = document_totals(test, mixture.experts, mixtures, priors)
+    about = {"model": test.parent.name, "experts": ""}
+    rows = [_row(about | {"method": "expert"}, totals, nll, expert=name) for name, nll in totals.experts.items()]
+    rows += _mixture_rows([(each, "") for each in mixtures], about, totals, mixture.dev_blocks)
+    found, _ = _with_intervals(rows, totals, {"domain": test.stem})
+    prior = next((np.exp(value).tolist() for value in priors.values()), [])
+    return found, dict(zip(mixture.experts, prior, strict=False))
+
+
+def table_schema(columns: dict[str, pa.DataType]) -> pa.Schema:
+    """The schema of one of the tables above; the training seed is never null."""
+    return pa.schema([pa.field(name, kind, nullable=name != "seed") for name, kind in columns.items()])
 
 
 def join(inputs: Sequence[Path], output: Path) -> None:
@@ -152,13 +261,149 @@ def join(inputs: Sequence[Path], output: Path) -> None:
     write_parquet(pa.concat_tables(tables), output)
 
 
-def _combinations(
-    evaluation: Evaluation, methods: Sequence[str], experts: int
-) -> Iterator[tuple[str | int, str, int | None]]:
-    """(weights, method, top_k) of all mixtures; `average` has no posterior, hence one weights rule."""
-    for top_k in (None, *(k for k in evaluation.top_k if k < experts)):
-        for method in methods:
-            if method == "average" and top_k is not None:
-                continue
-            rules = evaluation.weights[:1] if method == "average" else evaluation.weights
-            yield from ((rule, method, top_k) for rule in rules)
+def _traced(evaluation: Evaluation, some: ExpertSet) -> Mixture:
+    return Mixture("updating", some.experts, "history", decay=evaluation.decay)
+
+
+def planned_mixtures(evaluation: Evaluation, some: ExpertSet, scored: int) -> Iterator[tuple[Mixture, str]]:
+    """All mixtures of a set of experts, each with the variant that it is a row of; `scored` dev blocks are there."""
+    main = Mixture("cached", some.experts, decay=evaluation.decay, dev_blocks=min(evaluation.dev_blocks, scored))
+    for top_k in (None, *(k for k in evaluation.top_k if k < len(some.experts))):
+        for method in some.methods:
+            if method != "average":
+                for weights in evaluation.weights:
+                    yield replace(main, method=method, weights=weights, top_k=top_k), ""
+            elif top_k is None:
+                # It has no posterior, hence neither weights rules nor likeliest experts.
+                yield replace(main, method=method), ""
+    if not some.variants:
+        return
+    for weights in evaluation.weights:
+        for decay in sorted({*evaluation.decays, evaluation.decay}):
+            for method in ("updating", "cached"):
+                yield replace(main, method=method, weights=weights, decay=decay), "decay"
+        for blocks in sorted({min(number, scored) for number in (*evaluation.prior_blocks, main.dev_blocks)}):
+            yield replace(main, weights=weights, dev_blocks=blocks), "dev_blocks"
+    for method in ("updating", "cached"):
+        released = replace(main, method=method, weights="released", decay=RELEASED_DECAY, scorer="released")
+        yield released, "released_scorer"
+
+
+def _row(about: dict[str, Any], totals: Totals, nll: np.ndarray, **more: Any) -> Row:
+    tokens, summed = int(totals.tokens.sum()), float(nll.sum())
+    values = {
+        "weights": "", "split": "test", "expert": "", "oracle": False, "documents": len(totals.tokens),
+        "tokens": tokens, "nll": summed, "perplexity": float(np.exp(summed / tokens)), "tokens_sha256": totals.sha256,
+        "variant": "", "scorer": "paper", "chosen_on": "",
+    }  # fmt: skip
+    if totals.byte_count:
+        values |= {"bytes": totals.byte_count, "bits_per_byte": float(summed / np.log(2) / totals.byte_count)}
+    return Row(about | values | more, nll)
+
+
+def _expert_rows(some: ExpertSet, domain: str, about: dict[str, Any], totals: Totals, dev: ScoreTable) -> Iterator[Row]:
+    """The naive expert, where all methods are asked for: a domain's own, else the best on test and that on dev."""
+    if "average" in some.methods:
+        nlls = {expert: totals.experts[expert] for expert in some.experts}
+        naive = about | {"method": "naive"}
+        if domain in nlls:
+            yield _row(naive, totals, nlls[domain], expert=domain)
+        else:
+            best = min(nlls, key=lambda expert: nlls[expert].sum())
+            yield _row(naive, totals, nlls[best], expert=best, oracle=True, chosen_on="test")
+            best = some.experts[int(dev.select(some.experts).scores.sum(axis=(0, 1)).argmax())]
+            yield _row(naive, totals, nlls[best], expert=best, variant="dev_choice", chosen_on="dev")
+        if some.alone:
+            for expert, nll in nlls.items():
+                yield _row(about | {"method": "expert"}, totals, nll, expert=expert)
+
+
+def _mixture_rows(
+    entries: Iterable[tuple[Mixture, str]], about: dict[str, Any], totals: Totals, scored: int
+) -> Iterator[Row]:
+    for mixture, variant in entries:
+        more = {"method": mixture.method, "top_k": mixture.top_k, "variant": variant, "scorer": mixture.scorer}
+        if mixture.method != "average":
+            more["weights"] = str(mixture.weights)
+        if mixture.method in ("updating", "cached"):
+            more["decay"] = mixture.decay
+        if mixture.method == "cached":
+            more["dev_blocks"] = min(blocks_used(mixture.dev_blocks, mixture.scorer), scored)
+        yield _row(about, totals, totals.mixtures[mixture], **more)
+
+
+def _prior_rows(
+    entries: Iterable[tuple[Mixture, str]], about: dict[str, Any], log_priors: dict[Mixture, np.ndarray]
+) -> Iterator[dict[str, Any]]:
+    for mixture, variant in entries:
+        if mixture.method == "cached" and mixture.top_k is None and not variant:
+            for expert, prior in zip(mixture.experts, np.exp(log_priors[mixture]).tolist(), strict=True):
+                row = about | {"weights": str(mixture.weights), "expert": expert, "prior": prior}
+                yield {name: row[name] for name in PRIORS}
+
+
+def _trace(mixture: Mixture, posteriors: np.ndarray, about: dict[str, Any]) -> pa.Table:
+    """Posteriors [B, E] in long form."""
+    blocks, experts = posteriors.shape
+    columns = about | {"weights": str(mixture.weights), "decay": mixture.decay}
+    columns = {name: pa.repeat(value, blocks * experts) for name, value in columns.items()}
+    columns["block"] = np.repeat(np.arange(blocks), experts)
+    columns["expert"] = np.tile(np.array(mixture.experts), blocks)
+    columns["posterior"] = posteriors.ravel()
+    schema = table_schema(POSTERIORS)
+    return pa.table([pa.array(columns[name]).cast(schema.field(name).type) for name in schema.names], schema=schema)
+
+
+def _with_intervals(
+    rows: list[Row], totals: Totals, common: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows with bounds of their perplexity, and the systems compared with others, all on the same resamples."""
+    documents = len(totals.tokens)
+    enough = documents >= FEWEST
+    # By what was scored: the same documents are drawn for all models, seeds and runs.
+    seed = seed_for(0, common["domain"], totals.sha256)
+    sums = np.stack([totals.tokens, *(row.nll for row in rows)])
+    tokens, *nlls = resampled_sums(sums, seed) if enough else np.empty((len(sums), 0))
+    results, systems = [], {}
+    for row, nll in zip(rows, nlls, strict=True):
+        low, high = bounds(np.exp(nll / tokens)) if enough else (None, None)
+        results.append(row.values | {"perplexity_low": low, "perplexity_high": high})
+        if row.values["variant"] == "" and row.values.get("top_k") is None and row.values["method"] != "expert":
+            names = tuple(row.values[name] for name in ("model", "experts", "method", "weights"))
+            systems[names] = (row, nll)
+    differences = []
+    for names in _compared(common["domain"]):
+        for against, other in AGAINST.items():
+            if names != other and names in systems and other in systems:
+                (row, nll), (base, base_nll) = systems[names], systems[other]
+                difference = row.values | {
+                    "against": against,
+                    "nats_per_token": (row.values["nll"] - base.values["nll"]) / row.values["tokens"],
+                    "perplexity": row.values["perplexity"] - base.values["perplexity"],
+                }
+                if enough:
+                    low, high = bounds((nll - base_nll) / tokens)
+                    difference |= {"nats_per_token_low": low, "nats_per_token_high": high}
+                    low, high = bounds(np.exp(nll / tokens) - np.exp(base_nll / tokens))
+                    difference |= {"perplexity_low": low, "perplexity_high": high}
+                differences.append({name: difference.get(name) for name in DIFFERENCES})
+    return results, differences
+
+
+def _compared(domain: str) -> list[tuple[str, str, str, str]]:
+    """The systems (model, experts, method, weights) that are held against `AGAINST`.
+
+    The baselines and every method that the paper's tables set beside them, one rule of weights (Tables 3 to 5); all
+    experts and the released weights; the removals of Table 7.
+    """
+    return [
+        ("dense_unbalanced", "dense", "dense", ""),
+        ("dense", "dense", "dense", ""),
+        ("domain_token", "training", "naive", ""),
+        ("demix", "training", "naive", ""),
+        *(("demix", "training", method, "history") for method in ("uniform", "updating", "cached")),
+        ("demix", "training", "cached", "released"),
+        ("demix", "all", "cached", "history"),
+        ("demix", f"minus-{domain}", "cached", "history"),
+        (f"without-{domain}", "training", "cached", "history"),
+    ]

@@ -1,13 +1,14 @@
 """Score tables on disk: `scores/<model>/<domain>.<split>/<expert>.parquet` and `tokens.parquet` beside them."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from demix.data.tables import read_batches
 from demix.errors import DemixError
 from demix.files import read_parquet, write_parquet
 
@@ -36,6 +37,20 @@ class ScoreTable:
         return ScoreTable(self.scores[..., columns], self.mask, tuple(experts), self.documents, self.sha256)
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Some consecutive blocks of a split.
+
+    scores [B, T, E] float64 nats, 0 at padding, in memory [B, E, T]; mask [B, T] bool; of the real tokens [N] their
+    ids and the numbers of their documents, which do not fall.
+    """
+
+    scores: np.ndarray
+    mask: np.ndarray
+    tokens: np.ndarray
+    documents: np.ndarray
+
+
 def write_tokens(directory: Path, tokens: np.ndarray, documents: np.ndarray, length: int) -> None:
     """Write what all score columns of a split share: token ids, block and document numbers.
 
@@ -60,34 +75,87 @@ def write_scores(path: Path, log_probabilities: np.ndarray, metadata: dict[str, 
 def read_scores(directory: Path, experts: Sequence[str]) -> ScoreTable:
     """The columns of `experts` in `scores/<model>/<domain>.<split>/`, padded to whole blocks.
 
-    Raises DemixError when a column was scored on other tokens than the table beside it holds, or with other shared
-    weights than the columns before it.
+    Raises DemixError as `stream_scores` does.
     """
-    tokens = read_parquet(directory / "tokens.parquet")
-    ids, length = tokens["token"].to_numpy(), int(tokens.schema.metadata[b"length"])
-    sha256 = tokens_sha256(ids)
-    blocks = -(-len(ids) // length)
-    scores = np.zeros((blocks * length, len(experts)))
-    shared = None
-    for number, expert in enumerate(experts):
-        path = directory / f"{expert}.parquet"
-        column = read_parquet(path)
-        origin = column.schema.metadata or {}
-        if origin.get(b"tokens_sha256", b"").decode() != sha256:
-            raise DemixError(path, "was scored on other tokens than tokens.parquet holds", "score the domain again")
-        shared = shared or origin.get(b"shared_sha256")
-        if origin.get(b"shared_sha256") != shared:
-            other = f"{experts[0]}.parquet"
-            raise DemixError(path, f"was scored with other shared weights than {other}", "score the domain again")
-        scores[: len(ids), number] = column["log_probability"].to_numpy()
-    mask = np.arange(blocks * length) < len(ids)
+    chunks = list(stream_scores(directory, experts))
     return ScoreTable(
-        scores.reshape(blocks, length, len(experts)),
-        mask.reshape(blocks, length),
+        np.concatenate([chunk.scores for chunk in chunks]),
+        np.concatenate([chunk.mask for chunk in chunks]),
         tuple(experts),
-        len(np.unique(tokens["document"].to_numpy())),
-        sha256,
+        len(np.unique(np.concatenate([chunk.documents for chunk in chunks]))),
+        scored_sha256(directory, experts),
     )
+
+
+def stream_scores(directory: Path, experts: Sequence[str], at_once: int = 1 << 14) -> Iterator[Blocks]:
+    """The same in the order of the text, some blocks at a time: an even number of about `at_once` tokens.
+
+    Raises DemixError when a column was scored with other shared weights than the columns before it or, after the last
+    block, when one was scored on other tokens than the table beside it holds.
+    """
+    paths = [directory / f"{expert}.parquet" for expert in experts]
+    footer, *footers = (_footer(path) for path in (directory / "tokens.parquet", *paths))
+    for path, column in zip(paths, footers, strict=True):
+        if column.origin.get(b"shared_sha256") != footers[0].origin.get(b"shared_sha256"):
+            other = paths[0].name
+            raise DemixError(path, f"was scored with other shared weights than {other}", "score the domain again")
+        if column.rows != footer.rows:
+            raise DemixError(path, "is not as long as tokens.parquet", "score the domain again")
+    length = int(footer.origin[b"length"])
+    # Even, for the pairs of blocks of the released scorer.
+    size = 2 * length * max(1, at_once // (2 * length))
+    columns = [_pieces(path, ["log_probability"], size) for path in paths]
+    digest = hashlib.sha256()
+    for (ids, documents), *pieces in zip(
+        _pieces(directory / "tokens.parquet", ["token", "document"], size), *columns, strict=True
+    ):
+        digest.update(ids.astype("<u4").tobytes())
+        blocks = -(-len(ids) // length)
+        scores = np.zeros((blocks, len(paths), length))
+        whole = len(ids) // length
+        for number, (piece,) in enumerate(pieces):
+            scores[:whole, number] = piece[: whole * length].reshape(whole, length)
+            scores[whole:, number, : len(ids) - whole * length] = piece[whole * length :]
+        mask = (np.arange(blocks * length) < len(ids)).reshape(blocks, length)
+        yield Blocks(scores.transpose(0, 2, 1), mask, ids, documents)
+    for path, column in zip(paths, footers, strict=True):
+        if column.origin.get(b"tokens_sha256", b"").decode() != digest.hexdigest():
+            raise DemixError(path, "was scored on other tokens than tokens.parquet holds", "score the domain again")
+
+
+def scored_sha256(directory: Path, experts: Sequence[str]) -> str:
+    """The hash of the tokens that the columns of `experts` say they were scored on; `stream_scores` checks it."""
+    return _footer(directory / f"{experts[0]}.parquet").origin.get(b"tokens_sha256", b"").decode()
+
+
+@dataclass(frozen=True)
+class _Footer:
+    rows: int
+    origin: dict[bytes, bytes]
+
+
+def _footer(path: Path) -> _Footer:
+    nothing = read_parquet(path, columns=[])
+    return _Footer(nothing.num_rows, nothing.schema.metadata or {})
+
+
+def _pieces(path: Path, names: list[str], size: int) -> Iterator[list[np.ndarray]]:
+    """Columns in pieces of `size` rows, the last shorter, whatever the file's row groups are."""
+    pending: list[list[np.ndarray]] = [[] for _ in names]
+    waiting = 0
+    for batch in read_batches(path, names, rows=size):
+        start = 0
+        while start < batch.num_rows:
+            taken = batch.slice(start, size - waiting)
+            for name, parts in zip(names, pending, strict=True):
+                parts.append(taken[name].to_numpy())
+            start += taken.num_rows
+            waiting += taken.num_rows
+            if waiting == size:
+                yield [np.concatenate(parts) for parts in pending]
+                pending, waiting = [[] for _ in names], 0
+    if waiting:
+        yield [np.concatenate(parts) for parts in pending]
 
 
 def tokens_sha256(tokens: np.ndarray) -> str:

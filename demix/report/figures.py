@@ -1,4 +1,4 @@
-"""Figures 2, 4 and 6 of the paper and the training curves: Vega-Lite JSON with its data, SVG and PNG, made offline."""
+"""Figures 2, 4, 6, 7, 8 of the paper and the training curves: Vega-Lite JSON with its data, SVG, PNG, made offline."""
 
 import json
 import re
@@ -13,9 +13,9 @@ import vl_convert
 
 from demix.config import trained_models
 from demix.files import replacing, write_text
+from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.results import (
     comparable,
-    expert_perplexities,
     novel_domains,
     prior_table,
     read_metrics,
@@ -25,44 +25,121 @@ from demix.report.results import (
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
 CELL_WIDTH, CELL_HEIGHT = 50, 26
 CELL_RANGE = ["#f7fbff", "#6baed6", "#08306b"]
-# Past this part of CELL_RANGE, white text has the better contrast.
-DARK = 0.62
+SHARE_RANGE = ["#f7fcf5", "#74c476", "#00441b"]
+# Past this part of each, white text has the better contrast.
+CELL_DARK, SHARE_DARK = 0.68, 0.76
 # Okabe and Ito's colours, told apart with every common kind of colour blindness; dashes say the same again.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#56b4e9", "#e69f00", "#999999")
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [4, 4], [10, 4], [1, 3], [6, 2, 1, 2])
 PANEL_COLUMNS = 4
 # A step's loss is noisy: means over spans of steps show the trend, and keep a long run's figure small.
 CURVE_POINTS = 100
+TRACE_COLUMNS = 4
+BLOCKS_SHOWN = 100
 PNG_SCALE = 2.0
 
 
-def figure2(results: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
-    """Figure 2: perplexity of each training expert on each domain, over that of the domain's own (or best) expert."""
+def figure2(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
+    """Figure 2: perplexity of each training expert on each domain, over that of the domain's own (or best) expert.
+
+    Below it the bigrams that a domain shares with each training domain, and one against the other.
+    """
     training, novel = training_domains(config), novel_domains(config)
-    rows = []
-    for kind, domains in (("training", training), ("novel", novel)):
-        for domain in domains:
-            scores = expert_perplexities(results, domain, training)
-            if scores.isna().all():
-                scores = expert_perplexities(results, domain, training, "training")
-            reference = scores[domain] if kind == "training" else scores.min()
-            for expert, ratio in (scores / reference).items():
-                rows.append({"kind": kind, "domain": domain, "expert": expert, "value": _number(ratio)})
-    values = [row["value"] for row in rows if row["value"] is not None]
-    top = max([1.1, *values])
+    pairs = with_overlap(affinities(results, config), overlap)
+    top = max([1.1, *pairs["ratio"].dropna()])
     scale = alt.Scale(type="log", domain=[1, top], range=CELL_RANGE, interpolate="lab", clamp=True)
-    for row in rows:
-        row["dark"] = row["value"] is not None and bool(np.log(max(row["value"], 1)) > DARK * np.log(top))
-    return _heatmaps(
-        rows,
-        {"training": (training, "Training domains"), "novel": (novel, "Novel domains")},
-        training,
-        scale,
-        title="Figure 2: how well each expert predicts each domain",
-        subtitle="Test perplexity of an expert (column) on a domain (row), over that of the domain's own expert "
-        "(training domains) or of the best expert (novel domains). 1 is best.",
-        legend=alt.Legend(title="perplexity ratio", values=[_number(x) for x in np.geomspace(1, top, 5)], format=".2f"),
+    ratios = [
+        {"kind": row.kind, "domain": row.domain, "expert": row.expert, "value": _number(row.ratio),
+         "dark": bool(np.log(max(row.ratio, 1)) > CELL_DARK * np.log(top))}
+        for row in pairs.itertuples()
+    ]  # fmt: skip
+    most = max([0.1, *pairs["overlap"].dropna()])
+    shares = [
+        {"kind": row.kind, "domain": row.domain, "expert": row.expert, "value": _number(row.overlap),
+         "dark": bool(row.overlap > SHARE_DARK * most)}
+        for row in pairs.itertuples()
+    ]  # fmt: skip
+    panels = [
+        _heatmaps(
+            ratios,
+            {
+                "training": (training, "Perplexity ratio, training domains"),
+                "novel": (novel, "Perplexity ratio, novel domains"),
+            },
+            training,
+            scale,
+            legend=alt.Legend(
+                title="perplexity ratio", values=[_number(x) for x in np.geomspace(1, top, 5)], format=".2f"
+            ),
+        )
+    ]
+    if pairs["overlap"].notna().any():
+        halves = {
+            "training": (training, "Bigram overlap, training domains"),
+            "novel": (novel, "Bigram overlap, novel domains"),
+        }
+        panels += [
+            _heatmaps(
+                shares,
+                halves,
+                training,
+                alt.Scale(domain=[0, most], range=SHARE_RANGE, interpolate="lab"),
+                legend=alt.Legend(title="bigrams shared", format=".0%", tickCount=5),
+                form=".0%",
+            ),
+            _scatters(pairs),
+        ]
+    return _finish(
+        alt.vconcat(*panels, spacing=28).resolve_scale(color="independent"),
+        "Figure 2: how well each expert predicts each domain, and the bigrams that they share",
+        "Top: test perplexity of an expert (column) on a domain (row), over that of the domain's own expert (training "
+        "domains) or of the best expert (novel domains). 1 is best. Middle: share of the bigrams of a domain's test "
+        "split that occur in the expert's training text. Bottom: the one against the other, a point a pair."
+        + ("" if pairs["ratio"].notna().any() else " This run has none of these numbers."),
     )
+
+
+def _scatters(pairs: pd.DataFrame) -> alt.TopLevelMixin:
+    """The perplexity ratio over the bigram overlap, a point a pair, and their correlation in words."""
+    panels = []
+    for relation in relations(pairs):
+        points = pairs[pairs["kind"] == relation.kind].dropna()
+        if relation.kind == "training":
+            points = points[points["domain"] != points["expert"]]
+        values = [
+            {"domain": row.domain, "expert": row.expert, "overlap": _number(row.overlap), "ratio": _number(row.ratio)}
+            for row in points.itertuples()
+        ]
+        told = f"{relation.kind} domains" + (", own expert left out" if relation.kind == "training" else "")
+        if np.isfinite(relation.spearman):
+            told += (
+                (
+                    f": Spearman {relation.spearman:+.2f} over {relation.pairs} pairs of {relation.domains} domains "
+                    f"(p = {relation.permutation_p:.2g}, domains permuted)"
+                )
+                .replace("+-", "−")
+                .replace("-0.", "−0.")
+            )
+        panels.append(
+            alt.Chart(alt.InlineData(values=values))
+            .mark_point(size=45, filled=True, opacity=0.75, color=COLOURS[0])
+            .encode(
+                x=alt.X(
+                    "overlap:Q",
+                    title="bigrams shared",
+                    axis=alt.Axis(format=".0%", tickCount=6),
+                    scale=alt.Scale(zero=False),
+                ),
+                y=alt.Y("ratio:Q", title="perplexity ratio (log)", scale=alt.Scale(type="log", nice=False)),
+                tooltip=["domain:N", "expert:N", "overlap:Q", "ratio:Q"],
+            )
+            .properties(
+                width=400,
+                height=200,
+                title=alt.Title(textwrap.wrap(told, 70), anchor="start", fontSize=12, fontWeight="normal"),
+            )
+        )
+    return alt.hconcat(*panels, spacing=60)
 
 
 def figure4(priors: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
@@ -72,18 +149,79 @@ def figure4(priors: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
     for kind, domains in (("training", training), ("novel", novel)):
         for domain, row in prior_table(priors, training, domains).iterrows():
             for expert, prior in row.items():
-                dark = bool(prior > DARK)
+                dark = bool(prior > CELL_DARK)
                 rows.append({"kind": kind, "domain": domain, "expert": expert, "value": _number(prior), "dark": dark})
     scale = alt.Scale(domain=[0, 1], range=CELL_RANGE, interpolate="lab")
-    return _heatmaps(
+    chart = _heatmaps(
         rows,
         {"training": (training, "Training domains"), "novel": (novel, "Novel domains")},
         training,
         scale,
-        title="Figure 4: which experts the posterior chooses for each domain",
-        subtitle="Cached prior: the posterior over the training experts (columns) after reading the domain's dev split "
-        "(rows). Each row sums to 1.",
         legend=alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75, 1], format=".2f"),
+    )
+    return _finish(
+        chart,
+        "Figure 4: which experts the posterior chooses for each domain",
+        "Cached prior: the posterior over the training experts (columns) after reading the domain's dev split (rows). "
+        "Each row sums to 1."
+        + ("" if any(row["value"] is not None for row in rows) else " This run has none of these numbers."),
+    )
+
+
+def posterior_figure(posteriors: pd.DataFrame, config: dict[str, Any], kind: str) -> alt.TopLevelMixin:
+    """Figures 7 (`kind` training) and 8 (novel): the posterior over training experts after each block of a domain."""
+    experts = training_domains(config)
+    domains = experts if kind == "training" else novel_domains(config)
+    rows = posteriors[
+        (posteriors["model"] == "demix")
+        & (posteriors["experts"] == "training")
+        & (posteriors["weights"] == "history")
+        & (posteriors["split"] == "test")
+        & (posteriors["seed"] == posteriors["seed"].min())
+        & (posteriors["block"] < BLOCKS_SHOWN)
+    ]
+    scale = alt.Scale(domain=[0, 1], range=CELL_RANGE, interpolate="lab")
+    legend = alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75, 1], format=".2f")
+    panels = []
+    for index, domain in enumerate(domains):
+        found = rows[(rows["domain"] == domain) & rows["expert"].isin(experts)]
+        blocks = int(found["block"].max()) + 1 if len(found) else 1
+        values = [
+            # Overlapping hides the seams between cells; what would print as 0.00 is the panel's ground.
+            {"start": row.block, "end": min(row.block + 1.05, blocks), "expert": row.expert,
+             "value": _number(row.posterior)}
+            for row in found[found["posterior"] >= 0.005].itertuples()
+        ]  # fmt: skip
+        first = index % TRACE_COLUMNS == 0
+        panels.append(
+            alt.Chart(alt.InlineData(values=values))
+            .mark_rect()
+            .encode(
+                x=alt.X(
+                    "start:Q", title="blocks read", axis=alt.Axis(tickCount=5, tickMinStep=1, grid=False),
+                    scale=alt.Scale(nice=False, domain=[0, blocks]),
+                ),
+                x2="end:Q",
+                y=alt.Y(
+                    "expert:N", sort=experts, title="expert" if first else None, scale=alt.Scale(domain=experts),
+                    axis=alt.Axis(labels=first, ticks=first),
+                ),
+                color=alt.Color("value:Q", scale=scale, legend=legend),
+            )
+            .properties(
+                width=230,
+                height=14 * len(experts),
+                title=alt.Title(domain, anchor="start", fontSize=12, fontWeight="normal"),
+                view=alt.ViewBackground(stroke="#cccccc", fill=CELL_RANGE[0]),
+            )
+        )  # fmt: skip
+    number, what = ("7", "training") if kind == "training" else ("8", "novel")
+    return _finish(
+        alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18),
+        f"Figure {number}: the posterior over experts, block by block, on the {what} domains",
+        "Each panel is one domain: the probability of each training expert (rows) after each block of the domain's "
+        f"test split (the first {BLOCKS_SHOWN} at most), with the updating prior."
+        + ("" if len(rows[rows["kind"] == kind]) else " This run has none of these numbers."),
     )
 
 
@@ -93,12 +231,10 @@ def _heatmaps(
     experts: list[str],
     scale: alt.Scale,
     *,
-    title: str,
-    subtitle: str,
     legend: alt.Legend,
+    form: str = ".2f",
 ) -> alt.TopLevelMixin:
-    if all(row["value"] is None for row in rows):
-        subtitle += " This run has none of these numbers."
+    """Cells of domains (rows) and experts (columns), the halves beside each other."""
     panels = []
     for kind, (domains, heading) in halves.items():
         if not domains:
@@ -117,7 +253,7 @@ def _heatmaps(
             )
         )
         text = base.mark_text(fontSize=11).encode(
-            text=alt.condition("isValid(datum.value)", alt.Text("value:Q", format=".2f"), alt.value("–")),
+            text=alt.condition("isValid(datum.value)", alt.Text("value:Q", format=form), alt.value("–")),
             color=alt.condition("datum.dark", alt.value("white"), alt.value("#1a1a1a")),
         )
         panels.append(
@@ -127,7 +263,7 @@ def _heatmaps(
                 title=alt.Title(heading, anchor="start", fontSize=13, fontWeight="normal"),
             )
         )
-    return _finish(alt.hconcat(*panels, spacing=24), title, subtitle)
+    return alt.hconcat(*panels, spacing=24)
 
 
 def adaptation_curves(metrics_dir: str | Path, config: dict[str, Any]) -> pd.DataFrame:
@@ -264,7 +400,7 @@ def _finish(chart: Any, title: str, subtitle: str) -> alt.TopLevelMixin:
     """`chart` with its title and the one look that all figures share."""
     return (
         chart.properties(
-            title=alt.Title(title, subtitle=_wrapped(subtitle), anchor="start", offset=14, fontSize=16),
+            title=alt.Title(title, subtitle=_balanced(subtitle), anchor="start", offset=14, fontSize=16),
             background="white",
         )
         .configure(font=FONT)
@@ -277,8 +413,12 @@ def _finish(chart: Any, title: str, subtitle: str) -> alt.TopLevelMixin:
     )
 
 
-def _wrapped(text: str, width: int = 110) -> list[str]:
-    return textwrap.wrap(text, width)
+def _balanced(text: str, width: int = 150) -> list[str]:
+    """`text` in as few lines as `width` characters allow, of about one length: no last word by itself."""
+    lines = len(textwrap.wrap(text, width))
+    return next(
+        found for limit in range(len(text) // lines, width + 1) if len(found := textwrap.wrap(text, limit)) == lines
+    )
 
 
 def _number(value: Any) -> float | None:
@@ -298,14 +438,22 @@ def _renumbered(svg: str) -> str:
 
 
 def write_figures(
-    results: pd.DataFrame, priors: pd.DataFrame, metrics_dir: str | Path, config: dict[str, Any], output_dir: str | Path
+    results: pd.DataFrame,
+    priors: pd.DataFrame,
+    overlap: pd.DataFrame,
+    posteriors: pd.DataFrame,
+    metrics_dir: str | Path,
+    config: dict[str, Any],
+    output_dir: str | Path,
 ) -> None:
     """Write each figure as `<name>.json` (Vega-Lite, data included), `.svg` and `.png` into `output_dir`."""
     comparable(results)
     charts = {
-        "figure2": figure2(results, config),
+        "figure2": figure2(results, overlap, config),
         "figure4": figure4(priors, config),
         "figure6": figure6(metrics_dir, config),
+        "figure7": posterior_figure(posteriors, config, "training"),
+        "figure8": posterior_figure(posteriors, config, "novel"),
         "training": training_figure(metrics_dir, config),
     }
     version = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])

@@ -13,13 +13,13 @@ _SHELL = """<!doctype html>
 <style>
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; color: #1a1a1a;
-  background: #fff; margin: 2rem auto; padding: 0 1.25rem; max-width: 76rem; }
+  background: #fff; margin: 2rem auto; padding: 0 1.25rem; max-width: 84rem; }
 h1 { font-size: 1.25rem; font-weight: 600; margin: 0 0 .25rem; }
 p { max-width: 52rem; margin: .35rem 0; }
 .note { color: #555; font-size: .87rem; }
 .scroll { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; border-top: 2px solid #1a1a1a; border-bottom: 2px solid #1a1a1a; }
-th, td { padding: .28rem .75rem; text-align: right; vertical-align: top; white-space: nowrap;
+th, td { padding: .28rem .55rem; text-align: right; vertical-align: top; white-space: nowrap;
   font-variant-numeric: tabular-nums; }
 th:first-child, td.text, th.text { text-align: left; }
 thead th { border-bottom: 1px solid #1a1a1a; font-weight: 600; vertical-align: bottom; white-space: normal; }
@@ -28,6 +28,7 @@ tbody tr:hover { background: #f4f4f2; }
 tr.summary th, tr.summary td { border-top: 1px solid #999; }
 tbody + tbody tr:first-child:not(.summary) > * { border-top: 1px solid #1a1a1a; }
 td.best { font-weight: 700; }
+.beneath { display: block; font-size: .78rem; font-weight: 400; color: #555; }
 button { font: inherit; color: inherit; background: none; border: 0; padding: 0; text-align: inherit; cursor: pointer; }
 button:hover, button:focus-visible { text-decoration: underline; }
 [aria-sort=ascending] button::after { content: " ▲"; font-size: .7em; }
@@ -54,7 +55,8 @@ _TABLE = """{% extends "shell" %}{% block content %}<div class="scroll"><table>
 {% for row in group %}<tr{% if row.summary %} class="summary"{% endif %}>\
 <th scope="row" data-key="{{ row.position }}">{{ row.label }}</th>
 {%- for cell in row.cells %}<td data-key="{{ cell.key }}" class="\
-{{ "text" if cell.is_text }}{{ "best" if cell.best }}">{{ cell.text }}</td>{% endfor %}</tr>
+{{ "text" if cell.is_text }}{{ "best" if cell.best }}">{{ cell.text }}\
+{% if cell.beneath %}<span class="beneath">{{ cell.beneath }}</span>{% endif %}</td>{% endfor %}</tr>
 {% endfor %}</tbody>
 {% endfor %}</table></div>
 <script>

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +13,42 @@ from demix.files import read_json, read_parquet
 
 RESULT_COLUMNS = (
     *("model", "experts", "n_experts", "method", "weights", "top_k", "domain", "kind", "split", "expert"),
-    *("oracle", "documents", "tokens", "nll", "perplexity", "tokens_sha256"),
+    *("oracle", "documents", "tokens", "nll", "perplexity", "tokens_sha256", "variant", "decay", "dev_blocks"),
+    *("perplexity_low", "perplexity_high", "bits_per_byte", "seed"),
 )
+OVERLAP_COLUMNS = ("domain", "expert", "overlap", "train_tokens", "test_bigrams")
+POSTERIOR_COLUMNS = (
+    *("model", "experts", "weights", "decay", "domain", "kind", "split", "block", "expert", "posterior", "seed"),
+)
+DIFFERENCE_COLUMNS = (
+    *("model", "experts", "method", "weights", "against", "domain", "kind", "documents", "seed"),
+    *("nats_per_token", "nats_per_token_low", "nats_per_token_high"),
+    *("perplexity", "perplexity_low", "perplexity_high"),
+)
+AUDIT_COLUMNS = ("domain", "system", "split", "document", "matched", "share", "nll")
 PRIOR_COLUMNS = ("model", "experts", "weights", "domain", "kind", "expert", "prior")
 
 
 @dataclass(frozen=True)
 class System:
-    """One way to predict text, a line of the paper's tables: a model, its set of experts and how they are mixed."""
+    """One way to predict text, a line of the paper's tables: a model, its set of experts and how they are mixed.
+
+    `variant` is that of results.parquet: empty for what the paper's tables hold.
+    """
 
     label: str
     model: str
     experts: str
     method: str
     weights: str = ""
+    variant: str = ""
 
     def with_weights(self, weights: str) -> "System":
-        return System(f"{self.label}, {weights} weights", self.model, self.experts, self.method, weights)
+        return replace(self, label=f"{self.label}, {weights} weights", weights=weights)
+
+    def chosen_on_dev(self) -> "System":
+        """The same where the one expert or token was chosen on dev, for domains that have none of their own."""
+        return replace(self, label=f"{self.label}, chosen on dev", variant="dev_choice")
 
 
 DENSE = System("Dense", "dense_unbalanced", "dense", "dense")
@@ -79,6 +98,26 @@ def read_priors(path: str | Path) -> pd.DataFrame:
     return _read(path, PRIOR_COLUMNS)
 
 
+def read_overlap(path: str | Path) -> pd.DataFrame:
+    """The rows of `corpus/overlap.parquet`. Raises DemixError if a column is missing."""
+    return _read(path, OVERLAP_COLUMNS)
+
+
+def read_differences(path: str | Path) -> pd.DataFrame:
+    """The rows of `differences.parquet`. Raises DemixError if a column is missing."""
+    return _read(path, DIFFERENCE_COLUMNS)
+
+
+def read_posteriors(path: str | Path) -> pd.DataFrame:
+    """The rows of `posteriors.parquet`. Raises DemixError if a column is missing."""
+    return _read(path, POSTERIOR_COLUMNS)
+
+
+def read_audit(path: str | Path) -> pd.DataFrame:
+    """The rows of `audit.parquet`; none where the run removes no domain and has no such file."""
+    return _read(path, AUDIT_COLUMNS) if Path(path).exists() else pd.DataFrame(columns=list(AUDIT_COLUMNS))
+
+
 def _read(path: str | Path, columns: tuple[str, ...]) -> pd.DataFrame:
     table = read_parquet(path)
     if missing := [name for name in columns if name not in table.column_names]:
@@ -104,10 +143,13 @@ def read_metrics(path: str | Path) -> Iterable[dict[str, Any]]:
 
 
 def comparable(results: pd.DataFrame, subject: object = "results") -> pd.DataFrame:
-    """`results` as given, once it is sure that all rows of a domain's split were scored on the same tokens."""
-    hashes = results.groupby(["domain", "split"], sort=True)["tokens_sha256"].nunique()
+    """`results` as given, once it is sure that all rows of a domain's split were scored on the same tokens.
+
+    Runs of different seeds split their domains differently, so this is asked of each seed alone.
+    """
+    hashes = results.groupby(["domain", "split", "seed"], sort=True)["tokens_sha256"].nunique()
     if len(hashes) and hashes.max() > 1:
-        domain, split = hashes.idxmax()
+        domain, split, _ = hashes.idxmax()
         raise DemixError(
             subject,
             f"holds perplexities of {domain}.{split} over {hashes.max()} different token sequences",
@@ -116,13 +158,16 @@ def comparable(results: pd.DataFrame, subject: object = "results") -> pd.DataFra
     return results
 
 
-def perplexities(results: pd.DataFrame, system: System, domains: Iterable[str]) -> pd.Series:
-    """Test perplexity of `system` on each of `domains`, NaN where it was not evaluated; without top-k.
+def evaluations(results: pd.DataFrame, system: System, domains: Iterable[str]) -> pd.DataFrame:
+    """The test results of `system` on each of `domains`, NaN where it was not evaluated; without top-k.
 
-    Raises DemixError if a domain has two rows.
+    Columns perplexity, low, high (bounds of the 95% interval over documents), documents, tokens, bits_per_byte, seeds
+    and spread. Where there are several seeds all numbers are means over them, spread is the standard deviation of the
+    perplexity (NaN for one seed), and there is no interval. Raises DemixError if a domain has two rows of one seed.
     """
     rows = results[
         (results["split"] == "test")
+        & (results["variant"] == system.variant)
         & results["top_k"].isna()
         & (results["model"] == system.model)
         & (results["experts"] == system.experts)
@@ -132,24 +177,60 @@ def perplexities(results: pd.DataFrame, system: System, domains: Iterable[str]) 
     return _by(rows, "domain", domains, f"{system.model}/{system.experts}/{system.method}")
 
 
+def perplexities(results: pd.DataFrame, system: System, domains: Iterable[str]) -> pd.Series:
+    """Test perplexity of `system` on each of `domains`, as `evaluations` has it."""
+    return evaluations(results, system, domains)["perplexity"]
+
+
 def expert_perplexities(results: pd.DataFrame, domain: str, experts: Iterable[str], label: str = "all") -> pd.Series:
     """Test perplexity on `domain` of each single expert of the DEMix model; `label` names the expert set's rows."""
     rows = results[
         (results["split"] == "test")
+        & (results["variant"] == "")
         & results["top_k"].isna()
         & (results["model"] == "demix")
         & (results["experts"] == label)
         & (results["method"] == "expert")
         & (results["domain"] == domain)
     ]
-    return _by(rows, "expert", experts, f"demix/{label}/expert on {domain}")
+    return _by(rows, "expert", experts, f"demix/{label}/expert on {domain}")["perplexity"]
 
 
-def _by(rows: pd.DataFrame, column: str, keys: Iterable[str], subject: str) -> pd.Series:
-    if rows[column].duplicated().any():
-        name = rows.loc[rows[column].duplicated(), column].iloc[0]
+def _by(rows: pd.DataFrame, column: str, keys: Iterable[str], subject: str) -> pd.DataFrame:
+    doubled = rows.duplicated([column, "seed"])
+    if doubled.any():
+        name = rows.loc[doubled, column].iloc[0]
         raise DemixError(f"results: {subject}", f"has two rows for {name}", "delete results.parquet and rerun")
-    return rows.set_index(column)["perplexity"].reindex(list(keys)).astype("float64")
+    groups = rows.groupby(column, sort=False)
+    names = {"perplexity_low": "low", "perplexity_high": "high"}
+    numbers = ["perplexity", *names, "documents", "tokens", "bits_per_byte"]
+    found = groups[numbers].mean().rename(columns=names).astype("float64")
+    found["seeds"], found["spread"] = groups.size(), groups["perplexity"].std()
+    found.loc[found["seeds"] > 1, ["low", "high"]] = float("nan")
+    return found.reindex(list(keys)).astype("float64")
+
+
+def grid(results: pd.DataFrame, variant: str, method: str, column: str, domains: Iterable[str]) -> pd.Series:
+    """Mean test perplexity over `domains` of demix's training experts by each value of `column` that was tried.
+
+    `variant` is `decay` or `dev_blocks`, `column` the setting that its rows vary. Values that some domain has not are
+    left out; a domain with fewer dev blocks than a number has them all from its own number on.
+    """
+    domains = list(domains)
+    rows = results[
+        (results["split"] == "test")
+        & (results["variant"] == variant)
+        & results["top_k"].isna()
+        & (results["model"] == "demix")
+        & (results["experts"] == "training")
+        & (results["method"] == method)
+        & (results["weights"] == "history")
+        & results["domain"].isin(domains)
+    ]
+    table = rows.pivot_table(index=column, columns="domain", values="perplexity").reindex(columns=domains)
+    if column == "dev_blocks":
+        table = table.fillna(table.ffill().where(table.bfill().isna()))
+    return table.dropna().mean(axis=1) if domains else pd.Series(dtype="float64")
 
 
 def read_parents(experts: str | Path, novel: list[str]) -> dict[str, str]:

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 
 from demix.files import write_json, write_parquet
 
 TRAINING, NOVEL = ("code", "law", "news"), ("wiki", "songs")
+# Domains with documents enough for an interval.
+MANY = ("law", "wiki")
 
 # In every rule below a higher factor is a worse prediction; 1.0 is the domain's own expert.
 FACTORS = {"dense_unbalanced": 1.4, "dense": 1.3, "domain_token": 1.2}
@@ -71,6 +74,8 @@ class Run:
     config: dict
     results: pd.DataFrame
     priors: pd.DataFrame
+    overlap: pd.DataFrame
+    differences: pd.DataFrame
     parents: dict[str, str]
 
 
@@ -105,22 +110,88 @@ def build_run(
             rows.append({
                 **vars(key), "n_experts": {"all": len(kinds)}.get(key.experts, len(training)), "top_k": None,
                 "split": "test", "oracle": key.method == "naive" and key.kind == "novel" and key.experts == "training",
-                "documents": 7, "tokens": tokens, "nll": tokens * math.log(value), "perplexity": value,
+                "documents": 50 if key.domain in MANY else 7, "tokens": tokens, 
+                "nll": tokens * math.log(value), "perplexity": value,
                 "tokens_sha256": hashlib.sha256(key.domain.encode()).hexdigest(),
+                "variant": "", "scorer": "paper", "seed": 1, "decay": None, "dev_blocks": None,
+                "perplexity_low": value * 0.9 if key.domain in MANY else None,
+                "perplexity_high": value * 1.2 if key.domain in MANY else None,
+                "bytes": 3 * tokens, "bits_per_byte": math.log2(value) / 3,
             })  # fmt: skip
-    results = pd.DataFrame(rows).astype({"top_k": "Int64"})
+    results = pd.DataFrame(rows).astype({"top_k": "Int64", "dev_blocks": "Int64", "decay": "float64"})
+    results = results.astype({"perplexity_low": "float64", "perplexity_high": "float64"})
+    # The further off in the config, the less is shared.
+    overlap = pd.DataFrame([
+        {"domain": domain, "expert": expert, "overlap": 0.9 - 0.1 * abs(place - other),
+         "train_tokens": 5000, "test_bigrams": 900}
+        for place, domain in enumerate(kinds) for other, expert in enumerate(training)
+    ])  # fmt: skip
     priors = pd.DataFrame([
         {"model": "demix", "experts": "training", "weights": weights, "domain": domain, "kind": kind, "expert": expert,
          "prior": 1 - 0.1 * (len(training) - 1)
          if expert == (domain if kind == "training" else parent_of(domain, training, novel)) else 0.1}
         for weights in ("history", "released") for domain, kind in kinds.items() for expert in training
     ])  # fmt: skip
+    results = pd.concat([results, _variants(results)], ignore_index=True)
+    differences = _differences(results)
+    chosen = {domain: domain if kind == "training" else training[0] for domain, kind in kinds.items()}
+    posteriors = pd.DataFrame([
+        {"model": "demix", "experts": "training", "weights": "history", "decay": 0.3, "domain": domain, "kind": kind,
+         "split": "test", "block": block, "expert": expert, "seed": 1,
+         "posterior": 1 / len(training) if not block else float(expert == chosen[domain])}
+        for domain, kind in kinds.items() for block in range(4) for expert in training
+    ])  # fmt: skip
     write_json(path / "config.json", config)
+    write_parquet(pa.Table.from_pandas(differences, preserve_index=False), path / "differences.parquet")
+    write_parquet(pa.Table.from_pandas(posteriors, preserve_index=False), path / "posteriors.parquet")
     write_parquet(pa.Table.from_pandas(results, preserve_index=False), path / "results.parquet")
+    write_parquet(pa.Table.from_pandas(overlap, preserve_index=False), path / "corpus" / "overlap.parquet")
     write_parquet(pa.Table.from_pandas(priors, preserve_index=False), path / "priors.parquet")
     _write_metrics(path, training, novel, retrained, steps)
     _write_cards(path, training, novel, retrained)
-    return Run(path, config, results, priors, {name: parent_of(name, training, novel) for name in novel})
+    return Run(
+        path, config, results, priors, overlap, differences, {name: parent_of(name, training, novel) for name in novel}
+    )
+
+
+# Factors on the perplexity of the tables' own row.
+DECAYS = {0.1: 1.02, 0.3: 1.0, 0.9: 1.1}
+DEV_BLOCKS = {1: 1.3, 10: 1.05, 100: 1.0}
+CHOSEN_ON_DEV, RELEASED_SCORER = 1.1, 1.5
+
+
+def _variants(results: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the grids, of the choice on dev and of the released scorer, made from those of the tables."""
+    demix = results[(results["model"] == "demix") & (results["experts"] == "training")]
+    history = demix[demix["weights"] == "history"]
+
+    def times(rows: pd.DataFrame, factor: float, **columns: object) -> pd.DataFrame:
+        return rows.assign(perplexity=rows["perplexity"] * factor, **columns)
+
+    prior, cached = history[history["method"] != "uniform"], history[history["method"] == "cached"]
+    naive = results[(results["method"] == "naive") & (results["kind"] == "novel") & (results["experts"] == "training")]
+    released = demix[(demix["weights"] == "released") & (demix["method"] != "uniform")]
+    return pd.concat([
+        *(times(prior, factor, variant="decay", decay=decay) for decay, factor in DECAYS.items()),
+        *(times(cached, factor, variant="dev_blocks", dev_blocks=number) for number, factor in DEV_BLOCKS.items()),
+        times(naive, CHOSEN_ON_DEV, variant="dev_choice", oracle=False),
+        times(released, RELEASED_SCORER, variant="released_scorer", scorer="released"),
+    ])  # fmt: skip
+
+
+def _differences(results: pd.DataFrame) -> pd.DataFrame:
+    """Each system of the tables less Dense (Balanced)."""
+    rows = results[(results["variant"] == "") & results["method"].isin(["dense", "naive", "cached"])]
+    rows = rows[rows["model"].isin(["dense", "dense_unbalanced", "demix"]) & rows["weights"].isin(["", "history"])]
+    base = rows[rows["model"] == "dense"].set_index("domain")["perplexity"]
+    rows = rows[rows["model"] != "dense"].assign(against="dense")
+    others = [base.get(domain, math.nan) for domain in rows["domain"]]
+    rows["nats_per_token"] = np.log(rows["perplexity"] / others)
+    rows["perplexity"] -= others
+    for name in ("nats_per_token", "perplexity"):
+        for bound, moved in (("low", -0.05), ("high", 0.05)):
+            rows[f"{name}_{bound}"] = (rows[name] + moved).where(rows["documents"] >= 20)
+    return rows
 
 
 def _keys(training: tuple[str, ...], novel: tuple[str, ...], retrained: tuple[str, ...]) -> list[Key]:

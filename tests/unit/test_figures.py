@@ -3,22 +3,31 @@
 import json
 import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import pandas as pd
 import pytest
 from synthetic_run import NOVEL, TRAINING, Run, build_run
 
 from demix.errors import DemixError
 from demix.report import FIGURES
+from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.figures import adaptation_curves, training_curves, write_figures
+from demix.report.results import read_posteriors
+
+
+def draw(run: Run, metrics: Path, output: Path) -> None:
+    posteriors = read_posteriors(run.path / "posteriors.parquet")
+    write_figures(run.results, run.priors, run.overlap, posteriors, metrics, run.config, output)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = build_run(tmp_path_factory.mktemp("run"))
-    write_figures(run.results, run.priors, run.path / "metrics", run.config, run.path / "figures")
+    draw(run, run.path / "metrics", run.path / "figures")
     return run
 
 
@@ -43,25 +52,83 @@ def test_files_open(run: Run, name: str) -> None:
     assert height > 300
 
 
+def cells(chart: dict[str, Any], part: dict[str, Any]) -> dict[tuple[str, str], float | None]:
+    """The values of a row of heatmaps by domain and expert."""
+    rows = [row for panel in part["hconcat"] for row in chart["datasets"][panel["data"]["name"]]]
+    return {(row["domain"], row["expert"]): row["value"] for row in rows}
+
+
 def test_figure2_is_relative_to_the_own_or_the_best_expert(run: Run) -> None:
-    cells = {(row["domain"], row["expert"]): row["value"] for row in values(chart(run, "figure2"))}
-    assert len(cells) == (len(TRAINING) + len(NOVEL)) * len(TRAINING)
-    assert cells["law", "law"] == 1
-    assert cells["law", "code"] == pytest.approx(1.5)
-    assert cells["wiki", "code"] == 1
-    assert cells["wiki", "news"] == pytest.approx(1.6 / 1.25, rel=1e-5)
+    figure = chart(run, "figure2")
+    ratios, shares = (cells(figure, part) for part in figure["vconcat"][:2])
+    assert len(ratios) == len(shares) == (len(TRAINING) + len(NOVEL)) * len(TRAINING)
+    assert ratios["law", "law"] == 1
+    assert ratios["law", "code"] == pytest.approx(1.5)
+    assert ratios["wiki", "code"] == 1
+    assert ratios["wiki", "news"] == pytest.approx(1.6 / 1.25, rel=1e-5)
+    assert shares["law", "code"] == pytest.approx(0.8)
+    assert shares["wiki", "news"] == pytest.approx(0.8)
+
+
+def test_figure2_draws_a_point_a_pair_without_own_experts(run: Run) -> None:
+    figure = chart(run, "figure2")
+    points = [figure["datasets"][panel["data"]["name"]] for panel in figure["vconcat"][2]["hconcat"]]
+    assert [len(rows) for rows in points] == [6, 6]
+    assert not [row for row in points[0] if row["domain"] == row["expert"]]
+
+
+def made(ratio: Callable[[int, int], float], shared: Callable[[int, int], float], domains: int = 5) -> pd.DataFrame:
+    names = [f"d{number}" for number in range(domains)]
+    rows = [("training", names[i], names[j], ratio(i, j), shared(i, j)) for i in range(domains) for j in range(domains)]
+    return pd.DataFrame(rows, columns=["kind", "domain", "expert", "ratio", "overlap"])
+
+
+def test_the_relation_leaves_own_experts_out_and_counts_domains() -> None:
+    """Falling strictly with the overlap off the diagonal, whatever the diagonal says."""
+    shared = lambda i, j: 0.01 * ((3 * i + 5 * j + i * j) % 23)  # noqa: E731
+    (found,) = relations(made(lambda i, j: 99.0 if i == j else math.exp(-shared(i, j)), shared))
+    assert (found.domains, found.pairs) == (5, 20)
+    assert found.spearman == pytest.approx(-1)
+    assert found.pearson == pytest.approx(-1)
+    assert found.permutation_p < 0.05
+
+
+def test_p_by_domains_is_milder_than_p_by_pairs() -> None:
+    """Where a domain alone decides both, its pairs tell one thing over and over."""
+    level = [0.1, 0.5, 0.2, 0.4]
+    (found,) = relations(made(lambda i, j: 1 + level[i] + 0.001 * j, lambda i, j: level[i] + 0.002 * j, domains=4))
+    assert found.spearman_p < 0.001
+    assert found.permutation_p > 0.01
+
+
+def test_a_relation_that_cannot_be_told_is_nan(run: Run) -> None:
+    pairs = with_overlap(affinities(run.results, run.config), run.overlap.iloc[:3])
+    assert all(math.isnan(found.spearman) for found in relations(pairs))
+
+
+def test_posteriors_are_drawn_block_by_block(run: Run) -> None:
+    for name, domains in (("figure7", TRAINING), ("figure8", NOVEL)):
+        figure = chart(run, name)
+        assert [panel["title"]["text"] for panel in figure["concat"]] == list(domains)
+        for panel, domain in zip(figure["concat"], domains, strict=True):
+            rows = figure["datasets"][panel["data"]["name"]]
+            assert len([row for row in rows if row["start"] == 0]) == len(TRAINING)
+            chosen = domain if name == "figure7" else TRAINING[0]
+            assert [(row["expert"], row["value"]) for row in rows if row["start"] == 3] == [(chosen, 1.0)]
+            assert max(row["end"] for row in rows) == 4
 
 
 def test_figure4_holds_the_history_priors(run: Run) -> None:
-    cells = {(row["domain"], row["expert"]): row["value"] for row in values(chart(run, "figure4"))}
+    found = cells(chart(run, "figure4"), chart(run, "figure4"))
     for domain in (*TRAINING, *NOVEL):
-        assert sum(cells[domain, expert] for expert in TRAINING) == pytest.approx(1)
-    assert cells["songs", "law"] == pytest.approx(0.8)
+        assert sum(found[domain, expert] for expert in TRAINING) == pytest.approx(1)
+    assert found["songs", "law"] == pytest.approx(0.8)
 
 
 def test_heatmaps_keep_the_order_of_the_config(run: Run) -> None:
     for name in ("figure2", "figure4"):
-        panels = chart(run, name)["hconcat"]
+        figure = chart(run, name)
+        panels = figure["hconcat"] if name == "figure4" else figure["vconcat"][0]["hconcat"]
         for panel, domains in zip(panels, (TRAINING, NOVEL), strict=True):
             encoding = panel["layer"][0]["encoding"]
             assert encoding["y"]["sort"] == list(domains)
@@ -96,8 +163,9 @@ def test_training_curves_are_thinned_to_means(tmp_path: Path) -> None:
 
 def test_a_run_without_metrics_or_evaluations_still_draws(tmp_path: Path) -> None:
     run = build_run(tmp_path, change=lambda key, value: value if key.model == "dense" else None)
-    none = run.priors.iloc[:0]
-    write_figures(run.results, none, tmp_path / "nothing", run.config, tmp_path / "figures")
+    posteriors = read_posteriors(run.path / "posteriors.parquet")
+    nothing = (run.priors.iloc[:0], run.overlap.iloc[:0], posteriors.iloc[:0], tmp_path / "nothing")
+    write_figures(run.results, *nothing, run.config, tmp_path / "figures")
     assert all((tmp_path / "figures" / f"{name}.png").stat().st_size for name in FIGURES)
     assert all(row["value"] is None for row in values(json.loads((tmp_path / "figures" / "figure4.json").read_text())))
 

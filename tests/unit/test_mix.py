@@ -3,14 +3,15 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.special import logsumexp
+from scipy.special import log_softmax, logsumexp
 
 from demix.errors import DemixError
-from demix.evaluate.mix import METHODS, cached_log_prior, mix
-from demix.evaluate.posterior import log_weights
+from demix.evaluate.mix import METHODS, cached_log_prior, log_mixtures, log_prior_path, mix, posterior_trace
+from demix.evaluate.posterior import log_weights, released_log_priors, updating_log_priors
 
 
 def normalised(logs: list[float]) -> list[float]:
@@ -77,12 +78,12 @@ def slow_mix(blocks: list, method: str, weights, decay: float, log_prior, top_k)
 
 
 @st.composite
-def tables(draw):
+def tables(draw, scales=(0.1, 3.0, 400.0)):
     """Random score tables, some with gaps between experts of over 700 nats a block; the last block may be short."""
     experts = draw(st.integers(1, 5))
     length = draw(st.integers(1, 7))
     full, last = draw(st.integers(0, 5)), draw(st.integers(1, length))
-    scale = draw(st.sampled_from([0.1, 3.0, 400.0]))
+    scale = draw(st.sampled_from(scales))
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     rows = -generator.exponential(scale, (full * length + last, experts))
     padded = np.zeros(((full + 1) * length, experts))
@@ -107,7 +108,9 @@ def test_mixtures_equal_the_slow_reference(table, method, weights, decay, seed, 
     scores, mask = table
     experts = scores.shape[-1]
     top_k = data.draw(st.one_of(st.none(), st.integers(1, experts))) if method != "average" else None
-    log_prior = np.log(np.random.default_rng(seed).dirichlet(np.ones(experts)))
+    # The sharpest priors give up what the text says by more than float64 holds.
+    scale = data.draw(st.sampled_from([1.0, 30.0, 1000.0]))
+    log_prior = log_softmax(scale * np.random.default_rng(seed).normal(size=experts))
     mixed = mix(scores, mask, method, weights, decay=decay, log_prior=log_prior, top_k=top_k)
     slow = slow_mix(as_blocks(scores, mask), method, weights, decay, log_prior.tolist(), top_k)
     assert mixed.shape == mask.shape
@@ -123,6 +126,113 @@ def test_cached_prior_is_the_updating_prior_after_the_dev_blocks(table, weights,
     slow = slow_priors(as_blocks(scores, mask)[:blocks], weights, decay)[-1]
     np.testing.assert_allclose(found, slow, rtol=1e-8, atol=1e-8)
     assert np.exp(found).sum() == pytest.approx(1.0, abs=1e-12)
+
+
+def published(blocks: list, *, prior: list[float] | None, most: int | None) -> tuple[list[float], list[float]]:
+    """log p of each token by the paper's published code (FACTS section 1, items 1 to 3), and the prior at the end.
+
+    With a `prior` given it is cached; else it is updated after each batch of two blocks, at most `most` and one more.
+    """
+    log_p, posteriors = [], []
+    current = prior
+    for number, start in enumerate(range(0, len(blocks), 2)):
+        if most is not None and number > most:
+            break
+        last = []
+        for block in blocks[start : start + 2]:
+            probabilities = np.exp(np.array(block))
+            experts = probabilities.shape[1]
+            weights = np.full_like(probabilities, 1 / experts)
+            weights[1:] = probabilities[:-1] * (1 / experts if current is None else np.array(current))
+            weights /= weights.sum(axis=1, keepdims=True)
+            log_p += np.log((weights * probabilities).sum(axis=1)).tolist()
+            last.append(weights[-1])
+        posteriors.append(np.mean(last, axis=0))
+        if prior is None:
+            current = pd.DataFrame(posteriors).ewm(alpha=0.3, adjust=False).mean().iloc[-1].tolist()
+    return log_p, current
+
+
+@settings(max_examples=100, deadline=None)
+@given(tables(scales=(0.1, 3.0)), st.integers(0, 2**32 - 1))
+def test_the_released_scorer_is_the_published_code(table, seed) -> None:
+    scores, mask = table
+    blocks = as_blocks(scores, mask)
+    expected, prior = published(blocks, prior=None, most=None)
+    mixed = mix(scores, mask, "updating", scorer="released")
+    np.testing.assert_allclose(mixed[mask], expected, rtol=1e-9, atol=1e-9)
+    after = log_prior_path(scores, mask, "released", 0.7, "released")[-1]
+    np.testing.assert_allclose(np.exp(after), prior, rtol=1e-9, atol=1e-12)
+    prior = np.random.default_rng(seed).dirichlet(np.ones(scores.shape[-1]))
+    expected, _ = published(blocks, prior=prior.tolist(), most=None)
+    mixed = mix(scores, mask, "cached", log_prior=np.log(prior), scorer="released")
+    np.testing.assert_allclose(mixed[mask], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_released_prior_of_100_blocks_is_of_202() -> None:
+    scores = -np.random.default_rng(3).exponential(2, (210, 5, 4))
+    mask = np.ones((210, 5), dtype=bool)
+    _, expected = published(as_blocks(scores, mask), prior=None, most=100)
+    found = cached_log_prior(scores, mask, "released", decay=0.7, blocks=100, scorer="released")
+    np.testing.assert_allclose(np.exp(found), expected, rtol=1e-9)
+    other = released_log_priors(scores[:200], mask[:200])[-1]
+    assert not np.allclose(np.exp(other), expected, rtol=1e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tables(), rules, st.integers(0, 2**32 - 1), st.data())
+def test_priors_go_on_where_they_stopped(table, weights, seed, data) -> None:
+    """Read in two pieces, with several decays at once, the priors are those of the whole."""
+    scores, mask = table
+    decays = np.array([0.1, 0.3, 1.0])
+    for scorer, rule in (("paper", weights), ("released", "released")):
+        cut = 2 * data.draw(st.integers(0, len(mask) // 2))
+        head = log_prior_path(scores[:cut], mask[:cut], rule, decays, scorer)
+        tail = log_prior_path(scores[cut:], mask[cut:], rule, decays, scorer, head[-1], cut)
+        whole = np.stack([log_prior_path(scores, mask, rule, decay, scorer) for decay in decays], axis=1)
+        found = np.concatenate([head[:-1], tail])
+        found = found if scorer == "paper" else np.repeat(found[:, None], len(decays), axis=1)
+        np.testing.assert_allclose(found, whole, rtol=1e-8, atol=1e-8)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tables(), rules, st.floats(0.05, 1.0))
+def test_posterior_traces_equal_the_slow_reference(table, weights, decay) -> None:
+    scores, mask = table
+    blocks = as_blocks(scores, mask)
+    slow = [
+        np.exp(slow_block(block, prior, weights, None)[2])
+        for block, prior in zip(blocks, slow_priors(blocks, weights, decay), strict=False)
+    ]
+    priors = log_prior_path(scores, mask, weights, decay)[:-1]
+    trace = posterior_trace(scores, mask, weights, priors)
+    np.testing.assert_allclose(trace, slow, rtol=1e-7, atol=1e-9)
+    np.testing.assert_allclose(trace.sum(axis=1), 1, atol=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tables(), rules, st.integers(1, 4), st.integers(0, 2**32 - 1), st.data())
+def test_mixtures_made_together_are_those_made_one_by_one(table, weights, count, seed, data) -> None:
+    scores, mask = table
+    experts = scores.shape[-1]
+    top_k = data.draw(st.one_of(st.none(), st.integers(1, experts)))
+    priors = log_softmax(20 * np.random.default_rng(seed).normal(size=(count, experts)), axis=-1)
+    window, uniform_start = {"history": (None, False), "released": (1, True)}.get(weights, (weights, False))
+    stacked = np.broadcast_to(priors, (len(mask), count, experts))
+    together = log_mixtures(scores, stacked, window, uniform_start, top_k)
+    for number, prior in enumerate(priors):
+        alone = mix(scores, mask, "cached", weights, log_prior=prior, top_k=top_k)
+        np.testing.assert_allclose(np.where(mask, together[:, number], 0), alone, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(tables(), st.floats(0.05, 1.0))
+def test_a_decay_of_one_weighs_all_blocks_alike(table, decay) -> None:
+    evidence = table[0].sum(axis=1)
+    priors = updating_log_priors(evidence, 1.0)
+    posteriors = np.exp(log_softmax(priors[:-1] + evidence, axis=-1))
+    np.testing.assert_allclose(np.exp(priors[-1]), posteriors.mean(axis=0), atol=1e-12)
+    assert updating_log_priors(evidence, decay).shape == priors.shape
 
 
 @settings(max_examples=100, deadline=None)
@@ -163,3 +273,5 @@ def test_unknown_rules_are_refused() -> None:
         mix(scores, mask, "median")
     with pytest.raises(DemixError, match="prior"):
         mix(scores, mask, "cached")
+    with pytest.raises(DemixError, match="scorer"):
+        mix(scores, mask, "uniform", scorer="ours")

@@ -1,6 +1,7 @@
 """The paper's tables: numbers by hand, what is missing, what is not comparable, and the files written."""
 
 import io
+import math
 import re
 import subprocess
 import sys
@@ -9,12 +10,31 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from rich.console import Console
-from synthetic_run import NOVEL, TRAINING, Run, base, build_run
+from synthetic_run import DECAYS, DEV_BLOCKS, NOVEL, RELEASED_SCORER, TRAINING, Run, base, build_run
 
 from demix.errors import DemixError
-from demix.report import REPORT_FILES, TABLES, write_report
-from demix.report.results import read_parents, read_results
-from demix.report.tables import main_table, table3, table4, table5, table6, table7, table13, write_tables
+from demix.report import PAPER_TABLES, REPORT_FILES, TABLES, write_report
+from demix.report.paper import SIZES, Printed, printed
+from demix.report.results import comparable, read_audit, read_parents, read_results
+from demix.report.tables import (
+    audit_table,
+    beside_paper,
+    decay_table,
+    dev_blocks_table,
+    differences_table,
+    full_table,
+    main_table,
+    overlap_table,
+    scale_note,
+    table3,
+    table4,
+    table5,
+    table6,
+    table7,
+    table13,
+    weights_table,
+    write_tables,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +75,9 @@ def test_table4_shows_every_training_domain_and_its_mean(run: Run) -> None:
     assert frame["DEMix (cached prior)"].tolist() == pytest.approx([101.0, 111.1, 121.2, 111.1])
 
 
-def test_table5_has_eight_systems_and_the_released_weights(run: Run) -> None:
+def test_table5_has_ten_systems_and_the_released_weights(run: Run) -> None:
     table = table5(run.results, run.config)
-    assert len(table.frame) == 8 + 3
+    assert len(table.frame) == 10 + 3
     assert list(table.frame.columns) == [*NOVEL, "Mean"]
     expected = {
         "Dense": 1.4,
@@ -78,23 +98,25 @@ def test_table5_never_prints_an_oracle_bold(tmp_path: Path) -> None:
     run = build_run(tmp_path, change=lambda key, value: value / 2 if key.method == "naive" else value)
     table = table5(run.results, run.config)
     assert not table.bold().filter(like="oracle", axis=0).to_numpy().any()
-    assert table.bold().loc["DEMix (cached prior)"].all()
+    assert table.bold().loc["+ Domain Token (chosen on dev)"].all()
 
 
 def test_table6_compares_few_and_many_experts(run: Run) -> None:
     frame = table6(run.results, run.config).frame
     assert list(frame.index) == [*TRAINING, "Mean of 3 training", *NOVEL, "Mean of 2 novel"]
-    assert frame.loc["law"].tolist() == pytest.approx([111.1, 111.1, 0.0])
-    assert frame.loc["Mean of 2 novel"].tolist() == pytest.approx([135 * 1.01 * 1.15, 135 * 1.01, 100 * (1 / 1.15 - 1)])
+    assert frame.loc["law"].tolist() == pytest.approx([111.1, 111.1, 0.0, 50])
+    assert frame.loc["Mean of 2 novel"].tolist()[:3] == pytest.approx(
+        [135 * 1.01 * 1.15, 135 * 1.01, 100 * (1 / 1.15 - 1)]
+    )
 
 
 def test_table7_averages_only_what_can_be_compared(run: Run) -> None:
     table = table7(run.results, run.config)
     frame = table.frame
-    assert frame.loc["law"].tolist() == pytest.approx([110 * 1.01, 110 * 1.8, 110 * 1.9])
+    assert frame.loc["law"].tolist() == pytest.approx([110 * 1.01, 110 * 1.8, 110 * 1.9, 50])
     assert frame.loc["Mean of all 3"].tolist()[:2] == pytest.approx([110 * 1.01, 110 * 1.8])
     assert pd.isna(frame.loc["Mean of all 3", "−Domain"])
-    assert frame.loc["Mean of the 1 that have all three"].tolist() == pytest.approx(frame.loc["law"].tolist())
+    assert frame.loc["Mean of the 1 that have all three"].tolist()[:3] == pytest.approx(frame.loc["law"].tolist()[:3])
     assert table.text().loc["code", "−Domain"] == "–"
     assert "1 of the 3 domains" in table.notes[0]
 
@@ -112,7 +134,8 @@ def test_table13_shows_forgetting_and_adaptation(run: Run) -> None:
 
 def test_top_k_and_dev_rows_are_no_part_of_the_paper_tables(run: Run) -> None:
     extra = run.results.assign(perplexity=1.0)
-    rows = pd.concat([run.results, extra.assign(top_k=2), extra.assign(split="dev")], ignore_index=True)
+    others = [extra.assign(top_k=2), extra.assign(split="dev"), extra.assign(variant="decay")]
+    rows = pd.concat([run.results, *others], ignore_index=True)
     for table in (table3, table4, table5, table6, table7):
         pd.testing.assert_frame_equal(table(rows, run.config).frame, table(run.results, run.config).frame)
 
@@ -138,12 +161,140 @@ def test_a_run_without_novel_domains_and_with_none_of_the_rows(tmp_path: Path) -
     write_all(empty, tmp_path / "empty" / "report")
 
 
+def test_an_interval_or_a_dash_stands_beneath(run: Run) -> None:
+    table = table4(run.results, run.config)
+    assert table.second_lines().loc["law", "Dense"] == "[138.60, 184.80]"
+    assert table.second_lines().loc["news", "Dense"] == "–"
+    assert table.second_lines().loc["Mean of 3"].tolist() == [""] * 6
+    assert table.frame["Documents"].tolist()[:3] == [7, 50, 7]
+    assert table5(run.results, run.config).second_lines().loc["Dense"].tolist() == ["[163.80, 218.40]", "–", ""]
+    none = run.results.assign(perplexity_low=math.nan, perplexity_high=math.nan)
+    assert set(table4(none, run.config).second_lines().to_numpy().ravel()) == {""}
+    assert "No domain has the 20 test documents" in table4(none, run.config).notes[0]
+
+
+def test_seeds_are_shown_as_mean_and_spread(run: Run) -> None:
+    """Runs of different seeds have other test splits, hence other tokens."""
+    other = run.results.assign(seed=2, perplexity=run.results["perplexity"] + 6, tokens_sha256="other")
+    both = comparable(pd.concat([run.results, other], ignore_index=True))
+    table = table4(both, run.config)
+    assert table.frame.loc["law", "Dense"] == pytest.approx(154 + 3)
+    assert table.second_lines().loc["law", "Dense"] == f"± {6 / math.sqrt(2):.2f}"
+    assert table3(both, run.config).second_lines().loc["Dense", "Perplexity"] == f"± {6 / math.sqrt(2):.2f}"
+    assert set(full_table(both, run.config).frame["± seeds"].round(6)) == {round(6 / math.sqrt(2), 6)}
+    assert "2 seeds" in scale_note(both, run.config)
+
+
+def test_grids_are_means_of_their_own_rows(run: Run) -> None:
+    decay, blocks = decay_table(run.results, run.config), dev_blocks_table(run.results, run.config)
+    assert list(decay.frame.index) == ["0.1", "0.3", "0.9"]
+    assert decay.frame["cached prior, 3 training"].tolist() == pytest.approx([111.1 * f for f in DECAYS.values()])
+    assert decay.frame["updating prior, 2 novel"].tolist() == pytest.approx(
+        [135 * 1.02 * 1.15 * f for f in DECAYS.values()]
+    )
+    assert "cached prior, 3 training: 0.3" in decay.notes[1]
+    assert list(blocks.frame.index) == ["1", "10", "100"]
+    assert blocks.frame["cached prior, 3 training"].tolist() == pytest.approx([111.1 * f for f in DEV_BLOCKS.values()])
+
+
+def test_a_domain_with_little_dev_text_has_all_of_it_in_larger_priors(run: Run) -> None:
+    rows = run.results
+    short = (rows["variant"] == "dev_blocks") & (rows["domain"] == "law")
+    rows = rows[~(short & (rows["dev_blocks"] == 100))]
+    found = dev_blocks_table(rows, run.config).frame["cached prior, 3 training"]
+    assert found["100"] == pytest.approx((101 + 111.1 * DEV_BLOCKS[10] + 121.2) / 3)
+
+
+def test_released_weights_and_scorer_are_held_against_history(run: Run) -> None:
+    frame = weights_table(run.results, run.config).frame
+    change = frame["training: against history, %"]
+    assert change["DEMix (cached prior, released weights)"] == pytest.approx(3)
+    assert change["DEMix (cached prior, released scorer)"] == pytest.approx(100 * (1.03 * RELEASED_SCORER - 1))
+    assert math.isnan(change["DEMix (cached prior, history)"])
+    assert "DEMix (uniform prior, released scorer)" not in frame.index
+    windows = run.results[run.results["weights"] == "history"].assign(weights="4")
+    found = weights_table(pd.concat([run.results, windows.query("variant == ''")]), run.config).frame
+    assert found.loc["DEMix (cached prior, last 4 tokens)", "Mean of 3 training"] == pytest.approx(111.1)
+
+
+def test_the_full_table_has_every_system_once(run: Run) -> None:
+    frame = full_table(run.results, run.config).frame
+    assert not frame.duplicated(["Domain", "System"]).any()
+    row = frame[(frame["Domain"] == "law") & (frame["System"] == "Dense")].iloc[0]
+    assert row[["Perplexity", "Low", "High", "Documents"]].tolist() == pytest.approx([154, 138.6, 184.8, 50])
+    assert row["Bits per byte"] == pytest.approx(math.log2(154) / 3)
+    assert "DEMix (naive), chosen on dev" in set(frame.loc[frame["Domain"] == "wiki", "System"])
+
+
+def test_differences_are_named_as_in_the_tables(run: Run) -> None:
+    frame = differences_table(run.differences, run.config).frame
+    row = frame[(frame["Domain"] == "law") & (frame["System"] == "DEMix (naive)")].iloc[0]
+    assert row["Less"] == "Dense (Balanced)"
+    assert row["Nats a token"] == pytest.approx(-math.log(1.3))
+    assert row["Perplexity low"] == pytest.approx(110 - 143 - 0.05)
+
+
+def paper_config(run: Run, preset: str = "gpt3-small", **sizes: int) -> dict:
+    return run.config | {"architecture": {"preset": preset, "context": 1024} | sizes}
+
+
+def test_the_papers_numbers_stand_beside_a_run_of_its_size(run: Run) -> None:
+    table = beside_paper(table7(run.results, run.config), paper_config(run))
+    assert table.frame.loc["Paper, 125M", ["+Expert", "−Expert", "−Domain"]].tolist() == [18.18, 28.53, 30.64]
+    assert table.text().loc["Paper, 125M", "Documents"] == "–"
+    for preset, sizes in (("gpt3-medium", {}), ("gpt3-small", {"layers": 3})):
+        other = beside_paper(table7(run.results, run.config), paper_config(run, preset, **sizes))
+        assert not other.frame.index.str.startswith("Paper").any()
+    assert "none of its numbers" in beside_paper(table7(run.results, run.config), run.config).notes[-1]
+    assert "13.79, 13.84, 13.40, of which" in beside_paper(table4(run.results, run.config), paper_config(run)).notes[-1]
+
+
+def test_the_papers_numbers_go_where_a_table_has_its_systems(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rows for Table 5; beside a column of words for Table 13."""
+    found = (
+        Printed("table5", "gpt3-small", {"Dense": 25.5}, "made up"),
+        Printed("table13", "gpt3-small", {"Dense-DAPT: own domain": -7.0}, "made up"),
+    )
+    monkeypatch.setattr("demix.report.tables.printed", lambda: found)
+    five = beside_paper(table5(run.results, run.config), paper_config(run))
+    assert five.frame["Paper, 125M"].dropna().to_dict() == {"Dense": 25.5}
+    thirteen = beside_paper(table13(run.results, run.config, run.parents), paper_config(run))
+    assert thirteen.text().loc["Paper, 125M"].tolist() == ["–", "−7.0", "–", "–", " "]
+
+
+def test_what_is_known_of_the_paper_names_its_source() -> None:
+    assert printed()
+    for entry in printed():
+        assert entry.table in PAPER_TABLES
+        assert entry.preset is None or entry.preset in SIZES
+        assert entry.source
+
+
+def test_the_audit_sets_train_beside_test(run: Run, tmp_path: Path) -> None:
+    found = pd.DataFrame(
+        [("law", "minus", split, document, matched, matched / 50, 100.0 - matched)
+         for split, counts in (("train", (10, 20)), ("test", (2, 4))) for document, matched in enumerate(counts)],
+        columns=["domain", "system", "split", "document", "matched", "share", "nll"],
+    )  # fmt: skip
+    row = audit_table(found, run.config).frame.loc["law, without its expert"]
+    assert row.tolist() == pytest.approx([15, 3, 30, 6, 85, 97, 2, 2])
+    assert not len(audit_table(read_audit(tmp_path / "none.parquet"), run.config).frame)
+
+
+def test_overlap_is_told_with_both_p_values(run: Run) -> None:
+    frame = overlap_table(run.results, run.overlap, run.config).frame
+    assert list(frame.index) == ["training domains", "novel domains"]
+    assert frame["Pairs"].tolist() == [6, 6]
+
+
 def test_different_tokens_are_never_compared(tmp_path: Path) -> None:
     run = build_run(tmp_path)
     rows = run.results.copy()
     rows.loc[(rows["model"] == "dense") & (rows["domain"] == "law"), "tokens_sha256"] = "other"
     with pytest.raises(DemixError, match=r"law\.test over 2 different token sequences"):
-        write_tables(rows, run.parents, run.config, tmp_path / "tables")
+        write_tables(
+            rows, run.differences, run.overlap, read_audit("none"), run.parents, run.config, tmp_path / "tables"
+        )
     assert not (tmp_path / "tables").exists()
 
 
@@ -164,7 +315,8 @@ def test_files_are_the_same_bytes_again_and_hold_the_numbers(run: Run, tmp_path:
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
     html = (first / "tables" / "table4.html").read_text()
     row = re.search(r'<th scope="row" data-key="1">law</th>(.*?)</tr>', html).group(1)
-    assert re.findall(r">([^<]+)</td>", row) == ["154.00", "143.00", "132.00", "110.00", "111.10"]
+    assert re.findall(r"<td[^>]*>([^<]+)", row) == ["154.00", "143.00", "132.00", "110.00", "111.10", "50"]
+    assert '154.00<span class="beneath">[138.60, 184.80]</span>' in row
     assert not re.search(r"(src|href)=|https?://", html)
     assert "**110.00**" in (first / "tables" / "table4.md").read_text()
     assert "Dense (Balanced) & 143.00" in (first / "tables" / "table3.tex").read_text()

@@ -88,8 +88,9 @@ def test_a_learning_rate_of_dapt_reruns_adaptation_and_what_follows(finished: Pa
 
 
 def test_lambda_reruns_mixing_only(finished: Path) -> None:
-    jobs = planned(finished, changed(evaluation__decay=0.5))
-    assert jobs == {"evaluate": 5, "results": 1, "report": 1, "track": 1, "run_config": 1}
+    for change in ({"evaluation__decay": 0.5}, {"evaluation__decays": [0.2]}, {"evaluation__prior_blocks": [3]}):
+        jobs = planned(finished, changed(**change))
+        assert jobs == {"evaluate": 5, "results": 1, "report": 1, "track": 1, "run_config": 1}
 
 
 def test_a_new_training_domain_trains_again(finished: Path) -> None:
@@ -116,6 +117,7 @@ def test_a_new_novel_domain_adapts_and_scores_only_itself(finished: Path) -> Non
     }  # fmt: skip
     assert jobs == dict.fromkeys(once, 1) | {
         "shared": 1,
+        "overlap": 1,
         "evaluate": 6,
         "results": 1,
         "report": 1,
@@ -210,7 +212,7 @@ def test_a_printed_command_runs_by_hand(finished: Path) -> None:
 
 
 def test_results_hold_every_method_on_every_domain(results: pd.DataFrame) -> None:
-    test = results[(results.split == "test") & results.top_k.isna()]
+    test = results[(results.split == "test") & results.top_k.isna() & (results.variant == "")]
     mixtures = {("average", "")} | {
         (method, weights) for method in ("uniform", "updating", "cached") for weights in ("history", "released")
     }
@@ -239,6 +241,34 @@ def test_results_hold_every_method_on_every_domain(results: pd.DataFrame) -> Non
         assert set(rows.tokens) == {1000}
     assert np.allclose(test.perplexity, np.exp(test.nll / test.tokens))
     assert test.perplexity.between(20, 512).all(), "between this little training and a guess"
+    grids = results[results.variant.isin(["decay", "dev_blocks"])]
+    # Of 1, 5, 10, 50 and 100 dev blocks 10 are scored.
+    expected = {("updating", "decay"): 8, ("cached", "decay"): 8, ("cached", "dev_blocks"): 6}
+    for _, rows in grids.groupby("domain"):
+        assert rows.groupby(["method", "variant"]).size().to_dict() == expected
+    assert set(results[results.variant == "released_scorer"].scorer) == {"released"}
+    assert set(results[results.variant == "dev_choice"].domain) == set(NOVEL)
+    assert (results.seed == 1).all()
+    assert np.allclose(results.bits_per_byte * results.bytes * math.log(2), results.nll)
+    assert results.perplexity_low.isna().eq(results.documents < 20).all()
+
+
+def test_differences_and_posteriors_are_those_of_the_results(finished: Path, results: pd.DataFrame) -> None:
+    run = finished / "results" / "tiny"
+    differences, posteriors = (pd.read_parquet(run / f"{name}.parquet") for name in ("differences", "posteriors"))
+    test = results[results.top_k.isna() & (results.variant == "") & (results.method != "expert")]
+    names = ["model", "experts", "method", "weights", "domain"]
+    nats = (test.set_index(names).nll / 1000).to_dict()
+    others = {"dense": ("dense", "dense", "dense", ""), "demix_cached": ("demix", "training", "cached", "history")}
+    for row in differences.itertuples():
+        system = (row.model, row.experts, row.method, row.weights, row.domain)
+        assert row.nats_per_token == pytest.approx(nats[system] - nats[*others[row.against], row.domain], abs=1e-12)
+    assert (differences.groupby(["domain", "against"]).size() >= 8).all()
+    sums = posteriors.groupby(["domain", "split", "block"]).posterior.sum()
+    assert np.allclose(sums, 1)
+    assert sums.groupby(level=[0, 1]).size().to_dict() == {
+        (domain, split): {"dev": 10, "test": 32}[split] for domain in TRAINING + NOVEL for split in ("dev", "test")
+    }
 
 
 def test_scores_are_what_the_model_says(finished: Path, results: pd.DataFrame) -> None:
@@ -257,6 +287,7 @@ def test_scores_are_what_the_model_says(finished: Path, results: pd.DataFrame) -
         logp = torch.log_softmax(logits.double(), -1).gather(-1, torch.from_numpy(targets)[..., None])[..., 0]
     nll = -logp[torch.from_numpy(mask)].sum().item()
     rows = results[(results.model == "demix") & (results.experts == "training") & (results.method == "naive")]
+    rows = rows[rows.variant == ""]
     assert rows.set_index("domain").perplexity["scripture"] == pytest.approx(math.exp(nll / 1000), rel=1e-5)
 
 

@@ -153,3 +153,20 @@ rule tokenize:
         folder=below_run("tokens/{domain}"),
     shell:
         "demix tokenize {input.documents} --tokenizer {input.tokenizer} --output {params.folder} 2> {log}"
+
+
+# Reported only: how much of a domain's text each training domain holds, beside how well its expert predicts it.
+rule overlap:
+    input:
+        tokens(TRAINING, "train"),
+        tokens(DOMAINS, "test"),
+    output:
+        f"{RUN}/corpus/overlap.parquet",
+    log:
+        f"{RUN}/logs/overlap.log",
+    benchmark:
+        f"{RUN}/benchmarks/overlap.tsv"
+    conda:
+        "../../environment.yml"
+    shell:
+        "demix overlap {input} --output {output} 2> {log}"

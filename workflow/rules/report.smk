@@ -1,12 +1,17 @@
 # Arithmetic on the score tables: mixtures, tables, figures, tracking.
 
+MIXING = ("decay", "dev_blocks", "weights", "top_k", "decays", "prior_blocks")
+
 
 rule evaluate:
     input:
         evaluated,
+        tokenizer=f"{RUN}/tokenizer.json",
     output:
         results=f"{RUN}/evaluations/{{domain}}.parquet",
         priors=f"{RUN}/evaluations/{{domain}}.priors.parquet",
+        differences=f"{RUN}/evaluations/{{domain}}.differences.parquet",
+        posteriors=f"{RUN}/evaluations/{{domain}}.posteriors.parquet",
     log:
         f"{RUN}/logs/evaluate/{{domain}}.log",
     benchmark:
@@ -17,24 +22,30 @@ rule evaluate:
         **site("evaluate"),
     params:
         settings=as_json(
-            {key: config["evaluation"][key] for key in ("decay", "dev_blocks", "weights", "top_k")},
+            {key: config["evaluation"][key] for key in MIXING},
             training=TRAINING,
             novel=NOVEL,
             without=WITHOUT,
+            seed=config["seed"],
         ),
         scores=below_run("scores"),
     shell:
         "demix evaluate {wildcards.domain} --scores {params.scores} --settings {params.settings:q}"
-        " --output {output.results} --priors {output.priors} 2> {log}"
+        " --tokenizer {input.tokenizer} --output {output.results} --priors {output.priors}"
+        " --differences {output.differences} --posteriors {output.posteriors} 2> {log}"
 
 
 rule results:
     input:
         results=expand(f"{RUN}/evaluations/{{domain}}.parquet", domain=DOMAINS),
         priors=expand(f"{RUN}/evaluations/{{domain}}.priors.parquet", domain=DOMAINS),
+        differences=expand(f"{RUN}/evaluations/{{domain}}.differences.parquet", domain=DOMAINS),
+        posteriors=expand(f"{RUN}/evaluations/{{domain}}.posteriors.parquet", domain=DOMAINS),
     output:
         results=f"{RUN}/results.parquet",
         priors=f"{RUN}/priors.parquet",
+        differences=f"{RUN}/differences.parquet",
+        posteriors=f"{RUN}/posteriors.parquet",
     log:
         f"{RUN}/logs/results.log",
     benchmark:
@@ -43,8 +54,9 @@ rule results:
         "../../environment.yml"
     localrule: True
     shell:
-        "(demix join {input.results} --output {output.results} && demix join {input.priors} --output {output.priors})"
-        " 2> {log}"
+        "(demix join {input.results} --output {output.results} && demix join {input.priors} --output {output.priors}"
+        " && demix join {input.differences} --output {output.differences}"
+        " && demix join {input.posteriors} --output {output.posteriors}) 2> {log}"
 
 
 rule run_config:
@@ -71,6 +83,9 @@ rule report:
     input:
         f"{RUN}/results.parquet",
         f"{RUN}/priors.parquet",
+        f"{RUN}/differences.parquet",
+        f"{RUN}/posteriors.parquet",
+        f"{RUN}/corpus/overlap.parquet",
         METRICS,
         [f"{RUN}/models/demix/experts/{novel}.json" for novel in NOVEL],
         config=f"{RUN}/config.json",

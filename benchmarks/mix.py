@@ -1,0 +1,135 @@
+"""All mixtures of a domain in one streamed pass, against the plain arithmetic on a whole table in memory.
+
+    python benchmarks/mix.py [--json rows.json] [--tokens 10000000] [--experts 16] [--folder /tmp]
+
+A made-up table in blocks of 1,024 tokens, documents of 600 on average, written to a temporary folder (60 bytes a token)
+and removed. Mixed: every method by the weights `history`, `released` and a window of 32, with and without top-k, with a
+grid of four decays and five priors, and the released scorer; for each of them the sums by document. The peer is log
+weights and logsumexp of scipy for one mixture at a time, on a table that is in memory whole, at a size where it fits.
+Each side is a process of its own. The pass is also timed apart from its reading. About three minutes on two cores.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from scipy.special import logsumexp
+from tables import show
+
+from demix.evaluate.mix import cached_log_prior, log_prior_path, mixing_rule
+from demix.evaluate.posterior import keep_top, log_weights
+from demix.evaluate.results import Evaluation, ExpertSet, planned_mixtures
+from demix.evaluate.tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
+from demix.evaluate.totals import Mixture, cached_priors, document_totals
+
+LENGTH, DEV_BLOCKS, DOCUMENT = 1024, 100, 600
+PLAIN_TOKENS = 500_000
+
+
+def write_table(folder: Path, experts: tuple[str, ...], tokens: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    ids = generator.integers(0, 50257, tokens, dtype=np.uint16)
+    write_tokens(folder, ids, np.cumsum(generator.random(tokens) < 1 / DOCUMENT), LENGTH)
+    metadata = {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"}
+    hard = -generator.exponential(3, tokens).astype(np.float32)
+    for number, expert in enumerate(experts):
+        scores = hard - 0.02 * number - 0.5 * generator.exponential(1, tokens).astype(np.float32)
+        write_scores(folder / f"{expert}.parquet", scores, metadata)
+
+
+def mixtures(experts: tuple[str, ...]) -> list[Mixture]:
+    evaluation = Evaluation(
+        training=experts, novel=(), without={}, decay=0.3, dev_blocks=DEV_BLOCKS, weights=("history", "released", 32),
+        top_k=(2,), decays=(0.1, 0.3, 0.5, 1.0), prior_blocks=(1, 5, 10, 50, 100), seed=1,
+    )  # fmt: skip
+    planned = planned_mixtures(evaluation, ExpertSet("training", experts, variants=True), DEV_BLOCKS)
+    return list(dict.fromkeys(mixture for mixture, _ in planned))
+
+
+def ours(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict[Mixture, float]]:
+    """Times of reading alone and of the whole pass, and the nll of each mixture."""
+    started = time.perf_counter()
+    for _ in stream_scores(folder / "x.test", experts):
+        pass
+    read = time.perf_counter()
+    planned = mixtures(experts)
+    priors = cached_priors(read_scores(folder / "x.dev", experts), planned)
+    traced = replace(planned[0], method="updating", weights="history", top_k=None)
+    cpu = time.process_time()
+    totals = document_totals(folder / "x.test", experts, planned, priors, None, traced)
+    times = {"read": read - started, "pass": time.perf_counter() - read, "cpu": time.process_time() - cpu}
+    return times, {mixture: float(nll.sum()) for mixture, nll in totals.mixtures.items()}
+
+
+def plain(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict[Mixture, float]]:
+    started, cpu = time.perf_counter(), time.process_time()
+    test, dev = (read_scores(folder / f"x.{split}", experts) for split in ("test", "dev"))
+    nlls = {}
+    for mixture in mixtures(experts):
+        log_priors = np.full((len(test.mask), len(experts)), -np.log(len(experts)))
+        how = {"decay": mixture.decay, "scorer": mixture.scorer}
+        if mixture.method == "cached":
+            log_priors[:] = cached_log_prior(dev.scores, dev.mask, mixture.weights, blocks=mixture.dev_blocks, **how)
+        elif mixture.method == "updating":
+            log_priors = log_prior_path(test.scores, test.mask, mixture.weights, **how)[:-1]
+        log_g = log_weights(test.scores, log_priors, *mixing_rule(mixture.method, mixture.weights, mixture.scorer))
+        log_g = log_g if mixture.top_k is None else keep_top(log_g, mixture.top_k)
+        nlls[mixture] = -float(logsumexp(log_g + test.scores, axis=-1)[test.mask].sum())
+    return {"pass": time.perf_counter() - started, "cpu": time.process_time() - cpu}, nlls
+
+
+def measured(side: str, folder: Path, experts: int) -> dict:
+    """One side in a process of its own, for its peak of memory."""
+    command = [sys.executable, __file__, "--side", side, "--folder", str(folder), "--experts", str(experts)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def row(name: str, ours: float, peer: float | None, unit: str) -> dict:
+    return {"name": name, "ours": ours, "peer": peer, "unit": unit, "ratio": None if peer is None else ours / peer}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tokens", type=int, default=10_000_000)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--folder", type=Path, help="where the temporary folder goes")
+    parser.add_argument("--side", choices=["ours", "plain"], help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    experts = tuple(f"expert{number:02}" for number in range(arguments.experts))
+    if arguments.side:
+        times, nlls = {"ours": ours, "plain": plain}[arguments.side](arguments.folder, experts)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
+        print(json.dumps(times | {"peak": peak, "nlls": list(nlls.values()), "mixtures": len(nlls)}))
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        big, small = Path(name) / "big", Path(name) / "small"
+        for folder, tokens in ((big, arguments.tokens), (small, PLAIN_TOKENS)):
+            write_table(folder / "x.test", experts, tokens, 0)
+            write_table(folder / "x.dev", experts, DEV_BLOCKS * LENGTH, 1)
+        large, few = (measured("ours", folder, len(experts)) for folder in (big, small))
+        peer = measured("plain", small, len(experts))
+    apart = max(abs(a / b - 1) for a, b in zip(sorted(few["nlls"]), sorted(peer["nlls"]), strict=True))
+    size, smaller = f"{arguments.tokens / 1e6:g}M tokens", f"{PLAIN_TOKENS / 1e6:g}M tokens"
+    rows = [
+        row(f"{large['mixtures']} mixtures, {size} x {len(experts)}: seconds", large["pass"], None, "s"),
+        row("  CPU", large["cpu"], None, "s"),
+        row("  of which reading, alone", large["read"], None, "s"),
+        row("  peak memory", large["peak"], None, "GiB"),
+        row(f"the same, {smaller}: seconds", few["pass"], peer["pass"], "s"),
+        row("  CPU", few["cpu"], peer["cpu"], "s"),
+        row("  peak memory", few["peak"], peer["peak"], "GiB"),
+        row("  largest relative difference of an nll, times 1e12", 1e12 * apart, None, "1e-12"),
+    ]
+    show(rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

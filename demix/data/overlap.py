@@ -1,0 +1,68 @@
+"""How much the text of one domain is made of another's, in bigrams: pairs of neighbouring tokens.
+
+The paper sets the affinity of experts (its Figure 2) beside the bigrams that domains share. Its formula was not at hand
+when this was written, so this one is our own: the share of the bigrams of a domain's test split, each counted as often
+as it occurs, that also occur in the text that an expert was trained on. It has the direction of Figure 2 (an expert
+reads a domain) and is not symmetric.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from demix.data.shards import TokenShard
+from demix.errors import DemixError
+from demix.files import write_parquet
+
+# Enough for steady shares, little enough to sort in a second: a larger sample holds more of any text's bigrams.
+TRAIN_TOKENS = 1_000_000
+TEST_TOKENS = 100_000
+
+
+def bigrams(shard: TokenShard, tokens: int) -> np.ndarray:
+    """The bigrams of the first `tokens` tokens, in order, as numbers (uint64); none spans two documents."""
+    ids = shard.read(0, min(tokens, len(shard))).astype(np.uint64)
+    inside = ids != shard.end_of_text
+    return (ids[:-1] * np.uint64(shard.vocab_size) + ids[1:])[inside[:-1] & inside[1:]]
+
+
+def overlap(shards: Iterable[Path], output: Path) -> None:
+    """Write the bigram overlap of each test split with each train split among tokens/<domain>/<split>.arrow.
+
+    Rows: domain (of the test split), expert (the domain of the train split), overlap (0 to 1, null where the test
+    split has no bigram), train_tokens, test_bigrams. Of every train split the same number of first tokens is read,
+    that of the smallest or TRAIN_TOKENS, since a larger sample would overlap more whatever its text; of test splits
+    the first TEST_TOKENS. Raises DemixError when shards differ in their tokenizer.
+    """
+    opened = {"train": {}, "test": {}}
+    first = None
+    for path in shards:
+        shard = TokenShard.open(path)
+        first = first or shard
+        if shard.tokenizer_sha256 != first.tokenizer_sha256:
+            raise DemixError(path, f"was made with another tokenizer than {first.path}", "tokenize again")
+        if path.stem not in opened:
+            raise DemixError(
+                path, "is neither a train nor a test split", "name tokens/<domain>/train.arrow and test.arrow"
+            )
+        opened[path.stem][path.parent.name] = shard
+    tokens = min([TRAIN_TOKENS, *map(len, opened["train"].values())])
+    known = {expert: np.unique(bigrams(shard, tokens)) for expert, shard in opened["train"].items()}
+    rows = []
+    for domain, shard in opened["test"].items():
+        found = bigrams(shard, TEST_TOKENS)
+        rows += [
+            {
+                "domain": domain,
+                "expert": expert,
+                "overlap": float(np.isin(found, pairs).mean()) if len(found) else None,
+                "train_tokens": tokens,
+                "test_bigrams": len(found),
+            }
+            for expert, pairs in known.items()
+        ]
+    kinds = {"domain": pa.string(), "expert": pa.string(), "overlap": pa.float64()}
+    kinds |= {"train_tokens": pa.int64(), "test_bigrams": pa.int64()}
+    write_parquet(pa.Table.from_pylist(rows, pa.schema(kinds)), output)

@@ -1,0 +1,32 @@
+"""Intervals from resampling documents: how much a number depends on which documents were scored."""
+
+import numpy as np
+
+RESAMPLES = 2000
+# Fewer documents say too little of how documents differ.
+FEWEST = 20
+_AT_ONCE = 1 << 21
+
+
+def resampled_sums(sums: np.ndarray, seed: int, resamples: int = RESAMPLES) -> np.ndarray:
+    """Sums [K, R] over R resamples of D documents, drawn with replacement, of K quantities [K, D] given by document.
+
+    All quantities share the resamples, so that differences are paired. A resample is how often each document was
+    drawn, and its sums one matrix product for all quantities; `scipy.stats.bootstrap` would gather K times R times D
+    values, and again for each pair.
+    """
+    documents = sums.shape[1]
+    generator = np.random.default_rng(seed)
+    drawn = []
+    for start in range(0, resamples, max(1, _AT_ONCE // documents)):
+        rows = min(resamples - start, max(1, _AT_ONCE // documents))
+        places = generator.integers(documents, size=(rows, documents)) + documents * np.arange(rows)[:, None]
+        counts = np.bincount(places.ravel(), minlength=rows * documents).reshape(rows, documents)
+        drawn.append(sums @ counts.T.astype(np.float64))
+    return np.concatenate(drawn, axis=1)
+
+
+def bounds(values: np.ndarray) -> tuple[float, float]:
+    """What holds the middle 95% of resampled `values` [R] (percentiles)."""
+    low, high = np.quantile(values, [0.025, 0.975])
+    return float(low), float(high)

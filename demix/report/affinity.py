@@ -1,0 +1,89 @@
+"""How well each expert predicts each domain (Figure 2), and whether that goes with the bigrams they share."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from demix.report.results import expert_perplexities, novel_domains, training_domains
+
+PERMUTATIONS = 9999
+
+
+@dataclass(frozen=True)
+class Relation:
+    """How the logarithm of the perplexity ratio goes with the bigram overlap, over `pairs` of `domains` and experts.
+
+    NaN where it cannot be said. The p values of `spearman` and `pearson` take pairs for independent, which they are
+    not: each domain and each expert is in several. `permutation_p` is that of `spearman` with whole domains permuted.
+    """
+
+    kind: str
+    domains: int
+    pairs: int
+    spearman: float
+    spearman_p: float
+    pearson: float
+    pearson_p: float
+    permutation_p: float
+
+
+def affinities(results: pd.DataFrame, config: dict[str, Any]) -> pd.DataFrame:
+    """Columns kind, domain, expert, ratio: perplexity of an expert on a domain over that of the domain's own expert.
+
+    On novel domains it is over that of the best expert. NaN where the run has no such rows.
+    """
+    training = training_domains(config)
+    rows = []
+    for kind, domains in (("training", training), ("novel", novel_domains(config))):
+        for domain in domains:
+            scores = expert_perplexities(results, domain, training)
+            if scores.isna().all():
+                scores = expert_perplexities(results, domain, training, "training")
+            reference = scores[domain] if kind == "training" else scores.min()
+            rows += [(kind, domain, expert, ratio) for expert, ratio in (scores / reference).items()]
+    return pd.DataFrame(rows, columns=["kind", "domain", "expert", "ratio"])
+
+
+def with_overlap(ratios: pd.DataFrame, overlap: pd.DataFrame) -> pd.DataFrame:
+    """`ratios` with the column overlap (0 to 1), NaN where none was counted."""
+    return ratios.merge(overlap[["domain", "expert", "overlap"]], on=["domain", "expert"], how="left", validate="1:1")
+
+
+def relations(pairs: pd.DataFrame) -> list[Relation]:
+    """The relation over the pairs of training domains, a domain's own expert left out, and over those of novel ones."""
+    found = []
+    for kind, rows in pairs.groupby("kind", sort=False):
+        experts, domains = list(rows["expert"].unique()), list(rows["domain"].unique())
+        ratio, shared = (
+            rows.pivot(index="domain", columns="expert", values=name).reindex(index=domains, columns=experts).to_numpy()
+            for name in ("ratio", "overlap")
+        )
+        found.append(_relation(str(kind), np.log(ratio), shared, square=kind == "training"))
+    return found
+
+
+def _relation(kind: str, ratio: np.ndarray, shared: np.ndarray, *, square: bool) -> Relation:
+    used = ~np.eye(len(ratio), dtype=bool) if square else np.ones(ratio.shape, bool)
+    domains, count = len(ratio), int(used.sum())
+    known = np.isfinite(ratio[used]) & np.isfinite(shared[used])
+    if count < 3 or not known.all() or np.ptp(ratio[used]) == 0 or np.ptp(shared[used]) == 0:
+        return Relation(kind, domains, int(known.sum()), *[float("nan")] * 5)
+    spearman, pearson = stats.spearmanr(shared[used], ratio[used]), stats.pearsonr(shared[used], ratio[used])
+    # Permuting whole domains moves the ranks about and changes none.
+    ranks = np.zeros(ratio.shape)
+    ranks[used] = stats.rankdata(ratio[used])
+    others = stats.rankdata(shared[used])
+
+    def permuted(order: np.ndarray) -> float:
+        rows = ranks[order.astype(int)]
+        moved = rows[:, order.astype(int)] if square else rows
+        return float(np.corrcoef(others, moved[used])[0, 1])
+
+    test = stats.permutation_test(
+        (np.arange(domains),), permuted, permutation_type="pairings", n_resamples=PERMUTATIONS, rng=0
+    )
+    values = (spearman.statistic, spearman.pvalue, pearson.statistic, pearson.pvalue, test.pvalue)
+    return Relation(kind, domains, count, *map(float, values))

@@ -1,0 +1,357 @@
+"""Evaluating a domain: tables read in pieces, sums by document, intervals, bytes, and the rows made of them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scipy.special import logsumexp
+from scipy.stats import bootstrap
+from typer.testing import CliRunner
+
+from demix.cli import app
+from demix.data.tokenizer import Tokenizer, byte_lengths, gpt2_tokenizer, train_tokenizer
+from demix.errors import DemixError
+from demix.evaluate.intervals import bounds, resampled_sums
+from demix.evaluate.mix import METHODS, cached_log_prior, mix
+from demix.evaluate.results import AGAINST, COLUMNS, Evaluation, Outputs, evaluate_domain, join
+from demix.evaluate.tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
+from demix.evaluate.totals import Mixture, cached_priors, document_totals
+from demix.files import write_parquet
+
+LENGTH = 8
+TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")
+EVALUATION = Evaluation(
+    training=TRAINING, novel=NOVEL, without={"law": ("songs", "news", "code")}, decay=0.3, dev_blocks=6,
+    weights=("history", "released", 3), top_k=(2,), decays=(0.1, 0.3), prior_blocks=(1, 4, 50), seed=7,
+)  # fmt: skip
+
+
+def write_table(folder: Path, experts: Sequence[str], *, documents: int = 30, seed: int = 0, text: int = 0) -> None:
+    """A score table of documents of 1 to 40 tokens; `text` decides the tokens, `seed` the scores."""
+    words = np.random.default_rng(text)
+    numbers = np.repeat(np.arange(documents), words.integers(1, 40, documents))
+    ids = words.integers(0, 300, len(numbers)).astype(np.uint16)
+    write_tokens(folder, ids, numbers, LENGTH)
+    generator = np.random.default_rng([seed, text])
+    hard = generator.exponential(3, len(ids))
+    for expert in experts:
+        scores = -hard * generator.uniform(0.8, 1.2) - generator.exponential(0.5, len(ids))
+        write_scores(folder / f"{expert}.parquet", scores, {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"})
+
+
+def write_run(scores: Path, domain: str, *, documents: int = 30) -> None:
+    """All score tables that `EVALUATION` of `domain` reads."""
+    kept = EVALUATION.without.get(domain)
+    models = {"domain_token": TRAINING, "demix": TRAINING + NOVEL} | ({f"without-{domain}": kept} if kept else {})
+    for number, (model, experts) in enumerate(models.items()):
+        write_table(scores / model / f"{domain}.dev", experts, seed=number, text=1, documents=documents)
+        write_table(scores / model / f"{domain}.test", experts, seed=number, text=2, documents=documents)
+    for number, model in enumerate(("dense", "dense_unbalanced", *(f"dense-dapt-{name}" for name in NOVEL))):
+        write_table(scores / model / f"{domain}.test", ("dense",), seed=10 + number, text=2, documents=documents)
+
+
+def outputs(folder: Path) -> Outputs:
+    return Outputs(*(folder / f"{name}.parquet" for name in ("results", "priors", "differences", "posteriors")))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tokens=st.integers(1, 150),
+    groups=st.lists(st.integers(1, 60), min_size=3, max_size=3),
+    at_once=st.integers(1, 200),
+)
+def test_tables_are_read_in_pieces_whatever_their_row_groups(tmp_path: Path, tokens, groups, at_once) -> None:
+    generator = np.random.default_rng(tokens)
+    ids = generator.integers(0, 300, tokens)
+    documents = np.sort(generator.integers(0, 9, tokens)).astype(np.int32)
+    scores = -generator.exponential(1, (tokens, 2)).astype(np.float32)
+    write_tokens(tmp_path, ids.astype(np.uint16), documents, LENGTH)
+    for number, rows in enumerate(groups[:2]):
+        path = tmp_path / f"e{number}.parquet"
+        write_scores(path, scores[:, number], {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"})
+        write_parquet(pq.read_table(path), path, row_group_size=rows)
+    write_parquet(pq.read_table(tmp_path / "tokens.parquet"), tmp_path / "tokens.parquet", row_group_size=groups[2])
+    pieces = list(stream_scores(tmp_path, ("e0", "e1"), at_once))
+    assert all(len(piece.mask) % 2 == 0 for piece in pieces[:-1]), "pairs of blocks stay together"
+    assert all(piece.mask.sum() <= max(at_once, 2 * LENGTH) for piece in pieces)
+    assert np.concatenate([piece.tokens for piece in pieces]).tolist() == ids.tolist()
+    assert np.concatenate([piece.documents for piece in pieces]).tolist() == documents.tolist()
+    read = np.concatenate([piece.scores[piece.mask] for piece in pieces])
+    assert (read == scores).all()
+    whole = read_scores(tmp_path, ("e0", "e1"))
+    assert (whole.scores[whole.mask] == scores).all()
+    assert (whole.scores[~whole.mask] == 0).all()
+    assert (whole.documents, whole.tokens) == (len(set(documents.tolist())), tokens)
+
+
+def test_columns_of_other_tokens_or_weights_are_refused(tmp_path: Path) -> None:
+    write_table(tmp_path, ("law", "news"))
+    rows = pq.read_table(tmp_path / "news.parquet")
+    sha256 = rows.schema.metadata[b"tokens_sha256"]
+    for metadata, part, fault in (
+        ({"tokens_sha256": "0", "shared_sha256": "0"}, rows, "news.parquet: was scored on other tokens"),
+        ({"tokens_sha256": sha256, "shared_sha256": "1"}, rows, "news.parquet: was scored with other shared weights"),
+        ({"tokens_sha256": sha256, "shared_sha256": "0"}, rows[1:], "news.parquet: is not as long as tokens.parquet"),
+    ):
+        write_scores(tmp_path / "news.parquet", part["log_probability"].to_numpy(), metadata)
+        with pytest.raises(DemixError, match=fault):
+            read_scores(tmp_path, ("law", "news"))
+        with pytest.raises(DemixError, match=fault):
+            document_totals(tmp_path, ("law", "news"))
+
+
+@pytest.mark.parametrize("documents", [1, 12, 2500])
+def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: int) -> None:
+    """All methods at once, streamed (2,500 documents are several pieces), against one mixture and token at a time."""
+    experts = ("law", "news", "code", "songs")
+    write_table(tmp_path / "x.test", experts, documents=documents)
+    write_table(tmp_path / "x.dev", experts, documents=12, text=1)
+    mixtures = [
+        Mixture(method, some, weights, decay, 5, top_k, scorer)
+        for some in (experts, experts[1:])
+        for method in METHODS
+        for weights in ("history", "released", 3)
+        for decay in (0.3, 1.0)
+        for top_k in ((None, 2) if method != "average" else (None,))
+        for scorer in ("paper", "released")
+    ]
+    dev, test = (read_scores(tmp_path / name, experts) for name in ("x.dev", "x.test"))
+    traced = Mixture("updating", experts[1:], decay=0.3)
+    totals = document_totals(tmp_path / "x.test", experts, mixtures, cached_priors(dev, mixtures), None, traced)
+    if documents == 2500:
+        assert test.tokens > 2 * (1 << 14)
+    numbers = pq.read_table(tmp_path / "x.test" / "tokens.parquet")["document"].to_numpy()
+    assert totals.tokens.tolist() == np.bincount(numbers).tolist()
+    for expert, nll in totals.experts.items():
+        column = pq.read_table(tmp_path / "x.test" / f"{expert}.parquet")["log_probability"].to_numpy()
+        np.testing.assert_allclose(nll, np.bincount(numbers, -column.astype(np.float64)), rtol=1e-12)
+    for mixture in mixtures if documents < 2500 else mixtures[:: len(METHODS) + 1]:
+        part, part_dev = test.select(mixture.experts), dev.select(mixture.experts)
+        rules = {"decay": mixture.decay, "scorer": mixture.scorer}
+        prior = cached_log_prior(part_dev.scores, part_dev.mask, mixture.weights, blocks=5, **rules)
+        mixed = mix(
+            part.scores, part.mask, mixture.method, mixture.weights, log_prior=prior, top_k=mixture.top_k, **rules
+        )
+        expected = np.bincount(numbers, -mixed[part.mask])
+        np.testing.assert_allclose(totals.mixtures[mixture], expected, rtol=1e-10, err_msg=str(mixture))
+    assert totals.posteriors.shape == (len(test.mask), 3)
+
+
+def test_a_document_of_whole_blocks_telescopes(tmp_path: Path) -> None:
+    """With `history` and a fixed prior, from the sums of scores by block alone (FACTS section 13)."""
+    generator = np.random.default_rng(5)
+    scores = -generator.exponential(4, (10 * LENGTH, 2))
+    ids = np.arange(len(scores)).astype(np.uint16)
+    write_tokens(tmp_path, ids, np.arange(len(scores)) // (2 * LENGTH), LENGTH)
+    for number, expert in enumerate(("law", "news")):
+        metadata = {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"}
+        write_scores(tmp_path / f"{expert}.parquet", scores[:, number], metadata)
+    mixture, prior = Mixture("cached", ("law", "news")), np.log([0.9, 0.1])
+    found = document_totals(tmp_path, ("law", "news"), [mixture], {mixture: prior}).mixtures[mixture]
+    blocks = scores.astype(np.float32).astype(np.float64).reshape(10, LENGTH, 2).sum(axis=1)
+    np.testing.assert_allclose(found, -logsumexp(blocks + prior, axis=1).reshape(5, 2).sum(axis=1), rtol=1e-12)
+
+
+def test_intervals_are_those_of_scipy() -> None:
+    generator = np.random.default_rng(11)
+    tokens = generator.integers(20, 400, 60).astype(np.float64)
+    nll = tokens * generator.normal(5, 0.3, 60)
+    other = nll + tokens * generator.normal(0.05, 0.05, 60)
+    resampled = resampled_sums(np.stack([tokens, nll, other]), seed=1, resamples=20_000)
+
+    def perplexity(nll: np.ndarray, tokens: np.ndarray, axis: int = -1) -> np.ndarray:
+        return np.exp(nll.sum(axis=axis) / tokens.sum(axis=axis))
+
+    def difference(one: np.ndarray, two: np.ndarray, tokens: np.ndarray, axis: int = -1) -> np.ndarray:
+        return (two.sum(axis=axis) - one.sum(axis=axis)) / tokens.sum(axis=axis)
+
+    how = {"paired": True, "vectorized": True, "method": "percentile", "n_resamples": 20_000}
+    theirs = bootstrap((nll, tokens), perplexity, rng=np.random.default_rng(2), **how).confidence_interval
+    width = theirs.high - theirs.low
+    assert bounds(np.exp(resampled[1] / resampled[0])) == pytest.approx(tuple(theirs), abs=0.05 * width)
+    theirs = bootstrap((nll, other, tokens), difference, rng=np.random.default_rng(2), **how).confidence_interval
+    width = theirs.high - theirs.low
+    paired = bounds((resampled[2] - resampled[1]) / resampled[0])
+    assert paired == pytest.approx(tuple(theirs), abs=0.05 * width)
+    assert (
+        resampled_sums(np.stack([tokens, nll]), 1, 10) == resampled_sums(np.stack([tokens, nll, other]), 1, 10)[:2]
+    ).all()
+
+
+def test_resamples_do_not_depend_on_how_many_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = np.random.default_rng(0).normal(size=(3, 40))
+    whole = resampled_sums(sums, seed=4, resamples=50)
+    monkeypatch.setattr("demix.evaluate.intervals._AT_ONCE", 100)
+    np.testing.assert_allclose(resampled_sums(sums, seed=4, resamples=50), whole, rtol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[np.ndarray, Tokenizer]]:
+    """Byte lengths and tokenizer: a small one of our own, and GPT-2's."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    text = "The law of the land — naïve café, 東京, 🙂\n\n  spaces\tand tabs; 1234 numbers.\n" * 20
+    write_parquet(pa.table({"text": [text]}), folder / "text.parquet")
+    train_tokenizer([folder / "text.parquet"], 400, folder / "bpe.json")
+    gpt2_tokenizer(folder / "gpt2.json")
+    return [(byte_lengths(path), Tokenizer.load(path)) for path in (folder / "bpe.json", folder / "gpt2.json")]
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text() | st.text("<|endoftext|>the law, 東京🙂é \n"))
+def test_bytes_of_ids_add_up_to_those_of_the_text(tokenizers: list[tuple[np.ndarray, Tokenizer]], text: str) -> None:
+    for lengths, tokenizer in tokenizers:
+        assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
+        assert len(lengths) == tokenizer.vocab_size
+        assert lengths[tokenizer.end_of_text] == 0
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """evaluations/<domain>.*.parquet of a training domain and a novel one, and the tables they come from."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    for domain in ("law", "songs"):
+        write_run(folder / "scores", domain)
+        lengths = np.full(300, 3)
+        evaluate_domain(folder / "scores", domain, EVALUATION, outputs(folder / domain), lengths)
+    return folder
+
+
+def rows(folder: Path, domain: str, name: str = "results") -> pd.DataFrame:
+    return pd.read_parquet(folder / domain / f"{name}.parquet")
+
+
+def test_rows_have_all_columns_and_agree_with_themselves(evaluated: Path) -> None:
+    for domain in ("law", "songs"):
+        table = pq.read_table(evaluated / domain / "results.parquet")
+        assert table.column_names == list(COLUMNS)
+        assert not table.schema.field("seed").nullable
+        found = table.to_pandas()
+        assert set(found.seed) == {7}
+        assert set(found.documents) == {30}
+        np.testing.assert_allclose(found.perplexity, np.exp(found.nll / found.tokens))
+        np.testing.assert_allclose(found.bits_per_byte, found.nll / np.log(2) / (3 * found.tokens))
+        assert (found.perplexity_low < found.perplexity).all()
+        assert (found.perplexity < found.perplexity_high).all()
+        main = found[found.variant == ""]
+        key = ["model", "experts", "method", "weights", "top_k", "expert"]
+        named = main.assign(expert=main.expert.where(main.method == "expert", ""))
+        assert not named.duplicated(key).any(), "one row a system"
+        grid = found[found.variant == "decay"].merge(main[main.top_k.isna()], on=[*key[:4], "decay"])
+        assert len(grid) == 6, "the grid holds the config's own value, equal to the table's"
+        np.testing.assert_array_equal(grid.nll_x, grid.nll_y)
+        blocks = found[found.variant == "dev_blocks"].groupby("weights").dev_blocks.agg(list)
+        scored = len(read_scores(evaluated / "scores" / "demix" / f"{domain}.dev", ("law",)).mask)
+        assert all(value == [1, 4, 6, min(50, scored)] for value in blocks)
+    removed = rows(evaluated, "law").query("variant == '' and method == 'cached' and top_k.isna()")
+    assert {*zip(removed.model, removed.experts, strict=True)} == {
+        ("domain_token", "training"), ("demix", "training"), ("demix", "all"), ("demix", "minus-law"),
+        ("without-law", "training"),
+    }  # fmt: skip
+
+
+def test_the_naive_expert_of_a_novel_domain_is_chosen_on_dev_too(evaluated: Path) -> None:
+    own = rows(evaluated, "law").query("method == 'naive'")
+    assert set(own.expert) == {"law"}
+    assert not own.oracle.any()
+    naive = rows(evaluated, "songs").query("method == 'naive' and experts == 'training'")
+    for model in ("demix", "domain_token"):
+        by_split = {}
+        for split in ("dev", "test"):
+            table = read_scores(evaluated / "scores" / model / f"songs.{split}", TRAINING)
+            by_split[split] = TRAINING[int(table.scores.sum(axis=(0, 1)).argmax())]
+        found = naive[naive.model == model].set_index("chosen_on")
+        assert found.expert.to_dict() == by_split
+        assert found.oracle.to_dict() == {"test": True, "dev": False}
+        assert found.variant.to_dict() == {"test": "", "dev": "dev_choice"}
+        assert found.nll["test"] <= found.nll["dev"]
+
+
+def test_differences_are_paired(evaluated: Path) -> None:
+    for domain in ("law", "songs"):
+        results, differences = rows(evaluated, domain), rows(evaluated, domain, "differences")
+        main = results[(results.variant == "") & results.top_k.isna() & (results.method != "expert")]
+        names = ["model", "experts", "method", "weights"]
+        found = main.set_index(names)
+        systems = {tuple(system) for system in differences[names].to_numpy()}
+        removals = {("demix", "minus-law", "cached", "history"), ("without-law", "training", "cached", "history")}
+        assert removals <= systems if domain == "law" else not removals & systems
+        for row in differences.itertuples():
+            one, two = found.loc[row.model, row.experts, row.method, row.weights], found.loc[AGAINST[row.against]]
+            assert row.nats_per_token == pytest.approx((one.nll - two.nll) / one.tokens)
+            assert row.perplexity == pytest.approx(one.perplexity - two.perplexity)
+            assert row.nats_per_token_low < row.nats_per_token < row.nats_per_token_high
+            assert row.perplexity_low < row.perplexity < row.perplexity_high
+        both = differences.set_index([*names, "against"])
+        there = both.loc["dense", "dense", "dense", "", "demix_cached"]
+        back = both.loc["demix", "training", "cached", "history", "dense"]
+        assert there.nats_per_token_low == pytest.approx(-back.nats_per_token_high)
+        apart = np.hypot(one.perplexity_high - one.perplexity_low, two.perplexity_high - two.perplexity_low)
+        assert row.perplexity_high - row.perplexity_low < apart, "narrower than of unpaired samples"
+
+
+def test_posteriors_follow_the_text(evaluated: Path) -> None:
+    found = rows(evaluated, "songs", "posteriors")
+    assert set(found.expert) == set(TRAINING)
+    for split in ("dev", "test"):
+        table = read_scores(evaluated / "scores" / "demix" / f"songs.{split}", TRAINING)
+        trace = found[found.split == split].pivot(index="block", columns="expert", values="posterior")[list(TRAINING)]
+        assert trace.index.tolist() == list(range(len(table.mask)))
+        first = table.scores[0].sum(axis=0)
+        np.testing.assert_allclose(trace.iloc[0], np.exp(first - logsumexp(first)), rtol=1e-9)
+
+
+def test_fewer_than_20_documents_have_no_interval(tmp_path: Path) -> None:
+    write_run(tmp_path / "scores", "law", documents=19)
+    evaluate_domain(tmp_path / "scores", "law", EVALUATION, outputs(tmp_path))
+    found = pd.read_parquet(tmp_path / "results.parquet")
+    assert set(found.documents) == {19}
+    assert found[["perplexity_low", "perplexity_high", "bytes", "bits_per_byte"]].isna().all(axis=None)
+    assert pd.read_parquet(tmp_path / "differences.parquet").nats_per_token_low.isna().all()
+
+
+def test_evaluating_again_gives_the_same_bytes(evaluated: Path, tmp_path: Path) -> None:
+    evaluate_domain(evaluated / "scores", "law", EVALUATION, outputs(tmp_path), np.full(300, 3))
+    for name in ("results", "priors", "differences", "posteriors"):
+        assert (tmp_path / f"{name}.parquet").read_bytes() == (evaluated / "law" / f"{name}.parquet").read_bytes()
+
+
+def test_models_scored_on_different_tokens_are_not_compared(tmp_path: Path) -> None:
+    write_run(tmp_path / "scores", "songs")
+    write_table(tmp_path / "scores" / "dense" / "songs.test", ("dense",), text=3)
+    with pytest.raises(DemixError, match="domain songs: was scored on different tokens"):
+        evaluate_domain(tmp_path / "scores", "songs", EVALUATION, outputs(tmp_path))
+    assert not list(tmp_path.glob("*.parquet"))
+
+
+def test_ids_that_the_tokenizer_lacks_are_refused(evaluated: Path, tmp_path: Path) -> None:
+    with pytest.raises(DemixError, match="has ids that the tokenizer lacks"):
+        evaluate_domain(evaluated / "scores", "law", EVALUATION, outputs(tmp_path), np.full(200, 3))
+
+
+def test_tables_of_domains_are_joined(evaluated: Path, tmp_path: Path) -> None:
+    for name in ("results", "priors", "differences", "posteriors"):
+        parts = [evaluated / domain / f"{name}.parquet" for domain in ("law", "songs")]
+        join(parts, tmp_path / "joined.parquet")
+        assert pq.read_table(tmp_path / "joined.parquet").num_rows == sum(
+            pq.read_table(part).num_rows for part in parts
+        )
+
+
+def test_any_experts_are_mixed_by_one_command(evaluated: Path) -> None:
+    table = evaluated / "scores" / "demix" / "songs.test"
+    done = CliRunner().invoke(app, ["mix", str(table), "--experts", "news,wiki", "--dev-blocks", "5"])
+    assert done.exit_code == 0, done.output
+    test, dev = (read_scores(table.with_name(f"songs.{split}"), ("news", "wiki")) for split in ("test", "dev"))
+    prior = cached_log_prior(dev.scores, dev.mask, "history", decay=0.3, blocks=5)
+    for method in METHODS:
+        mixed = mix(test.scores, test.mask, method, log_prior=prior)
+        assert f"{np.exp(-mixed.sum() / test.tokens):.2f}" in done.output
+    assert f"{np.exp(prior[0]):.4f}" in done.output
+    assert "law" not in done.output
+    assert "30 documents" in done.output

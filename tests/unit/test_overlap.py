@@ -1,0 +1,72 @@
+"""Bigrams that domains share, against a count pair by pair."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from conftest import TRAINING
+
+from demix.data import overlap as module
+from demix.data.overlap import bigrams, overlap
+from demix.data.shards import TokenShard, tokenize
+from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError
+from demix.files import read_parquet, write_parquet
+
+
+def shard(folder: Path, tokenizer: Path, domain: str, split: str, *texts: str) -> Path:
+    documents = folder / f"{domain}.{split}.parquet"
+    write_parquet(pa.table({"text": list(texts)}), documents)
+    path = folder / domain / f"{split}.arrow"
+    tokenize(tokenizer, documents, path)
+    return path
+
+
+def rows(path: Path) -> dict[tuple[str, str], float | None]:
+    return {(row["domain"], row["expert"]): row["overlap"] for row in read_parquet(path).to_pylist()}
+
+
+def test_no_bigram_spans_two_documents(tokens: Path, tmp_path: Path) -> None:
+    texts = ["the sea", "and the land", "x"]
+    opened = TokenShard.open(shard(tmp_path, tokens / "tokenizer.json", "a", "train", *texts))
+    found = [divmod(int(pair), opened.vocab_size) for pair in bigrams(opened, len(opened))]
+    encode = Tokenizer.load(tokens / "tokenizer.json").encode
+    assert found == [pair for text in texts for pair in pairwise(map(int, encode(text)))]
+    assert len(bigrams(opened, 3)) == 1
+
+
+def test_occurrences_are_counted_of_the_test_split(tokens: Path, tmp_path: Path) -> None:
+    places = [tokens / "tokens" / domain / f"{split}.arrow" for domain in TRAINING for split in ("train", "test")]
+    overlap(places, tmp_path / "overlap.parquet")
+    found = rows(tmp_path / "overlap.parquet")
+    assert len(found) == len(TRAINING) ** 2
+    limit = min(len(TokenShard.open(tokens / "tokens" / domain / "train.arrow")) for domain in TRAINING)
+    for domain, expert in found:
+        read = [TokenShard.open(tokens / "tokens" / name / f"{split}.arrow") for name, split in
+                ((domain, "test"), (expert, "train"))]  # fmt: skip
+        test, train = ([int(i) for i in one.read(0, min(limit, len(one)))] for one in read)
+        end = read[0].end_of_text
+        pairs = {pair for pair in pairwise(train) if end not in pair}
+        wanted = [pair in pairs for pair in pairwise(test) if end not in pair]
+        assert found[domain, expert] == pytest.approx(sum(wanted) / len(wanted))
+    assert all(max(TRAINING, key=lambda expert: found[domain, expert]) == domain for domain in TRAINING)
+
+
+def test_experts_are_compared_on_samples_of_one_size(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TRAIN_TOKENS", 200)
+    places = [tokens / "tokens" / domain / f"{split}.arrow" for domain in TRAINING for split in ("train", "test")]
+    overlap(places, tmp_path / "few.parquet")
+    assert set(read_parquet(tmp_path / "few.parquet")["train_tokens"].to_pylist()) == {200}
+
+
+def test_what_cannot_be_counted_is_said(tokens: Path, tmp_path: Path) -> None:
+    tokenizer = tokens / "tokenizer.json"
+    train = shard(tmp_path, tokenizer, "a", "train", "the sea")
+    short = shard(tmp_path, tokenizer, "b", "test", "a")
+    overlap([train, short], tmp_path / "overlap.parquet")
+    assert rows(tmp_path / "overlap.parquet") == {("b", "a"): None}
+    with pytest.raises(DemixError, match=r"dev\.arrow: is neither a train nor a test split"):
+        overlap([shard(tmp_path, tokenizer, "a", "dev", "the sea")], tmp_path / "overlap.parquet")

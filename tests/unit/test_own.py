@@ -1,0 +1,115 @@
+"""A text of one's own, against the same numbers by way of the pipeline's score tables."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import TRAINING
+from test_experts import demix, write_model
+
+from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError
+from demix.evaluate.mix import cached_log_prior, mix
+from demix.evaluate.own import DECAY, DEV_BLOCKS, run_tokenizer
+from demix.evaluate.score import Scoring, score
+from demix.evaluate.tables import read_scores
+
+
+@pytest.fixture(scope="module")
+def model(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of three experts in a run's folder, of the tokenizer that `tokens` has."""
+    run = tmp_path_factory.mktemp("run")
+    (run / "tokenizer.json").write_bytes((tokens / "tokenizer.json").read_bytes())
+    tokenizer = Tokenizer.load(run / "tokenizer.json")
+    write_model(run / "models" / "demix", TRAINING, tokenizer.sha256, tokenizer.vocab_size)
+    return run / "models" / "demix"
+
+
+def asked(model: Path, text: Path, *more: object) -> dict:
+    result = demix("eval", "--model", model, "--text", text, "--json", *more)
+    assert result.exit_code == 0, result.exception
+    return json.loads(result.stdout)
+
+
+def test_the_numbers_are_those_of_the_pipeline(model: Path, tokens: Path, tmp_path: Path) -> None:
+    corpus = tokens / "corpus" / "fantasy"
+    found = asked(model, corpus / "test.parquet", "--dev", corpus / "dev.parquet")
+    experts = tuple(sorted(TRAINING))
+    shards = [tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("dev", "test")]
+    score(model, experts, shards, Scoring(DEV_BLOCKS, None, "fp32", 1), tmp_path)
+    dev, test = (read_scores(tmp_path / f"fantasy.{split}", experts) for split in ("dev", "test"))
+    assert (found["tokens"], found["documents"], found["blocks"]) == (test.tokens, test.documents, len(test.mask))
+
+    def perplexity(log_p: np.ndarray) -> float:
+        return math.exp(-log_p.sum() / test.tokens)
+
+    for number, line in enumerate(found["experts"]):
+        assert line["name"] == experts[number]
+        assert line["perplexity"] == pytest.approx(perplexity(test.scores[..., number]), rel=1e-6)
+        nats = math.log(line["perplexity"]) * test.tokens
+        assert line["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"])
+    log_prior = cached_log_prior(dev.scores, dev.mask, "history", decay=DECAY, blocks=DEV_BLOCKS)
+    by_name = {line["name"]: line["perplexity"] for line in found["mixtures"]}
+    for method in ("average", "uniform", "updating", "cached"):
+        mixed = mix(test.scores, test.mask, method, decay=DECAY, log_prior=log_prior)
+        assert by_name[method] == pytest.approx(perplexity(mixed), rel=1e-6), method
+    best = min(found["experts"], key=lambda line: line["perplexity"])
+    assert by_name[f"best single ({best['name']}), an oracle"] == best["perplexity"]
+    for share in ("weight", "posterior"):
+        assert sum(line[share] for line in found["experts"]) == pytest.approx(1)
+
+
+def test_any_file_of_text_is_one_document(model: Path, tmp_path: Path) -> None:
+    text = "Zwölf Boxkämpfer jagen Viktor.\n" * 30
+    for name in ("notes.md", "notes", "notes.[v1].txt"):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        found = asked(model, path)
+        assert (found["documents"], found["bytes"]) == (1, len(text.encode()))
+    assert "cached" not in {line["name"] for line in found["mixtures"]}
+
+
+def test_a_model_of_one_expert_has_no_mixtures(model: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(run_tokenizer(model))
+    write_model(tmp_path / "dense", ("dense",), tokenizer.sha256, tokenizer.vocab_size)
+    text = tmp_path / "a.txt"
+    text.write_text("the sea was calm")
+    found = asked(tmp_path / "dense", text, "--tokenizer", run_tokenizer(model))
+    assert found["mixtures"] == []
+    assert [line["name"] for line in found["experts"]] == ["dense"]
+
+
+def test_the_terminal_shows_the_same_numbers(model: Path, tokens: Path) -> None:
+    text = tokens / "corpus" / "fantasy" / "test.parquet"
+    found = asked(model, text)
+    shown = demix("eval", "--model", model, "--text", text).output
+    rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in shown.splitlines() if "│" in line]
+    wanted = [[line["name"], f"{line['perplexity']:.2f}", f"{line['bits_per_byte']:.3f}"] for line in found["mixtures"]]
+    wanted += [
+        [
+            line["name"],
+            f"{line['perplexity']:.2f}",
+            *(f"{line[key]:.3f}" for key in ("bits_per_byte", "weight", "posterior")),
+        ]
+        for line in sorted(found["experts"], key=lambda line: line["perplexity"])
+    ]
+    assert rows == wanted
+
+
+def test_errors_name_what_to_mend(model: Path, tokens: Path, tmp_path: Path) -> None:
+    def refused(*arguments: object) -> str:
+        error = demix("eval", *arguments).exception
+        assert isinstance(error, DemixError)
+        return str(error)
+
+    text, empty, other = tmp_path / "a.txt", tmp_path / "empty.md", tmp_path / "other"
+    text.write_text("the sea")
+    empty.write_text("")
+    write_model(other, TRAINING)
+    assert "no.txt: is missing" in refused("--model", model, "--text", tmp_path / "no.txt")
+    assert "empty.md: holds no text" in refused("--model", model, "--text", empty)
+    assert "name the run's with --tokenizer" in refused("--model", other, "--text", text)
+    assert "of another tokenizer" in refused("--model", other, "--text", text, "--tokenizer", tokens / "tokenizer.json")
+    assert "none.json: is missing" in refused("--model", model, "--text", text, "--tokenizer", tmp_path / "none.json")
