@@ -2,9 +2,9 @@
 
     python benchmarks/score.py [--threads 1] [--json rows.json]
 
-Ours is `demix.model.scoring.log_probabilities`, from token ids to a log-probability a token and expert. Each variant is a
-process of its own; they take turns, a pass each, and medians over the turns count. A dense pass is measured alone and
-its time taken n times, which is what n models of the same size take one after the other; its memory is that of one.
+Ours is `demix.model.scoring.log_probabilities`, from token ids to a log-probability a token and expert. Each variant
+is a process of its own; they take turns, a pass each, and medians over the turns count. A dense pass is measured alone
+and its time taken n times: n models of the same size take so long one after the other, and the memory of one.
 
 The bound is the share of n dense passes' FLOPs that one batched pass still has (`demix.flops.scoring_flops`): matrix
 products of attention, feedforwards and logits, of which embedding and first attention are done once instead of n times.

@@ -43,7 +43,7 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
     """Score the named experts of the model in `directory` on token shards tokens/<domain>/<split>.arrow.
 
     Writes output/<domain>.<split>/<expert>.parquet and tokens.parquet beside. For a domain-token model the
-    names are its domain tokens. Raises DemixError when model and shards differ in their tokenizer.
+    names are its domain tokens. Raises DemixError when model and shards differ in their tokenizer, or a split is empty.
 
     A split is scored a row group at a time. Each is kept, until the last split is written, in a folder that is no
     rule's output: started again after a kill, the same command scores what is missing and leaves the same bytes.
@@ -65,6 +65,8 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
             raise DemixError(path, f"was made with another tokenizer than {directory}", "tokenize or train again")
         limit = scoring.limit(split, length)
         ids = shard.read(0, len(shard) if limit is None else min(limit, len(shard)))
+        if not len(ids):
+            raise DemixError(path, "holds no token to score", "give the domain more words, or raise the limit")
         sha256 = tokens_sha256(ids)
         # All that decides the bits of a score.
         origin = {

@@ -1,9 +1,8 @@
 """Score tables on disk: `scores/<model>/<domain>.<split>/<expert>.parquet` and `tokens.parquet` beside them."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -56,27 +55,30 @@ def write_tokens(directory: Path, tokens: np.ndarray, offsets: np.ndarray, lengt
     types = (pa.from_numpy_dtype(tokens.dtype), pa.int32(), pa.int32())
     schema = pa.schema(zip(("token", "block", "document"), types, strict=True), {"length": str(length)})
 
-    def batches() -> Iterator[pa.RecordBatch]:
-        for start, stop in row_groups(len(tokens), length):
-            places = np.arange(start, stop)
-            documents = np.searchsorted(offsets, places, side="right") - 1
-            columns = (tokens[start:stop], (places // length).astype(np.int32), documents.astype(np.int32))
-            yield pa.record_batch([pa.array(column) for column in columns], schema=schema)
+    def rows(start: int, stop: int) -> pa.RecordBatch:
+        places = np.arange(start, stop)
+        documents = np.searchsorted(offsets, places, side="right") - 1
+        columns = (tokens[start:stop], (places // length).astype(np.int32), documents.astype(np.int32))
+        return pa.record_batch([pa.array(column) for column in columns], schema=schema)
 
     path = directory / "tokens.parquet"
-    if not _holds(path, schema, batches()):
-        write_batches(path, schema, batches())
+    if not _holds(path, schema, len(tokens), rows):
+        write_batches(path, schema, (rows(start, stop) for start, stop in row_groups(len(tokens), length)))
 
 
-def _holds(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> bool:
-    """Whether a Parquet file is there, undamaged, with just these row groups."""
+def _holds(path: Path, schema: pa.Schema, count: int, rows: Callable[[int, int], pa.RecordBatch]) -> bool:
+    """Whether a Parquet file is there, undamaged, with just these rows, whatever its row groups."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            groups = (file.read_row_group(number) for number in range(file.num_row_groups))
-            return file.schema_arrow.equals(schema, check_metadata=True) and all(
-                group is not None and batch is not None and group.equals(pa.table(batch))
-                for group, batch in zip_longest(groups, batches)
-            )
+            if file.metadata.num_rows != count or not file.schema_arrow.equals(schema, check_metadata=True):
+                return False
+            start = 0
+            for number in range(file.num_row_groups):
+                found = file.read_row_group(number)
+                if not found.equals(pa.table(rows(start, start + len(found)))):
+                    return False
+                start += len(found)
+            return True
     except (pa.ArrowException, OSError):
         return False
 

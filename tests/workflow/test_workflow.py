@@ -112,7 +112,8 @@ def test_a_new_novel_domain_adapts_and_scores_only_itself(finished: Path) -> Non
     jobs = planned(finished, config)
     once = {
         "download", "anonymize", "split", "tokenize", "adapt", "adapt_dense", "score_adapted_jargon",
-        "score_adapted_on_jargon", "score_adapted_dense", "score_demix", "score_dense", "score_dense_unbalanced", "score_domain_token",
+        "score_adapted_on_jargon", "score_adapted_dense", "score_demix", "score_dense", "score_dense_unbalanced",
+        "score_domain_token",
     }  # fmt: skip
     assert jobs == dict.fromkeys(once, 1) | {
         "shared": 1,
