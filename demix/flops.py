@@ -40,6 +40,19 @@ def scoring_flops(architecture: Architecture, vocab_size: int, experts: int) -> 
     return attention + experts * each
 
 
+def scoring_hours(architecture: Architecture, vocab_size: int, experts: int, tokens: int, tflops: float) -> float:
+    """Of one rank that achieves so many TFLOPs a second and scores `tokens` under all experts at once."""
+    return scoring_flops(architecture, vocab_size, experts) * tokens / (tflops * 1e12) / 3600
+
+
+def score_table_bytes(experts: int, tokens: int) -> int:
+    """Of score tables before compression: fp32 a token and expert, and once a token its id, block and document.
+
+    The id is 2 bytes for up to 65,536 types, block and document 4 each.
+    """
+    return (4 * experts + 10) * tokens
+
+
 def training_state_bytes(trained: int, still: int = 0) -> int:
     """Of a rank that trains `trained` parameters: fp32 weights 4, gradients 4, Adam's two moments 8.
 

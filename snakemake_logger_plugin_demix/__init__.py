@@ -24,7 +24,7 @@ COSTS = (
     (r"train_", 150.0),
     (r"adapt", 12.0),
     (r"score_(demix|domain_token|without)", 9.0),
-    (r"score_adapted", 14.0),
+    (r"score_adapted", 8.0),
     (r"score_", 3.5),
     (r"track", 8.0),
     (r"report", 5.0),

@@ -139,18 +139,20 @@ def tokenize(tokenizer: Path, documents: Path, output: Path, *, file_tokens: int
 
 
 def blocks(
-    shard: TokenShard, length: int, limit_tokens: int | None = None
+    shard: TokenShard, length: int, limit_tokens: int | None = None, start: int = 0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut the first `limit_tokens` tokens (None: all) into N consecutive blocks of `length` T: inputs, targets, mask.
 
+    Only the blocks from token `start` on, a multiple of `length`, are cut.
     inputs [N, T] int64: the token before the block (`end_of_text` before the first) and the block's own but its last.
     targets [N, T] int64 and mask [N, T] bool: each token is a target once; the last short block is padded with
     `end_of_text` and masked (False).
     """
-    total = len(shard) if limit_tokens is None else min(limit_tokens, len(shard))
+    total = (len(shard) if limit_tokens is None else min(limit_tokens, len(shard))) - start
     count = -(-total // length)
     sequence = np.full(count * length + 1, shard.end_of_text, np.int64)
-    sequence[1 : total + 1] = shard.read(0, total)
+    before = min(start, 1)
+    sequence[1 - before : total + 1] = shard.read(start - before, start + total)
     shape = (count, length)
     mask = np.arange(count * length) < total
     return sequence[:-1].reshape(shape), sequence[1:].reshape(shape), mask.reshape(shape)

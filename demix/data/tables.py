@@ -56,11 +56,15 @@ def write_batches(
     *,
     private: bool = False,
     footer: Callable[[], dict[str, str]] = dict,
+    **options: Any,
 ) -> int:
-    """`write_rows` of record batches, each of which becomes a row group and should be of bounded size."""
+    """`write_rows` of record batches, each of which becomes a row group and should be of bounded size.
+
+    `options` are those of pq.ParquetWriter.
+    """
     with replacing(path) as temporary:
         temporary.touch(0o600 if private else 0o666)
-        with pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True) as writer:
+        with pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True, **options) as writer:
             total = 0
             for batch in batches:
                 writer.write_batch(batch)

@@ -1,14 +1,22 @@
 """Scoring: one log-probability per token and expert, once per (model, expert, domain, split)."""
 
+import hashlib
+import json
 import logging
+import os
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import torch
 
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
-from demix.evaluate.tables import tokens_sha256, write_scores, write_tokens
+from demix.evaluate.tables import row_groups, tokens_sha256, write_scores, write_tokens
+from demix.files import fsync, read_parquet, sha256_file, write_parquet
 from demix.model.checkpoint import describe, expert_lineage, load_model
 from demix.model.scoring import log_probabilities
 from demix.train.loop import compute_type, set_threads
@@ -35,7 +43,10 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
     """Score the named experts of the model in `directory` on token shards tokens/<domain>/<split>.arrow.
 
     Writes output/<domain>.<split>/<expert>.parquet and tokens.parquet beside. For a domain-token model the
-    names are its domain tokens. Raises DemixError when model and shards differ in their tokenizer.
+    names are its domain tokens. Raises DemixError when model and shards differ in their tokenizer, or a split is empty.
+
+    A split is scored a row group at a time. Each is kept, until the last split is written, in a folder that is no
+    rule's output: started again after a kill, the same command scores what is missing and leaves the same bytes.
     """
     set_threads(scoring.threads)
     dtype = compute_type(scoring.precision)
@@ -44,24 +55,78 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
     model = load_model(directory, None if domain_tokens else experts).to(own_device())
     if domain_tokens and domain_tokens != experts:
         raise DemixError(directory, f"has the domain tokens {', '.join(domain_tokens)}", "score all of them, in order")
+    hashes = {name: expert_lineage(directory, name)["sha256"] for name in model.experts}
     length = model.architecture.context
+    folders = []
     for path in shards:
         domain, split = path.parent.name, path.stem
         shard = TokenShard.open(path, verify=True)
         if shard.tokenizer_sha256 != description["tokenizer_sha256"]:
             raise DemixError(path, f"was made with another tokenizer than {directory}", "tokenize or train again")
-        inputs, targets, mask = blocks(shard, length, scoring.limit(split, length))
-        scored = log_probabilities(model, inputs, targets, mask, dtype)
-        ids = shard.read(0, scored.shape[1])
+        limit = scoring.limit(split, length)
+        ids = shard.read(0, len(shard) if limit is None else min(limit, len(shard)))
+        if not len(ids):
+            raise DemixError(path, "holds no token to score", "give the domain more words, or raise the limit")
+        sha256 = tokens_sha256(ids)
+        # All that decides the bits of a score.
+        origin = {
+            "model": sha256_file(directory / "model.json"),
+            "experts": hashes,
+            "columns": experts,
+            "tokens": sha256,
+            "settings": [scoring.precision, scoring.threads, torch.__version__, _device(model.token_embedding.device)],
+        }
+        fingerprint = hashlib.sha256(json.dumps(origin).encode()).hexdigest()
         place = output / f"{domain}.{split}"
-        for expert, column in zip(experts, scored, strict=True):
+        # No two jobs write the same column, so the first one's name tells their folders apart.
+        folder = place / f".{experts[0]}.pieces"
+        folders.append(folder)
+        groups = row_groups(len(ids), length)
+        pieces = [folder / f"{start}.parquet" for start, _ in groups]
+        missing = [
+            (piece, start, stop)
+            for piece, (start, stop) in zip(pieces, groups, strict=True)
+            if not _is_piece(piece, fingerprint, stop - start)
+        ]
+        for piece, start, stop in missing:
+            scored = log_probabilities(model, *blocks(shard, length, stop, start), dtype)
+            table = pa.table(dict(zip(experts, scored.astype(np.float32), strict=True)))
+            write_parquet(table.replace_schema_metadata({"fingerprint": fingerprint}), piece)
+        for expert in experts:
             metadata = {
-                "tokens_sha256": tokens_sha256(ids),
+                "tokens_sha256": sha256,
                 "shared_sha256": description["shared_sha256"],
-                "expert_sha256": expert_lineage(directory, "dense" if domain_tokens else expert)["sha256"],
+                "expert_sha256": hashes[expert if expert in hashes else "dense"],
                 "precision": scoring.precision,
             }
-            write_scores(place / f"{expert}.parquet", column, metadata)
-        documents = np.searchsorted(shard.offsets, np.arange(len(ids)), side="right") - 1
-        write_tokens(place, np.asarray(ids), documents, length)
+            write_scores(folder / f"{expert}.parquet", _column(pieces, expert), metadata)
+        write_tokens(place, ids, shard.offsets, length)
+        for expert in experts:
+            os.replace(folder / f"{expert}.parquet", place / f"{expert}.parquet")
+        fsync(place)
         log.info("%s %s: %d tokens under %d experts", domain, split, len(ids), len(experts))
+        if len(missing) < len(pieces):
+            log.info("%s %s: %d of %d pieces had been scored", domain, split, len(pieces) - len(missing), len(pieces))
+    # Not before: a job that is killed in its last split loses the tables of all others.
+    for folder in folders:
+        shutil.rmtree(folder)
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def _is_piece(path: Path, fingerprint: str, tokens: int) -> bool:
+    """Whether a whole piece of so many tokens lies there, undamaged and of this fingerprint."""
+    try:
+        table = read_parquet(path)
+    except DemixError:
+        return False
+    return len(table) == tokens and (table.schema.metadata or {}).get(b"fingerprint") == fingerprint.encode()
+
+
+def _column(pieces: list[Path], expert: str) -> Iterator[np.ndarray]:
+    for piece in pieces:
+        yield read_parquet(piece, [expert])[expert].to_numpy()

@@ -1,16 +1,20 @@
 """Score tables on disk: `scores/<model>/<domain>.<split>/<expert>.parquet` and `tokens.parquet` beside them."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from demix.data.tables import read_batches
+from demix.data.tables import read_batches, write_batches
 from demix.errors import DemixError
-from demix.files import read_parquet, write_parquet
+from demix.files import read_parquet
+
+# About so many make a row group: little to hold in memory under every expert, and to score again after a kill.
+ROW_GROUP_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -51,25 +55,53 @@ class Blocks:
     documents: np.ndarray
 
 
-def write_tokens(directory: Path, tokens: np.ndarray, documents: np.ndarray, length: int) -> None:
+def row_groups(tokens: int, length: int) -> list[tuple[int, int]]:
+    """From which token to which each row group of a split goes: whole blocks of `length`, whatever the experts."""
+    size = length * max(1, ROW_GROUP_TOKENS // length)
+    return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def write_tokens(directory: Path, tokens: np.ndarray, offsets: np.ndarray, length: int) -> None:
     """Write what all score columns of a split share: token ids, block and document numbers.
 
-    A file that already holds just this is left as it is.
+    Documents begin at `offsets`. A file that already holds just this is left as it is.
     """
-    blocks = (np.arange(len(tokens)) // length).astype(np.int32)
-    table = pa.table({"token": tokens, "block": blocks, "document": documents.astype(np.int32)})
-    table = table.replace_schema_metadata({"length": str(length)})
+    types = (pa.from_numpy_dtype(tokens.dtype), pa.int32(), pa.int32())
+    schema = pa.schema(zip(("token", "block", "document"), types, strict=True), {"length": str(length)})
+
+    def rows(start: int, stop: int) -> pa.RecordBatch:
+        places = np.arange(start, stop)
+        documents = np.searchsorted(offsets, places, side="right") - 1
+        columns = (tokens[start:stop], (places // length).astype(np.int32), documents.astype(np.int32))
+        return pa.record_batch([pa.array(column) for column in columns], schema=schema)
+
     path = directory / "tokens.parquet"
-    if not path.exists() or not read_parquet(path).equals(table, check_metadata=True):
-        write_parquet(table, path)
+    if not _holds(path, schema, len(tokens), rows):
+        write_batches(path, schema, (rows(start, stop) for start, stop in row_groups(len(tokens), length)))
 
 
-def write_scores(path: Path, log_probabilities: np.ndarray, metadata: dict[str, str]) -> None:
-    """Write one expert's column: a float32 log-probability in nats per token."""
-    table = pa.table({"log_probability": log_probabilities.astype(np.float32)})
-    write_parquet(
-        table.replace_schema_metadata(metadata), path, use_dictionary=False, column_encoding="BYTE_STREAM_SPLIT"
-    )
+def _holds(path: Path, schema: pa.Schema, count: int, rows: Callable[[int, int], pa.RecordBatch]) -> bool:
+    """Whether a Parquet file is there, undamaged, with just these rows, whatever its row groups."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            if file.metadata.num_rows != count or not file.schema_arrow.equals(schema, check_metadata=True):
+                return False
+            start = 0
+            for number in range(file.num_row_groups):
+                found = file.read_row_group(number)
+                if not found.equals(pa.table(rows(start, start + len(found)))):
+                    return False
+                start += len(found)
+            return True
+    except (pa.ArrowException, OSError):
+        return False
+
+
+def write_scores(path: Path, pieces: Iterable[np.ndarray], metadata: dict[str, str]) -> None:
+    """Write one expert's column, a float32 log-probability in nats per token, of which each piece is a row group."""
+    schema = pa.schema({"log_probability": pa.float32()}, metadata)
+    batches = (pa.record_batch([pa.array(piece.astype(np.float32))], schema=schema) for piece in pieces)
+    write_batches(path, schema, batches, use_dictionary=False, column_encoding="BYTE_STREAM_SPLIT")
 
 
 def read_scores(directory: Path, experts: Sequence[str]) -> ScoreTable:

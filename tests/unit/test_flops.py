@@ -1,7 +1,13 @@
 """Costs against what the paper and its sources print."""
 
+import re
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from demix.flops import (
     HARDWARE,
@@ -10,13 +16,16 @@ from demix.flops import (
     activation_bytes,
     checkpoint_bytes,
     hours,
+    score_table_bytes,
     scoring_flops,
+    scoring_hours,
     training_flops_per_token,
     training_state_bytes,
     update_flops,
 )
 from demix.model.config import PRESETS, Architecture, expert_parameters, shared_parameters
 from demix.model.gpt import GPT, ROWS_AT_ONCE
+from demix.model.scoring import log_probabilities
 
 # Of each size: GPUs, updates, TFLOPs an update, hours of Dense and of DEMix (Table 2; FACTS section 2).
 TABLE_2 = {
@@ -77,6 +86,36 @@ def test_scoring_eight_experts_together_saves_little(architecture: Architecture,
     """FACTS section 15."""
     together, alone = (scoring_flops(architecture, vocab_size, experts) for experts in (8, 1))
     assert round(together / (8 * alone), 2) == share
+
+
+def test_the_documented_cost_of_scoring_is_the_computed_one() -> None:
+    tokens = 16 * 10_000_000
+    text = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+    rows = []
+    for preset in TABLE_2:
+        architecture = PRESETS[preset]
+        flops = scoring_flops(architecture, 50257, 16) * tokens / 1e18
+        taken = [
+            scoring_hours(architecture, 50257, 16, tokens, achieved_tflops(HARDWARE[kind], architecture, demix=True))
+            for kind in ("v100", "a100", "h100")
+        ]
+        cells = [f"{architecture.layers}×{architecture.width}", f"{flops:.2f}", *(f"{each:.1f}" for each in taken)]
+        rows.append(f"| {' | '.join(cells)} |")
+    assert re.findall(r"^\| \d.*$", text, re.MULTILINE) == rows
+    size = score_table_bytes(16, tokens)
+    assert f"{size / 1e9:.2f} GB" in text
+    assert f"{size // tokens} bytes a token" in text
+
+
+def test_scoring_flops_are_those_that_torch_counts() -> None:
+    """Shared work once. Of attention torch counts, and without a fused kernel does, what the mask leaves out too."""
+    architecture = Architecture(3, 32, 4, 64)
+    model = GPT(architecture, 200, EIGHT).initialise(1)
+    ids = np.zeros((2, 64), np.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        log_probabilities(model, ids, ids, ids == 0)
+    masked = 2 * architecture.context * architecture.width * (1 + 8 * (architecture.layers - 1))
+    assert counter.get_total_flops() == ids.size * (scoring_flops(architecture, 200, 8) + masked)
 
 
 def test_activations_are_what_backward_keeps() -> None:

@@ -83,7 +83,7 @@ def test_a_learning_rate_of_dapt_reruns_adaptation_and_what_follows(finished: Pa
     jobs = planned(finished, changed(adaptation__learning_rate_factor=0.2))
     assert jobs.keys() == {
         "adapt", "adapt_dense", "score_adapted_fantasy", "score_adapted_fortunes", "score_adapted_dense",
-        "evaluate", "results", "report", "track", "run_config",
+        "score_adapted_on_fantasy", "score_adapted_on_fortunes", "evaluate", "results", "report", "track", "run_config",
     }  # fmt: skip
 
 
@@ -113,7 +113,8 @@ def test_a_new_novel_domain_adapts_and_scores_only_itself(finished: Path) -> Non
     jobs = planned(finished, config)
     once = {
         "download", "anonymize", "split", "tokenize", "adapt", "adapt_dense", "score_adapted_jargon",
-        "score_adapted_dense", "score_demix", "score_dense", "score_dense_unbalanced", "score_domain_token",
+        "score_adapted_on_jargon", "score_adapted_dense", "score_demix", "score_dense", "score_dense_unbalanced",
+        "score_domain_token",
     }  # fmt: skip
     assert jobs == dict.fromkeys(once, 1) | {
         "shared": 1,

@@ -43,8 +43,8 @@ rule adapt:
         " {resources.options} 2> {log}"
 
 
-# A rule for each novel domain: its expert on every domain up to it, and the experts before it on this domain.
-# One job instead of one for each pair, and a domain appended at the end changes none of the others.
+# For each novel domain a rule for its expert on the domains before it, one job instead of one for each pair, and one
+# for this expert and those before it on the domain. A domain appended at the end changes none of the others.
 for number, novel in enumerate(NOVEL):
 
     rule:
@@ -52,13 +52,10 @@ for number, novel in enumerate(NOVEL):
             f"score_adapted_{novel}"
         input:
             new=experts("demix", [novel]),
-            before=[file for name in NOVEL[:number] for file in experts("demix", [name])],
-            own=tokens([novel], "dev", "test"),
-            rest=tokens([*TRAINING, *NOVEL[:number]], "dev", "test"),
-            old=scores("demix", [*TRAINING, *NOVEL[: number + 1]], ["tokens"]),
+            tokens=tokens([*TRAINING, *NOVEL[:number]], "dev", "test"),
+            old=scores("demix", [*TRAINING, *NOVEL[:number]], ["tokens"]),
         output:
-            scores("demix", [*TRAINING, *NOVEL[: number + 1]], [novel]),
-            scores("demix", [novel], NOVEL[:number]),
+            scores("demix", [*TRAINING, *NOVEL[:number]], [novel]),
         log:
             f"{RUN}/logs/score/adapted/{novel}.log",
         benchmark:
@@ -74,12 +71,35 @@ for number, novel in enumerate(NOVEL):
             model=below_run("models/demix"),
             folder=below_run("scores/demix"),
             expert=novel,
+        shell:
+            "demix score {params.model} {input.tokens} --experts {params.expert}"
+            " --settings {params.settings:q} --output {params.folder} 2> {log}"
+
+    rule:
+        name:
+            f"score_adapted_on_{novel}"
+        input:
+            model=experts("demix", NOVEL[: number + 1]),
+            tokens=tokens([novel], "dev", "test"),
+            old=scores("demix", [novel], ["tokens"]),
+        output:
+            scores("demix", [novel], NOVEL[: number + 1]),
+        log:
+            f"{RUN}/logs/score/adapted/on-{novel}.log",
+        benchmark:
+            f"{RUN}/benchmarks/score/adapted/on-{novel}.tsv"
+        priority: 60
+        conda:
+            "../../environment.yml"
+        threads: config["threads"]
+        params:
+            settings=SCORING,
+            model=below_run("models/demix"),
+            folder=below_run("scores/demix"),
             experts=",".join(NOVEL[: number + 1]),
         shell:
-            "(demix score {params.model} {input.own} --experts {params.experts}"
-            " --settings {params.settings:q} --output {params.folder}"
-            " && demix score {params.model} {input.rest} --experts {params.expert}"
-            " --settings {params.settings:q} --output {params.folder}) 2> {log}"
+            "demix score {params.model} {input.tokens} --experts {params.experts}"
+            " --settings {params.settings:q} --output {params.folder} 2> {log}"
 
 
 rule adapt_dense:

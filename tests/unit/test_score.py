@@ -1,0 +1,263 @@
+"""Score tables: streamed in row groups, resumed after a kill with the same bytes, and added to without a touch."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from conftest import NOVEL, TRAINING
+
+import demix.evaluate.score as module
+from demix import files
+from demix.data.shards import TokenShard, blocks
+from demix.errors import DemixError
+from demix.evaluate import tables
+from demix.evaluate.score import Scoring, score
+from demix.evaluate.tables import read_scores
+from demix.files import sha256_file
+from demix.model.checkpoint import describe, load_model, save_expert, save_shared
+from demix.model.config import Architecture
+from demix.model.gpt import GPT
+from demix.model.scoring import log_probabilities
+
+EXPERTS = ("law", "lore", "news")
+# Of 32 tokens: 10 dev blocks and 10 test blocks, the last of them short, in row groups of 4, 4 and 2.
+SCORING = Scoring(dev_blocks=10, test_tokens=300, precision="fp32", threads=1)
+GROUP = 4 * 32
+
+
+@pytest.fixture
+def model(tokens: Path, tmp_path: Path) -> Path:
+    """A model directory with the experts `EXPERTS`, which differ."""
+    shard = TokenShard.open(tokens / "tokens" / NOVEL[0] / "dev.arrow")
+    gpt = GPT(Architecture(2, 16, 2, 32), shard.vocab_size, EXPERTS).initialise(1)
+    for tensor in gpt.expert_tensors().values():
+        for number in range(len(EXPERTS)):
+            tensor.data[number] += 0.1 * number
+    directory = tmp_path / "model"
+    save_shared(gpt, directory, {"tokenizer_sha256": shard.tokenizer_sha256})
+    for name in EXPERTS:
+        save_expert(gpt, name, directory, {"tokenizer_sha256": shard.tokenizer_sha256})
+    return directory
+
+
+@pytest.fixture
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "ROW_GROUP_TOKENS", GROUP + 31)
+
+
+def shards_of(tokens: Path, domain: str = NOVEL[0]) -> list[Path]:
+    return [tokens / "tokens" / domain / f"{split}.arrow" for split in ("dev", "test")]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def tables_of(folder: Path) -> list[Path]:
+    """The files that Snakemake knows, and deletes before it starts a killed job again."""
+    return sorted(folder.glob("*/[!.]*.parquet"))
+
+
+def scored_at(place: Any, name: str, at: int, do: Callable[[], None]) -> None:
+    """Let `place.name` call `do` before its call number `at`."""
+    function, calls = getattr(place, name), iter(range(1, 1 << 20))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == at:
+            do()
+        return function(*args, **kwargs)
+
+    setattr(place, name, call)
+
+
+def run_until(place: str, name: str, at: int, log: Path, *arguments: Any) -> None:
+    """Score as a process that is killed before call number `at` of a function, and logs the blocks of each piece."""
+    tables.ROW_GROUP_TOKENS = GROUP + 31
+    compute = module.log_probabilities
+
+    def logged(model: GPT, inputs: np.ndarray, *rest: Any) -> np.ndarray:
+        found = compute(model, inputs, *rest)
+        with open(log, "a") as stream:
+            print(len(inputs), file=stream)
+        return found
+
+    module.log_probabilities = logged
+    scored_at(sys.modules[place], name, at, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    score(*arguments)
+
+
+def test_a_killed_job_goes_on_from_its_last_piece_and_leaves_the_same_bytes(
+    tokens: Path, model: Path, tmp_path: Path, small_groups: None
+) -> None:
+    arguments = (model, EXPERTS, shards_of(tokens), SCORING)
+    score(*arguments, tmp_path / "whole")
+    # One server that has imported torch, from which every process is forked.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["demix.evaluate.score"])
+    log, scored = tmp_path / "log", []
+    moments = (
+        (module.__name__, "log_probabilities", 3),
+        # The third piece is there under a temporary name.
+        (files.__name__, "fsync", 1),
+        (module.__name__, "write_scores", 2),
+        (module.__name__, "log_probabilities", 2),
+        # The last: dev is done, test is scored and its columns are not yet in their place.
+        (module.__name__, "write_tokens", 2),
+    )
+    for place, name, at in moments:
+        log.write_text("")
+        process = context.Process(target=run_until, args=(place, name, at, log, *arguments, tmp_path / "killed"))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, name
+        scored.append([int(line) for line in log.read_text().split()])
+        for path in tables_of(tmp_path / "killed"):
+            path.unlink()
+    # What was not on disk when the process died, one piece of 2 blocks, was scored again and nothing else.
+    assert scored == [[4, 4], [2], [2], [4], [4, 2]]
+    assert list((tmp_path / "killed").glob("*/.law.pieces"))
+    score(*arguments, tmp_path / "killed")
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert not [path for path in (tmp_path / "killed").rglob("*") if path.name.startswith(".")]
+
+
+def test_pieces_that_are_damaged_or_of_another_origin_are_scored_again(
+    tokens: Path, model: Path, tmp_path: Path, small_groups: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped() -> None:
+        raise KeyboardInterrupt
+
+    def run(experts: tuple[str, ...] = EXPERTS, scoring: Scoring = SCORING, *, stop: bool = False) -> list[int]:
+        """The blocks of the pieces that were scored on the way to the tables of dev, or until just before."""
+        scored = []
+        with monkeypatch.context() as patch:
+
+            def logged(model: GPT, inputs: np.ndarray, *rest: Any) -> np.ndarray:
+                scored.append(len(inputs))
+                return log_probabilities(model, inputs, *rest)
+
+            patch.setattr(module, "log_probabilities", logged)
+            patch.setattr(module, "write_tokens", module.write_tokens)
+            if stop:
+                scored_at(module, "write_tokens", 1, stopped)
+            try:
+                score(model, experts, shards_of(tokens)[:1], scoring, tmp_path / "scores")
+            except KeyboardInterrupt:
+                assert stop
+        return scored
+
+    place = tmp_path / "scores" / f"{NOVEL[0]}.dev"
+    folder = place / ".law.pieces"
+    assert run(stop=True) == [4, 4, 2]
+    assert run(stop=True) == []
+    damaged = bytearray((folder / "128.parquet").read_bytes())
+    damaged[200] ^= 1
+    (folder / "128.parquet").write_bytes(damaged)
+    (folder / "256.parquet").write_bytes((folder / "256.parquet").read_bytes()[:-20])
+    assert run(stop=True) == [4, 2]
+    shutil.copy(folder / "0.parquet", folder / "256.parquet")
+    assert run(stop=True) == [2], "a piece of another place"
+    assert run(scoring=Scoring(10, 300, "bf16", 1), stop=True) == [4, 4, 2]
+    assert run(stop=True) == [4, 4, 2]
+    # The same names, another expert.
+    state = load_model(model, EXPERTS)
+    state.expert_tensors()["blocks.0.feedforward.up"].data[1] += 1
+    save_expert(state, "lore", model, {"tokenizer_sha256": describe(model)["tokenizer_sha256"]})
+    assert run() == [4, 4, 2]
+    assert not folder.exists()
+    assert run() == [4, 4, 2], "finished tables are no pieces"
+
+
+def test_row_groups_are_whole_blocks_and_the_same_in_every_file(
+    tokens: Path, model: Path, tmp_path: Path, small_groups: None
+) -> None:
+    score(model, EXPERTS, shards_of(tokens), SCORING, tmp_path)
+    gpt = load_model(model, EXPERTS)
+    for path, count in zip(shards_of(tokens), (320, 300), strict=True):
+        place = tmp_path / f"{NOVEL[0]}.{path.stem}"
+        for name in (*EXPERTS, "tokens"):
+            found = pq.ParquetFile(place / f"{name}.parquet").metadata
+            groups = [found.row_group(number) for number in range(found.num_row_groups)]
+            assert [group.num_rows for group in groups] == [128, 128, count - 256]
+            columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+            assert {column.compression for column in columns} == {"ZSTD"}
+            if name != "tokens":
+                assert {column.encodings for column in columns} == {("RLE", "BYTE_STREAM_SPLIT")}
+                assert found.metadata[b"precision"] == b"fp32"
+        shard = TokenShard.open(path)
+        expected = log_probabilities(gpt, *blocks(shard, 32, count))
+        table = read_scores(place, EXPERTS)
+        assert table.tokens == count
+        np.testing.assert_allclose(table.scores[table.mask].T, expected, rtol=1e-5)
+        written = pq.read_table(place / "tokens.parquet")
+        np.testing.assert_array_equal(written["token"], shard.read(0, count))
+        np.testing.assert_array_equal(written["block"], np.arange(count) // 32)
+        numbers = [sum(offset <= place for offset in shard.offsets) - 1 for place in range(count)]
+        np.testing.assert_array_equal(written["document"], numbers)
+
+
+def test_an_added_expert_touches_no_other_file(tokens: Path, model: Path, tmp_path: Path, small_groups: None) -> None:
+    """Through the command, as the rules run it; it finds the files of before in other row groups."""
+    paths = [path for domain in (TRAINING[0], NOVEL[0]) for path in shards_of(tokens, domain)]
+    score(model, EXPERTS[:2], paths, SCORING, tmp_path / "scores")
+
+    def state() -> dict[Path, tuple[str, int]]:
+        return {path: (sha256_file(path), path.stat().st_mtime_ns) for path in tables_of(tmp_path / "scores")}
+
+    before = state()
+    assert len(before) == 4 * 3
+    command = [
+        sys.executable, "-m", "demix.cli", "score", str(model), *map(str, paths), "--experts", EXPERTS[2],
+        "--settings", json.dumps(vars(SCORING)), "--output", str(tmp_path / "scores"),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    after = state()
+    assert {path.stem for path in after.keys() - before.keys()} == {EXPERTS[2]}
+    assert {path: after[path] for path in before} == before
+    score(model, EXPERTS, paths, SCORING, tmp_path / "together")
+    for path in paths:
+        name = f"{path.parent.name}.{path.stem}"
+        added, together = (read_scores(tmp_path / folder / name, EXPERTS) for folder in ("scores", "together"))
+        np.testing.assert_allclose(added.scores, together.scores, rtol=1e-5)
+        assert not np.allclose(added.scores[..., 0], added.scores[..., 2], rtol=1e-3)
+
+
+def test_tokens_of_before_that_differ_or_are_damaged_are_written_anew(tokens: Path, tmp_path: Path) -> None:
+    shard = TokenShard.open(shards_of(tokens)[0])
+    path = tmp_path / "tokens.parquet"
+    tables.write_tokens(tmp_path, shard.read(0, 200), shard.offsets, 32)
+    content, written = path.read_bytes(), path.stat().st_mtime_ns
+    tables.write_tokens(tmp_path, shard.read(0, 200), shard.offsets, 32)
+    assert path.stat().st_mtime_ns == written
+    for other in (content[:-10], bytes([*content[:60], content[60] ^ 1, *content[61:]])):
+        path.write_bytes(other)
+        tables.write_tokens(tmp_path, shard.read(0, 200), shard.offsets, 32)
+        assert path.read_bytes() == content
+    for ids, length in ((shard.read(0, 199), 32), (shard.read(0, 200), 16), (shard.read(1, 201), 32)):
+        tables.write_tokens(tmp_path, ids, shard.offsets, length)
+        assert pq.read_table(path)["token"].to_pylist() == ids.tolist()
+        assert path.read_bytes() != content
+
+
+def test_blocks_from_a_place_on_are_those_of_the_whole(tokens: Path) -> None:
+    shard = TokenShard.open(shards_of(tokens)[0])
+    whole = blocks(shard, 32, 300)
+    for start, stop in pairwise((0, 64, 96, 300)):
+        for part, all_ in zip(blocks(shard, 32, stop, start), whole, strict=True):
+            np.testing.assert_array_equal(part, all_[start // 32 : -(-stop // 32)])
+
+
+def test_an_empty_split_is_refused(tokens: Path, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(DemixError, match="holds no token"):
+        score(model, EXPERTS, shards_of(tokens), Scoring(10, 0, "fp32", 1), tmp_path / "scores")
