@@ -23,11 +23,11 @@ rule adapt:
     wildcard_constraints:
         novel="|".join(NOVEL) or "none",
     priority: 70
+    retries: RETRIES
+    localrule: SUBMITTED
     conda:
         "../../environment.yml"
     threads: cores(config["adaptation"])
-    retries: RETRIES
-    localrule: SUBMITTED
     resources:
         **site("adapt"),
         options=run_options("adapt", config["adaptation"]),
@@ -116,11 +116,11 @@ rule adapt_dense:
         f"{RUN}/benchmarks/adapt-dense/{{novel}}.tsv"
     wildcard_constraints:
         novel="|".join(NOVEL) or "none",
+    retries: RETRIES
+    localrule: SUBMITTED
     conda:
         "../../environment.yml"
     threads: cores(config["adaptation"])
-    retries: RETRIES
-    localrule: SUBMITTED
     resources:
         **site("adapt"),
         options=run_options("adapt", config["adaptation"]),

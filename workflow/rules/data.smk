@@ -11,9 +11,9 @@ rule download:
         f"{RUN}/logs/download/{{domain}}.{{part}}.log",
     benchmark:
         f"{RUN}/benchmarks/download/{{domain}}.{{part}}.tsv"
+    localrule: config["cluster"]["downloads"] == "login"
     conda:
         "../../environment.yml"
-    localrule: config["cluster"]["downloads"] == "login"
     resources:
         **site("download"),
     params:

@@ -50,9 +50,9 @@ rule results:
         f"{RUN}/logs/results.log",
     benchmark:
         f"{RUN}/benchmarks/results.tsv"
+    localrule: True
     conda:
         "../../environment.yml"
-    localrule: True
     shell:
         "(demix join {input.results} --output {output.results} && demix join {input.priors} --output {output.priors}"
         " && demix join {input.differences} --output {output.differences}"
@@ -66,9 +66,9 @@ rule run_config:
         f"{RUN}/logs/run_config.log",
     benchmark:
         f"{RUN}/benchmarks/run_config.tsv"
+    localrule: True
     conda:
         "../../environment.yml"
-    localrule: True
     params:
         # The site is none of what a run is.
         settings=json.dumps({key: value for key, value in config.items() if key != "cluster"}),
@@ -95,9 +95,9 @@ rule report:
         f"{RUN}/logs/report.log",
     benchmark:
         f"{RUN}/benchmarks/report.tsv"
+    localrule: True
     conda:
         "../../environment.yml"
-    localrule: True
     params:
         run=below_run(""),
         folder=below_run("report"),
@@ -119,9 +119,9 @@ rule track:
         f"{RUN}/logs/track.log",
     benchmark:
         f"{RUN}/benchmarks/track.tsv"
+    localrule: True
     conda:
         "../../environment.yml"
-    localrule: True
     params:
         settings=as_json(
             config["tracking"] | {"experiment": config["tracking"]["experiment"] or f"demix-{config['run']}"}

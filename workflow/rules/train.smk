@@ -14,11 +14,11 @@ rule sweep:
         model="demix|dense|dense_unbalanced|domain_token",
         rate="[0-9.e+-]+",
     priority: 110
+    retries: RETRIES
+    localrule: SUBMITTED
     conda:
         "../../environment.yml"
     threads: lambda wildcards: cores(training_of(wildcards.model))
-    retries: RETRIES
-    localrule: SUBMITTED
     resources:
         **site("train"),
         options=lambda wildcards: run_options("train", training_of(wildcards.model)),
@@ -47,9 +47,9 @@ rule choose_rate:
         f"{RUN}/logs/choose_rate/{{model}}.log",
     benchmark:
         f"{RUN}/benchmarks/choose_rate/{{model}}.tsv"
+    localrule: True
     conda:
         "../../environment.yml"
-    localrule: True
     shell:
         "demix choose-rate {input} --output {output} 2> {log}"
 
@@ -66,11 +66,11 @@ rule train_demix:
     benchmark:
         f"{RUN}/benchmarks/train/demix.tsv"
     priority: 100
+    retries: RETRIES
+    localrule: SUBMITTED
     conda:
         "../../environment.yml"
     threads: cores(training_of("demix"))
-    retries: RETRIES
-    localrule: SUBMITTED
     resources:
         **site("train"),
         options=run_options("train", training_of("demix")),
@@ -98,11 +98,11 @@ rule train_dense:
     wildcard_constraints:
         model="dense|dense_unbalanced|domain_token",
     priority: 50
+    retries: RETRIES
+    localrule: SUBMITTED
     conda:
         "../../environment.yml"
     threads: lambda wildcards: cores(training_of(wildcards.model))
-    retries: RETRIES
-    localrule: SUBMITTED
     resources:
         **site("train"),
         options=lambda wildcards: run_options("train", training_of(wildcards.model)),
@@ -132,11 +132,11 @@ for removed, kept in WITHOUT.items():
             f"{RUN}/logs/train/without-{removed}.log",
         benchmark:
             f"{RUN}/benchmarks/train/without-{removed}.tsv"
+        retries: RETRIES
+        localrule: SUBMITTED
         conda:
             "../../environment.yml"
         threads: cores(training_of("demix"))
-        retries: RETRIES
-        localrule: SUBMITTED
         resources:
             **site("train"),
             options=run_options("train", training_of("demix"), removed),
