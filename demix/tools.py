@@ -144,6 +144,19 @@ def generate(
         Console().print(posterior_table(gpt.experts, log_weights))
 
 
+@app.command()
+def playground(
+    model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="On 127.0.0.1; 0 takes a free one.")] = 8501,
+    tokenizer: Tokens = None,
+) -> None:
+    """Serve a page to this machine's browser: whose words a text is made of, token by token, and what could follow."""
+    from demix.playground.answers import opened
+    from demix.playground.server import Playground, serve
+
+    serve(Playground(opened(model, tokenizer), port))
+
+
 experts = typer.Typer(no_args_is_help=True, help="The experts of a model directory: list, verify, add, remove.")
 app.add_typer(experts, name="experts")
 Model = Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")]

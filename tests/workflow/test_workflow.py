@@ -83,13 +83,19 @@ def test_a_learning_rate_of_dapt_reruns_adaptation_and_what_follows(finished: Pa
     jobs = planned(finished, changed(adaptation__learning_rate_factor=0.2))
     assert jobs.keys() == {
         "adapt", "adapt_dense", "score_adapted_fantasy", "score_adapted_fortunes", "score_adapted_dense",
-        "evaluate", "results", "report", "track", "run_config",
+        "evaluate", "results", "audit_licenses", "audit", "report", "track", "run_config",
     }  # fmt: skip
 
 
 def test_lambda_reruns_mixing_only(finished: Path) -> None:
     jobs = planned(finished, changed(evaluation__decay=0.5))
-    assert jobs == {"evaluate": 5, "results": 1, "report": 1, "track": 1, "run_config": 1}
+    once = ("results", "audit_licenses", "audit", "report", "track", "run_config")
+    assert jobs == {"evaluate": 5} | dict.fromkeys(once, 1)
+
+
+def test_more_prompts_audit_again_alone(finished: Path) -> None:
+    jobs = planned(finished, changed(removal__audit={"prompts": 7}))
+    assert jobs.keys() == {"audit_licenses", "audit", "report", "track", "run_config"}
 
 
 def test_a_new_training_domain_trains_again(finished: Path) -> None:
@@ -118,6 +124,8 @@ def test_a_new_novel_domain_adapts_and_scores_only_itself(finished: Path) -> Non
         "shared": 1,
         "evaluate": 6,
         "results": 1,
+        "audit_licenses": 1,
+        "audit": 1,
         "report": 1,
         "track": 1,
         "run_config": 1,
@@ -163,7 +171,8 @@ def test_the_papers_configs_are_planned_to_the_last_rule_without_a_network(
 def test_one_models_learning_rate_trains_that_model_alone(finished: Path) -> None:
     jobs = planned(finished, changed(models__domain_token__learning_rate=1e-3))
     assert jobs == {
-        "train_dense": 1, "score_domain_token": 5, "evaluate": 5, "results": 1, "report": 1, "track": 1, "run_config": 1
+        "train_dense": 1, "score_domain_token": 5, "evaluate": 5, "results": 1, "audit_licenses": 1, "audit": 1,
+        "report": 1, "track": 1, "run_config": 1,
     }  # fmt: skip
 
 
