@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -182,15 +183,11 @@ def test_bytes_become_characters_with_the_token_that_ends_them(tokens: Path) -> 
     assert "\ufffd" in "".join(decoded(tokenizer, [*ids[:-1], *ids[:2]]))
 
 
-@pytest.fixture(scope="module")
-def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_run(folder: Path, tokens: Path) -> Path:
     """results/<run>/ with a tokenizer, a model and a cached prior of two domains."""
-    folder = tmp_path_factory.mktemp("run")
     shutil.copy(tokens / "tokenizer.json", folder)
     encoder = Tokenizer.load(folder / "tokenizer.json")
     write_model(folder / "models" / "demix", tokenizer=encoder.sha256, vocab_size=encoder.vocab_size)
-    import pyarrow as pa
-
     rows = [
         {"model": "demix", "experts": "training", "weights": "history", "domain": domain, "kind": "novel",
          "expert": expert, "prior": prior}
@@ -201,6 +198,11 @@ def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     wiki = [row for row in rows if row["domain"] == "wiki"]
     write_parquet(pa.Table.from_pylist(wiki), folder / "evaluations" / "wiki.priors.parquet")
     return folder
+
+
+@pytest.fixture(scope="module")
+def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run"), tokens)
 
 
 def test_the_command_prints_a_continuation(run: Path, tmp_path: Path) -> None:
