@@ -2,11 +2,12 @@
 
 Removing an expert leaves the shared weights, which have seen the domain too. Training documents that are continued
 better than test documents of the same domain were memorized; where that is so without the expert, they were memorized
-by what remains.
+by what remains. Only tokens that training has drawn are asked for: a short training does not reach all of them.
 """
 
 import hashlib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +16,12 @@ import pyarrow as pa
 import torch
 
 from demix.data.shards import TokenShard
-from demix.errors import DemixError
 from demix.files import write_parquet
-from demix.model.checkpoint import describe, load_model
+from demix.model.checkpoint import describe, expert_lineage, load_model, refuse_other_tokenizer
 from demix.model.generate import Decoder, Posterior, generate, log_prior_of
 from demix.model.gpt import GPT
 from demix.model.merge import prior_weights
+from demix.train.batches import seen_blocks
 from demix.train.loop import set_threads
 from demix.train.parallel import own_device
 
@@ -91,8 +92,8 @@ def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Aud
         "without": (f"without-{domain}", "training", audit.without),
     }
     excerpts = {
-        split: _excerpts(_opened(tokens / f"{split}.arrow", models / "demix"), audit.prompts)
-        for split in ("train", "test")
+        split: _excerpts(shard, audit.prompts, seen, length)
+        for split, shard, seen, length in _splits(domain, models / "demix", tokens)
     }
     rows = []
     for system, (model, label, experts) in systems.items():
@@ -133,33 +134,47 @@ def _continued(model: GPT, log_prior: torch.Tensor, excerpts: Excerpts) -> tuple
     return torch.cat([torch.zeros(0, CONTINUATION, dtype=torch.bool), *same]), torch.cat([torch.zeros(0), *nll])
 
 
-def _opened(path: Path, model: Path) -> TokenShard:
-    shard = TokenShard.open(path, verify=True)
-    if shard.tokenizer_sha256 != describe(model)["tokenizer_sha256"]:
-        raise DemixError(path, f"was made with another tokenizer than {model}", "tokenize or train again")
-    return shard
+def _splits(domain: str, directory: Path, tokens: Path) -> Iterator[tuple[str, TokenShard, np.ndarray, int]]:
+    """Each split with which of its blocks count, and their length: of train those that the model was trained on."""
+    description = describe(directory)
+    length = description["architecture"]["context"]
+    for split in ("train", "test"):
+        path = tokens / f"{split}.arrow"
+        shard = TokenShard.open(path, verify=True)
+        refuse_other_tokenizer(directory, path, shard.tokenizer_sha256)
+        seen = np.ones(-(-len(shard) // length), bool)
+        if split == "train":
+            drawn = expert_lineage(directory, domain)["tokens"] // length
+            trained = seen_blocks(shard, domain, length, description["training"]["seed"], drawn)
+            seen = np.append(trained, np.zeros(len(seen) - len(trained), bool))
+        yield split, shard, seen, length
 
 
-def _excerpts(shard: TokenShard, count: int) -> Excerpts:
-    """A piece of each of the `count` documents with the smallest sha256 of those that are long enough, its place too
-    drawn by that hash. Fewer where there are fewer, with a warning.
+def _excerpts(shard: TokenShard, count: int, seen: np.ndarray, length: int) -> Excerpts:
+    """A piece of each of `count` documents, those with the smallest sha256 of the ones that have a piece in blocks that
+    were `seen`; which piece, that hash says too. Fewer where there are fewer, with a warning.
     """
-    length = PROMPT + CONTINUATION
+    size = PROMPT + CONTINUATION
     ends = np.append(shard.offsets[1:], len(shard))
     # The first id of a document is <|endoftext|>.
-    places = [(int(start) + 1, int(end)) for start, end in zip(shard.offsets, ends, strict=True)]
-    long_enough = [(start, end) for start, end in places if end - start >= length]
-    hashed = ((_hash(shard.read(start, end)), start, end) for start, end in long_enough)
-    chosen = sorted(hashed)[:count]
-    if len(chosen) < count:
-        log.warning("%s: only %d documents have %d tokens or more", shard.path, len(chosen), length)
-    starts = [int(sha256[:15], 16) % (end - start - length + 1) for sha256, start, end in chosen]
-    pieces = [
-        shard.read(start + place - 1, start + place + length)
-        for (_, start, _), place in zip(chosen, starts, strict=True)
-    ]
-    ids = torch.from_numpy(np.array(pieces, np.int64).reshape(-1, length + 1))
-    return Excerpts(ids[:, 0], ids[:, 1:], tuple(sha256 for sha256, _, _ in chosen), tuple(starts))
+    places = zip((shard.offsets + 1).tolist(), ends.tolist(), strict=True)
+    hashed = sorted((_hash(shard.read(start, end)), start, end) for start, end in places if end - start >= size)
+    missed = np.append(0, np.cumsum(~seen))
+    documents, starts, pieces = [], [], []
+    for sha256, start, end in hashed:
+        if len(documents) == count:
+            break
+        firsts = np.arange(start, end - size + 1)
+        firsts = firsts[missed[(firsts + size - 1) // length + 1] == missed[firsts // length]]
+        if len(firsts):
+            first = int(firsts[int(sha256[:15], 16) % len(firsts)])
+            documents.append(sha256)
+            starts.append(first - start)
+            pieces.append(shard.read(first - 1, first + size))
+    if len(documents) < count:
+        log.warning("%s: only %d documents have %d tokens that serve", shard.path, len(documents), size)
+    ids = torch.from_numpy(np.array(pieces, np.int64).reshape(-1, size + 1))
+    return Excerpts(ids[:, 0], ids[:, 1:], tuple(documents), tuple(starts))
 
 
 def _hash(tokens: np.ndarray) -> str:

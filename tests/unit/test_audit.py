@@ -1,5 +1,6 @@
 """The audit of a removed domain: against whole forward passes, and on a model that knows its documents by heart."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +21,10 @@ from demix.files import read_parquet, write_parquet
 from demix.model.checkpoint import load_model, save_expert, save_shared
 from demix.model.config import Architecture
 from demix.model.gpt import GPT
+from demix.train.batches import balanced_batches
 
 DOMAIN = "licenses"
+SEED = 5
 WITHOUT = ("parliament", "scripture", "fantasy")
 REST = ("parliament", "scripture")
 EXPERTS = {"own": (DOMAIN,), "mixture": TRAINING, "minus": REST, "without": WITHOUT}
@@ -42,7 +45,9 @@ def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
     """Writes models/demix and models/without-licenses and the cached priors of the domain; returns their folder."""
     import pyarrow as pa
 
-    def make(architecture: Architecture = SMALL, change: Callable[[GPT], object] = lambda model: None) -> Path:
+    def make(
+        architecture: Architecture = SMALL, change: Callable[[GPT], object] = lambda model: None, trained: int = 1 << 20
+    ) -> Path:
         folder = tmp_path_factory.mktemp("run")
         encoder = Tokenizer.load(tokens / "tokenizer.json")
         for seed, (name, experts) in enumerate({"demix": TRAINING, f"without-{DOMAIN}": WITHOUT}.items()):
@@ -50,9 +55,10 @@ def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
             randomise(model, seed)
             if name == "demix":
                 change(model)
-            save_shared(model, folder / name, {"kind": "demix", "tokenizer_sha256": encoder.sha256})
+            own = {"tokenizer_sha256": encoder.sha256}
+            save_shared(model, folder / name, own | {"kind": "demix", "training": {"seed": SEED}})
             for expert in experts:
-                save_expert(model, expert, folder / name, {"parent": None, "tokenizer_sha256": encoder.sha256})
+                save_expert(model, expert, folder / name, own | {"parent": None, "tokens": trained})
         rows = [
             {"model": model, "experts": label, "weights": "history", "domain": DOMAIN, "expert": expert, "prior": prior}
             for (model, label), experts in PRIORS.items()
@@ -72,8 +78,7 @@ def rows_of(models: Path, tokens: Path, prompts: int = 3) -> list[dict]:
 def piece(tokens: Path, row: dict) -> torch.Tensor:
     """The token before a row's excerpt and the excerpt, found by the hash of its document."""
     shard = TokenShard.open(tokens / "tokens" / DOMAIN / f"{row['split']}.arrow")
-    ends = [*shard.offsets[1:].tolist(), len(shard)]
-    for start, end in zip(shard.offsets.tolist(), ends, strict=True):
+    for start, end in edges(shard):
         ids = shard.read(start + 1, end)
         if tokens_sha256(ids) == row["document"]:
             assert row["start"] + PROMPT + CONTINUATION <= len(ids)
@@ -115,7 +120,7 @@ def predicted(model: GPT, ids: torch.Tensor) -> np.ndarray:
 
 def test_a_document_known_by_heart_is_found_with_its_expert_alone(made: Callable[..., Path], tokens: Path) -> None:
     wide = Architecture(layers=2, width=32, heads=2, context=128)
-    chosen = [row for row in rows_of(made(), tokens) if row["system"] == "own" and row["split"] == "train"]
+    chosen = [row for row in rows_of(made(wide), tokens) if row["system"] == "own" and row["split"] == "train"]
     ids = torch.stack([piece(tokens, row) for row in chosen])[None]
 
     def learn(model: GPT) -> None:
@@ -146,6 +151,27 @@ def test_a_document_known_by_heart_is_found_with_its_expert_alone(made: Callable
     assert max(row["nll"] for row in found["own", "train"]) < min(row["nll"] for row in found["own", "test"])
 
 
+def test_only_what_training_has_drawn_is_asked_for(made: Callable[..., Path], tokens: Path) -> None:
+    """Half an epoch of real batches; every excerpt of train lies in blocks of theirs."""
+    wide = dataclasses.replace(SMALL, context=64)
+    shard = TokenShard.open(tokens / "tokens" / DOMAIN / "train.arrow")
+    steps = len(shard) // 64 // 2
+    draw = balanced_batches([shard], [DOMAIN], 1, 64, SEED).draw
+    drawn = {tuple(draw(step).targets.flatten().tolist()) for step in range(steps)}
+    rows = rows_of(made(wide, trained=steps * 64), tokens, prompts=50)
+    train = [row for row in rows if row["system"] == "own" and row["split"] == "train"]
+    assert len(train) > 1
+    begins = {tokens_sha256(shard.read(start + 1, end)): start + 1 for start, end in edges(shard)}
+    for row in train:
+        first = begins[row["document"]] + row["start"]
+        for block in range(first // 64, (first + PROMPT + CONTINUATION - 1) // 64 + 1):
+            assert tuple(shard.read(block * 64, block * 64 + 64).tolist()) in drawn
+
+
+def edges(shard: TokenShard) -> list[tuple[int, int]]:
+    return list(zip(shard.offsets.tolist(), [*shard.offsets[1:].tolist(), len(shard)], strict=True))
+
+
 def test_the_command_writes_a_table_and_warns_of_few_documents(
     made: Callable[..., Path], tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,4 +190,4 @@ def test_the_command_writes_a_table_and_warns_of_few_documents(
     found = [row["document"] for row in table.to_pylist() if row["split"] == "train" and row["system"] == "minus"]
     assert found == sorted(found), "chosen by their hashes"
     assert len(found) == (sizes >= PROMPT + CONTINUATION).sum() > 1
-    assert "documents have 100 tokens" in caplog.text
+    assert "documents have 100 tokens that serve" in caplog.text

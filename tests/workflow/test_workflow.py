@@ -250,6 +250,23 @@ def test_results_hold_every_method_on_every_domain(results: pd.DataFrame) -> Non
     assert test.perplexity.between(20, 512).all(), "between this little training and a guess"
 
 
+def test_what_removed_domains_leave_is_audited(finished: Path) -> None:
+    rows = pd.read_parquet(finished / "results" / "tiny" / "audit.parquet")
+    assert set(rows.domain) == {"licenses"}
+    systems = rows.groupby("system").agg(model=("model", "first"), experts=("experts", "first"))
+    assert systems.T.to_dict("list") == {
+        "own": ["demix", "own"],
+        "mixture": ["demix", "training"],
+        "minus": ["demix", "minus-licenses"],
+        "without": ["without-licenses", "training"],
+    }
+    documents = rows.groupby(["split", "system"]).document.apply(tuple)
+    assert all(documents[split].nunique() == 1 for split in ("train", "test")), "all systems continue the same ones"
+    assert not set(documents["train"].iloc[0]) & set(documents["test"].iloc[0])
+    assert rows.matched.between(0, 50).all()
+    assert (rows.matched / 50 <= rows.share).all()
+
+
 def test_scores_are_what_the_model_says(finished: Path, results: pd.DataFrame) -> None:
     """The naive perplexity of a domain, from its tokens and the model's files alone."""
     import torch
