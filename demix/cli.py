@@ -328,6 +328,21 @@ def evaluate(
 
 
 @app.command()
+def audit(
+    domain: str,
+    models: Annotated[Path, typer.Option(help="The run's folder of models.")],
+    tokens: Annotated[Path, typer.Option(help="The domain's folder of tokens.")],
+    priors: Annotated[Path, typer.Option(help="The domain's cached priors.")],
+    settings: Settings,
+    output: Output,
+) -> None:
+    """Continue documents of a removed domain: what is still known of them with its expert, without it, untrained."""
+    from demix.audit import Audit, audit_domain
+
+    audit_domain(domain, models, tokens, priors, settings_from(Audit, settings), output)
+
+
+@app.command()
 def join(tables: Files, output: Output) -> None:
     """Join Parquet tables of the same columns, in the order given."""
     from demix.evaluate.results import join as run

@@ -178,6 +178,56 @@ def export(
     export_hf(model, expert, tokenizer, output)
 
 
+Tokens = Annotated[Path | None, typer.Option("--tokenizer", help="By default that of the model's run.")]
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
+    experts: Annotated[
+        str | None, typer.Option(help="The experts to mix, separated by commas; by default all.")
+    ] = None,
+    prior: Annotated[
+        str,
+        typer.Option(
+            help="updating, uniform, weights (law=2,news=1), a domain of the run, or its <domain>.priors.parquet."
+        ),
+    ] = "updating",
+    tokens: Annotated[int, typer.Option(min=1, help="The most tokens to add.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0, max=100, help="0 takes the likeliest token.")] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(min=0.001, max=1, help="Draw from the likeliest that have this share.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 1,
+    tokenizer: Tokens = None,
+) -> None:
+    """Go on from a prompt with a mixture of experts; in a terminal the posterior over experts follows."""
+    from demix.model.generate import named_prior, open_model
+    from demix.terminal import continued, posterior_table
+
+    gpt, encoder = open_model(model, experts.split(",") if experts else None, tokenizer)
+    log_prior, decay = named_prior(prior, model, gpt.experts)
+    log_weights = continued(gpt, encoder, prompt, log_prior, decay, tokens, temperature, top_p, seed)
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(posterior_table(gpt.experts, log_weights))
+
+
+@app.command()
+def playground(
+    model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="On 127.0.0.1; 0 takes a free one.")] = 8501,
+    tokenizer: Tokens = None,
+) -> None:
+    """Serve a page to this machine's browser: whose words a text is made of, token by token, and what could follow."""
+    from demix.playground.answers import opened
+    from demix.playground.server import Playground, serve
+
+    serve(Playground(opened(model, tokenizer), port))
+
+
 experts = typer.Typer(no_args_is_help=True, help="The experts of a model directory: list, verify, add, remove.")
 app.add_typer(experts, name="experts")
 Model = Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")]

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from demix.errors import DemixError
 from demix.files import seed_for
 from demix.model.config import Architecture
-from demix.model.layers import Attention, DEMixLayer, layer_norm
+from demix.model.layers import Attention, DEMixLayer, KeyValues, layer_norm
 
 # Tokens whose logits over the vocabulary exist at once. So few are the fastest on CPU; a GPU wants more.
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
@@ -27,9 +27,9 @@ class Block(nn.Module):
         self.feedforward_norm = nn.LayerNorm(architecture.width)
         self.feedforward = DEMixLayer(experts, architecture.width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
         """`x` [E or 1, B, T, D] -> [E, B, T, D]."""
-        x = x + self.attention(layer_norm(x, self.attention_norm))
+        x = x + self.attention(layer_norm(x, self.attention_norm), past)
         return x + self.feedforward(layer_norm(x, self.feedforward_norm))
 
 
@@ -80,22 +80,30 @@ class GPT(nn.Module):
                     parameter.copy_(drawn * std)
         return self
 
-    def forward(self, inputs: Tensor, domains: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        domains: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        past: list[KeyValues] | None = None,
+    ) -> Tensor:
         """Final hidden states [E, B, T, D] of `inputs` [E, B, T], or of [1, B, T] seen by every expert.
 
         `domains` [E, B] are the domain tokens put before the sequences (domain-token models only; no state is
         returned for that position). `dtype` is the type to compute in; the parameters' own by default.
+        `past` (one a layer, from `no_past`; without gradients): `inputs` follow what it has seen, and are added to it.
         """
         x = self.token_embedding[inputs]
         if self.domain_tokens:
             if domains is None:
                 raise DemixError("domains", "a domain-token model was given no domain token", "pass one per sequence")
             x = torch.cat([self.domain_embedding[domains].unsqueeze(2), x], dim=2)
-        x = (x + self.position_embedding[: x.shape[2]]).to(dtype or x.dtype)
-        for block in self.blocks:
+        start = past[0].seen if past else 0
+        x = (x + self.position_embedding[start : start + x.shape[2]]).to(dtype or x.dtype)
+        for number, block in enumerate(self.blocks):
             if not torch.is_grad_enabled():
                 # Not the compiled one: evaluation comes in many shapes.
-                x = block.forward(x)
+                x = block.forward(x, past[number] if past else None)
             elif self.checkpoint_activations:
                 x = checkpoint(block, x, use_reentrant=False)
             else:
@@ -113,6 +121,10 @@ class GPT(nn.Module):
         if torch.is_grad_enabled():
             return _LogProbabilities.apply(states, self.token_embedding, wanted).view(E, B, T)
         return _log_probabilities(states, self.token_embedding, wanted)[0].view(E, B, T)
+
+    def no_past(self) -> list[KeyValues]:
+        """An empty memory of keys and values for each layer, with room for a whole context."""
+        return [KeyValues(self.architecture.context) for _ in self.blocks]
 
     def compile_blocks(self) -> None:
         """Compile each block by itself, for training: the time it takes does not grow with their number."""

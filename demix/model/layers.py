@@ -66,6 +66,27 @@ class _ExpertLinear(torch.autograd.Function):
         return for_x, for_weight, incoming.sum(1, dtype=weight.dtype)
 
 
+class KeyValues:
+    """What one layer's attention has seen, so that decoding sees each position once.
+
+    `keys` and `values` are [E * B, H, positions, D/H], of which the first `seen` are filled. In the first layer, which
+    all experts share, E is 1.
+    """
+
+    def __init__(self, positions: int):
+        self.positions, self.seen = positions, 0
+
+    def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values so far, after those of T new positions [E * B, H, T, D/H]."""
+        if self.seen == 0:
+            shape = (*keys.shape[:2], self.positions, keys.shape[3])
+            self.keys, self.values = keys.new_empty(shape), values.new_empty(shape)
+        start, self.seen = self.seen, self.seen + keys.shape[2]
+        self.keys[:, :, start : self.seen] = keys
+        self.values[:, :, start : self.seen] = values
+        return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention, shared by all experts."""
 
@@ -75,12 +96,17 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` [E, B, T, D] -> [E, B, T, D]."""
+    def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
+        """`x` [E, B, T, D] -> [E, B, T, D]; with `past` they are the T positions after those, and added to them."""
         E, B, T, D = x.shape
         qkv = linear(x, self.qkv.weight, self.qkv.bias).view(E * B, T, 3, self.heads, D // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [E*B, H, T, D/H]
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        before, mask = past.seen if past else 0, None
+        if past:
+            k, v = past.extended(k, v)
+        if before and T > 1:
+            mask = torch.ones(T, before + T, dtype=torch.bool, device=x.device).tril(before)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=before == 0)
         return linear(mixed.transpose(1, 2).reshape(E, B, T, D), self.out.weight, self.out.bias)
 
 

@@ -63,8 +63,8 @@ def merge_experts(directory: Path, weights: dict[str, float], output: Path) -> N
         write_json(path.with_suffix(".json"), lineage)
 
 
-def parse_weights(text: str) -> dict[str, float]:
-    """`parliament=0.5,novels=0.5` as a mapping."""
+def parse_weights(text: str, option: str = "--weights") -> dict[str, float]:
+    """`parliament=0.5,novels=0.5`, the value of `option`, as a mapping."""
     weights: dict[str, float] = {}
     for part in text.split(","):
         name, equals, number = part.strip().partition("=")
@@ -74,7 +74,7 @@ def parse_weights(text: str) -> dict[str, float]:
             weights[name] = float(number)
         except ValueError:
             cure = "give each expert once, as in parliament=0.5,novels=0.5"
-            raise DemixError(f"--weights {text}", f"{part.strip()!r} is no weight", cure) from None
+            raise DemixError(f"{option} {text}", f"{part.strip()!r} is no weight", cure) from None
     return weights
 
 

@@ -117,6 +117,14 @@ def proportional_batches(
     return Batches(draw, sequences * length)
 
 
+def seen_blocks(shard: TokenShard, name: str, length: int, seed: int, drawn: int) -> np.ndarray:
+    """Which blocks of a domain are among the first `drawn` of `balanced_batches`: bool, one for each whole block."""
+    count = _block_count(shard, name, length)
+    seen = np.zeros(count, bool)
+    seen[_order(count, seed, name, 0, min(drawn, count))] = True
+    return seen
+
+
 def _batch(blocks: np.ndarray, domains: np.ndarray) -> Batch:
     """Blocks [E, B, T + 1], each with the token before it, as inputs and targets."""
     tokens = torch.from_numpy(blocks)

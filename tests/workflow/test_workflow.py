@@ -83,14 +83,21 @@ def test_a_learning_rate_of_dapt_reruns_adaptation_and_what_follows(finished: Pa
     jobs = planned(finished, changed(adaptation__learning_rate_factor=0.2))
     assert jobs.keys() == {
         "adapt", "adapt_dense", "score_adapted_fantasy", "score_adapted_fortunes", "score_adapted_dense",
-        "score_adapted_on_fantasy", "score_adapted_on_fortunes", "evaluate", "results", "report", "track", "run_config",
+        "score_adapted_on_fantasy", "score_adapted_on_fortunes", "evaluate", "results", "audit_licenses", "audit",
+        "report", "track", "run_config",
     }  # fmt: skip
 
 
 def test_lambda_reruns_mixing_only(finished: Path) -> None:
+    once = ("results", "audit_licenses", "audit", "report", "track", "run_config")
     for change in ({"evaluation__decay": 0.5}, {"evaluation__decays": [0.2]}, {"evaluation__prior_blocks": [3]}):
         jobs = planned(finished, changed(**change))
-        assert jobs == {"evaluate": 5, "results": 1, "report": 1, "track": 1, "run_config": 1}
+        assert jobs == {"evaluate": 5} | dict.fromkeys(once, 1)
+
+
+def test_more_prompts_audit_again_alone(finished: Path) -> None:
+    jobs = planned(finished, changed(removal__audit={"prompts": 7}))
+    assert jobs.keys() == {"audit_licenses", "audit", "report", "track", "run_config"}
 
 
 def test_a_new_training_domain_trains_again(finished: Path) -> None:
@@ -121,6 +128,8 @@ def test_a_new_novel_domain_adapts_and_scores_only_itself(finished: Path) -> Non
         "overlap": 1,
         "evaluate": 6,
         "results": 1,
+        "audit_licenses": 1,
+        "audit": 1,
         "report": 1,
         "track": 1,
         "run_config": 1,
@@ -166,7 +175,8 @@ def test_the_papers_configs_are_planned_to_the_last_rule_without_a_network(
 def test_one_models_learning_rate_trains_that_model_alone(finished: Path) -> None:
     jobs = planned(finished, changed(models__domain_token__learning_rate=1e-3))
     assert jobs == {
-        "train_dense": 1, "score_domain_token": 5, "evaluate": 5, "results": 1, "report": 1, "track": 1, "run_config": 1
+        "train_dense": 1, "score_domain_token": 5, "evaluate": 5, "results": 1, "audit_licenses": 1, "audit": 1,
+        "report": 1, "track": 1, "run_config": 1,
     }  # fmt: skip
 
 
@@ -270,6 +280,23 @@ def test_differences_and_posteriors_are_those_of_the_results(finished: Path, res
     assert sums.groupby(level=[0, 1]).size().to_dict() == {
         (domain, split): {"dev": 10, "test": 32}[split] for domain in TRAINING + NOVEL for split in ("dev", "test")
     }
+
+
+def test_what_removed_domains_leave_is_audited(finished: Path) -> None:
+    rows = pd.read_parquet(finished / "results" / "tiny" / "audit.parquet")
+    assert set(rows.domain) == {"licenses"}
+    systems = rows.groupby("system").agg(model=("model", "first"), experts=("experts", "first"))
+    assert systems.T.to_dict("list") == {
+        "own": ["demix", "own"],
+        "mixture": ["demix", "training"],
+        "minus": ["demix", "minus-licenses"],
+        "without": ["without-licenses", "training"],
+    }
+    documents = rows.groupby(["split", "system"]).document.apply(tuple)
+    assert all(documents[split].nunique() == 1 for split in ("train", "test")), "all systems continue the same ones"
+    assert not set(documents["train"].iloc[0]) & set(documents["test"].iloc[0])
+    assert rows.matched.between(0, 50).all()
+    assert (rows.matched / 50 <= rows.share).all()
 
 
 def test_scores_are_what_the_model_says(finished: Path, results: pd.DataFrame) -> None:

@@ -168,5 +168,7 @@ rule overlap:
         f"{RUN}/benchmarks/overlap.tsv"
     conda:
         "../../environment.yml"
+    resources:
+        **site("corpus"),
     shell:
         "demix overlap {input} --output {output} 2> {log}"

@@ -86,6 +86,7 @@ rule report:
         f"{RUN}/differences.parquet",
         f"{RUN}/posteriors.parquet",
         f"{RUN}/corpus/overlap.parquet",
+        f"{RUN}/audit.parquet" if WITHOUT else [],
         METRICS,
         [f"{RUN}/models/demix/experts/{novel}.json" for novel in NOVEL],
         config=f"{RUN}/config.json",

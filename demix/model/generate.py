@@ -1,0 +1,234 @@
+"""Text from a mixture of experts, token by token.
+
+Texts are cut into blocks as everywhere (DESIGN section 5): a block begins after the one token before it, so when the
+context is full the model goes on from the last token alone, and what it has learned of the domain goes on in the
+prior. Probabilities are those of `demix.evaluate.mix` with `history` weights, for generated tokens and given ones.
+"""
+
+import codecs
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError
+from demix.model.checkpoint import load_model, refuse_other_tokenizer
+from demix.model.gpt import GPT
+from demix.model.merge import parse_weights, prior_weights
+
+DECAY = 0.3
+
+
+class Posterior:
+    """The weights of E experts on B growing texts, cut into blocks of `length` tokens.
+
+    `log_weights` [B, E] float64 are log g of the next token. Each block begins with `log_prior` [E]; with `decay` only
+    the first does, and the others by the `updating` rule (Eq. 9).
+    """
+
+    def __init__(self, log_prior: Tensor, length: int, texts: int = 1, decay: float | None = None):
+        self.length, self.decay = length, decay
+        self.log_weights = log_prior.double().log_softmax(0).expand(texts, -1)
+        self._given, self._log_prior = self.log_weights, self.log_weights
+        # Of the block so far, and of all blocks before it.
+        self._evidence, self._total = torch.zeros_like(self.log_weights), torch.full_like(self.log_weights, -torch.inf)
+        self.seen = 0
+
+    @property
+    def room(self) -> int:
+        """How many tokens the block still takes; never 0, since a full block ends at once."""
+        return self.length - self.seen % self.length
+
+    def observe(self, scores: Tensor) -> Tensor:
+        """Take log p of the next N tokens [E, B, N]; returns log g that predicted each: [B, N, E]."""
+        used = []
+        while scores.shape[2]:
+            some, scores = scores[:, :, : self.room], scores[:, :, self.room :]
+            sums = self._evidence[:, None] + some.double().permute(1, 2, 0).cumsum(1)  # [B, n, E]
+            logits = self._log_prior[:, None] + torch.cat([self._evidence[:, None], sums], 1)
+            log_weights = logits.log_softmax(-1)
+            used.append(log_weights[:, :-1])
+            self._evidence, self.log_weights = sums[:, -1], log_weights[:, -1]
+            ends = some.shape[2] == self.room
+            self.seen += some.shape[2]
+            if ends:
+                self._end_block()
+        return torch.cat(used, 1) if used else self.log_weights.new_empty(len(self.log_weights), 0, len(self._given[0]))
+
+    def _end_block(self) -> None:
+        if self.decay is not None:
+            self._total = math.log(self.decay) + torch.logaddexp(self._total, self.log_weights)
+        self._log_prior = self._given if self.decay is None else self._total.log_softmax(-1)
+        self.log_weights, self._evidence = self._log_prior, torch.zeros_like(self._evidence)
+
+
+class Decoder:
+    """B texts so far as every expert of a model sees them, and the mixture's prediction of their next token.
+
+    `before` [B] are the tokens before the texts, `posterior` that of the B empty texts. All experts read the same text;
+    the keys and values that each has computed are kept, those of the first layer once.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: GPT, before: Tensor, posterior: Posterior, dtype: torch.dtype | None = None):
+        refuse_domain_tokens(model)
+        if posterior.length != model.architecture.context:
+            raise DemixError("posterior", "has blocks of another length than the model's", "give it the context")
+        self.model, self.posterior, self.dtype = model, posterior, dtype
+        self._see(before[:, None].to(model.token_embedding.device), new_block=True)
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Go on with `tokens` [B, N]: log p of each under every expert [E, B, N], log g that predicted each [B, N, E].
+
+        Both float64 on the CPU.
+        """
+        tokens = tokens.to(self.model.token_embedding.device)
+        scores, weights = [], []
+        while tokens.shape[1]:
+            room = self.posterior.room
+            some, tokens = tokens[:, :room], tokens[:, room:]
+            first = self._predicted.gather(2, some[None, :, :1].expand(len(self._predicted), -1, -1))
+            ends = some.shape[1] == room
+            # The last token of a block is the first that the next block sees.
+            hidden = self._see(some[:, :-1] if ends else some)
+            rest = self.model.log_probabilities(hidden[:, :, : some.shape[1] - 1], some[None, :, 1:])
+            found = torch.cat([first, rest], 2).double().cpu()
+            scores.append(found)
+            weights.append(self.posterior.observe(found))
+            if ends:
+                self._see(some[:, -1:], new_block=True)
+        E, B = self._predicted.shape[:2]
+        return torch.cat([torch.zeros(E, B, 0), *scores], 2), torch.cat([torch.zeros(B, 0, E), *weights], 1)
+
+    @torch.no_grad()
+    def next_log_probabilities(self) -> Tensor:
+        """log p [B, V] of each text's next token under the mixture (Eq. 6)."""
+        log_weights = self.posterior.log_weights.T[..., None].to(self._predicted)
+        return (log_weights + self._predicted).logsumexp(0)
+
+    def _see(self, inputs: Tensor, new_block: bool = False) -> Tensor:
+        """Final states [E, B, T, D] of the next `inputs` [B, T]; keeps what they predict next, [E, B, V]."""
+        if new_block:
+            self._past = self.model.no_past()
+        weight = self.model.token_embedding
+        if not inputs.shape[1]:
+            return weight.new_empty(len(self.model.experts), len(inputs), 0, weight.shape[1], dtype=self.dtype)
+        hidden = self.model(inputs[None], dtype=self.dtype, past=self._past)
+        logits = hidden[:, :, -1] @ weight.T.to(hidden.dtype)
+        self._predicted = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        return hidden
+
+
+def generate(
+    decoder: Decoder,
+    tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+    end: int | None = None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Draw up to `tokens` more tokens for each text of `decoder`: (tokens [B, 1], and what `read` returns of them).
+
+    `temperature` 0 takes the likeliest. `generator` is a CPU one. Drawing `end` ends a single text, and is not given.
+    """
+    for _ in range(tokens):
+        chosen = choose(decoder.next_log_probabilities(), temperature, top_p, generator)[:, None]
+        if end is not None and len(chosen) == 1 and int(chosen) == end:
+            return
+        yield chosen, *decoder.read(chosen)
+
+
+def choose(log_p: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
+    """A token [B] for each row of log p [B, V]: drawn from p^(1/temperature), of which `top_p` is kept."""
+    if temperature == 0:
+        return log_p.argmax(-1).cpu()
+    probabilities = nucleus((log_p.double().cpu() / temperature).softmax(-1), top_p)
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+
+
+def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """`probabilities` [..., V] of the fewest likeliest tokens that together have `top_p`, renormalised; 0 elsewhere."""
+    if top_p >= 1:
+        return probabilities
+    ordered, order = torch.sort(probabilities, stable=True, dim=-1, descending=True)
+    ordered[..., 1:][(ordered.cumsum(-1) - ordered)[..., 1:] >= top_p] = 0
+    kept = torch.zeros_like(probabilities).scatter_(-1, order, ordered)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def log_prior_of(experts: Sequence[str], weights: dict[str, float]) -> Tensor:
+    """log of `weights` over `experts` in their order, normalised; experts that are not named get no weight.
+
+    Raises DemixError for a weight of no such expert, one that is negative, or none above 0.
+    """
+    for name, weight in weights.items():
+        if name not in experts:
+            raise DemixError(f"prior of {name}", "is for no expert here", f"choose among {', '.join(experts)}")
+        if not 0 <= weight < math.inf:
+            raise DemixError(f"prior of {name}", f"is {weight}", "give 0 or more")
+    total = math.fsum(weights.values())
+    if not 0 < total < math.inf:
+        raise DemixError("prior", "leaves every expert without weight", "give one a weight above 0")
+    return torch.tensor([weights.get(name, 0.0) / total for name in experts], dtype=torch.float64).log()
+
+
+def named_prior(name: str, directory: Path, experts: Sequence[str]) -> tuple[Tensor, float | None]:
+    """(log prior [E], decay) that `name` stands for, for `experts` of the model in `directory`.
+
+    `updating`, `uniform`, weights such as law=2,news=1, a domain whose cached prior lies in the run of the model, or a
+    file <domain>.priors.parquet of an evaluation. A prior over more experts is taken for the ones that are here.
+    """
+    if name in ("updating", "uniform"):
+        return log_prior_of(experts, dict.fromkeys(experts, 1.0)), DECAY if name == "updating" else None
+    if "=" in name:
+        return log_prior_of(experts, parse_weights(name, "--prior")), None
+    path, domain = run_of(directory) / "priors.parquet", name
+    if name.endswith(".parquet"):
+        path, domain = Path(name), Path(name).name.partition(".")[0]
+    model = Path(directory).resolve().name
+    weights = prior_weights(path, model, domain, "training")
+    if not set(experts) <= weights.keys():
+        weights = prior_weights(path, model, domain, "all")
+    return log_prior_of(experts, {expert: weights[expert] for expert in experts if expert in weights}), None
+
+
+def open_model(
+    directory: Path, experts: Sequence[str] | None = None, tokenizer: Path | None = None
+) -> tuple[GPT, Tokenizer]:
+    """A model with its experts (all by default) and its tokenizer, which lies in the model's run where none is given.
+
+    Raises DemixError if it has no experts to mix or the tokenizer is another.
+    """
+    if experts is not None and len({*experts}) < len(experts):
+        raise DemixError("--experts", "names one twice", "name each once")
+    path = tokenizer or run_of(directory) / "tokenizer.json"
+    if not path.is_file():
+        raise DemixError(path, "is missing", "name the run's tokenizer.json with --tokenizer")
+    encoder = Tokenizer.load(path)
+    refuse_other_tokenizer(directory, path, encoder.sha256)
+    model = load_model(directory, None if experts is None else tuple(experts))
+    refuse_domain_tokens(model)
+    return model.requires_grad_(False), encoder
+
+
+def run_of(directory: Path) -> Path:
+    """results/<run> of a model that lies in results/<run>/models/<model>."""
+    return Path(directory).resolve().parent.parent
+
+
+def refuse_domain_tokens(model: GPT) -> None:
+    """Raise DemixError for a model that needs a domain token before a text."""
+    if model.domain_tokens:
+        raise DemixError("model", "is a domain-token model, which has no experts to mix", "choose another model")
+
+
+def decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
+    """The text of each of `ids` as it comes; a character is given with the token that ends its UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token in ids:
+        yield decoder.decode(tokenizer.encoding.decode_single_token_bytes(int(token)))

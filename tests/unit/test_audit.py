@@ -1,0 +1,193 @@
+"""The audit of a removed domain: against whole forward passes, and on a model that knows its documents by heart."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import TRAINING
+from test_experts import demix
+from test_generate import LENGTH
+from test_model import SMALL, randomise
+
+from demix.audit import COLUMNS, CONTINUATION, PROMPT, Audit, audit_rows
+from demix.data.shards import TokenShard
+from demix.data.tokenizer import Tokenizer
+from demix.evaluate.tables import tokens_sha256
+from demix.files import read_parquet, write_parquet
+from demix.model.checkpoint import load_model, save_expert, save_shared
+from demix.model.config import Architecture
+from demix.model.gpt import GPT
+from demix.train.batches import balanced_batches
+
+DOMAIN = "licenses"
+SEED = 5
+WITHOUT = ("parliament", "scripture", "fantasy")
+REST = ("parliament", "scripture")
+EXPERTS = {"own": (DOMAIN,), "mixture": TRAINING, "minus": REST, "without": WITHOUT}
+PRIORS = {
+    ("demix", "training"): TRAINING,
+    ("demix", f"minus-{DOMAIN}"): REST,
+    (f"without-{DOMAIN}", "training"): WITHOUT,
+}
+
+
+def prior_of(experts: tuple[str, ...]) -> np.ndarray:
+    weights = np.array([0.2, 0.3, 0.5])[: len(experts)]
+    return weights / weights.sum()
+
+
+@pytest.fixture(scope="module")
+def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes models/demix and models/without-licenses and the cached priors of the domain; returns their folder."""
+    import pyarrow as pa
+
+    def make(
+        architecture: Architecture = SMALL, change: Callable[[GPT], object] = lambda model: None, trained: int = 1 << 20
+    ) -> Path:
+        folder = tmp_path_factory.mktemp("run")
+        encoder = Tokenizer.load(tokens / "tokenizer.json")
+        for seed, (name, experts) in enumerate({"demix": TRAINING, f"without-{DOMAIN}": WITHOUT}.items()):
+            model = GPT(architecture, encoder.vocab_size, experts)
+            randomise(model, seed)
+            if name == "demix":
+                change(model)
+            own = {"tokenizer_sha256": encoder.sha256}
+            save_shared(model, folder / name, own | {"kind": "demix", "training": {"seed": SEED}})
+            for expert in experts:
+                save_expert(model, expert, folder / name, own | {"parent": None, "tokens": trained})
+        rows = [
+            {"model": model, "experts": label, "weights": "history", "domain": DOMAIN, "expert": expert, "prior": prior}
+            for (model, label), experts in PRIORS.items()
+            for expert, prior in zip(experts, prior_of(experts), strict=True)
+        ]
+        write_parquet(pa.Table.from_pylist(rows), folder / "priors.parquet")
+        return folder
+
+    return make
+
+
+def rows_of(models: Path, tokens: Path, prompts: int = 3) -> list[dict]:
+    audit = Audit(prompts, TRAINING, WITHOUT, 1)
+    return audit_rows(DOMAIN, models, tokens / "tokens" / DOMAIN, models / "priors.parquet", audit)
+
+
+def piece(tokens: Path, row: dict) -> torch.Tensor:
+    """The token before a row's excerpt and the excerpt, found by the hash of its document."""
+    shard = TokenShard.open(tokens / "tokens" / DOMAIN / f"{row['split']}.arrow")
+    for start, end in edges(shard):
+        ids = shard.read(start + 1, end)
+        if tokens_sha256(ids) == row["document"]:
+            assert row["start"] + PROMPT + CONTINUATION <= len(ids)
+            first = start + row["start"]
+            return torch.from_numpy(shard.read(first, first + 1 + PROMPT + CONTINUATION).astype(np.int64))
+    raise AssertionError(f"no document of {row['split']} has the sha256 {row['document']}")
+
+
+def test_rows_are_what_whole_forward_passes_give(made: Callable[..., Path], tokens: Path) -> None:
+    """Greedy continuations without a cache, with a mixture written as in DESIGN section 5."""
+    models = made()
+    rows = rows_of(models, tokens)
+    assert list(dict.fromkeys(row["system"] for row in rows)) == list(EXPERTS)
+    assert {row["split"] for row in rows} == {"train", "test"}
+    assert all(row.keys() == COLUMNS.keys() for row in rows)
+    for row in rows[::2]:
+        model = load_model(models / row["model"], EXPERTS[row["system"]]).requires_grad_(False)
+        ids = piece(tokens, row)
+        prompt, wanted = ids[: PROMPT + 1], ids[PROMPT + 1 :]
+        log_p = [predicted(model, ids[: PROMPT + 1 + n])[token] for n, token in enumerate(wanted.tolist())]
+        assert row["nll"] == pytest.approx(-sum(log_p), abs=1e-2)
+        drawn = prompt
+        for _ in range(CONTINUATION):
+            drawn = torch.cat([drawn, torch.tensor([predicted(model, drawn).argmax()])])
+        same = (drawn[PROMPT + 1 :] == wanted).numpy()
+        assert row["share"] == same.mean()
+        assert row["matched"] == (CONTINUATION if same.all() else same.argmin())
+
+
+def predicted(model: GPT, ids: torch.Tensor) -> np.ndarray:
+    """log p [V] of what follows the token before an excerpt and its first ones, from one forward pass of the block."""
+    block = ids[(len(ids) - 1) // LENGTH * LENGTH :]
+    logits = (model(block[None, None])[:, 0] @ model.token_embedding.T).double().log_softmax(-1).numpy()
+    seen = np.take_along_axis(logits[:, :-1], block[None, 1:, None].numpy(), -1)[..., 0].sum(1)
+    log_g = np.log(prior_of(model.experts)) + seen
+    log_p = (log_g - np.logaddexp.reduce(log_g))[:, None] + logits[:, -1]
+    return np.logaddexp.reduce(log_p, 0)
+
+
+def test_a_document_known_by_heart_is_found_with_its_expert_alone(made: Callable[..., Path], tokens: Path) -> None:
+    wide = Architecture(layers=2, width=32, heads=2, context=128)
+    chosen = [row for row in rows_of(made(wide), tokens) if row["system"] == "own" and row["split"] == "train"]
+    ids = torch.stack([piece(tokens, row) for row in chosen])[None]
+
+    def learn(model: GPT) -> None:
+        model.initialise(0)
+        number = TRAINING.index(DOMAIN)
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+        for _ in range(150):
+            hidden = model(ids[:, :, :-1])[number : number + 1]
+            loss = -model.log_probabilities(hidden, ids[:, :, 1:]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            for name, parameter in model.expert_tensors().items():
+                for other in set(range(len(TRAINING))) - {number}:
+                    parameter[other].normal_(0, 1 if name.endswith("bias") else 0.5)
+
+    rows = rows_of(made(wide, learn), tokens)
+    found = {
+        (system, split): [row for row in rows if (row["system"], row["split"]) == (system, split)]
+        for system in EXPERTS
+        for split in ("train", "test")
+    }
+    assert [row["matched"] for row in found["own", "train"]] == [CONTINUATION] * 3
+    assert [row["share"] for row in found["mixture", "train"]] == [1.0] * 3
+    for key in (("own", "test"), ("minus", "train"), ("without", "train")):
+        assert max(row["matched"] for row in found[key]) < 10, key
+    assert max(row["nll"] for row in found["own", "train"]) < min(row["nll"] for row in found["own", "test"])
+
+
+def test_only_what_training_has_drawn_is_asked_for(made: Callable[..., Path], tokens: Path) -> None:
+    """Half an epoch of real batches; every excerpt of train lies in blocks of theirs."""
+    wide = dataclasses.replace(SMALL, context=64)
+    shard = TokenShard.open(tokens / "tokens" / DOMAIN / "train.arrow")
+    steps = len(shard) // 64 // 2
+    draw = balanced_batches([shard], [DOMAIN], 1, 64, SEED).draw
+    drawn = {tuple(draw(step).targets.flatten().tolist()) for step in range(steps)}
+    rows = rows_of(made(wide, trained=steps * 64), tokens, prompts=50)
+    train = [row for row in rows if row["system"] == "own" and row["split"] == "train"]
+    assert len(train) > 1
+    begins = {tokens_sha256(shard.read(start + 1, end)): start + 1 for start, end in edges(shard)}
+    for row in train:
+        first = begins[row["document"]] + row["start"]
+        for block in range(first // 64, (first + PROMPT + CONTINUATION - 1) // 64 + 1):
+            assert tuple(shard.read(block * 64, block * 64 + 64).tolist()) in drawn
+
+
+def edges(shard: TokenShard) -> list[tuple[int, int]]:
+    return list(zip(shard.offsets.tolist(), [*shard.offsets[1:].tolist(), len(shard)], strict=True))
+
+
+def test_the_command_writes_a_table_and_warns_of_few_documents(
+    made: Callable[..., Path], tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = made()
+    settings = {"prompts": 100_000, "training": TRAINING, "without": WITHOUT, "threads": 1}
+    done = demix(
+        "audit", DOMAIN, "--models", models, "--tokens", tokens / "tokens" / DOMAIN,
+        "--priors", models / "priors.parquet", "--settings", json.dumps(settings),
+        "--output", tmp_path / "audit.parquet",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.exception
+    table = read_parquet(tmp_path / "audit.parquet")
+    assert table.schema.names == list(COLUMNS)
+    shard = TokenShard.open(tokens / "tokens" / DOMAIN / "train.arrow")
+    sizes = np.diff([*shard.offsets, len(shard)]) - 1
+    found = [row["document"] for row in table.to_pylist() if row["split"] == "train" and row["system"] == "minus"]
+    assert found == sorted(found), "chosen by their hashes"
+    assert len(found) == (sizes >= PROMPT + CONTINUATION).sum() > 1
+    assert "documents have 100 tokens that serve" in caplog.text

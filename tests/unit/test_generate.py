@@ -1,0 +1,247 @@
+"""Decoding with several experts: against whole forward passes, against `mix`, against Hugging Face."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_experts import demix, write_model
+from test_model import SMALL, model_of
+
+from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError
+from demix.evaluate.mix import mix
+from demix.files import write_parquet
+from demix.model.checkpoint import load_model
+from demix.model.export import export_hf
+from demix.model.generate import Decoder, Posterior, choose, decoded, generate, log_prior_of, nucleus
+
+THREE = ("law", "news", "code")
+LENGTH = SMALL.context
+# More than two blocks, the last one short.
+TOKENS = torch.randint(0, 50, (2, 2 * LENGTH + 5), generator=torch.Generator().manual_seed(0))
+BEFORE = torch.tensor([7, 49])
+
+
+def whole(model, tokens: torch.Tensor, before: torch.Tensor) -> np.ndarray:
+    """log p [E, B, N] of tokens by one forward pass a block, without any cache."""
+    seen = torch.cat([before[:, None], tokens], 1)
+    parts = []
+    for start in range(0, tokens.shape[1], LENGTH):
+        targets = tokens[:, start : start + LENGTH]
+        with torch.no_grad():
+            hidden = model(seen[None, :, start : start + targets.shape[1]])
+            logits = (hidden @ model.token_embedding.T).double().log_softmax(-1)
+        parts.append(logits.gather(-1, targets[None, ..., None].expand(len(logits), -1, -1, 1))[..., 0])
+    return torch.cat(parts, -1).numpy()
+
+
+def in_blocks(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """One text's scores [E, N] as the blocks [B, T, E] and the mask that `mix` takes."""
+    E, N = scores.shape
+    blocks = -(-N // LENGTH)
+    padded = np.zeros((blocks * LENGTH, E))
+    padded[:N] = scores.T
+    return padded.reshape(blocks, LENGTH, E), (np.arange(len(padded)) < N).reshape(blocks, LENGTH)
+
+
+def decoder_of(model, log_prior: torch.Tensor | None = None, decay: float | None = None) -> Decoder:
+    log_prior = torch.zeros(len(model.experts)) if log_prior is None else log_prior
+    return Decoder(model, BEFORE, Posterior(log_prior, LENGTH, len(BEFORE), decay))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("pieces", [[37], [1] * 37, [3, 13, 1, 15, 5], [16, 16, 5], [10, 20, 7]], ids=str)
+def test_cached_decoding_equals_whole_forward_passes(dtype, tolerance, pieces) -> None:
+    model = model_of(THREE, dtype)
+    decoder, found, predicted = decoder_of(model), [], []
+    for piece in TOKENS.split(pieces, 1):
+        log_p = decoder.next_log_probabilities()
+        scores, log_weights = decoder.read(piece)
+        found.append(scores)
+        predicted.append((log_p.gather(1, piece[:, :1])[:, 0], (log_weights[:, 0].T + scores[:, :, 0]).logsumexp(0)))
+    np.testing.assert_allclose(torch.cat(found, 2).numpy(), whole(model, TOKENS, BEFORE), atol=tolerance, rtol=0)
+    for foretold, came in predicted:
+        np.testing.assert_allclose(foretold.numpy(), came.numpy(), atol=tolerance, rtol=0)
+
+
+PRIOR = log_prior_of(THREE, {"law": 0.2, "code": 0.8})
+
+
+@pytest.mark.parametrize(
+    ("method", "log_prior", "decay"),
+    [("uniform", torch.zeros(3), None), ("updating", torch.zeros(3), 0.3), ("cached", PRIOR, None)],
+)
+def test_mixtures_of_generated_texts_equal_mix(method: str, log_prior: torch.Tensor, decay: float | None) -> None:
+    model = model_of(THREE)
+    decoder = decoder_of(model, log_prior, decay)
+    drawn, scores, log_weights = zip(
+        *generate(decoder, 2 * LENGTH + 5, generator=torch.Generator().manual_seed(3)), strict=True
+    )
+    tokens, scores, log_weights = torch.cat(drawn, 1), torch.cat(scores, 2), torch.cat(log_weights, 1)
+    expected = whole(model, tokens, BEFORE)
+    mixed = (log_weights + scores.permute(1, 2, 0)).logsumexp(-1).numpy()
+    for text in range(len(BEFORE)):
+        table, mask = in_blocks(expected[:, text])
+        ours = mix(table, mask, method, "history", decay=decay or 0.3, log_prior=PRIOR.numpy())[mask]
+        np.testing.assert_allclose(mixed[text], ours, atol=1e-10, rtol=0)
+
+
+def test_an_expert_without_weight_stays_so() -> None:
+    model = model_of(THREE)
+    without, two = decoder_of(model, log_prior_of(THREE, {"law": 1, "code": 1}), 0.3), None
+    state = {name: t[[0, 2]] if ".feedforward." in name else t for name, t in model.state_dict().items()}
+    two = model_of(("law", "code"))
+    two.load_state_dict(state)
+    alone = decoder_of(two, decay=0.3)
+    without.read(TOKENS)
+    alone.read(TOKENS)
+    assert (without.posterior.log_weights[:, 1] == -torch.inf).all()
+    np.testing.assert_allclose(without.next_log_probabilities(), alone.next_log_probabilities(), atol=1e-10)
+
+
+def test_greedy_decoding_with_one_expert_equals_hugging_face(tokens: Path, tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    tokenizer = tokens / "tokenizer.json"
+    encoder = Tokenizer.load(tokenizer)
+    write_model(tmp_path / "model", tokenizer=encoder.sha256, vocab_size=encoder.vocab_size)
+    prompt = torch.from_numpy(encoder.encode("the Lord").astype(np.int64))[None]
+    start = torch.tensor([encoder.end_of_text])
+    continuations = set()
+    for expert in THREE:
+        export_hf(tmp_path / "model", expert, tokenizer, tmp_path / expert)
+        theirs = GPT2LMHeadModel.from_pretrained(tmp_path / expert)
+        theirs.generation_config.eos_token_id = None
+        seen = torch.cat([start[:, None], prompt], 1)
+        wanted = theirs.generate(seen, attention_mask=torch.ones_like(seen), do_sample=False, max_length=LENGTH)
+        model = load_model(tmp_path / "model", (expert,))
+        decoder = Decoder(model, start, Posterior(torch.zeros(1), LENGTH))
+        decoder.read(prompt)
+        ours = [int(token) for token, _, _ in generate(decoder, LENGTH - seen.shape[1], temperature=0)]
+        assert ours == wanted[0, seen.shape[1] :].tolist()
+        assert len(ours) > 4
+        continuations.add(tuple(ours))
+    assert len(continuations) == 3, "the experts say different things"
+
+
+def drawn(seed: int, **options: float) -> list[int]:
+    decoder = decoder_of(model_of(THREE), decay=0.3)
+    given = generate(decoder, 20, generator=torch.Generator().manual_seed(seed), **options)
+    return torch.cat([tokens for tokens, _, _ in given], 1).flatten().tolist()
+
+
+def test_a_seed_reproduces_and_another_does_not() -> None:
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert drawn(1, temperature=0) == drawn(2, temperature=0)
+
+
+def test_draws_follow_the_mixture() -> None:
+    log_p = torch.tensor([0.5, 0.3, 0.2]).log().expand(20000, -1)
+    generator = torch.Generator().manual_seed(0)
+    for temperature, expected in ((1.0, [0.5, 0.3, 0.2]), (0.5, [0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38])):
+        counts = choose(log_p, temperature, 1.0, generator).bincount(minlength=3) / len(log_p)
+        np.testing.assert_allclose(counts, expected, atol=0.02)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 60), st.floats(0.001, 0.999), st.floats(0.1, 8), st.integers(0, 2**32 - 1))
+def test_top_p_keeps_the_fewest_likeliest_that_reach_it(size: int, top_p: float, spread: float, seed: int) -> None:
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * spread
+    probabilities = logits.softmax(0)
+    found = nucleus(probabilities, top_p)
+    kept = found > 0
+    assert float(found.sum()) == pytest.approx(1)
+    assert float(probabilities[kept].sum()) >= top_p - 1e-12
+    assert float(probabilities[kept].sum() - probabilities[kept].min()) < top_p + 1e-12
+    assert not (~kept).any() or probabilities[kept].min() >= probabilities[~kept].max()
+    np.testing.assert_allclose(found[kept], probabilities[kept] / probabilities[kept].sum(), rtol=1e-9)
+
+
+def test_priors_of_experts() -> None:
+    np.testing.assert_allclose(PRIOR.exp(), [0.2, 0, 0.8])
+    np.testing.assert_allclose(log_prior_of(THREE, {"news": 5.0}).exp(), [0, 1, 0])
+    for wrong, cause in (({"laws": 1.0}, "no expert"), ({"law": -1.0}, "is -1"), ({"law": 0.0}, "without weight")):
+        with pytest.raises(DemixError, match=cause):
+            log_prior_of(THREE, wrong)
+    with pytest.raises(DemixError, match="domain-token"):
+        decoder_of(model_of(("dense",), domain_tokens=("law", "news")))
+
+
+def test_bytes_become_characters_with_the_token_that_ends_them(tokens: Path) -> None:
+    tokenizer = Tokenizer.load(tokens / "tokenizer.json")
+    text = "naïve 🙂 σ"
+    ids = tokenizer.encode(text)
+    pieces = list(decoded(tokenizer, ids))
+    assert len(ids) > len(text), "characters of several tokens"
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == text
+    assert "\ufffd" in "".join(decoded(tokenizer, [*ids[:-1], *ids[:2]]))
+
+
+def write_run(folder: Path, tokens: Path) -> Path:
+    """results/<run>/ with a tokenizer, a model and a cached prior of two domains."""
+    shutil.copy(tokens / "tokenizer.json", folder)
+    encoder = Tokenizer.load(folder / "tokenizer.json")
+    write_model(folder / "models" / "demix", tokenizer=encoder.sha256, vocab_size=encoder.vocab_size)
+    rows = [
+        {"model": "demix", "experts": "training", "weights": "history", "domain": domain, "kind": "novel",
+         "expert": expert, "prior": prior}
+        for domain, priors in {"wiki": (0.1, 0.2, 0.7), "songs": (1.0, 0.0, 0.0)}.items()
+        for expert, prior in zip(THREE, priors, strict=True)
+    ]  # fmt: skip
+    write_parquet(pa.Table.from_pylist(rows), folder / "priors.parquet")
+    wiki = [row for row in rows if row["domain"] == "wiki"]
+    write_parquet(pa.Table.from_pylist(wiki), folder / "evaluations" / "wiki.priors.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run"), tokens)
+
+
+def test_the_command_prints_a_continuation(run: Path, tmp_path: Path) -> None:
+    model, options = run / "models" / "demix", ["--prompt", "the Lord", "--tokens", 30, "--seed", 4]
+    first = demix("generate", model, *options)
+    assert first.exit_code == 0, first.exception
+    assert len(first.stdout) > 10
+    assert "posterior" not in first.output, "no terminal, no table"
+    assert demix("generate", model, *options).stdout == first.stdout
+    assert demix("generate", model, *options[:-1], 5).stdout != first.stdout
+    outputs = {
+        name: demix("generate", model, *options, "--temperature", 0, *more).stdout
+        for name, more in {
+            "law": ["--experts", "law"],
+            "given": ["--prior", "law=2,news=0"],
+            "songs": ["--prior", "songs"],
+            "file": ["--prior", run / "evaluations" / "wiki.priors.parquet"],
+            "wiki": ["--prior", "wiki"],
+        }.items()
+    }
+    assert outputs["law"] == outputs["given"] == outputs["songs"]
+    assert outputs["file"] == outputs["wiki"] != outputs["law"]
+    shutil.copytree(model, tmp_path / "elsewhere")
+    assert isinstance(demix("generate", tmp_path / "elsewhere", *options).exception, DemixError)
+    told = demix("generate", tmp_path / "elsewhere", *options, "--tokenizer", run / "tokenizer.json")
+    assert told.stdout == first.stdout
+
+
+def test_what_generation_cannot_do_is_refused(run: Path, tmp_path: Path) -> None:
+    model = run / "models" / "demix"
+    other = tmp_path / "tokenizer.json"
+    other.write_text((run / "tokenizer.json").read_text().replace("}", "} ", 1))
+    for options, cause in (
+        (["--experts", "law,laws"], "laws"),
+        (["--experts", "law,law"], "twice"),
+        (["--prior", "film"], "no prior"),
+        (["--prior", "law=1,film=1"], "no expert"),
+        (["--tokenizer", other], "another tokenizer"),
+    ):
+        error = demix("generate", model, "--prompt", "a", *options).exception
+        assert isinstance(error, DemixError), (options, error)
+        assert cause in str(error)
