@@ -36,12 +36,13 @@ PLAIN_TOKENS = 500_000
 def write_table(folder: Path, experts: tuple[str, ...], tokens: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     ids = generator.integers(0, 50257, tokens, dtype=np.uint16)
-    write_tokens(folder, ids, np.cumsum(generator.random(tokens) < 1 / DOCUMENT), LENGTH)
+    offsets = np.append(0, np.flatnonzero(generator.random(tokens) < 1 / DOCUMENT))
+    write_tokens(folder, ids, np.unique(offsets), LENGTH)
     metadata = {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"}
     hard = -generator.exponential(3, tokens).astype(np.float32)
     for number, expert in enumerate(experts):
         scores = hard - 0.02 * number - 0.5 * generator.exponential(1, tokens).astype(np.float32)
-        write_scores(folder / f"{expert}.parquet", scores, metadata)
+        write_scores(folder / f"{expert}.parquet", [scores], metadata)
 
 
 def mixtures(experts: tuple[str, ...]) -> list[Mixture]:
