@@ -37,12 +37,19 @@ def write_table(folder: Path, experts: Sequence[str], *, documents: int = 30, se
     words = np.random.default_rng(text)
     numbers = np.repeat(np.arange(documents), words.integers(1, 40, documents))
     ids = words.integers(0, 300, len(numbers)).astype(np.uint16)
-    write_tokens(folder, ids, numbers, LENGTH)
+    write_tokens(folder, ids, starts(numbers), LENGTH)
     generator = np.random.default_rng([seed, text])
     hard = generator.exponential(3, len(ids))
     for expert in experts:
         scores = -hard * generator.uniform(0.8, 1.2) - generator.exponential(0.5, len(ids))
-        write_scores(folder / f"{expert}.parquet", scores, {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"})
+        write_scores(
+            folder / f"{expert}.parquet", [scores], {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"}
+        )
+
+
+def starts(documents: np.ndarray) -> np.ndarray:
+    """Where documents begin, from the number of each token's."""
+    return np.unique(documents, return_index=True)[1]
 
 
 def write_run(scores: Path, domain: str, *, documents: int = 30) -> None:
@@ -71,10 +78,10 @@ def test_tables_are_read_in_pieces_whatever_their_row_groups(tmp_path: Path, tok
     ids = generator.integers(0, 300, tokens)
     documents = np.sort(generator.integers(0, 9, tokens)).astype(np.int32)
     scores = -generator.exponential(1, (tokens, 2)).astype(np.float32)
-    write_tokens(tmp_path, ids.astype(np.uint16), documents, LENGTH)
+    write_tokens(tmp_path, ids.astype(np.uint16), starts(documents), LENGTH)
     for number, rows in enumerate(groups[:2]):
         path = tmp_path / f"e{number}.parquet"
-        write_scores(path, scores[:, number], {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"})
+        write_scores(path, [scores[:, number]], {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"})
         write_parquet(pq.read_table(path), path, row_group_size=rows)
     write_parquet(pq.read_table(tmp_path / "tokens.parquet"), tmp_path / "tokens.parquet", row_group_size=groups[2])
     pieces = list(stream_scores(tmp_path, ("e0", "e1"), at_once))
@@ -99,7 +106,7 @@ def test_columns_of_other_tokens_or_weights_are_refused(tmp_path: Path) -> None:
         ({"tokens_sha256": sha256, "shared_sha256": "1"}, rows, "news.parquet: was scored with other shared weights"),
         ({"tokens_sha256": sha256, "shared_sha256": "0"}, rows[1:], "news.parquet: is not as long as tokens.parquet"),
     ):
-        write_scores(tmp_path / "news.parquet", part["log_probability"].to_numpy(), metadata)
+        write_scores(tmp_path / "news.parquet", [part["log_probability"].to_numpy()], metadata)
         with pytest.raises(DemixError, match=fault):
             read_scores(tmp_path, ("law", "news"))
         with pytest.raises(DemixError, match=fault):
@@ -148,10 +155,10 @@ def test_a_document_of_whole_blocks_telescopes(tmp_path: Path) -> None:
     generator = np.random.default_rng(5)
     scores = -generator.exponential(4, (10 * LENGTH, 2))
     ids = np.arange(len(scores)).astype(np.uint16)
-    write_tokens(tmp_path, ids, np.arange(len(scores)) // (2 * LENGTH), LENGTH)
+    write_tokens(tmp_path, ids, np.arange(0, len(scores), 2 * LENGTH), LENGTH)
     for number, expert in enumerate(("law", "news")):
         metadata = {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"}
-        write_scores(tmp_path / f"{expert}.parquet", scores[:, number], metadata)
+        write_scores(tmp_path / f"{expert}.parquet", [scores[:, number]], metadata)
     mixture, prior = Mixture("cached", ("law", "news")), np.log([0.9, 0.1])
     found = document_totals(tmp_path, ("law", "news"), [mixture], {mixture: prior}).mixtures[mixture]
     blocks = scores.astype(np.float32).astype(np.float64).reshape(10, LENGTH, 2).sum(axis=1)
