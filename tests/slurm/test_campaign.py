@@ -17,7 +17,8 @@ Make = Callable[..., Trained]
 
 
 def assert_as_undisturbed(training: Trained, undisturbed: list[float]) -> None:
-    assert training.losses() == undisturbed
+    # gloo may add in another order: one float64 in thousands has been seen to differ in its last bit.
+    assert training.losses() == pytest.approx(undisturbed, rel=1e-12, abs=0)
     training.assert_one_at_a_time()
 
 
@@ -53,15 +54,24 @@ def test_preempted(training: Make, undisturbed: list[float]) -> None:
     assert_as_undisturbed(disturbed, undisturbed)
 
 
-def test_a_time_limit_of_a_minute(training: Make) -> None:
-    disturbed, plain = training(minutes=1), training()
-    for one in (disturbed, plain):
-        # Some minutes' worth.
-        one.config["training"]["tokens"] *= 6
-        one.config["training"]["checkpoint_every"] = 500
-        assert one.start().wait() == 0, printed(one.folder)
+@pytest.fixture(scope="module")
+def long(slurm: None, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a training of some minutes that nobody disturbs."""
+    training = lengthened(Trained(prepared, tmp_path_factory.mktemp("long") / "run"))
+    assert training.start().wait() == 0, printed(training.folder)
+    return training.losses()
+
+
+def lengthened(training: Trained) -> Trained:
+    training.config["training"] |= {"tokens": 6 * training.config["training"]["tokens"], "checkpoint_every": 500}
+    return training
+
+
+def test_a_time_limit_of_a_minute(training: Make, long: list[float]) -> None:
+    disturbed = lengthened(training(minutes=1))
+    assert disturbed.start().wait() == 0, printed(disturbed.folder)
     assert "queued again" in printed(disturbed.folder)
-    assert_as_undisturbed(disturbed, plain.losses())
+    assert_as_undisturbed(disturbed, long)
 
 
 def test_a_bound_on_requeues(training: Make) -> None:
@@ -132,8 +142,8 @@ def test_without_accounting_for_a_minute(training: Make, undisturbed: list[float
     assert len(disturbed.runs()) == 1
 
 
-def test_a_node_that_disappears(training: Make, undisturbed: list[float]) -> None:
-    disturbed = training()
+def test_a_node_that_disappears(training: Make, long: list[float]) -> None:
+    disturbed = lengthened(training())
     process = disturbed.start()
     until(lambda: disturbed.step() > 45)
     os.kill(int((PLACE / "run" / "slurmd.n2.pid").read_text()), signal.SIGKILL)
@@ -142,7 +152,7 @@ def test_a_node_that_disappears(training: Make, undisturbed: list[float]) -> Non
     finally:
         bring_up()
     assert process.wait() == 0, printed(disturbed.folder)
-    assert_as_undisturbed(disturbed, undisturbed)
+    assert_as_undisturbed(disturbed, long)
 
 
 def bring_up() -> None:
