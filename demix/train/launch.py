@@ -217,7 +217,14 @@ def noting(folder: Path, rank: int) -> Iterator[None]:
         yield
     except BaseException as error:
         message = str(error).splitlines()[0] if str(error) else repr(error)
-        note = {"rank": rank, "node": socket.gethostname(), "time": time.time(), "message": message}
+        expected = isinstance(error, DemixError)
+        note = {
+            "rank": rank,
+            "node": socket.gethostname(),
+            "time": time.time(),
+            "message": message,
+            "expected": expected,
+        }
         # On a full disk the error itself is what matters.
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)

@@ -117,7 +117,9 @@ def run(work: Work, cluster: Cluster) -> None:
     the process that started this one, leave the job or cancel it as `cluster.on_interrupt` says.
     """
     with _alone(work.checkpoints), _interruptible():
-        if not _is_finished(work):
+        for left in reversed(range(cluster.retries + 1)):
+            if _is_finished(work):
+                break
             job = find(work)
             if job is None:
                 job = submit(work, cluster)
@@ -128,6 +130,10 @@ def run(work: Work, cluster: Cluster) -> None:
                 _wait(work, job)
             except _InterruptedError as interrupted:
                 raise _interruption(job, cluster, str(interrupted)) from None
+            except _MishapError as mishap:
+                if not left:
+                    raise
+                _say(work, f"{mishap}. Submitting it again, {left} times at most")
         _collect(work)
 
 
@@ -157,10 +163,21 @@ def find(work: Work) -> str | None:
 
     Raises DemixError when there is one that trains something else in the same place.
     """
-    lines = _ask(["squeue", "--noheader", "--user", str(os.getuid()), "--name", work.name, "--format", "%A %k"])
-    found = [line.split() for line in lines.splitlines() if line.strip()]
-    for job, identity in found:
-        if identity != work.identity:
+    command = ["squeue", "--noheader", "--user", str(os.getuid()), "--name", work.name, "--format", "%A %T %k"]
+    while found := [line.split() for line in _ask(command).splitlines() if line.strip()]:
+        # One that is ending is either queued again or gone in a moment.
+        if all(state != "COMPLETING" for _, state, *_ in found):
+            break
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    with suppress(DemixError):
+        recorded = read_json(work.jobs / "job.json")
+        # Some sites change comments.
+        found = [
+            [job, state, recorded["identity"]] if job == recorded["job"] else [job, state, *rest]
+            for job, state, *rest in found
+        ]
+    for job, _, *identity in found:
+        if identity != [work.identity]:
             cause = f"still trains {work.checkpoints.name} with other settings or data"
             raise DemixError(f"job {job}", cause, f"wait for it, or `scancel {job}`, then rerun")
     return found[0][0] if found else None
@@ -228,7 +245,10 @@ class _Rank:
         os.chdir(self.folder)
         environment = submitit.JobEnvironment()
         job, restarts = environment.raw_job_id, int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        rank = environment.global_rank
+        rank, done = environment.global_rank, self.finished / "done.json"
+        if done.exists():
+            # Told to stop after all was done, and queued again for it.
+            return
         with noting(self.jobs / f"{job}.{restarts}.notes", rank):
             if restarts > self.requeues:
                 cure = (
@@ -240,6 +260,8 @@ class _Rank:
             distributed.export(set_cuda_visible_devices=False, overwrite=True)
             logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr, force=True)
             places = [word for pair in self.outputs.items() for word in pair]
+            # Written when the results are whole, before the state that they came from is removed.
+            os.environ |= {"DEMIX_DONE": str(done), "DEMIX_IDENTITY": self.identity}
             try:
                 cli.app([*self.command, *places], standalone_mode=False)
             except StoppedError as stopped:
@@ -248,8 +270,9 @@ class _Rank:
                     _requeue(job)
                 # Well ended: a status other than 0 would end the rank that asks to be queued again.
                 return
-            if rank == 0:
-                write_json(self.finished / "done.json", {"identity": self.identity, "job": job, "restarts": restarts})
+            # SLURM ends the rest some time after the first rank has ended.
+            while rank and not done.exists():
+                time.sleep(1.0)
 
     def checkpoint(self, *_: object) -> "submitit.helpers.DelayedSubmission":  # noqa: F821
         import submitit
@@ -287,7 +310,7 @@ def _wait(work: Work, job: str) -> None:
         state = shown.get("JobState", "gone")
         # One that is queued again is in such a state for a moment.
         final = 0 if state in UNDECIDED else final + 1
-        if final > 1:
+        if final == (2 if state == "COMPLETED" else 6):
             if not _is_finished(work):
                 raise _failure(work, job, state)
             _say(work, f"job {job} has finished")
@@ -333,6 +356,10 @@ def last_rows(checkpoints: Path, most: int = 20) -> list[dict]:
     return rows
 
 
+class _MishapError(DemixError):
+    """A job ended by something that may not happen again: a killed rank, an error that is none of demix's own."""
+
+
 def _failure(work: Work, job: str, state: str) -> DemixError:
     """What failed first: a rank that was killed, else the first that noted an error, else what SLURM says."""
     cure = "mend the cause and rerun: training goes on from the last checkpoint"
@@ -350,12 +377,13 @@ def _failure(work: Work, job: str, state: str) -> DemixError:
     for rank, node, reason in killed:
         if rank not in noted and not (noted and reason.startswith("Abort")):
             where = f"rank {rank} of {work.ranks} on {node}"
-            return DemixError(where, f"ended first ({reason})", f"see {logs / f'{job}_{rank}_log.err'}; {cure}")
+            return _MishapError(where, f"ended first ({reason})", f"see {logs / f'{job}_{rank}_log.err'}; {cure}")
     if noted:
         first = min(noted.values(), key=lambda note: note["time"])
         where = f"rank {first['rank']} of {work.ranks} on {first['node']}"
-        return DemixError(where, first["message"], f"log: {logs / '{}_{}_log.err'.format(job, first['rank'])}")
-    return DemixError(f"job {job}", f"ended as {state} without results", f"see {logs}/{job}_*_log.err; {cure}")
+        kind = DemixError if first["expected"] else _MishapError
+        return kind(where, first["message"], f"log: {logs / '{}_{}_log.err'.format(job, first['rank'])}")
+    return _MishapError(f"job {job}", f"ended as {state} without results", f"see {logs}/{job}_*_log.err; {cure}")
 
 
 def _killed(path: Path) -> list[tuple[int, str, str]]:

@@ -44,7 +44,7 @@ def held(directory: Path, world: World) -> Iterator[None]:
         yield
         return
     # After the loss of a node the controller may be quicker than the node to notice that a job has ended.
-    patience = 120.0 if "SLURM_RESTART_COUNT" in os.environ else 0.0
+    patience = 120.0 if "SLURM_JOB_ID" in os.environ else 0.0
     with exclusive(directory / "lock", "trains this run", patience):
         # What a process left that was killed while it wrote.
         for partial in directory.glob(".*.partial"):
@@ -107,7 +107,12 @@ def newest_state(directory: Path, experts: tuple[str, ...], world: World) -> Sta
 
 
 def remove_states(directory: Path) -> None:
-    """Remove what a finished run needs no more: all but the checkpoint with the lowest loss on dev, if any has one."""
+    """Remove what a finished run needs no more: all but the checkpoint with the lowest loss on dev, if any has one.
+
+    The results are whole by now, and who waits for them elsewhere (`demix.train.slurm`) is told so first.
+    """
+    if done := os.environ.get("DEMIX_DONE"):
+        write_json(done, {"identity": os.environ["DEMIX_IDENTITY"]})
     best = _best(directory)
     for path in _steps(directory):
         if path != best:

@@ -1,6 +1,7 @@
 """Whatever happens to a training job, the run ends with the losses of one that nothing happened to."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -17,7 +18,8 @@ Make = Callable[..., Trained]
 
 
 def assert_as_undisturbed(training: Trained, undisturbed: list[float]) -> None:
-    assert training.losses() == undisturbed
+    # gloo may add in another order: one float64 in thousands has been seen to differ in its last bit.
+    assert training.losses() == pytest.approx(undisturbed, rel=1e-12, abs=0)
     training.assert_one_at_a_time()
 
 
@@ -32,7 +34,7 @@ def ranks_of(training: Trained) -> list[int]:
 
 
 def test_cancelled(training: Make, undisturbed: list[float]) -> None:
-    disturbed = training(retries=0)
+    disturbed = training()
     process = disturbed.start()
     until(lambda: disturbed.step() > 45)
     subprocess.run(["scancel", disturbed.job()], check=True)
@@ -53,19 +55,28 @@ def test_preempted(training: Make, undisturbed: list[float]) -> None:
     assert_as_undisturbed(disturbed, undisturbed)
 
 
-def test_a_time_limit_of_a_minute(training: Make) -> None:
-    disturbed, plain = training(minutes=1), training()
-    for one in (disturbed, plain):
-        # Some minutes' worth.
-        one.config["training"]["tokens"] *= 6
-        one.config["training"]["checkpoint_every"] = 500
-        assert one.start().wait() == 0, printed(one.folder)
+@pytest.fixture(scope="module")
+def long(slurm: None, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a training of some minutes that nobody disturbs."""
+    training = lengthened(Trained(prepared, tmp_path_factory.mktemp("long") / "run"))
+    assert training.start().wait() == 0, printed(training.folder)
+    return training.losses()
+
+
+def lengthened(training: Trained) -> Trained:
+    training.config["training"] |= {"tokens": 6 * training.config["training"]["tokens"], "checkpoint_every": 500}
+    return training
+
+
+def test_a_time_limit_of_a_minute(training: Make, long: list[float]) -> None:
+    disturbed = lengthened(training(minutes=1))
+    assert disturbed.start().wait() == 0, printed(disturbed.folder)
     assert "queued again" in printed(disturbed.folder)
-    assert_as_undisturbed(disturbed, plain.losses())
+    assert_as_undisturbed(disturbed, long)
 
 
 def test_a_bound_on_requeues(training: Make) -> None:
-    disturbed = training(requeues=0, retries=0)
+    disturbed = training(requeues=0)
     process = disturbed.start()
     until(lambda: disturbed.step() > 45)
     subprocess.run(["scontrol", "requeue", disturbed.job()], check=True)
@@ -80,8 +91,7 @@ def test_a_killed_rank(training: Make, undisturbed: list[float]) -> None:
     os.kill(ranks_of(disturbed)[5], signal.SIGKILL)
     # The same run submits it again.
     assert process.wait() == 0, printed(disturbed.folder)
-    assert " of 8 on n" in printed(disturbed.folder)
-    assert "ended first (Killed)" in printed(disturbed.folder)
+    assert re.search(r"rank \d of 8 on n[12]: ended first \(Killed\); see .*_log.err", printed(disturbed.folder))
     assert_as_undisturbed(disturbed, undisturbed)
 
 
@@ -103,7 +113,7 @@ def test_a_killed_snakemake(training: Make, undisturbed: list[float], late: bool
 
 @pytest.mark.parametrize("then", ["leave", "cancel"])
 def test_interrupted(training: Make, undisturbed: list[float], then: str) -> None:
-    disturbed = training(on_interrupt=then, retries=0)
+    disturbed = training(on_interrupt=then)
     process = disturbed.start()
     until(lambda: disturbed.step() > 45)
     # As Ctrl-C: to the whole group.
@@ -132,8 +142,8 @@ def test_without_accounting_for_a_minute(training: Make, undisturbed: list[float
     assert len(disturbed.runs()) == 1
 
 
-def test_a_node_that_disappears(training: Make, undisturbed: list[float]) -> None:
-    disturbed = training()
+def test_a_node_that_disappears(training: Make, long: list[float]) -> None:
+    disturbed = lengthened(training())
     process = disturbed.start()
     until(lambda: disturbed.step() > 45)
     os.kill(int((PLACE / "run" / "slurmd.n2.pid").read_text()), signal.SIGKILL)
@@ -142,7 +152,7 @@ def test_a_node_that_disappears(training: Make, undisturbed: list[float]) -> Non
     finally:
         bring_up()
     assert process.wait() == 0, printed(disturbed.folder)
-    assert_as_undisturbed(disturbed, undisturbed)
+    assert_as_undisturbed(disturbed, long)
 
 
 def bring_up() -> None:

@@ -23,7 +23,6 @@ rule adapt:
     wildcard_constraints:
         novel="|".join(NOVEL) or "none",
     priority: 70
-    retries: RETRIES
     localrule: SUBMITTED
     conda:
         "../../environment.yml"
@@ -116,7 +115,6 @@ rule adapt_dense:
         f"{RUN}/benchmarks/adapt-dense/{{novel}}.tsv"
     wildcard_constraints:
         novel="|".join(NOVEL) or "none",
-    retries: RETRIES
     localrule: SUBMITTED
     conda:
         "../../environment.yml"

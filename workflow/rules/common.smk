@@ -17,7 +17,6 @@ DOMAINS = config["domains"]["training"] | config["domains"]["novel"]
 SPLITS = ["train", "dev", "test"]
 # Training jobs are submitted from here, where somebody waits for them; that costs no core.
 SUBMITTED = config["cluster"]["launch"] == "slurm"
-RETRIES = config["cluster"]["retries"] if SUBMITTED else 0
 shell.prefix("".join(f"{line}; " for line in config["cluster"]["setup"]))
 # The domains of each model trained without one of them: the replacement stands in its place.
 WITHOUT = {

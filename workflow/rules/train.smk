@@ -14,7 +14,6 @@ rule sweep:
         model="demix|dense|dense_unbalanced|domain_token",
         rate="[0-9.e+-]+",
     priority: 110
-    retries: RETRIES
     localrule: SUBMITTED
     conda:
         "../../environment.yml"
@@ -66,7 +65,6 @@ rule train_demix:
     benchmark:
         f"{RUN}/benchmarks/train/demix.tsv"
     priority: 100
-    retries: RETRIES
     localrule: SUBMITTED
     conda:
         "../../environment.yml"
@@ -98,7 +96,6 @@ rule train_dense:
     wildcard_constraints:
         model="dense|dense_unbalanced|domain_token",
     priority: 50
-    retries: RETRIES
     localrule: SUBMITTED
     conda:
         "../../environment.yml"
@@ -132,7 +129,6 @@ for removed, kept in WITHOUT.items():
             f"{RUN}/logs/train/without-{removed}.log",
         benchmark:
             f"{RUN}/benchmarks/train/without-{removed}.tsv"
-        retries: RETRIES
         localrule: SUBMITTED
         conda:
             "../../environment.yml"
