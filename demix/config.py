@@ -164,10 +164,16 @@ def site_of(config: dict, stage: str) -> dict:
     return cluster | cluster.pop("stages").get(stage, {})
 
 
+def further_seeds(config: dict) -> list[int]:
+    """The seeds with which a run trains its models once more."""
+    return [seed for seed in config["seeds"] if seed != config["seed"]]
+
+
 def trained_models(config: dict) -> list[str]:
     """The models that a run of a completed config trains from scratch."""
     without = [f"without-{removed}" for removed in config["removal"]["retrain_without"]]
-    return [*MODELS, *without]
+    again = [f"{model}-seed{seed}" for seed in further_seeds(config) for model in MODELS]
+    return [*MODELS, *without, *again]
 
 
 def adaptations(config: dict) -> list[str]:

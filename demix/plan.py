@@ -167,7 +167,12 @@ def plan_training(config: dict, ranks: int | None, hardware: Hardware) -> list[T
 
 
 def _settings(config: dict, model: str) -> dict:
-    return config["training"] | config["models"]["demix" if model.startswith("without-") else model]
+    return config["training"] | config["models"]["demix" if model.startswith("without-") else _kind(model)]
+
+
+def _kind(model: str) -> str:
+    """The kind of a model, whatever its seed."""
+    return model.partition("-seed")[0]
 
 
 def _plan_sweep(
@@ -187,7 +192,7 @@ def _plan_run(
     ranks = ranks or settings["ranks"]
     architecture = architecture_from(config["architecture"])
     vocab_size = GPT2_TYPES if config["tokenizer"]["kind"] == "gpt2" else config["tokenizer"]["vocab_size"]
-    adapted, modular = "-dapt-" in name, name == "demix" or name.startswith(("without-", "demix-dapt-"))
+    adapted, modular = "-dapt-" in name, _kind(name) == "demix" or name.startswith(("without-", "demix-dapt-"))
     experts = domains if modular else 1
     sequences = domains * settings["sequences"]
     steps = settings["tokens"] // (sequences * architecture.context)
@@ -202,7 +207,7 @@ def _plan_run(
     # What a rank sees at a time: of each of its experts, some of a step's sequences or all of them.
     at_once = experts_per_rank * min(own, settings["micro_sequences"] or own)
 
-    domain_tokens = domains if name == "domain_token" else 0
+    domain_tokens = domains if _kind(name) == "domain_token" else 0
     shared, expert = shared_parameters(architecture, vocab_size, domain_tokens), expert_parameters(architecture)
     trained = experts_per_rank * expert + (0 if adapted and modular else shared)
     still = (trained if adapted else 0) + (shared if adapted and modular else 0)

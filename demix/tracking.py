@@ -245,7 +245,9 @@ def _evaluations(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
     """One record a model and set of experts: its perplexities, and their means over all domains of a kind."""
     results = comparable(read_results(run_dir / "results.parquet")).query("variant == ''")
     names = {"training": training_domains(config), "novel": novel_domains(config)}
-    for (model, experts), rows in results.groupby(["model", "experts"], sort=True):
+    for (model, experts, seed), rows in results.groupby(["model", "experts", "seed"], sort=True):
+        # As the folders of models trained with a further seed.
+        model = model if seed == config["seed"] else f"{model}-seed{seed}"
         metrics = []
         by = ["split", "method", "weights", "expert", "top_k"]
         # The expert that `naive` chose differs by domain, and is no part of the method's name.

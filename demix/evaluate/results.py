@@ -25,7 +25,8 @@ class Evaluation:
 
     `without` maps a removed training domain to the experts of the model trained without it. `weights` are
     `history`, `released` or a window in tokens; each k of `top_k` adds every method once more; `decays` and
-    `prior_blocks` are grids beside `decay` and `dev_blocks`. `seed` is that of the training.
+    `prior_blocks` are grids beside `decay` and `dev_blocks`. `seed` is that of the training, `seeds` those of further
+    trainings of the same models, whose tables are at <model>-seed<seed>.
     """
 
     training: tuple[str, ...]
@@ -38,6 +39,7 @@ class Evaluation:
     decays: tuple[float, ...]
     prior_blocks: tuple[int, ...]
     seed: int
+    seeds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,17 +172,25 @@ def evaluate_domain(
     posteriors: list[pa.Table] = []
     scored: list[Totals] = []
 
-    def add_model(model: str, experts: Sequence[str], sets: Sequence[ExpertSet]) -> None:
-        dev = read_scores(scores / model / f"{domain}.dev", experts)
+    def add_dense(model: str, seed: int) -> None:
+        test = scores / seeded(model, seed, evaluation.seed) / f"{domain}.test"
+        totals = document_totals(test, ("dense",), byte_lengths=byte_lengths)
+        scored.append(totals)
+        about = common | {"model": model, "seed": seed, "experts": "dense", "n_experts": 1, "method": "dense"}
+        rows.append(_row(about, totals, totals.experts["dense"]))
+
+    def add_model(model: str, experts: Sequence[str], sets: Sequence[ExpertSet], seed: int = evaluation.seed) -> None:
+        folder = scores / seeded(model, seed, evaluation.seed)
+        dev = read_scores(folder / f"{domain}.dev", experts)
         planned = {some: list(planned_mixtures(evaluation, some, len(dev.mask))) for some in sets}
         mixtures = [mixture for entries in planned.values() for mixture, _ in entries]
         log_priors = cached_priors(dev, mixtures)
         traced = next((_traced(evaluation, some) for some in sets if some.variants), None)
-        test = scores / model / f"{domain}.test"
+        test = folder / f"{domain}.test"
         totals = document_totals(test, experts, mixtures, log_priors, byte_lengths, traced)
         scored.append(totals)
         for some, entries in planned.items():
-            about = common | {"model": model, "experts": some.label, "n_experts": len(some.experts)}
+            about = common | {"model": model, "seed": seed, "experts": some.label, "n_experts": len(some.experts)}
             rows.extend(_expert_rows(some, domain, about, totals, dev))
             rows.extend(_mixture_rows(entries, about, totals, len(dev.mask)))
             priors.extend(_prior_rows(entries, about, log_priors))
@@ -196,10 +206,7 @@ def evaluate_domain(
     dense = ["dense", "dense_unbalanced"]
     dense += [f"dense-dapt-{novel}" for novel in evaluation.novel if kind == "training" or novel == domain]
     for model in dense:
-        totals = document_totals(scores / model / f"{domain}.test", ("dense",), byte_lengths=byte_lengths)
-        scored.append(totals)
-        about = common | {"model": model, "experts": "dense", "n_experts": 1, "method": "dense"}
-        rows.append(_row(about, totals, totals.experts["dense"]))
+        add_dense(model, evaluation.seed)
 
     training, everyone = evaluation.training, evaluation.training + evaluation.novel
     add_model("domain_token", training, [ExpertSet("training", training, alone=True)])
@@ -213,6 +220,11 @@ def evaluate_domain(
     if domain in evaluation.without:
         kept = tuple(evaluation.without[domain])
         add_model(f"without-{domain}", kept, [ExpertSet("training", kept, methods=("cached",))])
+    for seed in evaluation.seeds:
+        for model in ("dense", "dense_unbalanced"):
+            add_dense(model, seed)
+        for model in ("domain_token", "demix"):
+            add_model(model, training, [ExpertSet("training", training)], seed)
 
     if len({totals.sha256 for totals in scored}) > 1:
         raise DemixError(f"domain {domain}", "was scored on different tokens by different models", "score it again")
@@ -245,6 +257,11 @@ def mix_experts(test: Path, mixture: Mixture, methods: Sequence[str]) -> tuple[l
     found, _ = _with_intervals(rows, totals, {"domain": test.stem})
     prior = next((np.exp(value).tolist() for value in priors.values()), [])
     return found, dict(zip(mixture.experts, prior, strict=False))
+
+
+def seeded(model: str, seed: int, first: int) -> str:
+    """The folder of a model trained with `seed`, where the run's own seed is `first`."""
+    return model if seed == first else f"{model}-seed{seed}"
 
 
 def table_schema(columns: dict[str, pa.DataType]) -> pa.Schema:
@@ -368,7 +385,9 @@ def _with_intervals(
     for row, nll in zip(rows, nlls, strict=True):
         low, high = bounds(np.exp(nll / tokens)) if enough else (None, None)
         results.append(row.values | {"perplexity_low": low, "perplexity_high": high})
-        if row.values["variant"] == "" and row.values.get("top_k") is None and row.values["method"] != "expert":
+        main = row.values["variant"] == "" and row.values.get("top_k") is None and row.values["method"] != "expert"
+        # Differences are between models of one training each.
+        if main and row.values.get("seed") == common.get("seed"):
             names = tuple(row.values[name] for name in ("model", "experts", "method", "weights"))
             systems[names] = (row, nll)
     differences = []

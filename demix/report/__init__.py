@@ -33,12 +33,14 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     from demix.report.figures import write_figures
     from demix.report.tables import write_tables
 
-    results, priors = read.read_results(run / "results.parquet"), read.read_priors(run / "priors.parquet")
+    results = read.read_results(run / "results.parquet")
+    priors = read.of_seed(read.read_priors(run / "priors.parquet"), config)
     differences = read.read_differences(run / "differences.parquet")
     overlap = read.read_overlap(run / "corpus" / "overlap.parquet")
     audit = read.read_audit(run / "audit.parquet")
     posteriors = read.read_posteriors(run / "posteriors.parquet")
     parents = read.read_parents(run / "models" / "demix" / "experts", read.novel_domains(config))
     write_tables(results, differences, overlap, audit, parents, config, output / "tables")
-    write_figures(results, priors, overlap, posteriors, run / "metrics", config, output / "figures")
-    write_claims(results, parents, config, output)
+    own = read.of_seed(results, config)
+    write_figures(own, priors, overlap, posteriors, run / "metrics", config, output / "figures")
+    write_claims(own, parents, config, output)

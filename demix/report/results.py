@@ -26,7 +26,7 @@ DIFFERENCE_COLUMNS = (
     *("perplexity", "perplexity_low", "perplexity_high"),
 )
 AUDIT_COLUMNS = ("domain", "system", "split", "document", "matched", "share", "nll")
-PRIOR_COLUMNS = ("model", "experts", "weights", "domain", "kind", "expert", "prior")
+PRIOR_COLUMNS = ("model", "experts", "weights", "domain", "kind", "expert", "prior", "seed")
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,11 @@ def comparable(results: pd.DataFrame, subject: object = "results") -> pd.DataFra
             "delete the evaluations of that domain and rerun, so that all models are scored on the same tokens",
         )
     return results
+
+
+def of_seed(results: pd.DataFrame, config: dict) -> pd.DataFrame:
+    """The rows of the run's own seed, without those of further trainings of the same models."""
+    return results[results["seed"] == config["seed"]]
 
 
 def evaluations(results: pd.DataFrame, system: System, domains: Iterable[str]) -> pd.DataFrame:

@@ -700,14 +700,16 @@ def all_tables(
 ) -> list[Table]:
     """The paper's tables and our own. Raises DemixError if rows of one domain were scored on different tokens."""
     comparable(results)
-    makers: list[Callable[[pd.DataFrame, dict[str, Any]], Table]] = [table3, table4, table5, table6, table7]
-    paper = [*(make(results, config) for make in makers), table13(results, config, parents)]
+    # What is added, removed or varied is so for the run's own seed alone: means over seeds do not stand beside it.
+    own = read.of_seed(results, config)
+    makers: list[Callable[[pd.DataFrame, dict[str, Any]], Table]] = [table3, table4, table5]
+    paper = [*(make(results, config) for make in makers), table6(own, config), table7(own, config)]
     return [
-        *(beside_paper(table, config) for table in paper),
-        weights_table(results, config),
-        decay_table(results, config),
-        dev_blocks_table(results, config),
-        overlap_table(results, overlap, config),
+        *(beside_paper(table, config) for table in (*paper, table13(own, config, parents))),
+        weights_table(own, config),
+        decay_table(own, config),
+        dev_blocks_table(own, config),
+        overlap_table(own, overlap, config),
         full_table(results, config),
         differences_table(differences, config),
         audit_table(audit, config),
@@ -827,7 +829,7 @@ def main_table(results: pd.DataFrame, config: dict[str, Any]) -> "rich.table.Tab
     """
     import rich.table
 
-    comparable(results)
+    results = read.of_seed(comparable(results), config)
     groups = [(kind, domains) for kind, domains in _groups(config) if domains]
     table = rich.table.Table(title="Mean test perplexity (lower is better)", title_justify="left")
     table.add_column("system")

@@ -2,7 +2,7 @@ import json
 import shlex
 from glob import glob
 
-from demix.config import HOW, adaptations, complete, site_of, trained_models
+from demix.config import HOW, adaptations, complete, further_seeds, site_of, trained_models
 from demix.errors import DemixError
 from demix.report import REPORT_FILES
 
@@ -15,6 +15,8 @@ RUN = f"results/{config['run']}"
 TRAINING, NOVEL = list(config["domains"]["training"]), list(config["domains"]["novel"])
 DOMAINS = config["domains"]["training"] | config["domains"]["novel"]
 SPLITS = ["train", "dev", "test"]
+# Their models are called <model>-seed<seed>.
+SEEDS = further_seeds(config)
 # Training jobs are submitted from here, where somebody waits for them; that costs no core.
 SUBMITTED = config["cluster"]["launch"] == "slurm"
 shell.prefix("".join(f"{line}; " for line in config["cluster"]["setup"]))
@@ -82,25 +84,32 @@ def scores(model, domains, names, splits=("dev", "test")):
     return [f"{place}/{name}.parquet" for place in places for name in names]
 
 
+def kind_of(model):
+    """The kind of a model, whatever its seed."""
+    return model.partition("-seed")[0]
+
+
 def training_of(model):
     """The section `training` with the values of one model."""
-    return config["training"] | config["models"][model]
+    return config["training"] | config["models"][kind_of(model)]
 
 
 def training_settings(model, **changes):
+    seed = model.partition("-seed")[2]
+    changes |= {"seed": int(seed)} if seed else {}
     kept = {key: value for key, value in training_of(model).items() if key not in ("ranks", "replicas", "sweep", *HOW)}
     more = {key: config[key] for key in ("seed", "threads", "architecture")}
-    return as_json(kept | changes, **more)
+    return as_json(kept, **(more | changes))
 
 
 def swept_rates(model):
-    """The learning rates that are tried for a model, as files are named by them."""
+    """The learning rates that are tried for a model, as files are named by them; all seeds take the one chosen."""
     return [repr(float(rate)) for rate in (training_of(model)["sweep"] or {"learning_rates": []})["learning_rates"]]
 
 
 def chosen_rate(model):
     """The record of a model's learning rate, where a sweep chooses it."""
-    return [f"{RUN}/sweep/{model}.json"] if swept_rates(model) else []
+    return [f"{RUN}/sweep/{kind_of(model)}.json"] if swept_rates(model) else []
 
 
 def rate_option(model):
@@ -153,6 +162,11 @@ def evaluated(wildcards):
     files += scores("domain_token", domain, [*TRAINING, "tokens"])
     for model in ["dense", "dense_unbalanced", *adapted]:
         files += scores(model, domain, ["dense", "tokens"], ["test"])
+    for seed in SEEDS:
+        files += scores(f"demix-seed{seed}", domain, [*TRAINING, "tokens"])
+        files += scores(f"domain_token-seed{seed}", domain, [*TRAINING, "tokens"])
+        for model in ("dense", "dense_unbalanced"):
+            files += scores(f"{model}-seed{seed}", domain, ["dense", "tokens"], ["test"])
     if wildcards.domain in WITHOUT:
         files += scores(f"without-{wildcards.domain}", domain, [*WITHOUT[wildcards.domain], "tokens"])
     return files

@@ -27,6 +27,8 @@ rule evaluate:
             novel=NOVEL,
             without=WITHOUT,
             seed=config["seed"],
+            # Named only where there are any, so that a run without them stays as it is.
+            **({"seeds": SEEDS} if SEEDS else {}),
         ),
         scores=below_run("scores"),
     shell:

@@ -4,14 +4,15 @@ SCORING = as_json(
 )
 # What each model's tables have as columns: its experts, or the tokens that the domain-token model is forced to.
 COLUMNS = {"demix": TRAINING, "domain_token": TRAINING, "dense": ["dense"], "dense_unbalanced": ["dense"]}
+COLUMNS |= {f"{model}-seed{seed}": columns for seed in SEEDS for model, columns in COLUMNS.items()}
 
 for model, columns in COLUMNS.items():
 
     rule:
         name:
-            f"score_{model}"
+            f"score_{model.replace('-', '_')}"
         input:
-            model=experts(model, TRAINING if model == "demix" else ["dense"]),
+            model=experts(model, TRAINING if kind_of(model) == "demix" else ["dense"]),
             tokens=tokens(["{domain}"], "dev", "test"),
         output:
             scores(model, ["{domain}"], [*columns, "tokens"]),

@@ -53,33 +53,38 @@ rule choose_rate:
         "demix choose-rate {input} --output {output} 2> {log}"
 
 
-rule train_demix:
-    input:
-        rate=chosen_rate("demix"),
-        tokens=train_inputs("demix", TRAINING),
-    output:
-        experts("demix", TRAINING),
-        metrics=f"{RUN}/metrics/demix.jsonl",
-    log:
-        f"{RUN}/logs/train/demix.log",
-    benchmark:
-        f"{RUN}/benchmarks/train/demix.tsv"
-    priority: 100
-    localrule: SUBMITTED
-    conda:
-        "../../environment.yml"
-    threads: cores(training_of("demix"))
-    resources:
-        **site("train"),
-        options=run_options("train", training_of("demix")),
-    params:
-        settings=training_settings("demix"),
-        rate=rate_option("demix"),
-        model=below_run("models/demix"),
-        checkpoints=below_run("checkpoints/demix"),
-    shell:
-        "demix train demix {input.tokens} --settings {params.settings:q}{params.rate} --output {params.model}"
-        " --metrics {output.metrics} --checkpoints {params.checkpoints} {resources.options} 2> {log}"
+# A rule for each seed, since the names of experts are no wildcards.
+for model in ["demix", *(f"demix-seed{seed}" for seed in SEEDS)]:
+
+    rule:
+        name:
+            f"train_{model.replace('-', '_')}"
+        input:
+            rate=chosen_rate(model),
+            tokens=train_inputs(model, TRAINING),
+        output:
+            experts(model, TRAINING),
+            metrics=f"{RUN}/metrics/{model}.jsonl",
+        log:
+            f"{RUN}/logs/train/{model}.log",
+        benchmark:
+            f"{RUN}/benchmarks/train/{model}.tsv"
+        priority: 100
+        localrule: SUBMITTED
+        conda:
+            "../../environment.yml"
+        threads: cores(training_of(model))
+        resources:
+            **site("train"),
+            options=run_options("train", training_of(model)),
+        params:
+            settings=training_settings(model),
+            rate=rate_option(model),
+            model=below_run(f"models/{model}"),
+            checkpoints=below_run(f"checkpoints/{model}"),
+        shell:
+            "demix train demix {input.tokens} --settings {params.settings:q}{params.rate} --output {params.model}"
+            " --metrics {output.metrics} --checkpoints {params.checkpoints} {resources.options} 2> {log}"
 
 
 rule train_dense:
@@ -94,7 +99,7 @@ rule train_dense:
     benchmark:
         f"{RUN}/benchmarks/train/{{model}}.tsv"
     wildcard_constraints:
-        model="dense|dense_unbalanced|domain_token",
+        model="(dense|dense_unbalanced|domain_token)(-seed[0-9]+)?",
     priority: 50
     localrule: SUBMITTED
     conda:
@@ -104,12 +109,13 @@ rule train_dense:
         **site("train"),
         options=lambda wildcards: run_options("train", training_of(wildcards.model)),
     params:
+        kind=lambda wildcards: kind_of(wildcards.model),
         settings=lambda wildcards: training_settings(wildcards.model),
         rate=lambda wildcards: rate_option(wildcards.model),
         model=below_run("models/{model}"),
         checkpoints=below_run("checkpoints/{model}"),
     shell:
-        "demix train {wildcards.model} {input.tokens} --settings {params.settings:q}{params.rate} --output {params.model}"
+        "demix train {params.kind} {input.tokens} --settings {params.settings:q}{params.rate} --output {params.model}"
         " --metrics {output.metrics} --checkpoints {params.checkpoints} {resources.options} 2> {log}"
 
 
