@@ -129,7 +129,10 @@ def run(work: Work, cluster: Cluster) -> None:
             try:
                 _wait(work, job)
             except _InterruptedError as interrupted:
-                raise _interruption(job, cluster, str(interrupted)) from None
+                error = _interruption(job, cluster, str(interrupted))
+                # An interrupted snakemake shows no logs.
+                _say(work, str(error))
+                raise error from None
             except _MishapError as mishap:
                 if not left:
                     raise
@@ -259,6 +262,7 @@ class _Rank:
             _resolve(distributed.master_addr)
             distributed.export(set_cuda_visible_devices=False, overwrite=True)
             logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr, force=True)
+            self.finished.mkdir(parents=True, exist_ok=True)
             places = [word for pair in self.outputs.items() for word in pair]
             # Written when the results are whole, before the state that they came from is removed.
             os.environ |= {"DEMIX_DONE": str(done), "DEMIX_IDENTITY": self.identity}
@@ -270,8 +274,8 @@ class _Rank:
                     _requeue(job)
                 # Well ended: a status other than 0 would end the rank that asks to be queued again.
                 return
-            # SLURM ends the rest some time after the first rank has ended.
-            while rank and not done.exists():
+            # SLURM ends the rest some time after the first rank has ended. What is done may be gone, collected.
+            while rank and not done.exists() and self.finished.exists():
                 time.sleep(1.0)
 
     def checkpoint(self, *_: object) -> "submitit.helpers.DelayedSubmission":  # noqa: F821
