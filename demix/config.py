@@ -166,7 +166,7 @@ def site_of(config: dict, stage: str) -> dict:
 
 def further_seeds(config: dict) -> list[int]:
     """The seeds with which a run trains its models once more."""
-    return [seed for seed in config["seeds"] if seed != config["seed"]]
+    return [seed for seed in config.get("seeds", ()) if seed != config["seed"]]
 
 
 def trained_models(config: dict) -> list[str]:

@@ -91,6 +91,7 @@ def build_run(
     """Write a whole run below `path`. `change` may replace a perplexity, or drop its row by returning None."""
     config = {
         "run": "made-up",
+        "seed": 1,
         "domains": {
             kind: {name: {"source": {"kind": "files"}} for name in names}
             for kind, names in (("training", training), ("novel", novel))
@@ -128,7 +129,7 @@ def build_run(
     ])  # fmt: skip
     priors = pd.DataFrame([
         {"model": "demix", "experts": "training", "weights": weights, "domain": domain, "kind": kind, "expert": expert,
-         "prior": 1 - 0.1 * (len(training) - 1)
+         "seed": 1, "prior": 1 - 0.1 * (len(training) - 1)
          if expert == (domain if kind == "training" else parent_of(domain, training, novel)) else 0.1}
         for weights in ("history", "released") for domain, kind in kinds.items() for expert in training
     ])  # fmt: skip

@@ -109,7 +109,7 @@ def test_a_change_replaces_and_a_missing_file_deletes(uri: str, tmp_path: Path) 
     assert {key for key in after if after[key].info.run_id != before[key].info.run_id} == {"training/dense"}
     assert len(history(uri, after["training/dense"].info.run_id, "loss")) == 3
 
-    config = {**run.config, "seed": 2}
+    config = {**run.config, "threads": 3}
     assert f"1 replaced, {RUNS - 2} unchanged" in track(run.path, config, uri, "changing")
     moved = stored(uri, "changing")
     assert moved["pipeline"].info.run_id != after["pipeline"].info.run_id

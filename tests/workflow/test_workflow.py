@@ -382,3 +382,12 @@ def test_a_bad_config_is_refused_in_one_line(finished: Path) -> None:
     )  # fmt: skip
     assert done.returncode != 0
     assert "config key evalution: is not known; did you mean evaluation?" in done.stdout + done.stderr
+
+
+def test_a_further_seed_trains_and_scores_only_its_models(finished: Path) -> None:
+    jobs = planned(finished, changed(seeds=[1, 2]))
+    again = {"train_demix_seed2": 1, "train_dense": 3}
+    scored = {f"score_{model}_seed2": 5 for model in ("demix", "dense", "dense_unbalanced", "domain_token")}
+    once = ("results", "audit_licenses", "audit", "report", "track", "run_config")
+    assert jobs == again | scored | {"evaluate": 5} | dict.fromkeys(once, 1)
+    assert planned(finished, changed(seeds=[1])).keys() <= {"run_config", "report", "track"}
