@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from demix.errors import DemixError
-from demix.files import read_json, settings_from, write_json, write_text
+from demix.files import read_json, settings_from, sha256_file, write_json, write_text
 from demix.tools import app as tools
 
 app = typer.Typer(
@@ -273,7 +273,12 @@ def adapt(
     adaptation = settings_from(Adaptation, _merged(settings, how))
     shares([train_shard.parent.name], world_size(ranks), adaptation.sequences)
     outputs = {"--output": output or model, "--metrics": metrics}
-    if not _launched_adaptation("demix", model, shards, adaptation, outputs, checkpoints, ranks, cluster):
+    names = training.split(",")
+    # What the parent is chosen by, and what is recorded beside.
+    read = [scores / f"{train_shard.parent.name}.dev" / f"{name}.parquet" for name in names]
+    read += [scores / f"{name}.dev" / f"{name}.parquet" for name in names]
+    about = ("demix", names, [sha256_file(path) for path in read if path.exists()])
+    if not _launched_adaptation(about, model, shards, adaptation, outputs, checkpoints, ranks, cluster):
         pair = (train_shard, dev_shard)
         adapt_expert(model, pair, training.split(","), scores, adaptation, outputs["--output"], metrics, checkpoints)
 
@@ -303,7 +308,7 @@ def adapt_dense(
     adaptation = settings_from(Adaptation, _merged(settings, how))
     shares([train_shard.parent.name], world_size(ranks), adaptation.sequences)
     outputs = {"--output": output, "--metrics": metrics}
-    if not _launched_adaptation("dense", model, shards, adaptation, outputs, checkpoints, ranks, cluster):
+    if not _launched_adaptation(("dense",), model, shards, adaptation, outputs, checkpoints, ranks, cluster):
         run(model, (train_shard, dev_shard), others, adaptation, output, metrics, checkpoints)
 
 
@@ -439,7 +444,7 @@ def _train(
 
 
 def _launched_adaptation(
-    kind: str,
+    about: tuple,
     model: Path,
     shards: list[Path],
     adaptation: Any,
@@ -457,7 +462,7 @@ def _launched_adaptation(
         ranks,
         adaptation.threads,
         checkpoints,
-        identity=(kind, _what(adaptation), description["shared_sha256"]),
+        identity=(*about, _what(adaptation), description["shared_sha256"]),
         shards=shards,
         outputs=outputs,
         steps=adaptation.steps(description["architecture"]["context"]),

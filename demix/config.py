@@ -133,6 +133,13 @@ def _check_across(config: dict) -> None:
         shares(["novel"], adaptation["ranks"], adaptation["sequences"])
     except DemixError as error:
         raise DemixError(f"config key adaptation.{error.subject}", error.cause, error.cure) from None
+    for stage in ("train", "adapt"):
+        cluster = site_of(config, stage)
+        if cluster["grace_seconds"] >= 60 * cluster["minutes"]:
+            cause = (
+                f"is {cluster['grace_seconds']}, which leaves nothing of the {cluster['minutes']} minutes of {stage}"
+            )
+            raise DemixError("config key cluster.grace_seconds", cause, "lower it, or raise cluster.minutes")
     removal = config["removal"]
     for name in removal["retrain_without"]:
         if name not in training:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from queue import Empty, Queue
 from tempfile import TemporaryDirectory
@@ -40,14 +41,20 @@ def launched(
     in a rank that was already started by either, torchrun or a batch system.
     """
     site = settings_from(Cluster, cluster, "--cluster") if cluster else None
+
+    def name() -> str:
+        data = {str(path): read_json(path.with_suffix(".json"))["sha256"] for path in shards}
+        return identity_of(version("demix"), *identity, data)
+
     if "WORLD_SIZE" in os.environ:
+        if "DEMIX_IDENTITY" in os.environ and os.environ["DEMIX_IDENTITY"] != name():
+            raise DemixError("job", "was submitted for other settings or data than are there now", "rerun")
         return False
     if site is not None and site.launch == "slurm":
-        data = {str(path): read_json(path.with_suffix(".json"))["sha256"] for path in shards}
         run(
             Work(
                 command=tuple(sys.argv[1:]),
-                identity=identity_of(*identity, data),
+                identity=name(),
                 outputs=outputs,
                 ranks=ranks,
                 threads=threads,

@@ -14,11 +14,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import psutil
@@ -28,17 +29,22 @@ from demix.files import exclusive, read_json, replacing, write_json
 
 log = logging.getLogger(__name__)
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_BETWEEN_LOOKS = 2.0
 SECONDS_BETWEEN_LINES = 15.0
 # A controller that does not answer for so long is given up; the job itself goes on.
 MOST_SILENCE = 6 * 3600.0
 # After the first rank has ended: time for the others to say what they saw.
 SECONDS_FOR_THE_OTHERS = 30
-# While one of these the job may still come to something.
-UNDECIDED = {
-    "PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING",
-    "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT",
+# What the first rank's log says at each start of the job.
+START = "demix: start"
+# In these a job has ended, unless it is queued again in a moment. Of whatever else there is it may come to something.
+FINAL = {
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY",
+    "REVOKED", "LAUNCH_FAILED", "gone",
 }  # fmt: skip
+# For so many looks one has to be in such a state before it is believed; results may take time to be seen here.
+LOOKS, LOOKS_FOR_RESULTS = 6, 30
 
 
 @dataclass(frozen=True)
@@ -95,8 +101,8 @@ class Work:
 
     @property
     def finished(self) -> Path:
-        """Where the job leaves its results."""
-        return self.checkpoints / "finished"
+        """Where the job leaves its results. They stay, as other names of the same files, until another is submitted."""
+        return self.checkpoints / f"finished-{self.identity}"
 
     @property
     def jobs(self) -> Path:
@@ -121,6 +127,8 @@ def run(work: Work, cluster: Cluster) -> None:
             if _is_finished(work):
                 break
             job = find(work)
+            if job is None and _is_finished(work):
+                break
             if job is None:
                 job = submit(work, cluster)
                 _say(work, f"submitted job {job}")
@@ -142,17 +150,28 @@ def run(work: Work, cluster: Cluster) -> None:
 
 def submit(work: Work, cluster: Cluster) -> str:
     """Submit the job that does `work`; returns its id."""
-    # What an earlier training of other settings may have left here.
-    shutil.rmtree(work.finished, ignore_errors=True)
+    import submitit
+
+    for other in work.checkpoints.glob("finished-*"):
+        # Never what this training itself may have left.
+        if other != work.finished:
+            shutil.rmtree(other, ignore_errors=True)
     executor = _executor(work, cluster)
+    # Between the job and the note of it nothing may come.
+    waiting = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        job = executor.submit(_Rank(work, cluster.requeues)).job_id
+        with submitit.helpers.clean_env():
+            job = executor.submit(_Rank(work, cluster.requeues)).job_id
+        write_json(work.jobs / "job.json", {"job": job, "name": work.name, "identity": work.identity})
+    except DemixError:
+        raise
     except Exception as error:
         # submitit raises its own kinds, with sbatch's words in them.
         last = [line for line in str(error).splitlines() if line.strip()][-1]
         cure = "mend the section cluster of the config (sbatch --test-only says more), then rerun"
         raise DemixError(f"job {work.name}", f"was not taken by SLURM ({last})", cure) from error
-    write_json(work.jobs / "job.json", {"job": job, "name": work.name, "identity": work.identity})
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
     return job
 
 
@@ -200,6 +219,8 @@ def _executor(work: Work, cluster: Cluster) -> "submitit.SlurmExecutor":  # noqa
         ) from None
     asked = {
         "mem": f"{cluster.memory_mb * per_node}M",
+        # One of a name at a time, whoever submits it.
+        "dependency": "singleton",
         "qos": cluster.qos,
         "account": cluster.account,
         "constraint": cluster.constraint,
@@ -252,6 +273,8 @@ class _Rank:
         if done.exists():
             # Told to stop after all was done, and queued again for it.
             return
+        if rank == 0:
+            print(f"{START} {restarts} of job {job}", file=sys.stderr, flush=True)
         with noting(self.jobs / f"{job}.{restarts}.notes", rank):
             if restarts > self.requeues:
                 cure = (
@@ -272,10 +295,12 @@ class _Rank:
                 if rank == 0:
                     log.info("%s", stopped)
                     _requeue(job)
-                # Well ended: a status other than 0 would end the rank that asks to be queued again.
+                else:
+                    # SLURM ends this one; to leave would hurry the rank that asks to be queued again.
+                    time.sleep(4 * SECONDS_FOR_THE_OTHERS)
                 return
-            # SLURM ends the rest some time after the first rank has ended. What is done may be gone, collected.
-            while rank and not done.exists() and self.finished.exists():
+            # SLURM ends the rest some time after the first rank has ended.
+            while rank and not done.exists():
                 time.sleep(1.0)
 
     def checkpoint(self, *_: object) -> "submitit.helpers.DelayedSubmission":  # noqa: F821
@@ -298,27 +323,23 @@ def _requeue(job: str) -> None:
     state = _show(job).get("JobState")
     if state == "RUNNING":
         log.info("job %s: queueing it again", job)
-        subprocess.run(["scontrol", "requeue", job], check=True, timeout=60)
+        _ask(["scontrol", "requeue", job])
     else:
         log.info("job %s is %s: not queued again from here", job, state)
 
 
 def _wait(work: Work, job: str) -> None:
     """Until the job has left the queue, showing how far it is. Raises DemixError when it left no results."""
-    parents = [(parent, parent.ppid()) for parent in psutil.Process().parents()[:1]]
-    last_line, said, shown, final = 0.0, "", None, 0
+    last_line, said, final = 0.0, "", 0
     while True:
-        if any(not parent.is_running() or parent.ppid() != ppid for parent, ppid in parents):
-            raise _InterruptedError("the process that waited for it has ended")
         shown = _show(job)
         state = shown.get("JobState", "gone")
-        # One that is queued again is in such a state for a moment.
-        final = 0 if state in UNDECIDED else final + 1
-        if final == (2 if state == "COMPLETED" else 6):
-            if not _is_finished(work):
-                raise _failure(work, job, state)
+        final = final + 1 if state in FINAL else 0
+        if final > 1 and _is_finished(work):
             _say(work, f"job {job} has finished")
             return
+        if final == (LOOKS_FOR_RESULTS if state in ("COMPLETED", "gone") else LOOKS):
+            raise _failure(work, job, state, int(shown.get("Restarts", "0")))
         line = _line(work, job, shown)
         now = time.monotonic()
         if line != said and (now - last_line > SECONDS_BETWEEN_LINES or line.split("  ")[0] != said.split("  ")[0]):
@@ -334,7 +355,11 @@ def _line(work: Work, job: str, shown: Mapping[str, str]) -> str:
     why = f" ({shown['Reason']})" if state == "pending" and shown.get("Reason", "None") != "None" else ""
     again = f", queued again {restarts} times" if restarts > 1 else ", queued again once" if restarts else ""
     head = f"job {job} {state}{why}{where}{again}"
-    rows = last_rows(work.checkpoints) if state == "running" else []
+    rows: list[dict] = []
+    if state == "running":
+        # Not those of another training in this place.
+        with suppress(ValueError, KeyError, OSError):
+            rows = last_rows(work.checkpoints, datetime.fromisoformat(shown["StartTime"]).timestamp())
     steps = [row for row in rows if "loss" in row]
     if not steps:
         return head
@@ -344,12 +369,16 @@ def _line(work: Work, job: str, shown: Mapping[str, str]) -> str:
     return f"{head}  step {row['step']}/{work.steps}  loss {row['loss']:.3f}  {rate:.0f} tokens/s  {left} left"
 
 
-def last_rows(checkpoints: Path, most: int = 20) -> list[dict]:
-    """The last rows of the metrics file that a training writes as it goes."""
-    files = sorted(checkpoints.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+def last_rows(checkpoints: Path, since: float, most: int = 20) -> list[dict]:
+    """The last rows of the metrics file that a training has written to since a time, seconds since 1970.
+
+    Raises OSError where it has just been removed, as it is at the end.
+    """
+    written = {path: path.stat().st_mtime for path in checkpoints.glob("*/metrics.jsonl")}
+    files = [path for path, changed in written.items() if changed >= since]
     if not files:
         return []
-    with open(files[-1], "rb") as stream:
+    with open(max(files, key=written.__getitem__), "rb") as stream:
         stream.seek(0, os.SEEK_END)
         stream.seek(max(0, stream.tell() - 4096 * most))
         lines = stream.read().split(b"\n")
@@ -364,15 +393,17 @@ class _MishapError(DemixError):
     """A job ended by something that may not happen again: a killed rank, an error that is none of demix's own."""
 
 
-def _failure(work: Work, job: str, state: str) -> DemixError:
+def _failure(work: Work, job: str, state: str, restarts: int) -> DemixError:
     """What failed first: a rank that was killed, else the first that noted an error, else what SLURM says."""
     cure = "mend the cause and rerun: training goes on from the last checkpoint"
     logs = work.jobs
     if state.startswith("CANCELLED"):
         return DemixError(f"job {job}", "was cancelled", "rerun: training goes on from the last checkpoint")
-    folders = sorted(logs.glob(f"{job}.*.notes"), key=lambda path: int(path.name.split(".")[1]))
+    if state == "TIMEOUT":
+        cure = "raise cluster.grace_seconds, then rerun: training goes on from the last checkpoint"
+        return _MishapError(f"job {job}", "reached its time limit before its state was saved", cure)
     noted = {}
-    for path in folders[-1].glob("rank-*.json") if folders else ():
+    for path in (logs / f"{job}.{restarts}.notes").glob("rank-*.json"):
         with suppress(ValueError, KeyError):
             note = json.loads(path.read_text())
             noted[note["rank"]] = note
@@ -393,18 +424,20 @@ def _failure(work: Work, job: str, state: str) -> DemixError:
 def _killed(path: Path) -> list[tuple[int, str, str]]:
     """Ranks that a signal ended, with their nodes and srun's words for it, in the order in which srun saw it.
 
-    Only of the last start of the job: they share a log.
+    Only of the last start of the job, since they share a log, and before srun itself began to end ranks.
     """
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
         return []
     found: list[tuple[int, str, str]] = []
+    ended = False
     for line in lines:
-        if "submitit" in line and "Starting with" in line:
-            found = []
+        if line.startswith(START):
+            found, ended = [], False
+        ended = ended or any(words in line for words in ("First task exited", "Terminating StepId", "CANCELLED AT"))
         match = re.match(r"srun: error: (\S+): tasks? ([\d,-]+): (.*)", line)
-        if match and "exit code" not in match[3]:
+        if match and not ended and "exit code" not in match[3]:
             found += [(rank, match[1], match[3]) for rank in _numbers(match[2])]
     return found
 
@@ -417,10 +450,13 @@ def _numbers(text: str) -> Iterator[int]:
 
 
 def _is_finished(work: Work) -> bool:
-    try:
-        return read_json(work.finished / "done.json")["identity"] == work.identity
-    except DemixError:
-        return False
+    """Whether all files that the job left are here."""
+    with suppress(DemixError, OSError, KeyError, AttributeError):
+        # Of a folder on another machine this has the listing looked at again.
+        os.listdir(work.finished)
+        sizes = read_json(work.finished / "done.json")["files"]
+        return all((work.finished / name).stat().st_size == size for name, size in sizes.items())
+    return False
 
 
 def _collect(work: Work) -> None:
@@ -435,36 +471,53 @@ def _collect(work: Work) -> None:
                     os.link(path, temporary)
                 except OSError:
                     shutil.copyfile(path, temporary)
-    shutil.rmtree(work.finished)
 
 
-class _InterruptedError(Exception):
+class _InterruptedError(BaseException):
     """A signal came, or nobody waits any more."""
 
 
 def _interruption(job: str, cluster: Cluster, cause: str) -> DemixError:
     if cluster.on_interrupt == "cancel":
-        _ask(["scancel", job])
+        try:
+            subprocess.run(["scancel", job], check=True, capture_output=True, timeout=30)
+        except (subprocess.SubprocessError, OSError):
+            return DemixError(f"job {job}", f"could not be cancelled ({cause})", f"it may still run: `scancel {job}`")
         return DemixError(f"job {job}", f"was cancelled ({cause})", "rerun: training goes on from the last checkpoint")
     return DemixError(f"job {job}", f"was left running ({cause})", f"rerun to wait for it, or `scancel {job}`")
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
+    """Signals, and the end of the process that started this one, raise _InterruptedError."""
+    # nohup and `&` have some of them ignored, and mean it.
+    numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    left = threading.Event()
+
     def interrupt(number: int, _: object) -> None:
         # Once: what is done about it must not be interrupted in its turn.
-        for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for other in numbers:
             signal.signal(other, signal.SIG_IGN)
-        raise _InterruptedError(signal.Signals(number).name)
+        raise _InterruptedError("who waited for it has ended" if left.is_set() else signal.Signals(number).name)
 
-    # nohup and `&` have some of them ignored, and mean it.
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    def watch(parent: psutil.Process, ppid: int) -> None:
+        # A shell between this and a snakemake that is killed stays, with another parent.
+        while parent.is_running() and parent.ppid() == ppid and not done.wait(1.0):
+            pass
+        if not done.is_set():
+            left.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    done = threading.Event()
     before = {number: signal.signal(number, interrupt) for number in numbers}
+    if len(numbers) == len(SIGNALS) and (parent := psutil.Process().parent()) is not None:
+        threading.Thread(target=watch, args=(parent, parent.ppid()), daemon=True).start()
     try:
         yield
     except _InterruptedError as interrupted:
-        raise DemixError("demix", f"was interrupted ({interrupted})", "rerun to go on") from None
+        raise DemixError("demix", f"was interrupted ({interrupted}); a job goes on", "rerun to wait for it") from None
     finally:
+        done.set()
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -512,4 +565,8 @@ def _ask(command: Sequence[str]) -> str:
 
 def _say(work: Work, line: str) -> None:
     """To the terminal, which shows the standard output of a job of snakemake; errors go to its log."""
-    print(f"{work.checkpoints.name}: {line}", flush=True)
+    try:
+        print(f"{work.checkpoints.name}: {line}", flush=True)
+    except OSError:
+        # The terminal is gone; what is left in the buffer must not fail at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -44,7 +44,7 @@ def held(directory: Path, world: World) -> Iterator[None]:
         yield
         return
     # After the loss of a node the controller may be quicker than the node to notice that a job has ended.
-    patience = 120.0 if "SLURM_JOB_ID" in os.environ else 0.0
+    patience = 600.0 if "SLURM_JOB_ID" in os.environ else 0.0
     with exclusive(directory / "lock", "trains this run", patience):
         # What a process left that was killed while it wrote.
         for partial in directory.glob(".*.partial"):
@@ -112,7 +112,8 @@ def remove_states(directory: Path) -> None:
     The results are whole by now, and who waits for them elsewhere (`demix.train.slurm`) is told so first.
     """
     if done := os.environ.get("DEMIX_DONE"):
-        write_json(done, {"identity": os.environ["DEMIX_IDENTITY"]})
+        files = [path for path in Path(done).parent.rglob("*") if path.is_file()]
+        write_json(done, {"files": {str(path.relative_to(Path(done).parent)): path.stat().st_size for path in files}})
     best = _best(directory)
     for path in _steps(directory):
         if path != best:

@@ -206,7 +206,7 @@ def test_a_printed_command_runs_by_hand(finished: Path) -> None:
     run = finished / "results" / "tiny"
     commands = {
         "evaluations/scripture.parquet": "demix evaluate scripture",
-        "scores/demix/fantasy.test/fantasy.parquet": "(demix score results/tiny/models/demix",
+        "scores/demix/fantasy.test/fantasy.parquet": "demix score results/tiny/models/demix",
     }
     for target, start in commands.items():
         before = sha256_file(run / target)
@@ -293,8 +293,10 @@ def test_what_removed_domains_leave_is_audited(finished: Path) -> None:
         "without": ["without-licenses", "training"],
     }
     documents = rows.groupby(["split", "system"]).document.apply(tuple)
-    assert all(documents[split].nunique() == 1 for split in ("train", "test")), "all systems continue the same ones"
-    assert not set(documents["train"].iloc[0]) & set(documents["test"].iloc[0])
+    # So short a training may have drawn no whole excerpt of a document.
+    assert {"test"} <= set(rows["split"]) <= {"train", "test"}
+    assert (documents.groupby("split").nunique() == 1).all(), "all systems continue the same ones"
+    assert not rows.groupby("document")["split"].nunique().gt(1).any()
     assert rows.matched.between(0, 50).all()
     assert (rows.matched / 50 <= rows.share).all()
 

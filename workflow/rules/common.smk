@@ -19,7 +19,9 @@ SPLITS = ["train", "dev", "test"]
 SEEDS = further_seeds(config)
 # Training jobs are submitted from here, where somebody waits for them; that costs no core.
 SUBMITTED = config["cluster"]["launch"] == "slurm"
-shell.prefix("".join(f"{line}; " for line in config["cluster"]["setup"]))
+if config["cluster"]["setup"]:
+    lines = [line.replace("{", "{{").replace("}", "}}") for line in config["cluster"]["setup"]]
+    shell.prefix("; ".join(["set -e", *lines, "set -euo pipefail; "]))
 # The domains of each model trained without one of them: the replacement stands in its place.
 WITHOUT = {
     removed: [config["removal"]["replacement"] if domain == removed else domain for domain in TRAINING]
