@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from demix.config import adaptations, site_of, trained_models
+from demix.config import MODELS, adaptations, further_seeds, site_of, trained_models
 from demix.files import settings_from, write_text
 from demix.flops import HARDWARE
 from demix.plan import TrainingPlan, plan_training
@@ -50,8 +50,9 @@ def plan_jobs(config: dict, hardware: str) -> list[Jobs]:
 
     plans = plan_training(config, None, HARDWARE[hardware])
     adapted = set(adaptations(config))
-    # demix, domain_token, dense and dense_unbalanced on every domain, each retrained model on one.
-    scores = 4 * len(domains) + len(config["removal"]["retrain_without"])
+    # The four models of each seed on every domain, each retrained model on one.
+    models = len(MODELS) * (1 + len(further_seeds(config)))
+    scores = models * len(domains) + len(config["removal"]["retrain_without"])
     return [
         Jobs("download", "download", parts, sites["download"]),
         Jobs("anonymize", "anonymize", parts, sites["anonymize"]),

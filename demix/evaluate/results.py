@@ -193,7 +193,8 @@ def evaluate_domain(
             about = common | {"model": model, "seed": seed, "experts": some.label, "n_experts": len(some.experts)}
             rows.extend(_expert_rows(some, domain, about, totals, dev))
             rows.extend(_mixture_rows(entries, about, totals, len(dev.mask)))
-            priors.extend(_prior_rows(entries, about, log_priors))
+            # Whoever asks for a prior means that of the run's own model.
+            priors.extend(_prior_rows(entries, about, log_priors) if seed == evaluation.seed else ())
         if traced is not None:
             part = dev.select(traced.experts)
             path = log_prior_path(part.scores, part.mask, traced.weights, traced.decay)[:-1]

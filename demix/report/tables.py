@@ -520,7 +520,7 @@ def full_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     }  # fmt: skip
     frame = pd.DataFrame(rows, columns=["Domain", "Kind", "System", *names]).rename(columns=names)
     seeds = results["seed"].nunique()
-    frame = frame.drop(columns=["Low", "High"] if seeds > 1 else ["± seeds"])
+    frame = frame if seeds > 1 else frame.drop(columns="± seeds")
     frame.index = [str(number) for number in range(1, len(frame) + 1)]
     return Table(
         "full",
@@ -528,7 +528,11 @@ def full_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
         "Test perplexity, the bounds of its 95% interval, and bits per byte of the text, of every system of the tables "
         "on every domain. Lower is better. Bits per byte compare across tokenizers, perplexities do not.",
         frame,
-        notes=(INTERVAL_NOTE,) if seeds == 1 else (f"Means over {seeds} seeds.",),
+        notes=(INTERVAL_NOTE,)
+        if seeds == 1
+        else (
+            f"Means over {seeds} seeds, ± their standard deviation, where a system has them; else one seed's interval.",
+        ),
         formats={"Documents": "{:,.0f}", "Tokens": "{:,.0f}", "Bits per byte": "{:.3f}"},
         long=True,
     )

@@ -1,6 +1,7 @@
 """Evaluating a domain: tables read in pieces, sums by document, intervals, bytes, and the rows made of them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -260,6 +261,31 @@ def test_rows_have_all_columns_and_agree_with_themselves(evaluated: Path) -> Non
         ("domain_token", "training"), ("demix", "training"), ("demix", "all"), ("demix", "minus-law"),
         ("without-law", "training"),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("domain", ["law", "songs"])
+def test_further_seeds_add_rows_of_their_own_models(evaluated: Path, tmp_path: Path, domain: str) -> None:
+    """Those of the run's own seed stay as they are, and so does the prior that whoever asks for one gets."""
+    scores = tmp_path / "scores"
+    write_run(scores, domain)
+    for number, model in enumerate(("demix", "domain_token")):
+        for text, split in enumerate(("dev", "test"), start=1):
+            write_table(scores / f"{model}-seed9" / f"{domain}.{split}", TRAINING, seed=20 + number, text=text)
+    for number, model in enumerate(("dense", "dense_unbalanced")):
+        write_table(scores / f"{model}-seed9" / f"{domain}.test", ("dense",), seed=30 + number, text=2)
+    evaluate_domain(scores, domain, replace(EVALUATION, seeds=(9,)), outputs(tmp_path / domain), np.full(300, 3))
+    for name in ("results", "priors", "differences", "posteriors"):
+        found = rows(tmp_path, domain, name)
+        own = found[found.seed == 7].reset_index(drop=True)
+        pd.testing.assert_frame_equal(own, rows(evaluated, domain, name))
+        assert set(found.seed) == ({7, 9} if name == "results" else {7})
+    further = rows(tmp_path, domain).query("seed == 9")
+    for row in further[further.method == "dense"].itertuples():
+        table = read_scores(scores / f"{row.model}-seed9" / f"{domain}.test", ("dense",))
+        assert row.nll == pytest.approx(-table.scores.sum())
+    table = read_scores(scores / "demix-seed9" / f"{domain}.test", TRAINING)
+    (average,) = further.query("model == 'demix' and method == 'average'").itertuples()
+    assert average.nll == pytest.approx(-logsumexp(table.scores - np.log(3), axis=-1)[table.mask].sum())
 
 
 def test_the_naive_expert_of_a_novel_domain_is_chosen_on_dev_too(evaluated: Path) -> None:

@@ -14,7 +14,7 @@ import yaml
 from demix.config import MODELS, adaptations, load_config, trained_models
 from demix.errors import DemixError
 from demix.flops import HARDWARE
-from demix.jobs import jobs_table
+from demix.jobs import jobs_table, plan_jobs
 from demix.plan import plan_domain, plan_table, plan_training, training_tables
 
 REPOSITORY = Path(__file__).parents[2]
@@ -213,6 +213,15 @@ def test_the_files_that_sbatch_would_get(tmp_path):
     }  # fmt: skip
     assert "module load cuda" in written["demix"]
     assert {"#SBATCH --nodes=1", "#SBATCH --time=90", "#SBATCH --partition=short"} <= set(written["dense-dapt-yelp"])
+
+
+def test_scoring_jobs_count_the_models_of_further_seeds():
+    """As `test_a_further_seed_trains_and_scores_only_its_models` finds them in the workflow."""
+    config = copy.deepcopy(load_config(REPOSITORY / "config" / "sample.yaml"))
+    removed = len(config["removal"]["retrain_without"])
+    for seeds, models in (([], 4), ([config["seed"]], 4), ([1, 2, 5], 12)):
+        config["seeds"] = seeds
+        assert next(job.count for job in plan_jobs(config, "cpu") if job.name == "score") == 16 * models + removed
 
 
 def test_ranks_that_do_not_fill_their_nodes_are_refused():

@@ -181,7 +181,9 @@ def test_seeds_are_shown_as_mean_and_spread(run: Run) -> None:
     assert table.frame.loc["law", "Dense"] == pytest.approx(154 + 3)
     assert table.second_lines().loc["law", "Dense"] == f"± {6 / math.sqrt(2):.2f}"
     assert table3(both, run.config).second_lines().loc["Dense", "Perplexity"] == f"± {6 / math.sqrt(2):.2f}"
-    assert set(full_table(both, run.config).frame["± seeds"].round(6)) == {round(6 / math.sqrt(2), 6)}
+    full = full_table(both, run.config).frame
+    assert set(full["± seeds"].round(6)) == {round(6 / math.sqrt(2), 6)}
+    assert full["Low"].isna().all()
     assert "2 seeds" in scale_note(both, run.config)
 
 
