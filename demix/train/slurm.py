@@ -186,10 +186,15 @@ def find(work: Work) -> str | None:
     Raises DemixError when there is one that trains something else in the same place.
     """
     command = ["squeue", "--noheader", "--user", str(os.getuid()), "--name", work.name, "--format", "%A %T %k"]
+    said = False
     while found := [line.split() for line in _ask(command).splitlines() if line.strip()]:
-        # One that is ending is either queued again or gone in a moment.
-        if all(state != "COMPLETING" for _, state, *_ in found):
+        # One that is ending is either queued again or gone in a moment, unless its node hangs.
+        ending = [job for job, state, *_ in found if state == "COMPLETING"]
+        if not ending:
             break
+        if not said:
+            _say(work, f"job {ending[0]} is ending (COMPLETING): waiting until SLURM has cleared it")
+            said = True
         time.sleep(SECONDS_BETWEEN_LOOKS)
     with suppress(DemixError):
         recorded = read_json(work.jobs / "job.json")

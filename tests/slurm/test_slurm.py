@@ -36,6 +36,13 @@ def test_the_workflow_gives_the_numbers_of_one_machine(slurm: None, prepared: Pa
     assert re.search(r"^demix: job \d+ running on n\[1-2\]  step \d+/32  loss \d", printed(tmp_path), re.MULTILINE)
 
 
+def test_a_config_of_ones_own_that_drops_the_profiles_is_refused(slurm: None, prepared: Path, tmp_path: Path) -> None:
+    (tmp_path / "resources").symlink_to(prepared / "resources")
+    assert snakemake(tmp_path, config_with(cluster=SITE), "--config", "run=other").wait() != 0
+    assert "config key cluster.launch: is local where jobs go to SLURM" in printed(tmp_path)
+    assert not (tmp_path / "results").exists()
+
+
 def accounted(folder: Path) -> list[dict[str, str]]:
     """The jobs of snakemake's run in `folder` and those that it started, as the accounting has them."""
     from demix.train.slurm import Work
