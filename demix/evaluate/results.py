@@ -131,7 +131,11 @@ POSTERIORS = {
     "seed": pa.int32(),
 }
 # What the systems of `_compared` are held against: model, experts, method, weights.
-AGAINST = {"dense": ("dense", "dense", "dense", ""), "demix_cached": ("demix", "training", "cached", "history")}
+AGAINST = {
+    "dense_unbalanced": ("dense_unbalanced", "dense", "dense", ""),
+    "dense": ("dense", "dense", "dense", ""),
+    "demix_cached": ("demix", "training", "cached", "history"),
+}
 
 
 @dataclass(frozen=True)

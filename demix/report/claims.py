@@ -1,6 +1,7 @@
 """Which of the paper's claims a run shows, with the numbers that say so.
 
-A comparison holds only if the mean over domains and more than half of the domains agree.
+A comparison holds only if the mean over domains and more than half of the domains agree. On how many of them other
+documents would hardly turn it round, stands beside it where the two were compared on the same documents.
 """
 
 from collections.abc import Callable
@@ -66,8 +67,12 @@ def _compare(
     *,
     higher: bool = False,
     allowance: float = 0.0,
+    bounds: pd.DataFrame | None = None,
 ) -> _Part:
-    """Whether `values` are below `others` (or above, or at most a fraction `allowance` above), where both are there."""
+    """Whether `values` are below `others` (or above, or at most a fraction `allowance` above), where both are there.
+
+    `bounds` are those of their differences, as `read.paired` has them.
+    """
     both = pd.DataFrame({"value": values, "other": others}).dropna()
     if both.empty:
         return _Part(False, 0, 0, f"{label} against {other_label}: no rows.")
@@ -82,9 +87,17 @@ def _compare(
     how = f"at most {100 * allowance:g}% higher" if allowance else "higher" if higher else "lower"
     sentence = (
         f"{label} {value:.2f} against {other_label} {other:.2f} ({_percent(value / other - 1)}), "
-        f"{how} on {agreeing} of {len(both)} domains."
+        f"{how} on {agreeing} of {len(both)} domains{_beyond(bounds, higher)}."
     )
     return _Part(bool(holds(value, other)), agreeing, len(both), sentence)
+
+
+def _beyond(bounds: pd.DataFrame | None, higher: bool) -> str:
+    """On how many domains the whole interval of the difference lies on the side that is claimed."""
+    if bounds is None or bounds.empty:
+        return ""
+    sure = (bounds["low"] > 0) if higher else (bounds["high"] < 0)
+    return f", and so is the whole 95% interval of the difference on {sure.sum()} of {len(bounds)}"
 
 
 def _percent(change: float) -> str:
@@ -104,8 +117,10 @@ def _claim(name: str, statement: str, *parts: _Part) -> Claim:
     return Claim(name, statement, verdict, " ".join(part.sentence for part in parts))
 
 
-def claims(results: pd.DataFrame, parents: dict[str, str], config: dict[str, Any]) -> list[Claim]:
-    """The paper's claims judged on this run's test perplexities.
+def claims(
+    results: pd.DataFrame, differences: pd.DataFrame, parents: dict[str, str], config: dict[str, Any]
+) -> list[Claim]:
+    """The paper's claims judged on this run's test perplexities and the intervals of their differences.
 
     Raises DemixError if rows of one domain were scored on different tokens.
     """
@@ -115,34 +130,62 @@ def claims(results: pd.DataFrame, parents: dict[str, str], config: dict[str, Any
     def on(system: read.System, domains: list[str]) -> pd.Series:
         return perplexities(results, system, domains)
 
-    dense, balanced = on(read.DENSE, training), on(read.BALANCED, training)
+    def less(system: read.System, base: read.System, domains: list[str]) -> pd.DataFrame:
+        return read.paired(differences, lambda _: system, base, domains)
+
     cached_novel = on(read.CACHED, novel)
     return [
         _claim(
             "in_domain_naive",
             "With the domain known, DEMix has lower perplexity than both dense baselines on the training domains "
             "(Table 3).",
-            _compare("DEMix (naive)", on(read.NAIVE, training), "Dense", dense),
-            _compare("DEMix (naive)", on(read.NAIVE, training), "Dense (Balanced)", balanced),
+            *(
+                _compare(
+                    "DEMix (naive)",
+                    on(read.NAIVE, training),
+                    base.label,
+                    on(base, training),
+                    bounds=less(read.NAIVE, base, training),
+                )
+                for base in (read.DENSE, read.BALANCED)
+            ),
         ),
         _claim(
             "in_domain_cached",
             "Mixing with a cached prior, without being told the domain, DEMix also has lower perplexity than both "
             "dense baselines on the training domains (Table 3).",
-            _compare("DEMix (cached)", on(read.CACHED, training), "Dense", dense),
-            _compare("DEMix (cached)", on(read.CACHED, training), "Dense (Balanced)", balanced),
+            *(
+                _compare(
+                    "DEMix (cached)",
+                    on(read.CACHED, training),
+                    base.label,
+                    on(base, training),
+                    bounds=less(read.CACHED, base, training),
+                )
+                for base in (read.DENSE, read.BALANCED)
+            ),
         ),
         _claim(
             "novel_against_best_expert",
             "On novel domains a mixture of experts (cached prior) beats the best single expert, chosen by an oracle "
             "(Table 5).",
-            _compare("DEMix (cached)", cached_novel, "best expert (oracle)", on(read.NAIVE, novel)),
+            _compare(
+                "DEMix (cached)",
+                cached_novel,
+                "best expert (oracle)",
+                on(read.NAIVE, novel),
+                bounds=-less(read.NAIVE, read.CACHED, novel).rename(columns={"low": "high", "high": "low"}),
+            ),
         ),
         _claim(
             "novel_against_dense",
             "On novel domains a mixture of experts (cached prior) beats both dense baselines (Table 5).",
-            _compare("DEMix (cached)", cached_novel, "Dense", on(read.DENSE, novel)),
-            _compare("DEMix (cached)", cached_novel, "Dense (Balanced)", on(read.BALANCED, novel)),
+            *(
+                _compare(
+                    "DEMix (cached)", cached_novel, base.label, on(base, novel), bounds=less(read.CACHED, base, novel)
+                )
+                for base in (read.DENSE, read.BALANCED)
+            ),
         ),
         _demix_adaptation(results, parents, training, novel),
         _dense_forgets(results, training, novel),
@@ -155,13 +198,20 @@ def claims(results: pd.DataFrame, parents: dict[str, str], config: dict[str, Any
                 "+Expert",
                 on(read.CACHED, training),
                 higher=True,
+                bounds=read.paired(differences, read.without_expert, read.CACHED, training),
             ),
         ),
         _removal_level(results, training),
         _claim(
             "added_experts_help",
             "Adding the adapted experts to the mixture lowers perplexity on the novel domains (Table 6).",
-            _compare("All experts", on(read.ALL_CACHED, novel), "training experts", cached_novel),
+            _compare(
+                "All experts",
+                on(read.ALL_CACHED, novel),
+                "training experts",
+                cached_novel,
+                bounds=less(read.ALL_CACHED, read.CACHED, novel),
+            ),
         ),
         _claim(
             "added_experts_do_no_harm",
@@ -266,15 +316,20 @@ _SIGNS = {"shown": "✓", "mixed": "~", "not shown": "✗", "cannot be judged": 
 _COLOURS = {"shown": "#00664b", "mixed": "#7a5200", "not shown": "#a33b00", "cannot be judged": "#555555"}
 _RULE = (
     "A claim counts as shown only if the mean over domains and more than half of the domains agree, in every "
-    "comparison it makes; mixed means that a part of this agrees."
+    "comparison it makes; mixed means that a part of this agrees. Intervals are of the difference on the same test "
+    "documents, on the domains that have 20 of them, and of one training: another seed moves them too."
 )
 
 
 def write_claims(
-    results: pd.DataFrame, parents: dict[str, str], config: dict[str, Any], output_dir: str | Path
+    results: pd.DataFrame,
+    differences: pd.DataFrame,
+    parents: dict[str, str],
+    config: dict[str, Any],
+    output_dir: str | Path,
 ) -> None:
     """Write `claims.html` and `claims.md` into `output_dir`."""
-    judged, note = claims(results, parents, config), scale_note(results, config)
+    judged, note = claims(results, differences, parents, config), scale_note(results, config)
     title = "Claims of the paper, judged on this run"
     counts = {verdict: sum(claim.verdict == verdict for claim in judged) for verdict in _SIGNS}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) + f", of {len(judged)}."

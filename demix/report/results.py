@@ -1,7 +1,7 @@
 """Reading evaluations: which rows of `results.parquet` make which line of the paper's tables."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,10 @@ UPDATING = System("DEMix (updating prior)", "demix", "training", "updating", "hi
 CACHED = System("DEMix (cached prior)", "demix", "training", "cached", "history")
 ALL_NAIVE = System("DEMix, all experts (naive)", "demix", "all", "naive")
 ALL_CACHED = System("DEMix, all experts (cached)", "demix", "all", "cached", "history")
+
+
+# Those that differences.parquet holds others against.
+BASES = {"dense_unbalanced": DENSE, "dense": BALANCED, "demix_cached": CACHED}
 
 
 def without_expert(domain: str) -> System:
@@ -185,6 +189,30 @@ def evaluations(results: pd.DataFrame, system: System, domains: Iterable[str]) -
 def perplexities(results: pd.DataFrame, system: System, domains: Iterable[str]) -> pd.Series:
     """Test perplexity of `system` on each of `domains`, as `evaluations` has it."""
     return evaluations(results, system, domains)["perplexity"]
+
+
+def paired(
+    differences: pd.DataFrame, system: Callable[[str], System], base: System, domains: Iterable[str]
+) -> pd.DataFrame:
+    """Bounds (low, high) of the 95% interval of `system` less `base` in perplexity, on the same documents of a domain.
+
+    `base` is one of `BASES`. Without the domains that have no interval.
+    """
+    (against,) = (key for key, one in BASES.items() if one == base)
+    found = {}
+    for domain in domains:
+        one = system(domain)
+        rows = differences[
+            (differences["against"] == against)
+            & (differences["domain"] == domain)
+            & (differences["model"] == one.model)
+            & (differences["experts"] == one.experts)
+            & (differences["method"] == one.method)
+            & (differences["weights"] == one.weights)
+        ].dropna(subset=["perplexity_low", "perplexity_high"])
+        for row in rows.itertuples():
+            found[domain] = (row.perplexity_low, row.perplexity_high)
+    return pd.DataFrame.from_dict(found, orient="index", columns=["low", "high"], dtype="float64")
 
 
 def expert_perplexities(results: pd.DataFrame, domain: str, experts: Iterable[str], label: str = "all") -> pd.Series:

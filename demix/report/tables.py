@@ -539,8 +539,8 @@ def full_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
 
 
 def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """Each system less Dense (Balanced) and less DEMix with a cached prior, over the same documents of a domain."""
-    bases = {"dense": read.BALANCED.label, "demix_cached": read.CACHED.label}
+    """Each system less each of `read.BASES`, over the same documents of a domain."""
+    bases = {name: base.label for name, base in read.BASES.items()}
     rows = []
     for kind, domains in _groups(config):
         for domain in domains:

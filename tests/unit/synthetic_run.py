@@ -12,6 +12,7 @@ import pandas as pd
 import pyarrow as pa
 
 from demix.files import write_json, write_parquet
+from demix.report.results import BASES
 
 TRAINING, NOVEL = ("code", "law", "news"), ("wiki", "songs")
 # Domains with documents enough for an interval.
@@ -181,18 +182,22 @@ def _variants(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def _differences(results: pd.DataFrame) -> pd.DataFrame:
-    """Each system of the tables less Dense (Balanced)."""
+    """The systems of the tables less those of `BASES`; the interval is 5% of the difference to either side."""
     rows = results[(results["variant"] == "") & results["method"].isin(["dense", "naive", "cached"])]
-    rows = rows[rows["model"].isin(["dense", "dense_unbalanced", "demix"]) & rows["weights"].isin(["", "history"])]
-    base = rows[rows["model"] == "dense"].set_index("domain")["perplexity"]
-    rows = rows[rows["model"] != "dense"].assign(against="dense")
-    others = [base.get(domain, math.nan) for domain in rows["domain"]]
-    rows["nats_per_token"] = np.log(rows["perplexity"] / others)
-    rows["perplexity"] -= others
-    for name in ("nats_per_token", "perplexity"):
-        for bound, moved in (("low", -0.05), ("high", 0.05)):
-            rows[f"{name}_{bound}"] = (rows[name] + moved).where(rows["documents"] >= 20)
-    return rows
+    rows = rows[~rows["model"].str.contains("-") & rows["weights"].isin(["", "history"])]
+    rows = rows[(rows["model"] != "domain_token") | (rows["method"] == "naive")]
+    found = []
+    for against, base in BASES.items():
+        of_base = (rows["model"] == base.model) & (rows["experts"] == base.experts) & (rows["method"] == base.method)
+        others = rows[of_base].set_index("domain")["perplexity"].reindex(rows["domain"]).to_numpy()
+        less = rows.assign(
+            against=against, nats_per_token=np.log(rows["perplexity"] / others), perplexity=rows["perplexity"] - others
+        )[~of_base]
+        for name in ("nats_per_token", "perplexity"):
+            for bound, sign in (("low", -1), ("high", 1)):
+                less[f"{name}_{bound}"] = (less[name] + sign * 0.05 * less[name].abs()).where(less["documents"] >= 20)
+        found.append(less)
+    return pd.concat(found)
 
 
 def _keys(training: tuple[str, ...], novel: tuple[str, ...], retrained: tuple[str, ...]) -> list[Key]:

@@ -11,13 +11,17 @@ from demix.report.claims import Claim, claims, write_claims
 
 def judge(path: Path, change: Callable[[Key, float], float | None] = lambda key, value: value) -> dict[str, Claim]:
     run = build_run(path, change=change)
-    return {claim.name: claim for claim in claims(run.results, run.parents, run.config)}
+    return {claim.name: claim for claim in claims(run.results, run.differences, run.parents, run.config)}
 
 
 def test_a_run_like_the_paper_shows_every_claim(tmp_path: Path) -> None:
     judged = judge(tmp_path)
     assert [claim.name for claim in judged.values() if not claim.shown] == []
     assert "DEMix (naive) 110.00 against Dense 154.00 (−28.6%), lower on 3 of 3" in judged["in_domain_naive"].numbers
+    beyond = "and so is the whole 95% interval of the difference on 1 of 1."
+    assert f"Dense (Balanced) 143.00 (−23.1%), lower on 3 of 3 domains, {beyond}" in judged["in_domain_naive"].numbers
+    assert judged["novel_against_best_expert"].numbers.endswith(f"lower on 2 of 2 domains, {beyond}")
+    assert judged["removal_hurts"].numbers.endswith(f"higher on 3 of 3 domains, {beyond}")
     assert "−Expert 198.00 against +Expert 111.10 (+78.2%), higher on 3 of 3" in judged["removal_hurts"].numbers
     assert "+20.0% on average" in judged["dense_dapt_forgets"].numbers
     assert "unchanged on 3 of 3, by construction (largest change 0%)" in judged["demix_dapt"].numbers
@@ -99,9 +103,9 @@ def test_what_cannot_be_judged_is_said(tmp_path: Path, missing: Callable[[Key], 
 
 def test_files(tmp_path: Path) -> None:
     run = build_run(tmp_path, change=lambda key, v: v * 2 if key.experts == "all" else v)
-    write_claims(run.results, run.parents, run.config, tmp_path)
+    write_claims(run.results, run.differences, run.parents, run.config, tmp_path)
     text, html = (tmp_path / "claims.md").read_text(), (tmp_path / "claims.html").read_text()
-    judged = claims(run.results, run.parents, run.config)
+    judged = claims(run.results, run.differences, run.parents, run.config)
     for claim in judged:
         assert f"**{claim.verdict}**: {claim.statement} {claim.numbers}" in text
         assert claim.verdict in html
