@@ -270,7 +270,11 @@ def test_differences_and_posteriors_are_those_of_the_results(finished: Path, res
     test = results[results.top_k.isna() & (results.variant == "") & (results.method != "expert")]
     names = ["model", "experts", "method", "weights", "domain"]
     nats = (test.set_index(names).nll / 1000).to_dict()
-    others = {"dense": ("dense", "dense", "dense", ""), "demix_cached": ("demix", "training", "cached", "history")}
+    others = {
+        "dense_unbalanced": ("dense_unbalanced", "dense", "dense", ""),
+        "dense": ("dense", "dense", "dense", ""),
+        "demix_cached": ("demix", "training", "cached", "history"),
+    }
     for row in differences.itertuples():
         system = (row.model, row.experts, row.method, row.weights, row.domain)
         assert row.nats_per_token == pytest.approx(nats[system] - nats[*others[row.against], row.domain], abs=1e-12)
