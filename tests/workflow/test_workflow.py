@@ -386,6 +386,22 @@ def test_a_bad_config_is_refused_in_one_line(finished: Path) -> None:
     assert "config key evalution: is not known; did you mean evaluation?" in done.stdout + done.stderr
 
 
+def test_the_first_error_is_last_on_the_screen(tmp_path: Path) -> None:
+    (tmp_path / "resources").symlink_to(REPOSITORY / "resources")
+    config = changed(domains__training__scripture__source__text="body")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    targets = [f"results/tiny/documents/{domain}/0000.parquet" for domain in ("scripture", "parliament")]
+    command = ["snakemake", *targets, "--snakefile", REPOSITORY / "workflow" / "Snakefile"]
+    command += ["--configfile", "config.yaml", "--workflow-profile", REPOSITORY / "profiles" / "default"]
+    command += ["--logger", "demix", "--cores", "1"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert last.startswith("The first to fail was download scripture 0000: demix: error: "), done.stderr
+    assert last.endswith("(log: results/tiny/logs/download/scripture.0000.log)")
+    assert (tmp_path / targets[1]).is_file(), "what does not need it goes on"
+
+
 def test_a_further_seed_trains_and_scores_only_its_models(finished: Path) -> None:
     jobs = planned(finished, changed(seeds=[1, 2]))
     again = {"train_demix_seed2": 1, "train_dense": 3}
