@@ -14,6 +14,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from test_docs import assert_documented
 
 from demix.files import read_json, sha256_file
 
@@ -367,6 +368,10 @@ def test_raw_text_is_gone_and_no_artefact_is_a_pickle(finished: Path) -> None:
     suffixes = {path.suffix for path in (finished / "results" / "tiny").rglob("*") if path.is_file()}
     allowed = {".parquet", ".json", ".jsonl", ".arrow", ".safetensors", ".html", ".md", ".tex", ".svg", ".png"}
     assert suffixes <= allowed | {".log", ".tsv", ".db"}
+
+
+def test_every_file_is_documented(finished: Path) -> None:
+    assert_documented(finished / "results" / "tiny")
 
 
 def test_snakemake_report_is_one_page(finished: Path) -> None:
