@@ -93,7 +93,9 @@ class LogHandler(LogHandlerBase):
             case LogEvent.RUN_INFO:
                 stats = {rule: count for rule, count in record.stats.items() if rule != "total"}
                 self.total, self.cost_total = sum(stats.values()), sum(cost(rule) * n for rule, n in stats.items())
-                if not self.common_settings.dryrun and self.live is None:
+                if self.common_settings.dryrun:
+                    self.console.print(Text(self.format(record)))
+                elif self.live is None:
                     self._start()
             case LogEvent.JOB_INFO:
                 label = " ".join([record.rule_name, *dict(record.wildcards or {}).values()])
