@@ -7,7 +7,7 @@ by what remains. Only tokens that training has drawn are asked for: a short trai
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from demix.model.checkpoint import describe, expert_lineage, load_model, refuse_
 from demix.model.generate import Decoder, Posterior, generate, log_prior_of
 from demix.model.gpt import GPT
 from demix.model.merge import prior_weights
+from demix.progress import progress
 from demix.train.batches import seen_blocks
 from demix.train.loop import set_threads
 from demix.train.parallel import own_device
@@ -95,27 +96,30 @@ def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Aud
         split: _excerpts(shard, audit.prompts, seen, length)
         for split, shard, seen, length in _splits(domain, models / "demix", tokens)
     }
+    systems = {system: parts for system, parts in systems.items() if parts[2]}
     rows = []
-    for system, (model, label, experts) in systems.items():
-        if not experts:
-            continue
-        weights = {domain: 1.0} if system == "own" else prior_weights(priors, model, domain, label)
-        loaded, log_prior = load_model(models / model, experts).to(own_device()), log_prior_of(experts, weights)
-        for split, some in excerpts.items():
-            same, nll = _continued(loaded, log_prior, some)
-            for number, document in enumerate(some.documents):
-                rows.append(
-                    {
-                        "domain": domain, "system": system, "model": model, "experts": label, "split": split,
-                        "document": document, "start": some.starts[number],
-                        "matched": int(same[number].cumprod(0).sum()), "share": float(same[number].double().mean()),
-                        "nll": float(nll[number]),
-                    }
-                )  # fmt: skip
+    prompts = len(systems) * sum(len(some.documents) for some in excerpts.values())
+    with progress(f"{domain}: prompts", prompts) as advance:
+        for system, (model, label, experts) in systems.items():
+            weights = {domain: 1.0} if system == "own" else prior_weights(priors, model, domain, label)
+            loaded, log_prior = load_model(models / model, experts).to(own_device()), log_prior_of(experts, weights)
+            for split, some in excerpts.items():
+                same, nll = _continued(loaded, log_prior, some, advance)
+                for number, document in enumerate(some.documents):
+                    rows.append(
+                        {
+                            "domain": domain, "system": system, "model": model, "experts": label, "split": split,
+                            "document": document, "start": some.starts[number],
+                            "matched": int(same[number].cumprod(0).sum()), "share": float(same[number].double().mean()),
+                            "nll": float(nll[number]),
+                        }
+                    )  # fmt: skip
     return rows
 
 
-def _continued(model: GPT, log_prior: torch.Tensor, excerpts: Excerpts) -> tuple[torch.Tensor, torch.Tensor]:
+def _continued(
+    model: GPT, log_prior: torch.Tensor, excerpts: Excerpts, advance: Callable[[int], None]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Which tokens of the greedy continuations are the documents' own [N, C], and the nll of the latter [N]."""
     same, nll = [], []
     batch = max(1, LOGITS_AT_ONCE // (model.vocab_size * len(model.experts)))
@@ -131,6 +135,7 @@ def _continued(model: GPT, log_prior: torch.Tensor, excerpts: Excerpts) -> tuple
         same.append(drawn == wanted)
         scores, log_weights = read().read(wanted)
         nll.append(-(log_weights + scores.permute(1, 2, 0)).logsumexp(-1).sum(1))
+        advance(len(before))
     return torch.cat([torch.zeros(0, CONTINUATION, dtype=torch.bool), *same]), torch.cat([torch.zeros(0), *nll])
 
 

@@ -69,9 +69,16 @@ Site = Annotated[
 Replicas = Annotated[str, typer.Option(help="Ranks of single domains, such as legal=2,novels=3.")]
 
 
+class _Said(logging.Handler):
+    """Lines to standard error as it is at the moment: while there is a progress bar, above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """Run the command line; bad input ends in one line and exit status 1."""
-    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[_Said()])
     try:
         app()
     except DemixError as error:

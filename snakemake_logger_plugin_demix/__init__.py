@@ -1,6 +1,7 @@
 """`snakemake --logger demix`: what stage runs, how far the run is, how long it still takes.
 
-On a terminal a live display, elsewhere a line now and then. Errors are printed as snakemake prints them.
+On a terminal a live display, elsewhere a line now and then. Errors are printed as snakemake prints them, and at the
+end, below whatever came after it, the first.
 """
 
 import re
@@ -31,7 +32,8 @@ COSTS = (
     (r"", 1.0),
 )
 SECONDS_BETWEEN_LINES = 15.0
-STEP = re.compile(r"step (\d+)/(\d+)")
+# As `demix.progress` writes them.
+DONE = re.compile(r" (\d+)/([1-9]\d*)(  |$)")
 
 
 @dataclass
@@ -51,8 +53,8 @@ class Job:
 
     def fraction(self) -> float:
         """How much of the job is done, as far as its log tells."""
-        steps = STEP.search(self.last_line())
-        return int(steps[1]) / int(steps[2]) if steps else 0.0
+        done = DONE.search(self.last_line())
+        return min(1.0, int(done[1]) / int(done[2])) if done else 0.0
 
 
 def cost(rule: str) -> float:
@@ -78,6 +80,7 @@ class LogHandler(LogHandlerBase):
         self.console = Console(stderr=True)
         self.setFormatter(DefaultFormatter(show_failed_logs=True))
         self.jobs: dict[int, Job] = {}
+        self.first_failed: Job | None = None
         self.finished = self.total = 0
         self.cost_done = self.cost_total = 0.0
         self.begun = time.monotonic()
@@ -90,7 +93,9 @@ class LogHandler(LogHandlerBase):
             case LogEvent.RUN_INFO:
                 stats = {rule: count for rule, count in record.stats.items() if rule != "total"}
                 self.total, self.cost_total = sum(stats.values()), sum(cost(rule) * n for rule, n in stats.items())
-                if not self.common_settings.dryrun and self.live is None:
+                if self.common_settings.dryrun:
+                    self.console.print(Text(self.format(record)))
+                elif self.live is None:
                     self._start()
             case LogEvent.JOB_INFO:
                 label = " ".join([record.rule_name, *dict(record.wildcards or {}).values()])
@@ -101,6 +106,8 @@ class LogHandler(LogHandlerBase):
                     self.finished += 1
                     self.cost_done += job.cost
             case LogEvent.JOB_ERROR | LogEvent.GROUP_ERROR | LogEvent.ERROR:
+                failed = self.jobs.pop(getattr(record, "jobid", None), None)
+                self.first_failed = self.first_failed or failed
                 self.console.print(Text(self.format(record), style="red"))
             case None if record.levelname in ("ERROR", "CRITICAL") or "Nothing to be done" in str(record.msg):
                 self.console.print(Text(self.format(record)))
@@ -110,6 +117,10 @@ class LogHandler(LogHandlerBase):
         self.stopped.set()
         if self.live:
             self.live.stop()
+        if failed := self.first_failed:
+            self.first_failed = None
+            said = f"{failed.last_line()} (log: {failed.log})" if failed.log else "without a log"
+            self.console.print(Text(f"The first to fail was {failed.label}: {said}", style="red"), soft_wrap=True)
         super().close()
 
     def _start(self) -> None:

@@ -35,7 +35,7 @@ import regex
 
 from demix.data import released
 from demix.data.sources import SURROGATE
-from demix.data.tables import read_batches, write_batches
+from demix.data.tables import counted, read_batches, write_batches
 from demix.data.text import buffers, count_words, splice
 from demix.errors import DemixError
 from demix.files import write_json
@@ -358,7 +358,8 @@ def anonymize_documents(input: Path, output: Path, counts: Path, *, enabled: boo
         return text
 
     def batches() -> Iterator[pa.RecordBatch]:
-        for batch in read_batches(input, ["text", "metadata"]):
+        read = read_batches(input, ["text", "metadata"])
+        for batch in counted(read, f"{input.parent.name}: documents", [input]):
             texts = _normalise_texts(batch.column("text"), normalised)
             if enabled and rules == "ours":
                 texts, found = anonymize_texts(texts)

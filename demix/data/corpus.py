@@ -21,9 +21,10 @@ import pyarrow.compute as pc
 
 from demix.data.buckets import bucket_count, gathered, order_of, place, scattering
 from demix.data.leakage import gram_set, leaked, shares
-from demix.data.tables import read_batches, write_batches, write_rows
+from demix.data.tables import counted, read_batches, write_batches, write_rows
 from demix.errors import DemixError
 from demix.files import read_json, write_json
+from demix.progress import followed
 
 SPLITS = ("train", "dev", "test")
 SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("n_words", pa.int64())])
@@ -103,7 +104,7 @@ def _held(inputs: dict[str, list[Path]], folder: Path) -> Iterator[np.ndarray]:
         temporary = Path(name)
         with scattering(temporary, "held", count) as scatter:
             for index, domain in enumerate(sorted(inputs)):
-                for batch in _batches(inputs[domain], ["id"]):
+                for batch in counted(_batches(inputs[domain], ["id"]), f"{domain}: documents", inputs[domain]):
                     rows = np.zeros(batch.num_rows, _HELD)
                     rows["hash"], rows["domain"] = _binary(batch.column(0)), index
                     scatter(rows, place(rows["hash"], count))
@@ -284,7 +285,8 @@ def _deduplicate(work: _Work, owners: Path, training: bool, seed: int) -> dict[s
     """Leave the documents that the domain keeps in the buckets "key", their sha256(seed | id) as hash."""
     with scattering(work.folder, "id", work.buckets) as scatter:
         row = 0
-        for batch in _batches(work.documents, ["id", "n_words", "text"]):
+        read = _batches(work.documents, ["id", "n_words", "text"])
+        for batch in counted(read, f"{work.domain}: documents read", work.documents):
             rows = np.zeros(batch.num_rows, _DOCUMENT)
             rows["hash"], rows["words"] = _binary(batch.column("id")), batch.column("n_words").to_numpy()
             rows["bytes"] = pc.binary_length(batch.column("text")).to_numpy()
@@ -411,13 +413,16 @@ def _write(work: _Work, edges: _Edges, outputs: dict[str, Path]) -> None:
     with ExitStack() as stack:
         writers = [stack.enter_context(pa.ipc.new_stream(str(path), schema)) for path in stretches]
         places = _by_row(work)
-        for batch in _batches(work.documents, work.schema.names):
+        read = _batches(work.documents, work.schema.names)
+        for batch in counted(read, f"{work.domain}: documents placed", work.documents):
             ranks, stretch = places.send(batch.num_rows)
             batch = pa.record_batch([*batch.columns, pa.array(ranks)], schema=schema)
             for number in np.unique(stretch[stretch >= 0]):
                 writers[number].write_batch(batch.take(pa.array(np.flatnonzero(stretch == number))))
     for name, output in outputs.items():
-        write_rows(output, work.schema, _sorted(stretches, firsts, *edges.ranks[name]))
+        start, end = edges.ranks[name]
+        rows = _sorted(stretches, firsts, start, end)
+        write_rows(output, work.schema, followed(rows, f"{work.domain}: {name} documents", end - start))
 
 
 def _by_row(work: _Work) -> Generator[Any, int, None]:
@@ -460,7 +465,8 @@ def _near_duplicates(work: _Work, edges: _Edges, most: float, held_out: list[Pat
     grams = gram_set(held_out)
     near = np.zeros(-(-work.rows // 8), np.uint8)
     row = 0
-    for batch in _batches(work.documents, ["text"]):
+    read = _batches(work.documents, ["text"])
+    for batch in counted(read, f"{work.domain}: documents compared", work.documents):
         found = row + np.flatnonzero(shares(batch.column(0), grams) > most)
         np.bitwise_or.at(near, found >> 3, (1 << (found & 7)).astype(np.uint8))
         row += batch.num_rows

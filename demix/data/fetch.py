@@ -12,10 +12,10 @@ from urllib3.util import Retry
 
 from demix.errors import DemixError
 from demix.files import sha256_file
+from demix.progress import progress
 
 RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 ATTEMPTS = 8
-LOG_SECONDS = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -112,17 +112,13 @@ def _go_on(session: Any, url: str, shown: str, partial: Path, note: Path, timeou
 
 
 def _copy(stream: Any, file: Any, shown: str, done: int, length: int | None) -> None:
-    began = logged = time.monotonic()
-    first = done
-    # read1 gives what has come, so that a stall loses nothing.
-    while data := stream.read1(1 << 20, decode_content=False):
-        file.write(data)
-        done += len(data)
-        now = time.monotonic()
-        if now - logged > LOG_SECONDS:
-            logged = now
-            of = f" of {length / 1e6:.0f}" if length else ""
-            _log.info("%s: %.0f%s MB, %.1f MB/s", shown, done / 1e6, of, (done - first) / 1e6 / (now - began))
+    began, fetched = time.monotonic(), 0
+    with progress(f"{shown}: MB", length / 1e6 if length else None, done / 1e6) as advance:
+        # read1 gives what has come, so that a stall loses nothing.
+        while data := stream.read1(1 << 20, decode_content=False):
+            file.write(data)
+            fetched += len(data)
+            advance(len(data) / 1e6, f"{fetched / 1e6 / (time.monotonic() - began):.1f} MB/s")
 
 
 def _validator(headers: Any) -> str:

@@ -15,6 +15,7 @@ import pyarrow as pa
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import write_parquet
+from demix.progress import followed
 
 # Enough for steady shares, little enough to sort in a second: a larger sample holds more of any text's bigrams.
 TRAIN_TOKENS = 1_000_000
@@ -51,7 +52,8 @@ def overlap(shards: Iterable[Path], output: Path) -> None:
     tokens = min([TRAIN_TOKENS, *map(len, opened["train"].values())])
     known = {expert: np.unique(bigrams(shard, tokens)) for expert, shard in opened["train"].items()}
     rows = []
-    for domain, shard in opened["test"].items():
+    tests = opened["test"].items()
+    for domain, shard in followed(tests, "overlap: domains", len(tests)):
         found = bigrams(shard, TEST_TOKENS)
         rows += [
             {

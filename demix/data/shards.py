@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from demix.data.tables import read_batches
+from demix.data.tables import counted, read_batches
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_json, replacing, sha256_file, write_json
@@ -188,7 +188,8 @@ def _encode(
         files = {name: stack.enter_context(open(path, "wb")) for name, path in flat.items()}
         row = total = size = renew_at = 0
         digest = hashlib.sha256()
-        for batch in read_batches(documents, ["text"]):
+        read = read_batches(documents, ["text"])
+        for batch in counted(read, f"{documents.parent.name} {documents.stem}: documents", [documents]):
             if size >= renew_at:
                 encoder, renew_at = encoder.renewed(), size + RENEW_EVERY
             texts = batch.column(0).to_pylist()

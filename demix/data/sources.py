@@ -24,6 +24,7 @@ from demix.data.selection import as_text, matches, pieces, select
 from demix.data.tables import write_rows
 from demix.errors import DemixError
 from demix.files import sha256_file
+from demix.progress import followed
 
 SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("metadata", pa.large_string())])
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -136,7 +137,7 @@ def _make_private(folder: Path) -> None:
 def _documents(rows: Iterator[Row], source: Source, domain: str) -> Iterator[tuple[str, str, str]]:
     """Id, text and metadata of the rows that `source.where` keeps, long texts in pieces."""
     seen = kept = 0
-    for row in rows:
+    for row in followed(rows, f"{domain}: documents"):
         seen += 1
         if source.where and not matches(row.fields, source.where):
             continue

@@ -1,15 +1,19 @@
 """Parquet files read and written in batches of bounded size, so that no stage holds a whole domain in memory."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from demix.errors import DemixError
 from demix.files import replacing
+from demix.progress import followed
+
+T = TypeVar("T")
 
 BATCH_ROWS = 4096
 BATCH_BYTES = 8 << 20
@@ -31,6 +35,15 @@ def read_batches(
         raise DemixError(path, "is missing", "run the stage that makes it") from None
     except (pa.ArrowException, OSError) as error:
         raise DemixError(path, f"is damaged ({error})", "delete it and rerun the stage that makes it") from None
+
+
+def counted(batches: Iterable[T], what: str, paths: Iterable[Path], size: Callable[[T], int] = len) -> Iterator[T]:
+    """Batches of what the Parquet files `paths` hold, shown with how many of all their rows are dealt with."""
+    total = None
+    # What is wrong with a file is told by who reads it.
+    with suppress(pa.ArrowException, OSError):
+        total = sum(pq.read_metadata(path).num_rows for path in paths)
+    return followed(batches, what, total, size)
 
 
 def write_rows(

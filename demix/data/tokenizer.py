@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -123,7 +124,7 @@ def train_tokenizer(inputs: list[Path], vocab_size: int, output: Path, words: in
         min_frequency=2,
         special_tokens=[],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(_texts(sorted(inputs, key=str), words), trainer)
     model = json.loads(tokenizer.to_str())["model"]

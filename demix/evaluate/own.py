@@ -19,6 +19,7 @@ from demix.files import sha256_file
 from demix.model.checkpoint import describe, load_model, refuse_other_tokenizer
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
+from demix.progress import progress
 
 if TYPE_CHECKING:
     import rich.table
@@ -133,7 +134,8 @@ def _scored(
     if not shard.document_bytes.sum():
         raise nothing
     inputs, targets, mask = blocks(shard, model.architecture.context, limit)
-    found = log_probabilities(model, inputs, targets, mask)
+    with progress(f"{text.name}: tokens", int(mask.sum())) as advance:
+        found = log_probabilities(model, inputs, targets, mask, advance=advance)
     scores = np.zeros((*mask.shape, len(found)))
     scores[mask] = found.T
     return shard, scores, mask

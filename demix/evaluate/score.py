@@ -19,6 +19,7 @@ from demix.evaluate.tables import row_groups, tokens_sha256, write_scores, write
 from demix.files import fsync, read_parquet, sha256_file, write_parquet
 from demix.model.checkpoint import describe, expert_lineage, load_model
 from demix.model.scoring import log_probabilities
+from demix.progress import progress
 from demix.train.loop import compute_type, set_threads
 from demix.train.parallel import own_device
 
@@ -88,10 +89,11 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
             for piece, (start, stop) in zip(pieces, groups, strict=True)
             if not _is_piece(piece, fingerprint, stop - start)
         ]
-        for piece, start, stop in missing:
-            scored = log_probabilities(model, *blocks(shard, length, stop, start), dtype)
-            table = pa.table(dict(zip(experts, scored.astype(np.float32), strict=True)))
-            write_parquet(table.replace_schema_metadata({"fingerprint": fingerprint}), piece)
+        with progress(f"{domain} {split}: tokens", sum(stop - start for _, start, stop in missing)) as advance:
+            for piece, start, stop in missing:
+                scored = log_probabilities(model, *blocks(shard, length, stop, start), dtype, advance)
+                table = pa.table(dict(zip(experts, scored.astype(np.float32), strict=True)))
+                write_parquet(table.replace_schema_metadata({"fingerprint": fingerprint}), piece)
         for expert in experts:
             metadata = {
                 "tokens_sha256": sha256,

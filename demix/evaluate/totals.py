@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from demix.data.tables import counted
 from demix.errors import DemixError
 from demix.evaluate.mix import cached_log_prior, log_mixtures, log_prior_path, mixing_rule, posterior_trace
 from demix.evaluate.tables import Blocks, ScoreTable, scored_sha256, stream_scores
@@ -74,7 +75,8 @@ def document_totals(
     after: dict[tuple, np.ndarray] = {}
     seen = 0
     pieces, trace, byte_count = [], [], 0
-    for chunk in stream_scores(directory, experts):
+    what, files = f"{directory.parent.name} on {directory.name}: tokens", [directory / "tokens.parquet"]
+    for chunk in counted(stream_scores(directory, experts), what, files, lambda chunk: len(chunk.documents)):
         parts = {some: _columns(chunk, experts, some) for some, *_ in groups}
         log_priors = _updating(parts, chunk.mask, mixtures, after, seen) | _fixed(parts, mixtures, priors or {})
         seen += len(chunk.mask)

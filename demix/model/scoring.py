@@ -1,5 +1,7 @@
 """Log-probabilities of whole texts under every expert, which training and evaluation share."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -11,12 +13,17 @@ EXPERT_TOKENS_AT_ONCE = 8192
 
 @torch.no_grad()
 def log_probabilities(
-    model: GPT, inputs: np.ndarray, targets: np.ndarray, mask: np.ndarray, dtype: torch.dtype | None = None
+    model: GPT,
+    inputs: np.ndarray,
+    targets: np.ndarray,
+    mask: np.ndarray,
+    dtype: torch.dtype | None = None,
+    advance: Callable[[int], None] = lambda tokens: None,
 ) -> np.ndarray:
     """log p of every target under every expert, in the order of the text: [E, tokens], padding left out.
 
     inputs, targets, mask [N, T] as `demix.data.shards.blocks` cuts them. A domain-token model has one row per
-    domain token, in the order of `model.domain_tokens`.
+    domain token, in the order of `model.domain_tokens`. `advance` is told how many more tokens are scored.
     """
     device = model.token_embedding.device
     columns = len(model.domain_tokens or model.experts)
@@ -33,4 +40,5 @@ def log_probabilities(
         else:
             found = model.log_probabilities(model(seen, dtype=dtype), wanted)  # [E, B, T]
         scored.append(found[:, torch.from_numpy(mask[rows]).to(device)].double().cpu().numpy())
+        advance(scored[-1].shape[1])
     return np.concatenate(scored, axis=1)

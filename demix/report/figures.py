@@ -14,6 +14,7 @@ import vl_convert
 from demix.config import trained_models
 from demix.files import replacing, write_text
 from demix.report.affinity import affinities, relations, with_overlap
+from demix.report.page import render
 from demix.report.results import (
     comparable,
     novel_domains,
@@ -37,6 +38,8 @@ CURVE_POINTS = 100
 TRACE_COLUMNS = 4
 BLOCKS_SHOWN = 100
 PNG_SCALE = 2.0
+# Not to be seen: what the pointer finds on a line, whose numbers are then told.
+POINTS = {"opacity": 0, "size": 80}
 
 
 def figure2(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
@@ -308,7 +311,7 @@ def figure6(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopLevelMixi
 def _small_multiples(curves: pd.DataFrame, part: str, domains: list[str], heading: str) -> alt.TopLevelMixin:
     """One small chart a domain; all of `training` on one scale of perplexity, `own` each on its own."""
     kinds = ["DEMix-DAPT", "Dense-DAPT"]
-    legend = alt.Legend(title=None, orient="right", symbolSize=300)
+    legend = alt.Legend(title=None, orient="right", symbolSize=300, symbolType="stroke")
     values = curves[part].dropna()
     span = [_number(values.min() * 0.98), _number(values.max() * 1.02)] if part == "training" and len(values) else None
     panels = []
@@ -321,7 +324,7 @@ def _small_multiples(curves: pd.DataFrame, part: str, domains: list[str], headin
         y_title = "dev perplexity" if index % PANEL_COLUMNS == 0 else None
         panels.append(
             alt.Chart(alt.InlineData(values=records))
-            .mark_line(strokeWidth=2)
+            .mark_line(strokeWidth=2, point=POINTS)
             .encode(
                 x=alt.X("tokens:Q", title="tokens of adaptation", axis=_token_axis(3)),
                 y=alt.Y("perplexity:Q", title=y_title, scale=scale, axis=alt.Axis(tickCount=4, labelBound=True)),
@@ -368,17 +371,18 @@ def training_figure(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopL
         "dense_unbalanced": "Dense",
         "domain_token": "+ Domain Token",
     }
-    names |= {name: name for name in dict.fromkeys(curves["model"]) if name not in names}
+    others = [name for name in dict.fromkeys(curves["model"]) if name not in names]
+    names |= {name: name.replace("without-", "DEMix without ") for name in others}
     models = [label for name, label in names.items() if (curves["model"] == name).any()]
     records = [
         {"model": names[row.model], "tokens": row.tokens, "loss": _number(row.loss)} for row in curves.itertuples()
     ]
     colours = [COLOURS[index % len(COLOURS)] for index in range(len(models))]
     dashes = [DASHES[index % len(DASHES)] for index in range(len(models))]
-    legend = alt.Legend(title="model", symbolSize=300)
+    legend = alt.Legend(title="model", symbolSize=300, symbolType="stroke")
     chart = (
         alt.Chart(alt.InlineData(values=records))
-        .mark_line(strokeWidth=1.6)
+        .mark_line(strokeWidth=1.6, point=POINTS)
         .encode(
             x=alt.X("tokens:Q", title="training tokens", axis=_token_axis(6)),
             y=alt.Y("loss:Q", title="training loss (nats a token)", scale=alt.Scale(zero=False)),
@@ -407,6 +411,7 @@ def _finish(chart: Any, title: str, subtitle: str) -> alt.TopLevelMixin:
         .configure_title(subtitleColor="#444444", subtitleFontSize=12, subtitlePadding=4)
         .configure_axis(labelFontSize=11, titleFontSize=12, titleFontWeight="normal", labelLimit=0, gridColor="#e8e8e8")
         .configure_view(stroke=None)
+        .configure_mark(tooltip=True)
         .configure_legend(
             labelFontSize=12, titleFontSize=12, titleFontWeight="normal", gradientLength=160, labelLimit=0
         )
@@ -415,10 +420,12 @@ def _finish(chart: Any, title: str, subtitle: str) -> alt.TopLevelMixin:
 
 def _balanced(text: str, width: int = 150) -> list[str]:
     """`text` in as few lines as `width` characters allow, of about one length: no last word by itself."""
-    lines = len(textwrap.wrap(text, width))
-    return next(
-        found for limit in range(len(text) // lines, width + 1) if len(found := textwrap.wrap(text, limit)) == lines
-    )
+    lines = len(_wrapped(text, width))
+    return next(found for limit in range(len(text) // lines, width + 1) if len(found := _wrapped(text, limit)) == lines)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 def _number(value: Any) -> float | None:
@@ -446,7 +453,10 @@ def write_figures(
     config: dict[str, Any],
     output_dir: str | Path,
 ) -> None:
-    """Write each figure as `<name>.json` (Vega-Lite, data included), `.svg` and `.png` into `output_dir`."""
+    """Write each figure as `<name>.json` (Vega-Lite, data included), `.html`, `.svg` and `.png` into `output_dir`.
+
+    The page needs nothing but itself: it tells the numbers under the pointer, and saves what it shows.
+    """
     comparable(results)
     charts = {
         "figure2": figure2(results, overlap, config),
@@ -457,9 +467,14 @@ def write_figures(
         "training": training_figure(metrics_dir, config),
     }
     version = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
+    vega = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)
     for name, chart in charts.items():
         text = json.dumps(chart.to_dict(), indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
         write_text(Path(output_dir) / f"{name}.json", text)
+        write_text(
+            Path(output_dir) / f"{name}.html",
+            render("figure", title=chart.title.text, vega=vega, chart=text.replace("<", "\\u003c")),
+        )
         svg = _renumbered(vl_convert.vegalite_to_svg(text, vl_version=version))
         write_text(Path(output_dir) / f"{name}.svg", svg)
         with replacing(Path(output_dir) / f"{name}.png") as temporary:

@@ -92,8 +92,27 @@ _CLAIMS = """{% extends "shell" %}{% block content %}<div class="scroll"><table>
 {% endfor %}</tbody></table></div>
 {% endblock %}"""
 
+_FIGURE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{{ title }}</title>
+<style>body { margin: 1rem; background: #fff; }</style>
+</head>
+<body>
+<div id="figure"></div>
+<script>{{ vega | safe }}</script>
+<script type="application/json" id="chart">{{ chart | safe }}</script>
+<script>
+const chart = JSON.parse(document.getElementById("chart").textContent);
+vegaEmbed("#figure", chart, {renderer: "svg", actions: {export: true, source: true, compiled: false, editor: false}});
+</script>
+</body>
+</html>
+"""
+
 _ENVIRONMENT = Environment(
-    loader=DictLoader({"shell": _SHELL, "table": _TABLE, "claims": _CLAIMS}),
+    loader=DictLoader({"shell": _SHELL, "table": _TABLE, "claims": _CLAIMS, "figure": _FIGURE}),
     autoescape=True,
     undefined=StrictUndefined,
     keep_trailing_newline=True,
@@ -101,5 +120,8 @@ _ENVIRONMENT = Environment(
 
 
 def render(template: str, **values: Any) -> str:
-    """The HTML page made from `template` ("table" or "claims"); every value is escaped."""
+    """The HTML page made from `template` ("table", "claims" or "figure"); values are escaped.
+
+    But not Vega's code, nor the chart: JSON text in which "<" is written as \\u003c.
+    """
     return _ENVIRONMENT.get_template(template).render(**values)

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import torch
 from demix.errors import DemixError
 from demix.files import write_text
 from demix.model.gpt import GPT
+from demix.progress import progress
 from demix.train.batches import Batches
 from demix.train.parallel import GradientSync, World
 from demix.train.state import State, held, newest_state, save_state
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 
 # The type of activations. Weights and optimizer state are fp32 but for fp64, which is for exact comparisons.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-SECONDS_BETWEEN_LINES = 10.0
 # The scale of the loss in fp16: halved when gradients overflow, doubled after so many updates without.
 FIRST_SCALE, LAST_SCALE, GROW_AFTER = 2.0**16, 2.0**-4, 1000
 
@@ -115,7 +115,7 @@ def train(
     StoppedError, with the state saved, after SIGTERM, SIGUSR2 or SIGINT.
     """
     world = world or World()
-    with held(checkpoints, world), _signals() as signalled:
+    with held(checkpoints, world), _signals() as signalled, ExitStack() as running:
         dtype = compute_type(optimization.precision)
         model.to(device=world.device, dtype=torch.float64 if dtype == torch.float64 else None)
         trained = {name: p.requires_grad_() for name, p in model.named_parameters() if only(name)}
@@ -147,7 +147,8 @@ def train(
                 checkpoints, State(step, shared, experts, metrics, dev_loss), world, optimization.keep_checkpoints
             )
 
-        started, said, sent, saved = *[time.monotonic()] * 2, 0, first if found else None
+        sent, saved = 0, first if found else None
+        advance = running.enter_context(progress("step", optimization.steps, first))
         for step in range(first, optimization.steps + 1):
             if (
                 stopping
@@ -220,13 +221,8 @@ def train(
                 | {f"loss/{name}": value for name, value in by_domain.items()}
             )
             sent = sync.sent
-            if now - said > SECONDS_BETWEEN_LINES:
-                said, left = now, (now - started) / (step + 1 - first) * (optimization.steps - step - 1)
-                row = metrics[-1]
-                log.info(
-                    "step %d/%d  loss %.3f  norm %.2f  %.0f tokens/s  %d:%02d left",
-                    step + 1, optimization.steps, row["loss"], norm, row["tokens_per_second"], *divmod(round(left), 60),
-                )  # fmt: skip
+            row = metrics[-1]
+            advance(1, f"loss {row['loss']:.3f}  norm {norm:.2f}  {row['tokens_per_second']:.0f} tokens/s")
         sync.close()
         if best:
             with torch.no_grad():

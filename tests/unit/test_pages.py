@@ -10,7 +10,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 from synthetic_run import build_run
 
-from demix.report import write_report
+from demix.report import FIGURES, write_report
 
 pytestmark = [
     pytest.mark.browser,
@@ -60,6 +60,26 @@ def test_a_click_on_a_heading_sorts_the_table(browser: webdriver.Chrome, report:
     assert once in (sorted(before), sorted(before, reverse=True))
     browser.find_elements(By.CSS_SELECTOR, "thead th")[1].click()
     WebDriverWait(browser, 10).until(lambda _: [float(text) for text in column(browser, 2)] == once[::-1])
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_tells_the_numbers_under_the_pointer(browser: webdriver.Chrome, report: Path, name: str) -> None:
+    browser.get((report / "figures" / f"{name}.html").as_uri())
+    assert browser.title in (report / "figures" / f"{name}.svg").read_text()
+    wait = WebDriverWait(browser, 60)
+    marks = "#figure .mark-rect.role-mark path, #figure .mark-symbol.role-mark path"
+    mark = wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, marks))[0]
+    # The points of a line are not to be seen, and a text may lie on a cell.
+    browser.execute_script(
+        "for (const kind of ['pointermove', 'mousemove']) arguments[0].dispatchEvent("
+        "new PointerEvent(kind, {bubbles: true, clientX: 200, clientY: 200}))",
+        mark,
+    )
+    told = wait.until(lambda _: browser.find_element(By.CSS_SELECTOR, "#vg-tooltip-element.visible").text)
+    assert any(word in told for word in ("domain", "expert", "perplexity", "model")), told
+    loaded = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert loaded == []
+    assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
 
 
 def test_claims_are_readable(browser: webdriver.Chrome, report: Path) -> None:

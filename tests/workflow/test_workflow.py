@@ -14,6 +14,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from test_docs import assert_documented
 
 from demix.files import read_json, sha256_file
 
@@ -373,6 +374,10 @@ def test_raw_text_is_gone_and_no_artefact_is_a_pickle(finished: Path) -> None:
     assert suffixes <= allowed | {".log", ".tsv", ".db"}
 
 
+def test_every_file_is_documented(finished: Path) -> None:
+    assert_documented(finished / "results" / "tiny")
+
+
 def test_snakemake_report_is_one_page(finished: Path) -> None:
     snakemake(finished, "--report", "report.html")
     page = (finished / "report.html").read_text()
@@ -388,6 +393,22 @@ def test_a_bad_config_is_refused_in_one_line(finished: Path) -> None:
     )  # fmt: skip
     assert done.returncode != 0
     assert "config key evalution: is not known; did you mean evaluation?" in done.stdout + done.stderr
+
+
+def test_the_first_error_is_last_on_the_screen(tmp_path: Path) -> None:
+    (tmp_path / "resources").symlink_to(REPOSITORY / "resources")
+    config = changed(domains__training__scripture__source__text="body")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    targets = [f"results/tiny/documents/{domain}/0000.parquet" for domain in ("scripture", "parliament")]
+    command = ["snakemake", *targets, "--snakefile", REPOSITORY / "workflow" / "Snakefile"]
+    command += ["--configfile", "config.yaml", "--workflow-profile", REPOSITORY / "profiles" / "default"]
+    command += ["--logger", "demix", "--cores", "1"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    last = done.stderr.rstrip().splitlines()[-1]
+    assert last.startswith("The first to fail was download scripture 0000: demix: error: "), done.stderr
+    assert last.endswith("(log: results/tiny/logs/download/scripture.0000.log)")
+    assert (tmp_path / targets[1]).is_file(), "what does not need it goes on"
 
 
 def test_a_further_seed_trains_and_scores_only_its_models(finished: Path) -> None:

@@ -4,7 +4,7 @@ from glob import glob
 
 from demix.config import HOW, adaptations, complete, further_seeds, site_of, trained_models
 from demix.errors import DemixError
-from demix.report import REPORT_FILES
+from demix.report import REPORT_FILES, SHOWS
 
 try:
     complete(config)
@@ -175,10 +175,13 @@ def evaluated(wildcards):
 
 
 def captioned(name):
-    """A report file, shown with its caption where it is one that the report page shows."""
+    """A report file, with its caption and what it shows in `snakemake --report`."""
     kind, _, file = name.rpartition("/")
     stem, _, suffix = file.rpartition(".")
     path = f"{RUN}/report/{name}"
-    if suffix not in ("html", "svg"):
+    # Two for each, which the page shows as a switch; the first in the alphabet is on.
+    formats = {"svg": "SVG", "tex": "LaTeX", "html": "Interactive" if kind == "figures" else "HTML"}
+    if suffix not in formats:
         return path
-    return report(path, caption=f"../report/{stem}.rst", category=kind.capitalize() or "Claims", labels={"shows": stem})
+    labels = {"shows": SHOWS[stem], "as": formats[suffix]}
+    return report(path, caption=f"../report/{stem}.rst", category=kind.capitalize() or "Claims", labels=labels)

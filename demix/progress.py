@@ -1,0 +1,90 @@
+"""How far long work is: a bar on a terminal; elsewhere, where bars are noise, a line of the log now and then."""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import rich.progress
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+@contextmanager
+def progress(what: str, total: float | None = None, done: float = 0) -> Iterator[Callable[..., None]]:
+    """Yield `advance(number=1, note="")`, which is told how much more of `what` is done and a word on how it goes.
+
+    `total` is None where nobody knows it. The bar is on standard error and gone at the end. A line is
+    `<what> <done>/<total>  <note>  <minutes>:<seconds> left`, which snakemake's display of the jobs under way reads.
+    """
+    if not sys.stderr.isatty():
+        yield _lines(what, total, done)
+        return
+    bars = _bars()
+    bar = bars.add_task(what, total=total, completed=done, note="")
+    bars.start()
+    try:
+        yield lambda number=1, note="": bars.update(bar, advance=number, note=note)
+    finally:
+        bars.remove_task(bar)
+        if not bars.tasks:
+            bars.stop()
+
+
+def followed(
+    items: Iterable[T], what: str, total: int | None = None, size: Callable[[T], int] = lambda _: 1
+) -> Iterator[T]:
+    """Give `items` one by one and show how many have been dealt with, each as much as its `size`."""
+    with progress(what, total) as advance:
+        for item in items:
+            yield item
+            advance(size(item))
+
+
+def clock(seconds: float) -> str:
+    """`seconds` as minutes:seconds."""
+    return "{}:{:02d}".format(*divmod(max(0, round(seconds)), 60))
+
+
+def _lines(what: str, total: float | None, done: float) -> Callable[..., None]:
+    begun = said = time.monotonic()
+    first = done
+
+    def advance(number: float = 1, note: str = "") -> None:
+        nonlocal said, done
+        done += number
+        now = time.monotonic()
+        if now - said <= SECONDS_BETWEEN_LINES:
+            return
+        said = now
+        parts = [f"{what} {done:.0f}" if total is None else f"{what} {done:.0f}/{total:.0f}", note]
+        if total is not None and done > first:
+            parts.append(f"{clock((now - begun) / (done - first) * (total - done))} left")
+        log.info("%s", "  ".join(part for part in parts if part))
+
+    return advance
+
+
+@cache
+def _bars() -> "rich.progress.Progress":
+    """The one display of this process: what is done inside of something else is a bar below it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )

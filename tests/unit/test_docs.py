@@ -1,0 +1,278 @@
+"""The documentation: its commands run or are known, its commands and files are those that there are."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import typer
+import yaml
+import zstandard
+from synthetic_run import build_run
+from test_experts import demix, write_model
+from typer.main import get_command
+
+from demix.adapt import Adaptation
+from demix.audit import Audit
+from demix.cli import app
+from demix.config import load_config
+from demix.data.tokenizer import Tokenizer
+from demix.evaluate.results import Evaluation
+from demix.evaluate.score import Scoring, score
+from demix.files import read_json, settings_from, write_parquet
+from demix.model.checkpoint import expert_names
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+SAMPLE = yaml.safe_load((REPOSITORY / "config" / "sample.yaml").read_text())["domains"]
+TRAINING, NOVEL = tuple(SAMPLE["training"]), tuple(SAMPLE["novel"])
+# Stages that need a finished run of the sample: their flags and settings are checked instead.
+LONG = {"adapt": Adaptation, "adapt-dense": Adaptation, "evaluate": Evaluation, "audit": Audit}
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of each command in the ```bash blocks of a page."""
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words:
+                end = words.index("&&") if "&&" in words else len(words)
+                yield words[:end]
+                words = words[end + 1 :]
+
+
+EVERY = [(page, words) for page in DOCS for words in commands(page)]
+OURS = [words for page, words in EVERY if words[0] == "demix"]
+
+
+def known(words: list[str]) -> typer.core.TyperCommand:
+    """The command that `demix` words name; every option in them is one of its own."""
+    command, rest = get_command(app), words[1:]
+    while hasattr(command, "commands"):
+        assert rest[0] in command.commands, words
+        command, rest = command.commands[rest[0]], rest[1:]
+    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    asked = {word for word in rest if word.startswith("--")}
+    assert asked <= options, (words, asked - options)
+    required = {p.opts[-1] for p in command.params if p.required and p.opts[0].startswith("--")}
+    assert required <= asked, (words, required - asked)
+    return command
+
+
+@pytest.fixture(scope="module")
+def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like a clone with a finished run of the sample, but for models of a small size that know nothing."""
+    folder = tmp_path_factory.mktemp("docs")
+    for name in ("config", "resources", "profiles"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    run = folder / "results" / "sample"
+    build_run(run, training=TRAINING, novel=NOVEL, retrained=("licenses", "scripture"))
+    config = read_json(run / "config.json") | {"tracking": {"uri": "sqlite:///results/mlflow.db"}}
+    (run / "config.json").write_text(json.dumps(config))
+    shutil.copy(tokens / "tokenizer.json", run)
+    encoder = Tokenizer.load(run / "tokenizer.json")
+    shutil.rmtree(run / "models" / "demix")
+    write_model(run / "models" / "demix", TRAINING + NOVEL, encoder.sha256, encoder.vocab_size)
+    shutil.copytree(tokens / "tokens" / "fantasy", run / "tokens" / "wiki")
+    shards = [run / "tokens" / "wiki" / f"{split}.arrow" for split in ("dev", "test")]
+    score(run / "models" / "demix", TRAINING + NOVEL, shards, Scoring(5, 500, "fp32", 1), run / "scores" / "demix")
+    priors = [
+        {"model": "demix", "experts": "training", "weights": "history", "domain": "wiki", "kind": "novel",
+         "expert": expert, "prior": 1 / len(TRAINING)}
+        for expert in TRAINING
+    ]  # fmt: skip
+    write_parquet(pa.Table.from_pylist(priors), run / "evaluations" / "wiki.priors.parquet")
+    for name in ("my.txt", "unknown.txt"):
+        (folder / name).write_text("The committee shall examine the proposal before the end of the year. " * 20)
+    return folder
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_commands_run(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the page; what is long, or never ends, is held against `--help`."""
+    monkeypatch.chdir(place)
+    if page.name == "README.md":
+        shutil.copy(place / "config" / "sample.yaml", place / "mine.yaml")
+    if page.name == "own-data.md":
+        (place / "mine.yaml").write_text(own_config())
+        (place / "results" / "mine").symlink_to("sample")
+    for words in commands(page):
+        if words[0] == "cp" and not words[-1].startswith("config/"):
+            subprocess.run(words, check=True)
+        elif words[0] == "make":
+            subprocess.run(["make", "-n", *words[1:]], cwd=REPOSITORY, check=True, capture_output=True)
+        elif words[0] == "snakemake":
+            assert_known_by("snakemake", words)
+        elif words[0] != "demix":
+            assert words[0] in ("cp", "git", "cd", "source"), words
+        elif words[1] == "playground":
+            known(words)
+            assert "--port" in words or len(words) == 3
+            assert expert_names(Path(words[2]))
+        elif words[1] in LONG:
+            known(words)
+            settings_from(LONG[words[1]], words[words.index("--settings") + 1])
+        else:
+            known(words)
+            # What the page has the reader put there.
+            words = ["config/paper-125m.yaml" if word == "config/mine.yaml" else word for word in words]
+            done = demix(*words[1:])
+            assert done.exit_code == 0, (words, done.exception, done.output)
+            output = words[words.index("--output") + 1] if "--output" in words else "."
+            assert (place / output).exists(), words
+
+
+def assert_known_by(program: str, words: list[str]) -> None:
+    """Every option among `words` is in the help of `program`."""
+    path = Path(sys.executable).with_name(program)
+    told = subprocess.run([path, "--help"], capture_output=True, text=True, check=True).stdout
+    options = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", told))
+    assert {word for word in words if re.fullmatch(r"--?[a-zA-Z].*", word)} <= options, words
+
+
+def test_every_command_is_documented_and_no_other() -> None:
+    page = REPOSITORY / "docs" / "commands.md"
+    sections = re.findall(r"^### ([a-z-]+)\n\n(.*?)(?=^##|\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert {name for name, _ in sections} == set(get_command(app).commands)
+    assert len(sections) == len(set(get_command(app).commands))
+    for name, text in sections:
+        assert f"```bash\ndemix {name} " in text, f"{name} has no example"
+    used = {words[1] for words in OURS}
+    assert used == set(get_command(app).commands)
+
+
+def own_config() -> str:
+    text = (REPOSITORY / "docs" / "own-data.md").read_text()
+    return re.search(r"```yaml\n(.*?)```", text, re.DOTALL)[1]
+
+
+def test_own_data_takes_ten_lines(tmp_path: Path) -> None:
+    assert len(own_config().splitlines()) <= 10
+    (tmp_path / "mine.yaml").write_text(own_config())
+    config = load_config(tmp_path / "mine.yaml")
+    assert list(config["domains"]["training"]) == ["letters", "recipes", "diary"]
+    assert config["run"] == "mine"
+
+
+def in_a_clone(folder: Path) -> Path:
+    """`folder` as a clone in which nothing has run yet."""
+    for name in ("workflow", "resources", "profiles"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    shutil.copytree(REPOSITORY / "config", folder / "config")
+    shutil.copy(folder / "config" / "paper-125m.yaml", folder / "config" / "mine.yaml")
+    (folder / "mine.yaml").write_text(own_config())
+    return folder
+
+
+PLANNED = sorted({tuple(words) for _, words in EVERY if words[0] == "snakemake"})
+
+
+@pytest.mark.workflow
+@pytest.mark.parametrize("words", [w for w in PLANNED if not {"--report", "--unlock"} & {*w}], ids=" ".join)
+def test_snakemake_takes_these_arguments(words: tuple[str, ...], tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = [*words, *([] if "-n" in words else ["-n"]), "--quiet", "rules"]
+    done = subprocess.run(
+        command, cwd=in_a_clone(tmp_path), env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^total +[1-9]", done.stdout + done.stderr, re.MULTILINE), done.stdout + done.stderr
+
+
+@pytest.mark.workflow
+def test_own_data_is_run_and_a_text_gets_its_posterior(tmp_path: Path) -> None:
+    folder = in_a_clone(tmp_path)
+    texts = {}
+    for name, domain in (("letters", "novels"), ("recipes", "licenses"), ("diary", "scripture")):
+        texts[name] = " ".join(words_of(domain)[:9000])
+        (folder / "mine").mkdir(exist_ok=True)
+        (folder / "mine" / f"{name}.txt").write_text(texts[name])
+    config = (folder / "mine.yaml").read_text()
+    assert "tokens: 200000" in config
+    (folder / "mine.yaml").write_text(config.replace("tokens: 200000", "tokens: 46080"))
+    (folder / "unknown.txt").write_text(" ".join(words_of("scripture")[9000:10000]))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ran = [words for words in commands(REPOSITORY / "docs" / "own-data.md") if words[1] != "playground"]
+    assert [words[:2] for words in ran] == [["demix", "config"], ["snakemake", "--configfile"], ["demix", "eval"]]
+    ran[2] = [*ran[2], "--json"]
+    for words in ran:
+        done = subprocess.run(
+            words, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    posterior = {line["name"]: line["posterior"] for line in json.loads(done.stdout)["experts"]}
+    assert posterior.keys() == texts.keys()
+    assert sum(posterior.values()) == pytest.approx(1)
+    assert max(posterior, key=posterior.__getitem__) == "diary"
+
+
+def words_of(domain: str) -> list[str]:
+    """The words of a domain of the sample."""
+    with zstandard.open(REPOSITORY / "resources" / "sample" / f"{domain}.jsonl.zst", "rt", encoding="utf-8") as file:
+        return [word for line in file for word in json.loads(line)["text"].split()]
+
+
+def test_links_lead_somewhere() -> None:
+    for page in DOCS:
+        for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+            file, _, heading = link.partition("#")
+            if file.startswith("http"):
+                continue
+            target = page.parent / file if file else page
+            assert target.exists(), (page.name, link)
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if heading else []
+            assert not heading or heading in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def patterns() -> dict[str, re.Pattern[str]]:
+    """The paths of docs/outputs.md as patterns of paths below a run's folder."""
+    text = (REPOSITORY / "docs" / "outputs.md").read_text()
+    places = {"part": r"[0-9]{4}", "split": "(train|dev|test)", "rate": "[0-9.e+-]+", "model": "[a-z0-9_-]+"}
+    places |= {"format": "(html|md|tex|svg|png|json)"}
+    return {
+        path: re.compile(
+            "".join(
+                places.get(part[1:-1], "[a-z0-9_]+")
+                if part.startswith("<")
+                else ".+"
+                if part == "…"
+                else re.escape(part)
+                for part in re.split(r"(<[a-z]+>|…)", path)
+            )
+        )
+        for path in re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)
+    }
+
+
+# Gone when all is done, or made only where a config or an option asks for it.
+FLEETING = {"raw/<domain>/<part>.parquet", "checkpoints/<model>/…", "sbatch/…"}
+FLEETING |= {"sweep/<model>.json", "metrics/sweep/<model>/<rate>.jsonl"}
+
+
+def assert_documented(run: Path) -> None:
+    """Every file of a finished run has its line in docs/outputs.md, with its columns, and every line has its file."""
+    found = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
+    # A tiny run keeps its MLflow store by itself.
+    found = {path for path in found if not path.startswith(("mlflow.db", "mlartifacts/"))}
+    known = patterns()
+    unknown = {path for path in found if not any(pattern.fullmatch(path) for pattern in known.values())}
+    assert not unknown
+    absent = {path for path, pattern in known.items() if not any(pattern.fullmatch(name) for name in found)}
+    assert absent <= FLEETING, absent
+    text = (REPOSITORY / "docs" / "outputs.md").read_text()
+    lines = dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", text, re.MULTILINE))
+    for path, told in lines.items():
+        files = [run / name for name in sorted(found) if known[path].fullmatch(name)]
+        if path.endswith(".parquet") and files and "see `" not in told and "else as" not in told:
+            columns = {name.replace("perplexity_high", "_high") for name in pq.read_schema(files[0]).names}
+            assert columns <= set(re.findall(r"\w+", told)), (path, columns - set(re.findall(r"\w+", told)))
+        elif path.endswith(".arrow") and files:
+            assert set(pa.ipc.open_file(str(files[0])).schema.names) <= set(re.findall(r"\w+", told)), path
