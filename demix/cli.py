@@ -387,6 +387,19 @@ def report(
 
 
 @app.command()
+def card(
+    run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")],
+    output: Annotated[Path, typer.Option(help="Folder for the cards, <model>.md.")],
+) -> None:
+    """Write the model card of every model of a run: data, licences, training, lineage, results, limits."""
+    from demix.files import write_text
+    from demix.report.card import model_card
+
+    for path in sorted((run / "models").glob("*/model.json")):
+        write_text(output / f"{path.parent.name}.md", model_card(run, path.parent.name))
+
+
+@app.command()
 def track(
     run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")],
     settings: Settings,

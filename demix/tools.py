@@ -172,10 +172,14 @@ def export(
 ) -> None:
     """Export one expert as a model of its own that other software loads."""
     from demix.model.export import export_hf
+    from demix.report.card import model_card
 
     if format != "hf":
         raise DemixError(f"--format {format}", "is not known", "use hf")
-    export_hf(model, expert, tokenizer, output)
+    place = model.resolve()
+    run = place.parent.parent
+    of_run = place.parent.name == "models" and (run / "config.json").is_file() and (run / "results.parquet").is_file()
+    export_hf(model, expert, tokenizer, output, model_card(run, place.name) if of_run else None)
 
 
 Tokens = Annotated[Path | None, typer.Option("--tokenizer", help="By default that of the model's run.")]
