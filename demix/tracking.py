@@ -8,7 +8,9 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import re
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +25,7 @@ from demix.files import read_json, sha256_file
 from demix.report.results import comparable, novel_domains, read_metrics, read_results, training_domains
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
+    from mlflow.entities import DatasetInput, Run
     from mlflow.tracking import MlflowClient
 
 log = logging.getLogger(__name__)
@@ -36,23 +38,32 @@ NETWORK_FILE_SYSTEMS = {
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "beegfs_nodev", "cifs", "smb3", "smbfs", "afs", "ceph", "fuse.ceph",
     "glusterfs", "fuse.glusterfs", "fuse.sshfs", "panfs", "orangefs", "wekafs", "9p",
 }  # fmt: skip
+TABLES = (
+    *("config.json", "results.parquet", "priors.parquet"),
+    *("differences.parquet", "posteriors.parquet", "audit.parquet"),
+)
 RUN, KEY, HASH = "demix.run", "demix.key", "demix.sha256"
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one MLflow run is to hold: `metrics` as (key, value, step), `artifacts` as (file, folder to put it in)."""
+    """What one MLflow run is to hold: `metrics` as (key, value, step), `artifacts` as (file, folder to put it in).
+
+    `datasets` are the corpus cards of what it read, by domain.
+    """
 
     key: str
     kind: str
     params: dict[str, str] = field(default_factory=dict)
     metrics: tuple[tuple[str, float, int], ...] = ()
     artifacts: tuple[tuple[Path, str], ...] = ()
+    datasets: dict[str, Path] = field(default_factory=dict)
 
     def sha256(self) -> str:
         """The hash of all that the run is to hold, its artifacts' bytes included."""
         files = [(folder, path.name, sha256_file(path)) for path, folder in self.artifacts]
-        content = json.dumps([self.key, self.kind, self.params, self.metrics, files], sort_keys=True)
+        data = {domain: sha256_file(path) for domain, path in self.datasets.items()}
+        content = json.dumps([self.key, self.kind, self.params, self.metrics, files, data], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -162,7 +173,7 @@ def _send(
                 client.set_tag(run_id, "mlflow.parentRunId", parent_id)
         else:
             counts["replaced" if record.key in outdated else "new"] += 1
-            tags = {RUN: run, KEY: record.key, "demix.kind": record.kind, **parent_tag}
+            tags = {RUN: run, KEY: record.key, "demix.kind": record.kind, **_origin(), **parent_tag}
             run_id = _write(client, experiment_id, record, tags, digest=wanted[record.key], time=time)
         if record is parent:
             parent_id = run_id
@@ -193,14 +204,38 @@ def _write(
         client.log_batch(run_id, metrics=metrics[start : start + METRICS_PER_BATCH])
     for path, folder in record.artifacts:
         client.log_artifact(run_id, str(path), folder or None)
+    if record.datasets:
+        client.log_inputs(run_id, [_dataset(domain, path) for domain, path in record.datasets.items()])
     client.set_tag(run_id, HASH, digest)
     client.set_terminated(run_id, "FINISHED", end_time=time)
     return run_id
 
 
+def _dataset(domain: str, card: Path) -> "DatasetInput":
+    """A domain's corpus, known by its card: MLflow gets where it lies and the counts, never the text."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    source = json.dumps({"uri": card.parent.resolve().as_uri()})
+    profile = json.dumps(read_json(card), sort_keys=True)
+    dataset = Dataset(domain, sha256_file(card)[:32], "local", source, profile=profile)
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])
+
+
+def _origin() -> dict[str, str]:
+    """Tags of the code and the software that send the run: no part of its hash, so a new commit replaces nothing."""
+    from importlib.metadata import version
+
+    tags = {f"demix.environment.{name}": version(name) for name in ("torch", "numpy", "pyarrow", "snakemake", "mlflow")}
+    here = Path(__file__).parent
+    asked = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    if asked.returncode == 0:
+        tags["mlflow.source.git.commit"] = asked.stdout.strip()
+    return tags | {"demix.environment.python": platform.python_version()}
+
+
 def _pipeline(run_dir: Path, config: dict[str, Any]) -> Record:
     """The parent: the whole config, and what people look at first."""
-    files = [(run_dir / name, "") for name in ("config.json", "results.parquet", "priors.parquet")]
+    files = [(run_dir / name, "") for name in TABLES]
     report = run_dir / "report"
     cards = [run_dir / "corpus" / name / "card.json" for kind in config["domains"].values() for name in kind]
     files += [(path, path.parent.relative_to(run_dir).as_posix()) for path in report.rglob("*") if path.is_file()]
@@ -236,9 +271,18 @@ def _trainings(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
         if name.startswith("demix-dapt-"):
             card = run_dir / "models" / "demix" / "experts" / f"{name.removeprefix('demix-dapt-')}.json"
         if card.is_file():
-            settings["model"] = read_json(card)
+            settings["model"] = read_json(card) | {"path": str(card.parent.relative_to(run_dir))}
         kind = "adaptation" if adapted else "training"
-        yield Record(f"{kind}/{name}", kind, flatten(settings), metrics, ((path, ""),))
+        if card.is_file() and card.name == "model.json":
+            lineage = {file.stem: read_json(file) for file in sorted((card.parent / "experts").glob("*.json"))}
+            # Those added later have a record of their own.
+            own = {name: one for name, one in lineage.items() if "adaptation" not in one}
+            settings["experts"] = {name: one["sha256"] for name, one in own.items() if "sha256" in one}
+        domains = [*config["domains"]["training"], *config["domains"]["novel"]]
+        read = (settings.get("model") or {}).get("data_sha256") or {}
+        corpora = {domain: run_dir / "corpus" / domain / "card.json" for domain in domains if domain in read}
+        datasets = {domain: file for domain, file in corpora.items() if file.is_file()}
+        yield Record(f"{kind}/{name}", kind, flatten(settings), metrics, ((path, ""),), datasets)
 
 
 def _evaluations(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
