@@ -1,6 +1,7 @@
 """The commands for people, beside those of the stages."""
 
 import logging
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,7 +71,9 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     Console().print(main_table(read_results(run / "results.parquet"), run_config))
     print(f"Tables, figures, claims: {run / 'report'} (start with claims.html)")
     print(f"One page with all of it: snakemake --configfile {run / 'config.json'} --report report.html")
-    print(f"Runs and curves: mlflow ui --backend-store-uri {run_config['tracking']['uri']}")
+    uri = run_config["tracking"]["uri"]
+    show = "make ui" if uri == "sqlite:///results/mlflow.db" else f"make ui URI={shlex.quote(uri)}"
+    print(f"Runs and curves: {uri if uri.startswith('http') else show}")
 
 
 @app.command("eval")

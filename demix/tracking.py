@@ -53,8 +53,8 @@ TABLES = (
     *("differences.parquet", "posteriors.parquet", "audit.parquet"),
 )
 RESULT_COLUMNS = (
-    *("domain", "kind", "split", "method", "weights", "expert", "top_k", "oracle"),
-    *("perplexity", "perplexity_low", "perplexity_high", "bits_per_byte", "documents", "tokens"),
+    *("domain", "method", "weights", "expert", "top_k", "perplexity", "perplexity_low", "perplexity_high"),
+    *("bits_per_byte", "documents", "tokens", "kind", "split", "oracle"),
 )
 RUN, KEY, HASH = "demix.run", "demix.key", "demix.sha256"
 
@@ -131,6 +131,7 @@ def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "1"
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
     if uri.startswith(SQLITE):
         folder = _sqlite_folder(uri)
         if (kind := file_system(folder)) in NETWORK_FILE_SYSTEMS:
@@ -174,7 +175,8 @@ def _experiment(client: "MlflowClient", uri: str, name: str, results: Path) -> s
     if re.split(r"[:+]", uri)[0] in DATABASES:
         folder = _sqlite_folder(uri) if uri.startswith(SQLITE) else results
         location = f"{(folder / 'mlartifacts').as_uri()}/{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    return client.create_experiment(name, artifact_location=location)
+    # Else the page opens on what MLflow has for agents.
+    return client.create_experiment(name, location, {"mlflow.experimentKind": "custom_model_development"})
 
 
 def _send(

@@ -197,6 +197,8 @@ def test_bad_input_is_one_line(uri: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(DemixError, match=r"127\.0\.0\.1"):
         track(run.path, run.config, "http://127.0.0.1:9", "bad")
+    with pytest.raises(DemixError, match="needs the Python package MySQLdb; pip install mysqlclient"):
+        track(run.path, run.config, "mysql://nobody@127.0.0.1/demix", "bad")
 
 
 def test_flatten() -> None:
