@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 URI := sqlite:///results/mlflow.db
 PORT := 5000
+# Where files go that a run sends to this server.
+ARTIFACTS := results/mlartifacts
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := true
@@ -34,8 +36,9 @@ lint: $(VENV)/installed
 # What `tracking.uri` names, where that is a database: make ui URI=postgresql://me@host/demix
 ui: $(VENV)/installed
 	@mkdir -p results
+	@echo "MLflow starts at http://127.0.0.1:$(PORT): choose Model training at the top left, then the experiment"
 	mlflow server --host 127.0.0.1 --port $(PORT) --workers 1 --backend-store-uri '$(URI)' \
-		--artifacts-destination results/mlartifacts \
+		--artifacts-destination '$(ARTIFACTS)' \
 		--allowed-hosts '127.0.0.1:$(PORT),localhost:$(PORT)' --cors-allowed-origins 'http://127.0.0.1:$(PORT)'
 
 $(VENV)/installed: pyproject.toml

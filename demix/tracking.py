@@ -175,8 +175,7 @@ def _experiment(client: "MlflowClient", uri: str, name: str, results: Path) -> s
     if re.split(r"[:+]", uri)[0] in DATABASES:
         folder = _sqlite_folder(uri) if uri.startswith(SQLITE) else results
         location = f"{(folder / 'mlartifacts').as_uri()}/{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    # Else the page opens on what MLflow has for agents.
-    return client.create_experiment(name, location, {"mlflow.experimentKind": "custom_model_development"})
+    return client.create_experiment(name, artifact_location=location)
 
 
 def _send(

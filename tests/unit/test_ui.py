@@ -45,7 +45,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # All is installed, or this test would not run.
-    command = ("make", "-o", ".venv/installed", "ui", f"URI={uri}", f"PORT={port}")
+    command = ("make", "-o", ".venv/installed", "ui", f"URI={uri}", f"PORT={port}", f"ARTIFACTS={folder}/sent")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with open(folder / "log", "w") as log:
         server = subprocess.Popen(
