@@ -1,9 +1,15 @@
 # `make demo`: the whole system on the sample. `make test`: everything that this machine can test.
 PYTHON ?= python3
 VENV := .venv
+URI := sqlite:///results/mlflow.db
+PORT := 5000
+# Where files go that a run sends to this server.
+ARTIFACTS := results/mlartifacts
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export MLFLOW_DISABLE_TELEMETRY := true
-export DO_NOT_TRACK := 1
+export DO_NOT_TRACK := true
+# MLflow's queue of jobs on models, of which there are none here.
+export MLFLOW_SERVER_ENABLE_JOB_EXECUTION := false
 export HF_HUB_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -27,8 +33,13 @@ lint: $(VENV)/installed
 	snakefmt --check workflow 2> /dev/null || (snakefmt --check workflow; exit 1)
 	snakemake --lint 2> /dev/null || (snakemake --lint; exit 1)
 
+# What `tracking.uri` names, where that is a database: make ui URI=postgresql://me@host/demix
 ui: $(VENV)/installed
-	mlflow ui --host 127.0.0.1 --backend-store-uri sqlite:///results/mlflow.db
+	@mkdir -p results
+	@echo "MLflow starts at http://127.0.0.1:$(PORT): choose Model training at the top left, then the experiment"
+	mlflow server --host 127.0.0.1 --port $(PORT) --workers 1 --backend-store-uri '$(URI)' \
+		--artifacts-destination '$(ARTIFACTS)' \
+		--allowed-hosts '127.0.0.1:$(PORT),localhost:$(PORT)' --cors-allowed-origins 'http://127.0.0.1:$(PORT)'
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "demix needs Python 3.11 to 3.13: make PYTHON=python3.11 demo")'

@@ -394,6 +394,20 @@ def report(
 
 
 @app.command()
+def card(
+    run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")],
+    output: Annotated[Path, typer.Option(help="Folder for the cards, <model>.md.")],
+    models: Annotated[list[str] | None, typer.Argument(help="By default every model of the run.")] = None,
+) -> None:
+    """Write the cards of a run's models: data, licences, training, lineage, results, limits."""
+    from demix.files import write_text
+    from demix.report.card import model_card
+
+    for model in models or sorted(path.parent.name for path in (run / "models").glob("*/model.json")):
+        write_text(output / f"{model}.md", model_card(run, model))
+
+
+@app.command()
 def track(
     run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")],
     settings: Settings,

@@ -176,6 +176,11 @@ def further_seeds(config: dict) -> list[int]:
     return [seed for seed in config.get("seeds", ()) if seed != config["seed"]]
 
 
+def kind_of(model: str) -> str:
+    """The kind of a trained model, whatever its seed and whatever domain it was trained without."""
+    return "demix" if model.startswith("without-") else model.partition("-seed")[0]
+
+
 def trained_models(config: dict) -> list[str]:
     """The models that a run of a completed config trains from scratch."""
     without = [f"without-{removed}" for removed in config["removal"]["retrain_without"]]

@@ -1,6 +1,7 @@
 """The commands for people, beside those of the stages."""
 
 import logging
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,7 +71,9 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     Console().print(main_table(read_results(run / "results.parquet"), run_config))
     print(f"Tables, figures, claims: {run / 'report'} (start with claims.html)")
     print(f"One page with all of it: snakemake --configfile {run / 'config.json'} --report report.html")
-    print(f"Runs and curves: mlflow ui --backend-store-uri {run_config['tracking']['uri']}")
+    uri = run_config["tracking"]["uri"]
+    show = "make ui" if uri == "sqlite:///results/mlflow.db" else f"make ui URI={shlex.quote(uri)}"
+    print(f"Runs and curves: {uri if uri.startswith('http') else show}")
 
 
 @app.command("eval")
@@ -172,10 +175,14 @@ def export(
 ) -> None:
     """Export one expert as a model of its own that other software loads."""
     from demix.model.export import export_hf
+    from demix.report.card import model_card
 
     if format != "hf":
         raise DemixError(f"--format {format}", "is not known", "use hf")
-    export_hf(model, expert, tokenizer, output)
+    place = model.resolve()
+    run = place.parent.parent
+    of_run = place.parent.name == "models" and (run / "config.json").is_file() and (run / "results.parquet").is_file()
+    export_hf(model, expert, tokenizer, output, model_card(run, place.name) if of_run else None)
 
 
 Tokens = Annotated[Path | None, typer.Option("--tokenizer", help="By default that of the model's run.")]

@@ -8,22 +8,28 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import psutil
 
-from demix.config import adaptations, trained_models
+from demix.config import adaptations, kind_of, trained_models
 from demix.errors import DemixError
-from demix.files import read_json, sha256_file
-from demix.report.results import comparable, novel_domains, read_metrics, read_results, training_domains
+from demix.files import exclusive, read_json, sha256_file
+from demix.report.results import novel_domains, read_metrics, read_results, training_domains
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
+    from mlflow.entities import DatasetInput, Run
     from mlflow.tracking import MlflowClient
 
 log = logging.getLogger(__name__)
@@ -31,28 +37,49 @@ log = logging.getLogger(__name__)
 METRICS_PER_BATCH, PARAMS_PER_BATCH = 1000, 100
 PARAM_KEY_LENGTH, PARAM_VALUE_LENGTH = 250, 6000
 SQLITE = "sqlite:///"
+# Stores that take rows alone, so that files have to go elsewhere. A server keeps both.
+DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+# How long another run that sends its own may keep a SQLite file.
+PATIENCE_SECONDS = 900.0
+# Of modules that go by another name on PyPI.
+DRIVERS = {"psycopg2": "psycopg2-binary", "psycopg": "'psycopg[binary]'", "MySQLdb": "mysqlclient"}
 # Where locks of files are unreliable or slow.
 NETWORK_FILE_SYSTEMS = {
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "beegfs_nodev", "cifs", "smb3", "smbfs", "afs", "ceph", "fuse.ceph",
     "glusterfs", "fuse.glusterfs", "fuse.sshfs", "panfs", "orangefs", "wekafs", "9p",
 }  # fmt: skip
+TABLES = (
+    *("config.json", "results.parquet", "priors.parquet"),
+    *("differences.parquet", "posteriors.parquet", "audit.parquet"),
+)
+RESULT_COLUMNS = (
+    *("domain", "method", "weights", "expert", "top_k", "perplexity", "perplexity_low", "perplexity_high"),
+    *("bits_per_byte", "documents", "tokens", "kind", "split", "oracle"),
+)
 RUN, KEY, HASH = "demix.run", "demix.key", "demix.sha256"
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one MLflow run is to hold: `metrics` as (key, value, step), `artifacts` as (file, folder to put it in)."""
+    """What one MLflow run is to hold: `metrics` as (key, value, step), `artifacts` as (file, folder to put it in).
+
+    `datasets` are the corpus cards of what it read, by domain; `table` is shown as results.json.
+    """
 
     key: str
     kind: str
     params: dict[str, str] = field(default_factory=dict)
     metrics: tuple[tuple[str, float, int], ...] = ()
     artifacts: tuple[tuple[Path, str], ...] = ()
+    datasets: dict[str, Path] = field(default_factory=dict)
+    table: pd.DataFrame | None = None
 
     def sha256(self) -> str:
         """The hash of all that the run is to hold, its artifacts' bytes included."""
         files = [(folder, path.name, sha256_file(path)) for path, folder in self.artifacts]
-        content = json.dumps([self.key, self.kind, self.params, self.metrics, files], sort_keys=True)
+        data = {domain: sha256_file(path) for domain, path in self.datasets.items()}
+        table = None if self.table is None else self.table.to_json(orient="split", double_precision=15)
+        content = json.dumps([self.key, self.kind, self.params, self.metrics, files, data, table], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -62,7 +89,8 @@ def track(run_dir: str | Path, config: dict[str, Any], uri: str, experiment: str
     One parent run a pipeline run (tag demix.run), nested runs for each model's training, each adaptation and each
     evaluation (a model with a set of experts). Runs whose content is unchanged are left alone, changed ones are
     deleted and made anew, and those whose files are gone are deleted. A SQLite `uri` keeps its artifacts in
-    `mlartifacts/` beside the database, and one writer at a time must use it.
+    `mlartifacts/` beside the database, and one process at a time writes to it; another database has them in
+    `mlartifacts/` beside `run_dir`, a server where it likes.
 
     Deleted runs stay in MLflow's bin until `mlflow gc`. Times shown are those of `results.parquet`.
 
@@ -72,18 +100,28 @@ def track(run_dir: str | Path, config: dict[str, Any], uri: str, experiment: str
     results = run_dir / "results.parquet"
     nested = [*_trainings(run_dir, config), *_evaluations(run_dir, config)]
     time = int(results.stat().st_mtime * 1000)
-    client, store_errors = _client(uri)
-    try:
-        experiment_id = _experiment(client, uri, experiment)
-        counts = _send(client, experiment_id, str(config["run"]), _pipeline(run_dir, config), nested, time=time)
-    except store_errors as error:
-        cause = str(error).strip().split("\n")[0]
-        cure = "check tracking.uri and that the server is up, then rerun"
-        raise DemixError(uri, f"does not take the runs ({cause})", cure) from error
+    parent = _pipeline(run_dir, config)
+    with _alone(uri):
+        client, store_errors = _client(uri)
+        try:
+            experiment_id = _experiment(client, uri, experiment, run_dir.resolve().parent)
+            counts = _send(client, experiment_id, str(config["run"]), parent, nested, time=time)
+        except store_errors as error:
+            cause = str(error).strip().split("\n")[0]
+            cure = "check tracking.uri and that the server is up, then rerun"
+            raise DemixError(uri, f"does not take the runs ({cause})", cure) from error
     told = ", ".join(f"{count} {name}" for name, count in counts.items())
     summary = f"mlflow: {1 + len(nested)} runs in experiment {experiment} at {uri}: {told}"
     print(summary)
     return summary
+
+
+def _alone(uri: str) -> AbstractContextManager[None]:
+    """Wait for other processes that write to a SQLite `uri`; databases and servers see to that themselves."""
+    if not uri.startswith(SQLITE):
+        return nullcontext()
+    name = Path(uri.removeprefix(SQLITE).partition("?")[0]).name
+    return exclusive(_sqlite_folder(uri) / f".{name}.lock", f"writes to {name}", PATIENCE_SECONDS)
 
 
 def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
@@ -93,9 +131,9 @@ def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "1"
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
     if uri.startswith(SQLITE):
         folder = _sqlite_folder(uri)
-        folder.mkdir(parents=True, exist_ok=True)
         if (kind := file_system(folder)) in NETWORK_FILE_SYSTEMS:
             log.warning(
                 "%s: SQLite on a network file system (%s) may be damaged by a second writer; put tracking.uri on a"
@@ -111,6 +149,9 @@ def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
     except errors as error:
         cause = str(error).strip().split("\n")[0]
         raise DemixError(uri, f"cannot be opened ({cause})", "check tracking.uri in the config") from error
+    except ModuleNotFoundError as error:
+        cure = f"pip install {DRIVERS.get(error.name or '', error.name)}"
+        raise DemixError(uri, f"needs the Python package {error.name}", cure) from error
 
 
 def file_system(folder: Path) -> str:
@@ -123,7 +164,7 @@ def _sqlite_folder(uri: str) -> Path:
     return Path(uri.removeprefix(SQLITE).partition("?")[0]).resolve().parent
 
 
-def _experiment(client: "MlflowClient", uri: str, name: str) -> str:
+def _experiment(client: "MlflowClient", uri: str, name: str, results: Path) -> str:
     found = client.get_experiment_by_name(name)
     if found is not None:
         if found.lifecycle_stage == "deleted":
@@ -131,8 +172,9 @@ def _experiment(client: "MlflowClient", uri: str, name: str) -> str:
             raise DemixError("tracking.experiment", f"{name} was deleted in {uri}", cure)
         return found.experiment_id
     location = None
-    if uri.startswith(SQLITE):
-        location = f"{(_sqlite_folder(uri) / 'mlartifacts').as_uri()}/{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    if re.split(r"[:+]", uri)[0] in DATABASES:
+        folder = _sqlite_folder(uri) if uri.startswith(SQLITE) else results
+        location = f"{(folder / 'mlartifacts').as_uri()}/{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     return client.create_experiment(name, artifact_location=location)
 
 
@@ -162,7 +204,7 @@ def _send(
                 client.set_tag(run_id, "mlflow.parentRunId", parent_id)
         else:
             counts["replaced" if record.key in outdated else "new"] += 1
-            tags = {RUN: run, KEY: record.key, "demix.kind": record.kind, **parent_tag}
+            tags = {RUN: run, KEY: record.key, "demix.kind": record.kind, **_origin(), **parent_tag}
             run_id = _write(client, experiment_id, record, tags, digest=wanted[record.key], time=time)
         if record is parent:
             parent_id = run_id
@@ -193,14 +235,61 @@ def _write(
         client.log_batch(run_id, metrics=metrics[start : start + METRICS_PER_BATCH])
     for path, folder in record.artifacts:
         client.log_artifact(run_id, str(path), folder or None)
+    if record.table is not None:
+        # MLflow looks at text of pandas' own type with a warning.
+        texts = dict.fromkeys(record.table.select_dtypes("str"), object)
+        client.log_table(run_id, record.table.astype(texts), "results.json")
+    if record.kind == "pipeline":
+        client.log_text(run_id, _packages(), "environment.txt")
+    if record.datasets:
+        client.log_inputs(run_id, [_dataset(domain, path) for domain, path in record.datasets.items()])
     client.set_tag(run_id, HASH, digest)
     client.set_terminated(run_id, "FINISHED", end_time=time)
     return run_id
 
 
+def _dataset(domain: str, card: Path) -> "DatasetInput":
+    """A domain's corpus, known by its card: MLflow gets where it lies and the counts, never the text."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    source = json.dumps({"uri": card.parent.resolve().as_uri()})
+    profile = json.dumps(read_json(card), sort_keys=True)
+    dataset = Dataset(domain, sha256_file(card)[:32], "local", source, profile=profile)
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])
+
+
+@cache
+def _origin() -> dict[str, str]:
+    """Tags of the code and the software that send the run: no part of its hash, so a new commit replaces nothing."""
+    tags = {f"demix.environment.{name}": version(name) for name in ("torch", "numpy", "pyarrow", "snakemake", "mlflow")}
+    tags |= {"demix.environment.python": platform.python_version(), "demix.environment.platform": platform.platform()}
+    tags |= {"mlflow.source.name": "demix track", "mlflow.source.type": "LOCAL"}
+    # An installed demix may lie below the repository of something else.
+    if _git("ls-files", "--error-unmatch", __file__) is not None:
+        tags["mlflow.source.git.commit"] = _git("rev-parse", "HEAD") or "none"
+        tags["mlflow.source.git.dirty"] = str(bool(_git("status", "--porcelain", "--untracked-files=no"))).lower()
+    return tags
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of the code's own repository; None where it fails or there is no git."""
+    if (git := shutil.which("git")) is None:
+        return None
+    command = [git, "-C", str(Path(__file__).parent), *arguments]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    return asked.stdout.strip() if asked.returncode == 0 else None
+
+
+@cache
+def _packages() -> str:
+    """All installed packages, as `pip install -r` takes them."""
+    found = {f"{package.name}=={package.version}" for package in distributions()}
+    return "".join(f"{line}\n" for line in sorted(found, key=str.lower))
+
+
 def _pipeline(run_dir: Path, config: dict[str, Any]) -> Record:
     """The parent: the whole config, and what people look at first."""
-    files = [(run_dir / name, "") for name in ("config.json", "results.parquet", "priors.parquet")]
+    files = [(run_dir / name, "") for name in TABLES]
     report = run_dir / "report"
     cards = [run_dir / "corpus" / name / "card.json" for kind in config["domains"].values() for name in kind]
     files += [(path, path.parent.relative_to(run_dir).as_posix()) for path in report.rglob("*") if path.is_file()]
@@ -211,39 +300,76 @@ def _pipeline(run_dir: Path, config: dict[str, Any]) -> Record:
 
 def _trainings(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
     """One record a metrics file: a model trained from scratch, or an adaptation."""
-    for name in sorted([*trained_models(config), *adaptations(config)]):
-        path = run_dir / "metrics" / f"{name}.jsonl"
-        if not path.is_file():
-            continue
-        lines = list(read_metrics(path))
-        metrics = tuple(
-            (_key(key), float(value), int(line.get("step", 0)))
-            for line in lines
-            for key, value in line.items()
-            if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
-        )
-        adapted = "-dapt-" in name
-        parts = ("adaptation",) if adapted else ("architecture", "tokenizer", "training", "models")
-        settings = {part: config.get(part) or {} for part in parts}
-        if "models" in settings:
-            settings["models"] = {name: settings["models"].get(name) or {}}
-        chosen = run_dir / "sweep" / f"{name}.json"
-        # The file of a sweep that the config no longer has says nothing of this run.
-        swept = {**config["training"], **((config.get("models") or {}).get(name) or {})}.get("sweep")
-        if swept and chosen.is_file():
-            settings["sweep"] = read_json(chosen)
-        card = run_dir / "models" / name / "model.json"
-        if name.startswith("demix-dapt-"):
-            card = run_dir / "models" / "demix" / "experts" / f"{name.removeprefix('demix-dapt-')}.json"
-        if card.is_file():
-            settings["model"] = read_json(card)
-        kind = "adaptation" if adapted else "training"
-        yield Record(f"{kind}/{name}", kind, flatten(settings), metrics, ((path, ""),))
+    for name in trained_models(config):
+        if (run_dir / "metrics" / f"{name}.jsonl").is_file():
+            yield _training(run_dir, config, name)
+    for name in adaptations(config):
+        if (run_dir / "metrics" / f"{name}.jsonl").is_file():
+            yield _adaptation(run_dir, config, name)
+
+
+def _training(run_dir: Path, config: dict[str, Any], name: str) -> Record:
+    kind, directory = kind_of(name), run_dir / "models" / name
+    overrides = (config.get("models") or {}).get(kind) or {}
+    settings = {part: config.get(part) or {} for part in ("architecture", "tokenizer", "training")}
+    settings["models"] = {kind: overrides}
+    chosen = run_dir / "sweep" / f"{kind}.json"
+    # The file of a sweep that the config no longer has says nothing of this run.
+    if {**config["training"], **overrides}.get("sweep") and chosen.is_file():
+        settings["sweep"] = read_json(chosen)
+    files = [directory / "model.json", *sorted((directory / "experts").glob("*.json"))]
+    # Experts added later have a run of their own.
+    files = [file for file in files if file.is_file() and "adaptation" not in read_json(file)]
+    return _learned(run_dir, config, f"training/{name}", settings, files)
+
+
+def _adaptation(run_dir: Path, config: dict[str, Any], name: str) -> Record:
+    file = run_dir / "models" / name / "model.json"
+    if name.startswith("demix-dapt-"):
+        file = run_dir / "models" / "demix" / "experts" / f"{name.removeprefix('demix-dapt-')}.json"
+    files = [file] if file.is_file() else []
+    return _learned(run_dir, config, f"adaptation/{name}", {"adaptation": config.get("adaptation") or {}}, files)
+
+
+def _learned(
+    run_dir: Path, config: dict[str, Any], key: str, settings: dict[str, Any], described: list[Path]
+) -> Record:
+    """The record of what left `metrics/<name>.jsonl` and the weights that the files `described` tell of.
+
+    The weights stay where they are: the record names their folder, and has the files with their hashes.
+    """
+    kind, name = key.split("/")
+    metrics = run_dir / "metrics" / f"{name}.jsonl"
+    points = tuple(
+        (_key(key), float(value), int(line.get("step", 0)))
+        for line in read_metrics(metrics)
+        for key, value in line.items()
+        if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    )
+    corpora = {}
+    if described:
+        first, *_ = described
+        model = read_json(first)
+        settings = settings | {"model": model | {"uri": first.parent.resolve().as_uri()}}
+        read = model.get("data_sha256") or {}
+        domains = [name for name in (*training_domains(config), *novel_domains(config)) if name in read]
+        corpora = {name: run_dir / "corpus" / name / "card.json" for name in domains}
+    card = run_dir / "report" / "cards" / f"{name}.md"
+    files = [(metrics, ""), (card, "")]
+    files += [(file, "model" if file.name == "model.json" else "model/experts") for file in described]
+    return Record(
+        key,
+        kind,
+        flatten(settings),
+        points,
+        tuple((path, folder) for path, folder in files if path.is_file()),
+        {name: path for name, path in corpora.items() if path.is_file()},
+    )
 
 
 def _evaluations(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
     """One record a model and set of experts: its perplexities, and their means over all domains of a kind."""
-    results = comparable(read_results(run_dir / "results.parquet")).query("variant == ''")
+    results = read_results(run_dir / "results.parquet").query("variant == ''")
     names = {"training": training_domains(config), "novel": novel_domains(config)}
     for (model, experts, seed), rows in results.groupby(["model", "experts", "seed"], sort=True):
         # As the folders of models trained with a further seed.
@@ -262,7 +388,9 @@ def _evaluations(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
                     metrics.append((_key(f"{prefix}/mean_{kind}"), float(values[domains].mean()), 0))
         settings = {"evaluation": config.get("evaluation") or {}, "model": model, "experts": experts}
         settings["n_experts"] = int(rows["n_experts"].iloc[0])
-        yield Record(f"evaluation/{model}/{experts}", "evaluation", flatten(settings), tuple(sorted(metrics)))
+        table = rows[list(RESULT_COLUMNS)].sort_values([*by, "domain"], ignore_index=True)
+        key = f"evaluation/{model}/{experts}"
+        yield Record(key, "evaluation", flatten(settings), tuple(sorted(metrics)), table=table)
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, str]:

@@ -12,8 +12,10 @@ from demix.files import refuse_used, replacing, write_json
 from demix.model.checkpoint import describe, load_model, refuse_other_tokenizer
 
 
-def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path) -> None:
+def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path, card: str | None = None) -> None:
     """Write one expert of a model as a Hugging Face GPT-2 directory, with the tokenizer.
+
+    README.md is `card`, the card of the whole model, below what this folder holds of it.
 
     The architecture is GPT-2's with the exact GELU; `GPT2LMHeadModel` gives the same log-probabilities. Raises
     DemixError for a domain-token model, whose first input GPT-2 does not have, for another tokenizer,
@@ -84,7 +86,17 @@ def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path) -> No
         write_json(temporary / "tokenizer_config.json", tokenizer_config)
         shutil.copyfile(tokenizer, temporary / "tokenizer.json")
         origin = {"expert": expert} | {key: description[key] for key in ("kind", "tokens", "steps")}
-        (temporary / "README.md").write_text(
-            f"# {directory.name}: expert {expert}\n\nOne expert of a DEMix language model, exported as GPT-2.\n\n"
+        said = (
+            f"# {directory.resolve().name}: expert {expert}\n\n"
+            "One expert of a DEMix language model, exported as GPT-2.\n\n"
             f"```json\n{json.dumps(origin, indent=2)}\n```\n"
         )
+        (temporary / "README.md").write_text(_with_card(said, card), encoding="utf-8")
+
+
+def _with_card(said: str, card: str | None) -> str:
+    """`said` above `card`, whose front matter has to stay first."""
+    if card is None:
+        return said
+    front, body = card.removeprefix("---\n").split("\n---\n", 1)
+    return f"---\n{front}\n---\n\n{said}\n{body.lstrip()}"

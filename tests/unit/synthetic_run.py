@@ -270,9 +270,11 @@ def _write_cards(path: Path, training: tuple[str, ...], novel: tuple[str, ...], 
         write_json(path / "corpus" / name / "card.json", {"documents": {"train": 10, "dev": 2, "test": 2}})
     models = ["demix", "dense", "dense_unbalanced", "domain_token", *(f"without-{name}" for name in retrained)]
     for model in [*models, *(f"dense-dapt-{name}" for name in novel)]:
-        write_json(
-            path / "models" / model / "model.json", {"architecture": {"layers": 3, "width": 128}, "parameters": 123}
-        )
+        # Those of other models are left out, as are most of what a model.json holds.
+        read = {"data_sha256": dict.fromkeys(training, "1" * 64)} if model == "demix" else {}
+        architecture = {"layers": 3, "width": 128}
+        write_json(path / "models" / model / "model.json", {"architecture": architecture, "parameters": 123, **read})
     for name in (*training, *novel):
         card = {"sha256": "0" * 64, "parent": parent_of(name, training, novel) if name in novel else None, "steps": 50}
+        card |= {"adaptation": {"tokens": 10240}} if name in novel else {}
         write_json(path / "models" / "demix" / "experts" / f"{name}.json", card)

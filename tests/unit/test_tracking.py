@@ -1,14 +1,18 @@
 """Tracking writes to a real MLflow store in SQLite, and is read back through MLflow's own client."""
 
 import json
+import shutil
+import subprocess
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 
+import pandas as pd
 import pytest
-from synthetic_run import NOVEL, Run, build_run
+from synthetic_run import NOVEL, TRAINING, Run, build_run
 
 from demix.errors import DemixError
-from demix.files import write_json
+from demix.files import exclusive, read_json, write_json
 from demix.report import write_report
 from demix.tracking import NETWORK_FILE_SYSTEMS, file_system, flatten, track
 
@@ -75,10 +79,22 @@ def test_all_is_there_and_a_second_time_changes_nothing(
         if key != "pipeline":
             assert nested.data.tags["mlflow.parentRunId"] == parent.info.run_id
 
+    asked = ("git", "-C", Path(__file__).parent, "rev-parse", "HEAD")
+    commit = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if commit.returncode == 0:
+        assert {nested.data.tags["mlflow.source.git.commit"] for nested in before.values()} == {commit.stdout.strip()}
+    assert f"mlflow=={version('mlflow')}\n" in (artifacts / "environment.txt").read_text()
+
     training = before["training/demix"]
     lines = [json.loads(line) for line in (run.path / "metrics" / "demix.jsonl").read_text().splitlines()]
     assert history(uri, training.info.run_id, "loss/law") == [(line["step"], line["loss/law"]) for line in lines]
     assert training.data.params["model.architecture.width"] == "128"
+    assert training.data.params["model.uri"] == (run.path / "models" / "demix").resolve().as_uri()
+    described = Path(training.info.artifact_uri.removeprefix("file://")) / "model"
+    assert read_json(described / "experts" / "law.json")["sha256"] == "0" * 64
+    assert not (described / "experts" / "wiki.json").exists(), "added later, with a run of its own"
+    read = {inputs.dataset.name: json.loads(inputs.dataset.profile) for inputs in training.inputs.dataset_inputs}
+    assert read == {name: read_json(run.path / "corpus" / name / "card.json") for name in TRAINING}
     adapted = before["adaptation/demix-dapt-wiki"]
     assert adapted.data.params["model.parent"] == "code"
     assert history(uri, adapted.info.run_id, "dev_loss/wiki")[0] == (0, 5.3)
@@ -86,6 +102,10 @@ def test_all_is_there_and_a_second_time_changes_nothing(
     assert evaluated["perplexity/cached.history/wiki"] == pytest.approx(130 * 1.01)
     assert evaluated["perplexity/naive/mean_training"] == pytest.approx(110)
     assert evaluated["perplexity/expert.code/wiki"] == pytest.approx(130 * 1.25)
+    table = pd.read_json(f"{before['evaluation/demix/all'].info.artifact_uri}/results.json", orient="split")
+    (row,) = table.query("domain == 'wiki' and method == 'cached' and weights == 'history'").to_dict("records")
+    assert row["perplexity"] == pytest.approx(130 * 1.01)
+    assert row["perplexity_low"] == pytest.approx(0.9 * row["perplexity"])
     minus = before["evaluation/demix/minus-law"].data.metrics
     assert set(minus) == {"perplexity/cached.history/law", "perplexity/cached.released/law"}
 
@@ -118,16 +138,30 @@ def test_a_change_replaces_and_a_missing_file_deletes(uri: str, tmp_path: Path) 
     }
 
 
-def test_the_choice_of_a_sweep_is_recorded(uri: str, tmp_path: Path) -> None:
+def test_settings_are_those_of_the_kind_of_model(uri: str, tmp_path: Path) -> None:
     run = build_run(tmp_path / "run", steps=2)
     for model in ("demix", "dense"):
         trials = [{"learning_rate": 5e-4, "diverged": None, "parts": [4.0]}]
         write_json(run.path / "sweep" / f"{model}.json", {"learning_rate": 5e-4, "margin": 0.1, "trials": trials})
-    config = run.config | {"models": {"demix": {"sweep": {"learning_rates": [5e-4], "tokens": 8192}}}}
-    track(run.path, config, uri, "swept")
+    shutil.copyfile(run.path / "metrics" / "demix.jsonl", run.path / "metrics" / "demix-seed2.jsonl")
+    overrides = {"demix": {"sweep": {"learning_rates": [5e-4], "tokens": 8192}}}
+    track(run.path, run.config | {"seeds": [1, 2], "models": overrides}, uri, "swept")
     found = stored(uri, "swept")
-    assert found["training/demix"].data.params["sweep.learning_rate"] == "0.0005"
+    for name in ("demix", "demix-seed2", "without-law"):
+        params = found[f"training/{name}"].data.params
+        assert params["sweep.learning_rate"] == "0.0005", name
+        assert params["models.demix.sweep.tokens"] == "8192", name
     assert "sweep.learning_rate" not in found["training/dense"].data.params, "left over from an earlier config"
+
+
+def test_one_process_writes_at_a_time(uri: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("demix.tracking.PATIENCE_SECONDS", 0.0)
+    store = Path(uri.removeprefix("sqlite:///"))
+    with (
+        exclusive(store.with_name(".mlflow.db.lock"), "tests"),
+        pytest.raises(DemixError, match=r"another process .* writes to mlflow\.db"),
+    ):
+        track(run.path, run.config, uri, "locked")
 
 
 def test_an_interrupted_run_is_made_anew_and_other_runs_are_left_alone(uri: str, tmp_path: Path) -> None:
@@ -163,6 +197,8 @@ def test_bad_input_is_one_line(uri: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(DemixError, match=r"127\.0\.0\.1"):
         track(run.path, run.config, "http://127.0.0.1:9", "bad")
+    with pytest.raises(DemixError, match="needs the Python package MySQLdb; pip install mysqlclient"):
+        track(run.path, run.config, "mysql://nobody@127.0.0.1/demix", "bad")
 
 
 def test_flatten() -> None:

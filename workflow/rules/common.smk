@@ -2,7 +2,7 @@ import json
 import shlex
 from glob import glob
 
-from demix.config import HOW, adaptations, complete, further_seeds, site_of, trained_models
+from demix.config import HOW, adaptations, complete, further_seeds, kind_of, site_of, trained_models
 from demix.errors import DemixError
 from demix.report import REPORT_FILES, SHOWS
 
@@ -84,11 +84,6 @@ def scores(model, domains, names, splits=("dev", "test")):
     """The score tables of experts `names` on `domains`."""
     places = [f"{RUN}/scores/{model}/{domain}.{split}" for domain in domains for split in splits]
     return [f"{place}/{name}.parquet" for place in places for name in names]
-
-
-def kind_of(model):
-    """The kind of a model, whatever its seed."""
-    return model.partition("-seed")[0]
 
 
 def training_of(model):

@@ -108,6 +108,34 @@ rule report:
         "demix report {params.run} --output {params.folder} 2> {log}"
 
 
+# An adapted expert is part of the model it was added to.
+CARDS = [*trained_models(config), *[name for name in adaptations(config) if not name.startswith("demix-dapt-")]]
+
+
+rule card:
+    input:
+        f"{RUN}/results.parquet",
+        [f"{RUN}/models/{model}/model.json" for model in CARDS],
+        experts("demix", [*TRAINING, *NOVEL]),
+        expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),
+        config=f"{RUN}/config.json",
+    output:
+        expand(f"{RUN}/report/cards/{{model}}.md", model=CARDS),
+    log:
+        f"{RUN}/logs/card.log",
+    benchmark:
+        f"{RUN}/benchmarks/card.tsv"
+    localrule: True
+    conda:
+        "../../environment.yml"
+    params:
+        run=below_run(""),
+        folder=below_run("report/cards"),
+        models=" ".join(CARDS),
+    shell:
+        "demix card {params.run} {params.models} --output {params.folder} 2> {log}"
+
+
 rule track:
     input:
         f"{RUN}/results.parquet",
@@ -115,6 +143,7 @@ rule track:
         experts("demix", [*TRAINING, *NOVEL]),
         expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),
         [f"{RUN}/report/{name}" for name in REPORT_FILES],
+        rules.card.output,
         config=f"{RUN}/config.json",
     output:
         f"{RUN}/tracked.json",

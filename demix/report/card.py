@@ -1,0 +1,258 @@
+"""The card of a model, as Hugging Face's hub shows it: what it was made of, how, how good it is, what it is not."""
+
+import html
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from demix.config import HOW
+from demix.errors import DemixError
+from demix.files import read_json
+from demix.report.results import novel_domains, read_results, training_domains
+
+# How the sets of experts are called in the results.
+OWN_LEFT_OUT = "without-own"
+SETS = {
+    "all": "All experts",
+    "training": "The training domains' experts alone",
+    "dense": "The model",
+    OWN_LEFT_OUT: "The domain's own expert left out",
+}
+METHODS = ("dense", "naive", "average", "uniform", "updating", "cached")
+
+
+def model_card(run: Path, model: str) -> str:
+    """The card of `models/<model>` of a finished run, as Markdown with YAML front matter.
+
+    All is read from the run's files; what others wrote (names, licences) is escaped. Raises DemixError where the run
+    has no such model or a file of it is missing.
+    """
+    directory = run / "models" / model
+    if not (directory / "model.json").is_file():
+        raise DemixError(directory, "is not a model of the run", f"name one of {run / 'models'}")
+    config, description = read_json(run / "config.json"), read_json(directory / "model.json")
+    experts = [read_json(path) | {"name": path.stem} for path in (directory / "experts").glob("*.json")]
+    # As in the config, and what it does not name at the end.
+    order = [*training_domains(config), *novel_domains(config)]
+    experts.sort(key=lambda one: (order.index(one["name"]) if one["name"] in order else len(order), one["name"]))
+    results = _results(run, model, config)
+    front = {
+        "library_name": "demix",
+        "license": "other",
+        "tags": ["demix", "mixture-of-experts", "text-generation"],
+        "model-index": [{"name": model, "results": _index(results)}],
+    }
+    parts = [
+        "---\n" + yaml.safe_dump(front, sort_keys=False, allow_unicode=True).rstrip() + "\n---",
+        f"# {_text(model)}",
+        _about(model, config, description, experts),
+        "## Data",
+        *_data(run, config, description, experts),
+        "## Training",
+        *_training(description, experts),
+        "## Lineage of the experts",
+        _lineage(experts),
+        "## Results",
+        *_shown(results, config),
+        "## Limits",
+        _limits(description),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _about(model: str, config: dict[str, Any], description: dict[str, Any], experts: list[dict[str, Any]]) -> str:
+    shared, own, architecture = (description[key] for key in ("shared_parameters", "expert_parameters", "architecture"))
+    size = f"{shared + len(experts) * own:,} parameters"
+    if len(experts) > 1:
+        size += f": {shared:,} that all share, and {len(experts)} experts of {own:,}"
+    return (
+        f"A language model of kind {_text(description['kind'])}, of run {_text(config['run'])}, seed "
+        f"{_seed(model, config)}. It has {size}; {architecture['layers']} layers of width {architecture['width']}; it "
+        f"reads blocks of {architecture['context']:,} tokens of {description['vocab_size']:,} types.\n\n"
+        "Every number here stands in the run's files: `config.json`, `corpus/<domain>/card.json`, `results.parquet` "
+        f"and those of `models/{_text(model)}/`."
+    )
+
+
+def _data(
+    run: Path, config: dict[str, Any], description: dict[str, Any], experts: list[dict[str, Any]]
+) -> Iterator[str]:
+    """What was read by the model, its experts, and the model that it went on from."""
+    domains = {**config["domains"]["training"], **config["domains"]["novel"]}
+    read: dict[str, str] = {}
+    for source in (description, *experts):
+        read |= source.get("data_sha256") or {}
+    if parent := description.get("parent"):
+        yield f"It went on from the model {_text(parent)}, whose data is among this."
+        read |= read_json(run / "models" / parent / "model.json").get("data_sha256") or {}
+    learned = [name for name in domains if name in read]
+    cards = {name: read_json(run / "corpus" / name / "card.json") for name in learned}
+    hidden = {name for name in learned if domains[name].get("anonymize", True)}
+    rows = [
+        (
+            name,
+            "training" if name in config["domains"]["training"] else "novel",
+            domains[name].get("licence") or "not stated",
+            *(f"{cards[name]['words'][split]:,}" for split in ("train", "dev", "test")),
+            f"{cards[name]['leakage']['ngrams']['test']:.1%}",
+            read[name][:12],
+        )
+        for name in learned
+    ]
+    lengths = sorted({card["leakage"]["ngrams"]["length"] for card in cards.values()})
+    known = f"test {'/'.join(map(str, lengths))}-grams seen in train"
+    yield _table(("domain", "kind", "licence", "words: train", "dev", "test", known, "tokens' sha256"), rows)
+    yield "Replaced in all text that was read of a domain, before it was split; – is a domain that was not anonymized:"
+    categories = sorted({name for card in cards.values() for name in card["replacements"]})
+    yield _table(
+        ("domain", *categories),
+        [
+            (name, *(f"{card['replacements'].get(key, 0):,}" if name in hidden else "–" for key in categories))
+            for name, card in cards.items()
+        ],
+    )
+
+
+def _training(description: dict[str, Any], experts: list[dict[str, Any]]) -> Iterator[str]:
+    done = f"{description['tokens']:,} tokens in {description['steps']:,} steps"
+    adapted = [expert for expert in experts if "adaptation" in expert]
+    if parent := description.get("parent"):
+        yield f"{_text(parent)} was trained with:"
+        yield _table(("setting", "value"), _settings(description["training"]))
+        yield f"and then adapted, with all its parameters, on {done}:"
+        yield _table(("setting", "value"), _settings(description["adaptation"]))
+        return
+    yield f"{done}:"
+    yield _table(("setting", "value"), _settings(description.get("training") or {}))
+    # Those of one run are adapted alike.
+    if adapted:
+        yield f"The {len(adapted)} experts with a parent were added later, each trained alone from a copy of it:"
+        yield _table(("setting", "value"), _settings(adapted[0]["adaptation"]))
+
+
+def _lineage(experts: list[dict[str, Any]]) -> str:
+    rows = [
+        (
+            expert["name"],
+            expert.get("parent") or "–",
+            f"{expert['parent_prior']:.3f}" if "parent_prior" in expert else "–",
+            ", ".join(expert.get("data_sha256") or {}) or "–",
+            *(f"{expert[key]:,}" if key in expert else "–" for key in ("tokens", "steps")),
+            str(expert.get("sha256", "–"))[:12],
+        )
+        for expert in experts
+    ]
+    return _table(("expert", "parent", "the parent's prior", "data", "tokens", "steps", "sha256"), rows)
+
+
+def _seed(model: str, config: dict[str, Any]) -> int:
+    return int(model.partition("-seed")[2] or config["seed"])
+
+
+def _results(run: Path, model: str, config: dict[str, Any]) -> pd.DataFrame:
+    """The model's rows of the paper's tables, one a domain, set of experts (column `set`) and method."""
+    results = read_results(run / "results.parquet")
+    rows = results[
+        (results["model"] == model.partition("-seed")[0])
+        & (results["seed"] == _seed(model, config))
+        & (results["split"] == "test")
+        & (results["variant"] == "")
+        & results["method"].isin(METHODS)
+        & results["top_k"].isna()
+        & results["weights"].isin(["", "history"])
+    ]
+    return rows.assign(set=rows["experts"].where(~rows["experts"].str.startswith("minus-"), OWN_LEFT_OUT))
+
+
+def _index(results: pd.DataFrame) -> list[dict[str, Any]]:
+    """The hub's `model-index`: the model as it stands, with all its experts, one entry a domain."""
+    sets = [name for name in SETS if name in set(results["set"])]
+    rows = results[results["set"] == sets[0]] if sets else results
+    return [
+        {
+            "task": {"type": "text-generation"},
+            "dataset": {"name": str(row.domain), "type": str(row.domain), "split": "test"},
+            "metrics": [
+                {"type": "perplexity", "name": f"perplexity, {row.method}", "value": round(float(row.perplexity), 4)}
+            ],
+        }
+        for row in rows[rows["method"] == _best(rows)].itertuples()
+    ]
+
+
+def _best(rows: pd.DataFrame) -> str:
+    """The last of the methods: that which the paper recommends."""
+    return next((name for name in reversed(METHODS) if name in set(rows["method"])), "")
+
+
+def _shown(results: pd.DataFrame, config: dict[str, Any]) -> Iterator[str]:
+    if results.empty:
+        yield "This run did not evaluate it."
+        return
+    yield (
+        "Test perplexity by method (`docs/evaluation.md` says what each is). \\* an oracle, chosen on the test data. "
+        "The interval holds 95% of resamplings of the test documents, and is left out where there are fewer than 20."
+    )
+    kinds = {"training": training_domains(config), "novel": novel_domains(config)}
+    for name, rows in results.groupby("set", sort=False):
+        yield f"### {SETS.get(str(name), _text(name))}"
+        methods, best = [method for method in METHODS if method in set(rows["method"])], _best(rows)
+        heads = ("domain", "documents", "tokens", *methods, f"{best}: 95% interval", f"{best}: bits per byte")
+        lines = []
+        for domain, own in rows.groupby("domain", sort=False):
+            by = {row.method: row for row in own.itertuples()}
+            numbers = (f"{by[m].perplexity:.2f}{'*' if by[m].oracle else ''}" if m in by else "–" for m in methods)
+            row = by[best]
+            bounds = "–" if pd.isna(row.perplexity_low) else f"{row.perplexity_low:.2f} to {row.perplexity_high:.2f}"
+            bits = "–" if pd.isna(row.bits_per_byte) else f"{row.bits_per_byte:.3f}"
+            lines.append((domain, f"{row.documents:,}", f"{row.tokens:,}", *numbers, bounds, bits))
+        table = rows.pivot(index="domain", columns="method", values="perplexity")
+        for kind, names in kinds.items():
+            if names and set(names) <= set(table.index):
+                means = (f"{table.loc[names, method].mean():.2f}" for method in methods)
+                lines.append((f"mean of the {len(names)} {kind} domains", "", "", *means, "", ""))
+        yield _table(heads, lines)
+
+
+def _limits(description: dict[str, Any]) -> str:
+    limits = [
+        "It continues text. It was not tuned to follow instructions, to be right, or to be harmless.",
+        "Anonymizing replaces what patterns find: e-mail addresses, phone, card and social security numbers, user "
+        "names. Names of people and places stay, and so does what the patterns miss.",
+        "A perplexity is that of a token of this run's own tokenizer: compare other models by bits per byte.",
+        "The intervals hold the chance of which documents were tested, and nothing of another seed.",
+        "A licence above is what the config says of the text. Where it says none, ask the source.",
+    ]
+    if description["kind"] == "demix":
+        limits.insert(
+            2,
+            "Text of a training domain also shaped the shared weights, which removing that domain's expert leaves as "
+            "they are.",
+        )
+    if description["kind"] == "domain_token":
+        limits.insert(1, "It must be given the token of a training domain; what it says of any other is an oracle's.")
+    return "\n".join(f"- {limit}" for limit in limits)
+
+
+def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
+    """Those that shaped the model, and not how it was computed."""
+    known = {key: value for key, value in settings.items() if key not in (*HOW, "threads", "architecture")}
+    return [(key, str(value)) for key, value in sorted(known.items())]
+
+
+def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    heads, rows = list(heads), [list(row) for row in rows]
+    if not rows:
+        return ""
+    head, *body = ([_text(cell) for cell in line] for line in (heads, *rows))
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
+
+
+def _text(value: object) -> str:
+    """`value` as plain text in Markdown: no markup, no HTML, no link, no end of a line or cell."""
+    line = html.escape(" ".join(str(value).split()), quote=False)
+    return re.sub(r"([\\`*_\[\]|#~$!])|(?<=:)(?=//)", lambda found: f"\\{found[1]}" if found[1] else "\u200b", line)

@@ -1,0 +1,127 @@
+"""Model cards: every number from the run's files, nothing of what others wrote taken for markup."""
+
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+import yaml
+from synthetic_run import build_run
+from test_experts import demix, write_model
+
+from demix.errors import DemixError
+from demix.files import read_json, write_json, write_parquet
+from demix.report.card import model_card
+
+EVIL = "<script>alert(1)</script> | [x](javascript:1)\n---\nCC0 https://example.org *all*"
+
+
+def trained(directory: Path, *tokenizer: object) -> None:
+    """A model of the made-up run's training domains, with the counts that training records beside it."""
+    write_model(directory, ("code", "law", "news"), *tokenizer)
+    sizes = {"shared_parameters": 1000, "expert_parameters": 2000}
+    write_json(directory / "model.json", read_json(directory / "model.json") | sizes)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The made-up run, with its model `demix` written as weights, and a licence that is none."""
+    run = build_run(tmp_path / "made-up")
+    # The others of the made-up run are no whole models.
+    shutil.rmtree(run.path / "models", ignore_errors=True)
+    trained(run.path / "models" / "demix")
+    config = read_json(run.path / "config.json")
+    config["domains"]["training"]["law"] |= {"licence": EVIL, "anonymize": True}
+    counts = {"words": {"train": 12345, "dev": 678, "test": 901}, "replacements": {"EMAIL": 4321, "USER": 0}}
+    counts["leakage"] = {"ngrams": {"length": 13, "test": 0.125}}
+    config["domains"]["training"]["news"]["anonymize"] = False
+    for domain in ("code", "law", "news"):
+        write_json(run.path / "corpus" / domain / "card.json", counts)
+    write_json(run.path / "config.json", config)
+    return run.path
+
+
+def front_and_body(card: str) -> tuple[dict, str]:
+    front, body = card.removeprefix("---\n").split("\n---\n", 1)
+    return yaml.safe_load(front), body
+
+
+def row(body: str, heading: str, domain: str) -> dict[str, str]:
+    """The cells of a domain's line in the first table below a heading, by the names of their columns."""
+    lines = body[body.index(heading) :].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[start:] if line.startswith("|")]
+    return next(dict(zip(cells[0], line, strict=True)) for line in cells[2:] if line[0] == domain)
+
+
+def test_the_card_says_what_the_files_hold(run: Path) -> None:
+    front, body = front_and_body(model_card(run, "demix"))
+    data = row(body, "## Data", "code")
+    assert (data["words: train"], data["dev"], data["test"]) == ("12,345", "678", "901")
+    assert data["test 13-grams seen in train"] == "12.5%"
+    expert = read_json(run / "models" / "demix" / "experts" / "code.json")
+    assert data["tokens' sha256"] == expert["data_sha256"]["code"][:12]
+    assert row(body, "Replaced in", "law") == {"domain": "law", "EMAIL": "4,321", "USER": "0"}
+    assert row(body, "Replaced in", "news") == {"domain": "news", "EMAIL": "–", "USER": "–"}
+    assert "90 tokens in 9 steps" in body
+    assert "7,000 parameters: 1,000 that all share, and 3 experts of 2,000" in body
+    lineage, file = row(body, "## Lineage", "law"), read_json(run / "models" / "demix" / "experts" / "law.json")
+    assert (lineage["parent"], lineage["tokens"], lineage["sha256"]) == ("–", "31", file["sha256"][:12])
+
+    # The made-up law has perplexity 110 by its own expert, and 1.01 times that by the cached prior.
+    index = {part["dataset"]["name"]: part["metrics"] for part in front["model-index"][0]["results"]}
+    assert [(one["name"], one["value"]) for one in index["law"]] == [("perplexity, cached", pytest.approx(111.1))]
+    law = row(body, "### All experts", "law")
+    assert (law["naive"], law["cached"], law["cached: 95% interval"]) == ("110.00", "111.10", "99.99 to 133.32")
+    assert law["tokens"] == "1,003"
+    assert row(body, "### All experts", "code")["cached: 95% interval"] == "–", "too few documents"
+    assert row(body, "### The training", "wiki")["naive"] == "162.50\\*", "an oracle"
+    assert row(body, "### The training", "mean of the 3 training domains")["naive"] == "110.00"
+    assert row(body, "### The domain's own", "law")["cached"] == "198.00"
+
+
+def test_another_seed_has_a_card_of_its_own(run: Path) -> None:
+    results = pd.read_parquet(run / "results.parquet")
+    other = results[results["model"] == "demix"].assign(seed=2, perplexity=lambda rows: rows["perplexity"] * 2)
+    both = pa.Table.from_pandas(pd.concat([results, other]), preserve_index=False)
+    write_parquet(both, run / "results.parquet")
+    shutil.copytree(run / "models" / "demix", run / "models" / "demix-seed2")
+    bodies = [front_and_body(model_card(run, name))[1] for name in ("demix", "demix-seed2")]
+    assert [row(body, "### All experts", "law")["naive"] for body in bodies] == ["110.00", "220.00"]
+    assert "seed 2" in bodies[1]
+
+
+def test_what_others_wrote_stays_text(run: Path) -> None:
+    _, body = front_and_body(model_card(run, "demix"))
+    assert "<script>" not in body
+    assert "[x](" not in body
+    (line,) = (line for line in body.splitlines() if "alert(1)" in line)
+    assert line.startswith(
+        "| law | training | &lt;script&gt;alert(1)&lt;/script&gt; \\| \\[x\\](javascript:1) --- CC0 https:"
+    )
+    assert "\\*all\\* | 12,345 | 678 | 901 |" in line
+
+
+def test_the_command_writes_a_card_for_every_model(run: Path) -> None:
+    done = demix("card", run, "--output", run / "report" / "cards")
+    assert done.exit_code == 0, done.output
+    assert (run / "report" / "cards" / "demix.md").read_text() == model_card(run, "demix")
+    with pytest.raises(DemixError, match=r"nobody: is not a model of the run"):
+        model_card(run, "nobody")
+
+
+def test_an_exported_folder_has_the_card_of_its_model(run: Path, tokens: Path, tmp_path: Path) -> None:
+    from demix.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(tokens / "tokenizer.json")
+    shutil.rmtree(run / "models" / "demix")
+    trained(run / "models" / "demix", tokenizer.sha256, tokenizer.vocab_size)
+    named = ("--expert", "law", "--tokenizer", tokens / "tokenizer.json", "--output", tmp_path / "hf")
+    done = demix("export", run / "models" / "demix", *named)
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "hf" / "README.md").read_text()
+    front, body = front_and_body(text)
+    assert front["model-index"][0]["name"] == "demix"
+    assert "# demix: expert law" in body
+    assert "12,345 | 678 | 901" in body

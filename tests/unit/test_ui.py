@@ -1,0 +1,162 @@
+"""What `make ui` starts: MLflow's pages in a real browser, and what it refuses."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import urllib3
+from selenium import webdriver
+from selenium.common.exceptions import WebDriverException
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+from synthetic_run import TRAINING, Run, build_run
+from test_pages import browser  # noqa: F401
+
+from demix.tracking import track
+
+pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+ROOT = Path(__file__).parents[2]
+# Until a page has loaded on a busy machine.
+PATIENCE = 180
+
+
+@dataclass(frozen=True)
+class Served:
+    """MLflow as `make ui` serves it, and the run that it holds as experiment demix-made-up."""
+
+    address: str
+    run: Run
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("ui")
+    run, uri = build_run(folder / "results" / "made-up"), f"sqlite:///{folder}/mlflow.db"
+    track(run.path, run.config, uri, "demix-made-up")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # All is installed, or this test would not run.
+    command = ("make", "-o", ".venv/installed", "ui", f"URI={uri}", f"PORT={port}", f"ARTIFACTS={folder}/sent")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with open(folder / "log", "w") as log:
+        server = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, "PATH": path}, stdout=log, stderr=log, start_new_session=True
+        )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        until_up = urllib3.Retry(total=150, backoff_factor=0.5, backoff_max=2)
+        try:
+            urllib3.request("GET", f"{address}/health", retries=until_up)
+        except urllib3.exceptions.MaxRetryError:
+            pytest.fail((folder / "log").read_text())
+        yield Served(address, run)
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait()
+
+
+def status(served: Served, method: str, path: str, **headers: str) -> int:
+    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+    body = {"body": b'{"max_results": 1}'} if method == "POST" else {}
+    return urllib3.request(method, served.address + path, headers=sent, **body).status
+
+
+def test_other_hosts_and_origins_are_refused(served: Served) -> None:
+    own = served.address.removeprefix("http://")
+    assert status(served, "GET", "/", Host=own) == 200
+    # MLflow's own default takes the last but one for an address of the private network 10.*.
+    for foreign in ("evil.example", "10.evil.example", "192.168.1.2"):
+        assert status(served, "GET", "/", Host=foreign) == 403, foreign
+    search, json_ = "/api/2.0/mlflow/experiments/search", {"Content_Type": "application/json"}
+    assert status(served, "POST", search, Origin=served.address, **json_) == 200
+    assert status(served, "POST", search, Origin="http://evil.example", **json_) == 403
+
+
+def test_telemetry_is_off(served: Served) -> None:
+    answer = urllib3.request("GET", f"{served.address}/ajax-api/3.0/mlflow/ui-telemetry").json()
+    assert answer["disable_ui_telemetry"] is True
+
+
+def test_a_server_takes_runs_too(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = build_run(tmp_path / "made-up", steps=2)
+    first, second = (track(run.path, run.config, served.address, "by-server") for _ in range(2))
+    assert ", 0 replaced, 0 unchanged, 0 deleted" in first
+    assert "0 new, 0 replaced" in second
+    assert capsys.readouterr().out.splitlines() == [first, second]
+
+
+def click(browser: webdriver.Chrome, xpath: str) -> None:  # noqa: F811
+    """Click it once it is there and nothing lies above it; the pages draw themselves anew while they load."""
+
+    def clicked(_: webdriver.Chrome) -> bool:
+        try:
+            browser.find_element(By.XPATH, xpath).click()
+        except WebDriverException:
+            return False
+        return True
+
+    WebDriverWait(browser, PATIENCE).until(clicked, f"nothing to click at {xpath}")
+
+
+def open_run(browser: webdriver.Chrome, served: Served, name: str) -> None:  # noqa: F811
+    """From the first page to one of the nested runs, as a person goes."""
+    browser.get(f"{served.address}/#/experiments")
+    browser.refresh()
+    click(browser, "//*[not(*)][normalize-space()='Model training']")
+    click(browser, "//a[normalize-space()='demix-made-up']")
+    click(browser, "//label[normalize-space()='Expand rows']")
+    click(browser, f"//a[normalize-space()='{name}']")
+
+
+@pytest.mark.browser
+def test_a_run_is_found_and_its_curves_are_those_of_the_metrics_file(
+    browser: webdriver.Chrome,  # noqa: F811
+    served: Served,
+) -> None:
+    browser.set_window_size(1600, 1200)
+    open_run(browser, served, "training/demix")
+    click(browser, "//*[@role='tab'][normalize-space()='Model metrics']")
+    lines = [json.loads(line) for line in (served.run.path / "metrics" / "demix.jsonl").read_text().split("\n") if line]
+    wanted = {f"training/demix (loss/{name})": [line[f"loss/{name}"] for line in lines] for name in TRAINING}
+
+    def drawn(_: webdriver.Chrome) -> bool:
+        plots = browser.execute_script(
+            "return [...document.querySelectorAll('.js-plotly-plot')].filter(one => one.querySelector('path.js-line'))"
+            ".map(one => [one.data[0].name, Array.from(one.data[0].y)])"
+        )
+        curves = dict(plots)
+        return all(curves.get(name) == pytest.approx(values) for name, values in wanted.items())
+
+    WebDriverWait(browser, PATIENCE).until(drawn, "the curves are not drawn")
+    fetched = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert fetched
+    assert [name for name in fetched if not name.startswith((f"{served.address}/", "data:", "blob:"))] == []
+
+
+@pytest.mark.browser
+def test_the_results_are_a_table(browser: webdriver.Chrome, served: Served) -> None:  # noqa: F811
+    browser.set_window_size(1600, 1200)
+    open_run(browser, served, "evaluation/demix/minus-law")
+    click(browser, "//*[@role='tab'][normalize-space()='Artifacts']")
+    click(browser, "//*[not(*)][normalize-space()='results.json']")
+
+    def rows(_: webdriver.Chrome) -> list[list[str]]:
+        found = browser.execute_script(
+            "return [...document.querySelectorAll('[role=row]')].map(row => ["
+            "...row.querySelectorAll('[role=cell], [role=columnheader]')].map(cell => cell.innerText.trim()))"
+        )
+        return found if len(found) > 2 else []
+
+    head, *body = WebDriverWait(browser, PATIENCE).until(rows, "no table")
+    first = dict(zip(head, body[0], strict=True))
+    assert (first["domain"], first["method"], first["weights"]) == ("law", "cached", "history")
+    assert float(first["perplexity"]) == pytest.approx(110 * 1.8)
