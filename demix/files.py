@@ -19,6 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from demix.errors import DemixError
+from demix.seals import BLANK, KEY, check_parquet, seal_parquet, sealed_text, unsealed_text
+
+REMAKE = "delete it and rerun the stage that makes it"
 
 log = logging.getLogger(__name__)
 
@@ -110,36 +113,78 @@ def write_text(path: str | Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: str | Path, value: Any) -> None:
-    """Write `value` as indented JSON with sorted keys; NaN is refused."""
-    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+def write_sealed(path: str | Path, text: str) -> None:
+    """Write JSON or JSON lines, whole or not at all, with a digest that `read_sealed` checks (`demix.seals`)."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(sealed_text(text))
 
 
-def read_json(path: str | Path) -> Any:
-    """The JSON value in `path`."""
+def read_sealed(path: str | Path) -> str:
+    """The text in `path` without its seal; DemixError where the file is missing or not as it was written."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return unsealed_text(Path(path).read_bytes()).decode()
     except FileNotFoundError:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
     except ValueError as error:
-        raise DemixError(path, f"is not valid JSON ({error})", "delete it and rerun the stage that makes it") from None
+        raise DemixError(path, f"is damaged ({error})", REMAKE) from None
+
+
+def write_json(path: str | Path, value: Any, *, sort_keys: bool = True) -> None:
+    """Write `value` as indented JSON with its seal; NaN is refused."""
+    write_sealed(path, json.dumps(value, indent=2, sort_keys=sort_keys, allow_nan=False) + "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    """The JSON value in `path`, its seal verified."""
+    text = read_sealed(path)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DemixError(path, f"is not valid JSON ({error})", REMAKE) from None
 
 
 def write_parquet(table: pa.Table, path: str | Path, **options: Any) -> None:
-    """Write `table` as zstd Parquet with page checksums, so that a flipped bit is found when it is read."""
+    """Write `table` as zstd Parquet, sealed, so that a flipped bit is found when it is read."""
+    with parquet_writer(path, table.schema) as writer:
+        writer.write_table(table, **options)
+
+
+@contextmanager
+def parquet_writer(
+    path: str | Path, schema: pa.Schema, *, private: bool = False, **options: Any
+) -> Iterator[pq.ParquetWriter]:
+    """A writer of zstd Parquet with page checksums and a seal over all bytes; the file appears whole or not at all.
+
+    `private` makes it readable by its owner only, from its first byte on; `options` are those of pq.ParquetWriter.
+    """
     with replacing(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd", write_page_checksum=True, **options)
+        temporary.touch(0o600 if private else 0o666)
+        with pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True, **options) as writer:
+            yield writer
+            writer.add_key_value_metadata({KEY: BLANK})
+        seal_parquet(temporary)
 
 
 def read_parquet(path: str | Path, columns: list[str] | None = None) -> pa.Table:
-    """The table in `path`, its page checksums verified."""
+    """The table in `path`, its seal and page checksums verified."""
+    with parquet_reader(path) as file:
+        return file.read(columns=columns)
+
+
+@contextmanager
+def parquet_reader(path: str | Path) -> Iterator[pq.ParquetFile]:
+    """A Parquet file made by an earlier stage, its seal verified and its page checksums as they are read.
+
+    Raises DemixError where the file is missing or damaged, also when that shows inside the block.
+    """
     try:
+        check_parquet(path)
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            return file.read(columns=columns)
+            yield file
     except FileNotFoundError:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
-    except (pa.ArrowException, OSError) as error:
-        raise DemixError(path, f"is damaged ({error})", "delete it and rerun the stage that makes it") from None
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DemixError(path, f"is damaged ({error})", REMAKE) from None
 
 
 def sha256_file(path: str | Path) -> str:

@@ -18,9 +18,7 @@ import pyarrow.compute as pc
 from demix.data.tables import read_batches
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.files import read_json, replacing, sha256_file, write_json
-
-REMAKE = "delete it and rerun the stage that makes it"
+from demix.files import REMAKE, read_json, replacing, sha256_file, write_json
 
 # Just below 500 million, and a multiple of 2**22: no block whose length is a power of two up to that spans two files.
 FILE_TOKENS = 476 << 20
