@@ -11,6 +11,7 @@ import typer
 
 from demix.errors import DemixError
 from demix.files import read_json, settings_from, sha256_file, write_json
+from demix.orphans import end_with_snakemake
 from demix.tools import app as tools
 
 app = typer.Typer(
@@ -72,6 +73,7 @@ Replicas = Annotated[str, typer.Option(help="Ranks of single domains, such as le
 def main() -> None:
     """Run the command line; bad input ends in one line and exit status 1."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    end_with_snakemake()
     try:
         app()
     except DemixError as error:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -19,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from demix.errors import DemixError
+from demix.orphans import is_alive
 from demix.seals import BLANK, KEY, check_parquet, seal_parquet, sealed_text, unsealed_text
 
 REMAKE = "delete it and rerun the stage that makes it"
@@ -35,9 +37,11 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
     On any exception the temporary file (or directory) is removed and `path` stays as it was.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    node = os.uname().nodename
+    temporary = path.with_name(f".{path.name}.{node}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left(path, node)
         if directory:
             # A process of the same number may have been killed here.
             shutil.rmtree(temporary, ignore_errors=True)
@@ -61,6 +65,14 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
         elif temporary.exists():
             temporary.unlink()
+
+
+def _remove_left(path: Path, node: str) -> None:
+    """Remove what processes of this node left of `path` that were killed while they wrote it."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{node}.*.partial"):
+        pid = left.name.split(".")[-2]
+        if pid.isdigit() and not is_alive(int(pid)):
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
 
 
 @contextmanager

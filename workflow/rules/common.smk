@@ -19,9 +19,9 @@ SPLITS = ["train", "dev", "test"]
 SEEDS = further_seeds(config)
 # Training jobs are submitted from here, where somebody waits for them; that costs no core.
 SUBMITTED = config["cluster"]["launch"] == "slurm"
-if config["cluster"]["setup"]:
-    lines = [line.replace("{", "{{").replace("}", "}}") for line in config["cluster"]["setup"]]
-    shell.prefix("; ".join(["set -e", *lines, "set -euo pipefail; "]))
+lines = [line.replace("{", "{{").replace("}", "}}") for line in config["cluster"]["setup"]]
+# Jobs end when the snakemake that started their shell does (`demix.orphans`).
+shell.prefix("; ".join(["export DEMIX_SNAKEMAKE=$PPID", "set -e", *lines, "set -euo pipefail; "]))
 # The domains of each model trained without one of them: the replacement stands in its place.
 WITHOUT = {
     removed: [config["removal"]["replacement"] if domain == removed else domain for domain in TRAINING]
