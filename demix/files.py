@@ -104,6 +104,19 @@ def exclusive(lock: Path, doing: str, patience: float = 0.0) -> Iterator[None]:
         yield
 
 
+def holder(lock: Path) -> str | None:
+    """Who holds the file `lock` (`exclusive`), as "node pid"; None if nobody does."""
+    try:
+        with open(lock) as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return held.read().strip() or "unknown"
+    except OSError:
+        pass
+    return None
+
+
 def refuse_used(output: Path) -> None:
     """Raise DemixError unless `output` is free for a new directory: missing, or an empty folder."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

@@ -1,9 +1,13 @@
 import json
 import shlex
+import sys
+from contextlib import ExitStack
 from glob import glob
+from pathlib import Path
 
 from demix.config import HOW, adaptations, complete, further_seeds, site_of, trained_models
 from demix.errors import DemixError
+from demix.files import exclusive, holder
 from demix.report import REPORT_FILES
 
 try:
@@ -12,6 +16,11 @@ except DemixError as error:
     raise WorkflowError(str(error)) from None
 
 RUN = f"results/{config['run']}"
+# Held by the snakemake that works on the run, until it ends.
+HELD, LOCK = ExitStack(), Path(RUN) / ".lock"
+if workflow.is_main_process and (other := holder(LOCK)):
+    # Snakemake, which will refuse to work beside it, does not say who it is.
+    print(f"demix: {RUN}: another snakemake ({other}) works on this run", file=sys.stderr)
 TRAINING, NOVEL = list(config["domains"]["training"]), list(config["domains"]["novel"])
 DOMAINS = config["domains"]["training"] | config["domains"]["novel"]
 SPLITS = ["train", "dev", "test"]
