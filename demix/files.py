@@ -154,6 +154,15 @@ def read_sealed(path: str | Path) -> str:
         raise DemixError(path, f"is damaged ({error})", REMAKE) from None
 
 
+def check_sealed(path: Path) -> None:
+    """Raise DemixError where a file of ours, whatever its kind, is not as it was written; others pass."""
+    if path.suffix == ".parquet":
+        with parquet_reader(path):
+            pass
+    elif path.suffix in (".json", ".jsonl"):
+        read_sealed(path)
+
+
 def write_json(path: str | Path, value: Any, *, sort_keys: bool = True) -> None:
     """Write `value` as indented JSON with its seal; NaN is refused."""
     write_sealed(path, json.dumps(value, indent=2, sort_keys=sort_keys, allow_nan=False) + "\n")

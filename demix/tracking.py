@@ -19,7 +19,7 @@ import psutil
 
 from demix.config import adaptations, trained_models
 from demix.errors import DemixError
-from demix.files import read_json, sha256_file
+from demix.files import check_sealed, read_json, sha256_file
 from demix.report.results import comparable, novel_domains, read_metrics, read_results, training_domains
 
 if TYPE_CHECKING:
@@ -206,6 +206,8 @@ def _pipeline(run_dir: Path, config: dict[str, Any]) -> Record:
     files += [(path, path.parent.relative_to(run_dir).as_posix()) for path in report.rglob("*") if path.is_file()]
     files += [(path, f"cards/{path.parent.name}") for path in cards]
     artifacts = tuple(sorted((path, folder) for path, folder in files if path.is_file()))
+    for path, _ in artifacts:
+        check_sealed(path)
     return Record("pipeline", "pipeline", flatten(config), artifacts=artifacts)
 
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from disturbed import REPOSITORY, TINY, printed, snakemake
 
 from demix import cli
-from demix.errors import DemixError
 
 
 @dataclass
@@ -56,19 +56,24 @@ def commands(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def command(folder: Path, *containing: str) -> list[str]:
-    """The only command of the run that holds all of these texts."""
-    found = [words for text, words in commands(folder).items() if all(part in text for part in containing)]
-    assert len(found) == 1, (containing, [" ".join(words)[:120] for words in found])
+def command(folder: Path, begin: str, *containing: str) -> list[str]:
+    """The only command of the run that begins so and holds all of these texts."""
+    found = [
+        words
+        for text, words in commands(folder).items()
+        if text.startswith(begin) and all(part in text for part in containing)
+    ]
+    assert len(found) == 1, (begin, containing, [" ".join(words)[:120] for words in found])
     return found[0]
 
 
 def said(arguments: list[str]) -> str | None:
     """Do what `demix` with these arguments does, in this process; returns the error's line, None without one."""
     try:
-        cli.app(arguments, standalone_mode=False)
-    except DemixError as error:
-        return str(error)
+        with patch.object(sys, "argv", ["demix", *arguments]):
+            cli.main()
+    except SystemExit as ended:
+        return None if ended.code in (0, None) else str(ended.code)
     return None
 
 
