@@ -12,8 +12,9 @@ import time
 import types
 import typing
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -56,10 +57,7 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
     except OSError as error:
         if error.errno is None or isinstance(error, DemixError):
             raise
-        # Not error.strerror: Arrow's says more, at length.
-        raise DemixError(
-            path, f"cannot be written ({os.strerror(error.errno)})", "free space or mend its permissions, then rerun"
-        ) from error
+        raise cannot_be_written(path, error) from error
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -67,12 +65,41 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
             temporary.unlink()
 
 
+@contextmanager
+def scratch(path: str | Path) -> Iterator[Path]:
+    """Yield a folder beside `path` for what is needed while it is made, removed at the end.
+
+    Raises DemixError naming `path` where it cannot be made or written to, as on a full disk.
+    """
+    path = Path(path)
+    node = os.uname().nodename
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left(path, node)
+        with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.{node}.{os.getpid()}.") as name:
+            yield Path(name)
+    except OSError as error:
+        # Those of other files name them.
+        elsewhere = error.filename is not None and Path(error.filename).parent.parent != path.parent
+        if error.errno is None or elsewhere:
+            raise
+        raise cannot_be_written(path, error) from error
+
+
 def _remove_left(path: Path, node: str) -> None:
     """Remove what processes of this node left of `path` that were killed while they wrote it."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.{node}.*.partial"):
-        pid = left.name.split(".")[-2]
+    before = f".{path.name}.{node}."
+    for left in path.parent.glob(f"{glob.escape(before)}*"):
+        pid = left.name.removeprefix(before).partition(".")[0]
         if pid.isdigit() and not is_alive(int(pid)):
-            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+def cannot_be_written(path: Path, error: OSError) -> DemixError:
+    """The error in which writing `path` ended, in the common form."""
+    # Not error.strerror: Arrow's says more, at length.
+    cause = f"cannot be written ({os.strerror(error.errno)})"
+    return DemixError(path, cause, "free space or mend its permissions, then rerun")
 
 
 @contextmanager
@@ -98,9 +125,10 @@ def exclusive(lock: Path, doing: str, patience: float = 0.0) -> Iterator[None]:
             except OSError as error:
                 log.warning("%s: no lock here (%s); see to it that no second process %s", lock, error, doing)
                 break
-        held.truncate(0)
-        held.write(f"{os.uname().nodename} {os.getpid()}\n")
-        held.flush()
+        # On a full disk nobody is told who holds it, that is all.
+        with suppress(OSError):
+            held.truncate(0)
+            os.pwrite(held.fileno(), f"{os.uname().nodename} {os.getpid()}\n".encode(), 0)
         yield
 
 

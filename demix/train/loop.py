@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from demix.errors import DemixError
-from demix.files import write_sealed, write_text
+from demix.files import cannot_be_written, write_sealed, write_text
 from demix.model.gpt import GPT
 from demix.train.batches import Batches
 from demix.train.parallel import GradientSync, World
@@ -295,8 +295,11 @@ def _recorder(metrics: list[dict], path: Path | None) -> Callable[[dict], None]:
 
     def record(row: dict) -> None:
         metrics.append(row)
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise cannot_be_written(path, error) from error
 
     return record
 

@@ -46,7 +46,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     if done.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {done.stderr.decode().strip()}")
     yield place
-    subprocess.run(["umount", place], check=True)
+    # What a failed command mapped may still be.
+    subprocess.run(["umount", "--lazy", place], check=True)
 
 
 @pytest.fixture
@@ -103,8 +104,8 @@ def test_a_full_disk_at_every_stage(stage: str, on_disk: Path, note: Note) -> No
     with note.timed(f"disk full, then room again: {stage}", "the same command makes the same bytes"):
         assert (demix(*arguments).returncode or None) is None if stage == "track" else said(arguments) is None
     after = artefacts(on_disk)
-    # `download` makes what was temporary, `track` notes what it sent.
-    assert {path: sha256 for path, sha256 in after.items() if path in before} == before
+    # `download` makes what was temporary. Metrics hold the speed.
+    assert {path for path, sha256 in before.items() if after.get(path) != sha256 and "/metrics/" not in path} == set()
 
 
 @ROOT
