@@ -9,7 +9,9 @@ import json
 import logging
 import os
 import re
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,8 @@ log = logging.getLogger(__name__)
 METRICS_PER_BATCH, PARAMS_PER_BATCH = 1000, 100
 PARAM_KEY_LENGTH, PARAM_VALUE_LENGTH = 250, 6000
 SQLITE = "sqlite:///"
+# Another writer may be about to end.
+SECONDS_FOR_A_LOCK = 30.0
 # Where locks of files are unreliable or slow.
 NETWORK_FILE_SYSTEMS = {
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "beegfs_nodev", "cifs", "smb3", "smbfs", "afs", "ceph", "fuse.ceph",
@@ -70,12 +74,13 @@ def track(run_dir: str | Path, config: dict[str, Any], uri: str, experiment: str
     """
     run_dir = Path(run_dir)
     results = run_dir / "results.parquet"
-    nested = [*_trainings(run_dir, config), *_evaluations(run_dir, config)]
+    # All files are read, and those that were damaged found, before anything is sent.
+    parent, *nested = _pipeline(run_dir, config), *_trainings(run_dir, config), *_evaluations(run_dir, config)
     time = int(results.stat().st_mtime * 1000)
     client, store_errors = _client(uri)
     try:
         experiment_id = _experiment(client, uri, experiment)
-        counts = _send(client, experiment_id, str(config["run"]), _pipeline(run_dir, config), nested, time=time)
+        counts = _send(client, experiment_id, str(config["run"]), parent, nested, time=time)
     except store_errors as error:
         cause = str(error).strip().split("\n")[0]
         cure = "check tracking.uri and that the server is up, then rerun"
@@ -101,6 +106,7 @@ def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
                 "%s: SQLite on a network file system (%s) may be damaged by a second writer; put tracking.uri on a"
                 " local disk, or name a server", folder, kind,
             )  # fmt: skip
+        _try_sqlite(uri)
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
     from sqlalchemy.exc import SQLAlchemyError
@@ -113,14 +119,28 @@ def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
         raise DemixError(uri, f"cannot be opened ({cause})", "check tracking.uri in the config") from error
 
 
+def _try_sqlite(uri: str) -> None:
+    """Raise DemixError where a database cannot be read: MLflow would try for minutes."""
+    try:
+        with closing(sqlite3.connect(_sqlite_path(uri), timeout=SECONDS_FOR_A_LOCK)) as database:
+            database.execute("pragma schema_version").fetchone()
+    except sqlite3.Error as error:
+        cure = "check tracking.uri in the config, end who holds it, or move the file away, then rerun"
+        raise DemixError(uri, f"cannot be opened ({error})", cure) from error
+
+
 def file_system(folder: Path) -> str:
     """The type of the file system that `folder` lies on, as the mount table has it."""
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     return next(mounts[place] for place in (folder.resolve(), *folder.resolve().parents) if place in mounts)
 
 
+def _sqlite_path(uri: str) -> Path:
+    return Path(uri.removeprefix(SQLITE).partition("?")[0]).resolve()
+
+
 def _sqlite_folder(uri: str) -> Path:
-    return Path(uri.removeprefix(SQLITE).partition("?")[0]).resolve().parent
+    return _sqlite_path(uri).parent
 
 
 def _experiment(client: "MlflowClient", uri: str, name: str) -> str:
