@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from breaking import Note, command, run_tiny, said
 from disturbed import TINY, printed, snakemake
 
 from demix.errors import DemixError
 from demix.files import read_json, read_parquet, sha256_file, write_json, write_parquet
+from demix.train.parallel import World
+from demix.train.state import State, newest_state, save_state
 
 RUN = "results/tiny"
 SCORES = f"{RUN}/scores/demix/fantasy.test"
@@ -154,6 +157,26 @@ def test_no_bit_of_a_sealed_file_may_flip(
                 read(path)
     path.write_bytes(whole)
     assert read(path) == before
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, times: Times, chance: random.Random, note: Note) -> None:
+    """Whichever of its files it is, training goes on from the one before."""
+    for step in (1, 2):
+        shared, expert = {"a": torch.full((40,), float(step))}, {"news": {"b": torch.full((2, 9), float(step))}}
+        save_state(tmp_path, State(step, shared, expert, [{"step": step, "loss": 0.5, "tokens": 9}]), World(), keep=2)
+    newest = tmp_path / "step-00000002"
+    assert newest_state(tmp_path, ("news",), World()).step == 2
+    for path in sorted(newest.iterdir()):
+        whole = path.read_bytes()
+        for what, damage in DAMAGES.items():
+            for _ in range(times(5, 20)):
+                path.write_bytes(damage(whole, chance))
+                with note.timed(f"checkpoint: {what}", "passed over for the one before"):
+                    found = newest_state(tmp_path, ("news",), World())
+                assert found.step == 1, path
+                assert found.shared["a"].unique().tolist() == [1.0]
+        path.write_bytes(whole)
+    assert newest_state(tmp_path, ("news",), World()).step == 2
 
 
 def test_files_without_a_seal_are_read_as_before(tmp_path: Path) -> None:
