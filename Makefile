@@ -13,7 +13,7 @@ export MLFLOW_SERVER_ENABLE_JOB_EXECUTION := false
 export HF_HUB_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slurm lint ui
+.PHONY: demo test test-slurm faults lint ui
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -26,6 +26,12 @@ test: $(VENV)/installed lint
 # Disturbs trainings on a real SLURM in every way: about half an hour. Needs root and the packages of .ci/run.
 test-slurm: $(VENV)/installed
 	pytest -v tests/slurm -m slurm
+
+# Breaks everything on purpose and prints what came of it: an hour or two. KILLS and FUZZ say how often.
+KILLS ?= 50
+FUZZ ?= 10000
+faults: $(VENV)/installed
+	pytest tests/faults -m 'faults or not faults' --all-faults --kills $(KILLS) --fuzz $(FUZZ) --faults-json faults.json
 
 lint: $(VENV)/installed
 	ruff check -q .

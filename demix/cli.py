@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from demix.errors import DemixError
-from demix.files import read_json, settings_from, sha256_file, write_json, write_text
+from demix.files import read_json, settings_from, sha256_file, write_json
+from demix.orphans import end_with_snakemake
 from demix.tools import app as tools
 
 app = typer.Typer(
@@ -79,6 +80,7 @@ class _Said(logging.Handler):
 def main() -> None:
     """Run the command line; bad input ends in one line and exit status 1."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[_Said()])
+    end_with_snakemake()
     try:
         app()
     except DemixError as error:
@@ -379,7 +381,7 @@ def overlap(
 def run_config(settings: Settings, output: Output) -> None:
     """Write the run's completed config, so that its folder explains itself."""
     # Not sorted: the order of the domains is the order that the report shows.
-    write_text(output, json.dumps(json.loads(settings), indent=2) + "\n")
+    write_json(output, json.loads(settings), sort_keys=False)
 
 
 @app.command()

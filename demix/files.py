@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -11,14 +12,19 @@ import time
 import types
 import typing
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from demix.errors import DemixError
+from demix.orphans import is_alive
+from demix.seals import BLANK, KEY, check_parquet, seal_parquet, sealed_text, unsealed_text
+
+REMAKE = "delete it and rerun the stage that makes it"
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +38,11 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
     On any exception the temporary file (or directory) is removed and `path` stays as it was.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    node = os.uname().nodename
+    temporary = path.with_name(f".{path.name}.{node}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left(path, node)
         if directory:
             # A process of the same number may have been killed here.
             shutil.rmtree(temporary, ignore_errors=True)
@@ -49,15 +57,49 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
     except OSError as error:
         if error.errno is None or isinstance(error, DemixError):
             raise
-        # Not error.strerror: Arrow's says more, at length.
-        raise DemixError(
-            path, f"cannot be written ({os.strerror(error.errno)})", "free space or mend its permissions, then rerun"
-        ) from error
+        raise cannot_be_written(path, error) from error
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
         elif temporary.exists():
             temporary.unlink()
+
+
+@contextmanager
+def scratch(path: str | Path) -> Iterator[Path]:
+    """Yield a folder beside `path` for what is needed while it is made, removed at the end.
+
+    Raises DemixError naming `path` where it cannot be made or written to, as on a full disk.
+    """
+    path = Path(path)
+    node = os.uname().nodename
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left(path, node)
+        with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.{node}.{os.getpid()}.") as name:
+            yield Path(name)
+    except OSError as error:
+        # Those of other files name them.
+        elsewhere = error.filename is not None and Path(error.filename).parent.parent != path.parent
+        if error.errno is None or elsewhere:
+            raise
+        raise cannot_be_written(path, error) from error
+
+
+def _remove_left(path: Path, node: str) -> None:
+    """Remove what processes of this node left of `path` that were killed while they wrote it."""
+    before = f".{path.name}.{node}."
+    for left in path.parent.glob(f"{glob.escape(before)}*"):
+        pid = left.name.removeprefix(before).partition(".")[0]
+        if pid.isdigit() and not is_alive(int(pid)):
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+def cannot_be_written(path: Path, error: OSError) -> DemixError:
+    """The error in which writing `path` ended, in the common form."""
+    # Not error.strerror: Arrow's says more, at length.
+    cause = f"cannot be written ({os.strerror(error.errno)})"
+    return DemixError(path, cause, "free space or mend its permissions, then rerun")
 
 
 @contextmanager
@@ -83,10 +125,24 @@ def exclusive(lock: Path, doing: str, patience: float = 0.0) -> Iterator[None]:
             except OSError as error:
                 log.warning("%s: no lock here (%s); see to it that no second process %s", lock, error, doing)
                 break
-        held.truncate(0)
-        held.write(f"{os.uname().nodename} {os.getpid()}\n")
-        held.flush()
+        # On a full disk nobody is told who holds it, that is all.
+        with suppress(OSError):
+            held.truncate(0)
+            os.pwrite(held.fileno(), f"{os.uname().nodename} {os.getpid()}\n".encode(), 0)
         yield
+
+
+def holder(lock: Path) -> str | None:
+    """Who holds the file `lock` (`exclusive`), as "node pid"; None if nobody does."""
+    try:
+        with open(lock) as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return held.read().strip() or "unknown"
+    except OSError:
+        pass
+    return None
 
 
 def refuse_used(output: Path) -> None:
@@ -110,36 +166,87 @@ def write_text(path: str | Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: str | Path, value: Any) -> None:
-    """Write `value` as indented JSON with sorted keys; NaN is refused."""
-    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+def write_sealed(path: str | Path, text: str) -> None:
+    """Write JSON or JSON lines, whole or not at all, with a digest that `read_sealed` checks (`demix.seals`)."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(sealed_text(text))
 
 
-def read_json(path: str | Path) -> Any:
-    """The JSON value in `path`."""
+def read_sealed(path: str | Path) -> str:
+    """The text in `path` without its seal; DemixError where the file is missing or not as it was written."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return unsealed_text(Path(path).read_bytes()).decode()
     except FileNotFoundError:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
     except ValueError as error:
-        raise DemixError(path, f"is not valid JSON ({error})", "delete it and rerun the stage that makes it") from None
+        raise DemixError(path, f"is damaged ({error})", REMAKE) from None
+
+
+def check_sealed(path: Path) -> None:
+    """Raise DemixError where a file of ours, whatever its kind, is not as it was written; others pass."""
+    if path.suffix == ".parquet":
+        with parquet_reader(path):
+            pass
+    elif path.suffix in (".json", ".jsonl"):
+        read_sealed(path)
+
+
+def write_json(path: str | Path, value: Any, *, sort_keys: bool = True) -> None:
+    """Write `value` as indented JSON with its seal; NaN is refused."""
+    write_sealed(path, json.dumps(value, indent=2, sort_keys=sort_keys, allow_nan=False) + "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    """The JSON value in `path`, its seal verified."""
+    text = read_sealed(path)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DemixError(path, f"is not valid JSON ({error})", REMAKE) from None
 
 
 def write_parquet(table: pa.Table, path: str | Path, **options: Any) -> None:
-    """Write `table` as zstd Parquet with page checksums, so that a flipped bit is found when it is read."""
+    """Write `table` as zstd Parquet, sealed, so that a flipped bit is found when it is read."""
+    with parquet_writer(path, table.schema) as writer:
+        writer.write_table(table, **options)
+
+
+@contextmanager
+def parquet_writer(
+    path: str | Path, schema: pa.Schema, *, private: bool = False, **options: Any
+) -> Iterator[pq.ParquetWriter]:
+    """A writer of zstd Parquet with page checksums and a seal over all bytes; the file appears whole or not at all.
+
+    `private` makes it readable by its owner only, from its first byte on; `options` are those of pq.ParquetWriter.
+    """
     with replacing(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd", write_page_checksum=True, **options)
+        temporary.touch(0o600 if private else 0o666)
+        with pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True, **options) as writer:
+            yield writer
+            writer.add_key_value_metadata({KEY: BLANK})
+        seal_parquet(temporary)
 
 
 def read_parquet(path: str | Path, columns: list[str] | None = None) -> pa.Table:
-    """The table in `path`, its page checksums verified."""
+    """The table in `path`, its seal and page checksums verified."""
+    with parquet_reader(path) as file:
+        return file.read(columns=columns)
+
+
+@contextmanager
+def parquet_reader(path: str | Path) -> Iterator[pq.ParquetFile]:
+    """A Parquet file made by an earlier stage, its seal verified and its page checksums as they are read.
+
+    Raises DemixError where the file is missing or damaged, also when that shows inside the block.
+    """
     try:
+        check_parquet(path)
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            return file.read(columns=columns)
+            yield file
     except FileNotFoundError:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
-    except (pa.ArrowException, OSError) as error:
-        raise DemixError(path, f"is damaged ({error})", "delete it and rerun the stage that makes it") from None
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DemixError(path, f"is damaged ({error})", REMAKE) from None
 
 
 def sha256_file(path: str | Path) -> str:

@@ -11,9 +11,10 @@ import os
 import platform
 import re
 import shutil
+import sqlite3
 import subprocess
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import distributions, version
@@ -25,7 +26,7 @@ import psutil
 
 from demix.config import adaptations, kind_of, trained_models
 from demix.errors import DemixError
-from demix.files import exclusive, read_json, sha256_file
+from demix.files import check_sealed, exclusive, read_json, sha256_file
 from demix.report.results import novel_domains, read_metrics, read_results, training_domains
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 PATIENCE_SECONDS = 900.0
 # Of modules that go by another name on PyPI.
 DRIVERS = {"psycopg2": "psycopg2-binary", "psycopg": "'psycopg[binary]'", "MySQLdb": "mysqlclient"}
+# Another writer may be about to end.
+SECONDS_FOR_A_LOCK = 30.0
 # Where locks of files are unreliable or slow.
 NETWORK_FILE_SYSTEMS = {
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "beegfs_nodev", "cifs", "smb3", "smbfs", "afs", "ceph", "fuse.ceph",
@@ -98,9 +101,9 @@ def track(run_dir: str | Path, config: dict[str, Any], uri: str, experiment: str
     """
     run_dir = Path(run_dir)
     results = run_dir / "results.parquet"
-    nested = [*_trainings(run_dir, config), *_evaluations(run_dir, config)]
+    # All files are read, and those that were damaged found, before anything is sent.
+    parent, *nested = _pipeline(run_dir, config), *_trainings(run_dir, config), *_evaluations(run_dir, config)
     time = int(results.stat().st_mtime * 1000)
-    parent = _pipeline(run_dir, config)
     with _alone(uri):
         client, store_errors = _client(uri)
         try:
@@ -139,6 +142,7 @@ def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
                 "%s: SQLite on a network file system (%s) may be damaged by a second writer; put tracking.uri on a"
                 " local disk, or name a server", folder, kind,
             )  # fmt: skip
+        _try_sqlite(uri)
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
     from sqlalchemy.exc import SQLAlchemyError
@@ -154,14 +158,28 @@ def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
         raise DemixError(uri, f"needs the Python package {error.name}", cure) from error
 
 
+def _try_sqlite(uri: str) -> None:
+    """Raise DemixError where a database cannot be read: MLflow would try for minutes."""
+    try:
+        with closing(sqlite3.connect(_sqlite_path(uri), timeout=SECONDS_FOR_A_LOCK)) as database:
+            database.execute("pragma schema_version").fetchone()
+    except sqlite3.Error as error:
+        cure = "check tracking.uri in the config, end who holds it, or move the file away, then rerun"
+        raise DemixError(uri, f"cannot be opened ({error})", cure) from error
+
+
 def file_system(folder: Path) -> str:
     """The type of the file system that `folder` lies on, as the mount table has it."""
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     return next(mounts[place] for place in (folder.resolve(), *folder.resolve().parents) if place in mounts)
 
 
+def _sqlite_path(uri: str) -> Path:
+    return Path(uri.removeprefix(SQLITE).partition("?")[0]).resolve()
+
+
 def _sqlite_folder(uri: str) -> Path:
-    return Path(uri.removeprefix(SQLITE).partition("?")[0]).resolve().parent
+    return _sqlite_path(uri).parent
 
 
 def _experiment(client: "MlflowClient", uri: str, name: str, results: Path) -> str:
@@ -295,6 +313,8 @@ def _pipeline(run_dir: Path, config: dict[str, Any]) -> Record:
     files += [(path, path.parent.relative_to(run_dir).as_posix()) for path in report.rglob("*") if path.is_file()]
     files += [(path, f"cards/{path.parent.name}") for path in cards]
     artifacts = tuple(sorted((path, folder) for path, folder in files if path.is_file()))
+    for path, _ in artifacts:
+        check_sealed(path)
     return Record("pipeline", "pipeline", flatten(config), artifacts=artifacts)
 
 

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from demix.data.buckets import bucket_count, gathered, order_of, place, scatteri
 from demix.data.leakage import gram_set, leaked, shares
 from demix.data.tables import counted, read_batches, write_batches, write_rows
 from demix.errors import DemixError
-from demix.files import read_json, write_json
+from demix.files import read_json, scratch, write_json
 from demix.progress import followed
 
 SPLITS = ("train", "dev", "test")
@@ -62,7 +61,7 @@ def mark_duplicates(inputs: dict[str, list[Path]], output: Path) -> None:
     domains = sorted(inputs)
 
     def batches() -> Iterator[pa.RecordBatch]:
-        for held in _held(inputs, output.parent):
+        for held in _held(inputs, output):
             single = _single(held)
             names = pa.DictionaryArray.from_arrays(held["domain"][single], domains).cast(pa.string()).to_pylist()
             rows = dict(zip(single.tolist(), names, strict=True))
@@ -86,7 +85,7 @@ def count_shared(inputs: dict[str, list[Path]], output: Path) -> None:
     """
     domains = sorted(inputs)
     shared: Counter[tuple[str, str]] = Counter()
-    for held in _held(inputs, output.parent):
+    for held in _held(inputs, output):
         for start, end in _groups(held):
             names = [domains[index] for index in held["domain"][start:end]]
             shared.update((one, other) for place, one in enumerate(names) for other in names[place + 1 :])
@@ -96,12 +95,10 @@ def count_shared(inputs: dict[str, list[Path]], output: Path) -> None:
     write_json(output, table)
 
 
-def _held(inputs: dict[str, list[Path]], folder: Path) -> Iterator[np.ndarray]:
+def _held(inputs: dict[str, list[Path]], output: Path) -> Iterator[np.ndarray]:
     """Which domain holds which text (once each), a bucket at a time, sorted by both."""
     count = bucket_count(sum(_rows(paths) for paths in inputs.values()))
-    folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder, prefix=".owners.") as name:
-        temporary = Path(name)
+    with scratch(output) as temporary:
         with scattering(temporary, "held", count) as scatter:
             for index, domain in enumerate(sorted(inputs)):
                 for batch in counted(_batches(inputs[domain], ["id"]), f"{domain}: documents", inputs[domain]):
@@ -185,11 +182,9 @@ def split(
     """
     found = [read_json(path) for path in counts]
     totals = {key: _sum(one[key] for one in found) for key in ("rejected", "replacements", "normalised")}
-    folder = outputs["train"].parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder, prefix=".splitting.") as name:
+    with scratch(card) as folder:
         schema = SCHEMA.append(pa.field("metadata", pa.large_string())) if metadata else SCHEMA
-        work = _Work(domain, documents, Path(name), _rows(documents), schema)
+        work = _Work(domain, documents, folder, _rows(documents), schema)
         duplicates = _deduplicate(work, owners, training, seed)
         asked = budget
         try:

@@ -40,7 +40,7 @@ def overlap(shards: Iterable[Path], output: Path) -> None:
     opened = {"train": {}, "test": {}}
     first = None
     for path in shards:
-        shard = TokenShard.open(path)
+        shard = TokenShard.open(path, verify=True)
         first = first or shard
         if shard.tokenizer_sha256 != first.tokenizer_sha256:
             raise DemixError(path, f"was made with another tokenizer than {first.path}", "tokenize again")

@@ -8,7 +8,6 @@ import mmap
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,7 @@ import pyarrow.compute as pc
 from demix.data.tables import counted, read_batches
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.files import read_json, replacing, sha256_file, write_json
-
-REMAKE = "delete it and rerun the stage that makes it"
+from demix.files import REMAKE, read_json, replacing, scratch, sha256_file, write_json
 
 # Just below 500 million, and a multiple of 2**22: no block whose length is a power of two up to that spans two files.
 FILE_TOKENS = 476 << 20
@@ -116,8 +113,8 @@ def tokenize(tokenizer: Path, documents: Path, output: Path, *, file_tokens: int
     documents_path, manifest_path = _beside(output)
 
     # One record batch needs its length before its columns: they go to flat files first, which are then mapped.
-    with TemporaryDirectory(dir=_made(output.parent), prefix=".tokens.") as folder:
-        flat = {name: Path(folder, name) for name in ("token", "offset", "bytes")}
+    with scratch(output) as folder:
+        flat = {name: folder / name for name in ("token", "offset", "bytes")}
         try:
             manifest = _encode(encoder, documents, kind, flat, exact=False)
         except _IdsDifferError as error:
@@ -160,11 +157,6 @@ def blocks(
 
 def _beside(path: Path) -> tuple[Path, Path]:
     return path.with_suffix(".documents.arrow"), path.with_suffix(".json")
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _metadata(manifest: dict[str, Any], part: int | str) -> dict[bytes, bytes]:

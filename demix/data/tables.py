@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from demix.errors import DemixError
-from demix.files import replacing
+from demix.files import parquet_reader, parquet_writer
 from demix.progress import followed
 
 T = TypeVar("T")
@@ -22,19 +21,14 @@ BATCH_BYTES = 8 << 20
 def read_batches(
     path: str | Path, columns: list[str] | None = None, rows: int = BATCH_ROWS
 ) -> Iterator[pa.RecordBatch]:
-    """The record batches, of at most `rows`, of a Parquet file made by an earlier stage, page checksums verified.
+    """The record batches, of at most `rows`, of a Parquet file made by an earlier stage, seal and checksums verified.
 
     Raises DemixError where the file is missing or damaged.
     """
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            # One row group at a time: `write_rows` bounds their bytes, a number of rows alone would not.
-            for group in range(file.num_row_groups):
-                yield from file.iter_batches(batch_size=rows, row_groups=[group], columns=columns)
-    except FileNotFoundError:
-        raise DemixError(path, "is missing", "run the stage that makes it") from None
-    except (pa.ArrowException, OSError) as error:
-        raise DemixError(path, f"is damaged ({error})", "delete it and rerun the stage that makes it") from None
+    with parquet_reader(path) as file:
+        # One row group at a time: `write_rows` bounds their bytes, a number of rows alone would not.
+        for group in range(file.num_row_groups):
+            yield from file.iter_batches(batch_size=rows, row_groups=[group], columns=columns)
 
 
 def counted(batches: Iterable[T], what: str, paths: Iterable[Path], size: Callable[[T], int] = len) -> Iterator[T]:
@@ -54,7 +48,7 @@ def write_rows(
     private: bool = False,
     footer: Callable[[], dict[str, str]] = dict,
 ) -> int:
-    """Write `rows` as zstd Parquet with page checksums, whole or not at all; return their number.
+    """Write `rows` as sealed zstd Parquet with page checksums, whole or not at all; return their number.
 
     `private` makes the file readable by its owner only, from its first byte on. `footer` is called
     after the last row and gives key-value metadata that the rows themselves decide.
@@ -75,14 +69,12 @@ def write_batches(
 
     `options` are those of pq.ParquetWriter.
     """
-    with replacing(path) as temporary:
-        temporary.touch(0o600 if private else 0o666)
-        with pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True, **options) as writer:
-            total = 0
-            for batch in batches:
-                writer.write_batch(batch)
-                total += batch.num_rows
-            writer.add_key_value_metadata(footer())
+    with parquet_writer(path, schema, private=private, **options) as writer:
+        total = 0
+        for batch in batches:
+            writer.write_batch(batch)
+            total += batch.num_rows
+        writer.add_key_value_metadata(footer())
     return total
 
 

@@ -27,7 +27,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from demix.data.tables import read_batches
 from demix.data.text import count_words
 from demix.errors import DemixError
-from demix.files import read_json, write_text
+from demix.files import read_json, write_sealed
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257
@@ -196,7 +196,7 @@ def _write(vocabulary: dict[str, int], merges: list[tuple[str, str]], output: Pa
     tokenizer = HuggingFaceTokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    write_text(output, tokenizer.to_str(pretty=True) + "\n")
+    write_sealed(output, tokenizer.to_str(pretty=True) + "\n")
 
 
 @lru_cache

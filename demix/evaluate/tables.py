@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from demix.data.tables import read_batches, write_batches
 from demix.errors import DemixError
-from demix.files import read_parquet
+from demix.files import parquet_reader, read_parquet
 
 # About so many make a row group: little to hold in memory under every expert, and to score again after a kill.
 ROW_GROUP_TOKENS = 1 << 16
@@ -83,7 +82,7 @@ def write_tokens(directory: Path, tokens: np.ndarray, offsets: np.ndarray, lengt
 def _holds(path: Path, schema: pa.Schema, count: int, rows: Callable[[int, int], pa.RecordBatch]) -> bool:
     """Whether a Parquet file is there, undamaged, with just these rows, whatever its row groups."""
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        with parquet_reader(path) as file:
             if file.metadata.num_rows != count or not file.schema_arrow.equals(schema, check_metadata=True):
                 return False
             start = 0
@@ -93,7 +92,7 @@ def _holds(path: Path, schema: pa.Schema, count: int, rows: Callable[[int, int],
                     return False
                 start += len(found)
             return True
-    except (pa.ArrowException, OSError):
+    except DemixError:
         return False
 
 

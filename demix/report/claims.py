@@ -15,7 +15,7 @@ from demix.files import write_text
 from demix.report import results as read
 from demix.report.page import render
 from demix.report.results import comparable, expert_perplexities, novel_domains, perplexities, training_domains
-from demix.report.tables import scale_note
+from demix.report.tables import as_markdown, scale_note
 
 # A mixture of more experts pays for its doubt: up to −ln π/T nats a token. We call half a percent no harm.
 HARM = 0.005
@@ -351,5 +351,5 @@ def write_claims(
     )
     write_text(Path(output_dir) / "claims.html", html)
     lines = [f"# {title}", "", summary.capitalize(), "", _RULE, ""]
-    lines += [f"- **{claim.verdict}**: {claim.statement} {claim.numbers}" for claim in judged]
+    lines += [f"- **{claim.verdict}**: {as_markdown(claim.statement)} {as_markdown(claim.numbers)}" for claim in judged]
     write_text(Path(output_dir) / "claims.md", "\n".join([*lines, "", f"*{note}*"]) + "\n")

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from demix.errors import DemixError
-from demix.files import read_json, read_parquet
+from demix.files import read_json, read_parquet, read_sealed
 
 RESULT_COLUMNS = (
     *("model", "experts", "n_experts", "method", "weights", "top_k", "domain", "kind", "split", "expert"),
@@ -134,7 +134,7 @@ def read_metrics(path: str | Path) -> Iterable[dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         return
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(read_sealed(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -770,13 +770,19 @@ def _html(table: Table, notes: tuple[str, ...]) -> str:
 
 
 def _markdown(table: Table, notes: tuple[str, ...]) -> str:
-    text, bold, beneath = table.text(), table.bold(), table.second_lines()
+    text, bold, beneath = table.text().map(as_markdown), table.bold(), table.second_lines().map(as_markdown)
     text = text.mask(bold, "**" + text + "**") + beneath.mask(beneath != "", "<br>" + beneath)
-    text.index = [str(label).replace("|", r"\|") for label in text.index]
-    text = text.map(lambda cell: cell.replace("|", r"\|"))
-    alignment = ["left", *("left" if table.frame[column].dtype.kind not in "fi" else "right" for column in text)]
+    text.index = [as_markdown(label) for label in text.index]
+    text.columns = [as_markdown(column) for column in text.columns]
+    alignment = ["left", *("left" if values.dtype.kind not in "fi" else "right" for _, values in table.frame.items())]
     body = text.to_markdown(colalign=alignment, disable_numparse=True)
-    return "\n\n".join([f"**{table.title}.** {table.caption}", body, *(f"*{note}*" for note in notes)]) + "\n"
+    caption, *notes = (as_markdown(line) for line in (table.caption, *notes))
+    return "\n\n".join([f"**{table.title}.** {caption}", body, *(f"*{note}*" for note in notes)]) + "\n"
+
+
+def as_markdown(text: object) -> str:
+    """`text` as Markdown shows it in a table: no HTML of a name is rendered."""
+    return str(text).replace("|", r"\|").replace("<", "&lt;")
 
 
 def _latex(table: Table, notes: tuple[str, ...]) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from demix.errors import DemixError
-from demix.files import write_text
+from demix.files import cannot_be_written, write_sealed, write_text
 from demix.model.gpt import GPT
 from demix.progress import progress
 from demix.train.batches import Batches
@@ -287,19 +287,26 @@ def _recorder(metrics: list[dict], path: Path | None) -> Callable[[dict], None]:
     """What appends a row to `metrics`, and to the file `path` for who watches; the file begins with the rows so far."""
     if path is None:
         return metrics.append
-    write_metrics(path, metrics)
+    write_text(path, _lines(metrics))
 
     def record(row: dict) -> None:
         metrics.append(row)
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise cannot_be_written(path, error) from error
 
     return record
 
 
 def write_metrics(path: Path, metrics: list[dict]) -> None:
-    """Write metrics rows as JSON lines."""
-    write_text(path, "".join(json.dumps(row) + "\n" for row in metrics))
+    """Write metrics rows as JSON lines with their seal."""
+    write_sealed(path, _lines(metrics))
+
+
+def _lines(metrics: list[dict]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in metrics)
 
 
 def _is_expert(name: str) -> bool:

@@ -26,6 +26,7 @@ import psutil
 
 from demix.errors import DemixError
 from demix.files import exclusive, read_json, replacing, write_json
+from demix.orphans import orphaned
 
 log = logging.getLogger(__name__)
 
@@ -503,7 +504,8 @@ def _interruptible() -> Iterator[None]:
         # Once: what is done about it must not be interrupted in its turn.
         for other in numbers:
             signal.signal(other, signal.SIG_IGN)
-        raise _InterruptedError("who waited for it has ended" if left.is_set() else signal.Signals(number).name)
+        gone = left.is_set() or orphaned.is_set()
+        raise _InterruptedError("who waited for it has ended" if gone else signal.Signals(number).name)
 
     def watch(parent: psutil.Process, ppid: int) -> None:
         # A shell between this and a snakemake that is killed stays, with another parent.

@@ -15,6 +15,7 @@ import torch
 from demix.errors import DemixError
 from demix.files import exclusive, fsync, read_json, sha256_file, write_json
 from demix.model.checkpoint import load_verified, save_tensors
+from demix.orphans import is_job
 from demix.train.parallel import World
 
 log = logging.getLogger(__name__)
@@ -43,8 +44,9 @@ def held(directory: Path, world: World) -> Iterator[None]:
     if world.rank:
         yield
         return
-    # After the loss of a node the controller may be quicker than the node to notice that a job has ended.
-    patience = 600.0 if "SLURM_JOB_ID" in os.environ else 0.0
+    # After the loss of a node the controller may be quicker than the node to notice that a job has ended. And a job of
+    # a snakemake that was killed saves its state before it ends.
+    patience = 600.0 if "SLURM_JOB_ID" in os.environ else 60.0 if is_job.is_set() else 0.0
     with exclusive(directory / "lock", "trains this run", patience):
         # What a process left that was killed while it wrote.
         for partial in directory.glob(".*.partial"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from demix.errors import DemixError
-from demix.files import read_json, write_json
+from demix.files import read_json, read_sealed, write_json
 
 # Parts of a run whose mean losses are compared, and nats a token by which its end may be above the lowest.
 PARTS, MARGIN = 10, 0.1
@@ -29,13 +29,12 @@ class Trial:
 
 def read_trial(path: Path) -> Trial:
     """The run whose metrics are in <learning rate>.jsonl, as `demix sweep` leaves them."""
+    text = read_sealed(path)
     try:
         rate = float(path.stem)
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        rows = [json.loads(line) for line in text.split("\n") if line]
         stopped = [row["diverged"] for row in rows if "diverged" in row]
         losses = [row["loss"] for row in rows if "loss" in row]
-    except FileNotFoundError:
-        raise DemixError(path, "is missing", "run the sweep that makes it") from None
     except (ValueError, TypeError) as error:
         raise DemixError(path, f"is no metrics file of a sweep ({error})", "run the sweep again") from None
     if stopped or not all(map(math.isfinite, losses)):

@@ -1,9 +1,13 @@
 import json
 import shlex
+import sys
+from contextlib import ExitStack
 from glob import glob
+from pathlib import Path
 
 from demix.config import HOW, adaptations, complete, further_seeds, kind_of, site_of, trained_models
 from demix.errors import DemixError
+from demix.files import exclusive, holder
 from demix.report import REPORT_FILES, SHOWS
 
 try:
@@ -12,6 +16,11 @@ except DemixError as error:
     raise WorkflowError(str(error)) from None
 
 RUN = f"results/{config['run']}"
+# Held by the snakemake that works on the run, until it ends.
+HELD, LOCK = ExitStack(), Path(RUN) / ".lock"
+if workflow.is_main_process and (other := holder(LOCK)):
+    # Snakemake, which will refuse to work beside it, does not say who it is.
+    print(f"demix: {RUN}: another snakemake ({other}) works on this run", file=sys.stderr)
 TRAINING, NOVEL = list(config["domains"]["training"]), list(config["domains"]["novel"])
 DOMAINS = config["domains"]["training"] | config["domains"]["novel"]
 SPLITS = ["train", "dev", "test"]
@@ -19,9 +28,9 @@ SPLITS = ["train", "dev", "test"]
 SEEDS = further_seeds(config)
 # Training jobs are submitted from here, where somebody waits for them; that costs no core.
 SUBMITTED = config["cluster"]["launch"] == "slurm"
-if config["cluster"]["setup"]:
-    lines = [line.replace("{", "{{").replace("}", "}}") for line in config["cluster"]["setup"]]
-    shell.prefix("; ".join(["set -e", *lines, "set -euo pipefail; "]))
+lines = [line.replace("{", "{{").replace("}", "}}") for line in config["cluster"]["setup"]]
+# Jobs end when the snakemake that started their shell does (`demix.orphans`).
+shell.prefix("; ".join(["export DEMIX_SNAKEMAKE=$PPID", "set -e", *lines, "set -euo pipefail; "]))
 # The domains of each model trained without one of them: the replacement stands in its place.
 WITHOUT = {
     removed: [config["removal"]["replacement"] if domain == removed else domain for domain in TRAINING]

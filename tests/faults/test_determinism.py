@@ -1,0 +1,102 @@
+"""The same config on one machine gives the same bytes, whatever clock, locale, hashing, order of files or cores."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from breaking import Note
+from disturbed import ENVIRONMENT, REPOSITORY, TINY, printed, snakemake
+
+from demix.files import read_json, sha256_file
+
+RUN = "results/tiny"
+# What of a run holds its numbers. MLflow's runs, logs and times of jobs tell when it was made.
+KINDS = ("corpus", "documents", "tokens", "scores", "evaluations", "models", "report")
+AROUND = {"TZ": "Asia/Kathmandu", "LC_ALL": "tr_TR.UTF-8", "LANG": "tr_TR.UTF-8", "PYTHONHASHSEED": "4711"}
+
+
+def artefacts(folder: Path) -> dict[str, str]:
+    run = folder / RUN
+    paths = [path for kind in KINDS for path in (run / kind).rglob("*") if path.is_file()]
+    paths += [*run.glob("*.parquet"), run / "tokenizer.json", *(run / "metrics").rglob("*.jsonl")]
+    return {path.relative_to(run).as_posix(): sha256_file(path) for path in paths}
+
+
+@pytest.fixture
+def other_file_system(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs, which lists files in another order; an ordinary folder where none can be mounted."""
+    place = tmp_path / "other"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "none", place], check=False, capture_output=True).returncode == 0
+    yield place
+    if mounted:
+        subprocess.run(["umount", place], check=True)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("cores", ["1", "4"])
+def test_two_runs_have_the_same_bytes(
+    cores: str, finished: Path, other_file_system: Path, monkeypatch: pytest.MonkeyPatch, note: Note
+) -> None:
+    for name, value in AROUND.items():
+        monkeypatch.setitem(ENVIRONMENT, name, value)
+    shutil.copytree(REPOSITORY / "resources", other_file_system / "resources")
+    with note.timed(f"another clock, zone, locale, hash seed, file system; {cores} cores", "identical bytes"):
+        process = snakemake(other_file_system, TINY, "--cores", cores, profile="default")
+        assert process.wait() == 0, printed(other_file_system)
+        first, second = artefacts(finished), artefacts(other_file_system)
+        # The speed of training is measured.
+        assert {name for name in first if first[name] != second[name]} <= {
+            name for name in first if name.startswith(("metrics/", "report/"))
+        }
+    assert first.keys() == second.keys()
+    assert read_json(finished / RUN / "config.json") == read_json(other_file_system / RUN / "config.json")
+
+
+PIPELINE = """
+import json, sys
+from pathlib import Path
+from demix.data.anonymize import anonymize_documents
+from demix.data.corpus import Budget, mark_duplicates, split
+from demix.data.shards import tokenize
+from demix.data.sources import Source, download
+from demix.data.tokenizer import train_tokenizer
+folder, sources = Path(sys.argv[1]), sys.argv[2]
+raw, documents, counts, owners = (folder / name for name in ("raw/r.parquet", "d/d.parquet", "d/d.json", "o.parquet"))
+download(Source("files", f"{sources}/*.jsonl"), "d", raw)
+anonymize_documents(raw, documents, counts)
+mark_duplicates({"d": [documents]}, owners)
+outputs = {name: folder / f"{name}.parquet" for name in ("train", "dev", "test")}
+split("d", [documents], [counts], owners, True, Budget(None, 300, 300), 1, outputs, folder / "card.json")
+train_tokenizer([outputs["train"]], 400, folder / "tokenizer.json")
+for name in outputs:
+    tokenize(folder / "tokenizer.json", outputs[name], folder / "tokens" / f"{name}.arrow")
+"""
+
+
+def test_the_data_stages_do_not_depend_on_what_is_around(tmp_path: Path, note: Note) -> None:
+    """From files to tokens in one process, twice."""
+    found = []
+    names = [f"{number:02d}.jsonl" for number in range(12)]
+    for run, (order, around) in enumerate(((names, {"PYTHONHASHSEED": "0"}), (names[::-1], AROUND))):
+        sources = tmp_path / f"sources{run}"
+        sources.mkdir()
+        for name in order:
+            rows = [
+                {"text": f"İstanbul ıssız {name} " + " ".join(f"w{(n * k) % 89}" for k in range(40))} for n in range(20)
+            ]
+            (sources / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        folder = tmp_path / f"run{run}"
+        with note.timed("data stages: zone, locale, hash seed, order of files", "identical bytes"):
+            subprocess.run(
+                [sys.executable, "-c", PIPELINE, str(folder), str(sources)], check=True, env=os.environ | around
+            )
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        found.append({path.relative_to(folder).as_posix(): sha256_file(path) for path in paths})
+    assert found[0] == found[1]
+    assert len(found[0]) > 10

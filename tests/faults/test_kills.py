@@ -1,0 +1,158 @@
+"""SIGKILL at any moment: the same command, run again, goes on with what was finished and ends with the same bytes."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from breaking import Note, run_tiny
+from disturbed import TINY, printed, snakemake, until
+
+from demix.files import sha256_file
+
+RESULTS = "results/tiny/results.parquet"
+# What the seconds between two kills are drawn from: a start of snakemake alone takes a few.
+SECONDS = (1.0, 25.0)
+
+
+def ran_again(shown: str) -> list[str]:
+    """Commands that were started though snakemake had said that they were finished."""
+    finished, again, jobs, job = set(), [], {}, None
+    for line in shown.splitlines():
+        if match := re.match(r"\s+jobid: (\d+)$", line):
+            job = match[1]
+        elif match := re.match(r"Shell command: (.*)", line):
+            jobs[job] = match[1]
+            if match[1] in finished:
+                again.append(match[1])
+        elif match := re.match(r"Finished jobid: (\d+) ", line):
+            finished.add(jobs.get(match[1]))
+        elif line.startswith("Building DAG of jobs"):
+            jobs = {}
+    return again
+
+
+def below(process: subprocess.Popen) -> list[psutil.Process]:
+    """The `demix` commands that a snakemake has running."""
+    try:
+        children = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    found = []
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            if any(Path(word).name == "demix" for word in child.cmdline()[:2]):
+                found.append(child)
+    return found
+
+
+def kill(process: subprocess.Popen, jobs: list[psutil.Process], chance: random.Random) -> str:
+    """SIGKILL snakemake, snakemake with all of its jobs, or one job; returns which."""
+    what = chance.choice(["snakemake", "snakemake and its jobs", "a job"])
+    if what == "a job" and jobs:
+        with suppress(psutil.NoSuchProcess):
+            chance.choice(jobs).kill()
+        # The jobs beside it are finished first.
+        process.wait()
+        return what
+    process.kill()
+    process.wait()
+    for job in jobs if what == "snakemake and its jobs" else []:
+        with suppress(psutil.NoSuchProcess):
+            job.kill()
+    return "snakemake and its jobs" if what != "snakemake" else what
+
+
+@pytest.mark.faults
+def test_a_run_that_is_killed_at_random_moments(
+    finished: Path, tmp_path: Path, chance: random.Random, request: pytest.FixtureRequest, note: Note
+) -> None:
+    kills, runs = 0, 0
+    while kills < request.config.getoption("--kills"):
+        runs += 1
+        folder = tmp_path / f"run{runs}"
+        while True:
+            if (folder / ".snakemake" / "locks").exists():
+                assert snakemake(folder, TINY, "--unlock", profile="default").wait() == 0
+            process = run_tiny(folder)
+            wait = chance.uniform(*SECONDS) if kills < request.config.getoption("--kills") else None
+            try:
+                assert process.wait(wait) == 0, printed(folder)
+                break
+            except subprocess.TimeoutExpired:
+                jobs = below(process)
+            kills += 1
+            what = kill(process, jobs, chance)
+            # Nothing runs on unseen, training neither.
+            start = time.monotonic()
+            until(lambda jobs=jobs: not any(job.is_running() and job.status() != "zombie" for job in jobs), 60)
+            note.add(f"SIGKILL of {what}", "its jobs have ended", time.monotonic() - start)
+        with note.timed("a run after its kills", "same results.parquet, nothing finished ran again"):
+            assert sha256_file(folder / RESULTS) == sha256_file(finished / RESULTS)
+            assert ran_again(printed(folder)) == []
+
+
+PARENT = '''
+import os, subprocess, sys
+child = """
+import os, signal
+from demix.orphans import end_with_snakemake
+end_with_snakemake()
+print(os.getpid(), flush=True)
+signal.pause()
+"""
+# A shell between the two, as snakemake has one.
+shell = ["bash", "-c", 'export DEMIX_SNAKEMAKE=$PPID; "$0" -c "$1"; true', sys.executable, child]
+subprocess.run(shell)
+'''
+
+
+def test_a_job_ends_when_its_snakemake_is_killed(note: Note) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    job = psutil.Process(int(parent.stdout.readline()))
+    with note.timed("SIGKILL of what started a job", "the job has ended"):
+        parent.kill()
+        parent.wait()
+        until(lambda: not job.is_running() or job.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_job_by_hand_outlives_who_started_it() -> None:
+    code = "from demix.orphans import end_with_snakemake, is_job; end_with_snakemake(); print(is_job.is_set())"
+    environment = {key: value for key, value in os.environ.items() if key != "DEMIX_SNAKEMAKE"}
+    shown = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
+    assert shown == "False\n"
+    again = subprocess.check_output(
+        [sys.executable, "-c", code], text=True, env=environment | {"DEMIX_SNAKEMAKE": str(os.getpid())}
+    )
+    assert again == "True\n"
+
+
+def test_what_a_killed_writer_left_is_cleared_away(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys
+from demix.files import replacing
+with replacing(sys.argv[1], directory=len(sys.argv) > 2) as temporary:
+    (temporary / "a" if len(sys.argv) > 2 else temporary).write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    from demix.files import replacing, write_text
+
+    for more in ([], ["folder"]):
+        output = tmp_path / f"out{len(more)}"
+        done = subprocess.run([sys.executable, "-c", code, str(output), *more], check=False)
+        assert done.returncode == -signal.SIGKILL
+        assert not output.exists()
+        assert [path.suffix for path in tmp_path.iterdir() if path.name.startswith(f".{output.name}")] == [".partial"]
+        if more:
+            with replacing(output, directory=True) as temporary:
+                (temporary / "a").write_text("whole")
+        else:
+            write_text(output, "whole")
+        assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []

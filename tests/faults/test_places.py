@@ -1,0 +1,188 @@
+"""Every stage on a full disk, on one that may not be written, without permission, without its input."""
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from breaking import Note, command, commands, demix, said, told
+
+from demix.files import sha256_file
+
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs takes root")
+RUN = "results/tiny"
+# A command of each stage, by what it holds.
+STAGES = {
+    "download": ("download licenses",),
+    "owners": ("owners ",),
+    "shared": ("shared ",),
+    "split": ("split licenses",),
+    "tokenizer": ("tokenizer ",),
+    "tokenize": ("tokenize ", "licenses/dev"),
+    "overlap": ("overlap ",),
+    "train": ("train dense ", "models/dense "),
+    "score": ("score ", "models/dense ", "fantasy"),
+    "adapt": ("adapt ", "fantasy/dev"),
+    "adapt-dense": ("adapt-dense ", "dense-dapt-fantasy"),
+    "evaluate": ("evaluate fantasy",),
+    "join": ("join ", "parliament.priors"),
+    "audit": ("audit licenses",),
+    "run-config": ("run-config ",),
+    "report": ("report ",),
+    "track": ("track ",),
+}
+WITHOUT_POWERS = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "none", place], check=False, capture_output=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.decode().strip()}")
+    yield place
+    # What a failed command mapped may still be.
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@pytest.fixture
+def on_disk(finished: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The undisturbed run on a disk of its own, in which the process stands."""
+    shutil.copytree(finished, disk / "copy", symlinks=True)
+    monkeypatch.chdir(disk / "copy")
+    yield disk / "copy"
+    monkeypatch.undo()
+
+
+def artefacts(folder: Path) -> dict[str, str]:
+    """What lies below the run, but for checkpoints, logs and MLflow's own."""
+    kept = ("checkpoints", "logs", "mlartifacts", "mlflow.db", ".lock")
+    files = [path for path in (folder / RUN).rglob("*") if path.is_file()]
+    return {
+        str(path): sha256_file(path) for path in files if not path.relative_to(folder / RUN).as_posix().startswith(kept)
+    }
+
+
+def fill(folder: Path) -> Path:
+    ballast = folder / "ballast"
+    with open(ballast, "wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12):
+            try:
+                while True:
+                    file.write(b"\0" * size)
+            except OSError:
+                continue
+    return ballast
+
+
+@ROOT
+@pytest.mark.faults
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_full_disk_at_every_stage(stage: str, on_disk: Path, note: Note) -> None:
+    arguments = command(on_disk, *STAGES[stage])
+    if stage == "track":
+        shutil.rmtree(on_disk / RUN / "mlartifacts")
+        (on_disk / RUN / "mlflow.db").unlink()
+        (on_disk / RUN / "tracked.json").unlink()
+    before = artefacts(on_disk)
+    ballast = fill(on_disk)
+    start = time.monotonic()
+    # MLflow keeps what it once opened in a process.
+    line = told(demix(*arguments)) if stage == "track" else said(arguments)
+    note.add(f"disk full: {stage}", "common error, nothing half-written", time.monotonic() - start)
+    assert line is not None
+    assert line.startswith("demix: error: ")
+    assert "No space left on device" in line or "disk" in line
+    assert "; " in line
+    assert artefacts(on_disk) == before
+    ballast.unlink()
+    with note.timed(f"disk full, then room again: {stage}", "the same command makes the same bytes"):
+        assert (demix(*arguments).returncode or None) is None if stage == "track" else said(arguments) is None
+    after = artefacts(on_disk)
+    # `download` makes what was temporary. Metrics hold the speed.
+    assert {path for path, sha256 in before.items() if after.get(path) != sha256 and "/metrics/" not in path} == set()
+
+
+@ROOT
+@pytest.mark.faults
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_disk_that_may_not_be_written(stage: str, on_disk: Path, note: Note) -> None:
+    arguments = command(on_disk, *STAGES[stage])
+    subprocess.run(["mount", "-o", "remount,ro", on_disk.parent], check=True)
+    try:
+        start = time.monotonic()
+        line = said(arguments)
+        note.add(f"read-only: {stage}", "common error", time.monotonic() - start)
+        assert line is not None
+        assert line.startswith("demix: error: ")
+        assert "Read-only file system" in line or "readonly" in line
+        assert "; " in line
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", on_disk.parent], check=True)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_permission(stage: str, copied: Path, note: Note) -> None:
+    """Folders that may not be written; root gives up the powers that let it write there."""
+    arguments = command(copied, *STAGES[stage])
+    before = artefacts(copied)
+    folders = [path for path in [copied / RUN, *(copied / RUN).rglob("*")] if path.is_dir()]
+    for folder in folders:
+        folder.chmod(0o500)
+    try:
+        with note.timed(f"no permission to write: {stage}", "common error"):
+            line = told(demix(*arguments, before=WITHOUT_POWERS if os.geteuid() == 0 else ()))
+        assert "Permission denied" in line or "readonly" in line or "unable to open" in line
+    finally:
+        for folder in folders:
+            folder.chmod(0o700)
+    assert artefacts(copied) == before
+
+
+@pytest.mark.faults
+def test_every_input_that_vanishes_is_named(copied: Path, note: Note) -> None:
+    """Each file that a command reads is taken away, one after the other."""
+    wrong = []
+    for stage, words in STAGES.items():
+        arguments = command(copied, *words)
+        options = [place for place, word in enumerate(arguments) if word.startswith("--")]
+        inputs = [word for word in arguments[1 : min(options or [len(arguments)])] if Path(word).is_file()]
+        inputs += [
+            arguments[place + 1] for place in options if arguments[place] in ("--owners", "--tokenizer", "--priors")
+        ]
+        for name in dict.fromkeys(inputs if stage != "evaluate" else []):
+            hidden = Path(name).rename(f"{name}.hidden")
+            start = time.monotonic()
+            line = said(arguments)
+            found = line is not None and line.startswith("demix: error: ") and name in line
+            note.add(f"vanished input: {stage}", "named" if found else f"NOT NAMED: {line}", time.monotonic() - start)
+            if not found:
+                wrong.append((stage, name, line))
+            hidden.rename(name)
+    assert wrong == []
+
+
+@pytest.mark.faults
+def test_all_commands_of_a_run_have_a_case(finished: Path) -> None:
+    names = {words[0] for words in commands(finished).values()}
+    assert names - {"anonymize"} == set(STAGES), "anonymize reads what is temporary: see test_damage and test_disks"
+
+
+def test_unreadable_inputs_are_named(tmp_path: Path, note: Note) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "words"}\n')
+    source.chmod(0o000)
+    settings = f'{{"kind": "files", "path": "{source}"}}'
+    output = tmp_path / "raw" / "0000.parquet"
+    with note.timed("no permission to read: download", "common error"):
+        before: tuple[str, ...] = WITHOUT_POWERS if os.geteuid() == 0 else ()
+        line = told(demix("download", "d", "--settings", settings, "--output", output, before=before))
+    assert str(source) in line
+    assert "Permission denied" in line
+    assert [*output.parent.iterdir()] == []

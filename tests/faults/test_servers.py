@@ -1,0 +1,83 @@
+"""The playground's server: this machine's loopback alone, a bounded number of questions of bounded size.
+
+What it refuses of requests (foreign hosts and origins, forms, chunks, too much) is in tests/unit/test_playground.py.
+"""
+
+import http.client
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from breaking import Note
+from disturbed import until
+
+from demix.playground.server import CONNECTIONS, SECONDS
+
+# As a stage that has a model makes it.
+Served = tuple[subprocess.Popen, int]
+
+
+@pytest.fixture
+def served(finished: Path) -> Iterator[Served]:
+    model = finished / "results/tiny/models/demix"
+    command = [sys.executable, "-m", "demix.cli", "playground", str(model), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    shown = process.stdout.readline()
+    yield process, int(shown.rpartition("127.0.0.1:")[2].partition("/")[0])
+    process.terminate()
+    process.wait()
+
+
+def status(port: int, host: str | None = None) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS + 20)
+    connection.putrequest("GET", "/model", skip_host=host is not None)
+    if host is not None:
+        connection.putheader("Host", host)
+    connection.endheaders()
+    return connection.getresponse().status
+
+
+@pytest.mark.faults
+def test_it_listens_on_loopback_alone(served: Served, note: Note) -> None:
+    process, port = served
+    with note.timed("playground: where it listens", "127.0.0.1 alone"):
+        listening = [one.laddr for one in psutil.Process(process.pid).net_connections() if one.status == "LISTEN"]
+        assert [(place.ip, place.port) for place in listening] == [("127.0.0.1", port)]
+    others = {
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family == socket.AF_INET and not address.address.startswith("127.")
+    }
+    for address in others:
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((address, port), timeout=5)
+    with note.timed("playground: a foreign host", "refused"):
+        assert status(port, "evil.example") == 403
+    assert status(port) == 200
+
+
+@pytest.mark.faults
+def test_who_says_nothing_is_hung_up_on(served: Served, note: Note) -> None:
+    """More connections than are served, all silent: the server is back when their time is over."""
+    _, port = served
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(CONNECTIONS + 8)]
+    for each in silent:
+        each.sendall(b"POST /analyse HTTP/1.1\r\nContent-Le")
+    with note.timed("playground: silent connections", f"served again after their {SECONDS} s"):
+
+        def answers() -> bool:
+            try:
+                return status(port) == 200
+            except OSError:
+                return False
+            except http.client.HTTPException:
+                return False
+
+        until(answers, 3 * SECONDS)
+    for each in silent:
+        each.close()

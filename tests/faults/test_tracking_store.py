@@ -1,0 +1,109 @@
+"""The tracking store gone, locked or damaged: the run's results stand, and tracking later fills in what is missing."""
+
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from breaking import Note, command, run_tiny, said
+from disturbed import TINY, printed
+from synthetic_run import build_run
+
+from demix.errors import DemixError
+from demix.files import sha256_file
+from demix.tracking import track
+
+RUN = "results/tiny"
+
+
+def corrupt(database: Path) -> Callable[[], None]:
+    database.write_bytes(b"this is no database" * 1000)
+    return database.unlink
+
+
+def locked(database: Path) -> Callable[[], None]:
+    held = sqlite3.connect(database, isolation_level=None)
+    held.execute("BEGIN EXCLUSIVE")
+    return held.close
+
+
+def gone(database: Path) -> Callable[[], None]:
+    """A folder in its place, as of a disk that is not mounted."""
+    database.unlink(missing_ok=True)
+    database.mkdir()
+    return database.rmdir
+
+
+def damaged(database: Path) -> Callable[[], None]:
+    content = bytearray(database.read_bytes()) if database.exists() else bytearray(b"SQLite format 3\0" + b"\0" * 9000)
+    content[100:8000] = b"\xff" * 7900
+    database.write_bytes(content)
+    return database.unlink
+
+
+STORES = (corrupt, locked, gone, damaged)
+
+
+def runs(database: Path) -> int:
+    with sqlite3.connect(database) as opened:
+        return opened.execute("select count(*) from runs where lifecycle_stage = 'active'").fetchone()[0]
+
+
+def test_a_damaged_store_is_told_and_filled_in_later(tmp_path: Path, note: Note) -> None:
+    run = build_run(tmp_path / "run", steps=1)
+    for break_it in (corrupt, gone):
+        database = tmp_path / f"{break_it.__name__}.db"
+        mend = break_it(database)
+        with (
+            note.timed(f"tracking store {break_it.__name__}", "common error"),
+            pytest.raises(DemixError, match=rf"{database.name}") as error,
+        ):
+            track(run.path, run.config, f"sqlite:///{database}", "broken")
+        assert "\n" not in str(error.value)
+        mend()
+    # MLflow keeps what it once opened: the next process would take the mended one of the same name.
+    with note.timed("tracking store mended", "track fills it in"):
+        track(run.path, run.config, f"sqlite:///{tmp_path}/mended.db", "broken")
+    assert runs(tmp_path / "mended.db") > 5
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("break_it", STORES, ids=lambda store: store.__name__)
+def test_a_run_ends_without_its_store_and_track_fills_it_in(
+    break_it: Callable[[Path], Callable[[], None]], copied: Path, note: Note
+) -> None:
+    run = copied / RUN
+    wanted = sha256_file(run / "results.parquet")
+    database = run / "mlflow.db"
+    before = runs(database)
+    # All of the evaluation is to be done again, and the report.
+    for name in ("results.parquet", "tracked.json"):
+        (run / name).unlink()
+    shutil.rmtree(run / "evaluations")
+    mend = break_it(database)
+    start = time.monotonic()
+    assert run_tiny(copied).wait() == 1
+    note.add(f"a run with its store {break_it.__name__}", "all but tracking is done", time.monotonic() - start)
+    assert sha256_file(run / "results.parquet") == wanted
+    assert (run / "report" / "claims.html").is_file()
+    assert "demix: error: sqlite:///results/tiny/mlflow.db: " in printed(copied)
+    assert not (run / "tracked.json").exists()
+    mend()
+    (copied / "printed.log").unlink()
+    with note.timed(f"its store {break_it.__name__}, mended", "a rerun tracks and does nothing else"):
+        assert run_tiny(copied).wait() == 0, printed(copied)
+    assert printed(copied).count("\nFinished jobid: ") == 2, "track, and the target of all"
+    assert runs(database) == before
+
+
+@pytest.mark.faults
+def test_a_server_that_is_away(copied: Path, note: Note) -> None:
+    arguments = command(copied, "track ")
+    place = arguments.index("--settings") + 1
+    away = [*arguments[:place], '{"uri": "http://127.0.0.1:9", "experiment": "e"}', *arguments[place + 1 :]]
+    with note.timed("tracking server away", "common error"):
+        line = said(away)
+    assert "demix: error: http://127.0.0.1:9: " in str(line)
+    assert TINY["run"] in arguments[1]
