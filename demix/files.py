@@ -173,9 +173,13 @@ def write_sealed(path: str | Path, text: str) -> None:
 
 
 def read_sealed(path: str | Path) -> str:
-    """The text in `path` without its seal; DemixError where the file is missing or not as it was written."""
+    """The text in `path` without its seal; DemixError where the file is missing or not as it was written.
+
+    JSON lines must have their seal: nothing else tells that the last of them are there.
+    """
+    path = Path(path)
     try:
-        return unsealed_text(Path(path).read_bytes()).decode()
+        return unsealed_text(path.read_bytes(), required=path.suffix == ".jsonl").decode()
     except FileNotFoundError:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
     except ValueError as error:

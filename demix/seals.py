@@ -31,10 +31,12 @@ def sealed_text(text: str) -> bytes:
     return content + _seal_of(content) + b"\n"
 
 
-def unsealed_text(content: bytes) -> bytes:
-    """`content` without its seal, if it has one; ValueError where that is not its own."""
+def unsealed_text(content: bytes, required: bool = False) -> bytes:
+    """`content` without its seal, if it has one; ValueError where that is not its own, or is `required` and missing."""
     tail = _TAIL.search(content)
     whole = content[: tail.start()]
+    if required and not tail[1]:
+        raise ValueError("its end is missing")
     if tail[1] and tail[0] != _seal_of(whole) + b"\n":
         raise ValueError("its bytes changed: they do not have the digest that was written with them")
     return whole + tail[2]

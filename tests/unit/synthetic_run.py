@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from demix.files import write_json, write_parquet
+from demix.files import write_json, write_parquet, write_sealed
 from demix.report.results import BASES
 
 TRAINING, NOVEL = ("code", "law", "news"), ("wiki", "songs")
@@ -262,7 +262,7 @@ def _write_metrics(
 
 
 def _write_lines(path: Path, lines: list[dict]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    write_sealed(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _write_cards(path: Path, training: tuple[str, ...], novel: tuple[str, ...], retrained: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from synthetic_run import NOVEL, TRAINING, Run, build_run
 
 from demix.errors import DemixError
-from demix.files import exclusive, read_json, write_json
+from demix.files import exclusive, read_json, write_json, write_sealed
 from demix.report import write_report
 from demix.tracking import NETWORK_FILE_SYSTEMS, file_system, flatten, track
 
@@ -120,7 +120,7 @@ def test_a_change_replaces_and_a_missing_file_deletes(uri: str, tmp_path: Path) 
     track(run.path, run.config, uri, "changing")
     before = stored(uri, "changing")
     metrics = run.path / "metrics" / "dense.jsonl"
-    metrics.write_text("".join(line + "\n" for line in metrics.read_text().splitlines()[:3]))
+    write_sealed(metrics, "".join(line + "\n" for line in metrics.read_text().splitlines()[:3]))
     (run.path / "metrics" / "without-law.jsonl").unlink()
     summary = track(run.path, run.config, uri, "changing")
     assert f"0 new, 1 replaced, {RUNS - 2} unchanged, 1 deleted" in summary
