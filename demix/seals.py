@@ -24,7 +24,8 @@ _PIECE = 4 << 20
 _BITS = 128
 # A few blanks at the end are somebody's own; what they follow is whole.
 FEWEST = 8
-_TAIL = re.compile(rb"([ \t]*)(\n?)\Z")
+# A flipped bit makes a carriage return of a tab.
+_TAIL = re.compile(rb"([ \t\r]*)(\n?)\Z")
 
 
 def sealed_text(text: str) -> bytes:
