@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from demix.errors import DemixError
-from demix.files import read_json
+from demix.files import read_json, write_sealed
 from demix.train.loop import DivergedError
 from demix.train.stage import Training, train_model
 from demix.train.sweep import MARGIN, Trial, choose_rate, chosen_rate, judge, read_trial
@@ -28,7 +28,7 @@ FALLING = np.linspace(9.0, 4.0, 40)
 
 def write(path: Path, losses: object, **last: object) -> Path:
     rows = [{"step": step + 1, "tokens": 100 * step, "loss": float(loss)} for step, loss in enumerate(losses)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *([last] if last else [])]))
+    write_sealed(path, "".join(json.dumps(row) + "\n" for row in [*rows, *([last] if last else [])]))
     return path
 
 
