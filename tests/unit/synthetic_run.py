@@ -267,7 +267,9 @@ def _write_lines(path: Path, lines: list[dict]) -> None:
 
 def _write_cards(path: Path, training: tuple[str, ...], novel: tuple[str, ...], retrained: tuple[str, ...]) -> None:
     for name in (*training, *novel):
-        write_json(path / "corpus" / name / "card.json", {"documents": {"train": 10, "dev": 2, "test": 2}})
+        counts = {"documents": {"train": 10, "dev": 2, "test": 2}, "words": {"train": 900, "dev": 90, "test": 90}}
+        more = {"replacements": {"EMAIL": 3}, "leakage": {"ngrams": {"length": 13, "test": 0.0}}}
+        write_json(path / "corpus" / name / "card.json", counts | more)
     models = ["demix", "dense", "dense_unbalanced", "domain_token", *(f"without-{name}" for name in retrained)]
     for model in [*models, *(f"dense-dapt-{name}" for name in novel)]:
         # Those of other models are left out, as are most of what a model.json holds.

@@ -261,7 +261,7 @@ def assert_documented(run: Path) -> None:
     """Every file of a finished run has its line in docs/outputs.md, with its columns, and every line has its file."""
     found = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
     # A tiny run keeps its MLflow store by itself.
-    found = {path for path in found if not path.startswith(("mlflow.db", "mlartifacts/"))}
+    found = {path for path in found if not path.startswith(("mlflow.db", ".mlflow.db", "mlartifacts/"))}
     known = patterns()
     unknown = {path for path in found if not any(pattern.fullmatch(path) for pattern in known.values())}
     assert not unknown

@@ -21,6 +21,7 @@ from demix.errors import DemixError
 from demix.evaluate.tables import read_scores
 from demix.files import read_json, sha256_file, write_json, write_parquet
 from demix.model.checkpoint import expert_names, load_model, save_expert, save_shared
+from demix.model.config import expert_parameters, shared_parameters
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.gpt import GPT
 from demix.model.merge import merge_experts, parse_weights, prior_weights
@@ -37,7 +38,12 @@ def write_model(
 ) -> GPT:
     model = GPT(SMALL, vocab_size, experts)
     randomise(model, seed)
-    save_shared(model, directory, {"kind": "demix", "tokens": 90, "steps": 9, "tokenizer_sha256": tokenizer})
+    counts = {
+        "shared_parameters": shared_parameters(SMALL, vocab_size),
+        "expert_parameters": expert_parameters(SMALL),
+    }
+    seen = {"tokens": 90, "steps": 9, "tokenizer_sha256": tokenizer}
+    save_shared(model, directory, {"kind": "demix"} | counts | seen)
     for number, expert in enumerate(experts):
         lineage = {"parent": None, "steps": 9, "tokens": 30 + number, "data_sha256": {expert: str(number) * 64}}
         save_expert(model, expert, directory, lineage | {"tokenizer_sha256": tokenizer})
