@@ -18,7 +18,8 @@ from demix.progress import followed, progress
 
 
 def test_a_line_of_the_log_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    # `demix evaluate`, run in this process by another test, makes the package quiet.
+    caplog.set_level(logging.INFO, logger="demix")
     seconds = count()
     # A clock of the module's own: other threads look at the real one.
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
