@@ -43,7 +43,7 @@ lint: $(VENV)/installed
 ui: $(VENV)/installed
 	@mkdir -p results
 	@echo "MLflow starts at http://127.0.0.1:$(PORT): choose Model training at the top left, then the experiment"
-	mlflow server --host 127.0.0.1 --port $(PORT) --workers 1 --backend-store-uri '$(URI)' \
+	mlflow server --app-name demix --host 127.0.0.1 --port $(PORT) --workers 1 --backend-store-uri '$(URI)' \
 		--artifacts-destination '$(ARTIFACTS)' \
 		--allowed-hosts '127.0.0.1:$(PORT),localhost:$(PORT)' --cors-allowed-origins 'http://127.0.0.1:$(PORT)'
 

@@ -1,6 +1,6 @@
-"""The playground's server: this machine's loopback alone, a bounded number of questions of bounded size.
+"""The playground and `make ui`: this machine's loopback alone, a bounded number of questions of bounded size.
 
-What it refuses of requests (foreign hosts and origins, forms, chunks, too much) is in tests/unit/test_playground.py.
+What else they refuse of requests (foreign origins, forms, chunks) is in tests/unit/test_playground.py and test_ui.py.
 """
 
 import http.client
@@ -14,8 +14,13 @@ import psutil
 import pytest
 from breaking import Note
 from disturbed import until
+from test_ui import Served as ServedUi
+from test_ui import first_line
+from test_ui import served as ui  # noqa: F401
+from test_ui import status as ui_status
 
 from demix.playground.server import CONNECTIONS, SECONDS
+from demix.ui import MOST_BYTES
 
 # As a stage that has a model makes it.
 Served = tuple[subprocess.Popen, int]
@@ -41,12 +46,11 @@ def status(port: int, host: str | None = None) -> int:
     return connection.getresponse().status
 
 
-@pytest.mark.faults
-def test_it_listens_on_loopback_alone(served: Served, note: Note) -> None:
-    process, port = served
-    with note.timed("playground: where it listens", "127.0.0.1 alone"):
-        listening = [one.laddr for one in psutil.Process(process.pid).net_connections() if one.status == "LISTEN"]
-        assert [(place.ip, place.port) for place in listening] == [("127.0.0.1", port)]
+def assert_loopback_alone(port: int, pid: int | None = None) -> None:
+    """Whatever listens on a port, that of the process `pid` where it is given, does so on 127.0.0.1."""
+    connections = psutil.Process(pid).net_connections() if pid else psutil.net_connections()
+    listening = {one.laddr for one in connections if one.status == "LISTEN" and (pid or one.laddr.port == port)}
+    assert {(place.ip, place.port) for place in listening} == {("127.0.0.1", port)}
     others = {
         address.address
         for addresses in psutil.net_if_addrs().values()
@@ -56,6 +60,13 @@ def test_it_listens_on_loopback_alone(served: Served, note: Note) -> None:
     for address in others:
         with pytest.raises(OSError, match="refused"):
             socket.create_connection((address, port), timeout=5)
+
+
+@pytest.mark.faults
+def test_it_listens_on_loopback_alone(served: Served, note: Note) -> None:
+    process, port = served
+    with note.timed("playground: where it listens", "127.0.0.1 alone"):
+        assert_loopback_alone(port, process.pid)
     with note.timed("playground: a foreign host", "refused"):
         assert status(port, "evil.example") == 403
     assert status(port) == 200
@@ -81,3 +92,16 @@ def test_who_says_nothing_is_hung_up_on(served: Served, note: Note) -> None:
         until(answers, 3 * SECONDS)
     for each in silent:
         each.close()
+
+
+@pytest.mark.faults
+def test_the_pages_of_mlflow(ui: ServedUi, note: Note) -> None:  # noqa: F811
+    own = ui.address.removeprefix("http://")
+    with note.timed("make ui: where it listens", "127.0.0.1 alone"):
+        assert_loopback_alone(int(own.partition(":")[2]))
+    with note.timed("make ui: a foreign host", "refused"):
+        assert ui_status(ui, "GET", "/", Host="evil.example") == 403
+    with note.timed("make ui: a request of too many bytes", "refused"):
+        assert first_line(ui, f"Content-Length: {MOST_BYTES + 1}", b"") == b"HTTP/1.1 413"
+        assert first_line(ui, "Transfer-Encoding: chunked", b" " * (1 << 20)) == b"HTTP/1.1 413"
+    assert ui_status(ui, "GET", "/", Host=own) == 200

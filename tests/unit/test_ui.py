@@ -22,6 +22,7 @@ from synthetic_run import TRAINING, Run, build_run
 from test_pages import browser  # noqa: F401
 
 from demix.tracking import track
+from demix.ui import MOST_BYTES
 
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 ROOT = Path(__file__).parents[2]
@@ -81,6 +82,29 @@ def test_other_hosts_and_origins_are_refused(served: Served) -> None:
     search, json_ = "/api/2.0/mlflow/experiments/search", {"Content_Type": "application/json"}
     assert status(served, "POST", search, Origin=served.address, **json_) == 200
     assert status(served, "POST", search, Origin="http://evil.example", **json_) == 403
+
+
+def first_line(served: Served, header: str, chunk: bytes) -> bytes:
+    """What is answered to a request that goes on with `chunk` after its header until it is answered."""
+    place, path = served.address.removeprefix("http://"), "/ajax-api/2.0/mlflow/experiments/search"
+    name, port = place.split(":")
+    with socket.create_connection((name, int(port)), timeout=PATIENCE) as connection:
+        connection.sendall(
+            f"POST {path} HTTP/1.1\r\nHost: {place}\r\nContent-Type: application/json\r\n{header}\r\n\r\n".encode()
+        )
+        try:
+            for _ in range(MOST_BYTES // len(chunk) + 2 if chunk else 0):
+                connection.sendall(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
+        except OSError:
+            # It is answered and closed while more is sent.
+            pass
+        return connection.recv(12)
+
+
+def test_requests_are_of_bounded_size(served: Served) -> None:
+    assert first_line(served, f"Content-Length: {MOST_BYTES + 1}", b"") == b"HTTP/1.1 413"
+    assert first_line(served, "Transfer-Encoding: chunked", b" " * (1 << 20)) == b"HTTP/1.1 413"
+    assert status(served, "GET", "/health") == 200
 
 
 def test_telemetry_is_off(served: Served) -> None:

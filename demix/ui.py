@@ -1,0 +1,49 @@
+"""MLflow's server as `make ui` starts it (`mlflow server --app-name demix`): with requests of bounded size."""
+
+from mlflow.server.fastapi_app import app as mlflow_app
+from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+# MLflow holds a whole request in memory. The largest that `track` sends is a figure or a table.
+MOST_BYTES = 256 << 20
+
+
+class Bounded:
+    """An application that answers 413 to a request of more than `most` bytes, announced or sent in chunks."""
+
+    def __init__(self, app: ASGIApp, most: int):
+        self.app, self.most = app, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        too_much = f"a request has at most {self.most} bytes"
+        # The server in front refuses a length that is no number.
+        if int(dict(scope["headers"]).get(b"content-length", b"0")) > self.most:
+            await PlainTextResponse(too_much, 413)(scope, receive, send)
+            return
+        received, refused = 0, False
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self.most:
+                raise HTTPException(413, too_much)
+            return message
+
+        async def answered(message: Message) -> None:
+            nonlocal refused
+            # MLflow would make an inner error of it.
+            if received > self.most and message["type"] == "http.response.start":
+                refused = True
+                await PlainTextResponse(too_much, 413)(scope, receive, send)
+            elif not refused:
+                await send(message)
+
+        await self.app(scope, counted, answered)
+
+
+app = Bounded(mlflow_app, MOST_BYTES)
