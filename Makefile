@@ -21,7 +21,8 @@ demo: $(VENV)/installed
 	@demix summary results/sample
 
 test: $(VENV)/installed lint
-	pytest -n auto --dist loadfile
+	# Whatever takes longest first.
+	pytest -n auto --dist loadfile --no-loadscope-reorder tests/slurm tests/workflow tests/unit tests/faults
 
 # Disturbs trainings on a real SLURM in every way: about half an hour. Needs root and the packages of .ci/run.
 test-slurm: $(VENV)/installed
