@@ -28,10 +28,12 @@ test: $(VENV)/installed lint
 test-slurm: $(VENV)/installed
 	pytest -v tests/slurm -m slurm
 
-# Breaks everything on purpose and prints what came of it: an hour or two. KILLS and FUZZ say how often.
+# Breaks everything on purpose and prints what came of it: an hour or two. KILLS and FUZZ say how often. As root it fills
+# disks of its own, and with Debian's faketime one run has another date.
 KILLS ?= 50
 FUZZ ?= 10000
 faults: $(VENV)/installed
+	@$(VENV)/bin/pip install -q -e '.[dev,fuzz]'
 	pytest tests/faults -m 'faults or not faults' --all-faults --kills $(KILLS) --fuzz $(FUZZ) --faults-json faults.json
 
 lint: $(VENV)/installed

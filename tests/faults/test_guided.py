@@ -1,0 +1,107 @@
+"""Fuzzing that looks for new paths through our code (atheris): bytes of any kind where files and texts come in."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from breaking import Note
+
+TARGETS = """
+import sys
+from pathlib import Path
+
+import atheris
+
+with atheris.instrument_imports(include=["demix"]):
+    from demix.config import complete
+    from demix.data.anonymize import anonymize, normalise
+    from demix.data.sources import Source, download
+    from demix.errors import DemixError
+    from demix.files import read_json, settings_from, sha256_file
+    from demix.model.checkpoint import load_verified
+
+import pyarrow.parquet as pq
+import yaml
+
+FORMS = ("jsonl", "csv", "tsv", "txt", "json", "jsonl.gz", "jsonl.zst", "zip", "tar", "tgz")
+kind, folder = sys.argv.pop(1), Path(sys.argv.pop(1))
+
+
+def anonymizer(data):
+    text = normalise(data.decode("utf-8", "replace"))[0]
+    once, _ = anonymize(text)
+    again, more = anonymize(once)
+    assert again == once
+    assert not any(more.values())
+
+
+def readers(data):
+    path, raw = folder / f"a.{FORMS[data[0] % len(FORMS)]}" if data else folder / "a.txt", folder / "raw.parquet"
+    path.write_bytes(data[1:])
+    count = download(Source("files", str(path)), "d", raw)
+    assert pq.read_metadata(raw).num_rows == count
+
+
+def sealed_json(data):
+    (folder / "a.json").write_bytes(data)
+    read_json(folder / "a.json")
+
+
+def safetensors(data):
+    (folder / "a.safetensors").write_bytes(data)
+    load_verified(folder / "a.safetensors", sha256_file(folder / "a.safetensors"))
+
+
+def settings(data):
+    settings_from(Source, data.decode("utf-8", "replace"))
+
+
+def configs(data):
+    try:
+        config = yaml.safe_load(data.decode("utf-8", "replace"))
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return
+    complete(config if isinstance(config, dict) else {"run": config})
+
+
+def one(data):
+    try:
+        globals()[kind](data)
+    except DemixError as error:
+        assert len(str(error).splitlines()) == 1, str(error)
+
+
+atheris.Setup(sys.argv, one)
+atheris.Fuzz()
+"""
+
+SEEDS = {
+    "anonymizer": [b"a@b.org @user_1 +44 20 7946 0958", b"4111 1111 1111 1111 219-09-9998", "@[123456:7:Zoë]".encode()],
+    "readers": [bytes([form]) + some for form, some in enumerate([
+        b'{"text": "a", "id": 1}\n', b'text,id\n"a",1\n', b"text\tid\na\t1\n", b"words\n", b'[{"text": "a"}]',
+        b"\x1f\x8b\x08\0", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"a.txt" + b"\0" * 507, b"\x1f\x8b\x08\0",
+    ])],
+    "sealed_json": [b'{"a": [1, 2.5, null, "x"]}\n', b"{}" + b" \t" * 64],
+    "safetensors": [b'\x08\0\0\0\0\0\0\0{"a":{}}', b"\x02\0\0\0\0\0\0\0{}"],
+    "settings": [b'{"kind": "files", "path": "x", "parts": 2, "where": {"a": 1}}'],
+    "configs": [b"run: a\ndomains: {training: {a: {source: {kind: files, path: x}}}}\nmodel: {heads: 2}\n"],
+}  # fmt: skip
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not importlib.util.find_spec("atheris"), reason="needs atheris: make faults installs it")
+@pytest.mark.parametrize("kind", SEEDS)
+def test_guided_by_coverage(kind: str, tmp_path: Path, request: pytest.FixtureRequest, note: Note) -> None:
+    seeds, place, cases = tmp_path / "seeds", tmp_path / "place", request.config.getoption("--fuzz")
+    seeds.mkdir()
+    place.mkdir()
+    for number, seed in enumerate(SEEDS[kind]):
+        (seeds / str(number)).write_bytes(seed)
+    limits = [f"-atheris_runs={cases}", "-timeout=20", "-rss_limit_mb=4096", "-max_len=2048", "-seed=1"]
+    command = [sys.executable, "-c", TARGETS, kind, place, *limits, seeds]
+    with note.timed(f"fuzzed by coverage: {kind.replace('_', ' ')}, {cases} cases", "no crash, no hang"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert "Done " in done.stderr, done.stderr[-2000:]
