@@ -15,7 +15,8 @@ from demix.files import write_text
 from demix.report import results as read
 from demix.report.page import render
 from demix.report.results import comparable, expert_perplexities, novel_domains, perplexities, training_domains
-from demix.report.tables import as_markdown, scale_note
+from demix.report.table import as_markdown
+from demix.report.tables import scale_note
 
 # A mixture of more experts pays for its doubt: up to −ln π/T nats a token. We call half a percent no harm.
 HARM = 0.005

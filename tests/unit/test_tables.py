@@ -14,27 +14,19 @@ from synthetic_run import DECAYS, DEV_BLOCKS, NOVEL, RELEASED_SCORER, TRAINING, 
 
 from demix.errors import DemixError
 from demix.report import PAPER_TABLES, REPORT_FILES, TABLES, write_report
-from demix.report.paper import SIZES, Printed, printed
-from demix.report.results import comparable, read_audit, read_parents, read_results
-from demix.report.tables import (
+from demix.report.own_tables import (
     audit_table,
-    beside_paper,
     decay_table,
     dev_blocks_table,
     differences_table,
     full_table,
-    main_table,
     overlap_table,
-    scale_note,
-    table3,
-    table4,
-    table5,
-    table6,
-    table7,
-    table13,
     weights_table,
-    write_tables,
-)  # fmt: skip
+)
+from demix.report.paper import SIZES, Printed, printed
+from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
+from demix.report.results import comparable, read_audit, read_parents, read_results
+from demix.report.tables import beside_paper, main_table, scale_note, write_tables
 
 
 @pytest.fixture(scope="module")

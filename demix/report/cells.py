@@ -1,0 +1,102 @@
+"""What the tables are made of: means over domains, changes in percent, second lines of cells.
+
+Every average over domains is the plain mean of the domains' perplexities, and "–" where one of them is missing.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from demix.report import results as read
+from demix.report.results import evaluations, novel_domains, perplexities, training_domains
+
+IN_DOMAIN = (read.DENSE, read.BALANCED, read.DOMAIN_TOKEN, read.NAIVE, read.CACHED)
+MIXTURES = (read.NAIVE, read.AVERAGE, read.UNIFORM, read.UPDATING, read.CACHED)
+POSTERIOR_MIXTURES = (read.UNIFORM, read.UPDATING, read.CACHED)
+ORACLE_NOTE = (
+    "Oracle: the single best domain token or expert is chosen on the test data itself, so that no real system "
+    "could have known it."
+)
+WEIGHTS_NOTE = (
+    "Rows without a remark weight experts by all earlier tokens of the block (Eq. 7 and 8 of the paper); "
+    "'released weights' looks at the previous token only, as the code published with the paper does."
+)
+INTERVAL_NOTE = (
+    "Below a perplexity its 95% interval from resampling the domain's test documents, and “–” where the domain has "
+    "fewer than 20 of them. It says what other text of the domain could give, not what another training could."
+)
+
+
+def mean_of(values: Iterable[float]) -> float:
+    """The plain mean, NaN of nothing or where one is NaN."""
+    numbers = np.asarray(list(values), dtype="float64")
+    return float(numbers.mean()) if len(numbers) else float("nan")
+
+
+def percent(before: Any, after: Any) -> Any:
+    """How much more `after` is than `before`, in percent."""
+    return 100 * (after / before - 1)
+
+
+def lowest(frame: pd.DataFrame, axis: int) -> pd.DataFrame:
+    """True where a cell is the lowest of its row (axis 1) or column (axis 0), at the two decimals printed."""
+    rounded = frame.round(2)
+    return rounded.eq(rounded.min(axis=axis), axis=1 - axis)
+
+
+def second_lines(found: pd.DataFrame) -> list[str]:
+    """The second line of cells that `evaluations` found: the spread over seeds, else the interval over documents."""
+    lines = []
+    for row in found.itertuples():
+        if pd.isna(row.perplexity):
+            lines.append("")
+        elif row.seeds > 1:
+            lines.append(f"± {row.spread:.2f}")
+        else:
+            lines.append(f"[{row.low:.2f}, {row.high:.2f}]" if pd.notna(row.low) else "–")
+    return lines
+
+
+def by_domain(results: pd.DataFrame, systems: dict[str, Callable[[str], read.System]], domains: list[str]) -> Any:
+    """Perplexities, second lines (None where there is no interval and no spread) and notes, domains as rows.
+
+    `systems` maps a column to the system that each domain has there. The last column counts the test documents.
+    """
+    found = {
+        label: pd.concat([evaluations(results, system(name), [name]) for name in domains])
+        if domains
+        else evaluations(results, system(""), [])
+        for label, system in systems.items()
+    }
+    frame = pd.DataFrame({label: one["perplexity"] for label, one in found.items()}, index=domains)
+    frame["Documents"] = pd.DataFrame({label: one["documents"] for label, one in found.items()}).max(axis=1)
+    beneath = pd.DataFrame({label: second_lines(one) for label, one in found.items()}, index=domains)
+    return frame, *explained(beneath, results)
+
+
+def explained(beneath: pd.DataFrame, results: pd.DataFrame) -> tuple[pd.DataFrame | None, tuple[str, ...]]:
+    """Second lines, if any says something, and the note that explains them."""
+    seeds = results["seed"].nunique()
+    if seeds > 1:
+        return beneath, (f"Perplexities are means over {seeds} seeds, ± their standard deviation.",)
+    some = beneath.apply(lambda column: column.str.startswith("[")).to_numpy().any()
+    few = "No domain has the 20 test documents that an interval over documents needs."
+    return (beneath, (INTERVAL_NOTE,)) if some else (None, (few,))
+
+
+def always(system: read.System) -> Callable[[str], read.System]:
+    """The same system for every domain."""
+    return lambda _: system
+
+
+def seeds_of(results: pd.DataFrame, system: read.System, domains: list[str]) -> str:
+    """The mean over domains of each seed, as its spread over seeds."""
+    means = [mean_of(perplexities(rows, system, domains)) for _, rows in results.groupby("seed")]
+    return f"± {np.std(means, ddof=1):.2f}" if len(means) > 1 and np.isfinite(means).all() else ""
+
+
+def kinds_of_domains(config: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """The run\'s training domains and its novel ones, each with its name."""
+    return [("training", training_domains(config)), ("novel", novel_domains(config))]

@@ -1,0 +1,274 @@
+"""Tables that the paper does not have: overlap, weights, decay, dev blocks, every system, differences, audit."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from demix.report import results as read
+from demix.report.affinity import affinities, relations, with_overlap
+from demix.report.cells import INTERVAL_NOTE, MIXTURES, POSTERIOR_MIXTURES, kinds_of_domains, lowest, mean_of, percent
+from demix.report.results import evaluations, grid, perplexities, training_domains
+from demix.report.table import Table
+
+
+def overlap_table(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str, Any]) -> Table:
+    """The correlation of Figure 2's two halves: affinity of experts and bigrams that domains share."""
+    rows = {
+        f"{found.kind} domains": {
+            "Domains": found.domains,
+            "Pairs": found.pairs,
+            "Spearman": found.spearman,
+            "p of Spearman": found.spearman_p,
+            "p, domains permuted": found.permutation_p,
+            "Pearson (log ratio)": found.pearson,
+            "p of Pearson": found.pearson_p,
+        }
+        for found in relations(with_overlap(affinities(results, config), overlap))
+    }
+    tokens = overlap["train_tokens"].max() if len(overlap) else 0
+    return Table(
+        "overlap",
+        "Affinity of experts and overlap of bigrams",
+        "Correlation, over pairs of a domain and an expert, of the perplexity ratio (Figure 2) with the share of the "
+        "bigrams of the domain's test split that occur in the expert's training text. Negative: an expert predicts a "
+        "domain the better the more bigrams they share. On training domains a domain's own expert is left out.",
+        pd.DataFrame.from_dict(rows, orient="index"),
+        notes=(
+            "Each domain and each expert is in several pairs, so that there are fewer independent observations than "
+            "pairs and the p values that count pairs are too small; the one with whole domains permuted (9,999 random "
+            "orders, or all where there are fewer; two-sided) does not take pairs for independent.",
+            f"Bigrams of tokens, none across documents; of each training text its first {tokens:,} tokens.",
+        ),
+        formats=dict.fromkeys(("Domains", "Pairs"), "{:.0f}")
+        | dict.fromkeys(("Spearman", "Pearson (log ratio)"), "{:+.2f}")
+        | dict.fromkeys(("p of Spearman", "p, domains permuted", "p of Pearson"), "{:.2g}"),
+    )
+
+
+def weights_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+    """Every rule of weights that was evaluated, and the released code's scorer, by method: means over domains."""
+    rules = list(dict.fromkeys(results.loc[results["method"].isin(["uniform", "updating", "cached"]), "weights"]))
+    lines = {}
+    for base in POSTERIOR_MIXTURES:
+        for rule in rules:
+            lines[base.label.removesuffix(")") + f", {_rule(rule)})"] = (base, replace(base, weights=rule))
+        released = replace(base, weights="released", variant="released_scorer")
+        lines[base.label.removesuffix(")") + ", released scorer)"] = (base, released)
+    frame = _against_history(results, lines, config)
+    return Table(
+        "weights",
+        "How experts are weighted: all of the block, its last tokens, or as in the released code",
+        "Mean test perplexity of DEMix by the tokens that a token's weights look at, and how much higher it is than "
+        "with all earlier tokens of the block (the paper's Eq. 7 and 8). Lower is better.",
+        frame,
+        notes=(
+            "Released weights: the previous token only, and equal weights at a block's start whatever the prior. "
+            "Released scorer: besides, the posterior of a block is taken at its last position, averaged over the "
+            "released code's batches, and its running mean over-weights the first block and decays by 0.7.",
+        ),
+        formats={column: "{:+.2f}" for column in frame if column.endswith("%")},
+    )
+
+
+def _rule(weights: str) -> str:
+    if weights.isdigit():
+        return f"last {weights} token{'s' * (weights != '1')}"
+    return f"{weights} weights" if weights == "released" else weights
+
+
+def _against_history(
+    results: pd.DataFrame, lines: dict[str, tuple[read.System, read.System]], config: dict[str, Any]
+) -> pd.DataFrame:
+    """Means over each kind of domains of the second system of each line, and its change from the first in percent."""
+    rows = {}
+    for label, (base, system) in lines.items():
+        rows[label] = {}
+        for kind, domains in kinds_of_domains(config):
+            if not domains:
+                continue
+            mean, reference = (mean_of(perplexities(results, one, domains)) for one in (system, base))
+            rows[label][f"Mean of {len(domains)} {kind}"] = mean
+            rows[label][f"{kind}: against history, %"] = percent(reference, mean) if system != base else np.nan
+    frame = pd.DataFrame.from_dict(rows, orient="index")
+    return frame[frame.notna().any(axis=1)] if frame.notna().to_numpy().any() else frame
+
+
+def decay_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+    """Mean test perplexity by the decay λ of the updating prior and of the cached one."""
+    settings = config.get("evaluation") or {}
+    frame = _grid_frame(results, "decay", "decay", ("updating", "cached"), config)
+    best = "; ".join(
+        f"{column}: {values.idxmin() if values.round(2).nunique() > 1 else 'all alike'}"
+        for column, values in frame.items()
+        if values.notna().any()
+    )
+    return Table(
+        "decay",
+        "The decay λ of the prior",
+        "Mean test perplexity of DEMix over its training experts by the decay λ of Eq. 9, for the updating prior and "
+        "for the cached one. Lower is better; the lowest of each column is bold.",
+        frame,
+        notes=(
+            f"The other tables use {settings.get('decay', 'the config’s')}.",
+            *([f"Lowest: {best}. Read off the test data, so no choice that a system could have made."] if best else []),
+        ),
+        best=lowest(frame, axis=0) if len(frame) else None,
+    )
+
+
+def dev_blocks_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+    """Mean test perplexity by the number of dev blocks that the cached prior is taken from."""
+    settings = config.get("evaluation") or {}
+    frame = _grid_frame(results, "dev_blocks", "dev_blocks", ("cached",), config)
+    return Table(
+        "dev_blocks",
+        "How much dev text the cached prior needs",
+        "Mean test perplexity of DEMix over its training experts with a cached prior, by the number of dev blocks that "
+        "the prior is taken from. Lower is better; the lowest of each column is bold.",
+        frame,
+        notes=(f"The other tables use {settings.get('dev_blocks', 'the config’s number')}; the paper 100.",),
+        best=lowest(frame, axis=0) if len(frame) else None,
+    )
+
+
+def _grid_frame(
+    results: pd.DataFrame, variant: str, column: str, methods: tuple[str, ...], config: dict[str, Any]
+) -> pd.DataFrame:
+    columns = {
+        f"{method} prior, {len(domains)} {kind}": grid(results, variant, method, column, domains)
+        for kind, domains in kinds_of_domains(config)
+        if domains
+        for method in methods
+    }
+    frame = pd.DataFrame(columns).sort_index()
+    frame.index = [f"{value:g}" for value in frame.index]
+    return frame
+
+
+def full_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+    """Every system on every domain, a row each: perplexity, interval, documents, tokens, bits per byte."""
+    rows = []
+    for kind, domains in kinds_of_domains(config):
+        for domain in domains:
+            for system in _every_system(domain, kind):
+                found = evaluations(results, system, [domain]).iloc[0]
+                if pd.notna(found["perplexity"]):
+                    rows.append({"Domain": domain, "Kind": kind, "System": system.label} | found.to_dict())
+    names = {
+        "perplexity": "Perplexity", "low": "Low", "high": "High", "spread": "± seeds", "bits_per_byte": "Bits per byte",
+        "documents": "Documents", "tokens": "Tokens",
+    }  # fmt: skip
+    frame = pd.DataFrame(rows, columns=["Domain", "Kind", "System", *names]).rename(columns=names)
+    seeds = results["seed"].nunique()
+    frame = frame if seeds > 1 else frame.drop(columns="± seeds")
+    frame.index = [str(number) for number in range(1, len(frame) + 1)]
+    return Table(
+        "full",
+        "Every system on every domain",
+        "Test perplexity, the bounds of its 95% interval, and bits per byte of the text, of every system of the tables "
+        "on every domain. Lower is better. Bits per byte compare across tokenizers, perplexities do not.",
+        frame,
+        notes=(INTERVAL_NOTE,)
+        if seeds == 1
+        else (
+            f"Means over {seeds} seeds, ± their standard deviation, where a system has them; else one seed's interval.",
+        ),
+        formats={"Documents": "{:,.0f}", "Tokens": "{:,.0f}", "Bits per byte": "{:.3f}"},
+        long=True,
+    )
+
+
+def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Table:
+    """Each system less each of `read.BASES`, over the same documents of a domain."""
+    bases = {name: base.label for name, base in read.BASES.items()}
+    rows = []
+    for kind, domains in kinds_of_domains(config):
+        for domain in domains:
+            found = differences[differences["domain"] == domain]
+            named = {
+                (one.model, one.experts, one.method, one.weights): one.label for one in _every_system(domain, kind)
+            }
+            for row in found.itertuples():
+                rows.append({
+                    "Domain": domain, "System": named[row.model, row.experts, row.method, row.weights],
+                    "Less": bases[row.against], "Nats a token": row.nats_per_token, "Nats low": row.nats_per_token_low,
+                    "Nats high": row.nats_per_token_high, "Perplexity": row.perplexity,
+                    "Perplexity low": row.perplexity_low,
+                    "Perplexity high": row.perplexity_high, "Documents": row.documents,
+                    "Seed": str(row.seed),
+                })  # fmt: skip
+    nats, perplexity = (["Nats a token", "Nats low", "Nats high"], ["Perplexity", "Perplexity low", "Perplexity high"])
+    columns = ["Domain", "System", "Less", *nats, *perplexity]
+    frame = pd.DataFrame(rows, columns=[*columns, "Documents", "Seed"])
+    if differences["seed"].nunique() < 2:
+        frame = frame.drop(columns="Seed")
+    frame.index = [str(number) for number in range(1, len(frame) + 1)]
+    formats = dict.fromkeys(nats, "{:+.4f}")
+    formats |= dict.fromkeys(perplexity, "{:+.2f}")
+    return Table(
+        "differences",
+        "Differences between systems on the same documents",
+        "A system's test loss (nats a token) and perplexity less those of another, with the bounds of 95% intervals "
+        "from resampling the domain's test documents, the same ones for both. Negative: better than the other; an "
+        "interval that leaves out zero: other documents would hardly turn it round.",
+        frame,
+        notes=("“–” where the domain has fewer than 20 test documents. One training each: seeds are not in it.",),
+        formats=formats | {"Documents": "{:,.0f}"},
+        long=True,
+    )
+
+
+AUDITED = {
+    "own": "own expert alone",
+    "mixture": "all experts",
+    "minus": "without its expert",
+    "without": "never trained on it",
+}
+
+
+def audit_table(audit: pd.DataFrame, config: dict[str, Any]) -> Table:
+    """What the models still know of a removed domain's documents word for word, train against test."""
+    columns = {"matched": "Tokens word for word, {}", "share": "Tokens right, {} (%)", "nll": "Nats, {}"}
+    rows = {}
+    for domain in training_domains(config):
+        for system, label in AUDITED.items():
+            found = audit[(audit["domain"] == domain) & (audit["system"] == system)]
+            if not len(found):
+                continue
+            means = found.groupby("split")[list(columns)].mean()
+            rows[f"{domain}, {label}"] = {
+                heading.format(split): means[name].get(split, np.nan) * (100 if name == "share" else 1)
+                for name, heading in columns.items()
+                for split in ("train", "test")
+            } | {f"Documents, {split}": float((found["split"] == split).sum()) for split in ("train", "test")}
+    headings = [heading.format(split) for heading in columns.values() for split in ("train", "test")]
+    counts = [f"Documents, {split}" for split in ("train", "test")]
+    frame = pd.DataFrame.from_dict(rows, orient="index", columns=[*headings, *counts])
+    return Table(
+        "audit",
+        "What is left of a removed domain, word for word",
+        "Documents of a removed domain are continued from 50 tokens of theirs, greedily: how many of the next 50 are "
+        "the document's before the first that is not, the share of all 50 that are, and the loss of the document's own "
+        "50 tokens (nats). Means over documents that were trained on and over test documents, which no model saw.",
+        frame,
+        notes=(
+            "Train above test by more than chance means that training documents were memorized; without the domain's "
+            "expert, by what all experts share.",
+        ),
+        formats=dict.fromkeys(counts, "{:.0f}"),
+    )
+
+
+def _every_system(domain: str, kind: str) -> list[read.System]:
+    naive = (read.DOMAIN_TOKEN, read.NAIVE)
+    oracle = [replace(system, label=f"{system.label}, oracle") for system in naive]
+    single = [*naive] if kind == "training" else [*oracle, *(system.chosen_on_dev() for system in naive)]
+    mixed = [*MIXTURES[1:], *(system.with_weights("released") for system in POSTERIOR_MIXTURES)]
+    removed = [
+        replace(read.without_expert(domain), label="DEMix without its expert (cached)"),
+        replace(read.without_domain(domain), label="DEMix never trained on it (cached)"),
+    ]
+    adapted = [replace(read.dense_adapted(domain), label="Dense-DAPT to it")]
+    return [read.DENSE, read.BALANCED, *single, *mixed, read.ALL_NAIVE, read.ALL_CACHED, *removed, *adapted]

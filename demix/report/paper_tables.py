@@ -1,0 +1,230 @@
+"""Tables 3, 4, 5, 6, 7 and 13 of the paper."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from demix.report import results as read
+from demix.report.cells import (
+    IN_DOMAIN,
+    MIXTURES,
+    ORACLE_NOTE,
+    POSTERIOR_MIXTURES,
+    WEIGHTS_NOTE,
+    always,
+    by_domain,
+    explained,
+    lowest,
+    mean_of,
+    percent,
+    second_lines,
+    seeds_of,
+)
+from demix.report.results import evaluations, expert_perplexities, novel_domains, perplexities, training_domains
+from demix.report.table import Table
+
+
+def table3(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+    """Table 3: mean test perplexity over the training domains of the dense baselines and DEMix."""
+    domains = training_domains(config)
+    columns = {system.label: perplexities(results, system, domains) for system in IN_DOMAIN}
+    balanced = columns[read.BALANCED.label]
+    rows = {}
+    for label, values in columns.items():
+        both = values.notna() & balanced.notna()
+        other = label != read.BALANCED.label and both.any()
+        rows[label] = {
+            "Perplexity": mean_of(values),
+            "Against Dense (Balanced), %": percent(mean_of(balanced), mean_of(values)) if other else np.nan,
+            "Domains better than Dense (Balanced)": f"{(values < balanced)[both].sum()} of {both.sum()}"
+            if other
+            else "",
+        }
+    frame = pd.DataFrame.from_dict(rows, orient="index")
+    seeds = results["seed"].nunique()
+    spread = {system.label: {"Perplexity": seeds_of(results, system, domains)} for system in IN_DOMAIN}
+    return Table(
+        "table3",
+        "Table 3: perplexity on the training domains",
+        f"Test perplexity averaged over the {len(domains)} training domains, for two dense baselines, a dense model "
+        "with domain tokens, and DEMix with the domain known (naive) or mixed with a cached prior. Lower is better.",
+        frame,
+        notes=(f"Means over {seeds} seeds, ± the standard deviation of a seed's mean.",) if seeds > 1 else (),
+        formats={"Against Dense (Balanced), %": "{:+.1f}"},
+        best=lowest(frame[["Perplexity"]], axis=0),
+        beneath=pd.DataFrame.from_dict(spread, orient="index"),
+    )
+
+
+def table4(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+    """Table 4: test perplexity of each training domain, the systems of Table 3 as columns."""
+    domains = training_domains(config)
+    frame, beneath, notes = by_domain(results, {one.label: always(one) for one in IN_DOMAIN}, domains)
+    label = f"Mean of {len(domains)}"
+    frame.loc[label] = [*(mean_of(frame[system.label]) for system in IN_DOMAIN), np.nan]
+    return Table(
+        "table4",
+        "Table 4: perplexity by training domain",
+        "Test perplexity on each training domain, for the systems of Table 3. Lower is better; the lowest of each "
+        "domain is bold.",
+        frame,
+        notes=notes,
+        formats={"Documents": "{:.0f}"},
+        summaries=frozenset({label}),
+        best=lowest(frame.drop(columns="Documents"), axis=1),
+        beneath=beneath,
+    )
+
+
+def table5(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+    """Table 5: test perplexity on each novel domain, baselines and ways to mix, `released` weights below.
+
+    The one token or expert that a novel domain is given is chosen on its dev split, or by an oracle on the test.
+    """
+    domains = novel_domains(config)
+    lines = {
+        "Dense": read.DENSE,
+        "Dense (Balanced)": read.BALANCED,
+        "+ Domain Token (oracle)": read.DOMAIN_TOKEN,
+        "+ Domain Token (chosen on dev)": read.DOMAIN_TOKEN.chosen_on_dev(),
+        "DEMix (naive, oracle)": read.NAIVE,
+        "DEMix (naive, chosen on dev)": read.NAIVE.chosen_on_dev(),
+        **{system.label: system for system in MIXTURES[1:]},
+    }
+    for system in POSTERIOR_MIXTURES:
+        released = system.with_weights("released")
+        lines[released.label] = released
+    found = {label: evaluations(results, system, domains) for label, system in lines.items()}
+    frame = pd.DataFrame({label: one["perplexity"] for label, one in found.items()}).T.reindex(columns=domains)
+    frame["Mean"] = [mean_of(values) for _, values in frame.iterrows()]
+    beneath, notes = explained(
+        pd.DataFrame({label: second_lines(one) for label, one in found.items()}, index=domains).T, results
+    )
+    documents = found["Dense"]["documents"].combine_first(found["DEMix (cached prior)"]["documents"]).dropna()
+    honest = frame.drop(index=["+ Domain Token (oracle)", "DEMix (naive, oracle)"])
+    return Table(
+        "table5",
+        "Table 5: perplexity on the novel domains",
+        f"Test perplexity on each of the {len(domains)} domains never trained on, for the baselines and for DEMix by "
+        "the way its experts are mixed. Lower is better; the lowest of each column is bold, oracles left out.",
+        frame,
+        notes=(
+            ORACLE_NOTE,
+            WEIGHTS_NOTE,
+            *notes,
+            *(
+                ["Test documents: " + ", ".join(f"{k} {n:.0f}" for k, n in documents.items()) + "."]
+                * bool(len(documents))
+            ),
+        ),
+        best=lowest(honest, axis=0),
+        beneath=beneath,
+    )
+
+
+def table6(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+    """Table 6: test perplexity with the training experts and with the adapted experts added, cached prior."""
+    training, novel = training_domains(config), novel_domains(config)
+    few, many = f"{len(training)} experts", f"{len(training) + len(novel)} experts{'' if novel else ', none added'}"
+    parts, lines, summaries, notes = [], [], [], ()
+    for kind, domains in (("training", training), ("novel", novel)):
+        if not domains:
+            continue
+        systems = {few: always(read.CACHED), many: always(read.ALL_CACHED)}
+        part, beneath, told = by_domain(results, systems, domains)
+        summaries.append(f"Mean of {len(domains)} {kind}")
+        part.loc[summaries[-1]] = [mean_of(part[few]), mean_of(part[many]), np.nan]
+        parts.append(part)
+        lines += [beneath] if beneath is not None else []
+        # What is said where no domain has an interval goes only where no kind has one.
+        notes = told if beneath is not None or not notes else notes
+    frame = pd.concat(parts)
+    best = lowest(frame[[few, many]], axis=1)
+    frame.insert(2, "Change, %", percent(frame[few], frame[many]))
+    return Table(
+        "table6",
+        "Table 6: adding experts",
+        f"Test perplexity with a cached prior, over the {len(training)} experts trained together and over these and "
+        f"the {len(novel)} that DEMix-DAPT added, first on the training, then on the novel domains. Lower is better.",
+        frame,
+        notes=notes,
+        formats={"Change, %": "{:+.2f}", "Documents": "{:.0f}"},
+        summaries=frozenset(summaries),
+        best=best,
+        beneath=pd.concat(lines) if lines else None,
+    )
+
+
+def table7(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+    """Table 7: test perplexity of a training domain with its expert, without it, and never trained on."""
+    domains = training_domains(config)
+    systems = {"+Expert": always(read.CACHED), "−Expert": read.without_expert, "−Domain": read.without_domain}
+    frame, beneath, notes = by_domain(results, systems, domains)
+    complete = frame[list(systems)].dropna()
+    every = f"Mean of all {len(domains)}"
+    summaries = [every]
+    frame.loc[every] = [*(mean_of(frame[column]) for column in systems), np.nan]
+    if 0 < len(complete) < len(domains):
+        summaries.append(f"Mean of the {len(complete)} that have all three")
+        frame.loc[summaries[-1]] = [*complete.mean(), np.nan]
+    replacement = (config.get("removal") or {}).get("replacement")
+    return Table(
+        "table7",
+        "Table 7: removing experts",
+        "Test perplexity on a training domain with all experts (+Expert), with the domain's own expert left out "
+        "(−Expert), and by a model never trained on the domain (−Domain). All three with a cached prior. Higher "
+        "without the expert means that leaving it out takes the domain away.",
+        frame,
+        notes=(
+            "−Domain puts a replacement"
+            + (f" ({replacement})" if replacement else "")
+            + " in the domain's place and trains for the same steps; it is run for "
+            + (f"{len(complete)} of the {len(domains)} domains." if len(complete) else "none of the domains."),
+            *notes,
+        ),
+        formats={"Documents": "{:.0f}"},
+        summaries=frozenset(summaries),
+        beneath=beneath,
+    )
+
+
+def table13(results: pd.DataFrame, config: dict[str, Any], parents: dict[str, str]) -> Table:
+    """Table 13: change of perplexity in percent by Dense-DAPT and DEMix-DAPT, on old domains and on the new one.
+
+    `parents` maps a novel domain to the expert that its own was copied from.
+    """
+    training, novel = training_domains(config), novel_domains(config)
+    dense = perplexities(results, read.BALANCED, [*training, *novel])
+    experts = perplexities(results, read.ALL_NAIVE, [*training, *novel])
+    before = perplexities(results, read.NAIVE, training)
+    rows = {}
+    for name in novel:
+        adapted = perplexities(results, read.dense_adapted(name), [*training, name])
+        parent = parents.get(name, "")
+        parent_perplexity = expert_perplexities(results, name, [parent])[parent] if parent else np.nan
+        rows[name] = {
+            "Dense-DAPT: training domains": percent(mean_of(dense[training]), mean_of(adapted[training])),
+            "Dense-DAPT: own domain": percent(dense[name], adapted[name]),
+            "DEMix-DAPT: training domains": percent(mean_of(before), mean_of(experts[training])),
+            "DEMix-DAPT: own domain": percent(parent_perplexity, experts[name]),
+            "Parent expert": parent,
+        }
+    columns = [
+        f"{kind}-DAPT: {part} domain{s}" for kind in ("Dense", "DEMix") for part, s in (("training", "s"), ("own", ""))
+    ]
+    frame = pd.DataFrame.from_dict(rows, orient="index", columns=[*columns, "Parent expert"])
+    label = f"Mean of {len(novel)}"
+    frame.loc[label] = [*(mean_of(frame[column]) for column in columns), " "]
+    return Table(
+        "table13",
+        "Table 13: adapting to a novel domain, and forgetting",
+        "Change of test perplexity in percent (negative is better) by adapting to the domain of each row: averaged "
+        f"over the {len(training)} training domains, which shows forgetting, and on the domain adapted to. Dense-DAPT "
+        "is compared with the dense (balanced) model; DEMix-DAPT's expert with the parent expert it was copied from, "
+        "and on training domains each domain's own expert before and after the experts were added, the same by "
+        "construction: no file of theirs is written, which sha256 sums beside each expert and score table prove.",
+        frame,
+        formats=dict.fromkeys(columns, "{:+.1f}"),
+        summaries=frozenset({label}),
+    )

@@ -1,0 +1,164 @@
+"""A table of a report: its numbers (pandas), what a reader must know of them, and it as HTML, Markdown and LaTeX."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from demix.files import write_text
+from demix.report.page import render
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of numbers and what a reader must know of it.
+
+    `frame` has one row a label, NaN (or "") where the run has no such evaluation. `formats` maps a column to its
+    format, two decimals by default. `summaries` are the rows that average the rows above them. `best` marks the
+    cells to print bold. `beneath` is a second line of a cell, where it has one. A `long` table may run over pages.
+    """
+
+    name: str
+    title: str
+    caption: str
+    frame: pd.DataFrame
+    notes: tuple[str, ...] = ()
+    formats: dict[str, str] = field(default_factory=dict)
+    summaries: frozenset[str] = frozenset()
+    best: pd.DataFrame | None = None
+    beneath: pd.DataFrame | None = None
+    long: bool = False
+
+    def text(self) -> pd.DataFrame:
+        """The cells as printed."""
+        columns = {
+            column: [cell(value, self.formats.get(column, "{:.2f}")) for value in values]
+            for column, values in self.frame.items()
+        }
+        return pd.DataFrame(columns, index=self.frame.index, dtype=object)
+
+    def bold(self) -> pd.DataFrame:
+        """True for the cells that are printed bold."""
+        if self.best is None:
+            return pd.DataFrame(False, index=self.frame.index, columns=self.frame.columns)
+        return self.best.reindex(index=self.frame.index, columns=self.frame.columns, fill_value=False).astype(bool)
+
+    def second_lines(self) -> pd.DataFrame:
+        """The second line of each cell, empty where it has none."""
+        beneath = self.beneath if self.beneath is not None else pd.DataFrame()
+        return (
+            beneath.reindex(index=self.frame.index, columns=self.frame.columns, fill_value="").fillna("").astype(object)
+        )
+
+    def noted(self, *notes: str) -> "Table":
+        """This table with more notes below it."""
+        return replace(self, notes=(*self.notes, *notes))
+
+
+def write_table(table: Table, notes: tuple[str, ...], output_dir: Path) -> None:
+    """Write `<name>.html`, `.md` and `.tex` into `output_dir`, with `notes` below the table in place of its own."""
+    for suffix, text in (("html", _html), ("md", _markdown), ("tex", _latex)):
+        write_text(output_dir / f"{table.name}.{suffix}", text(table, notes))
+
+
+def cell(value: Any, form: str) -> str:
+    """A value as printed: "–" where there is none, a minus sign for a hyphen, no sign for what is rounded to zero."""
+    if isinstance(value, str):
+        return value or "–"
+    if pd.isna(value):
+        return "–"
+    text = form.format(value)
+    return (text if any(digit in text for digit in "123456789") else text.lstrip("+-")).replace("-", "−")
+
+
+def _html(table: Table, notes: tuple[str, ...]) -> str:
+    text, bold, beneath = table.text(), table.bold(), table.second_lines()
+    text_columns = [column for column, values in table.frame.items() if values.dtype.kind not in "fi"]
+    groups: list[list[dict[str, Any]]] = [[]]
+    for position, (label, values) in enumerate(table.frame.iterrows()):
+        summary = label in table.summaries
+        if groups[-1] and groups[-1][-1]["summary"] and not summary:
+            groups.append([])
+        cells = [
+            {
+                "text": text.at[label, column],
+                "best": bold.at[label, column],
+                "beneath": beneath.at[label, column],
+                "is_text": column in text_columns,
+                "key": value if isinstance(value, str) else "" if pd.isna(value) else f"{value:.10g}",
+            }
+            for column, value in values.items()
+        ]
+        groups[-1].append({"label": label, "summary": summary, "position": position, "cells": cells})
+    return render(
+        "table",
+        title=table.title,
+        paragraphs=[table.caption],
+        notes=notes,
+        headings=["", *table.frame.columns],
+        text_headings=text_columns,
+        groups=groups,
+    )
+
+
+def _markdown(table: Table, notes: tuple[str, ...]) -> str:
+    text, bold, beneath = table.text().map(as_markdown), table.bold(), table.second_lines().map(as_markdown)
+    text = text.mask(bold, "**" + text + "**") + beneath.mask(beneath != "", "<br>" + beneath)
+    text.index = [as_markdown(label) for label in text.index]
+    text.columns = [as_markdown(column) for column in text.columns]
+    alignment = ["left", *("left" if values.dtype.kind not in "fi" else "right" for _, values in table.frame.items())]
+    body = text.to_markdown(colalign=alignment, disable_numparse=True)
+    caption, *notes = (as_markdown(line) for line in (table.caption, *notes))
+    return "\n\n".join([f"**{table.title}.** {caption}", body, *(f"*{note}*" for note in notes)]) + "\n"
+
+
+def as_markdown(text: object) -> str:
+    """`text` as Markdown shows it in a table: no HTML of a name is rendered."""
+    return str(text).replace("|", r"\|").replace("<", "&lt;")
+
+
+def _latex(table: Table, notes: tuple[str, ...]) -> str:
+    text, bold, beneath = table.text(), table.bold(), table.second_lines()
+    cells = text.map(_escape)
+    cells = cells.mask(bold, r"\textbf{" + cells + "}")
+    # Braces, since a bracket after a line break would be read as its length.
+    two_lines = r"\shortstack[r]{" + cells + r"\\{\tiny " + beneath.map(_escape) + "}}"
+    style = cells.mask(beneath != "", two_lines).style
+    style = style.format_index(escape="latex", axis=0).format_index(escape="latex", axis=1)
+    layout = "l" + "".join("l" if values.dtype.kind not in "fi" else "r" for _, values in table.frame.items())
+    caption = _escape(" ".join([f"{table.title}. {table.caption}", *notes]))
+    if table.long:
+        body = style.to_latex(
+            hrules=True, column_format=layout, environment="longtable", caption=caption, label=f"tab:demix-{table.name}"
+        )
+        # Styler would print the whole caption on every page.
+        body = body.replace(rf"\caption[]{{{caption}}}", rf"\caption[]{{{_escape(table.title)}, continued}}")
+        text = "% needs \\usepackage{booktabs,longtable}\n{\\small\n" + body + "}\n"
+        return text.replace("−", "$-$").replace("–", "--")
+    body = style.to_latex(hrules=True, column_format=layout)
+    lines = [r"\toprule", r"\midrule", r"\bottomrule"]
+    assert all(line in body for line in lines)
+    for label in sorted(table.summaries):
+        start = f"\n{_escape(label)} &"
+        body = body.replace(start, "\n\\midrule" + start)
+    text = (
+        "% needs \\usepackage{booktabs}\n\\begin{table}\n\\centering\n\\small\n"
+        f"\\caption{{{caption}}}\n\\label{{tab:demix-{table.name}}}\n{body}\\end{{table}}\n"
+    )
+    return text.replace("−", "$-$").replace("–", "--")
+
+
+def _escape(text: str) -> str:
+    for character, command in (("\\", r"\textbackslash "), *((each, f"\\{each}") for each in "&%_#{}$")):
+        text = text.replace(character, command)
+    for character, command in (
+        ("λ", r"$\lambda$"),
+        ("±", r"$\pm$"),
+        ("“", "``"),
+        ("”", "''"),
+        ("’", "'"),
+        ("…", r"\ldots{}"),
+    ):
+        text = text.replace(character, command)
+    return text
