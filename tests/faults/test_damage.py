@@ -219,3 +219,16 @@ def test_after_the_cure_a_rerun_rebuilds_just_that_file(name: str, finished: Pat
         if (path.stat().st_mtime_ns, path.stat().st_ino) != was and path.parent != siblings.parent
     ]
     assert changed == []
+
+
+def test_texts_that_quote_a_seal_are_no_damage(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    for text in ("demix~", "demix~digest~", "digest~", f"demix~digest~\x18@{'0' * 64}x", " \t" * 64):
+        pq.write_table(pa.table({"text": [text]}), tmp_path / "theirs.parquet")
+        write_parquet(pa.table({"text": [text]}), tmp_path / "ours.parquet")
+        write_json(tmp_path / "a.json", {text: text})
+        assert read_parquet(tmp_path / "ours.parquet")["text"].to_pylist() == [text]
+        assert read_json(tmp_path / "a.json") == {text: text}
+        if "\x18" not in text:
+            assert read_parquet(tmp_path / "theirs.parquet")["text"].to_pylist() == [text]
