@@ -1,7 +1,8 @@
 """Digests inside files, so that a flipped bit or a missing end is found whatever byte it hits.
 
 Parquet's page checksums leave out page headers and footer, and JSON has none. A sealed file holds the sha256 of its own
-other bytes where other readers do not look: Parquet in its key-value metadata, JSON in the white space after its value.
+other bytes where other readers do not look: Parquet in its key-value metadata, JSON in the white space after its value;
+a tab before that says that it is there.
 A file without a seal (of an older version, or somebody else's) is taken as it is.
 """
 
@@ -22,31 +23,35 @@ _MARK = KEY.encode() + b"\x18\x40"
 _HALVES = (KEY[:6].encode(), KEY[6:].encode())
 _PIECE = 4 << 20
 
+_OPENING = b"\t"
 # Spaces and tabs before the last line end, one a bit.
 _BITS = 128
 # A few blanks at the end are somebody's own; what they follow is whole.
-FEWEST = 8
+_FEWEST = 8
 # A flipped bit makes a carriage return of a tab.
 _TAIL = re.compile(rb"([ \t\r]*)(\n?)\Z")
 
 
 def sealed_text(text: str) -> bytes:
     """JSON or JSON lines as UTF-8 with their seal. `text` ends with a line end."""
-    content = text.encode().rstrip()
+    content = _OPENING + text.strip().encode()
     return content + _seal_of(content) + b"\n"
 
 
 def unsealed_text(content: bytes, required: bool = False) -> bytes:
-    """`content` without its seal, if it has one; ValueError where that is not its own, or is `required` and missing."""
+    """`content` without its seal, if it has one; ValueError where that is not its own.
+
+    And where it is missing though `required` or announced.
+    """
     tail = _TAIL.search(content)
     whole = content[: tail.start()]
-    if len(tail[1]) < FEWEST:
-        if required:
+    if len(tail[1]) < _FEWEST:
+        if required or content.startswith(_OPENING):
             raise ValueError("its end is missing")
         return content
     if tail[0] != _seal_of(whole) + b"\n":
         raise ValueError("its bytes changed: they do not have the digest that was written with them")
-    return whole + tail[2]
+    return whole.removeprefix(_OPENING) + tail[2]
 
 
 def _seal_of(content: bytes) -> bytes:
