@@ -51,6 +51,7 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     Raises DemixError if a file is missing, damaged or without a column, or if the rows of one domain were
     scored on different tokens.
     """
+    from demix.files import check_sealed
     from demix.report import results as read
     from demix.report.claims import write_claims
     from demix.report.figures import write_figures
@@ -63,6 +64,9 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     audit = read.read_audit(run / "audit.parquet")
     posteriors = read.read_posteriors(run / "posteriors.parquet")
     parents = read.read_parents(run / "models" / "demix" / "experts", read.novel_domains(config))
+    # Read when their curves are drawn, long after the tables.
+    for path in sorted((run / "metrics").glob("*.jsonl")):
+        check_sealed(path)
     write_tables(results, differences, overlap, audit, parents, config, output / "tables")
     own = read.of_seed(results, config)
     write_figures(own, priors, overlap, posteriors, run / "metrics", config, output / "figures")

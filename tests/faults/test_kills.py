@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from breaking import Note, run_tiny
-from disturbed import TINY, printed, snakemake, until
+from disturbed import printed, until
 
 from demix.files import sha256_file
 
@@ -79,8 +79,6 @@ def test_a_run_that_is_killed_at_random_moments(
         runs += 1
         folder = tmp_path / f"run{runs}"
         while True:
-            if (folder / ".snakemake" / "locks").exists():
-                assert snakemake(folder, TINY, "--unlock", profile="default").wait() == 0
             process = run_tiny(folder)
             wait = chance.uniform(*SECONDS) if kills < request.config.getoption("--kills") else None
             try:

@@ -73,10 +73,7 @@ class Trained:
         self.started = time.time()
 
     def start(self) -> subprocess.Popen:
-        return self.start_with("--until", "train_demix")
-
-    def start_with(self, *arguments: str) -> subprocess.Popen:
-        return snakemake(self.folder, self.config, *arguments)
+        return snakemake(self.folder, self.config, "--until", "train_demix")
 
     def step(self) -> int:
         """The last step that the running training has recorded."""

@@ -104,8 +104,6 @@ def test_a_killed_snakemake(training: Make, undisturbed: list[float], late: bool
     process.wait()
     if late:
         until(lambda: list(disturbed.checkpoints.glob("finished-*/done.json")))
-    unlock = disturbed.start_with("--unlock")
-    assert unlock.wait() == 0
     assert disturbed.start().wait() == 0, printed(disturbed.folder)
     assert_as_undisturbed(disturbed, undisturbed)
     assert len(disturbed.runs()) == 1, "submitted twice"

@@ -1,13 +1,12 @@
 import json
 import shlex
-import sys
 from contextlib import ExitStack
 from glob import glob
 from pathlib import Path
 
 from demix.config import HOW, adaptations, complete, further_seeds, kind_of, site_of, trained_models
 from demix.errors import DemixError
-from demix.files import exclusive, holder
+from demix.files import exclusive
 from demix.report import REPORT_FILES, SHOWS
 
 try:
@@ -18,9 +17,6 @@ except DemixError as error:
 RUN = f"results/{config['run']}"
 # Held by the snakemake that works on the run, until it ends.
 HELD, LOCK = ExitStack(), Path(RUN) / ".lock"
-if workflow.is_main_process and (other := holder(LOCK)):
-    # Snakemake, which will refuse to work beside it, does not say who it is.
-    print(f"demix: {RUN}: another snakemake ({other}) works on this run", file=sys.stderr)
 TRAINING, NOVEL = list(config["domains"]["training"]), list(config["domains"]["novel"])
 DOMAINS = config["domains"]["training"] | config["domains"]["novel"]
 SPLITS = ["train", "dev", "test"]
