@@ -26,7 +26,7 @@ import psutil
 
 from demix.config import adaptations, kind_of, trained_models
 from demix.errors import DemixError
-from demix.files import check_sealed, exclusive, read_json, sha256_file
+from demix.files import check_sealed, exclusive, read_json, replacing, sha256_file
 from demix.report.results import novel_domains, read_metrics, read_results, training_domains
 
 if TYPE_CHECKING:
@@ -149,6 +149,10 @@ def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
 
     errors = (MlflowException, SQLAlchemyError, ConnectionError)
     try:
+        if uri.startswith(SQLITE) and not _sqlite_path(uri).stat().st_size:
+            # MLflow makes one table after the other; one that was killed with half of them is never opened again.
+            with replacing(_sqlite_path(uri)) as temporary:
+                MlflowClient(tracking_uri=f"{SQLITE}{temporary}")
         return MlflowClient(tracking_uri=uri), errors
     except errors as error:
         cause = str(error).strip().split("\n")[0]

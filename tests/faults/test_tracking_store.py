@@ -1,14 +1,18 @@
 """The tracking store gone, locked or damaged: the run's results stand, and tracking later fills in what is missing."""
 
+import json
 import shutil
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from breaking import Note, command, run_tiny, said
-from disturbed import TINY, printed
+from disturbed import TINY, printed, until
 from synthetic_run import build_run
 
 from demix.errors import DemixError
@@ -67,6 +71,31 @@ def test_a_damaged_store_is_told_and_filled_in_later(tmp_path: Path, note: Note)
     with note.timed("tracking store mended", "track fills it in"):
         track(run.path, run.config, f"sqlite:///{tmp_path}/mended.db", "broken")
     assert runs(tmp_path / "mended.db") > 5
+
+
+def test_a_kill_while_the_store_is_made(tmp_path: Path, note: Note) -> None:
+    run = build_run(tmp_path / "run", steps=1)
+    database = tmp_path / "mlflow.db"
+    code = (
+        "import sys, json; from demix.tracking import track; track(sys.argv[1], json.loads(sys.argv[2]), *sys.argv[3:])"
+    )
+    command = [sys.executable, "-c", code, str(run.path), json.dumps(run.config), f"sqlite:///{database}", "killed"]
+
+    def size() -> int:
+        # What is listed may have been renamed since.
+        with suppress(FileNotFoundError):
+            return max((path.stat().st_size for path in tmp_path.glob("*mlflow.db*")), default=0)
+        return 0
+
+    for least in (1, 50_000, 300_000):
+        process = subprocess.Popen(command)
+        until(lambda least=least: size() >= least)
+        process.kill()
+        process.wait()
+    with note.timed("SIGKILL while the tracking store is made", "the next track makes it"):
+        subprocess.run(command, check=True)
+    assert runs(database) > 5
+    assert [path.name for path in tmp_path.glob("*.partial")] == []
 
 
 @pytest.mark.faults
