@@ -34,7 +34,7 @@ KILLS ?= 50
 FUZZ ?= 10000
 faults: $(VENV)/installed
 	@$(VENV)/bin/pip install -q -e '.[dev,fuzz]'
-	pytest tests/faults -m 'faults or not faults' --all-faults --kills $(KILLS) --fuzz $(FUZZ) --faults-json faults.json
+	pytest -n auto --dist worksteal tests/faults -m 'faults or not faults' --all-faults --kills $(KILLS) --fuzz $(FUZZ) --faults-json faults.json
 
 lint: $(VENV)/installed
 	ruff check -q .

@@ -4,14 +4,14 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from breaking import Note, run_tiny
 from disturbed import printed
 
-ROWS = pytest.StashKey[list[dict]]()
+PRINTED: list[dict] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,13 +22,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--faults-json", type=Path, default=None, help="where the table goes as JSON")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[ROWS] = []
-
-
 @pytest.fixture
-def note(request: pytest.FixtureRequest) -> Note:
-    return Note(request.config.stash[ROWS])
+def note(request: pytest.FixtureRequest) -> Iterator[Note]:
+    rows: list[dict] = []
+    yield Note(rows)
+    # Reports of tests go to the process that prints, whichever process ran them.
+    request.node.user_properties.append(("faults", rows))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "teardown":
+        PRINTED.extend(row for name, rows in report.user_properties if name == "faults" for row in rows)
 
 
 def is_whole(config: pytest.Config) -> bool:
@@ -48,11 +52,10 @@ def chance(request: pytest.FixtureRequest) -> random.Random:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    rows = config.stash[ROWS]
-    if not is_whole(config) or not rows:
+    if not is_whole(config) or not PRINTED:
         return
     table: dict[tuple[str, str], list[float]] = {}
-    for row in rows:
+    for row in PRINTED:
         table.setdefault((row["fault"], row["outcome"]), []).append(row["seconds"])
     lines = [
         {"fault": fault, "times": len(all_), "outcome": outcome, "mean_s": sum(all_) / len(all_), "most_s": max(all_)}
