@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -32,7 +33,14 @@ def snakemake(folder: Path, config: dict, *arguments: str, profile: str = "slurm
     ]  # fmt: skip
     with open(folder / "printed.log", "ab") as log:
         return subprocess.Popen(
-            command, cwd=folder, env=ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=folder,
+            env=ENVIRONMENT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # Tests that run in the background ignore Ctrl-C, and so would what they start.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
 
