@@ -40,7 +40,7 @@ def snakemake(folder: Path, config: dict, *arguments: str, profile: str = "slurm
             stderr=subprocess.STDOUT,
             start_new_session=True,
             # Tests that run in the background ignore Ctrl-C, and so would what they start.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )
 
 
