@@ -163,10 +163,13 @@ def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
 
 
 def _try_sqlite(uri: str) -> None:
-    """Raise DemixError where a database cannot be read: MLflow would try for minutes."""
+    """Raise DemixError where a database cannot be read and written: MLflow would try for minutes, and print why."""
     try:
         with closing(sqlite3.connect(_sqlite_path(uri), timeout=SECONDS_FOR_A_LOCK)) as database:
-            database.execute("pragma schema_version").fetchone()
+            database.isolation_level = None
+            database.execute("begin immediate")
+            database.execute("create table demix_writes (a)")
+            database.execute("rollback")
     except sqlite3.Error as error:
         cure = "check tracking.uri in the config, end who holds it, or move the file away, then rerun"
         raise DemixError(uri, f"cannot be opened ({error})", cure) from error

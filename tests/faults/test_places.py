@@ -32,6 +32,7 @@ STAGES = {
     "audit": ("audit licenses",),
     "run-config": ("run-config ",),
     "report": ("report ",),
+    "card": ("card ",),
     "track": ("track ",),
 }
 WITHOUT_POWERS = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all")
@@ -61,7 +62,7 @@ def on_disk(finished: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 def artefacts(folder: Path) -> dict[str, str]:
     """What lies below the run, but for checkpoints, logs and MLflow's own."""
-    kept = ("checkpoints", "logs", "mlartifacts", "mlflow.db", ".lock")
+    kept = ("checkpoints", "logs", "mlartifacts", "mlflow.db", ".mlflow.db.lock", ".lock")
     files = [path for path in (folder / RUN).rglob("*") if path.is_file()]
     return {
         str(path): sha256_file(path) for path in files if not path.relative_to(folder / RUN).as_posix().startswith(kept)
