@@ -21,8 +21,7 @@ demo: $(VENV)/installed
 	@demix summary results/sample
 
 test: $(VENV)/installed lint
-	# Whatever takes longest first.
-	pytest -n auto --dist loadfile --no-loadscope-reorder tests/slurm tests/workflow tests/unit tests/faults
+	pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # Disturbs trainings on a real SLURM in every way: about half an hour. Needs root and the packages of .ci/run.
 test-slurm: $(VENV)/installed
