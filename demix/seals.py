@@ -34,7 +34,9 @@ _TAIL = re.compile(rb"([ \t\r]*)(\n?)\Z")
 
 def sealed_text(text: str) -> bytes:
     """JSON or JSON lines as UTF-8 with their seal. `text` ends with a line end."""
-    content = _OPENING + text.strip().encode()
+    content = text.strip().encode()
+    # All of an empty text is its seal.
+    content = content and _OPENING + content
     return content + _seal_of(content) + b"\n"
 
 

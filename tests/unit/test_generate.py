@@ -234,7 +234,7 @@ def test_the_command_prints_a_continuation(run: Path, tmp_path: Path) -> None:
 def test_what_generation_cannot_do_is_refused(run: Path, tmp_path: Path) -> None:
     model = run / "models" / "demix"
     other = tmp_path / "tokenizer.json"
-    other.write_text((run / "tokenizer.json").read_text().rstrip().replace("}", "} ", 1))
+    other.write_text((run / "tokenizer.json").read_text().strip().replace("}", "} ", 1))
     for options, cause in (
         (["--experts", "law,laws"], "laws"),
         (["--experts", "law,law"], "twice"),

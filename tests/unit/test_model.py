@@ -381,7 +381,7 @@ def test_hugging_face_gpt2_gives_the_same_log_probabilities(tmp_path) -> None:
     with pytest.raises(DemixError, match="exists and is not empty"):
         export_hf(tmp_path / "model", "novels", tokenizer, tmp_path / "model")
     other = tmp_path / "other.json"
-    other.write_text(tokenizer.read_text().rstrip().replace("}", "} ", 1))
+    other.write_text(tokenizer.read_text().strip().replace("}", "} ", 1))
     with pytest.raises(DemixError, match="tokenizer"):
         export_hf(tmp_path / "model", "novels", other, tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
