@@ -27,8 +27,8 @@ test: $(VENV)/installed lint
 test-slurm: $(VENV)/installed
 	pytest -v tests/slurm -m slurm
 
-# Breaks everything on purpose and prints what came of it: an hour or two. KILLS and FUZZ say how often. As root it fills
-# disks of its own, and with Debian's faketime one run has another date.
+# Breaks everything on purpose and prints what came of it: 50 minutes on 2 cores. KILLS and FUZZ say how often. As
+# root it fills disks of its own, and with Debian's faketime one run has another date.
 KILLS ?= 50
 FUZZ ?= 10000
 faults: $(VENV)/installed

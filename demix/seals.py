@@ -1,8 +1,7 @@
 """Digests inside files, so that a flipped bit or a missing end is found whatever byte it hits.
 
 Parquet's page checksums leave out page headers and footer, and JSON has none. A sealed file holds the sha256 of its own
-other bytes where other readers do not look: Parquet in its key-value metadata, JSON in the white space after its value;
-a tab before that says that it is there.
+other bytes where other readers do not look: Parquet in its key-value metadata, JSON in the white space after its value.
 A file without a seal (of an older version, or somebody else's) is taken as it is.
 """
 
@@ -23,6 +22,7 @@ _MARK = KEY.encode() + b"\x18\x40"
 _HALVES = (KEY[:6].encode(), KEY[6:].encode())
 _PIECE = 4 << 20
 
+# Before a sealed JSON value: a file that begins so and has no seal was cut short.
 _OPENING = b"\t"
 # Spaces and tabs before the last line end, one a bit.
 _BITS = 128
@@ -41,9 +41,9 @@ def sealed_text(text: str) -> bytes:
 
 
 def unsealed_text(content: bytes, required: bool = False) -> bytes:
-    """`content` without its seal, if it has one; ValueError where that is not its own.
+    """`content` without its seal, if it has one.
 
-    And where it is missing though `required` or announced.
+    Raises ValueError where the seal is another content's, or is missing though `required` or announced.
     """
     tail = _TAIL.search(content)
     whole = content[: tail.start()]

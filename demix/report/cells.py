@@ -98,5 +98,5 @@ def seeds_of(results: pd.DataFrame, system: read.System, domains: list[str]) -> 
 
 
 def kinds_of_domains(config: dict[str, Any]) -> list[tuple[str, list[str]]]:
-    """The run\'s training domains and its novel ones, each with its name."""
+    """The run's training domains and its novel ones, each with its name."""
     return [("training", training_domains(config)), ("novel", novel_domains(config))]

@@ -56,10 +56,10 @@ class Table:
         return replace(self, notes=(*self.notes, *notes))
 
 
-def write_table(table: Table, notes: tuple[str, ...], output_dir: Path) -> None:
-    """Write `<name>.html`, `.md` and `.tex` into `output_dir`, with `notes` below the table in place of its own."""
+def write_table(table: Table, output_dir: Path) -> None:
+    """Write `<name>.html`, `.md` and `.tex` into `output_dir`."""
     for suffix, text in (("html", _html), ("md", _markdown), ("tex", _latex)):
-        write_text(output_dir / f"{table.name}.{suffix}", text(table, notes))
+        write_text(output_dir / f"{table.name}.{suffix}", text(table))
 
 
 def cell(value: Any, form: str) -> str:
@@ -72,7 +72,7 @@ def cell(value: Any, form: str) -> str:
     return (text if any(digit in text for digit in "123456789") else text.lstrip("+-")).replace("-", "−")
 
 
-def _html(table: Table, notes: tuple[str, ...]) -> str:
+def _html(table: Table) -> str:
     text, bold, beneath = table.text(), table.bold(), table.second_lines()
     text_columns = [column for column, values in table.frame.items() if values.dtype.kind not in "fi"]
     groups: list[list[dict[str, Any]]] = [[]]
@@ -95,21 +95,21 @@ def _html(table: Table, notes: tuple[str, ...]) -> str:
         "table",
         title=table.title,
         paragraphs=[table.caption],
-        notes=notes,
+        notes=table.notes,
         headings=["", *table.frame.columns],
         text_headings=text_columns,
         groups=groups,
     )
 
 
-def _markdown(table: Table, notes: tuple[str, ...]) -> str:
+def _markdown(table: Table) -> str:
     text, bold, beneath = table.text().map(as_markdown), table.bold(), table.second_lines().map(as_markdown)
     text = text.mask(bold, "**" + text + "**") + beneath.mask(beneath != "", "<br>" + beneath)
     text.index = [as_markdown(label) for label in text.index]
     text.columns = [as_markdown(column) for column in text.columns]
     alignment = ["left", *("left" if values.dtype.kind not in "fi" else "right" for _, values in table.frame.items())]
     body = text.to_markdown(colalign=alignment, disable_numparse=True)
-    caption, *notes = (as_markdown(line) for line in (table.caption, *notes))
+    caption, *notes = (as_markdown(line) for line in (table.caption, *table.notes))
     return "\n\n".join([f"**{table.title}.** {caption}", body, *(f"*{note}*" for note in notes)]) + "\n"
 
 
@@ -118,7 +118,7 @@ def as_markdown(text: object) -> str:
     return str(text).replace("|", r"\|").replace("<", "&lt;")
 
 
-def _latex(table: Table, notes: tuple[str, ...]) -> str:
+def _latex(table: Table) -> str:
     text, bold, beneath = table.text(), table.bold(), table.second_lines()
     cells = text.map(_escape)
     cells = cells.mask(bold, r"\textbf{" + cells + "}")
@@ -127,7 +127,7 @@ def _latex(table: Table, notes: tuple[str, ...]) -> str:
     style = cells.mask(beneath != "", two_lines).style
     style = style.format_index(escape="latex", axis=0).format_index(escape="latex", axis=1)
     layout = "l" + "".join("l" if values.dtype.kind not in "fi" else "r" for _, values in table.frame.items())
-    caption = _escape(" ".join([f"{table.title}. {table.caption}", *notes]))
+    caption = _escape(" ".join([f"{table.title}. {table.caption}", *table.notes]))
     if table.long:
         body = style.to_latex(
             hrules=True, column_format=layout, environment="longtable", caption=caption, label=f"tab:demix-{table.name}"

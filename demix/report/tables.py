@@ -130,8 +130,7 @@ def write_tables(
     for table in all_tables(results, differences, overlap, audit, parents, config):
         numbers = table.frame.select_dtypes("number")
         empty = () if numbers.notna().to_numpy().any() else ("This run has no rows for this table.",)
-        notes = (*empty, *table.notes, note)
-        write_table(table, notes, Path(output_dir))
+        write_table(replace(table, notes=(*empty, *table.notes, note)), Path(output_dir))
 
 
 def main_table(results: pd.DataFrame, config: dict[str, Any]) -> "rich.table.Table":
