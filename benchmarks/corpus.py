@@ -23,8 +23,8 @@ from demix.data.anonymize import anonymize_documents
 from demix.data.corpus import SPLITS, Budget, mark_duplicates, split
 from demix.data.shards import tokenize
 from demix.data.sources import SCHEMA, Source, download
-from demix.data.tables import write_rows
 from demix.data.tokenizer import gpt2_tokenizer
+from demix.files.batches import write_rows
 
 DOMAINS = ("politics", "parliament", "wiki", "packages")
 SAMPLE = Path(__file__).parents[1] / "resources" / "sample"

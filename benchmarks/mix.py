@@ -23,11 +23,11 @@ import numpy as np
 from scipy.special import logsumexp
 from tables import show
 
-from demix.evaluate.mix import cached_log_prior, log_prior_path, mixing_rule
-from demix.evaluate.posterior import keep_top, log_weights
-from demix.evaluate.results import Evaluation, ExpertSet, planned_mixtures
-from demix.evaluate.tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
-from demix.evaluate.totals import Mixture, cached_priors, document_totals
+from demix.evaluate.domain import Evaluation, ExpertSet, planned_mixtures
+from demix.evaluate.losses import Mixture, cached_priors, document_totals
+from demix.evaluate.mix.posterior import keep_top, log_weights
+from demix.evaluate.mix.rules import cached_log_prior, log_prior_path, mixing_rule
+from demix.evaluate.score_tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
 
 LENGTH, DEV_BLOCKS, DOCUMENT = 1024, 100, 600
 PLAIN_TOKENS = 500_000

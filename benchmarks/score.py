@@ -6,8 +6,8 @@ Ours is `demix.model.scoring.log_probabilities`, from token ids to a log-probabi
 is a process of its own; they take turns, a pass each, and medians over the turns count. A dense pass is measured alone
 and its time taken n times: n models of the same size take so long one after the other, and the memory of one.
 
-The bound is the share of n dense passes' FLOPs that one batched pass still has (`demix.flops.scoring_flops`): matrix
-products of attention, feedforwards and logits, of which embedding and first attention are done once instead of n times.
+The bound is the share of n dense passes' FLOPs that one batched pass still has (`demix.plan.flops.scoring_flops`):
+matrix products of attention, feedforwards and logits; embedding and first attention are done once, not n times.
 Elementwise work (norms, GELU, softmax) is not counted. Ratios to the bound are of times: measured share / bound.
 
 Seconds are CPU time with one thread, which other work on the machine changes least, and wall time otherwise. Memory is
@@ -29,10 +29,10 @@ import torch
 from tables import show
 from train import DEVICE, Setting, hugging_face
 
-from demix.flops import scoring_flops
-from demix.model.config import Architecture
+from demix.config.architecture import Architecture
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
+from demix.plan.flops import scoring_flops
 
 # Blocks of 256 tokens keep a turn short at the larger size too; the bound printed is that of such blocks.
 SETTINGS = (

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-from demix.flops import PAPER_TFLOPS, update_flops
-from demix.model.config import PRESETS, Architecture, expert_parameters, shared_parameters
+from demix.config.architecture import PRESETS, Architecture, expert_parameters, shared_parameters
+from demix.config.placement import Share, placement
 from demix.model.gpt import GPT
+from demix.plan.flops import PAPER_TFLOPS, update_flops
 from demix.train.parallel import BUCKET_BYTES, GradientSync, World, joined, synced_bytes
-from demix.train.shares import Share, placement
 
 ARCHITECTURE, VOCAB_SIZE, SEQUENCES = Architecture(layers=4, width=256, heads=4, context=64), 8192, 8
 WINDOWS, STEPS = 3, 3

@@ -28,11 +28,12 @@ import torch.nn.functional as F
 from tables import show
 from torch import Tensor, nn
 
-from demix.flops import scoring_flops
-from demix.model.config import PRESETS, Architecture
+from demix.config.architecture import PRESETS, Architecture
+from demix.model.device import compute_type
 from demix.model.gpt import GPT
+from demix.plan.flops import scoring_flops
 from demix.train.batches import Batch, Batches
-from demix.train.loop import Optimization, compute_type, train
+from demix.train.loop import Optimization, train
 from demix.train.parallel import World
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

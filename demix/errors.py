@@ -11,3 +11,7 @@ class DemixError(Exception):
     def __init__(self, subject: object, cause: str, cure: str):
         self.subject, self.cause, self.cure = str(subject), cause, cure
         super().__init__(" ".join(f"{subject}: {cause}; {cure}".split()))
+
+
+class StoppedError(DemixError):
+    """A signal ended training; the state is saved and the same command goes on from it."""

@@ -35,10 +35,10 @@ import regex
 
 from demix.data import released
 from demix.data.sources import SURROGATE
-from demix.data.tables import counted, read_batches, write_batches
 from demix.data.text import buffers, count_words, splice
 from demix.errors import DemixError
 from demix.files import write_json
+from demix.files.batches import counted, read_batches, write_batches
 
 # What the raw file's key-value metadata counts.
 _WHEN_READ = ("invalid_bytes", "surrogates", "not_utf8")

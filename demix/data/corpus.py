@@ -20,9 +20,9 @@ import pyarrow.compute as pc
 
 from demix.data.buckets import bucket_count, gathered, order_of, place, scattering
 from demix.data.leakage import gram_set, leaked, shares
-from demix.data.tables import counted, read_batches, write_batches, write_rows
 from demix.errors import DemixError
 from demix.files import read_json, scratch, write_json
+from demix.files.batches import counted, read_batches, write_batches, write_rows
 from demix.progress import followed
 
 SPLITS = ("train", "dev", "test")

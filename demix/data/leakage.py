@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from demix.data.tables import read_batches
 from demix.data.text import word_starts
+from demix.files.batches import read_batches
 
 LENGTH = 13
 MOST_GRAMS = 1 << 24

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from demix.data.tables import counted, read_batches
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import REMAKE, read_json, replacing, scratch, sha256_file, write_json
+from demix.files.batches import counted, read_batches
 
 # Just below 500 million, and a multiple of 2**22: no block whose length is a power of two up to that spans two files.
 FILE_TOKENS = 476 << 20

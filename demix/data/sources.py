@@ -21,9 +21,9 @@ from demix.data.fetch import fetch
 from demix.data.hub import hub_rows
 from demix.data.readers import Reading, Row, read_rows
 from demix.data.selection import as_text, matches, pieces, select
-from demix.data.tables import write_rows
 from demix.errors import DemixError
 from demix.files import sha256_file
+from demix.files.batches import write_rows
 from demix.progress import followed
 
 SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("metadata", pa.large_string())])

@@ -24,10 +24,10 @@ import tiktoken
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from demix.data.tables import read_batches
 from demix.data.text import count_words
 from demix.errors import DemixError
 from demix.files import read_json, write_sealed
+from demix.files.batches import read_batches
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257

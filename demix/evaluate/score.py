@@ -15,13 +15,12 @@ import torch
 
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
-from demix.evaluate.tables import row_groups, tokens_sha256, write_scores, write_tokens
+from demix.evaluate.score_tables import row_groups, tokens_sha256, write_scores, write_tokens
 from demix.files import fsync, read_parquet, sha256_file, write_parquet
 from demix.model.checkpoint import describe, expert_lineage, load_model
+from demix.model.device import compute_type, own_device, set_threads
 from demix.model.scoring import log_probabilities
 from demix.progress import progress
-from demix.train.loop import compute_type, set_threads
-from demix.train.parallel import own_device
 
 log = logging.getLogger(__name__)
 

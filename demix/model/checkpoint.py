@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
+from demix.config.architecture import Architecture
 from demix.errors import DemixError
 from demix.files import read_json, replacing, sha256_file, write_json
-from demix.model.config import Architecture
 from demix.model.gpt import GPT
 
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from demix.config.architecture import Architecture
 from demix.errors import DemixError
 from demix.files import seed_for
-from demix.model.config import Architecture
 from demix.model.layers import Attention, DEMixLayer, KeyValues, layer_norm
 
 # Tokens whose logits over the vocabulary exist at once. So few are the fastest on CPU; a GPU wants more.

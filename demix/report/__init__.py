@@ -52,7 +52,7 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     scored on different tokens.
     """
     from demix.files import check_sealed
-    from demix.report import results as read
+    from demix.report import read
     from demix.report.claims import write_claims
     from demix.report.figures import write_figures
     from demix.report.tables import write_tables

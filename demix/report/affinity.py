@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from demix.report.results import expert_perplexities, novel_domains, training_domains
+from demix.report.read import expert_perplexities, novel_domains, training_domains
 
 PERMUTATIONS = 9999
 

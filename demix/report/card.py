@@ -9,10 +9,10 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from demix.config import HOW
+from demix.config.check import HOW
 from demix.errors import DemixError
 from demix.files import read_json
-from demix.report.results import novel_domains, read_results, training_domains
+from demix.report.read import novel_domains, read_results, training_domains
 
 # How the sets of experts are called in the results.
 OWN_LEFT_OUT = "without-own"

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.report import results as read
-from demix.report.results import evaluations, novel_domains, perplexities, training_domains
+from demix.report import read
+from demix.report.read import evaluations, novel_domains, perplexities, training_domains
 
 IN_DOMAIN = (read.DENSE, read.BALANCED, read.DOMAIN_TOKEN, read.NAIVE, read.CACHED)
 MIXTURES = (read.NAIVE, read.AVERAGE, read.UNIFORM, read.UPDATING, read.CACHED)

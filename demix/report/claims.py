@@ -12,9 +12,9 @@ from typing import Any, Literal
 import pandas as pd
 
 from demix.files import write_text
-from demix.report import results as read
+from demix.report import read
 from demix.report.page import render
-from demix.report.results import comparable, expert_perplexities, novel_domains, perplexities, training_domains
+from demix.report.read import comparable, expert_perplexities, novel_domains, perplexities, training_domains
 from demix.report.table import as_markdown
 from demix.report.tables import scale_note
 

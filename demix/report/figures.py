@@ -11,11 +11,11 @@ import numpy as np
 import pandas as pd
 import vl_convert
 
-from demix.config import trained_models
+from demix.config.check import trained_models
 from demix.files import replacing, write_text
 from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.page import render
-from demix.report.results import (
+from demix.report.read import (
     comparable,
     novel_domains,
     prior_table,

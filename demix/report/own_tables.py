@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.report import results as read
+from demix.report import read
 from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.cells import INTERVAL_NOTE, MIXTURES, POSTERIOR_MIXTURES, kinds_of_domains, lowest, mean_of, percent
-from demix.report.results import evaluations, grid, perplexities, training_domains
+from demix.report.read import evaluations, grid, perplexities, training_domains
 from demix.report.table import Table
 
 

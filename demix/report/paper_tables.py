@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.report import results as read
+from demix.report import read
 from demix.report.cells import (
     IN_DOMAIN,
     MIXTURES,
@@ -21,7 +21,7 @@ from demix.report.cells import (
     second_lines,
     seeds_of,
 )
-from demix.report.results import evaluations, expert_perplexities, novel_domains, perplexities, training_domains
+from demix.report.read import evaluations, expert_perplexities, novel_domains, perplexities, training_domains
 from demix.report.table import Table
 
 

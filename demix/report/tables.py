@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from demix.report import results as read
+from demix.report import read
 from demix.report.cells import POSTERIOR_MIXTURES, kinds_of_domains, mean_of
 from demix.report.own_tables import (
     audit_table,
@@ -21,7 +21,7 @@ from demix.report.own_tables import (
 )
 from demix.report.paper import SIZES, printed, size_of
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
-from demix.report.results import comparable, novel_domains, perplexities, training_domains
+from demix.report.read import comparable, novel_domains, perplexities, training_domains
 from demix.report.table import Table, cell, write_table
 
 if TYPE_CHECKING:

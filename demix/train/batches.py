@@ -7,10 +7,10 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from demix.config.placement import Share
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import seed_for
-from demix.train.shares import Share
 
 
 @dataclass(frozen=True)

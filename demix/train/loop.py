@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from demix.errors import DemixError
+from demix.errors import DemixError, StoppedError
 from demix.files import cannot_be_written, write_sealed, write_text
+from demix.model.device import compute_type
 from demix.model.gpt import GPT
 from demix.progress import progress
 from demix.train.batches import Batches
@@ -24,14 +25,8 @@ from demix.train.state import State, held, newest_state, save_state
 
 log = logging.getLogger(__name__)
 
-# The type of activations. Weights and optimizer state are fp32 but for fp64, which is for exact comparisons.
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 # The scale of the loss in fp16: halved when gradients overflow, doubled after so many updates without.
 FIRST_SCALE, LAST_SCALE, GROW_AFTER = 2.0**16, 2.0**-4, 1000
-
-
-class StoppedError(DemixError):
-    """A signal ended training; the state is saved and the same command goes on from it."""
 
 
 class DivergedError(DemixError):
@@ -70,20 +65,6 @@ class EarlyStopping:
 
     every: int
     patience: int
-
-
-def compute_type(precision: str) -> torch.dtype:
-    """The type that a config's `precision` names."""
-    if precision not in PRECISIONS:
-        raise DemixError(f"precision {precision}", "is not known", f"use one of {', '.join(PRECISIONS)}")
-    return PRECISIONS[precision]
-
-
-def set_threads(threads: int) -> None:
-    """Let torch use so many CPU threads; results depend on it in their last bits."""
-    if threads < 1:
-        raise DemixError("threads", f"is {threads}", "give 1 or more")
-    torch.set_num_threads(threads)
 
 
 def learning_rate_at(step: int, optimization: Optimization) -> float:

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from demix.train.launch import watched
-from demix.train.shares import Share
+from demix.config.placement import Share
+from demix.launch.local import watched
+from demix.model.device import own_device
 
 # Bytes of gradients sent at a time: few enough to begin during backward, enough to make latency small.
 BUCKET_BYTES = 25 << 20
@@ -76,18 +77,9 @@ class World:
             dist.barrier()
 
 
-def own_device() -> torch.device:
-    """This process's GPU, that of its LOCAL_RANK, or the CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
-
-
 @contextmanager
 def joined() -> Iterator[World]:
-    """This process's world, of RANK and WORLD_SIZE as torchrun, `demix.train.launch` or a batch system set them.
+    """This process's world, of RANK and WORLD_SIZE as torchrun, `demix.launch.local` or a batch system set them.
 
     Without them, or where there is but one, a world of one process. Ranks but the first say warnings only.
     """

@@ -10,18 +10,19 @@ from pathlib import Path
 
 import torch
 
-from demix.config import HOW
+from demix.config.architecture import architecture_from, expert_parameters, shared_parameters
+from demix.config.check import HOW
+from demix.config.placement import placement
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.files import read_json
 from demix.model.checkpoint import save_expert, save_shared
-from demix.model.config import architecture_from, expert_parameters, shared_parameters
+from demix.model.device import set_threads
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.train.batches import balanced_batches, mixed_batches, proportional_batches
-from demix.train.loop import DivergedError, Optimization, set_threads, train, write_metrics
+from demix.train.loop import DivergedError, Optimization, train, write_metrics
 from demix.train.parallel import World, joined
-from demix.train.shares import placement
 from demix.train.state import remove_states
 
 log = logging.getLogger(__name__)
@@ -218,7 +219,7 @@ def open_shards(paths: list[Path], world: World) -> list[TokenShard]:
 def fingerprint(description: dict) -> str:
     """16 hexadecimal digits that tell runs apart: a checkpoint only ever continues the run that wrote it.
 
-    How it is computed and kept (`demix.config.HOW`) does not tell runs apart.
+    How it is computed and kept (`demix.config.check.HOW`) does not tell runs apart.
     """
     for part in ("training", "adaptation"):
         if part in description:

@@ -14,8 +14,8 @@ import torch
 
 from demix.errors import DemixError
 from demix.files import exclusive, fsync, read_json, sha256_file, write_json
+from demix.launch.parents import is_job
 from demix.model.checkpoint import load_verified, save_tensors
-from demix.orphans import is_job
 from demix.train.parallel import World
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def newest_state(directory: Path, experts: tuple[str, ...], world: World) -> Sta
 def remove_states(directory: Path) -> None:
     """Remove what a finished run needs no more: all but the checkpoint with the lowest loss on dev, if any has one.
 
-    The results are whole by now, and who waits for them elsewhere (`demix.train.slurm`) is told so first.
+    The results are whole by now, and who waits for them elsewhere (`demix.launch.slurm`) is told so first.
     """
     if done := os.environ.get("DEMIX_DONE"):
         files = [path for path in Path(done).parent.rglob("*") if path.is_file()]

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from disturbed import REPOSITORY, TINY, printed, snakemake
 
-from demix import cli
+from demix.commands import main as cli
 
 
 @dataclass
@@ -79,7 +79,7 @@ def said(arguments: list[str]) -> str | None:
 
 def demix(*arguments: object, before: tuple[str, ...] = (), **more: object) -> subprocess.CompletedProcess:
     """Run `demix` in a process of its own, behind the words `before`."""
-    line = [*before, sys.executable, "-m", "demix.cli", *map(str, arguments)]
+    line = [*before, sys.executable, "-m", "demix", *map(str, arguments)]
     return subprocess.run(line, capture_output=True, text=True, check=False, **more)
 
 

@@ -11,7 +11,7 @@ import yaml
 from breaking import Note
 from disturbed import REPOSITORY, TINY, printed, snakemake
 
-from demix.config import SCHEMA, complete
+from demix.config.check import SCHEMA, complete
 from demix.errors import DemixError
 
 Place = tuple[str, ...]

@@ -20,8 +20,8 @@ from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.sources import Source, download
 from demix.data.tokenizer import Tokenizer, train_tokenizer
 from demix.errors import DemixError
-from demix.evaluate.mix import METHODS, log_mixtures, mix
-from demix.evaluate.posterior import evidence, log_weights, updating_log_priors
+from demix.evaluate.mix.posterior import evidence, log_weights, updating_log_priors
+from demix.evaluate.mix.rules import METHODS, log_mixtures, mix
 from demix.files import read_json, write_json
 
 Fuzz = Callable[..., None]

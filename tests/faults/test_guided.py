@@ -18,11 +18,12 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["demix"]):
-    from demix.config import complete
+    from demix.config.check import complete
     from demix.data.anonymize import anonymize, normalise
     from demix.data.sources import Source, download
     from demix.errors import DemixError
-    from demix.files import read_json, settings_from, sha256_file
+    from demix.files import read_json, sha256_file
+    from demix.settings import settings_from
     from demix.model.checkpoint import load_verified
 
 import pyarrow.parquet as pq

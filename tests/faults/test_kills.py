@@ -101,7 +101,7 @@ PARENT = '''
 import os, subprocess, sys
 child = """
 import os, signal
-from demix.orphans import end_with_snakemake
+from demix.launch.parents import end_with_snakemake
 end_with_snakemake()
 print(os.getpid(), flush=True)
 signal.pause()
@@ -122,7 +122,7 @@ def test_a_job_ends_when_its_snakemake_is_killed(note: Note) -> None:
 
 
 def test_a_job_by_hand_outlives_who_started_it() -> None:
-    code = "from demix.orphans import end_with_snakemake, is_job; end_with_snakemake(); print(is_job.is_set())"
+    code = "from demix.launch.parents import end_with_snakemake, is_job; end_with_snakemake(); print(is_job.is_set())"
     environment = {key: value for key, value in os.environ.items() if key != "DEMIX_SNAKEMAKE"}
     shown = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
     assert shown == "False\n"

@@ -29,7 +29,7 @@ from demix.data.shards import TokenShard, tokenize
 from demix.data.sources import Source, download
 from demix.data.tokenizer import Tokenizer, train_tokenizer
 from demix.errors import DemixError
-from demix.evaluate.tables import read_scores
+from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, read_parquet, sha256_file
 from demix.model.checkpoint import load_verified
 from demix.report import write_report
@@ -139,7 +139,7 @@ resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
 import numpy as np
 from demix.data.shards import TokenShard
 from demix.data.sources import Source, download
-from demix.data.tables import read_batches
+from demix.files.batches import read_batches
 from demix.errors import DemixError
 from demix.files import read_parquet
 

@@ -19,8 +19,8 @@ from test_ui import first_line
 from test_ui import served as ui  # noqa: F401
 from test_ui import status as ui_status
 
-from demix.playground.server import CONNECTIONS, SECONDS
-from demix.ui import MOST_BYTES
+from demix.generate.playground.server import CONNECTIONS, SECONDS
+from demix.track.ui import MOST_BYTES
 
 # As a stage that has a model makes it.
 Served = tuple[subprocess.Popen, int]
@@ -29,7 +29,7 @@ Served = tuple[subprocess.Popen, int]
 @pytest.fixture
 def served(finished: Path) -> Iterator[Served]:
     model = finished / "results/tiny/models/demix"
-    command = [sys.executable, "-m", "demix.cli", "playground", str(model), "--port", "0"]
+    command = [sys.executable, "-m", "demix", "playground", str(model), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     shown = process.stdout.readline()
     yield process, int(shown.rpartition("127.0.0.1:")[2].partition("/")[0])

@@ -17,7 +17,7 @@ from synthetic_run import build_run
 
 from demix.errors import DemixError
 from demix.files import sha256_file
-from demix.tracking import track
+from demix.track.store import track
 
 RUN = "results/tiny"
 
@@ -76,9 +76,8 @@ def test_a_damaged_store_is_told_and_filled_in_later(tmp_path: Path, note: Note)
 def test_a_kill_while_the_store_is_made(tmp_path: Path, note: Note) -> None:
     run = build_run(tmp_path / "run", steps=1)
     database = tmp_path / "mlflow.db"
-    code = (
-        "import sys, json; from demix.tracking import track; track(sys.argv[1], json.loads(sys.argv[2]), *sys.argv[3:])"
-    )
+    code = "import sys, json; from demix.track.store import track; run, config, *rest = sys.argv[1:]\n"
+    code += "track(run, json.loads(config), *rest)"
     command = [sys.executable, "-c", code, str(run.path), json.dumps(run.config), f"sqlite:///{database}", "killed"]
 
     def size() -> int:

@@ -97,9 +97,9 @@ class Trained:
 
     def runs(self) -> list[tuple[str, str, str]]:
         """(start, end, state) of every start of every training job of this folder, in order."""
-        from demix.train.slurm import Work
+        from demix.launch.job import TrainingJob
 
-        name = Work((), "", {}, 8, 1, self.checkpoints, 0).name
+        name = TrainingJob((), "", {}, 8, 1, self.checkpoints, 0).name
         command = ["sacct", "-X", "-D", "-n", "-P", "--name", name, "-S", "now-3hours", "-o", "Start,End,State"]
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
         return sorted(tuple(line.split("|")[:3]) for line in lines if not line.startswith(("Unknown", "None")))

@@ -45,11 +45,11 @@ def test_a_config_of_ones_own_that_drops_the_profiles_is_refused(slurm: None, pr
 
 def accounted(folder: Path) -> list[dict[str, str]]:
     """The jobs of snakemake's run in `folder` and those that it started, as the accounting has them."""
-    from demix.train.slurm import Work
+    from demix.launch.job import TrainingJob
 
     run = re.search(r"SLURM run ID: (\S+)", printed(folder))[1]
     checkpoints = (folder / "results" / "tiny" / "checkpoints").iterdir()
-    names = [run, *(Work((), "", {}, 8, 1, path, 0).name for path in checkpoints)]
+    names = [run, *(TrainingJob((), "", {}, 8, 1, path, 0).name for path in checkpoints)]
     head = "JobID,JobName,Start,End,NNodes,NTasks,State"
     command = ["sacct", "-X", "-n", "-P", "--name", ",".join(names), "-S", "now-1hours", "-o", head]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -81,7 +81,7 @@ def test_two_nodes_give_the_losses_of_one_process(slurm: None, prepared: Path, t
 
 
 def completed(cluster: dict) -> dict:
-    from demix.config import complete, site_of
+    from demix.config.check import complete, site_of
 
     return site_of(complete(config_with(cluster=cluster)), "train")
 

@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 
 from demix.files import write_json, write_parquet, write_sealed
-from demix.report.results import BASES
+from demix.report.read import BASES
 
 TRAINING, NOVEL = ("code", "law", "news"), ("wiki", "songs")
 # Domains with documents enough for an interval.

@@ -13,13 +13,13 @@ from test_experts import demix
 from test_generate import LENGTH
 from test_model import SMALL, randomise
 
-from demix.audit import COLUMNS, CONTINUATION, PROMPT, Audit, audit_rows
+from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
-from demix.evaluate.tables import tokens_sha256
+from demix.evaluate.memorization import COLUMNS, CONTINUATION, PROMPT, Audit, audit_rows
+from demix.evaluate.score_tables import tokens_sha256
 from demix.files import read_parquet, write_parquet
 from demix.model.checkpoint import load_model, save_expert, save_shared
-from demix.model.config import Architecture
 from demix.model.gpt import GPT
 from demix.train.batches import balanced_batches
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from demix.config import complete, load_config, reference
+from demix.config.check import complete, load_config, reference
 from demix.errors import DemixError
-from demix.files import replacing, settings_from
+from demix.files import replacing
+from demix.settings import settings_from
 from demix.train.stage import Training
 
 REPOSITORY = Path(__file__).parents[2]
@@ -70,7 +71,7 @@ def test_wrong_configs_are_refused_with_key_and_cure(name: str, tmp_path: Path) 
     with pytest.raises(DemixError, match=message):
         load_config(file)
     done = subprocess.run(
-        [sys.executable, "-m", "demix.cli", "config", str(file)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "demix", "config", str(file)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
     assert done.stdout == ""
@@ -94,8 +95,8 @@ def test_environment_yml_equals_pyproject() -> None:
 
 def test_stages_import_no_more_than_they_need() -> None:
     """The data stage and mixing start without torch, and nothing but tracking loads mlflow."""
-    light = "demix.cli, demix.config, demix.data.sources, demix.data.anonymize, demix.data.corpus, demix.data.tokenizer"
-    light += ", demix.data.shards, demix.evaluate.results, demix.report, demix.report.tables"
+    light = "demix.commands.main, demix.config.check, demix.data.sources, demix.data.anonymize, demix.data.corpus"
+    light += ", demix.data.tokenizer, demix.data.shards, demix.evaluate.domain, demix.report, demix.report.tables"
     code = f"import sys, {light}; print([name for name in ('torch', 'mlflow', 'transformers') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
@@ -143,7 +144,7 @@ def test_settings_of_a_stage_are_checked() -> None:
 )  # fmt: skip
 def test_bad_input_ends_in_one_line(arguments: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "demix.cli", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "demix", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
     assert done.stderr.startswith("demix: error: ")

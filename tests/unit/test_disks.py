@@ -43,7 +43,7 @@ def _noise(path: Path, megabytes: int) -> Path:
 
 
 def _run(*arguments: object, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    command = [*before, sys.executable, "-m", "demix.cli", *map(str, arguments)]
+    command = [*before, sys.executable, "-m", "demix", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -20,15 +20,16 @@ from synthetic_run import build_run
 from test_experts import demix, write_model
 from typer.main import get_command
 
-from demix.adapt import Adaptation
-from demix.audit import Audit
-from demix.cli import app
-from demix.config import load_config
+from demix.commands.main import app
+from demix.config.check import load_config
 from demix.data.tokenizer import Tokenizer
-from demix.evaluate.results import Evaluation
+from demix.evaluate.domain import Evaluation
+from demix.evaluate.memorization import Audit
 from demix.evaluate.score import Scoring, score
-from demix.files import read_json, settings_from, write_parquet
+from demix.files import read_json, write_parquet
 from demix.model.checkpoint import expert_names
+from demix.settings import settings_from
+from demix.train.adapt import Adaptation
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]

@@ -15,14 +15,14 @@ from scipy.special import logsumexp
 from scipy.stats import bootstrap
 from typer.testing import CliRunner
 
-from demix.cli import app
+from demix.commands.main import app
 from demix.data.tokenizer import Tokenizer, byte_lengths, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
+from demix.evaluate.domain import AGAINST, COLUMNS, Evaluation, Outputs, evaluate_domain, join
 from demix.evaluate.intervals import bounds, resampled_sums
-from demix.evaluate.mix import METHODS, cached_log_prior, mix
-from demix.evaluate.results import AGAINST, COLUMNS, Evaluation, Outputs, evaluate_domain, join
-from demix.evaluate.tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
-from demix.evaluate.totals import Mixture, cached_priors, document_totals
+from demix.evaluate.losses import Mixture, cached_priors, document_totals
+from demix.evaluate.mix.rules import METHODS, cached_log_prior, mix
+from demix.evaluate.score_tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
 from demix.files import write_parquet
 
 LENGTH = 8

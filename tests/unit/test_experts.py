@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from test_model import REAL_TEXT, SMALL, randomise
 from typer.testing import CliRunner, Result
 
-from demix.cli import app
+from demix.commands.main import app
+from demix.config.architecture import expert_parameters, shared_parameters
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.tables import read_scores
+from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, sha256_file, write_json, write_parquet
 from demix.model.checkpoint import expert_names, load_model, save_expert, save_shared
-from demix.model.config import expert_parameters, shared_parameters
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.gpt import GPT
 from demix.model.merge import merge_experts, parse_weights, prior_weights

@@ -17,7 +17,7 @@ from demix.files import write_sealed
 from demix.report import FIGURES
 from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.figures import adaptation_curves, training_curves, write_figures
-from demix.report.results import read_posteriors
+from demix.report.read import read_posteriors
 
 
 def draw(run: Run, metrics: Path, output: Path) -> None:

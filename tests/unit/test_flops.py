@@ -9,7 +9,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from demix.flops import (
+from demix.config.architecture import PRESETS, Architecture, expert_parameters, shared_parameters
+from demix.model.gpt import GPT, ROWS_AT_ONCE
+from demix.model.scoring import log_probabilities
+from demix.plan.flops import (
     HARDWARE,
     LOGITS_ROWS,
     achieved_tflops,
@@ -23,9 +26,6 @@ from demix.flops import (
     training_state_bytes,
     update_flops,
 )
-from demix.model.config import PRESETS, Architecture, expert_parameters, shared_parameters
-from demix.model.gpt import GPT, ROWS_AT_ONCE
-from demix.model.scoring import log_probabilities
 
 # Of each size: GPUs, updates, TFLOPs an update, hours of Dense and of DEMix (Table 2; FACTS section 2).
 TABLE_2 = {

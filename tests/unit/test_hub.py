@@ -123,5 +123,7 @@ download(Source("hub", "demix/none", revision="main", data_files=("*.parquet",))
 
 
 def test_neither_import_nor_files_need_the_hub():
-    code = "import sys, demix.cli, demix.data.sources as _; print({'datasets', 'huggingface_hub'} & {*sys.modules})"
+    code = (
+        "import sys, demix.commands.main, demix.data.sources; print({'datasets', 'huggingface_hub'} & {*sys.modules})"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax, logsumexp
 
 from demix.errors import DemixError
-from demix.evaluate.mix import METHODS, cached_log_prior, log_mixtures, log_prior_path, mix, posterior_trace
-from demix.evaluate.posterior import log_weights, released_log_priors, updating_log_priors
+from demix.evaluate.mix.posterior import log_weights, released_log_priors, updating_log_priors
+from demix.evaluate.mix.rules import METHODS, cached_log_prior, log_mixtures, log_prior_path, mix, posterior_trace
 
 
 def normalised(logs: list[float]) -> list[float]:

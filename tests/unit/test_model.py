@@ -13,12 +13,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from demix.config.architecture import PRESETS, Architecture, architecture_from, expert_parameters, shared_parameters
 from demix.data.tokenizer import Tokenizer, gpt2_tokenizer
 from demix.errors import DemixError
 from demix.files import sha256_file
 from demix.model import gpt
 from demix.model.checkpoint import expert_names, load_model, save_expert, save_shared
-from demix.model.config import PRESETS, Architecture, architecture_from, expert_parameters, shared_parameters
 from demix.model.export import export_hf
 from demix.model.gpt import GPT
 from demix.model.layers import DEMixLayer

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
+from demix.config.architecture import Architecture, expert_parameters, shared_parameters
+from demix.config.placement import shares
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
-from demix.model.config import Architecture, expert_parameters, shared_parameters
 from demix.train.batches import balanced_batches, mixed_batches
 from demix.train.parallel import synced_bytes
-from demix.train.shares import shares
 from demix.train.stage import Training, train_model
 
 DOMAINS = TRAINING + NOVEL
@@ -199,7 +199,7 @@ LONG = dataclasses.replace(EXACT, tokens=16 * 4 * 4 * 60, checkpoint_every=5)
 
 def command(tokens: Path, folder: Path, ranks: int) -> list[str]:
     return [
-        sys.executable, "-m", "demix.cli", "train", "demix",
+        sys.executable, "-m", "demix", "train", "demix",
         *(str(tokens / "tokens" / domain / "train.arrow") for domain in DOMAINS),
         "--settings", json.dumps(dataclasses.asdict(LONG)), "--output", str(folder / "model"),
         "--metrics", str(folder / "metrics.jsonl"), "--checkpoints", str(folder / "checkpoints"), "--ranks", str(ranks),

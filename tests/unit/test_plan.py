@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from demix.config import MODELS, adaptations, load_config, trained_models
+from demix.config.check import MODELS, adaptations, load_config, trained_models
 from demix.errors import DemixError
-from demix.flops import HARDWARE
-from demix.jobs import jobs_table, plan_jobs
-from demix.plan import plan_domain, plan_table, plan_training, training_tables
+from demix.plan.cost import plan_domain, plan_table, plan_training, training_tables
+from demix.plan.flops import HARDWARE
+from demix.plan.jobs import jobs_table, plan_jobs
 
 REPOSITORY = Path(__file__).parents[2]
 PAPER = {path.stem: load_config(path) for path in sorted((REPOSITORY / "config").glob("paper-*.yaml"))}
@@ -77,7 +77,7 @@ def test_totals_say_what_they_leave_out():
 
 
 def test_the_command_prints_every_domain_and_the_totals():
-    command = [sys.executable, "-m", "demix.cli", "plan", str(REPOSITORY / "config" / "paper-125m.yaml")]
+    command = [sys.executable, "-m", "demix", "plan", str(REPOSITORY / "config" / "paper-125m.yaml")]
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     for name in PAPER["paper-125m"]["domains"]["training"] | PAPER["paper-125m"]["domains"]["novel"]:
         assert f" {name} " in shown
@@ -154,7 +154,7 @@ def test_wrong_options_of_the_plan_are_told():
 
 def test_the_command_prints_the_papers_numbers():
     path = REPOSITORY / "config" / "paper-1.3b.yaml"
-    command = [sys.executable, "-m", "demix.cli", "plan", str(path), "--ranks", "128", "--hardware", "v100"]
+    command = [sys.executable, "-m", "demix", "plan", str(path), "--ranks", "128", "--hardware", "v100"]
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     rows = {}
     for line in shown.splitlines():
@@ -200,7 +200,7 @@ def test_the_files_that_sbatch_would_get(tmp_path):
     (tmp_path / "srun").write_text("#!/bin/sh\n")
     (tmp_path / "srun").chmod(0o755)
     subprocess.run(
-        [sys.executable, "-m", "demix.cli", "plan", "config.yaml", "--dry-run"],
+        [sys.executable, "-m", "demix", "plan", "config.yaml", "--dry-run"],
         cwd=tmp_path, check=True, stdout=subprocess.DEVNULL,
         env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )  # fmt: skip

@@ -38,7 +38,7 @@ def test_a_line_of_the_log_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog:
 
 SCRIPT = """
 import logging, sys
-from demix.cli import main
+from demix.commands.main import main
 from demix.progress import followed
 for outer in followed("ab", "[bold]outer", 2):
     for inner in followed("xy", "inner", 2):
@@ -98,7 +98,7 @@ def test_a_stage_by_hand_shows_how_far_it_is(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "demix.cli",
+        "demix",
         "download",
         "fortunes",
         "--settings",

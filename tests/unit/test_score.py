@@ -18,15 +18,15 @@ import pytest
 from conftest import NOVEL, TRAINING
 
 import demix.evaluate.score as module
-from demix import files
+from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
-from demix.evaluate import tables
+from demix.evaluate import score_tables as tables
 from demix.evaluate.score import Scoring, score
-from demix.evaluate.tables import read_scores
+from demix.evaluate.score_tables import read_scores
+from demix.files import atomic as files
 from demix.files import sha256_file
 from demix.model.checkpoint import describe, load_model, save_expert, save_shared
-from demix.model.config import Architecture
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 
@@ -218,7 +218,7 @@ def test_an_added_expert_touches_no_other_file(tokens: Path, model: Path, tmp_pa
     before = state()
     assert len(before) == 4 * 3
     command = [
-        sys.executable, "-m", "demix.cli", "score", str(model), *map(str, paths), "--experts", EXPERTS[2],
+        sys.executable, "-m", "demix", "score", str(model), *map(str, paths), "--experts", EXPERTS[2],
         "--settings", json.dumps(vars(SCORING)), "--output", str(tmp_path / "scores"),
     ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from demix.data import shards
 from demix.data.shards import TokenShard, blocks, tokenize
-from demix.data.tables import BATCH_ROWS
 from demix.data.tokenizer import Tokenizer, _byte_of_character, _write, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
+from demix.files.batches import BATCH_ROWS
 
 TEXTS = ["one two", "", "<|endoftext|> is text", "漢字 and\nmore"]
 

@@ -135,7 +135,7 @@ def test_the_commands_agree_on_several_ranks(tokens: Path, tmp_path: Path) -> No
     """A sweep of a diverging rate by three processes, the choice, and a training with it."""
 
     def demix(*arguments: object) -> None:
-        subprocess.run([sys.executable, "-m", "demix.cli", *map(str, arguments)], check=True, cwd=tmp_path)
+        subprocess.run([sys.executable, "-m", "demix", *map(str, arguments)], check=True, cwd=tmp_path)
 
     common = [*shards(tokens), "--checkpoints", "checkpoints", "--settings"]
     for rate in (2e-3, 1e38):

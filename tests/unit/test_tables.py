@@ -25,7 +25,7 @@ from demix.report.own_tables import (
 )
 from demix.report.paper import SIZES, Printed, printed
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
-from demix.report.results import comparable, read_audit, read_parents, read_results
+from demix.report.read import comparable, read_audit, read_parents, read_results
 from demix.report.tables import beside_paper, main_table, scale_note, write_tables
 
 

@@ -14,7 +14,7 @@ from synthetic_run import NOVEL, TRAINING, Run, build_run
 from demix.errors import DemixError
 from demix.files import exclusive, read_json, write_json, write_sealed
 from demix.report import write_report
-from demix.tracking import NETWORK_FILE_SYSTEMS, file_system, flatten, track
+from demix.track.store import NETWORK_FILE_SYSTEMS, file_system, flatten, track
 
 MODELS = 4 + 1
 EVALUATIONS = 3 + 2 + 3 + 1 + 2  # dense, dense_unbalanced, domain_token; demix; minus-…; without-law; dense-dapt-…
@@ -155,7 +155,7 @@ def test_settings_are_those_of_the_kind_of_model(uri: str, tmp_path: Path) -> No
 
 
 def test_one_process_writes_at_a_time(uri: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("demix.tracking.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("demix.track.store.PATIENCE_SECONDS", 0.0)
     store = Path(uri.removeprefix("sqlite:///"))
     with (
         exclusive(store.with_name(".mlflow.db.lock"), "tests"),
@@ -214,6 +214,6 @@ def test_sqlite_on_a_network_file_system_is_warned_of(
     track(run.path, run.config, uri, "quiet")
     assert "network file system" not in caplog.text
     assert file_system(Path("/proc/self")) == "proc"
-    monkeypatch.setattr("demix.tracking.NETWORK_FILE_SYSTEMS", NETWORK_FILE_SYSTEMS | {file_system(tmp_path)})
+    monkeypatch.setattr("demix.track.store.NETWORK_FILE_SYSTEMS", NETWORK_FILE_SYSTEMS | {file_system(tmp_path)})
     track(run.path, run.config, uri, "quiet")
     assert "SQLite on a network file system" in caplog.text

@@ -19,16 +19,17 @@ import pytest
 import torch
 from conftest import NOVEL, TRAINING
 
-from demix.adapt import Adaptation, adapt_dense, adapt_expert, choose_parent
+from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
+from demix.evaluate.parent import choose_parent, own_dev_losses
 from demix.evaluate.score import Scoring, score
 from demix.files import read_json, sha256_file
 from demix.model.checkpoint import expert_names, load_model
-from demix.model.config import Architecture
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.train import loop, stage, state
+from demix.train.adapt import Adaptation, adapt_dense, adapt_expert
 from demix.train.batches import Batch, Batches, balanced_batches, mixed_batches, proportional_batches
 from demix.train.loop import EarlyStopping, Optimization, learning_rate_at, train
 from demix.train.parallel import World
@@ -131,7 +132,7 @@ def test_the_loop_is_the_obvious_one(tokens: Path) -> None:
 
 def train_command(kind: str, tokens: Path, folder: Path, settings: Training = TRAIN) -> list[str]:
     return [
-        sys.executable, "-m", "demix.cli", "train", kind, *map(str, shard_paths(tokens)),
+        sys.executable, "-m", "demix", "train", kind, *map(str, shard_paths(tokens)),
         "--settings", json.dumps(dataclasses.asdict(settings)), "--output", str(folder / "model"),
         "--metrics", str(folder / "metrics.jsonl"), "--checkpoints", str(folder / "checkpoints"),
     ]  # fmt: skip
@@ -346,7 +347,7 @@ def test_a_signal_after_a_checkpoint_leaves_that_as_it_is(tokens: Path, tmp_path
 def test_adaptation_on_several_ranks_is_that_of_one(tokens: Path, trained: Path, tmp_path: Path, ranks: int) -> None:
     shards = [tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev")]
     command = [
-        sys.executable, "-m", "demix.cli", "adapt-dense", str(trained / "dense"), *map(str, shards),
+        sys.executable, "-m", "demix", "adapt-dense", str(trained / "dense"), *map(str, shards),
         *map(str, shard_paths(tokens, split="dev")),
         "--settings", json.dumps(dataclasses.asdict(dataclasses.replace(ADAPT, precision="fp64"))),
     ]  # fmt: skip
@@ -396,7 +397,7 @@ def test_damaged_state_is_named_and_the_one_before_taken(tokens: Path, tmp_path:
 
 def test_a_killed_adaptation_resumes_to_the_bit(tokens: Path, trained: Path, tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "demix.cli", "adapt-dense", str(trained / "dense"),
+        sys.executable, "-m", "demix", "adapt-dense", str(trained / "dense"),
         *map(str, [tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev")]),
         *map(str, shard_paths(tokens, split="dev")), "--settings", json.dumps(dataclasses.asdict(ADAPT)),
     ]  # fmt: skip
@@ -484,12 +485,13 @@ def test_experts_learn_their_domains(tokens: Path, trained: Path) -> None:
 
 def test_demix_dapt_adds_a_file_and_changes_no_other(tokens: Path, trained: Path) -> None:
     before = {path: sha256_file(path) for path in (trained / "demix").rglob("*") if path.is_file()}
-    chosen = choose_parent(trained / "scores", "fantasy", TRAINING, ADAPT)
+    scores = trained / "scores"
+    chosen = choose_parent(scores, "fantasy", TRAINING, blocks=ADAPT.parent_blocks, decay=ADAPT.parent_decay)
     adapt_expert(
         trained / "demix",
         tuple(tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev")),
-        TRAINING,
-        trained / "scores",
+        chosen,
+        own_dev_losses(scores, TRAINING, ADAPT.forgetting_blocks),
         ADAPT,
         trained / "demix",
         trained / "adapted.jsonl",

@@ -21,8 +21,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 from synthetic_run import TRAINING, Run, build_run
 from test_pages import browser  # noqa: F401
 
-from demix.tracking import track
-from demix.ui import MOST_BYTES
+from demix.track.store import track
+from demix.track.ui import MOST_BYTES
 
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 ROOT = Path(__file__).parents[2]

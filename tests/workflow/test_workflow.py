@@ -333,7 +333,7 @@ def test_exported_models_give_hugging_face_the_same_scores(finished: Path) -> No
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
     from demix.data.shards import TokenShard, blocks
-    from demix.evaluate.tables import read_scores
+    from demix.evaluate.score_tables import read_scores
 
     run = finished / "results" / "tiny"
     shard = TokenShard.open(run / "tokens" / "fantasy" / "test.arrow")

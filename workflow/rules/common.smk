@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from glob import glob
 from pathlib import Path
 
-from demix.config import HOW, adaptations, complete, further_seeds, kind_of, site_of, trained_models
+from demix.config.check import HOW, adaptations, complete, further_seeds, kind_of, site_of, trained_models
 from demix.errors import DemixError
 from demix.files import exclusive
 from demix.report import REPORT_FILES, SHOWS
@@ -25,7 +25,7 @@ SEEDS = further_seeds(config)
 # Training jobs are submitted from here, where somebody waits for them; that costs no core.
 SUBMITTED = config["cluster"]["launch"] == "slurm"
 lines = [line.replace("{", "{{").replace("}", "}}") for line in config["cluster"]["setup"]]
-# Jobs end when the snakemake that started their shell does (`demix.orphans`).
+# Jobs end when the snakemake that started their shell does (`demix.launch.parents`).
 shell.prefix("; ".join(["export DEMIX_SNAKEMAKE=$PPID", "set -e", *lines, "set -euo pipefail; "]))
 # The domains of each model trained without one of them: the replacement stands in its place.
 WITHOUT = {

@@ -1,0 +1,41 @@
+"""The command line as a whole: the stages of the workflow, then the commands for people."""
+
+import logging
+import sys
+
+import typer
+
+from demix.commands import people, stages
+from demix.errors import DemixError
+from demix.launch.parents import end_with_snakemake
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Language models made of domain experts: one command a stage. Snakemake prints each command that it runs, "
+    "and each can be copied and run by hand.",
+)
+app.add_typer(stages.app)
+app.add_typer(people.app)
+
+
+class _Said(logging.Handler):
+    """Lines to standard error as it is at the moment: while there is a progress bar, above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Run the command line; bad input ends in one line and exit status 1."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[_Said()])
+    end_with_snakemake()
+    try:
+        app()
+    except DemixError as error:
+        sys.exit(f"demix: error: {error}")
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.exit(f"demix: error: {error.filename}: {error.strerror}; mend the path or its permissions and rerun")

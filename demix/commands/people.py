@@ -1,0 +1,294 @@
+"""The commands for people, beside those of the stages."""
+
+import logging
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from demix.errors import DemixError
+from demix.files import read_json
+
+app = typer.Typer()
+
+
+@app.command()
+def config(
+    file: Annotated[Path | None, typer.Argument(help="A config file to check and print with its defaults.")] = None,
+    reference: Annotated[bool, typer.Option(help="Print the reference of all keys instead.")] = False,
+) -> None:
+    """Check a config file and print it with all defaults filled in."""
+    import yaml
+
+    from demix.config.check import load_config
+    from demix.config.check import reference as keys
+
+    if reference:
+        print(keys(), end="")
+    elif file is None:
+        raise DemixError("FILE", "is missing", "name a config file, such as config/sample.yaml")
+    else:
+        print(yaml.safe_dump(load_config(file), sort_keys=False, allow_unicode=True), end="")
+
+
+@app.command()
+def plan(
+    file: Annotated[Path, typer.Argument(help="A config file.")],
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes that train a model together; by default as the config says.")
+    ] = None,
+    hardware: Annotated[str, typer.Option(help="What each runs on: v100 (as the paper), a100, h100 or cpu.")] = "v100",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write the files that sbatch would get, to results/<run>/sbatch/.")
+    ] = False,
+) -> None:
+    """Print what a config asks for: words, disk; parameters, FLOPs, memory, hours; jobs, nodes. Nothing is fetched."""
+    from rich.console import Console
+
+    from demix.config.check import load_config
+    from demix.plan.cost import plan_table, training_tables
+    from demix.plan.jobs import jobs_table, write_sbatch_files
+
+    settings, console = load_config(file), Console(width=None if sys.stdout.isatty() else 150)
+    tables = training_tables(settings, ranks, hardware)
+    for table in (plan_table(settings), *tables, jobs_table(settings, hardware)):
+        console.print(table)
+    for path in write_sbatch_files(settings, hardware) if dry_run else ():
+        print(path)
+
+
+@app.command()
+def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")]) -> None:
+    """Print the main table of a finished run and where to look further."""
+    from rich.console import Console
+
+    from demix.report.read import read_results
+    from demix.report.tables import main_table
+
+    run_config: dict[str, Any] = read_json(run / "config.json")
+    Console().print(main_table(read_results(run / "results.parquet"), run_config))
+    print(f"Tables, figures, claims: {run / 'report'} (start with claims.html)")
+    print(f"One page with all of it: snakemake --configfile {run / 'config.json'} --report report.html")
+    uri = run_config["tracking"]["uri"]
+    show = "make ui" if uri == "sqlite:///results/mlflow.db" else f"make ui URI={shlex.quote(uri)}"
+    print(f"Runs and curves: {uri if uri.startswith('http') else show}")
+
+
+@app.command("eval")
+def evaluate_own(
+    model: Annotated[Path, typer.Option(help="A model directory, results/<run>/models/<model>.")],
+    text: Annotated[Path, typer.Option(help="A file of text, or of documents in a format that domains have.")],
+    dev: Annotated[
+        Path | None, typer.Option(help="More text of the same kind, from which the cached prior is taken.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="The run's tokenizer.json, where it is not found by itself.")
+    ] = (None),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Print the perplexity of a text of your own: each expert, each way to mix them, and which domain it resembles."""
+    import dataclasses
+    import json
+
+    from rich.console import Console
+
+    from demix.evaluate.own_text import evaluate_text, run_tokenizer, tables
+
+    # What the stages say of a domain they take in.
+    logging.getLogger("demix").setLevel(logging.WARNING)
+    found = evaluate_text(model, text, tokenizer or run_tokenizer(model), dev)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False))
+    else:
+        for table in tables(found):
+            Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+@app.command()
+def mix(
+    scores: Annotated[Path, typer.Argument(help="A split's score table, results/<run>/scores/<model>/<domain>.test.")],
+    experts: Annotated[str, typer.Option(help="Those to mix, separated by commas; by default all.")] = "",
+    methods: Annotated[str, typer.Option(help="Separated by commas.")] = "average,uniform,updating,cached",
+    weights: Annotated[str, typer.Option(help="history, released or a number of last tokens.")] = "history",
+    decay: Annotated[float, typer.Option(min=0.001, max=1, help="Lambda of the updating and cached priors.")] = 0.3,
+    dev_blocks: Annotated[int, typer.Option(min=1, help="Blocks of <domain>.dev that make the cached prior.")] = 100,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Mix only so many likeliest experts at each token.")] = None,
+) -> None:
+    """Mix any experts on a text that is scored: perplexity by method and the cached prior. No forward pass."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from demix.evaluate.domain import mix_experts
+    from demix.evaluate.losses import Mixture
+
+    chosen = experts.split(",") if experts else [path.stem for path in sorted(scores.glob("*.parquet"))]
+    chosen = [name for name in chosen if name != "tokens"]
+    rule = int(weights) if weights.isdecimal() else weights
+    mixture = Mixture("", tuple(chosen), rule, decay, dev_blocks, top_k)
+    rows, prior = mix_experts(scores, mixture, methods.split(","))
+    table = Table(title=f"{scores.parent.name} on {scores.name}")
+    for head in ("", "perplexity", "95% interval", "cached prior"):
+        table.add_column(head, justify="left" if head == "" else "right")
+    for row in rows:
+        low, high = row["perplexity_low"], row["perplexity_high"]
+        bounds = "–" if low is None else f"{low:.2f} to {high:.2f}"
+        weight = f"{prior[row['expert']]:.4f}" if row["expert"] in prior else ""
+        table.add_row(row["expert"] or row["method"], f"{row['perplexity']:.2f}", bounds, weight)
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    print(f"{rows[0]['tokens']:,} tokens of {rows[0]['documents']:,} documents; no interval below 20 documents")
+
+
+@app.command()
+def merge(
+    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    output: Annotated[Path, typer.Option(help="The directory to write.")],
+    weights: Annotated[str | None, typer.Option(help="Weights by expert: parliament=0.5,novels=0.5")] = None,
+    priors: Annotated[
+        Path | None, typer.Option(help="Take a cached prior for weights: evaluations/<domain>.priors.parquet.")
+    ] = None,
+    domain: Annotated[str | None, typer.Option(help="The domain whose prior it is.")] = None,
+    experts: Annotated[str, typer.Option(help="The experts that were mixed: training, all, minus-<domain>.")] = (
+        "training"
+    ),
+) -> None:
+    """Average experts into one dense model, with weights by hand or by posterior."""
+    from demix.model.merge import merge_experts, parse_weights, prior_weights
+
+    if weights is not None and priors is None:
+        chosen = parse_weights(weights)
+    elif weights is None and priors is not None and domain is not None:
+        chosen = prior_weights(priors, model.resolve().name, domain, experts)
+    else:
+        raise DemixError("merge", "needs weights from one place", "give --weights, or --priors FILE with --domain NAME")
+    merge_experts(model, chosen, output)
+
+
+@app.command()
+def export(
+    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    expert: Annotated[str, typer.Option(help="The expert to export (dense for a dense model).")],
+    tokenizer: Annotated[Path, typer.Option(help="The run's tokenizer.json.")],
+    output: Annotated[Path, typer.Option(help="The directory to write.")],
+    format: Annotated[str, typer.Option(help="hf: a Hugging Face GPT-2 directory.")] = "hf",
+) -> None:
+    """Export one expert as a model of its own that other software loads."""
+    from demix.model.export import export_hf
+    from demix.report.card import model_card
+
+    if format != "hf":
+        raise DemixError(f"--format {format}", "is not known", "use hf")
+    place = model.resolve()
+    run = place.parent.parent
+    of_run = place.parent.name == "models" and (run / "config.json").is_file() and (run / "results.parquet").is_file()
+    export_hf(model, expert, tokenizer, output, model_card(run, place.name) if of_run else None)
+
+
+Tokens = Annotated[Path | None, typer.Option("--tokenizer", help="By default that of the model's run.")]
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
+    experts: Annotated[
+        str | None, typer.Option(help="The experts to mix, separated by commas; by default all.")
+    ] = None,
+    prior: Annotated[
+        str,
+        typer.Option(
+            help="updating, uniform, weights (law=2,news=1), a domain of the run, or its <domain>.priors.parquet."
+        ),
+    ] = "updating",
+    tokens: Annotated[int, typer.Option(min=1, help="The most tokens to add.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0, max=100, help="0 takes the likeliest token.")] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(min=0.001, max=1, help="Draw from the likeliest that have this share.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 1,
+    tokenizer: Tokens = None,
+) -> None:
+    """Go on from a prompt with a mixture of experts; in a terminal the posterior over experts follows."""
+    from demix.generate.terminal import continued, posterior_table
+    from demix.model.decode import named_prior, open_model
+
+    gpt, encoder = open_model(model, experts.split(",") if experts else None, tokenizer)
+    log_prior, decay = named_prior(prior, model, gpt.experts)
+    log_weights = continued(gpt, encoder, prompt, log_prior, decay, tokens, temperature, top_p, seed)
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(posterior_table(gpt.experts, log_weights))
+
+
+@app.command()
+def playground(
+    model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="On 127.0.0.1; 0 takes a free one.")] = 8501,
+    tokenizer: Tokens = None,
+) -> None:
+    """Serve a page to this machine's browser: whose words a text is made of, token by token, and what could follow."""
+    from demix.generate.playground.answers import opened
+    from demix.generate.playground.server import Playground, serve
+
+    serve(Playground(opened(model, tokenizer), port))
+
+
+experts = typer.Typer(no_args_is_help=True, help="The experts of a model directory: list, verify, add, remove.")
+app.add_typer(experts, name="experts")
+Model = Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")]
+
+
+@experts.command("list")
+def experts_list(model: Model) -> None:
+    """Show the experts of a model with their lineage; every file's bytes are checked."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from demix.model.checkpoint import describe
+    from demix.model.experts import read_experts
+
+    describe(model)
+    table = Table(title=f"Experts of {model}")
+    for head in ("expert", "parent", "steps", "tokens", "own parameters", "data", "bytes", "ok"):
+        table.add_column(head, justify="left" if head in ("expert", "parent", "data", "ok") else "right")
+    for expert in read_experts(model):
+        numbers = ("?" if n is None else f"{n:,}" for n in (expert.steps, expert.tokens, expert.parameters))
+        ok = "yes" if expert.fault is None else expert.fault.cause
+        table.add_row(expert.name, expert.parent or "–", *numbers, expert.data or "?", f"{expert.bytes:,}", ok)
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+@experts.command("verify")
+def experts_verify(model: Model) -> None:
+    """Check every file of a model against what is recorded of it: a line a fault, and exit status 1 if there is one."""
+    from demix.model.experts import find_faults
+
+    faults = find_faults(model)
+    for fault in faults:
+        print(fault)
+    if faults:
+        raise typer.Exit(1)
+    print(f"{model}: every file is as recorded")
+
+
+@experts.command("add")
+def experts_add(
+    model: Model,
+    expert: Annotated[Path, typer.Argument(help="OTHER_MODEL/experts/NAME.safetensors, of the same shared weights.")],
+    name: Annotated[str | None, typer.Option(help="Its name here; by default the one it has.")] = None,
+) -> None:
+    """Copy an expert of another model with the same shared weights."""
+    from demix.model.experts import add_expert
+
+    print(f"{model}: added {add_expert(model, expert, name)}")
+
+
+@experts.command("remove")
+def experts_remove(model: Model, name: Annotated[str, typer.Argument(help="The expert to remove.")]) -> None:
+    """Delete an expert's files."""
+    from demix.model.experts import remove_expert
+
+    remove_expert(model, name)
+    print(f"{model}: removed {name}")

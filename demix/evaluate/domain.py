@@ -1,0 +1,433 @@
+"""All evaluations of one domain, from its score tables to rows of the results table."""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from demix.errors import DemixError
+from demix.evaluate.intervals import FEWEST, bounds, resampled_sums
+from demix.evaluate.losses import Mixture, Totals, cached_priors, document_totals
+from demix.evaluate.mix.rules import METHODS, RELEASED_DECAY, blocks_used, log_prior_path, posterior_trace
+from demix.evaluate.score_tables import ScoreTable, read_scores
+from demix.files import read_parquet, seed_for, write_parquet
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Which experts exist and how they are mixed.
+
+    `without` maps a removed training domain to the experts of the model trained without it. `weights` are
+    `history`, `released` or a window in tokens; each k of `top_k` adds every method once more; `decays` and
+    `prior_blocks` are grids beside `decay` and `dev_blocks`. `seed` is that of the training, `seeds` those of further
+    trainings of the same models, whose tables are at <model>-seed<seed>.
+    """
+
+    training: tuple[str, ...]
+    novel: tuple[str, ...]
+    without: dict[str, tuple[str, ...]]
+    decay: float
+    dev_blocks: int
+    weights: tuple[str | int, ...]
+    top_k: tuple[int, ...]
+    decays: tuple[float, ...]
+    prior_blocks: tuple[int, ...]
+    seed: int
+    seeds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where the tables of one domain go."""
+
+    results: Path
+    priors: Path
+    differences: Path
+    posteriors: Path
+
+
+# results.parquet. `variant` is empty in the rows of the tables; others say what varies in theirs: decay and dev_blocks
+# (a whole grid, the config's own value too), dev_choice (an expert chosen on dev, not by the test's oracle) and
+# released_scorer (the paper's published code, by `scorer` too: paper or released). `chosen_on` is the split on which
+# `naive` chose an expert for a novel domain. Bounds are of the 95% interval over documents, null below 20 of them.
+COLUMNS = {
+    "model": pa.string(),
+    "experts": pa.string(),
+    "n_experts": pa.int32(),
+    "method": pa.string(),
+    "weights": pa.string(),
+    "top_k": pa.int32(),
+    "decay": pa.float64(),
+    "dev_blocks": pa.int32(),
+    "domain": pa.string(),
+    "kind": pa.string(),
+    "split": pa.string(),
+    "expert": pa.string(),
+    "oracle": pa.bool_(),
+    "documents": pa.int32(),
+    "tokens": pa.int64(),
+    "nll": pa.float64(),
+    "perplexity": pa.float64(),
+    "tokens_sha256": pa.string(),
+    "variant": pa.string(),
+    "scorer": pa.string(),
+    "chosen_on": pa.string(),
+    "perplexity_low": pa.float64(),
+    "perplexity_high": pa.float64(),
+    "bytes": pa.int64(),
+    "bits_per_byte": pa.float64(),
+    "seed": pa.int32(),
+}
+# differences.parquet: each system less the one it is held `against` (dense or demix_cached), over the same documents;
+# negative is better than that one.
+DIFFERENCES = {
+    "model": pa.string(),
+    "experts": pa.string(),
+    "method": pa.string(),
+    "weights": pa.string(),
+    "against": pa.string(),
+    "domain": pa.string(),
+    "kind": pa.string(),
+    "documents": pa.int32(),
+    "tokens": pa.int64(),
+    "nats_per_token": pa.float64(),
+    "nats_per_token_low": pa.float64(),
+    "nats_per_token_high": pa.float64(),
+    "perplexity": pa.float64(),
+    "perplexity_low": pa.float64(),
+    "perplexity_high": pa.float64(),
+    "tokens_sha256": pa.string(),
+    "seed": pa.int32(),
+}
+# priors.parquet: the cached priors of the tables' rows.
+PRIORS = {
+    "model": pa.string(),
+    "experts": pa.string(),
+    "weights": pa.string(),
+    "domain": pa.string(),
+    "kind": pa.string(),
+    "expert": pa.string(),
+    "prior": pa.float64(),
+    "seed": pa.int32(),
+}
+# posteriors.parquet: over demix's training experts after each block, with the updating prior (Figures 7 and 8).
+POSTERIORS = {
+    "model": pa.string(),
+    "experts": pa.string(),
+    "weights": pa.string(),
+    "decay": pa.float64(),
+    "domain": pa.string(),
+    "kind": pa.string(),
+    "split": pa.string(),
+    "block": pa.int32(),
+    "expert": pa.string(),
+    "posterior": pa.float64(),
+    "seed": pa.int32(),
+}
+# What the systems of `_compared` are held against: model, experts, method, weights.
+AGAINST = {
+    "dense_unbalanced": ("dense_unbalanced", "dense", "dense", ""),
+    "dense": ("dense", "dense", "dense", ""),
+    "demix_cached": ("demix", "training", "cached", "history"),
+}
+
+
+@dataclass(frozen=True)
+class ExpertSet:
+    """Experts of a model that are mixed together, under a label, by `methods`.
+
+    With `alone` every expert gets a row of its own; with `variants` there are also the grids, the released scorer and
+    the posteriors block by block.
+    """
+
+    label: str
+    experts: tuple[str, ...]
+    methods: tuple[str, ...] = METHODS
+    alone: bool = False
+    variants: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of results without its intervals, and the nll [D] by document that it sums up."""
+
+    values: dict[str, Any]
+    nll: np.ndarray
+
+
+def evaluate_domain(
+    scores: Path, domain: str, evaluation: Evaluation, outputs: Outputs, byte_lengths: np.ndarray | None = None
+) -> None:
+    """Evaluate every model on the test split of `domain`, in one pass over each model's score table.
+
+    `scores` is the run's scores/ folder; `byte_lengths` are those of its tokenizer's ids. See `COLUMNS` and DESIGN
+    section 5 for the meaning of each row.
+    """
+    kind = "training" if domain in evaluation.training else "novel"
+    common = {"domain": domain, "kind": kind, "seed": evaluation.seed}
+    rows: list[Row] = []
+    priors: list[dict[str, Any]] = []
+    posteriors: list[pa.Table] = []
+    scored: list[Totals] = []
+
+    def add_dense(model: str, seed: int) -> None:
+        test = scores / seeded(model, seed, evaluation.seed) / f"{domain}.test"
+        totals = document_totals(test, ("dense",), byte_lengths=byte_lengths)
+        scored.append(totals)
+        about = common | {"model": model, "seed": seed, "experts": "dense", "n_experts": 1, "method": "dense"}
+        rows.append(_row(about, totals, totals.experts["dense"]))
+
+    def add_model(model: str, experts: Sequence[str], sets: Sequence[ExpertSet], seed: int = evaluation.seed) -> None:
+        folder = scores / seeded(model, seed, evaluation.seed)
+        dev = read_scores(folder / f"{domain}.dev", experts)
+        planned = {some: list(planned_mixtures(evaluation, some, len(dev.mask))) for some in sets}
+        mixtures = [mixture for entries in planned.values() for mixture, _ in entries]
+        log_priors = cached_priors(dev, mixtures)
+        traced = next((_traced(evaluation, some) for some in sets if some.variants), None)
+        test = folder / f"{domain}.test"
+        totals = document_totals(test, experts, mixtures, log_priors, byte_lengths, traced)
+        scored.append(totals)
+        for some, entries in planned.items():
+            about = common | {"model": model, "seed": seed, "experts": some.label, "n_experts": len(some.experts)}
+            rows.extend(_expert_rows(some, domain, about, totals, dev))
+            rows.extend(_mixture_rows(entries, about, totals, len(dev.mask)))
+            # Whoever asks for a prior means that of the run's own model.
+            priors.extend(_prior_rows(entries, about, log_priors) if seed == evaluation.seed else ())
+        if traced is not None:
+            part = dev.select(traced.experts)
+            path = log_prior_path(part.scores, part.mask, traced.weights, traced.decay)[:-1]
+            on_dev = posterior_trace(part.scores, part.mask, traced.weights, path)
+            posteriors.extend(
+                _trace(traced, found, common | {"model": model, "experts": "training", "split": split})
+                for split, found in (("dev", on_dev), ("test", totals.posteriors))
+            )
+
+    dense = ["dense", "dense_unbalanced"]
+    dense += [f"dense-dapt-{novel}" for novel in evaluation.novel if kind == "training" or novel == domain]
+    for model in dense:
+        add_dense(model, evaluation.seed)
+
+    training, everyone = evaluation.training, evaluation.training + evaluation.novel
+    add_model("domain_token", training, [ExpertSet("training", training, alone=True)])
+    sets = [ExpertSet("training", training, alone=not evaluation.novel, variants=True)]
+    if evaluation.novel:
+        sets.insert(0, ExpertSet("all", everyone, alone=True))
+    if kind == "training" and len(training) > 1:
+        rest = tuple(expert for expert in training if expert != domain)
+        sets.append(ExpertSet(f"minus-{domain}", rest, methods=("cached",)))
+    add_model("demix", everyone, sets)
+    if domain in evaluation.without:
+        kept = tuple(evaluation.without[domain])
+        add_model(f"without-{domain}", kept, [ExpertSet("training", kept, methods=("cached",))])
+    for seed in evaluation.seeds:
+        for model in ("dense", "dense_unbalanced"):
+            add_dense(model, seed)
+        for model in ("domain_token", "demix"):
+            add_model(model, training, [ExpertSet("training", training)], seed)
+
+    if len({totals.sha256 for totals in scored}) > 1:
+        raise DemixError(f"domain {domain}", "was scored on different tokens by different models", "score it again")
+    results, differences = _with_intervals(rows, scored[0], common)
+    for values, columns, output in (
+        (results, COLUMNS, outputs.results),
+        (priors, PRIORS, outputs.priors),
+        (differences, DIFFERENCES, outputs.differences),
+    ):
+        write_parquet(pa.Table.from_pylist(values, schema=table_schema(columns)), output)
+    write_parquet(pa.concat_tables(posteriors), outputs.posteriors)
+    log.info("%s: %d rows", domain, len(rows))
+
+
+def mix_experts(test: Path, mixture: Mixture, methods: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Rows of each expert alone and of `mixture` by each of `methods`, on a score table; the cached prior by expert.
+
+    The prior, empty unless `cached` is asked for, comes from the table <domain>.dev beside `test`.
+    """
+    dev = test.with_suffix(".dev")
+    # Equal weights have no likeliest experts.
+    mixtures = [
+        replace(mixture, method=method, top_k=None if method == "average" else mixture.top_k) for method in methods
+    ]
+    priors = cached_priors(read_scores(dev, mixture.experts), mixtures) if "cached" in methods else {}
+    totals = document_totals(test, mixture.experts, mixtures, priors)
+    about = {"model": test.parent.name, "experts": ""}
+    rows = [_row(about | {"method": "expert"}, totals, nll, expert=name) for name, nll in totals.experts.items()]
+    rows += _mixture_rows([(each, "") for each in mixtures], about, totals, mixture.dev_blocks)
+    found, _ = _with_intervals(rows, totals, {"domain": test.stem})
+    prior = next((np.exp(value).tolist() for value in priors.values()), [])
+    return found, dict(zip(mixture.experts, prior, strict=False))
+
+
+def seeded(model: str, seed: int, first: int) -> str:
+    """The folder of a model trained with `seed`, where the run's own seed is `first`."""
+    return model if seed == first else f"{model}-seed{seed}"
+
+
+def table_schema(columns: dict[str, pa.DataType]) -> pa.Schema:
+    """The schema of one of the tables above; the training seed is never null."""
+    return pa.schema([pa.field(name, kind, nullable=name != "seed") for name, kind in columns.items()])
+
+
+def join(inputs: Sequence[Path], output: Path) -> None:
+    """Write the rows of all `inputs` to `output`, in their order."""
+    tables = [read_parquet(path) for path in inputs]
+    for path, table in zip(inputs, tables, strict=True):
+        if table.schema != tables[0].schema:
+            raise DemixError(path, f"has other columns than {inputs[0]}", "join tables of one kind")
+    write_parquet(pa.concat_tables(tables), output)
+
+
+def _traced(evaluation: Evaluation, some: ExpertSet) -> Mixture:
+    return Mixture("updating", some.experts, "history", decay=evaluation.decay)
+
+
+def planned_mixtures(evaluation: Evaluation, some: ExpertSet, scored: int) -> Iterator[tuple[Mixture, str]]:
+    """All mixtures of a set of experts, each with the variant that it is a row of; `scored` dev blocks are there."""
+    main = Mixture("cached", some.experts, decay=evaluation.decay, dev_blocks=min(evaluation.dev_blocks, scored))
+    for top_k in (None, *(k for k in evaluation.top_k if k < len(some.experts))):
+        for method in some.methods:
+            if method != "average":
+                for weights in evaluation.weights:
+                    yield replace(main, method=method, weights=weights, top_k=top_k), ""
+            elif top_k is None:
+                # It has no posterior, hence neither weights rules nor likeliest experts.
+                yield replace(main, method=method), ""
+    if not some.variants:
+        return
+    for weights in evaluation.weights:
+        for decay in sorted({*evaluation.decays, evaluation.decay}):
+            for method in ("updating", "cached"):
+                yield replace(main, method=method, weights=weights, decay=decay), "decay"
+        for blocks in sorted({min(number, scored) for number in (*evaluation.prior_blocks, main.dev_blocks)}):
+            yield replace(main, weights=weights, dev_blocks=blocks), "dev_blocks"
+    for method in ("updating", "cached"):
+        released = replace(main, method=method, weights="released", decay=RELEASED_DECAY, scorer="released")
+        yield released, "released_scorer"
+
+
+def _row(about: dict[str, Any], totals: Totals, nll: np.ndarray, **more: Any) -> Row:
+    tokens, summed = int(totals.tokens.sum()), float(nll.sum())
+    values = {
+        "weights": "", "split": "test", "expert": "", "oracle": False, "documents": len(totals.tokens),
+        "tokens": tokens, "nll": summed, "perplexity": float(np.exp(summed / tokens)), "tokens_sha256": totals.sha256,
+        "variant": "", "scorer": "paper", "chosen_on": "",
+    }  # fmt: skip
+    if totals.byte_count:
+        values |= {"bytes": totals.byte_count, "bits_per_byte": float(summed / np.log(2) / totals.byte_count)}
+    return Row(about | values | more, nll)
+
+
+def _expert_rows(some: ExpertSet, domain: str, about: dict[str, Any], totals: Totals, dev: ScoreTable) -> Iterator[Row]:
+    """The naive expert, where all methods are asked for: a domain's own, else the best on test and that on dev."""
+    if "average" in some.methods:
+        nlls = {expert: totals.experts[expert] for expert in some.experts}
+        naive = about | {"method": "naive"}
+        if domain in nlls:
+            yield _row(naive, totals, nlls[domain], expert=domain)
+        else:
+            best = min(nlls, key=lambda expert: nlls[expert].sum())
+            yield _row(naive, totals, nlls[best], expert=best, oracle=True, chosen_on="test")
+            best = some.experts[int(dev.select(some.experts).scores.sum(axis=(0, 1)).argmax())]
+            yield _row(naive, totals, nlls[best], expert=best, variant="dev_choice", chosen_on="dev")
+        if some.alone:
+            for expert, nll in nlls.items():
+                yield _row(about | {"method": "expert"}, totals, nll, expert=expert)
+
+
+def _mixture_rows(
+    entries: Iterable[tuple[Mixture, str]], about: dict[str, Any], totals: Totals, scored: int
+) -> Iterator[Row]:
+    for mixture, variant in entries:
+        more = {"method": mixture.method, "top_k": mixture.top_k, "variant": variant, "scorer": mixture.scorer}
+        if mixture.method != "average":
+            more["weights"] = str(mixture.weights)
+        if mixture.method in ("updating", "cached"):
+            more["decay"] = mixture.decay
+        if mixture.method == "cached":
+            more["dev_blocks"] = min(blocks_used(mixture.dev_blocks, mixture.scorer), scored)
+        yield _row(about, totals, totals.mixtures[mixture], **more)
+
+
+def _prior_rows(
+    entries: Iterable[tuple[Mixture, str]], about: dict[str, Any], log_priors: dict[Mixture, np.ndarray]
+) -> Iterator[dict[str, Any]]:
+    for mixture, variant in entries:
+        if mixture.method == "cached" and mixture.top_k is None and not variant:
+            for expert, prior in zip(mixture.experts, np.exp(log_priors[mixture]).tolist(), strict=True):
+                row = about | {"weights": str(mixture.weights), "expert": expert, "prior": prior}
+                yield {name: row[name] for name in PRIORS}
+
+
+def _trace(mixture: Mixture, posteriors: np.ndarray, about: dict[str, Any]) -> pa.Table:
+    """Posteriors [B, E] in long form."""
+    blocks, experts = posteriors.shape
+    columns = about | {"weights": str(mixture.weights), "decay": mixture.decay}
+    columns = {name: pa.repeat(value, blocks * experts) for name, value in columns.items()}
+    columns["block"] = np.repeat(np.arange(blocks), experts)
+    columns["expert"] = np.tile(np.array(mixture.experts), blocks)
+    columns["posterior"] = posteriors.ravel()
+    schema = table_schema(POSTERIORS)
+    return pa.table([pa.array(columns[name]).cast(schema.field(name).type) for name in schema.names], schema=schema)
+
+
+def _with_intervals(
+    rows: list[Row], totals: Totals, common: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows with bounds of their perplexity, and the systems compared with others, all on the same resamples."""
+    documents = len(totals.tokens)
+    enough = documents >= FEWEST
+    # By what was scored: the same documents are drawn for all models, seeds and runs.
+    seed = seed_for(0, common["domain"], totals.sha256)
+    sums = np.stack([totals.tokens, *(row.nll for row in rows)])
+    tokens, *nlls = resampled_sums(sums, seed) if enough else np.empty((len(sums), 0))
+    results, systems = [], {}
+    for row, nll in zip(rows, nlls, strict=True):
+        low, high = bounds(np.exp(nll / tokens)) if enough else (None, None)
+        results.append(row.values | {"perplexity_low": low, "perplexity_high": high})
+        main = row.values["variant"] == "" and row.values.get("top_k") is None and row.values["method"] != "expert"
+        # Differences are between models of one training each.
+        if main and row.values.get("seed") == common.get("seed"):
+            names = tuple(row.values[name] for name in ("model", "experts", "method", "weights"))
+            systems[names] = (row, nll)
+    differences = []
+    for names in _compared(common["domain"]):
+        for against, other in AGAINST.items():
+            if names != other and names in systems and other in systems:
+                (row, nll), (base, base_nll) = systems[names], systems[other]
+                difference = row.values | {
+                    "against": against,
+                    "nats_per_token": (row.values["nll"] - base.values["nll"]) / row.values["tokens"],
+                    "perplexity": row.values["perplexity"] - base.values["perplexity"],
+                }
+                if enough:
+                    low, high = bounds((nll - base_nll) / tokens)
+                    difference |= {"nats_per_token_low": low, "nats_per_token_high": high}
+                    low, high = bounds(np.exp(nll / tokens) - np.exp(base_nll / tokens))
+                    difference |= {"perplexity_low": low, "perplexity_high": high}
+                differences.append({name: difference.get(name) for name in DIFFERENCES})
+    return results, differences
+
+
+def _compared(domain: str) -> list[tuple[str, str, str, str]]:
+    """The systems (model, experts, method, weights) that are held against `AGAINST`.
+
+    The baselines and every method that the paper's tables set beside them, one rule of weights (Tables 3 to 5); all
+    experts and the released weights; the removals of Table 7.
+    """
+    return [
+        ("dense_unbalanced", "dense", "dense", ""),
+        ("dense", "dense", "dense", ""),
+        ("domain_token", "training", "naive", ""),
+        ("demix", "training", "naive", ""),
+        *(("demix", "training", method, "history") for method in ("uniform", "updating", "cached")),
+        ("demix", "training", "cached", "released"),
+        ("demix", "all", "cached", "history"),
+        ("demix", f"minus-{domain}", "cached", "history"),
+        (f"without-{domain}", "training", "cached", "history"),
+    ]

@@ -1,0 +1,163 @@
+"""One pass over a score table: what each expert and each mixture gives each document."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from demix.errors import DemixError
+from demix.evaluate.mix.rules import cached_log_prior, log_mixtures, log_prior_path, mixing_rule, posterior_trace
+from demix.evaluate.score_tables import Blocks, ScoreTable, scored_sha256, stream_scores
+from demix.files.batches import counted
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """One way to mix `experts`; see `demix.evaluate.mix.rules.mix`. `dev_blocks` make the prior of `cached`."""
+
+    method: str
+    experts: tuple[str, ...]
+    weights: str | int = "history"
+    decay: float = 0.3
+    dev_blocks: int = 100
+    top_k: int | None = None
+    scorer: str = "paper"
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Of D documents: tokens [D], and the negative log-likelihood in nats [D] by expert and by mixture.
+
+    `byte_count` is None without byte lengths. posteriors [B, E] are those after each block, of the mixture traced.
+    """
+
+    tokens: np.ndarray
+    experts: dict[str, np.ndarray]
+    mixtures: dict[Mixture, np.ndarray]
+    byte_count: int | None
+    sha256: str
+    posteriors: np.ndarray | None
+
+
+def cached_priors(dev: ScoreTable, mixtures: Iterable[Mixture]) -> dict[Mixture, np.ndarray]:
+    """The log prior [E] of each `cached` one of `mixtures`, from a domain's dev split."""
+    priors = {}
+    for mixture in mixtures:
+        if mixture.method == "cached":
+            part = dev.select(mixture.experts)
+            priors[mixture] = cached_log_prior(
+                part.scores, part.mask, mixture.weights, decay=mixture.decay, blocks=mixture.dev_blocks,
+                scorer=mixture.scorer,
+            )  # fmt: skip
+    return priors
+
+
+def document_totals(
+    directory: Path,
+    experts: Sequence[str],
+    mixtures: Sequence[Mixture] = (),
+    priors: dict[Mixture, np.ndarray] | None = None,
+    byte_lengths: np.ndarray | None = None,
+    traced: Mixture | None = None,
+) -> Totals:
+    """Sum the scores of `experts` in `directory` and the log p of all `mixtures` of them, document by document.
+
+    `priors` holds the log prior of each `cached` mixture; `traced` is one whose method is `updating`; `byte_lengths`
+    are those of the tokenizer's ids. The table is
+    streamed: what is held grows with the number of documents and mixtures, not with that of tokens.
+    """
+    mixtures = list(dict.fromkeys(mixtures if traced is None else (*mixtures, traced)))
+    groups: dict[tuple, list[Mixture]] = {}
+    for mixture in mixtures:
+        rule = mixing_rule(mixture.method, mixture.weights, mixture.scorer)
+        groups.setdefault((mixture.experts, *rule, mixture.top_k), []).append(mixture)
+    after: dict[tuple, np.ndarray] = {}
+    seen = 0
+    pieces, trace, byte_count = [], [], 0
+    what, files = f"{directory.parent.name} on {directory.name}: tokens", [directory / "tokens.parquet"]
+    for chunk in counted(stream_scores(directory, experts), what, files, lambda chunk: len(chunk.documents)):
+        parts = {some: _columns(chunk, experts, some) for some, *_ in groups}
+        log_priors = _updating(parts, chunk.mask, mixtures, after, seen) | _fixed(parts, mixtures, priors or {})
+        seen += len(chunk.mask)
+        sums = [_by_document(chunk, chunk.scores.transpose(0, 2, 1))]
+        for (some, window, uniform_start, top_k), members in groups.items():
+            stacked = np.stack([log_priors[member] for member in members], axis=1)
+            sums.append(_by_document(chunk, log_mixtures(parts[some], stacked, window, uniform_start, top_k)))
+        numbers, counts = np.unique(chunk.documents, return_counts=True)
+        pieces.append((numbers, counts, np.concatenate(sums)))
+        if byte_lengths is not None:
+            if chunk.tokens.max() >= len(byte_lengths):
+                raise DemixError(directory, "has ids that the tokenizer lacks", "give the tokenizer.json of its run")
+            byte_count += int(byte_lengths[chunk.tokens].sum())
+        if traced is not None:
+            trace.append(posterior_trace(parts[traced.experts], chunk.mask, traced.weights, log_priors[traced]))
+    every = np.unique(np.concatenate([numbers for numbers, _, _ in pieces]))
+    tokens, totals = np.zeros(len(every), np.int64), np.zeros((len(pieces[0][2]), len(every)))
+    for numbers, counts, sums in pieces:
+        # A document may go on in the next piece, but no piece has it twice.
+        places = np.searchsorted(every, numbers)
+        tokens[places] += counts
+        totals[:, places] -= sums
+    ordered = [member for members in groups.values() for member in members]
+    return Totals(
+        tokens,
+        dict(zip(experts, totals, strict=False)),
+        dict(zip(ordered, totals[len(experts) :], strict=True)),
+        byte_count if byte_lengths is not None else None,
+        scored_sha256(directory, experts),
+        np.concatenate(trace) if trace else None,
+    )
+
+
+def _columns(chunk: Blocks, experts: Sequence[str], some: tuple[str, ...]) -> np.ndarray:
+    """The scores [B, T, E] of `some` of the experts."""
+    by_expert = chunk.scores.transpose(0, 2, 1)
+    return by_expert[:, [experts.index(name) for name in some]].transpose(0, 2, 1)
+
+
+def _fixed(
+    parts: dict[tuple[str, ...], np.ndarray], mixtures: list[Mixture], priors: dict[Mixture, np.ndarray]
+) -> dict[Mixture, np.ndarray]:
+    """log priors [B, E] of the mixtures whose prior is the same for all blocks."""
+    fixed = {}
+    for mixture in mixtures:
+        if mixture.method != "updating":
+            blocks, _, experts = parts[mixture.experts].shape
+            prior = priors[mixture] if mixture.method == "cached" else np.full(experts, -np.log(experts))
+            fixed[mixture] = np.broadcast_to(prior, (blocks, experts))
+    return fixed
+
+
+def _updating(
+    parts: dict[tuple[str, ...], np.ndarray],
+    mask: np.ndarray,
+    mixtures: list[Mixture],
+    after: dict[tuple, np.ndarray],
+    seen: int,
+) -> dict[Mixture, np.ndarray]:
+    """log priors [B, E] of the mixtures whose prior follows the text, all decays of a rule together.
+
+    `after` keeps, by rule, the priors after the `seen` blocks before these, and is brought up to date.
+    """
+    found = {}
+    rules: dict[tuple, list[Mixture]] = {}
+    for mixture in mixtures:
+        if mixture.method == "updating":
+            weights = "" if mixture.scorer == "released" else mixture.weights
+            rules.setdefault((mixture.experts, weights, mixture.scorer), []).append(mixture)
+    for rule, members in rules.items():
+        some, weights, scorer = rule
+        decays = sorted({member.decay for member in members})
+        path = log_prior_path(parts[some], mask, weights, np.array(decays), scorer, after.get(rule), seen)
+        after[rule] = path[-1]
+        for member in members:
+            found[member] = path[:-1] if scorer == "released" else path[:-1, decays.index(member.decay)]
+    return found
+
+
+def _by_document(chunk: Blocks, by_token: np.ndarray) -> np.ndarray:
+    """Sums [K, documents] of values [B, K, T] over the tokens of each document in a chunk."""
+    rows = by_token.transpose(1, 0, 2).reshape(by_token.shape[1], -1)[:, : len(chunk.documents)]
+    starts = np.flatnonzero(np.diff(chunk.documents, prepend=chunk.documents[0] - 1))
+    return np.add.reduceat(rows, starts, axis=1)

@@ -1,0 +1,185 @@
+"""What of a removed domain is left: how much of its documents the model continues word for word.
+
+Removing an expert leaves the shared weights, which have seen the domain too. Training documents that are continued
+better than test documents of the same domain were memorized; where that is so without the expert, they were memorized
+by what remains. Only tokens that training has drawn are asked for: a short training does not reach all of them.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from demix.data.shards import TokenShard
+from demix.files import write_parquet
+from demix.model.checkpoint import describe, expert_lineage, load_model, refuse_other_tokenizer
+from demix.model.decode import Decoder, Posterior, generate, log_prior_of
+from demix.model.device import own_device, set_threads
+from demix.model.gpt import GPT
+from demix.model.merge import prior_weights
+from demix.progress import progress
+from demix.train.batches import seen_blocks
+
+log = logging.getLogger(__name__)
+
+PROMPT = CONTINUATION = 50
+# Logits of all experts and texts that exist at once.
+LOGITS_AT_ONCE = 1 << 26
+
+COLUMNS = {
+    "domain": pa.string(),
+    "system": pa.string(),
+    "model": pa.string(),
+    "experts": pa.string(),
+    "split": pa.string(),
+    "document": pa.string(),
+    "start": pa.int64(),
+    "matched": pa.int32(),
+    "share": pa.float64(),
+    "nll": pa.float64(),
+}
+
+
+@dataclass(frozen=True)
+class Audit:
+    """`prompts` documents of each split; the experts of the model with the domain, and of that trained without it."""
+
+    prompts: int
+    training: tuple[str, ...]
+    without: tuple[str, ...]
+    threads: int
+
+
+@dataclass(frozen=True)
+class Excerpts:
+    """Pieces of N documents: the token before each [N], and its PROMPT + CONTINUATION tokens [N, P + C].
+
+    `documents` are the sha256 of their tokens, `starts` the pieces' places in them.
+    """
+
+    before: torch.Tensor
+    tokens: torch.Tensor
+    documents: tuple[str, ...]
+    starts: tuple[int, ...]
+
+
+def audit_domain(domain: str, models: Path, tokens: Path, priors: Path, audit: Audit, output: Path) -> None:
+    """Write the rows of one removed domain. `tokens` is its folder of shards, `priors` its cached priors."""
+    set_threads(audit.threads)
+    rows = audit_rows(domain, models, tokens, priors, audit)
+    write_parquet(pa.Table.from_pylist(rows, schema=pa.schema(COLUMNS)), output)
+    log.info("%s: %d rows", domain, len(rows))
+
+
+def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Audit) -> list[dict]:
+    """A row for each system, split (train; test, which none has seen) and document.
+
+    Systems: `own`, the domain's expert alone; `mixture`, all experts; `minus`, the same without it; `without`, the
+    model trained without the domain; mixtures with the domain's cached prior. A prompt of 50 tokens is continued
+    greedily: `matched` is how many of the next 50 are the document's before the first that is not, `share` the part of
+    all 50 that are. `nll` is that of the document's own 50, in nats.
+    """
+    rest = tuple(expert for expert in audit.training if expert != domain)
+    systems = {
+        "own": ("demix", "own", (domain,)),
+        "mixture": ("demix", "training", audit.training),
+        "minus": ("demix", f"minus-{domain}", rest),
+        "without": (f"without-{domain}", "training", audit.without),
+    }
+    excerpts = {
+        split: _excerpts(shard, audit.prompts, seen, length)
+        for split, shard, seen, length in _splits(domain, models / "demix", tokens)
+    }
+    systems = {system: parts for system, parts in systems.items() if parts[2]}
+    rows = []
+    prompts = len(systems) * sum(len(some.documents) for some in excerpts.values())
+    with progress(f"{domain}: prompts", prompts) as advance:
+        for system, (model, label, experts) in systems.items():
+            weights = {domain: 1.0} if system == "own" else prior_weights(priors, model, domain, label)
+            loaded, log_prior = load_model(models / model, experts).to(own_device()), log_prior_of(experts, weights)
+            for split, some in excerpts.items():
+                same, nll = _continued(loaded, log_prior, some, advance)
+                for number, document in enumerate(some.documents):
+                    rows.append(
+                        {
+                            "domain": domain, "system": system, "model": model, "experts": label, "split": split,
+                            "document": document, "start": some.starts[number],
+                            "matched": int(same[number].cumprod(0).sum()), "share": float(same[number].double().mean()),
+                            "nll": float(nll[number]),
+                        }
+                    )  # fmt: skip
+    return rows
+
+
+def _continued(
+    model: GPT, log_prior: torch.Tensor, excerpts: Excerpts, advance: Callable[[int], None]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens of the greedy continuations are the documents' own [N, C], and the nll of the latter [N]."""
+    same, nll = [], []
+    batch = max(1, LOGITS_AT_ONCE // (model.vocab_size * len(model.experts)))
+    for before, tokens in zip(excerpts.before.split(batch), excerpts.tokens.split(batch), strict=True):
+        prompts, wanted = tokens.split([PROMPT, CONTINUATION], 1)
+
+        def read(before: torch.Tensor = before, prompts: torch.Tensor = prompts) -> Decoder:
+            decoder = Decoder(model, before, Posterior(log_prior, model.architecture.context, len(before)))
+            decoder.read(prompts)
+            return decoder
+
+        drawn = torch.cat([token for token, _, _ in generate(read(), CONTINUATION, temperature=0)], 1)
+        same.append(drawn == wanted)
+        scores, log_weights = read().read(wanted)
+        nll.append(-(log_weights + scores.permute(1, 2, 0)).logsumexp(-1).sum(1))
+        advance(len(before))
+    return torch.cat([torch.zeros(0, CONTINUATION, dtype=torch.bool), *same]), torch.cat([torch.zeros(0), *nll])
+
+
+def _splits(domain: str, directory: Path, tokens: Path) -> Iterator[tuple[str, TokenShard, np.ndarray, int]]:
+    """Each split with which of its blocks count, and their length: of train those that the model was trained on."""
+    description = describe(directory)
+    length = description["architecture"]["context"]
+    for split in ("train", "test"):
+        path = tokens / f"{split}.arrow"
+        shard = TokenShard.open(path, verify=True)
+        refuse_other_tokenizer(directory, path, shard.tokenizer_sha256)
+        seen = np.ones(-(-len(shard) // length), bool)
+        if split == "train":
+            drawn = expert_lineage(directory, domain)["tokens"] // length
+            trained = seen_blocks(shard, domain, length, description["training"]["seed"], drawn)
+            seen = np.append(trained, np.zeros(len(seen) - len(trained), bool))
+        yield split, shard, seen, length
+
+
+def _excerpts(shard: TokenShard, count: int, seen: np.ndarray, length: int) -> Excerpts:
+    """A piece of each of `count` documents, those with the smallest sha256 of the ones that have a piece in blocks that
+    were `seen`; which piece, that hash says too. Fewer where there are fewer, with a warning.
+    """
+    size = PROMPT + CONTINUATION
+    ends = np.append(shard.offsets[1:], len(shard))
+    # The first id of a document is <|endoftext|>.
+    places = zip((shard.offsets + 1).tolist(), ends.tolist(), strict=True)
+    hashed = sorted((_hash(shard.read(start, end)), start, end) for start, end in places if end - start >= size)
+    missed = np.append(0, np.cumsum(~seen))
+    documents, starts, pieces = [], [], []
+    for sha256, start, end in hashed:
+        if len(documents) == count:
+            break
+        firsts = np.arange(start, end - size + 1)
+        firsts = firsts[missed[(firsts + size - 1) // length + 1] == missed[firsts // length]]
+        if len(firsts):
+            first = int(firsts[int(sha256[:15], 16) % len(firsts)])
+            documents.append(sha256)
+            starts.append(first - start)
+            pieces.append(shard.read(first - 1, first + size))
+    if len(documents) < count:
+        log.warning("%s: only %d documents have %d tokens that serve", shard.path, len(documents), size)
+    ids = torch.from_numpy(np.array(pieces, np.int64).reshape(-1, size + 1))
+    return Excerpts(ids[:, 0], ids[:, 1:], tuple(documents), tuple(starts))
+
+
+def _hash(tokens: np.ndarray) -> str:
+    return hashlib.sha256(tokens.astype("<u4").tobytes()).hexdigest()

@@ -1,0 +1,170 @@
+"""A text of one's own under every expert and every mixture of a model, in one command."""
+
+import glob
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from demix.data.anonymize import anonymize_documents
+from demix.data.shards import TokenShard, blocks, tokenize
+from demix.data.sources import Source, download
+from demix.errors import DemixError
+from demix.evaluate.mix.posterior import evidence, log_weights, updating_log_priors
+from demix.evaluate.mix.rules import METHODS, cached_log_prior, mix
+from demix.files import sha256_file
+from demix.model.checkpoint import describe, load_model, refuse_other_tokenizer
+from demix.model.gpt import GPT
+from demix.model.scoring import log_probabilities
+from demix.progress import progress
+
+if TYPE_CHECKING:
+    import rich.table
+
+# The paper's λ, and its number of dev blocks for the cached prior.
+DECAY = 0.3
+DEV_BLOCKS = 100
+STRUCTURED = {".parquet", ".jsonl", ".json", ".csv", ".txt", ".zip", ".tar", ".tgz", ".gz", ".zst"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One way to predict the text: an expert's name or a method, its perplexity, and its bits per byte of UTF-8."""
+
+    name: str
+    perplexity: float
+    bits_per_byte: float
+
+
+@dataclass(frozen=True)
+class ExpertLine(Line):
+    """One expert alone, and what it had to say in the mixture with an updating prior.
+
+    `weight` is the mean of its weights over all tokens, `posterior` its probability after the last block (Eq. 9).
+    """
+
+    weight: float
+    posterior: float
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """What `evaluate_text` found: sizes of the text, its mixtures (none for a model of one expert), its experts."""
+
+    model: str
+    documents: int
+    tokens: int
+    bytes: int
+    blocks: int
+    mixtures: tuple[Line, ...]
+    experts: tuple[ExpertLine, ...]
+
+
+def run_tokenizer(model: Path) -> Path:
+    """The tokenizer.json of the run that `model` lies in, results/<run>/models/<model>, or one in the model itself."""
+    places = [model / "tokenizer.json", model.resolve().parent.parent / "tokenizer.json"]
+    for place in places:
+        if place.is_file():
+            return place
+    raise DemixError(model, "has no tokenizer.json near it", "name the run's with --tokenizer")
+
+
+def evaluate_text(model: Path, text: Path, tokenizer: Path, dev: Path | None = None) -> OwnText:
+    """Perplexity and bits per byte of `text` under each expert of `model` and under each method that mixes them.
+
+    The text is read, tokenized and cut into blocks as a domain's is, but not anonymized; the file of a format that no
+    domain could have is one document of plain text. All experts score it in one pass. Weights are `history`, the
+    decay is DECAY. With `dev`, a text of the same kind, there is a cached prior too, from its first DEV_BLOCKS
+    blocks. Raises DemixError where a file is missing, holds no text or belongs to another tokenizer.
+    """
+    description = describe(model)
+    for file in (tokenizer, text, *([dev] if dev else [])):
+        if not file.is_file():
+            raise DemixError(file, "is missing", "mend its name")
+    refuse_other_tokenizer(model, tokenizer, sha256_file(tokenizer))
+    loaded = load_model(model)
+    names = tuple(description["domain_tokens"]) or loaded.experts
+    shard, scores, mask = _scored(loaded, text, tokenizer)
+    size, tokens = int(shard.document_bytes.sum()), int(mask.sum())
+
+    def figures(log_p: float) -> tuple[float, float]:
+        return math.exp(-log_p / tokens), -log_p / math.log(2) / size
+
+    mixtures = []
+    if len(names) > 1:
+        best = scores.sum(axis=(0, 1)).argmax()
+        mixtures.append(Line(f"best single ({names[best]}), an oracle", *figures(scores[..., best].sum())))
+        log_prior = None
+        if dev is not None:
+            _, before, known = _scored(loaded, dev, tokenizer, DEV_BLOCKS * scores.shape[1])
+            log_prior = cached_log_prior(before, known, "history", decay=DECAY, blocks=DEV_BLOCKS)
+        for method in METHODS if log_prior is not None else METHODS[:-1]:
+            mixed = mix(scores, mask, method, decay=DECAY, log_prior=log_prior)
+            mixtures.append(Line(method, *figures(mixed.sum())))
+    log_priors = updating_log_priors(evidence(scores, mask, None), DECAY)
+    weights = np.exp(log_weights(scores, log_priors[:-1], None, False))[mask].mean(axis=0)
+    lines = tuple(
+        ExpertLine(name, *figures(scores[..., number].sum()), float(weight), math.exp(log_posterior))
+        for number, (name, weight, log_posterior) in enumerate(zip(names, weights, log_priors[-1], strict=True))
+    )
+    return OwnText(str(model), len(shard.offsets), tokens, size, len(mask), tuple(mixtures), lines)
+
+
+def _scored(
+    model: GPT, text: Path, tokenizer: Path, limit: int | None = None
+) -> tuple[TokenShard, np.ndarray, np.ndarray]:
+    """The tokens of a text, its scores [B, T, E] in nats (0 at padding) and mask [B, T]."""
+    nothing = DemixError(text, "holds no text", "name a file that holds some")
+    if not text.stat().st_size:
+        raise nothing
+    with TemporaryDirectory(prefix="demix.") as folder:
+        raw, documents, shard_path = (Path(folder, name) for name in ("raw.parquet", "documents.parquet", "own.arrow"))
+        source = text.resolve()
+        if source.suffix.lower() not in STRUCTURED:
+            source = Path(folder, f"{text.name}.txt")
+            source.symlink_to(text.resolve())
+        if not download(Source(kind="files", path=glob.escape(str(source))), "own", raw):
+            raise nothing
+        anonymize_documents(raw, documents, documents.with_suffix(".json"), enabled=False)
+        tokenize(tokenizer, documents, shard_path)
+        shard = TokenShard.open(shard_path)
+    if not shard.document_bytes.sum():
+        raise nothing
+    inputs, targets, mask = blocks(shard, model.architecture.context, limit)
+    with progress(f"{text.name}: tokens", int(mask.sum())) as advance:
+        found = log_probabilities(model, inputs, targets, mask, advance=advance)
+    scores = np.zeros((*mask.shape, len(found)))
+    scores[mask] = found.T
+    return shard, scores, mask
+
+
+def tables(found: OwnText) -> list["rich.table.Table"]:
+    """The mixtures, and the experts from the best on, for the terminal; the lowest perplexity of each in bold."""
+    from rich.table import Column, Table
+
+    def numbers(*heads: str) -> list[Column]:
+        # A table keeps its cells in its columns.
+        return [Column(head, justify="right") for head in ("perplexity", "bits per byte", *heads)]
+
+    size = f"{found.tokens:,} tokens, {found.bytes:,} bytes, {found.documents:,} documents, {found.blocks:,} blocks"
+    mixtures = Table("method", *numbers(), title=size, title_justify="left")
+    least = min((line.perplexity for line in found.mixtures), default=None)
+    for line in found.mixtures:
+        mixtures.add_row(*_cells(line), style="bold" if line.perplexity == least else None)
+    several = len(found.experts) > 1
+    shown = numbers("weight", "posterior") if several else numbers()
+    experts = Table("expert", *shown, title=None if several else size, title_justify="left")
+    for line in sorted(found.experts, key=lambda line: line.perplexity):
+        shares = [f"{line.weight:.3f}", f"{line.posterior:.3f}"] if several else []
+        experts.add_row(*_cells(line), *shares, style="bold" if several and not experts.rows else None)
+    if several:
+        experts.caption = "weight: mean over all tokens, updating prior; posterior: after the last block"
+        experts.caption_justify = "left"
+    return [mixtures, experts] if several else [experts]
+
+
+def _cells(line: Line) -> tuple[str, str, str]:
+    return line.name, f"{line.perplexity:.2f}", f"{line.bits_per_byte:.3f}"

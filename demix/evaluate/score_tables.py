@@ -1,0 +1,194 @@
+"""Score tables on disk: `scores/<model>/<domain>.<split>/<expert>.parquet` and `tokens.parquet` beside them."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from demix.errors import DemixError
+from demix.files import parquet_reader, read_parquet
+from demix.files.batches import read_batches, write_batches
+
+# About so many make a row group: little to hold in memory under every expert, and to score again after a kill.
+ROW_GROUP_TOKENS = 1 << 16
+
+
+@dataclass(frozen=True)
+class ScoreTable:
+    """The scores of one split under some experts, cut into blocks.
+
+    scores [B, T, E] float64 nats, 0 at padding; mask [B, T] bool; sha256 of the token ids scored.
+    """
+
+    scores: np.ndarray
+    mask: np.ndarray
+    experts: tuple[str, ...]
+    documents: int
+    sha256: str
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were scored."""
+        return int(self.mask.sum())
+
+    def select(self, experts: Sequence[str]) -> "ScoreTable":
+        """The same table with these experts' columns only."""
+        columns = [self.experts.index(expert) for expert in experts]
+        return ScoreTable(self.scores[..., columns], self.mask, tuple(experts), self.documents, self.sha256)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Some consecutive blocks of a split.
+
+    scores [B, T, E] float64 nats, 0 at padding, in memory [B, E, T]; mask [B, T] bool; of the real tokens [N] their
+    ids and the numbers of their documents, which do not fall.
+    """
+
+    scores: np.ndarray
+    mask: np.ndarray
+    tokens: np.ndarray
+    documents: np.ndarray
+
+
+def row_groups(tokens: int, length: int) -> list[tuple[int, int]]:
+    """From which token to which each row group of a split goes: whole blocks of `length`, whatever the experts."""
+    size = length * max(1, ROW_GROUP_TOKENS // length)
+    return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def write_tokens(directory: Path, tokens: np.ndarray, offsets: np.ndarray, length: int) -> None:
+    """Write what all score columns of a split share: token ids, block and document numbers.
+
+    Documents begin at `offsets`. A file that already holds just this is left as it is.
+    """
+    types = (pa.from_numpy_dtype(tokens.dtype), pa.int32(), pa.int32())
+    schema = pa.schema(zip(("token", "block", "document"), types, strict=True), {"length": str(length)})
+
+    def rows(start: int, stop: int) -> pa.RecordBatch:
+        places = np.arange(start, stop)
+        documents = np.searchsorted(offsets, places, side="right") - 1
+        columns = (tokens[start:stop], (places // length).astype(np.int32), documents.astype(np.int32))
+        return pa.record_batch([pa.array(column) for column in columns], schema=schema)
+
+    path = directory / "tokens.parquet"
+    if not _holds(path, schema, len(tokens), rows):
+        write_batches(path, schema, (rows(start, stop) for start, stop in row_groups(len(tokens), length)))
+
+
+def _holds(path: Path, schema: pa.Schema, count: int, rows: Callable[[int, int], pa.RecordBatch]) -> bool:
+    """Whether a Parquet file is there, undamaged, with just these rows, whatever its row groups."""
+    try:
+        with parquet_reader(path) as file:
+            if file.metadata.num_rows != count or not file.schema_arrow.equals(schema, check_metadata=True):
+                return False
+            start = 0
+            for number in range(file.num_row_groups):
+                found = file.read_row_group(number)
+                if not found.equals(pa.table(rows(start, start + len(found)))):
+                    return False
+                start += len(found)
+            return True
+    except DemixError:
+        return False
+
+
+def write_scores(path: Path, pieces: Iterable[np.ndarray], metadata: dict[str, str]) -> None:
+    """Write one expert's column, a float32 log-probability in nats per token, of which each piece is a row group."""
+    schema = pa.schema({"log_probability": pa.float32()}, metadata)
+    batches = (pa.record_batch([pa.array(piece.astype(np.float32))], schema=schema) for piece in pieces)
+    write_batches(path, schema, batches, use_dictionary=False, column_encoding="BYTE_STREAM_SPLIT")
+
+
+def read_scores(directory: Path, experts: Sequence[str]) -> ScoreTable:
+    """The columns of `experts` in `scores/<model>/<domain>.<split>/`, padded to whole blocks.
+
+    Raises DemixError as `stream_scores` does.
+    """
+    chunks = list(stream_scores(directory, experts))
+    return ScoreTable(
+        np.concatenate([chunk.scores for chunk in chunks]),
+        np.concatenate([chunk.mask for chunk in chunks]),
+        tuple(experts),
+        len(np.unique(np.concatenate([chunk.documents for chunk in chunks]))),
+        scored_sha256(directory, experts),
+    )
+
+
+def stream_scores(directory: Path, experts: Sequence[str], at_once: int = 1 << 14) -> Iterator[Blocks]:
+    """The same in the order of the text, some blocks at a time: an even number of about `at_once` tokens.
+
+    Raises DemixError when a column was scored with other shared weights than the columns before it or, after the last
+    block, when one was scored on other tokens than the table beside it holds.
+    """
+    paths = [directory / f"{expert}.parquet" for expert in experts]
+    footer, *footers = (_footer(path) for path in (directory / "tokens.parquet", *paths))
+    for path, column in zip(paths, footers, strict=True):
+        if column.origin.get(b"shared_sha256") != footers[0].origin.get(b"shared_sha256"):
+            other = paths[0].name
+            raise DemixError(path, f"was scored with other shared weights than {other}", "score the domain again")
+        if column.rows != footer.rows:
+            raise DemixError(path, "is not as long as tokens.parquet", "score the domain again")
+    length = int(footer.origin[b"length"])
+    # Even, for the pairs of blocks of the released scorer.
+    size = 2 * length * max(1, at_once // (2 * length))
+    columns = [_pieces(path, ["log_probability"], size) for path in paths]
+    digest = hashlib.sha256()
+    for (ids, documents), *pieces in zip(
+        _pieces(directory / "tokens.parquet", ["token", "document"], size), *columns, strict=True
+    ):
+        digest.update(ids.astype("<u4").tobytes())
+        blocks = -(-len(ids) // length)
+        scores = np.zeros((blocks, len(paths), length))
+        whole = len(ids) // length
+        for number, (piece,) in enumerate(pieces):
+            scores[:whole, number] = piece[: whole * length].reshape(whole, length)
+            scores[whole:, number, : len(ids) - whole * length] = piece[whole * length :]
+        mask = (np.arange(blocks * length) < len(ids)).reshape(blocks, length)
+        yield Blocks(scores.transpose(0, 2, 1), mask, ids, documents)
+    for path, column in zip(paths, footers, strict=True):
+        if column.origin.get(b"tokens_sha256", b"").decode() != digest.hexdigest():
+            raise DemixError(path, "was scored on other tokens than tokens.parquet holds", "score the domain again")
+
+
+def scored_sha256(directory: Path, experts: Sequence[str]) -> str:
+    """The hash of the tokens that the columns of `experts` say they were scored on; `stream_scores` checks it."""
+    return _footer(directory / f"{experts[0]}.parquet").origin.get(b"tokens_sha256", b"").decode()
+
+
+@dataclass(frozen=True)
+class _Footer:
+    rows: int
+    origin: dict[bytes, bytes]
+
+
+def _footer(path: Path) -> _Footer:
+    nothing = read_parquet(path, columns=[])
+    return _Footer(nothing.num_rows, nothing.schema.metadata or {})
+
+
+def _pieces(path: Path, names: list[str], size: int) -> Iterator[list[np.ndarray]]:
+    """Columns in pieces of `size` rows, the last shorter, whatever the file's row groups are."""
+    pending: list[list[np.ndarray]] = [[] for _ in names]
+    waiting = 0
+    for batch in read_batches(path, names, rows=size):
+        start = 0
+        while start < batch.num_rows:
+            taken = batch.slice(start, size - waiting)
+            for name, parts in zip(names, pending, strict=True):
+                parts.append(taken[name].to_numpy())
+            start += taken.num_rows
+            waiting += taken.num_rows
+            if waiting == size:
+                yield [np.concatenate(parts) for parts in pending]
+                pending, waiting = [[] for _ in names], 0
+    if waiting:
+        yield [np.concatenate(parts) for parts in pending]
+
+
+def tokens_sha256(tokens: np.ndarray) -> str:
+    """A hash of token ids, whatever their integer type: equal hashes mean comparable numbers."""
+    return hashlib.sha256(tokens.astype("<u4").tobytes()).hexdigest()

@@ -1,0 +1,116 @@
+"""Files and folders that appear whole or not at all."""
+
+import glob
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from demix.errors import DemixError
+
+REMAKE = "delete it and rerun the stage that makes it"
+
+
+@contextmanager
+def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
+    """Yield a temporary name beside `path`; on success fsync it and rename it to `path`.
+
+    On any exception the temporary file (or directory) is removed and `path` stays as it was.
+    """
+    path = Path(path)
+    node = os.uname().nodename
+    temporary = path.with_name(f".{path.name}.{node}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left(path, node)
+        if directory:
+            # A process of the same number may have been killed here.
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+        yield temporary
+        for written in [*temporary.rglob("*"), temporary] if directory else [temporary]:
+            fsync(written)
+        if directory and path.exists():
+            shutil.rmtree(path)
+        os.replace(temporary, path)
+        fsync(path.parent)
+    except OSError as error:
+        if error.errno is None or isinstance(error, DemixError):
+            raise
+        raise cannot_be_written(path, error) from error
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        elif temporary.exists():
+            temporary.unlink()
+
+
+@contextmanager
+def scratch(path: str | Path) -> Iterator[Path]:
+    """Yield a folder beside `path` for what is needed while it is made, removed at the end.
+
+    Raises DemixError naming `path` where it cannot be made or written to, as on a full disk.
+    """
+    path = Path(path)
+    node = os.uname().nodename
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left(path, node)
+        with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.{node}.{os.getpid()}.") as name:
+            yield Path(name)
+    except OSError as error:
+        # Those of other files name them.
+        elsewhere = error.filename is not None and Path(error.filename).parent.parent != path.parent
+        if error.errno is None or elsewhere:
+            raise
+        raise cannot_be_written(path, error) from error
+
+
+def _remove_left(path: Path, node: str) -> None:
+    """Remove what processes of this node left of `path` that were killed while they wrote it."""
+    before = f".{path.name}.{node}."
+    for left in path.parent.glob(f"{glob.escape(before)}*"):
+        pid = left.name.removeprefix(before).partition(".")[0]
+        if pid.isdigit() and not is_alive(int(pid)):
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+def cannot_be_written(path: Path, error: OSError) -> DemixError:
+    """The error in which writing `path` ended, in the common form."""
+    # Not error.strerror: Arrow's says more, at length.
+    cause = f"cannot be written ({os.strerror(error.errno)})"
+    return DemixError(path, cause, "free space or mend its permissions, then rerun")
+
+
+def refuse_used(output: Path) -> None:
+    """Raise DemixError unless `output` is free for a new directory: missing, or an empty folder."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise DemixError(output, "exists and is not empty", "name a new folder")
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file or folder is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write `text` as UTF-8, whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is a process of this number on this node."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

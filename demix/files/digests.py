@@ -1,0 +1,16 @@
+"""Hashes of files, and seeds that are hashes of names."""
+
+import hashlib
+from pathlib import Path
+
+
+def sha256_file(path: str | Path) -> str:
+    """The hexadecimal sha256 of a file's bytes."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def seed_for(seed: int, *names: object) -> int:
+    """A 63-bit seed that depends on the run's `seed` and on `names` alone, never on order, time or `hash()`."""
+    digest = hashlib.sha256("\0".join([str(seed), *map(str, names)]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

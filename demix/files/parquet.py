@@ -1,0 +1,67 @@
+"""Parquet with page checksums and a digest over all bytes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from demix.errors import DemixError
+from demix.files.atomic import REMAKE, replacing
+from demix.files.json_files import read_sealed
+from demix.files.seals import BLANK, KEY, check_parquet, seal_parquet
+
+
+def write_parquet(table: pa.Table, path: str | Path, **options: Any) -> None:
+    """Write `table` as zstd Parquet, sealed, so that a flipped bit is found when it is read."""
+    with parquet_writer(path, table.schema) as writer:
+        writer.write_table(table, **options)
+
+
+@contextmanager
+def parquet_writer(
+    path: str | Path, schema: pa.Schema, *, private: bool = False, **options: Any
+) -> Iterator[pq.ParquetWriter]:
+    """A writer of zstd Parquet with page checksums and a seal over all bytes; the file appears whole or not at all.
+
+    `private` makes it readable by its owner only, from its first byte on; `options` are those of pq.ParquetWriter.
+    """
+    with replacing(path) as temporary:
+        temporary.touch(0o600 if private else 0o666)
+        with pq.ParquetWriter(temporary, schema, compression="zstd", write_page_checksum=True, **options) as writer:
+            yield writer
+            writer.add_key_value_metadata({KEY: BLANK})
+        seal_parquet(temporary)
+
+
+def read_parquet(path: str | Path, columns: list[str] | None = None) -> pa.Table:
+    """The table in `path`, its seal and page checksums verified."""
+    with parquet_reader(path) as file:
+        return file.read(columns=columns)
+
+
+@contextmanager
+def parquet_reader(path: str | Path) -> Iterator[pq.ParquetFile]:
+    """A Parquet file made by an earlier stage, its seal verified and its page checksums as they are read.
+
+    Raises DemixError where the file is missing or damaged, also when that shows inside the block.
+    """
+    try:
+        check_parquet(path)
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            yield file
+    except FileNotFoundError:
+        raise DemixError(path, "is missing", "run the stage that makes it") from None
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DemixError(path, f"is damaged ({error})", REMAKE) from None
+
+
+def check_sealed(path: Path) -> None:
+    """Raise DemixError where a file of ours, whatever its kind, is not as it was written; others pass."""
+    if path.suffix == ".parquet":
+        with parquet_reader(path):
+            pass
+    elif path.suffix in (".json", ".jsonl"):
+        read_sealed(path)

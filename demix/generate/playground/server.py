@@ -1,0 +1,221 @@
+"""The page and its two questions over HTTP, to this machine's own browser and to nobody else."""
+
+import base64
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import BoundedSemaphore, Lock
+from typing import Any
+
+from demix.errors import DemixError
+from demix.generate.playground.answers import Drawing, Mixing, Opened, about, analyse, draw
+from demix.settings import settings_from
+
+PAGE = Path(__file__).with_name("page.html")
+MOST_BYTES = 256 << 10
+# A body that is too long is still taken off the wire, up to so many bytes: else the browser sees no answer.
+DRAINED_BYTES = 4 << 20
+CONNECTIONS = 32
+SECONDS = 20
+# An error may quote the question.
+MOST_LINE = 300
+
+
+class Playground(ThreadingHTTPServer):
+    """Answers for one model, on 127.0.0.1 alone. `port` 0 takes a free one."""
+
+    daemon_threads = True
+
+    def __init__(self, model: Opened, port: int):
+        self.model = model
+        self.page = PAGE.read_bytes()
+        self.policy = content_policy(self.page.decode())
+        self.drawing, self._places = Lock(), BoundedSemaphore(CONNECTIONS)
+        try:
+            super().__init__(("127.0.0.1", port), Handler)
+        except OSError as error:
+            raise DemixError(f"--port {port}", f"cannot be used ({error.strerror})", "give another port") from None
+        self.hosts = {f"{name}:{self.server_port}" for name in ("127.0.0.1", "localhost")}
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own; beyond CONNECTIONS at a time hang up."""
+        if not self._places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """As the base class, then make place for the next."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away is no error; what else goes wrong is told in the terminal."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+class RefusedError(Exception):
+    """A request that is answered by a status and one line."""
+
+    def __init__(self, status: int, line: str):
+        self.status, self.line = status, line
+        super().__init__(line)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request. An answer of unknown length ends with the connection, as HTTP/1.0 has it."""
+
+    server: Playground
+    server_version, sys_version = "demix", ""
+    timeout = SECONDS
+    _begun = False
+
+    def do_GET(self) -> None:
+        """The page, or what it shows of the model."""
+        self._answered(self._get)
+
+    def do_POST(self) -> None:
+        """A question of the page."""
+        self._answered(self._post)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Texts that are tried are nobody's business."""
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """One line instead of the base class's page, for what it refuses by itself."""
+        self._send(code, "text/plain; charset=utf-8", f"{message or 'refused'}\n".encode())
+
+    def _answered(self, answer: Callable[[], None]) -> None:
+        try:
+            # A foreign name that resolves to 127.0.0.1 is not ours (DNS rebinding).
+            hosts = self.headers.get_all("Host", [])
+            if len(hosts) != 1 or hosts[0] not in self.server.hosts:
+                raise RefusedError(403, f"open {self.server.address}")
+            answer()
+        except RefusedError as error:
+            self._send(error.status, "text/plain; charset=utf-8", f"{error.line}\n".encode())
+        except DemixError as error:
+            line = f"{error.subject} {error.cause}; {error.cure}"
+            self._send(400, "text/plain; charset=utf-8", f"{line[:MOST_LINE]}\n".encode(errors="replace"))
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True
+        except Exception:
+            if not self._begun:
+                self._send(500, "text/plain; charset=utf-8", b"something went wrong; see the terminal\n")
+            raise
+
+    def _get(self) -> None:
+        if self.path == "/":
+            self._send(200, "text/html; charset=utf-8", self.server.page)
+        elif self.path == "/model":
+            self._send_json(about(self.server.model))
+        else:
+            raise RefusedError(404, "there is nothing here")
+
+    def _post(self) -> None:
+        body = self._body()
+        if self.headers.get("Origin") not in {f"http://{host}" for host in self.server.hosts}:
+            raise RefusedError(403, "questions are taken from this page alone")
+        if self.headers.get_content_type() != "application/json":
+            raise RefusedError(415, "send application/json")
+        try:
+            asked = json.loads(body)
+        except (ValueError, RecursionError):
+            raise RefusedError(400, "the question is not JSON") from None
+        model = self.server.model
+        if self.path == "/analyse":
+            self._send_json(analyse(model, settings_from(Mixing, _mapping(asked), "question")))
+        elif self.path == "/generate":
+            drawing = settings_from(Drawing, _mapping(asked), "question")
+            if not self.server.drawing.acquire(timeout=1):
+                raise RefusedError(429, "another text is being written; stop it first")
+            try:
+                self._stream(draw(model, drawing))
+            finally:
+                self.server.drawing.release()
+        else:
+            raise RefusedError(404, "there is nothing here")
+
+    def _body(self) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not re.fullmatch(r"[0-9]{1,18}", length) or "Transfer-Encoding" in self.headers:
+            raise RefusedError(411, "say how long the question is")
+        if int(length) > MOST_BYTES:
+            left = min(int(length), DRAINED_BYTES)
+            while left and (some := self.rfile.read(min(left, 1 << 16))):
+                left -= len(some)
+            raise RefusedError(413, f"a question has at most {MOST_BYTES} bytes")
+        return self.rfile.read(int(length))
+
+    def _stream(self, values: Iterator[dict]) -> None:
+        """A JSON value a line, each as it comes."""
+        self._head(200, "application/x-ndjson")
+        for value in values:
+            self.wfile.write(json.dumps(value, allow_nan=False).encode() + b"\n")
+
+    def _send_json(self, value: dict) -> None:
+        self._send(200, "application/json", json.dumps(value, allow_nan=False).encode())
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
+        self._head(status, kind, len(body))
+        self.wfile.write(body)
+
+    def _head(self, status: int, kind: str, length: int | None = None) -> None:
+        self._begun = True
+        self.send_response(status)
+        headers = {
+            "Content-Type": kind,
+            "Content-Security-Policy": self.server.policy,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cache-Control": "no-store",
+            "Connection": "close",
+        }
+        if length is not None:
+            headers["Content-Length"] = str(length)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+
+def content_policy(page: str) -> str:
+    """The page's own script and style may run, by their hashes, and ask this server; nothing else may."""
+
+    def hashes(tag: str) -> str:
+        parts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
+        return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+    return (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; img-src data:;"
+        " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _mapping(asked: Any) -> dict:
+    if not isinstance(asked, dict):
+        raise RefusedError(400, "the question is no JSON object")
+    return asked
+
+
+def serve(server: Playground) -> None:
+    """Answer until Ctrl-C."""
+    print(f"{server.model.directory}: {server.address} (Ctrl-C ends it)", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.server_close()

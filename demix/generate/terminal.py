@@ -1,0 +1,59 @@
+"""A continuation as it comes, and whose words they are, in a terminal or a pipe."""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from rich.table import Table
+
+from demix.data.tokenizer import Tokenizer
+from demix.model.decode import Decoder, Posterior, decoded, generate
+from demix.model.gpt import GPT
+
+BAR = 40
+# A model has seen all kinds of text; none of it may steer the terminal.
+CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def continued(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    log_prior: torch.Tensor,
+    decay: float | None,
+    tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+) -> torch.Tensor:
+    """Print what follows `prompt`; returns log g [E] after it. A terminal is shown the prompt, and no control codes."""
+    shown = sys.stdout.isatty()
+    decoder = Decoder(
+        model, torch.tensor([tokenizer.end_of_text]), Posterior(log_prior, model.architecture.context, decay=decay)
+    )
+    decoder.read(torch.from_numpy(tokenizer.encode(prompt).astype("int64"))[None])
+    if shown:
+        print(prompt.translate(CONTROLS), end="", flush=True)
+    drawn = generate(
+        decoder,
+        tokens,
+        temperature=temperature,
+        top_p=top_p,
+        generator=torch.Generator().manual_seed(seed),
+        end=tokenizer.end_of_text,
+    )
+    for piece in decoded(tokenizer, (int(token) for token, _, _ in drawn)):
+        print(piece.translate(CONTROLS) if shown else piece, end="", flush=True)
+    print()
+    return decoder.posterior.log_weights[0]
+
+
+def posterior_table(experts: Sequence[str], log_weights: torch.Tensor) -> Table:
+    """The posterior over experts, the likeliest first, with bars."""
+    table = Table(title="Posterior over the experts", title_justify="left", box=None)
+    table.add_column("expert")
+    table.add_column("share", justify="right")
+    table.add_column("")
+    for weight, expert in sorted(zip(log_weights.exp().tolist(), experts, strict=True), reverse=True):
+        table.add_row(expert, f"{weight:.1%}", "█" * round(BAR * weight))
+    return table

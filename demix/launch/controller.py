@@ -1,0 +1,48 @@
+"""What SLURM's controller says and is told (squeue, scontrol); the accounting, which may be away, is never asked."""
+
+import logging
+import subprocess
+import time
+from collections.abc import Sequence
+
+from demix.errors import DemixError
+
+log = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_LOOKS = 2.0
+# A controller that does not answer for so long is given up; the job itself goes on.
+MOST_SILENCE = 6 * 3600.0
+
+
+def show(job: str) -> dict[str, str]:
+    """What the controller knows of a job, by its own names; nothing when it has forgotten it."""
+    try:
+        text = ask(["scontrol", "show", "job", "--oneliner", job])
+    except LookupError:
+        return {}
+    return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
+
+
+def ask(command: Sequence[str]) -> str:
+    """What a command of SLURM prints, asked again while the controller is away; LookupError if there is no such job."""
+    silent_since: float | None = None
+    while True:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            if done.returncode == 0:
+                return done.stdout
+            message = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            message = "no answer in 120 s"
+        except FileNotFoundError:
+            raise DemixError(
+                command[0], "is not installed here", "log in to the cluster, or use cluster.launch local"
+            ) from None
+        if "Invalid job id" in message:
+            raise LookupError(message)
+        if silent_since is None:
+            silent_since = time.monotonic()
+            log.warning("%s: %s; asking again until it answers", command[0], message)
+        if time.monotonic() - silent_since > MOST_SILENCE:
+            raise DemixError(command[0], f"has not answered for hours ({message})", "rerun when SLURM is back")
+        time.sleep(SECONDS_BETWEEN_LOOKS)

@@ -1,0 +1,61 @@
+"""Which rank of a training failed first, and why: ranks note their errors, and their launcher knows of signals."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from demix.errors import DemixError
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of one rank. `expected`: an error of demix's own, which the same command would meet again.
+
+    `time` is in seconds since 1970 on the rank's node; `killed` says that a signal ended the rank, by whose name
+    `message` tells it.
+    """
+
+    rank: int
+    node: str
+    message: str
+    expected: bool = False
+    time: float = 0.0
+    killed: bool = False
+
+
+@contextmanager
+def noting(folder: Path, rank: int) -> Iterator[None]:
+    """Note in `folder` the error by which a rank ends, so that the rank which failed first can be named."""
+    try:
+        yield
+    except BaseException as error:
+        message = str(error).splitlines()[0] if str(error) else repr(error)
+        note = Failure(rank, socket.gethostname(), message, isinstance(error, DemixError), time.time())
+        # On a full disk the error itself is what matters.
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"rank-{rank}.json").write_text(json.dumps(asdict(note)))
+        raise
+
+
+def first_failure(folder: Path, killed: Sequence[Failure]) -> Failure | None:
+    """What failed first: a rank that a signal ended, else the rank that was the first to note an error in `folder`.
+
+    `killed` are ranks that a signal ended, in the order in which they were seen to end. None where nothing is known.
+    """
+    noted: dict[int, Failure] = {}
+    for path in folder.glob("rank-*.json"):
+        # A rank that was ended while it wrote leaves half a note.
+        with suppress(ValueError, TypeError):
+            note = Failure(**json.loads(path.read_text()))
+            noted[note.rank] = note
+    for failure in killed:
+        # NCCL's watchdog aborts the ranks that wait for one that failed.
+        aborted = failure.message.startswith(("Abort", "SIGABRT"))
+        if failure.rank not in noted and not (noted and aborted):
+            return failure
+    return min(noted.values(), key=lambda note: note.time, default=None)

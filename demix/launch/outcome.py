@@ -1,0 +1,106 @@
+"""How far a SLURM job is, and what failed first when it ends without results."""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from demix.errors import DemixError
+from demix.launch.job import TrainingJob
+from demix.launch.notes import Failure, first_failure
+from demix.launch.rank import START
+
+
+def progress_line(work: TrainingJob, job: str, shown: Mapping[str, str]) -> str:
+    """`job 12 running on n[1-2], queued again 2 times  step 40/488  loss 5.321  2100 tokens/s  3:20 left`"""
+    state, restarts = shown.get("JobState", "unknown").lower(), int(shown.get("Restarts", "0"))
+    where = f" on {shown['NodeList']}" if shown.get("NodeList", "(null)") not in ("(null)", "") else ""
+    why = f" ({shown['Reason']})" if state == "pending" and shown.get("Reason", "None") != "None" else ""
+    again = f", queued again {restarts} times" if restarts > 1 else ", queued again once" if restarts else ""
+    head = f"job {job} {state}{why}{where}{again}"
+    rows: list[dict] = []
+    if state == "running":
+        # Not those of another training in this place.
+        with suppress(ValueError, KeyError, OSError):
+            rows = last_rows(work.checkpoints, datetime.fromisoformat(shown["StartTime"]).timestamp())
+    steps = [row for row in rows if "loss" in row]
+    if not steps:
+        return head
+    row, rate = steps[-1], sum(row["tokens_per_second"] for row in steps) / len(steps)
+    tokens = row["tokens"] / row["step"]
+    left = timedelta(seconds=round((work.steps - row["step"]) * tokens / rate))
+    return f"{head}  step {row['step']}/{work.steps}  loss {row['loss']:.3f}  {rate:.0f} tokens/s  {left} left"
+
+
+def last_rows(checkpoints: Path, since: float, most: int = 20) -> list[dict]:
+    """The last rows of the metrics file that a training has written to since a time, seconds since 1970.
+
+    Raises OSError where it has just been removed, as it is at the end.
+    """
+    written = {path: path.stat().st_mtime for path in checkpoints.glob("*/metrics.jsonl")}
+    files = [path for path, changed in written.items() if changed >= since]
+    if not files:
+        return []
+    with open(max(files, key=written.__getitem__), "rb") as stream:
+        stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, stream.tell() - 4096 * most))
+        lines = stream.read().split(b"\n")
+    rows = []
+    for line in lines[1:-1][-most:]:
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+class MishapError(DemixError):
+    """A job ended by something that may not happen again: a killed rank, an error that is none of demix's own."""
+
+
+def failure(work: TrainingJob, job: str, state: str, restarts: int) -> DemixError:
+    """What failed first: a rank that was killed, else the first that noted an error, else what SLURM says."""
+    cure = "mend the cause and rerun: training goes on from the last checkpoint"
+    logs = work.jobs
+    if state.startswith("CANCELLED"):
+        return DemixError(f"job {job}", "was cancelled", "rerun: training goes on from the last checkpoint")
+    if state == "TIMEOUT":
+        cure = "raise cluster.grace_seconds, then rerun: training goes on from the last checkpoint"
+        return MishapError(f"job {job}", "reached its time limit before its state was saved", cure)
+    killed = [Failure(*one, killed=True) for one in _killed(logs / f"{job}_0_log.err")]
+    if first := first_failure(logs / f"{job}.{restarts}.notes", killed):
+        where, log = f"rank {first.rank} of {work.ranks} on {first.node}", logs / f"{job}_{first.rank}_log.err"
+        if first.killed:
+            return MishapError(where, f"ended first ({first.message})", f"see {log}; {cure}")
+        kind = DemixError if first.expected else MishapError
+        return kind(where, first.message, f"log: {log}")
+    return MishapError(f"job {job}", f"ended as {state} without results", f"see {logs}/{job}_*_log.err; {cure}")
+
+
+def _killed(path: Path) -> list[tuple[int, str, str]]:
+    """Ranks that a signal ended, with their nodes and srun's words for it, in the order in which srun saw it.
+
+    Only of the last start of the job, since they share a log, and before srun itself began to end ranks.
+    """
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    found: list[tuple[int, str, str]] = []
+    ended = False
+    for line in lines:
+        if line.startswith(START):
+            found, ended = [], False
+        ended = ended or any(words in line for words in ("First task exited", "Terminating StepId", "CANCELLED AT"))
+        match = re.match(r"srun: error: (\S+): tasks? ([\d,-]+): (.*)", line)
+        if match and not ended and "exit code" not in match[3]:
+            found += [(rank, match[1], match[3]) for rank in _numbers(match[2])]
+    return found
+
+
+def _numbers(text: str) -> Iterator[int]:
+    """1,3-5 as 1, 3, 4, 5."""
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)

@@ -1,0 +1,343 @@
+"""What a config asks for, by domain and by model, before anything runs or is fetched."""
+
+import glob
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.table import Table
+
+from demix.config.architecture import architecture_from, expert_parameters, shared_parameters
+from demix.config.check import MODELS, adaptations, trained_models
+from demix.config.placement import shares
+from demix.data.sources import Source
+from demix.errors import DemixError
+from demix.plan.flops import (
+    HARDWARE,
+    Hardware,
+    achieved_tflops,
+    activation_bytes,
+    checkpoint_bytes,
+    hours,
+    training_state_bytes,
+    update_flops,
+)
+from demix.settings import settings_from
+
+# Bytes a word: zstd Parquet of the sample's English takes 2.6, raw or anonymized, which is kept twice, as documents and
+# as splits. GPT-2 makes 1.3 to 1.5 tokens of a word.
+TEXT_BYTES = 2.6
+TOKENS_PER_WORD = 1.5
+GPT2_TYPES = 50257
+
+
+@dataclass(frozen=True)
+class DomainPlan:
+    """What one domain takes. `words` and the bytes are None where nothing bounds them before the text is read.
+
+    `documents`: about how many the source holds. `words`: the budgets of the three splits. `jobs`: those of the data
+    stage, which read and anonymize each part, split, tokenize. `kept`: bytes of documents, corpus and tokens.
+    `passing`: bytes of raw text at its largest, removed once anonymized; the files of a url source come on top.
+    """
+
+    domain: str
+    documents: int | None
+    words: int | None
+    jobs: int
+    kept: int | None
+    passing: int | None
+
+
+def plan_domain(name: str, domain: dict, token_bytes: int) -> DomainPlan:
+    """The plan of one domain of a completed config; `token_bytes` is 2 or 4. Only local Parquet footers are read."""
+    source = settings_from(Source, domain["source"])
+    budgets = domain["words"]
+    words = None if budgets["train"] is None else budgets["train"] + budgets["dev"] + budgets["test"]
+    read = source.words or words
+    kept = None
+    if words is not None and read is not None:
+        kept = round(read * TEXT_BYTES + words * (TEXT_BYTES + TOKENS_PER_WORD * token_bytes))
+    passing = None if read is None else round(read * TEXT_BYTES)
+    documents = domain["documents"] or _count(source)
+    return DomainPlan(name, documents, words, 2 * source.parts + 2, kept, passing)
+
+
+def _count(source: Source) -> int | None:
+    """The rows of local Parquet files; None for all that would have to be read to be counted."""
+    paths = [path for pattern in source.locations for path in glob.glob(pattern, recursive=True)]
+    if source.kind != "files" or source.where or not paths or not all(path.endswith(".parquet") for path in paths):
+        return None
+    try:
+        return sum(pq.read_metadata(path).num_rows for path in paths)
+    except (pa.ArrowException, OSError):
+        return None
+
+
+def plan_table(config: dict) -> Table:
+    """The plans of all domains of a completed config as a table, with totals."""
+    wide = config["tokenizer"]["kind"] == "bpe" and config["tokenizer"]["vocab_size"] > 65536
+    table = Table(
+        title=f"Data stage of {config['run']}",
+        caption=f"disk: estimates at {TEXT_BYTES} bytes of compressed text and {TOKENS_PER_WORD} tokens a word",
+        show_footer=True,
+    )
+    plans: list[DomainPlan] = []
+    rows = []
+    for kind in ("training", "novel"):
+        for name, domain in config["domains"][kind].items():
+            plan = plan_domain(name, domain, 4 if wide else 2)
+            plans.append(plan)
+            where = f"{domain['source']['kind']} ×{domain['source']['parts']}"
+            rows.append((kind, name, where, "yes" if domain["anonymize"] else "no", *_shown(plan), domain["licence"]))
+    # The tokenizer, and who keeps a text that several domains hold, are jobs of no domain.
+    total = DomainPlan(
+        "total",
+        _sum([plan.documents for plan in plans]),
+        _sum([plan.words for plan in plans]),
+        sum(plan.jobs for plan in plans) + 2,
+        _sum([plan.kept for plan in plans]),
+        _sum([plan.passing for plan in plans]),
+    )
+    footers = _shown(total, [plan for plan in plans if None in (plan.documents, plan.words, plan.kept)])
+    heads = ("", "domain", "source", "anonymized", "documents", "words", "jobs", "disk kept", "raw, passing", "licence")
+    for head, footer in zip(heads, ("", "total", "", "", *footers, ""), strict=True):
+        number = head in heads[4:9]
+        table.add_column(head, footer, justify="right" if number else "left", no_wrap=head != "licence")
+    previous = ""
+    for row in rows:
+        if previous and row[0] != previous:
+            table.add_section()
+        table.add_row(row[0] if row[0] != previous else "", *row[1:])
+        previous = row[0]
+    return table
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What one training or adaptation of a run takes.
+
+    `sequences`: of one step, all domains together. `ranks` share them, each with `experts_per_rank`. `shared` and
+    `expert` parameters make a model of `experts`. `flops`: of one update. `state`: bytes of weights, gradients and
+    optimizer on a rank. `activations` and `recomputed`: bytes of activations there, without and with activation
+    checkpointing. `checkpoint`: bytes of one on disk. An adaptation may stop early: its `tokens` are the most.
+    """
+
+    name: str
+    domains: int
+    tokens: int
+    steps: int
+    sequences: int
+    shared: int
+    expert: int
+    experts: int
+    flops: float
+    ranks: int
+    experts_per_rank: int
+    state: int
+    activations: int
+    recomputed: int
+    checkpoint: int
+    hours: float
+
+    @property
+    def rank_hours(self) -> float:
+        """Hours of all ranks together."""
+        return self.hours * self.ranks
+
+
+def plan_training(config: dict, ranks: int | None, hardware: Hardware) -> list[TrainingPlan]:
+    """The plans of every model, sweep of learning rates and adaptation of a completed config, on `ranks` processes.
+
+    Without `ranks` each on as many as the config says. Raises DemixError for a number of ranks that does not fit the
+    domains, as training does. An adaptation uses no more ranks than a step has sequences.
+    """
+    domains = len(config["domains"]["training"])
+    models = [
+        _plan_run(config, name, _settings(config, name), domains, ranks, hardware) for name in trained_models(config)
+    ]
+    sweeps = [
+        _plan_sweep(config, name, settings, domains, ranks, hardware)
+        for name in MODELS
+        if (settings := _settings(config, name))["sweep"]
+    ]
+    section = config["adaptation"]
+    usable = min(ranks or section["ranks"], section["sequences"])
+    return models + sweeps + [_plan_run(config, name, section, 1, usable, hardware) for name in adaptations(config)]
+
+
+def _settings(config: dict, model: str) -> dict:
+    return config["training"] | config["models"]["demix" if model.startswith("without-") else _kind(model)]
+
+
+def _kind(model: str) -> str:
+    """The kind of a model, whatever its seed."""
+    return model.partition("-seed")[0]
+
+
+def _plan_sweep(
+    config: dict, model: str, settings: dict, domains: int, ranks: int | None, hardware: Hardware
+) -> TrainingPlan:
+    """All jobs of a model's sweep, one after the other."""
+    one = _plan_run(config, model, settings | {"tokens": settings["sweep"]["tokens"]}, domains, ranks, hardware)
+    jobs = len(settings["sweep"]["learning_rates"])
+    return replace(
+        one, name=f"{model}, {jobs} rates", tokens=jobs * one.tokens, steps=jobs * one.steps, hours=jobs * one.hours
+    )
+
+
+def _plan_run(
+    config: dict, name: str, settings: dict, domains: int, ranks: int | None, hardware: Hardware
+) -> TrainingPlan:
+    ranks = ranks or settings["ranks"]
+    architecture = architecture_from(config["architecture"])
+    vocab_size = GPT2_TYPES if config["tokenizer"]["kind"] == "gpt2" else config["tokenizer"]["vocab_size"]
+    adapted, modular = "-dapt-" in name, _kind(name) == "demix" or name.startswith(("without-", "demix-dapt-"))
+    experts = domains if modular else 1
+    sequences = domains * settings["sequences"]
+    steps = settings["tokens"] // (sequences * architecture.context)
+    if adapted:
+        steps = max(1, steps)
+    elif steps == 0:
+        raise DemixError("training.tokens", f"{settings['tokens']} is less than one step of {name}", "raise it")
+
+    places = shares([f"expert {number}" for number in range(experts)], ranks, sequences // experts)
+    experts_per_rank = max(len(place.experts) for place in places)
+    own = max(place.last - place.first for place in places)
+    # What a rank sees at a time: of each of its experts, some of a step's sequences or all of them.
+    at_once = experts_per_rank * min(own, settings["micro_sequences"] or own)
+
+    domain_tokens = domains if _kind(name) == "domain_token" else 0
+    shared, expert = shared_parameters(architecture, vocab_size, domain_tokens), expert_parameters(architecture)
+    trained = experts_per_rank * expert + (0 if adapted and modular else shared)
+    still = (trained if adapted else 0) + (shared if adapted and modular else 0)
+    value_bytes = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[settings["precision"]]
+    activations, recomputed = (
+        activation_bytes(architecture, vocab_size, at_once, value_bytes, checkpointing=checkpointing)
+        for checkpointing in (False, True)
+    )
+    length = architecture.context + (1 if domain_tokens else 0)
+    flops = update_flops(architecture, vocab_size, sequences, length)
+    return TrainingPlan(
+        name=name,
+        domains=domains,
+        tokens=steps * sequences * architecture.context,
+        steps=steps,
+        sequences=sequences,
+        shared=shared,
+        expert=expert,
+        experts=experts,
+        flops=flops,
+        ranks=ranks,
+        experts_per_rank=experts_per_rank,
+        state=training_state_bytes(trained, still),
+        activations=activations,
+        recomputed=recomputed,
+        checkpoint=checkpoint_bytes(trained, trained) if adapted else checkpoint_bytes(shared + experts * expert),
+        hours=hours(flops, steps, ranks, achieved_tflops(hardware, architecture, demix=modular)),
+    )
+
+
+def training_tables(config: dict, ranks: int | None, hardware: str) -> tuple[Table, Table]:
+    """The training of a completed config as two tables: the work, and what it takes on `ranks` of `hardware`.
+
+    Without `ranks`, each on as many as the config says.
+    """
+    if hardware not in HARDWARE:
+        raise DemixError(f"--hardware {hardware}", "is not known", f"use one of {', '.join(HARDWARE)}")
+    if ranks is not None and ranks < 1:
+        raise DemixError("--ranks", f"is {ranks}", "give 1 or more")
+    plans = plan_training(config, ranks, HARDWARE[hardware])
+    work = Table(
+        title=f"Training of {config['run']}",
+        caption="FLOPs: 96·B·s·l·h²·(1 + s/6h + V/16lh) (Narayanan et al. 2021); adaptations stop early, so at most",
+        show_footer=True,
+    )
+    total = _flops(sum(plan.steps * plan.flops for plan in plans) / 1e15)
+    for head in (
+        "model",
+        "domains",
+        "tokens",
+        "steps",
+        "sequences\na step",
+        "shared",
+        "an expert",
+        "parameters\nin all",
+    ):
+        work.add_column(head, "total" if head == "model" else "", justify="left" if head == "model" else "right")
+    work.add_column("TFLOPs\nan update", justify="right")
+    work.add_column("PFLOPs\nin all", total, justify="right")
+    takes = Table(
+        title=f"Memory and time of {config['run']} on {hardware}",
+        caption=f"{HARDWARE[hardware].assumption}; activations: an estimate, recomputed: with activation checkpointing",
+        show_footer=True,
+    )
+    for head in ("model", "ranks", "experts\na rank", "state\na rank", "activations\na rank", "or, recomputed"):
+        takes.add_column(head, "total" if head == "model" else "", justify="left" if head == "model" else "right")
+    takes.add_column("a checkpoint", justify="right")
+    takes.add_column("hours", justify="right")
+    takes.add_column(
+        "CPU-hours" if hardware == "cpu" else "GPU-hours",
+        _decimal(sum(plan.rank_hours for plan in plans)),
+        justify="right",
+    )
+    models = len(trained_models(config))
+    for number, plan in enumerate(plans):
+        if number == models:
+            work.add_section()
+            takes.add_section()
+        parameters = plan.shared + plan.experts * plan.expert
+        work.add_row(
+            plan.name,
+            str(plan.domains),
+            _short(plan.tokens),
+            f"{plan.steps:,}",
+            f"{plan.sequences:,}",
+            *(_short(count) for count in (plan.shared, plan.expert, parameters)),
+            _flops(plan.flops / 1e12),
+            _flops(plan.steps * plan.flops / 1e15),
+        )
+        takes.add_row(
+            plan.name,
+            str(plan.ranks),
+            str(plan.experts_per_rank),
+            *(f"{_short(size)}B" for size in (plan.state, plan.activations, plan.recomputed, plan.checkpoint)),
+            _decimal(plan.hours),
+            _decimal(plan.rank_hours),
+        )
+    return work, takes
+
+
+def _flops(number: float) -> str:
+    """Two decimals, or three digits of what is less than one."""
+    return f"{number:.2f}" if number >= 1 else f"{number:.3g}"
+
+
+def _decimal(number: float) -> str:
+    return f"{number:,.1f}" if number >= 1 else f"{number:.2g}"
+
+
+def _sum(values: list[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _shown(plan: DomainPlan, partly: Sequence[DomainPlan] = ()) -> tuple[str, str, str, str, str]:
+    """The numbers of a plan; a + after a sum says that some of `partly` do not know theirs."""
+
+    def more(key: str) -> str:
+        return "+" if any(getattr(part, key) is None for part in partly) else ""
+
+    documents = "?" if plan.documents is None else _short(plan.documents) + more("documents")
+    words = "all" if plan.words is None else _short(plan.words) + more("words")
+    kept, passing = ("?" if size is None else f"{_short(size)}B{more('kept')}" for size in (plan.kept, plan.passing))
+    return documents, words, str(plan.jobs), kept, passing
+
+
+def _short(number: int) -> str:
+    """1234567 as 1.2M; thousands to trillions."""
+    value, letters = float(number), iter(("", "k", "M", "G", "T"))
+    letter = next(letters)
+    while value >= 999.5 and letter != "T":
+        value, letter = value / 1000, next(letters)
+    return f"{value:.0f}{letter}" if value >= 99.5 or not letter else f"{value:.1f}{letter}"

@@ -1,0 +1,195 @@
+"""Adding a domain to a trained model: DEMix-DAPT (a new expert) and Dense-DAPT (all parameters)."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from demix.config.placement import shares
+from demix.data.shards import TokenShard
+from demix.files import read_json
+from demix.model.checkpoint import (
+    describe,
+    expert_lineage,
+    load_model,
+    refuse_other_tokenizer,
+    save_expert,
+    save_shared,
+)
+from demix.model.device import set_threads
+from demix.model.gpt import GPT
+from demix.train.batches import balanced_batches
+from demix.train.loop import EarlyStopping, train, write_metrics
+from demix.train.parallel import World, joined
+from demix.train.stage import dev_loss, fingerprint, open_shards, optimization
+from demix.train.state import remove_states
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """How a model is adapted to one novel domain.
+
+    `tokens` is the budget of one adaptation, `sequences` a step's; `learning_rate_factor` times the model's own
+    rate is the peak rate. `dev_blocks` of the novel domain decide on stopping and `forgetting_blocks` of each
+    training domain's dev split show what is forgotten. `parent_blocks` and `parent_decay` make the cached
+    posterior that chooses the parent.
+    """
+
+    seed: int
+    tokens: int
+    sequences: int
+    learning_rate_factor: float
+    warmup: float
+    clip: float
+    weight_decay: float
+    precision: str
+    threads: int
+    checkpoint_every: int
+    evaluate_every: int
+    patience: int
+    dev_blocks: int
+    forgetting_blocks: int
+    parent_blocks: int
+    parent_decay: float
+    keep_checkpoints: int = 2
+    micro_sequences: int | None = None
+    compile: bool = False
+    checkpoint_activations: bool = False
+
+    def steps(self, length: int) -> int:
+        """The most optimizer updates, with sequences of `length` tokens."""
+        return max(1, self.tokens // (self.sequences * length))
+
+
+def adapt_expert(
+    directory: Path,
+    shards: tuple[Path, Path],
+    chosen: dict,
+    unchanged: Mapping[str, float],
+    adaptation: Adaptation,
+    output: Path,
+    metrics: Path,
+    checkpoints: Path,
+) -> None:
+    """DEMix-DAPT (paper, section 5): add the expert of a novel domain to the model in `directory`.
+
+    Copies the parent's feedforwards and trains the copy alone; no other file of the model is touched. The expert goes
+    below `output`, `directory` itself or another that it may be moved from.
+    `shards` are the domain's train and dev tokens. `chosen` says which expert is copied, under `parent`, and goes into
+    the lineage (`demix.evaluate.parent.choose_parent`). `unchanged` are the training domains' dev losses by domain:
+    these domains keep their experts, so their losses stay the same at every step.
+    """
+    set_threads(adaptation.threads)
+    with joined() as world:
+        _, dev_shard = open_shards(list(shards), world)
+        domain = shards[0].parent.name
+        log.info("%s: parent %s (posterior %.3f)", domain, chosen["parent"], chosen["parent_prior"])
+        model = load_model(directory, (chosen["parent"],))
+
+        others = {f"dev_loss/{name}": loss for name, loss in unchanged.items()}
+
+        def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
+            (loss,) = world.first([dev_loss(model, dev_shard, adaptation.dev_blocks, domain)])
+            return loss, {f"dev_loss/{domain}": loss} | others
+
+        origin = chosen | {"parent_sha256": expert_lineage(directory, chosen["parent"])["sha256"]}
+        only_experts = {"only": lambda name: ".feedforward." in name}
+        rows, state, lineage = _adapt(
+            model, directory, shards, adaptation, origin, checkpoints, evaluate, world, **only_experts
+        )
+        if world.rank == 0:
+            save_expert(model, chosen["parent"], directory, lineage, domain, output)
+            write_metrics(metrics, rows)
+            remove_states(state)
+
+
+def adapt_dense(
+    directory: Path,
+    shards: tuple[Path, Path],
+    training: Sequence[Path],
+    adaptation: Adaptation,
+    output: Path,
+    metrics: Path,
+    checkpoints: Path,
+) -> None:
+    """Dense-DAPT (paper, section 5): go on training all parameters of the dense model on a novel domain.
+
+    `shards` are the novel domain's train and dev tokens, `training` the dev tokens of the training domains, on
+    which forgetting is watched. The adapted model is written to `output`.
+    """
+    set_threads(adaptation.threads)
+    with joined() as world:
+        _, dev_shard, *training_shards = open_shards([*shards, *training], world)
+        domain = shards[0].parent.name
+        model = load_model(directory, ("dense",))
+
+        def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
+            others = {
+                path.parent.name: (shard, adaptation.forgetting_blocks)
+                for path, shard in zip(training, training_shards, strict=True)
+            }
+            wanted = {domain: (dev_shard, adaptation.dev_blocks)} | others
+            losses = world.first([dev_loss(model, *which, name) for name, which in wanted.items()])
+            return losses[0], {f"dev_loss/{name}": loss for name, loss in zip(wanted, losses, strict=True)}
+
+        origin = {"parent": "dense", "parent_sha256": expert_lineage(directory, "dense")["sha256"]}
+        rows, state, lineage = _adapt(model, directory, shards, adaptation, origin, checkpoints, evaluate, world)
+        if world.rank == 0:
+            save_shared(model, output, describe(directory) | lineage | {"kind": "dense_dapt"})
+            save_expert(model, "dense", output, lineage)
+            write_metrics(metrics, rows)
+            remove_states(state)
+
+
+def _adapt(
+    model: GPT,
+    directory: Path,
+    shards: tuple[Path, Path],
+    adaptation: Adaptation,
+    origin: dict,
+    checkpoints: Path,
+    evaluate: Callable[[GPT], tuple[float, dict[str, float]]],
+    world: World,
+    **more: Callable[[str], bool],
+) -> tuple[list[dict], Path, dict]:
+    """Train a loaded model of one expert on the novel domain, all ranks a part of the sequences.
+
+    Returns its metrics, the folder of its state, its lineage.
+    """
+    places = shares([domain := shards[0].parent.name], world.size, adaptation.sequences)
+    world = world.placed(places)
+    description, length = describe(directory), model.architecture.context
+    train_shard = TokenShard.open(shards[0])
+    refuse_other_tokenizer(directory, shards[0], train_shard.tokenizer_sha256)
+    train_data, dev_data = (read_json(path.with_suffix(".json"))["sha256"] for path in shards)
+    origin = origin | {"adaptation": dataclasses.asdict(adaptation)}
+    state = checkpoints / fingerprint(origin | {"data": [train_data, dev_data], "shared": description["shared_sha256"]})
+    steps = adaptation.steps(length)
+    rate = description["training"]["learning_rate"] * adaptation.learning_rate_factor
+    rows = train(
+        model,
+        balanced_batches([train_shard], [domain], adaptation.sequences, length, adaptation.seed, places[world.rank]),
+        [domain],
+        optimization(adaptation, steps, rate),
+        state,
+        world=world,
+        evaluate=evaluate,
+        stopping=EarlyStopping(adaptation.evaluate_every, adaptation.patience),
+        **more,
+    )
+    best = min((row for row in rows if "early_stopping_loss" in row), key=lambda row: row["early_stopping_loss"])
+    return (
+        rows,
+        state,
+        origin
+        | {
+            "steps": best["step"],
+            "tokens": best["tokens"],
+            "steps_run": rows[-1]["step"],
+            "data_sha256": {domain: train_data},
+            "tokenizer_sha256": train_shard.tokenizer_sha256,
+        },
+    )
