@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import vl_convert
 
-from demix.config.check import trained_models
+from demix.config.systems import trained
 from demix.files import replacing, write_text
 from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.page import render
@@ -150,7 +150,7 @@ def figure4(priors: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
     training, novel = training_domains(config), novel_domains(config)
     rows = []
     for kind, domains in (("training", training), ("novel", novel)):
-        for domain, row in prior_table(priors, training, domains).iterrows():
+        for domain, row in prior_table(priors, "demix", training, domains).iterrows():
             for expert, prior in row.items():
                 dark = bool(prior > CELL_DARK)
                 rows.append({"kind": kind, "domain": domain, "expert": expert, "value": _number(prior), "dark": dark})
@@ -351,7 +351,7 @@ def training_curves(metrics_dir: str | Path, config: dict[str, Any]) -> pd.DataF
     Long runs are thinned to means over equal spans of steps.
     """
     frames = []
-    for name in sorted(trained_models(config)):
+    for name in sorted(model.name for model in trained(config)):
         path = Path(metrics_dir) / f"{name}.jsonl"
         rows = [(line["tokens"], line["loss"]) for line in read_metrics(path) if line.get("loss") is not None]
         frame = pd.DataFrame(rows, columns=["tokens", "loss"]).astype("float64")

@@ -3,6 +3,7 @@
 import numpy as np
 from scipy.special import logsumexp
 
+from demix.config.systems import METHODS
 from demix.errors import DemixError
 from demix.evaluate.mix.posterior import (
     evidence,
@@ -13,7 +14,6 @@ from demix.evaluate.mix.posterior import (
     updating_log_priors,
 )
 
-METHODS = ("average", "uniform", "updating", "cached")
 SCORERS = ("paper", "released")
 # What the released code's ewm(alpha=0.3) keeps from block to block.
 RELEASED_DECAY = 0.7
