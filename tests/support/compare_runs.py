@@ -45,6 +45,15 @@ def is_equal(one: Any, other: Any) -> bool:
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
+def pair(old: Any, new: Any) -> str:
+    """Two values beside each other; of long texts the place where they begin to differ."""
+    a, b = repr(old), repr(new)
+    if max(len(a), len(b)) > 160:
+        at = next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        a, b = (f"…{text[max(at - 40, 0) : at + 40]}…" for text in (a, b))
+    return f"{a} against {b}"
+
+
 def first_unequal(old: list[Any], new: list[Any]) -> int | None:
     """The first place at which two lists of one length differ."""
     return next((at for at, (a, b) in enumerate(zip(old, new, strict=True)) if not is_equal(a, b)), None)
@@ -63,7 +72,7 @@ def table_differs(old: pa.Table, new: pa.Table) -> str | None:
             continue
         a, b = a.to_pylist(), b.to_pylist()
         if (row := first_unequal(a, b)) is not None:
-            return f"column {name}, row {row}: {a[row]!r} against {b[row]!r}"
+            return f"column {name}, row {row}: {pair(a[row], b[row])}"
     return None
 
 
@@ -120,7 +129,7 @@ def value_differs(old: Any, new: Any, at: str = "") -> str | None:
             return f"{at}: {len(old)} entries against {len(new)}"
         found = (value_differs(a, b, f"{at}/{i}") for i, (a, b) in enumerate(zip(old, new, strict=True)))
         return next((one for one in found if one), None)
-    return None if is_equal(old, new) else f"{at or 'value'}: {old!r} against {new!r}"
+    return None if is_equal(old, new) else f"{at or 'value'}: {pair(old, new)}"
 
 
 def json_value(path: Path) -> Any:
