@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
+
 from support.compare_runs import KINDS, compare_runs, main
 
 TABLES = ("results", "priors", "differences", "posteriors", "audit")
