@@ -72,7 +72,8 @@ def _about(model: str, config: dict[str, Any], description: dict[str, Any], expe
         size += f": {shared:,} that all share, and {len(experts)} experts of {own:,}"
     return (
         f"A language model of kind {_text(description['kind'])}, of run {_text(config['run'])}, seed "
-        f"{_planned(model, config)[1]}. It has {size}; {architecture['layers']} layers of width {architecture['width']}; "
+        f"{_planned(model, config)[1]}. It has {size}; {architecture['layers']} layers of width "
+        f"{architecture['width']}; "
         f"it reads blocks of {architecture['context']:,} tokens of {description['vocab_size']:,} types.\n\n"
         "Every number here stands in the run's files: `config.json`, `corpus/<domain>/card.json`, `results.parquet` "
         f"and those of `models/{_text(model)}/`."
