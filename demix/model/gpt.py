@@ -1,6 +1,7 @@
 """The language model: a GPT whose every feedforward is a DEMix layer. A dense model has one expert."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from demix.model.layers import Attention, DEMixLayer, KeyValues, layer_norm
 
 # Tokens whose logits over the vocabulary exist at once. So few are the fastest on CPU; a GPU wants more.
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
+# Which tensors may belong to an expert alone; names with this part have an axis of experts.
+SCOPES = ("feedforward", "model")
+_STACKED = ".feedforward."
 
 
 class Block(nn.Module):
@@ -37,7 +41,9 @@ class GPT(nn.Module):
     """A decoder with learned positions, tied embeddings and one feedforward per expert in each layer.
 
     `experts` names the stacked experts in order. `domain_tokens` names the domains that may be given as a
-    first input position (the domain-token baseline); their embeddings are inputs only.
+    first input position (the domain-token baseline); their embeddings are inputs only. `expert_scope` says which
+    tensors belong to an expert alone: those of its feedforwards (`feedforward`), or all (`model`), and then the model
+    holds one expert.
     """
 
     def __init__(
@@ -46,10 +52,16 @@ class GPT(nn.Module):
         vocab_size: int,
         experts: tuple[str, ...],
         domain_tokens: tuple[str, ...] = (),
+        expert_scope: str = "feedforward",
     ):
         super().__init__()
+        if expert_scope not in SCOPES:
+            raise DemixError(f"expert_scope {expert_scope}", "is not known", f"use one of {', '.join(SCOPES)}")
+        if expert_scope == "model" and len(experts) != 1:
+            raise DemixError(f"experts {', '.join(experts)}", "share no tensor", "load each as a model of its own")
         self.architecture, self.vocab_size = architecture, vocab_size
         self.experts, self.domain_tokens = tuple(experts), tuple(domain_tokens)
+        self.expert_scope = expert_scope
         # Set by who trains: compute a block's activations again in backward instead of keeping them.
         self.checkpoint_activations = False
         width = architecture.width
@@ -131,13 +143,37 @@ class GPT(nn.Module):
         for block in self.blocks:
             block.compile(dynamic=False)
 
+    def owned(self, name: str) -> bool:
+        """Whether the tensor `name`, or what training keeps of it under a longer name, belongs to an expert alone."""
+        return self.expert_scope == "model" or _STACKED in name
+
     def expert_tensors(self) -> dict[str, nn.Parameter]:
-        """The stacked [E, ...] parameters that belong to experts, by name."""
-        return {name: p for name, p in self.named_parameters() if ".feedforward." in name}
+        """The parameters that belong to experts, by name; those of feedforwards are stacked, [E, ...]."""
+        return {name: p for name, p in self.named_parameters() if self.owned(name)}
 
     def shared_tensors(self) -> dict[str, nn.Parameter]:
         """The parameters that every expert uses, by name."""
-        return {name: p for name, p in self.named_parameters() if ".feedforward." not in name}
+        return {name: p for name, p in self.named_parameters() if not self.owned(name)}
+
+    def parted(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        """Named `tensors` of this model as the shared ones and each expert's own, which have no axis of experts."""
+        shared = {name: tensor for name, tensor in tensors.items() if not self.owned(name)}
+        return shared, {
+            expert: {
+                name: tensor[number] if _STACKED in name else tensor
+                for name, tensor in tensors.items()
+                if self.owned(name)
+            }
+            for number, expert in enumerate(self.experts)
+        }
+
+    def stacked(self, shared: Mapping[str, Tensor], experts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """What `parted` parted. `experts` may name more than this model has. Raises KeyError where tensors differ."""
+        own = [experts[name] for name in self.experts]
+        return {**shared} | {
+            name: torch.stack([tensors[name] for tensors in own]) if _STACKED in name else own[0][name]
+            for name in dict.fromkeys(name for tensors in own for name in tensors)
+        }
 
 
 class _LogProbabilities(torch.autograd.Function):
