@@ -1,4 +1,4 @@
-"""The language model: a GPT whose every feedforward is a DEMix layer. A dense model has one expert."""
+"""The language model: a GPT whose feedforwards are stacks of experts. A dense model has one expert."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from demix.config.architecture import Architecture
 from demix.errors import DemixError
 from demix.files import seed_for
-from demix.model.layers import Attention, DEMixLayer, KeyValues, layer_norm
+from demix.model.layers import Attention, KeyValues, attention_bias, feedforward, layer_norm
 
 # Tokens whose logits over the vocabulary exist at once. So few are the fastest on CPU; a GPU wants more.
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
@@ -22,19 +22,21 @@ _STACKED = ".feedforward."
 
 
 class Block(nn.Module):
-    """Pre-norm attention and DEMix layer, both residual."""
+    """Pre-norm attention and feedforward, both residual."""
 
-    def __init__(self, architecture: Architecture, experts: int):
+    def __init__(self, architecture: Architecture, layer: int, experts: int):
         super().__init__()
+        self.architecture = architecture
         self.attention_norm = nn.LayerNorm(architecture.width)
         self.attention = Attention(architecture.width, architecture.heads)
         self.feedforward_norm = nn.LayerNorm(architecture.width)
-        self.feedforward = DEMixLayer(experts, architecture.width)
+        self.feedforward = feedforward(architecture, layer, experts)
 
-    def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
+    def forward(self, x: Tensor, past: KeyValues | None = None, auxiliary: list[Tensor] | None = None) -> Tensor:
         """`x` [E or 1, B, T, D] -> [E, B, T, D]."""
-        x = x + self.attention(layer_norm(x, self.attention_norm), past)
-        return x + self.feedforward(layer_norm(x, self.feedforward_norm))
+        bias = attention_bias(self.architecture, x.shape[2], past, x.device)
+        x = x + self.attention(layer_norm(x, self.attention_norm), bias, past)
+        return x + self.feedforward(layer_norm(x, self.feedforward_norm), auxiliary)
 
 
 class GPT(nn.Module):
@@ -69,7 +71,7 @@ class GPT(nn.Module):
         self.position_embedding = nn.Parameter(torch.empty(architecture.context + bool(domain_tokens), width))
         if domain_tokens:
             self.domain_embedding = nn.Parameter(torch.empty(len(domain_tokens), width))
-        self.blocks = nn.ModuleList(Block(architecture, len(experts)) for _ in range(architecture.layers))
+        self.blocks = nn.ModuleList(Block(architecture, layer, len(experts)) for layer in range(architecture.layers))
         self.final_norm = nn.LayerNorm(width)
 
     def initialise(self, seed: int) -> "GPT":
@@ -98,12 +100,15 @@ class GPT(nn.Module):
         domains: Tensor | None = None,
         dtype: torch.dtype | None = None,
         past: list[KeyValues] | None = None,
+        auxiliary: list[Tensor] | None = None,
     ) -> Tensor:
         """Final hidden states [E, B, T, D] of `inputs` [E, B, T], or of [1, B, T] seen by every expert.
 
         `domains` [E, B] are the domain tokens put before the sequences (domain-token models only; no state is
         returned for that position). `dtype` is the type to compute in; the parameters' own by default.
         `past` (one a layer, from `no_past`; without gradients): `inputs` follow what it has seen, and are added to it.
+        `auxiliary`: layers that train a router add their losses to this list, in nats: [E, B] each, one number for
+        a sequence, already times its weight.
         """
         x = self.token_embedding[inputs]
         if self.domain_tokens:
@@ -115,13 +120,17 @@ class GPT(nn.Module):
         for number, block in enumerate(self.blocks):
             if not torch.is_grad_enabled():
                 # Not the compiled one: evaluation comes in many shapes.
-                x = block.forward(x, past[number] if past else None)
+                x = block.forward(x, past[number] if past else None, auxiliary)
             elif self.checkpoint_activations:
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, None, auxiliary, use_reentrant=False)
             else:
-                x = block(x)
+                x = block(x, None, auxiliary)
         x = layer_norm(x, self.final_norm)
         return x[:, :, 1:] if self.domain_tokens else x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Unnormalised log-probabilities [..., V] of what follows the states `hidden` [..., D], in their type."""
+        return hidden @ self.token_embedding.T.to(hidden.dtype)
 
     def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """log p(target) in nats, at least fp32, for `hidden` [E, B, T, D] and `targets` [E or 1, B, T]: [E, B, T].
