@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from breaking import Note
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from demix.errors import DemixError
 from demix.evaluate.mix.posterior import evidence, log_weights, updating_log_priors
 from demix.evaluate.mix.rules import METHODS, log_mixtures, mix
 from demix.files import read_json, write_json
+from support.breaking import Note
 
 Fuzz = Callable[..., None]
 

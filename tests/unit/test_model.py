@@ -25,22 +25,9 @@ from demix.model.export import export_hf
 from demix.model.gpt import GPT
 from demix.model.layers import DEMixLayer
 from demix.model.scoring import log_probabilities
+from support.models import REAL_TEXT, SMALL, model_of, randomise
 
-SMALL = Architecture(layers=2, width=32, heads=4, context=16)
 EIGHT = tuple(f"domain{number}" for number in range(8))
-
-
-def randomise(module: nn.Module, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.3)
-
-
-def model_of(experts: tuple[str, ...], dtype: torch.dtype = torch.float64, **more: object) -> GPT:
-    model = GPT(SMALL, 50, experts, **more).to(dtype)
-    randomise(model)
-    return model
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
@@ -343,10 +330,6 @@ def test_model_directory_is_modular(tmp_path) -> None:
     damaged.write_bytes(content)
     with pytest.raises(DemixError, match=r"domain3\.safetensors.*sha256"):
         load_model(tmp_path, ("domain3",))
-
-
-REAL_TEXT = """It is a truth universally acknowledged, that a single man in possession of a good fortune,
-must be in want of a wife. Permission is hereby granted, free of charge, to any person obtaining a copy."""
 
 
 def test_experts_that_are_whole_models_are_trunks_of_their_own(tmp_path) -> None:
