@@ -11,8 +11,9 @@ import pyarrow as pa
 
 from demix.errors import DemixError
 from demix.evaluate.intervals import FEWEST, bounds, resampled_sums
-from demix.evaluate.losses import Mixture, Totals, cached_priors, document_totals
-from demix.evaluate.mix.rules import METHODS, RELEASED_DECAY, blocks_used, log_prior_path, posterior_trace
+from demix.evaluate.losses import DocumentLosses, Mixture, cached_priors, document_losses
+from demix.evaluate.mix.mixtures import METHODS
+from demix.evaluate.mix.priors import RELEASED_DECAY, blocks_used, log_prior_path, posterior_trace
 from demix.evaluate.score_tables import ScoreTable, read_scores
 from demix.files import read_parquet, seed_for, write_parquet
 
@@ -174,11 +175,11 @@ def evaluate_domain(
     rows: list[Row] = []
     priors: list[dict[str, Any]] = []
     posteriors: list[pa.Table] = []
-    scored: list[Totals] = []
+    scored: list[DocumentLosses] = []
 
     def add_dense(model: str, seed: int) -> None:
         test = scores / seeded(model, seed, evaluation.seed) / f"{domain}.test"
-        totals = document_totals(test, ("dense",), byte_lengths=byte_lengths)
+        totals = document_losses(test, ("dense",), byte_lengths=byte_lengths)
         scored.append(totals)
         about = common | {"model": model, "seed": seed, "experts": "dense", "n_experts": 1, "method": "dense"}
         rows.append(_row(about, totals, totals.experts["dense"]))
@@ -191,7 +192,7 @@ def evaluate_domain(
         log_priors = cached_priors(dev, mixtures)
         traced = next((_traced(evaluation, some) for some in sets if some.variants), None)
         test = folder / f"{domain}.test"
-        totals = document_totals(test, experts, mixtures, log_priors, byte_lengths, traced)
+        totals = document_losses(test, experts, mixtures, log_priors, byte_lengths, traced)
         scored.append(totals)
         for some, entries in planned.items():
             about = common | {"model": model, "seed": seed, "experts": some.label, "n_experts": len(some.experts)}
@@ -255,7 +256,7 @@ def mix_experts(test: Path, mixture: Mixture, methods: Sequence[str]) -> tuple[l
         replace(mixture, method=method, top_k=None if method == "average" else mixture.top_k) for method in methods
     ]
     priors = cached_priors(read_scores(dev, mixture.experts), mixtures) if "cached" in methods else {}
-    totals = document_totals(test, mixture.experts, mixtures, priors)
+    totals = document_losses(test, mixture.experts, mixtures, priors)
     about = {"model": test.parent.name, "experts": ""}
     rows = [_row(about | {"method": "expert"}, totals, nll, expert=name) for name, nll in totals.experts.items()]
     rows += _mixture_rows([(each, "") for each in mixtures], about, totals, mixture.dev_blocks)
@@ -311,7 +312,7 @@ def planned_mixtures(evaluation: Evaluation, some: ExpertSet, scored: int) -> It
         yield released, "released_scorer"
 
 
-def _row(about: dict[str, Any], totals: Totals, nll: np.ndarray, **more: Any) -> Row:
+def _row(about: dict[str, Any], totals: DocumentLosses, nll: np.ndarray, **more: Any) -> Row:
     tokens, summed = int(totals.tokens.sum()), float(nll.sum())
     values = {
         "weights": "", "split": "test", "expert": "", "oracle": False, "documents": len(totals.tokens),
@@ -323,7 +324,9 @@ def _row(about: dict[str, Any], totals: Totals, nll: np.ndarray, **more: Any) ->
     return Row(about | values | more, nll)
 
 
-def _expert_rows(some: ExpertSet, domain: str, about: dict[str, Any], totals: Totals, dev: ScoreTable) -> Iterator[Row]:
+def _expert_rows(
+    some: ExpertSet, domain: str, about: dict[str, Any], totals: DocumentLosses, dev: ScoreTable
+) -> Iterator[Row]:
     """The naive expert, where all methods are asked for: a domain's own, else the best on test and that on dev."""
     if "average" in some.methods:
         nlls = {expert: totals.experts[expert] for expert in some.experts}
@@ -341,7 +344,7 @@ def _expert_rows(some: ExpertSet, domain: str, about: dict[str, Any], totals: To
 
 
 def _mixture_rows(
-    entries: Iterable[tuple[Mixture, str]], about: dict[str, Any], totals: Totals, scored: int
+    entries: Iterable[tuple[Mixture, str]], about: dict[str, Any], totals: DocumentLosses, scored: int
 ) -> Iterator[Row]:
     for mixture, variant in entries:
         more = {"method": mixture.method, "top_k": mixture.top_k, "variant": variant, "scorer": mixture.scorer}
@@ -377,7 +380,7 @@ def _trace(mixture: Mixture, posteriors: np.ndarray, about: dict[str, Any]) -> p
 
 
 def _with_intervals(
-    rows: list[Row], totals: Totals, common: dict[str, Any]
+    rows: list[Row], totals: DocumentLosses, common: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The rows with bounds of their perplexity, and the systems compared with others, all on the same resamples."""
     documents = len(totals.tokens)

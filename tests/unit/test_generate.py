@@ -14,7 +14,7 @@ from test_model import SMALL, model_of
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.mix.rules import mix
+from demix.evaluate.mix.mixtures import mix
 from demix.files import write_parquet
 from demix.model.checkpoint import load_model
 from demix.model.decode import Decoder, Posterior, choose, decoded, generate, log_prior_of, nucleus
