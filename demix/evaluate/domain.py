@@ -12,8 +12,8 @@ import pyarrow as pa
 from demix.config.systems import Evaluated, ExpertSet
 from demix.errors import DemixError
 from demix.evaluate.intervals import FEWEST, bounds, resampled_sums
-from demix.evaluate.losses import Mixture, Totals, cached_priors, document_totals
-from demix.evaluate.mix.rules import RELEASED_DECAY, blocks_used, log_prior_path, posterior_trace
+from demix.evaluate.losses import DocumentLosses, Mixture, cached_priors, document_losses
+from demix.evaluate.mix.priors import RELEASED_DECAY, blocks_used, log_prior_path, posterior_trace
 from demix.evaluate.score_tables import ScoreTable, read_scores
 from demix.files import read_parquet, seed_for, write_parquet
 
@@ -154,11 +154,11 @@ def evaluate_domain(
     rows: list[Row] = []
     priors: list[dict[str, Any]] = []
     posteriors: list[pa.Table] = []
-    scored: list[Totals] = []
+    scored: list[DocumentLosses] = []
 
     def add_single(table: Evaluated) -> None:
         (column,) = table.columns
-        totals = document_totals(scores / table.folder / f"{domain}.test", (column,), byte_lengths=byte_lengths)
+        totals = document_losses(scores / table.folder / f"{domain}.test", (column,), byte_lengths=byte_lengths)
         scored.append(totals)
         about = common | {"model": table.model, "seed": table.seed, "experts": column, "n_experts": 1}
         rows.append(_row(about | {"method": "dense"}, totals, totals.experts[column]))
@@ -171,7 +171,7 @@ def evaluate_domain(
         log_priors = cached_priors(dev, mixtures)
         traced = next((_traced(evaluation, some) for some in table.sets if some.variants), None)
         test = folder / f"{domain}.test"
-        totals = document_totals(test, table.columns, mixtures, log_priors, byte_lengths, traced)
+        totals = document_losses(test, table.columns, mixtures, log_priors, byte_lengths, traced)
         scored.append(totals)
         for some, entries in planned.items():
             about = common | {"model": table.model, "seed": table.seed}
@@ -216,7 +216,7 @@ def mix_experts(test: Path, mixture: Mixture, methods: Sequence[str]) -> tuple[l
         replace(mixture, method=method, top_k=None if method == "average" else mixture.top_k) for method in methods
     ]
     priors = cached_priors(read_scores(dev, mixture.experts), mixtures) if "cached" in methods else {}
-    totals = document_totals(test, mixture.experts, mixtures, priors)
+    totals = document_losses(test, mixture.experts, mixtures, priors)
     about = {"model": test.parent.name, "experts": ""}
     rows = [_row(about | {"method": "expert"}, totals, nll, expert=name) for name, nll in totals.experts.items()]
     rows += _mixture_rows([(each, "") for each in mixtures], about, totals, mixture.dev_blocks)
@@ -267,7 +267,7 @@ def planned_mixtures(evaluation: Evaluation, some: ExpertSet, scored: int) -> It
         yield released, "released_scorer"
 
 
-def _row(about: dict[str, Any], totals: Totals, nll: np.ndarray, **more: Any) -> Row:
+def _row(about: dict[str, Any], totals: DocumentLosses, nll: np.ndarray, **more: Any) -> Row:
     tokens, summed = int(totals.tokens.sum()), float(nll.sum())
     values = {
         "weights": "", "split": "test", "expert": "", "oracle": False, "documents": len(totals.tokens),
@@ -279,7 +279,9 @@ def _row(about: dict[str, Any], totals: Totals, nll: np.ndarray, **more: Any) ->
     return Row(about | values | more, nll)
 
 
-def _expert_rows(some: ExpertSet, domain: str, about: dict[str, Any], totals: Totals, dev: ScoreTable) -> Iterator[Row]:
+def _expert_rows(
+    some: ExpertSet, domain: str, about: dict[str, Any], totals: DocumentLosses, dev: ScoreTable
+) -> Iterator[Row]:
     """The naive expert, where all methods are asked for: a domain's own, else the best on test and that on dev."""
     if "average" in some.methods:
         nlls = {expert: totals.experts[expert] for expert in some.experts}
@@ -297,7 +299,7 @@ def _expert_rows(some: ExpertSet, domain: str, about: dict[str, Any], totals: To
 
 
 def _mixture_rows(
-    entries: Iterable[tuple[Mixture, str]], about: dict[str, Any], totals: Totals, scored: int
+    entries: Iterable[tuple[Mixture, str]], about: dict[str, Any], totals: DocumentLosses, scored: int
 ) -> Iterator[Row]:
     for mixture, variant in entries:
         more = {"method": mixture.method, "top_k": mixture.top_k, "variant": variant, "scorer": mixture.scorer}
@@ -333,7 +335,7 @@ def _trace(mixture: Mixture, posteriors: np.ndarray, about: dict[str, Any]) -> p
 
 
 def _with_intervals(
-    rows: list[Row], totals: Totals, common: dict[str, Any], evaluation: Evaluation | None
+    rows: list[Row], totals: DocumentLosses, common: dict[str, Any], evaluation: Evaluation | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The rows with bounds of their perplexity, and the systems compared with others, all on the same resamples."""
     documents = len(totals.tokens)
