@@ -1,8 +1,8 @@
 """Evaluating a domain: tables read in pieces, sums by document, intervals, bytes, and the rows made of them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,9 +16,11 @@ from scipy.stats import bootstrap
 from typer.testing import CliRunner
 
 from demix.commands.main import app
+from demix.config.systems import bases, compared
+from demix.config.systems import evaluated as evaluated_tables
 from demix.data.tokenizer import Tokenizer, byte_lengths, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
-from demix.evaluate.domain import AGAINST, COLUMNS, Evaluation, Outputs, evaluate_domain, join
+from demix.evaluate.domain import COLUMNS, Evaluation, Outputs, evaluate_domain, join
 from demix.evaluate.intervals import bounds, resampled_sums
 from demix.evaluate.losses import Mixture, cached_priors, document_losses
 from demix.evaluate.mix.mixtures import METHODS, mix
@@ -28,10 +30,22 @@ from demix.files import write_parquet
 
 LENGTH = 8
 TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")
-EVALUATION = Evaluation(
-    training=TRAINING, novel=NOVEL, without={"law": ("songs", "news", "code")}, decay=0.3, dev_blocks=6,
-    weights=("history", "released", 3), top_k=(2,), decays=(0.1, 0.3), prior_blocks=(1, 4, 50), seed=7,
-)  # fmt: skip
+CONFIG = {
+    "seed": 7,
+    "domains": {"training": dict.fromkeys(TRAINING), "novel": dict.fromkeys(NOVEL)},
+    "removal": {"retrain_without": ["law"], "replacement": "songs"},
+}
+
+
+def evaluation(domain: str, **changes: Any) -> Evaluation:
+    """What the workflow has evaluated on `domain` of a run with `CONFIG`, with changes to the config."""
+    config = CONFIG | changes
+    return Evaluation(
+        kind="training" if domain in TRAINING else "novel", tables=evaluated_tables(config, domain),
+        compared=tuple(system.key for system in compared(config, domain)),
+        against=tuple((name, *system.key) for name, system in bases(config).items()), decay=0.3, dev_blocks=6,
+        weights=("history", "released", 3), top_k=(2,), decays=(0.1, 0.3), prior_blocks=(1, 4, 50), seed=7,
+    )  # fmt: skip
 
 
 def write_table(folder: Path, experts: Sequence[str], *, documents: int = 30, seed: int = 0, text: int = 0) -> None:
@@ -55,8 +69,8 @@ def starts(documents: np.ndarray) -> np.ndarray:
 
 
 def write_run(scores: Path, domain: str, *, documents: int = 30) -> None:
-    """All score tables that `EVALUATION` of `domain` reads."""
-    kept = EVALUATION.without.get(domain)
+    """All score tables that `evaluation` of `domain` reads."""
+    kept = ("songs", "news", "code") if domain == "law" else None
     models = {"domain_token": TRAINING, "demix": TRAINING + NOVEL} | ({f"without-{domain}": kept} if kept else {})
     for number, (model, experts) in enumerate(models.items()):
         write_table(scores / model / f"{domain}.dev", experts, seed=number, text=1, documents=documents)
@@ -227,7 +241,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for domain in ("law", "songs"):
         write_run(folder / "scores", domain)
         lengths = np.full(300, 3)
-        evaluate_domain(folder / "scores", domain, EVALUATION, outputs(folder / domain), lengths)
+        evaluate_domain(folder / "scores", domain, evaluation(domain), outputs(folder / domain), lengths)
     return folder
 
 
@@ -274,7 +288,7 @@ def test_further_seeds_add_rows_of_their_own_models(evaluated: Path, tmp_path: P
             write_table(scores / f"{model}-seed9" / f"{domain}.{split}", TRAINING, seed=20 + number, text=text)
     for number, model in enumerate(("dense", "dense_unbalanced")):
         write_table(scores / f"{model}-seed9" / f"{domain}.test", ("dense",), seed=30 + number, text=2)
-    evaluate_domain(scores, domain, replace(EVALUATION, seeds=(9,)), outputs(tmp_path / domain), np.full(300, 3))
+    evaluate_domain(scores, domain, evaluation(domain, seeds=[9]), outputs(tmp_path / domain), np.full(300, 3))
     for name in ("results", "priors", "differences", "posteriors"):
         found = rows(tmp_path, domain, name)
         own = found[found.seed == 7].reset_index(drop=True)
@@ -307,6 +321,7 @@ def test_the_naive_expert_of_a_novel_domain_is_chosen_on_dev_too(evaluated: Path
 
 
 def test_differences_are_paired(evaluated: Path) -> None:
+    against = bases(CONFIG)
     for domain in ("law", "songs"):
         results, differences = rows(evaluated, domain), rows(evaluated, domain, "differences")
         main = results[(results.variant == "") & results.top_k.isna() & (results.method != "expert")]
@@ -316,7 +331,10 @@ def test_differences_are_paired(evaluated: Path) -> None:
         removals = {("demix", "minus-law", "cached", "history"), ("without-law", "training", "cached", "history")}
         assert removals <= systems if domain == "law" else not removals & systems
         for row in differences.itertuples():
-            one, two = found.loc[row.model, row.experts, row.method, row.weights], found.loc[AGAINST[row.against]]
+            one, two = (
+                found.loc[row.model, row.experts, row.method, row.weights],
+                found.loc[against[row.against].key],
+            )
             assert row.nats_per_token == pytest.approx((one.nll - two.nll) / one.tokens)
             assert row.perplexity == pytest.approx(one.perplexity - two.perplexity)
             assert row.nats_per_token_low < row.nats_per_token < row.nats_per_token_high
@@ -342,7 +360,7 @@ def test_posteriors_follow_the_text(evaluated: Path) -> None:
 
 def test_fewer_than_20_documents_have_no_interval(tmp_path: Path) -> None:
     write_run(tmp_path / "scores", "law", documents=19)
-    evaluate_domain(tmp_path / "scores", "law", EVALUATION, outputs(tmp_path))
+    evaluate_domain(tmp_path / "scores", "law", evaluation("law"), outputs(tmp_path))
     found = pd.read_parquet(tmp_path / "results.parquet")
     assert set(found.documents) == {19}
     assert found[["perplexity_low", "perplexity_high", "bytes", "bits_per_byte"]].isna().all(axis=None)
@@ -350,7 +368,7 @@ def test_fewer_than_20_documents_have_no_interval(tmp_path: Path) -> None:
 
 
 def test_evaluating_again_gives_the_same_bytes(evaluated: Path, tmp_path: Path) -> None:
-    evaluate_domain(evaluated / "scores", "law", EVALUATION, outputs(tmp_path), np.full(300, 3))
+    evaluate_domain(evaluated / "scores", "law", evaluation("law"), outputs(tmp_path), np.full(300, 3))
     for name in ("results", "priors", "differences", "posteriors"):
         assert (tmp_path / f"{name}.parquet").read_bytes() == (evaluated / "law" / f"{name}.parquet").read_bytes()
 
@@ -359,13 +377,13 @@ def test_models_scored_on_different_tokens_are_not_compared(tmp_path: Path) -> N
     write_run(tmp_path / "scores", "songs")
     write_table(tmp_path / "scores" / "dense" / "songs.test", ("dense",), text=3)
     with pytest.raises(DemixError, match="domain songs: was scored on different tokens"):
-        evaluate_domain(tmp_path / "scores", "songs", EVALUATION, outputs(tmp_path))
+        evaluate_domain(tmp_path / "scores", "songs", evaluation("songs"), outputs(tmp_path))
     assert not list(tmp_path.glob("*.parquet"))
 
 
 def test_ids_that_the_tokenizer_lacks_are_refused(evaluated: Path, tmp_path: Path) -> None:
     with pytest.raises(DemixError, match="has ids that the tokenizer lacks"):
-        evaluate_domain(evaluated / "scores", "law", EVALUATION, outputs(tmp_path), np.full(200, 3))
+        evaluate_domain(evaluated / "scores", "law", evaluation("law"), outputs(tmp_path), np.full(200, 3))
 
 
 def test_tables_of_domains_are_joined(evaluated: Path, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from demix.config.check import MODELS, adaptations, load_config, trained_models
+from demix.config.check import load_config
+from demix.config.systems import KINDS, adaptations, trained
 from demix.errors import DemixError
 from demix.plan.cost import plan_domain, plan_table, plan_training, training_tables
 from demix.plan.flops import HARDWARE
@@ -88,7 +89,8 @@ def test_the_command_prints_every_domain_and_the_totals():
 def test_the_plan_of_the_largest_models():
     config = PAPER["paper-1.3b"]
     plans = {plan.name: plan for plan in plan_training(config, 128, HARDWARE["v100"])}
-    assert list(plans) == trained_models(config) + [f"{model}, 3 rates" for model in MODELS] + adaptations(config)
+    models, adapted = ([one.name for one in found] for found in (trained(config), adaptations(config)))
+    assert list(plans) == models + [f"{kind}, 3 rates" for kind in KINDS] + adapted
     swept = plans["dense, 3 rates"]
     assert (swept.tokens, swept.steps) == (3 * 1_048_576_000, 1500)
     assert swept.hours == pytest.approx(0.03 * plans["dense"].hours)
@@ -166,8 +168,8 @@ def test_the_command_prints_the_papers_numbers():
     assert work == ["8", "105G", "50,000", "2,048", "508M", "806M", "7.0G", "23250.34", "1162517.08"]
     assert takes == ["128", "1", "21.0GB", "3.8GB", "953MB", "83.4GB", "45.9", "5,871.3"]
     assert rows["dense"][1][-2:] == ["49.5", "6,331.8"]
-    for name in trained_models(PAPER["paper-1.3b"]) + adaptations(PAPER["paper-1.3b"]):
-        assert len(rows[name]) == 3
+    for one in (*trained(PAPER["paper-1.3b"]), *adaptations(PAPER["paper-1.3b"])):
+        assert len(rows[one.name]) == 3
     assert "Table 2" in shown
 
 
@@ -205,7 +207,7 @@ def test_the_files_that_sbatch_would_get(tmp_path):
         env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )  # fmt: skip
     written = {path.stem: path.read_text().splitlines() for path in (tmp_path / "results/paper-125m/sbatch").iterdir()}
-    assert set(written) == {*trained_models(config), *adaptations(config)}
+    assert set(written) == {one.name for one in (*trained(config), *adaptations(config))}
     asked = {line.removeprefix("#SBATCH --") for line in written["demix"] if line.startswith("#SBATCH")}
     assert asked >= {
         "nodes=4", "ntasks-per-node=8", "gpus-per-node=8", "mem=256000M", "time=1440", "signal=USR2@120", "requeue",
