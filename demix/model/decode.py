@@ -118,7 +118,7 @@ class Decoder:
         if not inputs.shape[1]:
             return weight.new_empty(len(self.model.experts), len(inputs), 0, weight.shape[1], dtype=self.dtype)
         hidden = self.model(inputs[None], dtype=self.dtype, past=self._past)
-        logits = hidden[:, :, -1] @ weight.T.to(hidden.dtype)
+        logits = self.model.logits(hidden[:, :, -1])
         self._predicted = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         return hidden
 

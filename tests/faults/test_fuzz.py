@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from breaking import Note
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from demix.evaluate.mix.mixtures import METHODS, log_mixtures, log_weights, mix
 from demix.evaluate.mix.priors import updating_log_priors
 from demix.evaluate.mix.rules import Chunk, weights_rule
 from demix.files import read_json, write_json
+from support.breaking import Note
 
 Fuzz = Callable[..., None]
 

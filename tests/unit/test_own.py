@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TRAINING
-from test_experts import demix, write_model
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
@@ -16,6 +14,9 @@ from demix.evaluate.mix.priors import cached_log_prior
 from demix.evaluate.own_text import DECAY, DEV_BLOCKS, run_tokenizer
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
+from support.cli import demix
+from support.models import write_model
+from support.tokens import TRAINING
 
 
 @pytest.fixture(scope="module")
