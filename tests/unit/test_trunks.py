@@ -15,8 +15,8 @@ from demix.generate.playground.answers import Drawing, Mixing, analyse, draw, op
 from demix.model.checkpoint import load_experts
 from demix.model.decode import Decoder, Posterior, generate
 from support.cli import demix
-from support.decoding import LENGTH, write_run
-from support.models import THREE, write_trunks
+from support.decoding import LENGTH, whole, write_run
+from support.models import THREE, model_of, randomise, write_trunks
 from support.tokens import NOVEL
 
 TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. " * 3
@@ -81,6 +81,17 @@ def test_texts_are_decoded_alike(models: tuple[Path, Path]) -> None:
     for stacked, apart in zip(*found, strict=True):
         assert apart.shape == stacked.shape
         np.testing.assert_allclose(apart, stacked, rtol=1e-6)
+
+
+def test_each_trunk_reads_with_its_own_weights() -> None:
+    """Trunks that share nothing, their embeddings included, against whole forward passes."""
+    trunks = [model_of((name,)) for name in ("law", "news")]
+    randomise(trunks[1], seed=1)
+    tokens = torch.randint(0, 50, (2, 2 * LENGTH + 5), generator=torch.Generator().manual_seed(0))
+    decoder = Decoder(trunks, tokens[:, 0], Posterior(torch.zeros(2), LENGTH, 2))
+    found = torch.cat([decoder.read(piece)[0] for piece in tokens.split([3, 1, 20, 13], 1)], 2)
+    expected = np.concatenate([whole(trunk, tokens, tokens[:, 0]) for trunk in trunks])
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-10, rtol=0)
 
 
 def test_the_terminal_and_the_page_show_the_same(models: tuple[Path, Path]) -> None:
