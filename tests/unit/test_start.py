@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.tokens import TRAINING
-from support.training import SIZES, TRAIN, opened, shard_paths
 
 from demix.config.architecture import Architecture
 from demix.model.gpt import GPT
@@ -18,6 +16,8 @@ from demix.train.loop import Optimization, train
 from demix.train.parallel import World
 from demix.train.stage import train_model
 from demix.train.state import State, newest_state, remove_states, save_state
+from support.tokens import TRAINING
+from support.training import SIZES, TRAIN, opened, shard_paths
 
 OPTIMIZATION = Optimization(12, 3e-3, 0.1, 0.5, 0.1, "fp32", checkpoint_every=1000)
 
@@ -70,13 +70,13 @@ def test_a_run_that_begins_with_a_saved_state_goes_on_as_the_run_that_saved_it(
 
 
 def test_whole_models_train_as_the_dense_one(tokens: Path, tmp_path: Path) -> None:
-    found = []
-    for scope in ("feedforward", "model"):
-        model = new_model(tokens, ("dense",), scope)
-        rows = train(model, batches_for(tokens, ("dense",)), TRAINING, OPTIMIZATION, tmp_path / scope)
-        found.append((timeless(rows), [parameter.detach() for parameter in model.parameters()]))
-    assert found[0][0] == found[1][0]
-    assert all(map(torch.equal, found[0][1], found[1][1]))
+    # Gradients lie in other buckets, whose norms are added in another order.
+    exact = dataclasses.replace(OPTIMIZATION, precision="fp64")
+    dense, whole = new_model(tokens, ("dense",)), new_model(tokens, ("dense",), "model")
+    for model in (dense, whole):
+        train(model, batches_for(tokens, ("dense",)), TRAINING, exact, tmp_path / model.expert_scope)
+    for name, parameter in dense.named_parameters():
+        torch.testing.assert_close(whole.get_parameter(name), parameter, rtol=0, atol=1e-12)
 
 
 def test_states_that_are_to_be_kept_stay(tmp_path: Path) -> None:
