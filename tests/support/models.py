@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from demix.config.architecture import Architecture, expert_parameters, shared_parameters
+from demix.config.architecture import Architecture, parameters
 from demix.model.checkpoint import describe, expert_lineage, load_model, save_expert, save_shared
 from demix.model.gpt import GPT
 
@@ -33,10 +33,7 @@ def write_model(
 ) -> GPT:
     model = GPT(SMALL, vocab_size, experts)
     randomise(model, seed)
-    counts = {
-        "shared_parameters": shared_parameters(SMALL, vocab_size),
-        "expert_parameters": expert_parameters(SMALL),
-    }
+    counts = dict(zip(("shared_parameters", "expert_parameters"), parameters(SMALL, vocab_size), strict=True))
     seen = {"tokens": 90, "steps": 9, "tokenizer_sha256": tokenizer}
     save_shared(model, directory, {"kind": "demix"} | counts | seen)
     for number, expert in enumerate(experts):
