@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -76,7 +77,7 @@ def audit_domain(domain: str, models: Path, tokens: Path, priors: Path, audit: A
     log.info("%s: %d rows", domain, len(rows))
 
 
-def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Audit) -> list[dict]:
+def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Audit) -> list[dict[str, Any]]:
     """A row for each system, split (train; test, which none has seen) and document.
 
     Systems: `own`, the domain's expert alone; `mixture`, all experts; `minus`, the same without it; `without`, the

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import torch
 
@@ -74,7 +75,7 @@ def opened(directory: Path, tokenizer: Path | None) -> Opened:
     return Opened(directory, trunks, encoder, tuple(domains))
 
 
-def about(given: Opened) -> dict:
+def about(given: Opened) -> dict[str, Any]:
     """What the page shows of the model."""
     return {
         "name": str(given.directory),
@@ -86,7 +87,7 @@ def about(given: Opened) -> dict:
     }
 
 
-def analyse(given: Opened, asked: Mixing) -> dict:
+def analyse(given: Opened, asked: Mixing) -> dict[str, Any]:
     """Every token of a text: its bits under the mixture and under each expert, the weights that predicted it.
 
     `weights` has one row more, of the token that would follow. Forward passes are made once a text, whatever is mixed.
@@ -107,7 +108,7 @@ def analyse(given: Opened, asked: Mixing) -> dict:
     }
 
 
-def draw(given: Opened, asked: Drawing) -> Iterator[dict]:
+def draw(given: Opened, asked: Drawing) -> Iterator[dict[str, Any]]:
     """The tokens that follow a text as they come, each with the values of `analyse` for it and the one after it."""
     for name, value, least, most in (
         ("tokens", asked.tokens, 1, MOST_DRAWN),
@@ -119,10 +120,10 @@ def draw(given: Opened, asked: Drawing) -> Iterator[dict]:
             raise DemixError(name, f"is {value}", f"give {least} to {most}")
     ids, posterior = _ids(given, asked.text), _posterior(given, asked)
 
-    def steps() -> Iterator[dict]:
+    def steps() -> Iterator[dict[str, Any]]:
         decoder = Decoder(given.trunks, _start(given), posterior)
         decoder.read(torch.tensor([ids], dtype=torch.long))
-        drawn: list[dict] = []
+        drawn: list[dict[str, Any]] = []
 
         def tokens() -> Iterator[int]:
             for token, scores, log_weights in generate(
@@ -143,14 +144,14 @@ def draw(given: Opened, asked: Drawing) -> Iterator[dict]:
     return steps()
 
 
-def _numbers(scores: torch.Tensor, log_weights: torch.Tensor) -> dict:
+def _numbers(scores: torch.Tensor, log_weights: torch.Tensor) -> dict[str, Any]:
     """`bits` [N] under the mixture and `expert_bits` [N, E] of one text's scores [E, 1, N]."""
     by_expert = scores[:, 0].T
     mixed = (log_weights[0] + by_expert).logsumexp(-1)
     return {"bits": _rounded(-mixed * BITS, 3), "expert_bits": _rounded(-by_expert * BITS, 2)}
 
 
-def _rounded(values: torch.Tensor, digits: int) -> list:
+def _rounded(values: torch.Tensor, digits: int) -> list[Any]:
     rounded = values.double().numpy().round(digits) + 0.0
     return rounded.tolist()
 
