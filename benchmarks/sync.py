@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
-from demix.config.architecture import PRESETS, Architecture, expert_parameters, shared_parameters
-from demix.config.placement import Share, placement
+from demix.config.architecture import PRESETS, Architecture, parameters
+from demix.config.placement import Placement, place
 from demix.model.gpt import GPT
 from demix.plan.flops import PAPER_TFLOPS, update_flops
 from demix.train.parallel import BUCKET_BYTES, GradientSync, World, joined, synced_bytes
@@ -37,10 +37,6 @@ from demix.train.parallel import BUCKET_BYTES, GradientSync, World, joined, sync
 ARCHITECTURE, VOCAB_SIZE, SEQUENCES = Architecture(layers=4, width=256, heads=4, context=64), 8192, 8
 WINDOWS, STEPS = 3, 3
 COUNTER = Path("/sys/class/net/lo/statistics/tx_bytes")
-
-
-def is_expert(name: str) -> bool:
-    return ".feedforward." in name
 
 
 @dataclass(frozen=True)
@@ -55,9 +51,9 @@ class Case:
     def name(self) -> str:
         return f"{self.kind}, {self.domains} domains, {self.ranks} ranks"
 
-    def places(self) -> tuple[Share, ...]:
+    def places(self) -> tuple[Placement, ...]:
         names = [f"domain{number}" for number in range(self.domains)]
-        return placement(self.kind, names, SEQUENCES // self.domains, self.ranks)
+        return place(self.kind, names, SEQUENCES // self.domains, self.ranks)
 
     @property
     def replicas(self) -> int:
@@ -102,15 +98,17 @@ class Peer:
         split = own is not world.groups[0]
         ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
         if split:
-            ignore(loss, [name for name in names if is_expert(name)])
+            ignore(loss, [name for name in names if loss.model.owned(name)])
         self.module: nn.Module = DistributedDataParallel(loss, gradient_as_bucket_view=True)
         if split and own is not None:
-            ignore(self.module, [f"module.{name}" for name in names if not is_expert(name)])
+            ignore(self.module, [f"module.{name}" for name in names if not loss.model.owned(name)])
             self.module = DistributedDataParallel(self.module, process_group=own, gradient_as_bucket_view=True)
-        self.parts = [[p for n, p in loss.named_parameters() if is_expert(n) == expert] for expert in (False, True)]
+        self.parts = [
+            [p for n, p in loss.named_parameters() if loss.model.owned(n) == expert] for expert in (False, True)
+        ]
         # DDP gives means over ranks where a sum is wanted.
         self.factors = [group.size() if group else 1 for group in world.groups]
-        self.speaks = [world.rank == 0, world.speaks]
+        self.counts = [world.rank == 0, world.writes_experts]
 
     def zero(self) -> None:
         self.module.zero_grad(set_to_none=False)
@@ -124,8 +122,8 @@ class Peer:
     def clip(self, most: float) -> float:
         gradients = [[p.grad for p in part] for part in self.parts]
         square = 0.0
-        for some, factor, speaks in zip(gradients, self.factors, self.speaks, strict=True):
-            if speaks:
+        for some, factor, counts in zip(gradients, self.factors, self.counts, strict=True):
+            if counts:
                 norms = torch.stack(torch._foreach_norm(some)).double()
                 square += float((norms**2).sum()) * factor**2
         norm = self.world.sum([square])[0] ** 0.5
@@ -134,19 +132,21 @@ class Peer:
         return norm
 
 
-def stepper(case: Case, world: World, share: Share, sync_by: type) -> tuple[Callable[[], float], GradientSync | Peer]:
+def stepper(
+    case: Case, world: World, placement: Placement, sync_by: type
+) -> tuple[Callable[[], float], GradientSync | Peer]:
     """A training step of this rank, which returns the gradient's norm, and what synchronizes it."""
-    experts = tuple(f"domain{d}" for d in share.experts) if case.kind == "demix" else ("dense",)
+    experts = tuple(f"domain{d}" for d in placement.experts) if case.kind == "demix" else ("dense",)
     loss = Loss(GPT(ARCHITECTURE, VOCAB_SIZE, experts).initialise(1))
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB_SIZE, (SEQUENCES, ARCHITECTURE.context + 1), generator=generator)
     tokens = tokens.view(case.domains if case.kind == "demix" else 1, -1, ARCHITECTURE.context + 1)
-    tokens = tokens[list(share.experts), share.first : share.last]
+    tokens = tokens[list(placement.experts), placement.first : placement.last]
     if sync_by is Peer:
         sync = Peer(loss, world)
         forward = sync.module
     else:
-        sync, forward = GradientSync(dict(loss.named_parameters()), is_expert, world), loss
+        sync, forward = GradientSync(dict(loss.named_parameters()), loss.model.owned, world), loss
     optimizer = torch.optim.AdamW(loss.parameters(), lr=1e-4, fused=True)
 
     def step() -> float:
@@ -167,8 +167,8 @@ def measure(case: Case) -> Measured:
     torch.set_num_threads(1)
     with joined() as world:
         places = case.places()
-        world, share = world.placed(places), places[world.rank]
-        sides = [stepper(case, world, share, kind) for kind in (GradientSync, Peer)[: min(2, case.ranks)]]
+        world, placement = world.placed(places), places[world.rank]
+        sides = [stepper(case, world, placement, kind) for kind in (GradientSync, Peer)[: min(2, case.ranks)]]
         norms = [step() for step, _ in sides]
         assert max(norms) - min(norms) < 1e-4 * min(norms), f"{case}: gradient norms {norms}"
         times: list[list[float]] = [[] for _ in sides]
@@ -222,7 +222,7 @@ def measure_all(cases: list[Case]) -> dict[Case, Measured]:
 
 
 def measured_rows(found: dict[Case, Measured]) -> list[dict]:
-    shared, expert = shared_parameters(ARCHITECTURE, VOCAB_SIZE), expert_parameters(ARCHITECTURE)
+    shared, expert = parameters(ARCHITECTURE, VOCAB_SIZE)
     times, given, moved = [], [], []
     for case in CASES:
         ours = found[case]
@@ -280,7 +280,7 @@ PAPER = {"gpt3-small": ("125M", 32), "gpt3-medium": ("350M", 64), "gpt3-large": 
 def synchronizing(preset: str, ranks: int, network: Network) -> tuple[float, float]:
     """Seconds a step of a dense model and of DEMix, gradients in fp16, one all-reduce after the other."""
     architecture = PRESETS[preset]
-    shared, expert = shared_parameters(architecture, GPT2_TYPES), expert_parameters(architecture)
+    shared, expert = parameters(architecture, GPT2_TYPES)
     dense = network.all_reduce(VALUE_BYTES * (shared + expert), ranks)
     replicas = ranks // DOMAINS
     return dense, network.all_reduce(VALUE_BYTES * shared, ranks) + network.all_reduce(VALUE_BYTES * expert, replicas)

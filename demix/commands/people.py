@@ -212,14 +212,16 @@ def generate(
     """Go on from a prompt with a mixture of experts; in a terminal the posterior over experts follows."""
     from demix.generate.terminal import continued, posterior_table
     from demix.model.decode import named_prior, open_model
+    from demix.model.scoring import columns_of
 
-    gpt, encoder = open_model(model, experts.split(",") if experts else None, tokenizer)
-    log_prior, decay = named_prior(prior, model, gpt.experts)
-    log_weights = continued(gpt, encoder, prompt, log_prior, decay, tokens, temperature, top_p, seed)
+    trunks, encoder = open_model(model, experts.split(",") if experts else None, tokenizer)
+    names = columns_of(trunks)
+    log_prior, decay = named_prior(prior, model, names)
+    log_weights = continued(trunks, encoder, prompt, log_prior, decay, tokens, temperature, top_p, seed)
     if sys.stdout.isatty():
         from rich.console import Console
 
-        Console().print(posterior_table(gpt.experts, log_weights))
+        Console().print(posterior_table(names, log_weights))
 
 
 @app.command()

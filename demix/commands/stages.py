@@ -246,7 +246,7 @@ def adapt(
     cluster: Site = "",
 ) -> None:
     """DEMix-DAPT: add an expert for a novel domain, copied from the likeliest parent."""
-    from demix.config.placement import shares
+    from demix.config.placement import place_experts
     from demix.evaluate.parent import choose_parent, own_dev_losses
     from demix.launch.local import Launched, world_size
     from demix.train.adapt import Adaptation, adapt_expert
@@ -255,7 +255,7 @@ def adapt(
     if rest:
         raise DemixError(rest[0], "is one shard too many", "give train.arrow and dev.arrow of the novel domain")
     adaptation = settings_from(Adaptation, _merged(settings, how))
-    shares([train_shard.parent.name], world_size(ranks), adaptation.sequences)
+    place_experts([train_shard.parent.name], adaptation.sequences, world_size(ranks))
     outputs = {"--output": output or model, "--metrics": metrics}
     names = training.split(",")
     # What the parent is chosen by, and what is recorded beside.
@@ -289,14 +289,14 @@ def adapt_dense(
     cluster: Site = "",
 ) -> None:
     """Dense-DAPT: go on training all parameters of a dense model on a novel domain."""
-    from demix.config.placement import shares
+    from demix.config.placement import place_experts
     from demix.launch.local import Launched, world_size
     from demix.train.adapt import Adaptation
     from demix.train.adapt import adapt_dense as run
 
     train_shard, dev_shard, *others = _two_or_more(shards)
     adaptation = settings_from(Adaptation, _merged(settings, how))
-    shares([train_shard.parent.name], world_size(ranks), adaptation.sequences)
+    place_experts([train_shard.parent.name], adaptation.sequences, world_size(ranks))
     outputs = {"--output": output, "--metrics": metrics}
     about = ("dense",)
     if _launched_adaptation(about, model, shards, adaptation, outputs, checkpoints, ranks, cluster) is Launched.HERE:
@@ -422,9 +422,10 @@ def _train(
     cluster: str,
     learning_rate_from: Path | None = None,
 ) -> None:
-    from demix.config.placement import placement
+    from demix.config.placement import place
+    from demix.config.systems import KINDS
     from demix.launch.local import Launched, launched, world_size
-    from demix.train.stage import KINDS, Training, train_model
+    from demix.train.stage import Training, train_model
     from demix.train.sweep import chosen_rate
 
     if kind not in KINDS:
@@ -435,7 +436,7 @@ def _train(
     copies = _numbers(replicas) if replicas != "equal" else {}
     domains = [path.parent.name for path in shards if path.stem != "dev"]
     # Before any process starts.
-    placement(kind, domains, training.sequences, world_size(ranks), copies)
+    place(kind, domains, training.sequences, world_size(ranks), copies)
     outputs = {"--metrics": metrics} | ({"--output": output} if output is not None else {})
     left = launched(
         cluster,

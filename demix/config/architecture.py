@@ -1,7 +1,9 @@
 """Sizes of the language models: presets, parameter counts."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from demix.errors import DemixError
 
@@ -31,7 +33,7 @@ PRESETS = {
 }
 
 
-def architecture_from(section: dict) -> Architecture:
+def architecture_from(section: Mapping[str, Any]) -> Architecture:
     """The architecture of a config section, `{preset: gpt3-small}` with optional overrides or all four sizes."""
     sizes = dict(section)
     if preset := sizes.pop("preset", None):
@@ -49,19 +51,20 @@ def architecture_from(section: dict) -> Architecture:
     return Architecture(**sizes)
 
 
-def shared_parameters(architecture: Architecture, vocab_size: int, domain_tokens: int = 0) -> int:
-    """Parameters that all experts share: tied embeddings, positions, attention, norms.
+def parameters(
+    architecture: Architecture, vocab_size: int, domain_tokens: int = 0, expert_scope: str = "feedforward"
+) -> tuple[int, int]:
+    """How many parameters a model's experts share, and how many belong to each expert alone.
 
-    `domain_tokens` > 0 counts the domain-token baseline's extra position and input embeddings.
+    An expert owns the feedforward of every layer, biases included; with `expert_scope` "model" it owns all. The rest
+    are tied embeddings, positions, attention and norms. `domain_tokens` > 0 counts the domain-token baseline's extra
+    position and input embeddings.
     """
     layers, width = architecture.layers, architecture.width
     positions = architecture.context + (1 if domain_tokens else 0)
     embeddings = (vocab_size + positions + domain_tokens) * width
     attention = 4 * width * width + 4 * width
     norms = 2 * 2 * width
-    return embeddings + layers * (attention + norms) + 2 * width
-
-
-def expert_parameters(architecture: Architecture) -> int:
-    """Parameters of one expert: the feedforward of every layer, biases included."""
-    return architecture.layers * (8 * architecture.width**2 + 5 * architecture.width)
+    rest = embeddings + layers * (attention + norms) + 2 * width
+    feedforwards = layers * (8 * width**2 + 5 * width)
+    return (0, rest + feedforwards) if expert_scope == "model" else (rest, feedforwards)

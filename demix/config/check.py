@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 from jsonschema import Draft202012Validator, ValidationError, validators
 
+from demix.config import placement
 from demix.config.architecture import architecture_from
-from demix.config.placement import placement, shares
 from demix.config.systems import trained
 from demix.errors import DemixError
 
@@ -121,7 +121,7 @@ def _check_across(config: dict) -> None:
     for model in (one for one in trained(config) if one.name == one.base):
         settings = model.settings
         try:
-            placement(model.kind.name, list(training), settings["sequences"], settings["ranks"], settings["replicas"])
+            placement.place(model.kind, list(training), settings["sequences"], settings["ranks"], settings["replicas"])
         except DemixError as error:
             raise DemixError(f"config key training.{error.subject}", error.cause, error.cure) from None
         step_tokens = len(training) * settings["sequences"] * architecture.context
@@ -130,7 +130,7 @@ def _check_across(config: dict) -> None:
             raise DemixError("config key training.sweep.tokens", cause, "raise it")
     adaptation = config["adaptation"]
     try:
-        shares(["novel"], adaptation["ranks"], adaptation["sequences"])
+        placement.place_experts(["novel"], adaptation["sequences"], adaptation["ranks"])
     except DemixError as error:
         raise DemixError(f"config key adaptation.{error.subject}", error.cause, error.cure) from None
     for stage in ("train", "adapt"):

@@ -3,14 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from demix.config.systems import KINDS, Kind
 from demix.errors import DemixError
 
 
 @dataclass(frozen=True)
-class Share:
+class Placement:
     """What one rank trains: the domains `experts` (by number), and of each step's sequences `first` to `last`.
 
-    `ranks` hold the same experts, in order; the first of them speaks for all.
+    `ranks` hold the same experts, in order; the first of them writes the experts.
     """
 
     experts: tuple[int, ...]
@@ -19,10 +20,24 @@ class Share:
     ranks: tuple[int, ...]
 
 
-def shares(
-    domains: Sequence[str], ranks: int, sequences: int, replicas: Mapping[str, int] | None = None
-) -> tuple[Share, ...]:
-    """Each rank's share of `domains` with `sequences` a step each. A dense model is one domain.
+def place(
+    kind: Kind | str, domains: Sequence[str], sequences: int, ranks: int, replicas: Mapping[str, int] | None = None
+) -> tuple[Placement, ...]:
+    """What each rank trains of a model of `kind` on `domains`, with `sequences` of each domain a step.
+
+    Where a step is drawn by domain the ranks part the domains' experts; otherwise there is one expert, and all
+    sequences of a step are cut among all ranks. Raises DemixError that says which numbers of ranks fit.
+    """
+    kind = KINDS[kind] if isinstance(kind, str) else kind
+    if kind.batches == "by_domain":
+        return place_experts(domains, sequences, ranks, replicas)
+    return place_experts(["dense"], len(domains) * sequences, ranks)
+
+
+def place_experts(
+    domains: Sequence[str], sequences: int, ranks: int, replicas: Mapping[str, int] | None = None
+) -> tuple[Placement, ...]:
+    """What each rank trains of the experts of `domains`, with `sequences` a step for each.
 
     Either the ranks are a multiple of the domains (replicas of each expert), or the domains of the ranks (several
     experts a rank), or `replicas` gives some domains more ranks than the one that the others have. Raises DemixError
@@ -43,28 +58,19 @@ def shares(
         numbers = [ranks // count] * count
     elif count % ranks == 0:
         size = count // ranks
-        return tuple(Share(tuple(range(r * size, (r + 1) * size)), 0, sequences, (r,)) for r in range(ranks))
+        return tuple(Placement(tuple(range(r * size, (r + 1) * size)), 0, sequences, (r,)) for r in range(ranks))
     else:
         raise DemixError("ranks", f"is {ranks}, which does not fit {count} domains", told)
     if max(numbers) > sequences:
         name = domains[numbers.index(max(numbers))]
         cause = f"gives {name} {max(numbers)} ranks for {sequences} sequences a step"
         raise DemixError("ranks", cause, f"{told}, or raise sequences")
-    found: list[Share] = []
+    found: list[Placement] = []
     for expert, number in enumerate(numbers):
         own = tuple(range(len(found), len(found) + number))
         cuts = [sequences * part // number for part in range(number + 1)]
-        found += [Share((expert,), cuts[part], cuts[part + 1], own) for part in range(number)]
+        found += [Placement((expert,), cuts[part], cuts[part + 1], own) for part in range(number)]
     return tuple(found)
-
-
-def placement(
-    kind: str, domains: Sequence[str], sequences: int, ranks: int, replicas: Mapping[str, int] | None = None
-) -> tuple[Share, ...]:
-    """Each rank's share of the training of a model of `kind`; the sequences of a dense one are cut among all ranks."""
-    if kind == "demix":
-        return shares(domains, ranks, sequences, replicas)
-    return shares(["dense"], ranks, len(domains) * sequences)
 
 
 def _listed(numbers: Sequence[int]) -> str:

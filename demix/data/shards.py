@@ -1,10 +1,15 @@
-"""Tokens of one split as a flat memory-mapped column in one or more files, and the blocks that are scored."""
+"""Tokens of one split as a flat memory-mapped column in one or more files, and the blocks that are scored.
+
+A shard of spans holds no tokens of its own: it says which stretches of other shards follow one another.
+"""
 
 import glob
 import hashlib
 import io
 import logging
 import mmap
+import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,11 +35,38 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Spans:
+    """Stretches of other shards, one after the other.
+
+    Number n is `ends[n] - ends[n - 1]` tokens of `shards[source[n]]`, from its token `start[n]` on.
+    """
+
+    shards: tuple["TokenShard", ...]
+    source: np.ndarray
+    start: np.ndarray
+    ends: np.ndarray
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop`, which must be there, as a copy."""
+        pieces = [self.shards[0].read(0, 0)]
+        for n in range(int(np.searchsorted(self.ends, start, side="right")), len(self.ends)):
+            # Where the span would begin if it went back to the shard's beginning.
+            origin = int(self.start[n]) - (int(self.ends[n - 1]) if n else 0)
+            if start >= stop:
+                break
+            end = min(stop, int(self.ends[n]))
+            pieces.append(self.shards[self.source[n]].read(origin + start, origin + end))
+            start = end
+        return np.concatenate(pieces)
+
+
+@dataclass(frozen=True)
 class TokenShard:
     """The tokens of one split, memory-mapped and read-only.
 
     `len` counts them and `read` gives them (uint16, or uint32 above 65,536 types); every document begins with
     `end_of_text`, at the places in `offsets` (int64). `document_bytes` are the UTF-8 bytes of each document's text.
+    A shard of `spans` has no files; its `offsets` are where the spans begin, and it knows no `document_bytes`.
     """
 
     path: Path
@@ -45,6 +77,7 @@ class TokenShard:
     end_of_text: int
     vocab_size: int
     tokenizer_sha256: str
+    spans: Spans | None = field(default=None, repr=False)
 
     @staticmethod
     def open(path: str | Path, verify: bool = False) -> "TokenShard":
@@ -56,6 +89,8 @@ class TokenShard:
         path = Path(path)
         documents, manifest_path = _beside(path)
         manifest = read_json(manifest_path)
+        if isinstance(manifest, dict) and "spans" in manifest:
+            return _open_spans(path, manifest, verify)
         try:
             files = manifest["files"]
             lengths = [int(entry["tokens"]) for entry in files]
@@ -80,6 +115,8 @@ class TokenShard:
         return TokenShard(path, tuple(columns), offsets, document_bytes, vocab_size - 1, vocab_size, tokenizer_sha256)
 
     def __len__(self) -> int:
+        if self.spans is not None:
+            return int(self.spans.ends[-1]) if len(self.spans.ends) else 0
         return (len(self.files) - 1) * len(self.files[0]) + len(self.files[-1])
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -87,6 +124,10 @@ class TokenShard:
 
         Raises IndexError beyond the ends.
         """
+        if self.spans is not None:
+            if not 0 <= start <= stop <= len(self):
+                raise IndexError(f"tokens {start} to {stop} of the {len(self)} of {self.path}")
+            return self.spans.read(start, stop)
         size = max(1, len(self.files[0]))
         first, begin = divmod(start, size)
         if 0 <= first < len(self.files):
@@ -133,6 +174,93 @@ def tokenize(tokenizer: Path, documents: Path, output: Path, *, file_tokens: int
     for path in output.parent.glob(f"{glob.escape(output.stem)}.*.arrow"):
         if path.stem.rpartition(".")[2].isdigit() and path.name not in names:
             path.unlink()
+
+
+def write_spans(
+    sources: Sequence[Path], source: np.ndarray, start: np.ndarray, length: np.ndarray, output: Path
+) -> None:
+    """Write the shard `output` of N spans: span n is `length[n]` tokens of `sources[source[n]]` from `start[n]` on.
+
+    No token is copied: `<name>.arrow` has 14 bytes a span. Its manifest `<name>.json` names the sources by their paths
+    from there, each with the `sha256` of its tokens; its own `sha256` is that of all tokens in a row. Raises
+    DemixError for sources of different tokenizers and for a span that is not inside its source.
+    """
+    shards = tuple(TokenShard.open(path) for path in sources)
+    for path, shard in zip(sources, shards, strict=True):
+        if shard.tokenizer_sha256 != shards[0].tokenizer_sha256:
+            raise DemixError(path, f"was made with another tokenizer than {sources[0]}", "tokenize all domains again")
+    spans = Spans(shards, source, start, np.cumsum(length, dtype=np.int64))
+    if (wrong := _outside(spans)) is not None:
+        raise DemixError(output, f"has a span, number {wrong + 1}, that is not inside its source", "cut it again")
+    whole = TokenShard(output, (), spans.ends, spans.ends, shards[0].end_of_text, shards[0].vocab_size, "", spans)
+    manifest = {
+        "tokens": len(whole),
+        "documents": len(spans.ends),
+        "sha256": _sha256_of_tokens(whole),
+        "tokenizer_sha256": shards[0].tokenizer_sha256,
+        "vocab_size": whole.vocab_size,
+        "sources": [
+            {"path": os.path.relpath(path, output.parent), "sha256": read_json(_beside(path)[1])["sha256"]}
+            for path in sources
+        ],
+    }
+    types = {"source": pa.uint16(), "start": pa.int64(), "length": pa.int32()}
+    fields = [pa.field(name, type_, nullable=False) for name, type_ in types.items()]
+    schema = pa.schema(fields, _metadata(manifest, "spans"))
+    columns = zip((source, start, length), types.values(), strict=True)
+    batch = pa.record_batch([pa.array(values, type_) for values, type_ in columns], schema=schema)
+    with replacing(output) as temporary, pa.ipc.new_file(str(temporary), schema) as writer:
+        writer.write_batch(batch)
+    write_json(_beside(output)[1], manifest | {"spans": output.name, "spans_sha256": sha256_file(output)})
+
+
+def _open_spans(path: Path, manifest: dict[str, Any], verify: bool) -> TokenShard:
+    """The shard whose `manifest` says that it is made of spans."""
+    manifest_path = _beside(path)[1]
+    try:
+        sources = [(path.parent / entry["path"], entry["sha256"]) for entry in manifest["sources"]]
+        rows, tokens, metadata = manifest["documents"], manifest["tokens"], _metadata(manifest, "spans")
+        sha256, spans_sha256, vocab_size = manifest["sha256"], manifest["spans_sha256"], int(manifest["vocab_size"])
+        tokenizer_sha256 = str(manifest["tokenizer_sha256"])
+        if not sources:
+            raise ValueError("no sources")
+    except (KeyError, TypeError, ValueError) as error:
+        raise DemixError(manifest_path, f"is no manifest of tokens ({error!r})", REMAKE) from None
+    shards = tuple(TokenShard.open(source) for source, _ in sources)
+    for source, wanted in sources:
+        if read_json(_beside(source)[1])["sha256"] != wanted:
+            raise DemixError(path, f"is made of spans of other tokens than {source} has now", REMAKE)
+    batch = _map(path)
+    if batch.num_rows != rows or batch.schema.metadata != metadata:
+        raise DemixError(path, f"is not the file of {rows} rows in {manifest_path.name}", REMAKE)
+    if verify and sha256_file(path) != spans_sha256:
+        raise DemixError(path, f"is damaged: its sha256 is not the one in {manifest_path.name}", REMAKE)
+    source, start, length = (np.from_dlpack(column) for column in batch.columns)
+    ends = np.cumsum(length, dtype=np.int64)
+    spans = Spans(shards, source, start, ends)
+    none = np.empty(0, np.int64)
+    shard = TokenShard(path, (), ends - length, none, vocab_size - 1, vocab_size, tokenizer_sha256, spans)
+    if _outside(spans) is not None or len(shard) != tokens:
+        raise DemixError(path, f"is damaged: its spans are not the {tokens} tokens of {manifest_path.name}", REMAKE)
+    if verify and _sha256_of_tokens(shard) != sha256:
+        raise DemixError(path, "is made of spans of damaged tokens", "tokenize their domains again")
+    return shard
+
+
+def _outside(spans: Spans) -> int | None:
+    """The number of the first span that is empty or not inside its source; None where there is none such."""
+    lengths = np.diff(spans.ends, prepend=0)
+    sizes = np.array([len(shard) for shard in spans.shards])
+    wrong = (spans.source < 0) | (spans.source >= len(sizes)) | (spans.start < 0) | (lengths < 1)
+    wrong |= spans.start + lengths > sizes[np.minimum(spans.source, len(sizes) - 1)]
+    return int(wrong.argmax()) if wrong.any() else None
+
+
+def _sha256_of_tokens(shard: TokenShard) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, len(shard), _PIECE):
+        digest.update(np.ascontiguousarray(shard.read(start, min(start + _PIECE, len(shard)))).data)
+    return digest.hexdigest()
 
 
 def blocks(

@@ -7,9 +7,10 @@ by what remains. Only tokens that training has drawn are asked for: a short trai
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +18,7 @@ import torch
 
 from demix.data.shards import TokenShard
 from demix.files import write_parquet
-from demix.model.checkpoint import describe, expert_lineage, load_model, refuse_other_tokenizer
+from demix.model.checkpoint import describe, expert_lineage, load_experts, refuse_other_tokenizer
 from demix.model.decode import Decoder, Posterior, generate, log_prior_of
 from demix.model.device import own_device, set_threads
 from demix.model.gpt import GPT
@@ -76,7 +77,7 @@ def audit_domain(domain: str, models: Path, tokens: Path, priors: Path, audit: A
     log.info("%s: %d rows", domain, len(rows))
 
 
-def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Audit) -> list[dict]:
+def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Audit) -> list[dict[str, Any]]:
     """A row for each system, split (train; test, which none has seen) and document.
 
     Systems: `own`, the domain's expert alone; `mixture`, all experts; `minus`, the same without it; `without`, the
@@ -101,9 +102,10 @@ def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Aud
     with progress(f"{domain}: prompts", prompts) as advance:
         for system, (model, label, experts) in systems.items():
             weights = {domain: 1.0} if system == "own" else prior_weights(priors, model, domain, label)
-            loaded, log_prior = load_model(models / model, experts).to(own_device()), log_prior_of(experts, weights)
+            trunks = [trunk.to(own_device()) for trunk in load_experts(models / model, experts)]
+            log_prior = log_prior_of(experts, weights)
             for split, some in excerpts.items():
-                same, nll = _continued(loaded, log_prior, some, advance)
+                same, nll = _continued(trunks, log_prior, some, advance)
                 for number, document in enumerate(some.documents):
                     rows.append(
                         {
@@ -117,16 +119,16 @@ def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Aud
 
 
 def _continued(
-    model: GPT, log_prior: torch.Tensor, excerpts: Excerpts, advance: Callable[[int], None]
+    trunks: Sequence[GPT], log_prior: torch.Tensor, excerpts: Excerpts, advance: Callable[[int], None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which tokens of the greedy continuations are the documents' own [N, C], and the nll of the latter [N]."""
     same, nll = [], []
-    batch = max(1, LOGITS_AT_ONCE // (model.vocab_size * len(model.experts)))
+    batch = max(1, LOGITS_AT_ONCE // (trunks[0].vocab_size * len(log_prior)))
     for before, tokens in zip(excerpts.before.split(batch), excerpts.tokens.split(batch), strict=True):
         prompts, wanted = tokens.split([PROMPT, CONTINUATION], 1)
 
         def read(before: torch.Tensor = before, prompts: torch.Tensor = prompts) -> Decoder:
-            decoder = Decoder(model, before, Posterior(log_prior, model.architecture.context, len(before)))
+            decoder = Decoder(trunks, before, Posterior(log_prior, trunks[0].architecture.context, len(before)))
             decoder.read(prompts)
             return decoder
 

@@ -2,6 +2,7 @@
 
 import glob
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,9 +18,9 @@ from demix.evaluate.mix.mixtures import METHODS, log_weights, mix
 from demix.evaluate.mix.priors import cached_log_prior, updating_log_priors
 from demix.evaluate.mix.rules import Chunk, History
 from demix.files import sha256_file
-from demix.model.checkpoint import describe, load_model, refuse_other_tokenizer
+from demix.model.checkpoint import load_experts, refuse_other_tokenizer
 from demix.model.gpt import GPT
-from demix.model.scoring import log_probabilities
+from demix.model.scoring import columns_of, trunk_log_probabilities
 from demix.progress import progress
 
 if TYPE_CHECKING:
@@ -81,13 +82,12 @@ def evaluate_text(model: Path, text: Path, tokenizer: Path, dev: Path | None = N
     decay is DECAY. With `dev`, a text of the same kind, there is a cached prior too, from its first DEV_BLOCKS
     blocks. Raises DemixError where a file is missing, holds no text or belongs to another tokenizer.
     """
-    description = describe(model)
     for file in (tokenizer, text, *([dev] if dev else [])):
         if not file.is_file():
             raise DemixError(file, "is missing", "mend its name")
     refuse_other_tokenizer(model, tokenizer, sha256_file(tokenizer))
-    loaded = load_model(model)
-    names = tuple(description["domain_tokens"]) or loaded.experts
+    loaded = load_experts(model)
+    names = columns_of(loaded)
     shard, scores, mask = _scored(loaded, text, tokenizer)
     size, tokens = int(shard.document_bytes.sum()), int(mask.sum())
 
@@ -117,7 +117,7 @@ def evaluate_text(model: Path, text: Path, tokenizer: Path, dev: Path | None = N
 
 
 def _scored(
-    model: GPT, text: Path, tokenizer: Path, limit: int | None = None
+    trunks: Sequence[GPT], text: Path, tokenizer: Path, limit: int | None = None
 ) -> tuple[TokenShard, np.ndarray, np.ndarray]:
     """The tokens of a text, its scores [B, T, E] in nats (0 at padding) and mask [B, T]."""
     nothing = DemixError(text, "holds no text", "name a file that holds some")
@@ -136,9 +136,9 @@ def _scored(
         shard = TokenShard.open(shard_path)
     if not shard.document_bytes.sum():
         raise nothing
-    inputs, targets, mask = blocks(shard, model.architecture.context, limit)
-    with progress(f"{text.name}: tokens", int(mask.sum())) as advance:
-        found = log_probabilities(model, inputs, targets, mask, advance=advance)
+    inputs, targets, mask = blocks(shard, trunks[0].architecture.context, limit)
+    with progress(f"{text.name}: tokens", len(trunks) * int(mask.sum())) as advance:
+        found = trunk_log_probabilities(trunks, inputs, targets, mask, advance=advance)
     scores = np.zeros((*mask.shape, len(found)))
     scores[mask] = found.T
     return shard, scores, mask

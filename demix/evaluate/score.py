@@ -17,9 +17,9 @@ from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.score_tables import row_groups, tokens_sha256, write_scores, write_tokens
 from demix.files import fsync, read_parquet, sha256_file, write_parquet
-from demix.model.checkpoint import describe, expert_lineage, load_model
+from demix.model.checkpoint import describe, expert_lineage, load_experts
 from demix.model.device import compute_type, own_device, set_threads
-from demix.model.scoring import log_probabilities
+from demix.model.scoring import trunk_log_probabilities
 from demix.progress import progress
 
 log = logging.getLogger(__name__)
@@ -52,11 +52,11 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
     dtype = compute_type(scoring.precision)
     description = describe(directory)
     domain_tokens = tuple(description["domain_tokens"])
-    model = load_model(directory, None if domain_tokens else experts).to(own_device())
+    trunks = [trunk.to(own_device()) for trunk in load_experts(directory, None if domain_tokens else experts)]
     if domain_tokens and domain_tokens != experts:
         raise DemixError(directory, f"has the domain tokens {', '.join(domain_tokens)}", "score all of them, in order")
-    hashes = {name: expert_lineage(directory, name)["sha256"] for name in model.experts}
-    length = model.architecture.context
+    hashes = {name: expert_lineage(directory, name)["sha256"] for trunk in trunks for name in trunk.experts}
+    length, device = trunks[0].architecture.context, trunks[0].token_embedding.device
     folders = []
     for path in shards:
         domain, split = path.parent.name, path.stem
@@ -74,7 +74,12 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
             "experts": hashes,
             "columns": experts,
             "tokens": sha256,
-            "settings": [scoring.precision, scoring.threads, torch.__version__, _device(model.token_embedding.device)],
+            "settings": [
+                scoring.precision,
+                scoring.threads,
+                torch.__version__,
+                _device(device),
+            ],
         }
         fingerprint = hashlib.sha256(json.dumps(origin).encode()).hexdigest()
         place = output / f"{domain}.{split}"
@@ -88,9 +93,10 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
             for piece, (start, stop) in zip(pieces, groups, strict=True)
             if not _is_piece(piece, fingerprint, stop - start)
         ]
-        with progress(f"{domain} {split}: tokens", sum(stop - start for _, start, stop in missing)) as advance:
+        work = len(trunks) * sum(stop - start for _, start, stop in missing)
+        with progress(f"{domain} {split}: tokens", work) as advance:
             for piece, start, stop in missing:
-                scored = log_probabilities(model, *blocks(shard, length, stop, start), dtype, advance)
+                scored = trunk_log_probabilities(trunks, *blocks(shard, length, stop, start), dtype, advance)
                 table = pa.table(dict(zip(experts, scored.astype(np.float32), strict=True)))
                 write_parquet(table.replace_schema_metadata({"fingerprint": fingerprint}), piece)
         for expert in experts:

@@ -16,7 +16,7 @@ CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 
 
 def continued(
-    model: GPT,
+    trunks: Sequence[GPT],
     tokenizer: Tokenizer,
     prompt: str,
     log_prior: torch.Tensor,
@@ -28,9 +28,8 @@ def continued(
 ) -> torch.Tensor:
     """Print what follows `prompt`; returns log g [E] after it. A terminal is shown the prompt, and no control codes."""
     shown = sys.stdout.isatty()
-    decoder = Decoder(
-        model, torch.tensor([tokenizer.end_of_text]), Posterior(log_prior, model.architecture.context, decay=decay)
-    )
+    posterior = Posterior(log_prior, trunks[0].architecture.context, decay=decay)
+    decoder = Decoder(trunks, torch.tensor([tokenizer.end_of_text]), posterior)
     decoder.read(torch.from_numpy(tokenizer.encode(prompt).astype("int64"))[None])
     if shown:
         print(prompt.translate(CONTROLS), end="", flush=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.model.checkpoint import load_model, refuse_other_tokenizer
+from demix.model.checkpoint import load_experts, refuse_other_tokenizer
 from demix.model.gpt import GPT
 from demix.model.merge import parse_weights, prior_weights
 
@@ -68,17 +68,22 @@ class Posterior:
 class Decoder:
     """B texts so far as every expert of a model sees them, and the mixture's prediction of their next token.
 
-    `before` [B] are the tokens before the texts, `posterior` that of the B empty texts. All experts read the same text;
-    the keys and values that each has computed are kept, those of the first layer once.
+    `trunks` hold the E experts together, as `load_experts` gives them. `before` [B] are the tokens before the texts,
+    `posterior` that of the B empty texts. All experts read the same text. The keys and values that each has computed
+    are kept, those of a trunk's first layer once.
     """
 
     @torch.no_grad()
-    def __init__(self, model: GPT, before: Tensor, posterior: Posterior, dtype: torch.dtype | None = None):
-        refuse_domain_tokens(model)
-        if posterior.length != model.architecture.context:
+    def __init__(self, trunks: Sequence[GPT], before: Tensor, posterior: Posterior, dtype: torch.dtype | None = None):
+        refuse_domain_tokens(trunks)
+        if posterior.length != trunks[0].architecture.context:
             raise DemixError("posterior", "has blocks of another length than the model's", "give it the context")
-        self.model, self.posterior, self.dtype = model, posterior, dtype
-        self._see(before[:, None].to(model.token_embedding.device), new_block=True)
+        self.trunks, self.posterior, self.dtype = trunks, posterior, dtype
+        self._see(before[:, None].to(self._device), new_block=True)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.trunks[0].token_embedding.device
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +91,7 @@ class Decoder:
 
         Both float64 on the CPU.
         """
-        tokens = tokens.to(self.model.token_embedding.device)
+        tokens = tokens.to(self._device)
         scores, weights = [], []
         while tokens.shape[1]:
             room = self.posterior.room
@@ -94,9 +99,12 @@ class Decoder:
             first = self._predicted.gather(2, some[None, :, :1].expand(len(self._predicted), -1, -1))
             ends = some.shape[1] == room
             # The last token of a block is the first that the next block sees.
-            hidden = self._see(some[:, :-1] if ends else some)
-            rest = self.model.log_probabilities(hidden[:, :, : some.shape[1] - 1], some[None, :, 1:])
-            found = torch.cat([first, rest], 2).double().cpu()
+            states = self._see(some[:, :-1] if ends else some)
+            rest = [
+                trunk.log_probabilities(hidden[:, :, : some.shape[1] - 1], some[None, :, 1:])
+                for trunk, hidden in zip(self.trunks, states, strict=True)
+            ]
+            found = torch.cat([first, torch.cat(rest)], 2).double().cpu()
             scores.append(found)
             weights.append(self.posterior.observe(found))
             if ends:
@@ -110,17 +118,21 @@ class Decoder:
         log_weights = self.posterior.log_weights.T[..., None].to(self._predicted)
         return (log_weights + self._predicted).logsumexp(0)
 
-    def _see(self, inputs: Tensor, new_block: bool = False) -> Tensor:
-        """Final states [E, B, T, D] of the next `inputs` [B, T]; keeps what they predict next, [E, B, V]."""
+    def _see(self, inputs: Tensor, new_block: bool = False) -> list[Tensor]:
+        """Each trunk's final states [E, B, T, D] of the next `inputs` [B, T]; keeps what all predict next [E, B, V]."""
         if new_block:
-            self._past = self.model.no_past()
-        weight = self.model.token_embedding
+            self._pasts = [trunk.no_past() for trunk in self.trunks]
         if not inputs.shape[1]:
-            return weight.new_empty(len(self.model.experts), len(inputs), 0, weight.shape[1], dtype=self.dtype)
-        hidden = self.model(inputs[None], dtype=self.dtype, past=self._past)
-        logits = self.model.logits(hidden[:, :, -1])
-        self._predicted = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-        return hidden
+            shape = (len(inputs), 0, self.trunks[0].architecture.width)
+            weight = self.trunks[0].token_embedding
+            return [weight.new_empty(len(trunk.experts), *shape, dtype=self.dtype) for trunk in self.trunks]
+        states, predicted = [], []
+        for trunk, past in zip(self.trunks, self._pasts, strict=True):
+            states.append(trunk(inputs[None], dtype=self.dtype, past=past))
+            logits = trunk.logits(states[-1][:, :, -1])
+            predicted.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
+        self._predicted = torch.cat(predicted)
+        return states
 
 
 def generate(
@@ -199,10 +211,11 @@ def named_prior(name: str, directory: Path, experts: Sequence[str]) -> tuple[Ten
 
 def open_model(
     directory: Path, experts: Sequence[str] | None = None, tokenizer: Path | None = None
-) -> tuple[GPT, Tokenizer]:
-    """A model with its experts (all by default) and its tokenizer, which lies in the model's run where none is given.
+) -> tuple[list[GPT], Tokenizer]:
+    """The trunks of a model with its experts (all by default), and its tokenizer.
 
-    Raises DemixError if it has no experts to mix or the tokenizer is another.
+    The tokenizer lies in the model's run where none is given. Raises DemixError if the model has no experts
+    to mix or the tokenizer is another.
     """
     if experts is not None and len({*experts}) < len(experts):
         raise DemixError("--experts", "names one twice", "name each once")
@@ -211,9 +224,9 @@ def open_model(
         raise DemixError(path, "is missing", "name the run's tokenizer.json with --tokenizer")
     encoder = Tokenizer.load(path)
     refuse_other_tokenizer(directory, path, encoder.sha256)
-    model = load_model(directory, None if experts is None else tuple(experts))
-    refuse_domain_tokens(model)
-    return model.requires_grad_(False), encoder
+    trunks = load_experts(directory, None if experts is None else tuple(experts))
+    refuse_domain_tokens(trunks)
+    return [trunk.requires_grad_(False) for trunk in trunks], encoder
 
 
 def run_of(directory: Path) -> Path:
@@ -221,9 +234,9 @@ def run_of(directory: Path) -> Path:
     return Path(directory).resolve().parent.parent
 
 
-def refuse_domain_tokens(model: GPT) -> None:
+def refuse_domain_tokens(trunks: Sequence[GPT]) -> None:
     """Raise DemixError for a model that needs a domain token before a text."""
-    if model.domain_tokens:
+    if any(trunk.domain_tokens for trunk in trunks):
         raise DemixError("model", "is a domain-token model, which has no experts to mix", "choose another model")
 
 

@@ -1,6 +1,6 @@
 """Log-probabilities of whole texts under every expert, which training and evaluation share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -9,6 +9,26 @@ from demix.model.gpt import GPT
 
 # Tokens x experts in one forward pass: enough to keep a core busy, little enough to stay in memory.
 EXPERT_TOKENS_AT_ONCE = 8192
+
+
+def columns_of(trunks: Sequence[GPT]) -> tuple[str, ...]:
+    """What the rows of `trunk_log_probabilities` are: the experts, trunk by trunk, or a model's domain tokens."""
+    return tuple(name for trunk in trunks for name in trunk.domain_tokens or trunk.experts)
+
+
+def trunk_log_probabilities(
+    trunks: Sequence[GPT],
+    inputs: np.ndarray,
+    targets: np.ndarray,
+    mask: np.ndarray,
+    dtype: torch.dtype | None = None,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> np.ndarray:
+    """`log_probabilities` of all trunks of a model, one after another: [E, tokens] in the order of `columns_of`.
+
+    `advance` is told the tokens of each trunk.
+    """
+    return np.concatenate([log_probabilities(trunk, inputs, targets, mask, dtype, advance) for trunk in trunks])
 
 
 @torch.no_grad()

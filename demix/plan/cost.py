@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.table import Table
 
-from demix.config.architecture import architecture_from, expert_parameters, shared_parameters
-from demix.config.placement import shares
+from demix.config.architecture import architecture_from, parameters
+from demix.config.placement import place_experts
 from demix.config.systems import Kind, Model, adaptations, trained
 from demix.data.sources import Source
 from demix.errors import DemixError
@@ -214,14 +214,14 @@ def _plan_run(
     elif steps == 0:
         raise DemixError("training.tokens", f"{settings['tokens']} is less than one step of {name}", "raise it")
 
-    places = shares([f"expert {number}" for number in range(experts)], ranks, sequences // experts)
+    places = place_experts([f"expert {number}" for number in range(experts)], sequences // experts, ranks)
     experts_per_rank = max(len(place.experts) for place in places)
     largest = max(place.last - place.first for place in places)
     # What a rank sees at a time: of each of its experts, some of a step's sequences or all of them.
     at_once = experts_per_rank * min(largest, settings["micro_sequences"] or largest)
 
     domain_tokens = domains if kind.domain_tokens else 0
-    shared, expert = shared_parameters(architecture, vocab_size, domain_tokens), expert_parameters(architecture)
+    shared, expert = parameters(architecture, vocab_size, domain_tokens)
     own = experts_per_rank * expert + (0 if adapts and kind.has_experts else shared)
     still = (own if adapts else 0) + (shared if adapts and kind.has_experts else 0)
     value_bytes = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[settings["precision"]]
@@ -300,14 +300,14 @@ def training_tables(config: dict, ranks: int | None, hardware: str) -> tuple[Tab
         if number == models:
             work.add_section()
             takes.add_section()
-        parameters = plan.shared + plan.experts * plan.expert
+        count = plan.shared + plan.experts * plan.expert
         work.add_row(
             plan.name,
             str(plan.domains),
             _short(plan.tokens),
             f"{plan.steps:,}",
             f"{plan.sequences:,}",
-            *(_short(count) for count in (plan.shared, plan.expert, parameters)),
+            *(_short(size) for size in (plan.shared, plan.expert, count)),
             _flops(plan.flops / 1e12),
             _flops(plan.steps * plan.flops / 1e15),
         )

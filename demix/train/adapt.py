@@ -5,8 +5,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from demix.config.placement import shares
+from demix.config.placement import place_experts
 from demix.data.shards import TokenShard
 from demix.files import read_json
 from demix.model.checkpoint import (
@@ -20,7 +21,7 @@ from demix.model.checkpoint import (
 from demix.model.device import set_threads
 from demix.model.gpt import GPT
 from demix.train.batches import balanced_batches
-from demix.train.loop import EarlyStopping, train, write_metrics
+from demix.train.loop import EarlyStopping, Evaluation, Row, train, write_metrics
 from demix.train.parallel import World, joined
 from demix.train.stage import dev_loss, fingerprint, open_shards, optimization
 from demix.train.state import remove_states
@@ -67,7 +68,7 @@ class Adaptation:
 def adapt_expert(
     directory: Path,
     shards: tuple[Path, Path],
-    chosen: dict,
+    chosen: dict[str, Any],
     unchanged: Mapping[str, float],
     adaptation: Adaptation,
     output: Path,
@@ -96,9 +97,8 @@ def adapt_expert(
             return loss, {f"dev_loss/{domain}": loss} | others
 
         origin = chosen | {"parent_sha256": expert_lineage(directory, chosen["parent"])["sha256"]}
-        only_experts = {"only": lambda name: ".feedforward." in name}
         rows, state, lineage = _adapt(
-            model, directory, shards, adaptation, origin, checkpoints, evaluate, world, **only_experts
+            model, directory, shards, adaptation, origin, checkpoints, evaluate, world, only=model.owned
         )
         if world.rank == 0:
             save_expert(model, chosen["parent"], directory, lineage, domain, output)
@@ -149,17 +149,17 @@ def _adapt(
     directory: Path,
     shards: tuple[Path, Path],
     adaptation: Adaptation,
-    origin: dict,
+    origin: dict[str, Any],
     checkpoints: Path,
-    evaluate: Callable[[GPT], tuple[float, dict[str, float]]],
+    evaluate: Evaluation,
     world: World,
-    **more: Callable[[str], bool],
-) -> tuple[list[dict], Path, dict]:
+    only: Callable[[str], bool] = lambda name: True,
+) -> tuple[list[Row], Path, dict[str, Any]]:
     """Train a loaded model of one expert on the novel domain, all ranks a part of the sequences.
 
     Returns its metrics, the folder of its state, its lineage.
     """
-    places = shares([domain := shards[0].parent.name], world.size, adaptation.sequences)
+    places = place_experts([domain := shards[0].parent.name], adaptation.sequences, world.size)
     world = world.placed(places)
     description, length = describe(directory), model.architecture.context
     train_shard = TokenShard.open(shards[0])
@@ -178,7 +178,7 @@ def _adapt(
         world=world,
         evaluate=evaluate,
         stopping=EarlyStopping(adaptation.evaluate_every, adaptation.patience),
-        **more,
+        only=only,
     )
     best = min((row for row in rows if "early_stopping_loss" in row), key=lambda row: row["early_stopping_loss"])
     return (

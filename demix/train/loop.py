@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from demix.errors import DemixError, StoppedError
 from demix.files import cannot_be_written, write_sealed, write_text
@@ -25,6 +27,10 @@ from demix.train.state import State, held, newest_state, save_state
 
 log = logging.getLogger(__name__)
 
+Row = dict[str, Any]
+# Gives a loss on dev, the same on all ranks, and more by key (nats per token).
+Evaluation = Callable[[GPT], tuple[float, dict[str, float]]]
+
 # The scale of the loss in fp16: halved when gradients overflow, doubled after so many updates without.
 FIRST_SCALE, LAST_SCALE, GROW_AFTER = 2.0**16, 2.0**-4, 1000
 
@@ -32,7 +38,7 @@ FIRST_SCALE, LAST_SCALE, GROW_AFTER = 2.0**16, 2.0**-4, 1000
 class DivergedError(DemixError):
     """A loss or gradient is not finite in update number `step` (from 1). `metrics` are the rows before it."""
 
-    def __init__(self, step: int, cause: str, cure: str, metrics: list[dict]):
+    def __init__(self, step: int, cause: str, cure: str, metrics: list[Row]):
         self.step, self.metrics = step, metrics
         super().__init__(f"step {step}", cause, cure)
 
@@ -43,7 +49,7 @@ class Optimization:
 
     `micro_sequences`: how many sequences of each expert a rank sees at a time (None: all of a step's), gradients
     accumulate over them. `keep_checkpoints`: the newest so many stay. `compile` the blocks; `checkpoint_activations`:
-    compute them again in backward.
+    compute them again in backward. `keep`: the states after these numbers of updates are saved and stay.
     """
 
     steps: int
@@ -57,6 +63,7 @@ class Optimization:
     micro_sequences: int | None = None
     compile: bool = False
     checkpoint_activations: bool = False
+    keep: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,17 +90,18 @@ def train(
     checkpoints: Path,
     *,
     world: World | None = None,
+    first: State | None = None,
     only: Callable[[str], bool] = lambda name: True,
-    evaluate: Callable[[GPT], tuple[float, dict[str, float]]] | None = None,
+    evaluate: Evaluation | None = None,
     stopping: EarlyStopping | None = None,
-) -> list[dict]:
+) -> list[Row]:
     """Train this rank's part of a model in place on `batches` of the named `domains`; returns one metrics row a step.
 
-    Resumes from the newest complete checkpoint below `checkpoints`. `only` chooses parameters by name; the others stay
-    as they are to the bit. `evaluate(model)` gives a loss on dev, the same on all ranks, and more by key (nats per
-    token): at every checkpoint, or with `stopping` as that says, and then the model ends with the parameters of the
-    lowest one. Raises DivergedError on all ranks alike, before the update, when a loss or gradient is not finite, and
-    StoppedError, with the state saved, after SIGTERM, SIGUSR2 or SIGINT.
+    Resumes from the newest complete checkpoint below `checkpoints`; without one it begins with the state `first` at its
+    step, or with the model as it is. `only` chooses parameters by name; the others stay as they are to the bit.
+    `evaluate` is asked at every checkpoint, or with `stopping` as that says, and then the model ends with the
+    parameters of the lowest loss. Raises DivergedError on all ranks alike, before the update, when a loss or gradient
+    is not finite, and StoppedError, with the state saved, after SIGTERM, SIGUSR2 or SIGINT.
     """
     world = world or World()
     with held(checkpoints, world), _signals() as signalled, ExitStack() as running:
@@ -105,34 +113,40 @@ def train(
         model.checkpoint_activations = optimization.checkpoint_activations
         if optimization.compile:
             model.compile_blocks()
-        sync = GradientSync(trained, _is_expert, world)
+        sync = GradientSync(trained, model.owned, world)
         # Weight decay reaches norms and biases too, as in the paper's fairseq.
         optimizer = torch.optim.AdamW(
             trained.values(), betas=(0.9, 0.95), eps=1e-7, weight_decay=optimization.weight_decay, fused=True
         )
-        first, metrics, best, best_loss, since_best = 0, [], {}, math.inf, 0
+        metrics: list[Row] = []
+        best: dict[str, Tensor] = {}
+        begin, best_loss, since_best = 0, math.inf, 0
         scale, unscathed = FIRST_SCALE if dtype == torch.float16 else 1.0, 0
-        if found := newest_state(checkpoints, model.experts, world):
-            first, metrics = found.step, found.metrics
-            best = _restore(_stacked(found, model.experts), trained, optimizer)
+        resumed = newest_state(checkpoints, model.experts, world)
+        if state := resumed or first:
+            begin, metrics = state.step, [*state.metrics]
+            best = _restore(model.stacked(state.shared, state.experts), trained, optimizer)
             best_loss, since_best = _best_so_far(metrics)
             scales = [scale, *(row["loss_scale"] for row in metrics if "loss_scale" in row)]
             scale, unscathed = scales[-1], next(iter(np.flatnonzero(np.diff(scales[::-1]))), len(scales) - 1)
-            log.info("resuming at step %d of %d", first, optimization.steps)
+            log.info("resuming at step %d of %d", begin, optimization.steps)
 
         record = _recorder(metrics, checkpoints / "metrics.jsonl" if world.rank == 0 else None)
 
         def save(step: int, dev_loss: float | None = None) -> None:
-            shared, experts = _parted(_state(trained, optimizer, best), model.experts)
-            save_state(
-                checkpoints, State(step, shared, experts, metrics, dev_loss), world, optimization.keep_checkpoints
-            )
+            tensors = _state(trained, optimizer, best)
+            # Adam's number of updates is one for all experts.
+            updates = {name: tensors.pop(name) for name in [*tensors] if name.startswith("optimizer/step/")}
+            shared, experts = model.parted(tensors)
+            whole = State(step, shared | updates, experts, metrics, dev_loss)
+            save_state(checkpoints, whole, world, optimization.keep_checkpoints, optimization.keep)
 
-        sent, saved = 0, first if found else None
-        advance = running.enter_context(progress("step", optimization.steps, first))
-        for step in range(first, optimization.steps + 1):
+        sent, saved = 0, resumed.step if resumed else None
+        advance = running.enter_context(progress("step", optimization.steps, begin))
+        for step in range(begin, optimization.steps + 1):
             if (
-                stopping
+                evaluate
+                and stopping
                 and (step % stopping.every == 0 or step == optimization.steps)
                 and not _evaluated(metrics, step)
             ):
@@ -145,16 +159,16 @@ def train(
                 if since_best >= stopping.patience:
                     log.info("stopping at step %d: no better dev loss in %d evaluations", step, since_best)
                     break
-            last, due = step == optimization.steps, step > first and step % optimization.checkpoint_every == 0
+            last, due = step == optimization.steps, step > begin and step % optimization.checkpoint_every == 0
             dev_loss = None
             if evaluate and not stopping and (last or due):
                 dev_loss, more = evaluate(model)
                 record({"step": step, "tokens": _tokens(metrics), "dev_loss": dev_loss} | more)
-            if last:
-                break
-            if due:
+            if (due and not last) or (step in optimization.keep and step != saved):
                 save(step, dev_loss)
                 saved = step
+            if last:
+                break
 
             begun = time.monotonic()
             for group in optimizer.param_groups:
@@ -192,7 +206,7 @@ def train(
                 {
                     "step": step + 1,
                     "tokens": _tokens(metrics) + batches.tokens,
-                    "loss": sum(totals) / batches.tokens,
+                    "loss": sum(totals) / (batches.targets or batches.tokens),
                     "learning_rate": learning_rate_at(step, optimization),
                     "gradient_norm": norm if not skipped else None,
                     "tokens_per_second": batches.tokens / (now - begun),
@@ -224,7 +238,7 @@ def _backward(
 ) -> list[float]:
     """Add up this rank's gradients of the mean loss over the whole step, times `scale`, and begin to send them.
 
-    Returns the sum of losses and the number of tokens of each domain on this rank: 2 * len(domains) numbers.
+    Returns the sum of losses and of the targets' weights of each domain on this rank: 2 * len(domains) numbers.
     """
     batch = batches.draw(step)
     sequences = batch.inputs.shape[1]
@@ -233,12 +247,20 @@ def _backward(
         part = batch.part(start, start + (micro or sequences)).to(sync.world.device)
         if start + (micro or sequences) >= sequences:
             sync.begin()
-        hidden = model(part.inputs, part.domains if model.domain_tokens else None, dtype)
+        auxiliary: list[Tensor] = []
+        hidden = model(part.inputs, part.domains if model.domain_tokens else None, dtype, auxiliary=auxiliary)
         losses = -model.log_probabilities(hidden, part.targets)  # [E, B, T]
-        (losses.sum() * (scale / batches.tokens)).backward()
+        counts = torch.full_like(part.domains, losses.shape[-1], dtype=torch.float64)  # [E, B]
+        if part.weights is not None:
+            losses, counts = losses * part.weights, part.weights.sum(-1, dtype=torch.float64)
+        loss = losses.sum() * (scale / (batches.targets or batches.tokens))
+        for each in auxiliary:
+            # Its mean over the sequences of the step.
+            loss = loss + each.sum() * (scale * losses.shape[-1] / batches.tokens)
+        loss.backward()
         numbers = part.domains.flatten()
         sums[0].index_add_(0, numbers, losses.detach().sum(-1, dtype=torch.float64).flatten())
-        sums[1].index_add_(0, numbers, torch.full_like(numbers, losses.shape[-1], dtype=torch.float64))
+        sums[1].index_add_(0, numbers, counts.flatten())
     return sums.flatten().tolist()
 
 
@@ -264,13 +286,13 @@ def _signals() -> Iterator[Callable[[], int]]:
             signal.signal(number, handler)
 
 
-def _recorder(metrics: list[dict], path: Path | None) -> Callable[[dict], None]:
+def _recorder(metrics: list[Row], path: Path | None) -> Callable[[Row], None]:
     """What appends a row to `metrics`, and to the file `path` for who watches; the file begins with the rows so far."""
     if path is None:
         return metrics.append
     write_text(path, _lines(metrics))
 
-    def record(row: dict) -> None:
+    def record(row: Row) -> None:
         metrics.append(row)
         try:
             with open(path, "a", encoding="utf-8") as file:
@@ -281,28 +303,24 @@ def _recorder(metrics: list[dict], path: Path | None) -> Callable[[dict], None]:
     return record
 
 
-def write_metrics(path: Path, metrics: list[dict]) -> None:
+def write_metrics(path: Path, metrics: list[Row]) -> None:
     """Write metrics rows as JSON lines with their seal."""
     write_sealed(path, _lines(metrics))
 
 
-def _lines(metrics: list[dict]) -> str:
+def _lines(metrics: list[Row]) -> str:
     return "".join(json.dumps(row) + "\n" for row in metrics)
 
 
-def _is_expert(name: str) -> bool:
-    return ".feedforward." in name
-
-
-def _tokens(metrics: list[dict]) -> int:
+def _tokens(metrics: list[Row]) -> int:
     return metrics[-1]["tokens"] if metrics else 0
 
 
-def _evaluated(metrics: list[dict], step: int) -> bool:
+def _evaluated(metrics: list[Row], step: int) -> bool:
     return any(row["step"] == step and "early_stopping_loss" in row for row in metrics[-2:])
 
 
-def _best_so_far(metrics: list[dict]) -> tuple[float, int]:
+def _best_so_far(metrics: list[Row]) -> tuple[float, int]:
     losses = [row["early_stopping_loss"] for row in metrics if "early_stopping_loss" in row]
     if not losses:
         return math.inf, 0
@@ -310,39 +328,17 @@ def _best_so_far(metrics: list[dict]) -> tuple[float, int]:
 
 
 def _state(
-    trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, best: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+    trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, best: dict[str, Tensor]
+) -> dict[str, Tensor]:
     tensors = {f"parameter/{name}": p.detach() for name, p in trained.items()}
     for name, parameter in trained.items():
         tensors |= {f"optimizer/{key}/{name}": value for key, value in optimizer.state[parameter].items()}
     return tensors | {f"best/{name}": value for name, value in best.items()}
 
 
-def _parted(
-    tensors: dict[str, torch.Tensor], experts: Sequence[str]
-) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """A state's tensors that all ranks hold alike, and each expert's slices of the stacked ones."""
-    shared = {name: tensor for name, tensor in tensors.items() if not _is_stacked(name)}
-    return shared, {
-        expert: {name: tensor[number] for name, tensor in tensors.items() if _is_stacked(name)}
-        for number, expert in enumerate(experts)
-    }
-
-
-def _stacked(state: State, experts: Sequence[str]) -> dict[str, torch.Tensor]:
-    """What `_parted` parted."""
-    names = state.experts[experts[0]]
-    return state.shared | {name: torch.stack([state.experts[expert][name] for expert in experts]) for name in names}
-
-
-def _is_stacked(name: str) -> bool:
-    # Adam's number of updates is one for all experts.
-    return _is_expert(name) and not name.startswith("optimizer/step/")
-
-
 def _restore(
-    tensors: dict[str, torch.Tensor], trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
-) -> dict[str, torch.Tensor]:
+    tensors: dict[str, Tensor], trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
     """Put a saved state into parameters and optimizer; returns the best parameters so far."""
     with torch.no_grad():
         for name, parameter in trained.items():

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from demix.config.placement import Share
+from demix.config.placement import Placement
 from demix.launch.local import watched
 from demix.model.device import own_device
 
@@ -31,17 +31,17 @@ class World:
     """The processes that train one model together, as one of them sees them.
 
     `groups`: that of all ranks and that of the ranks that hold the same experts as this one; None where it is one
-    rank. `speaks`: whether this rank is the first of those, the one that writes its experts.
+    rank. `writes_experts`: whether this rank is the first of those that hold the same experts.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
-    speaks: bool = True
+    writes_experts: bool = True
 
-    def placed(self, places: Sequence[Share]) -> "World":
-        """This world with the groups of the ranks' shares. All ranks must call it."""
+    def placed(self, places: Sequence[Placement]) -> "World":
+        """This world with the groups of the ranks' placements. All ranks must call it."""
         if self.size == 1:
             return self
         own = None
@@ -53,7 +53,7 @@ class World:
             if self.rank in ranks:
                 own = group
         first = places[self.rank].ranks[0] == self.rank
-        return dataclasses.replace(self, groups=(dist.group.WORLD, own), speaks=first)
+        return dataclasses.replace(self, groups=(dist.group.WORLD, own), writes_experts=first)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums of `values` over all ranks, in float64."""
@@ -98,12 +98,15 @@ def joined() -> Iterator[World]:
 
 
 class _Bucket:
-    """Gradients of some parameters, one after the other in a flat tensor that is sent as a whole."""
+    """Gradients of some parameters, one after the other in a flat tensor that is sent as a whole.
 
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None, speaks: bool):
+    `counts`: whether this rank adds them to the norm, in which each parameter counts once.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None, counts: bool):
         first = parameters[0]
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        self.group, self.speaks, self.size, self.left = group, speaks, len(parameters), 0
+        self.group, self.counts, self.size, self.left = group, counts, len(parameters), 0
         place = 0
         for parameter in parameters:
             parameter.grad = self.flat[place : place + parameter.numel()].view_as(parameter)
@@ -126,7 +129,7 @@ class GradientSync:
         # Backward comes to the last layers first.
         for expert, group in enumerate(world.groups):
             for some in _bucketed([p for name, p in parameters.items() if is_expert(name) == expert][::-1]):
-                bucket = _Bucket(some, group, world.speaks if expert else world.rank == 0)
+                bucket = _Bucket(some, group, world.writes_experts if expert else world.rank == 0)
                 self.buckets.append(bucket)
                 for parameter in some:
                     self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(bucket)))
@@ -157,7 +160,7 @@ class GradientSync:
         The norm is one for all ranks and each expert counts once in it, however many ranks hold it. Where it is not
         finite gradients are left as they are.
         """
-        square = sum(_square(bucket.flat) for bucket in self.buckets if bucket.speaks)
+        square = sum(_square(bucket.flat) for bucket in self.buckets if bucket.counts)
         norm = self.world.sum([square])[0] ** 0.5 / scale
         if norm == norm and norm != float("inf"):
             factor = min(1.0, most / (norm + 1e-6)) / scale

@@ -4,15 +4,17 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from demix.config.architecture import architecture_from, expert_parameters, shared_parameters
+from demix.config.architecture import Architecture, architecture_from, parameters
 from demix.config.check import HOW
-from demix.config.placement import placement
+from demix.config.placement import Placement, place
+from demix.config.systems import KINDS, Kind
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.files import read_json
@@ -20,14 +22,12 @@ from demix.model.checkpoint import save_expert, save_shared
 from demix.model.device import set_threads
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
-from demix.train.batches import balanced_batches, mixed_batches, proportional_batches
-from demix.train.loop import DivergedError, Optimization, train, write_metrics
+from demix.train.batches import batches_of
+from demix.train.loop import DivergedError, Evaluation, Optimization, train, write_metrics
 from demix.train.parallel import World, joined
-from demix.train.state import remove_states
+from demix.train.state import State, remove_states
 
 log = logging.getLogger(__name__)
-
-KINDS = ("demix", "dense", "dense_unbalanced", "domain_token")
 
 
 @dataclass(frozen=True)
@@ -72,41 +72,36 @@ def train_model(
     metrics: Path,
     checkpoints: Path,
     replicas: Mapping[str, int] | None = None,
+    *,
+    first: State | None = None,
+    keep: tuple[int, ...] = (),
 ) -> None:
-    """Train one model of `kind` (demix, dense, dense_unbalanced, domain_token) on the domains of `shards`.
+    """Train one model of `kind` (`demix.config.systems.KINDS`) on the domains of `shards`.
 
     `shards` are tokens/<domain>/train.arrow, a domain each, and where `dev_blocks` are wanted the dev.arrow of all.
     Writes the model directory `output` and the `metrics` file at the end; state to resume from goes below
-    `checkpoints`. Called by every rank of a world (`demix.train.parallel.joined`), each trains its share: `replicas`
-    of some domains' experts, or as many of each.
+    `checkpoints`, where the states after `keep` updates stay. Training begins with the state `first`, or from scratch.
+    Called by every rank of a world (`demix.train.parallel.joined`), each trains its placement: `replicas` of some
+    domains' experts, or as many of each.
 
     Without `output` only the metrics are kept, as for a sweep of learning rates: a run that diverges is then no error
     but ends its metrics with a row that says so (`diverged`).
     """
     set_threads(training.threads)
+    row = KINDS[kind]
     dev, shards = [path for path in shards if path.stem == "dev"], [path for path in shards if path.stem != "dev"]
     domains = tuple(path.parent.name for path in shards)
     with joined() as world:
-        places = placement(kind, domains, training.sequences, world.size, replicas)
-        world, share = world.placed(places), places[world.rank]
+        places = place(row, domains, training.sequences, world.size, replicas)
+        world, placement = world.placed(places), places[world.rank]
         opened = open_shards(shards, world)
-        evaluate = _dev_losses(kind, training, open_shards(dev, world), domains, world) if training.dev_blocks else None
-        architecture = architecture_from(training.architecture)
-        experts = tuple(domains[d] for d in share.experts) if kind == "demix" else ("dense",)
-        model = GPT(architecture, opened[0].vocab_size, experts, domains if kind == "domain_token" else ())
-        model.initialise(training.seed)
+        evaluate = _dev_losses(row, training, open_shards(dev, world), domains, world) if training.dev_blocks else None
+        steps, architecture = training.steps(len(domains)), architecture_from(training.architecture)
+        batches = batches_of(row, opened, domains, training.sequences, architecture.context, training.seed, placement)
+        model = _initial(row, architecture, opened[0].vocab_size, domains, placement).initialise(training.seed)
 
-        steps, length = training.steps(len(domains)), architecture.context
-        if kind == "dense_unbalanced":
-            sequences = len(domains) * training.sequences
-            batches = proportional_batches(opened, domains, sequences, length, training.seed, share)
-        else:
-            arrange = balanced_batches if kind == "demix" else mixed_batches
-            batches = arrange(opened, domains, training.sequences, length, training.seed, share)
-
-        data = {
-            domain: read_json(path.with_suffix(".json"))["sha256"] for domain, path in zip(domains, shards, strict=True)
-        }
+        sha256 = [read_json(path.with_suffix(".json"))["sha256"] for path in shards]
+        data = dict(zip(domains, sha256, strict=True))
         tokenizer_sha256 = opened[0].tokenizer_sha256
         lineage = {"training": dataclasses.asdict(training), "tokenizer_sha256": tokenizer_sha256, "kind": kind}
         # The order of the domains is the order of the stacked experts.
@@ -122,9 +117,10 @@ def train_model(
                 model,
                 batches,
                 domains,
-                optimization(training, steps, training.learning_rate),
+                optimization(training, steps, training.learning_rate, keep),
                 state,
                 world=world,
+                first=first,
                 evaluate=evaluate,
             )
         except DivergedError as error:
@@ -135,29 +131,50 @@ def train_model(
             rows = [*error.metrics, {"step": error.step, "tokens": tokens, "diverged": error.cause}]
 
         if output is not None:
-            vocab_size, tokens = opened[0].vocab_size, rows[-1]["tokens"]
-            counts = {
-                "shared_parameters": shared_parameters(architecture, vocab_size, len(model.domain_tokens)),
-                "expert_parameters": expert_parameters(architecture),
-            }
-            seen = {"steps": steps, "tokens": tokens, "data_sha256": data}
-            if world.rank == 0:
-                save_shared(model, output, lineage | counts | seen)
-            world.wait()
-            for expert in experts if world.speaks else ():
-                own = {expert: data[expert]} if kind == "demix" else data
-                tokens_seen = tokens // len(domains) if kind == "demix" else tokens
-                history = {"parent": None, "steps": steps, "tokens": tokens_seen, "data_sha256": own}
-                save_expert(model, expert, output, history | {"tokenizer_sha256": tokenizer_sha256})
-            world.wait()
+            _write_model(row, model, lineage, data, steps, rows[-1]["tokens"], output, world)
         if world.rank == 0:
             write_metrics(metrics, rows)
-            remove_states(state)
+            remove_states(state, keep)
+
+
+def _initial(
+    kind: Kind, architecture: Architecture, vocab_size: int, domains: tuple[str, ...], placement: Placement
+) -> GPT:
+    """The model of `kind` with the experts of one rank, its parameters not yet set."""
+    experts = domains if kind.batches == "by_domain" else ("dense",)
+    # The one expert of a model that owns no tensor alone has its feedforwards in a file of their own all the same.
+    scope = "feedforward" if kind.expert_scope == "none" else kind.expert_scope
+    own = tuple(experts[number] for number in placement.experts)
+    return GPT(architecture, vocab_size, own, domains if kind.domain_tokens else (), scope)
+
+
+def _write_model(
+    kind: Kind,
+    model: GPT,
+    lineage: dict[str, Any],
+    data: dict[str, str],
+    steps: int,
+    tokens: int,
+    output: Path,
+    world: World,
+) -> None:
+    """Write a trained model to the directory `output`: what is shared by the first rank, each expert by its own."""
+    shared, own = parameters(model.architecture, model.vocab_size, len(model.domain_tokens), model.expert_scope)
+    seen = {"steps": steps, "tokens": tokens, "data_sha256": data}
+    if world.rank == 0:
+        counts = {"shared_parameters": shared, "expert_parameters": own}
+        save_shared(model, output, lineage | counts | seen)
+    world.wait()
+    for expert in model.experts if world.writes_experts else ():
+        if kind.batches == "by_domain":
+            seen = seen | {"tokens": tokens // len(data), "data_sha256": {expert: data[expert]}}
+        save_expert(model, expert, output, {"parent": None} | seen | {"tokenizer_sha256": lineage["tokenizer_sha256"]})
+    world.wait()
 
 
 def _dev_losses(
-    kind: str, training: Training, shards: list[TokenShard], domains: Sequence[str], world: World
-) -> Callable[[GPT], tuple[float, dict[str, float]]]:
+    kind: Kind, training: Training, shards: list[TokenShard], domains: Sequence[str], world: World
+) -> Evaluation:
     """What the loop asks for at checkpoints: the mean over domains of the loss on dev, and the domains' own.
 
     A domain is evaluated by the first rank with its expert; a dense model's domains go round the ranks.
@@ -167,12 +184,16 @@ def _dev_losses(
         if domain not in by_domain:
             raise DemixError(f"domain {domain}", "has no dev shard", "give its dev.arrow, or dev_blocks 0")
 
+    def mine(model: GPT, number: int) -> bool:
+        if kind.batches == "by_domain":
+            return domains[number] in model.experts and world.writes_experts
+        return number % world.size == world.rank
+
     def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
-        found = [0.0] * len(domains)
-        for number, domain in enumerate(domains):
-            mine = domain in model.experts and world.speaks if kind == "demix" else number % world.size == world.rank
-            if mine:
-                found[number] = dev_loss(model, by_domain[domain], training.dev_blocks, domain)
+        found = [
+            dev_loss(model, by_domain[domain], training.dev_blocks, domain) if mine(model, number) else 0.0
+            for number, domain in enumerate(domains)
+        ]
         losses = dict(zip(domains, world.sum(found), strict=True))
         return sum(losses.values()) / len(losses), {f"dev_loss/{name}": loss for name, loss in losses.items()}
 
@@ -201,10 +222,11 @@ def _single(model: GPT, expert: str) -> GPT:
     return single
 
 
-def optimization(settings: object, steps: int, learning_rate: float) -> Optimization:
+def optimization(settings: object, steps: int, learning_rate: float, keep: tuple[int, ...] = ()) -> Optimization:
     """What the loop needs of the settings of a training or an adaptation, for `steps` updates at a peak rate."""
-    names = {field.name for field in dataclasses.fields(Optimization)} - {"steps", "learning_rate"}
-    return Optimization(steps=steps, learning_rate=learning_rate, **{name: getattr(settings, name) for name in names})
+    names = {field.name for field in dataclasses.fields(Optimization)} - {"steps", "learning_rate", "keep"}
+    own = {name: getattr(settings, name) for name in names}
+    return Optimization(steps=steps, learning_rate=learning_rate, keep=keep, **own)
 
 
 def open_shards(paths: list[Path], world: World) -> list[TokenShard]:
@@ -216,7 +238,7 @@ def open_shards(paths: list[Path], world: World) -> list[TokenShard]:
     return shards
 
 
-def fingerprint(description: dict) -> str:
+def fingerprint(description: dict[str, Any]) -> str:
     """16 hexadecimal digits that tell runs apart: a checkpoint only ever continues the run that wrote it.
 
     How it is computed and kept (`demix.config.check.HOW`) does not tell runs apart.

@@ -5,10 +5,11 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ class State:
     step: int
     shared: dict[str, torch.Tensor]
     experts: dict[str, dict[str, torch.Tensor]]
-    metrics: list[dict]
+    metrics: list[dict[str, Any]]
     dev_loss: float | None = None
 
 
@@ -54,10 +55,10 @@ def held(directory: Path, world: World) -> Iterator[None]:
         yield
 
 
-def save_state(directory: Path, state: State, world: World, keep: int) -> None:
+def save_state(directory: Path, state: State, world: World, keep: int, steps: Sequence[int] = ()) -> None:
     """Write `directory/step-<step>/`, every rank its part; the manifest with all sha256 comes last, then the name.
 
-    The newest `keep` stay, and the one with the lowest loss on dev. All ranks must call it.
+    The newest `keep` stay, the one with the lowest loss on dev, and those of `steps`. All ranks must call it.
     """
     path = directory / f"step-{state.step:08d}"
     temporary = path.with_name(f".{path.name}.partial")
@@ -66,7 +67,7 @@ def save_state(directory: Path, state: State, world: World, keep: int) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         world.wait()
-        if world.speaks:
+        if world.writes_experts:
             for name, tensors in state.experts.items():
                 _save(tensors, temporary / f"expert-{name}.safetensors")
         if world.rank == 0:
@@ -84,7 +85,7 @@ def save_state(directory: Path, state: State, world: World, keep: int) -> None:
                 path.rename(path.with_name(f".{path.name}.old.partial"))
             temporary.rename(path)
             fsync(directory)
-            _remove_old(directory, path, keep)
+            _remove_old(directory, path, keep, steps)
         world.wait()
     except OSError as error:
         cure = "free space or mend its permissions, then rerun: training goes on from the checkpoint before"
@@ -108,8 +109,10 @@ def newest_state(directory: Path, experts: tuple[str, ...], world: World) -> Sta
     return None
 
 
-def remove_states(directory: Path) -> None:
+def remove_states(directory: Path, steps: Sequence[int] = ()) -> None:
     """Remove what a finished run needs no more: all but the checkpoint with the lowest loss on dev, if any has one.
+
+    Those of `steps` stay too.
 
     The results are whole by now, and who waits for them elsewhere (`demix.launch.slurm`) is told so first.
     """
@@ -117,11 +120,12 @@ def remove_states(directory: Path) -> None:
         files = [path for path in Path(done).parent.rglob("*") if path.is_file()]
         write_json(done, {"files": {str(path.relative_to(Path(done).parent)): path.stat().st_size for path in files}})
     best = _best(directory)
+    kept = [path for path in _steps(directory) if path == best or _step(path) in steps]
     for path in _steps(directory):
-        if path != best:
+        if path not in kept:
             shutil.rmtree(path)
     (directory / "metrics.jsonl").unlink(missing_ok=True)
-    if best is None:
+    if not kept:
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -162,9 +166,13 @@ def _dev_loss(path: Path) -> float | None:
         return None
 
 
-def _remove_old(directory: Path, newest: Path, keep: int) -> None:
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _remove_old(directory: Path, newest: Path, keep: int, kept: Sequence[int]) -> None:
     """Remove all but `newest`, the others before it that are to be kept, and the best."""
-    best, steps = _best(directory), _steps(directory)
+    best, steps = _best(directory), [path for path in _steps(directory) if path == newest or _step(path) not in kept]
     place = steps.index(newest)
     # What lies beyond the newest was passed over when the run was resumed.
     for old in steps[: max(0, place - keep + 1)] + steps[place + 1 :]:

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from demix.config.architecture import Architecture, expert_parameters, shared_parameters
-from demix.model.checkpoint import save_expert, save_shared
+from demix.config.architecture import Architecture, parameters
+from demix.model.checkpoint import describe, expert_lineage, load_model, save_expert, save_shared
 from demix.model.gpt import GPT
 
 SMALL = Architecture(layers=2, width=32, heads=4, context=16)
@@ -33,13 +33,25 @@ def write_model(
 ) -> GPT:
     model = GPT(SMALL, vocab_size, experts)
     randomise(model, seed)
-    counts = {
-        "shared_parameters": shared_parameters(SMALL, vocab_size),
-        "expert_parameters": expert_parameters(SMALL),
-    }
+    counts = dict(zip(("shared_parameters", "expert_parameters"), parameters(SMALL, vocab_size), strict=True))
     seen = {"tokens": 90, "steps": 9, "tokenizer_sha256": tokenizer}
     save_shared(model, directory, {"kind": "demix"} | counts | seen)
     for number, expert in enumerate(experts):
         lineage = {"parent": None, "steps": 9, "tokens": 30 + number, "data_sha256": {expert: str(number) * 64}}
         save_expert(model, expert, directory, lineage | {"tokenizer_sha256": tokenizer})
     return model
+
+
+def write_trunks(directory: Path, output: Path) -> Path:
+    """The model in `directory` with each expert as a whole model of its own, which has a copy of what they shared."""
+    stacked = load_model(directory)
+    for number, name in enumerate(stacked.experts):
+        lineage = expert_lineage(directory, name)
+        own = GPT(stacked.architecture, stacked.vocab_size, (name,), expert_scope="model")
+        experts = stacked.expert_tensors()
+        own.load_state_dict(
+            {key: p[number : number + 1] if key in experts else p for key, p in stacked.named_parameters()}
+        )
+        save_shared(own, output, describe(directory))
+        save_expert(own, name, output, lineage)
+    return output

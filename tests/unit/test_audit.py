@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from demix.model.gpt import GPT
 from demix.train.batches import balanced_batches
 from support.cli import demix
 from support.decoding import LENGTH
-from support.models import SMALL, randomise
+from support.models import SMALL, randomise, write_trunks
 from support.tokens import TRAINING
 
 DOMAIN = "licenses"
@@ -73,6 +74,18 @@ def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 def rows_of(models: Path, tokens: Path, prompts: int = 3) -> list[dict]:
     audit = Audit(prompts, TRAINING, WITHOUT, 1)
     return audit_rows(DOMAIN, models, tokens / "tokens" / DOMAIN, models / "priors.parquet", audit)
+
+
+def test_experts_that_are_whole_models_give_the_same_rows(
+    made: Callable[..., Path], tokens: Path, tmp_path: Path
+) -> None:
+    models = made()
+    for name in ("demix", f"without-{DOMAIN}"):
+        write_trunks(models / name, tmp_path / name)
+    shutil.copy(models / "priors.parquet", tmp_path)
+    for stacked, apart in zip(rows_of(models, tokens), rows_of(tmp_path, tokens), strict=True):
+        assert apart.pop("nll") == pytest.approx(stacked.pop("nll"), rel=1e-6)
+        assert apart == stacked
 
 
 def piece(tokens: Path, row: dict) -> torch.Tensor:

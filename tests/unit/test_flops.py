@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from demix.config.architecture import PRESETS, Architecture, expert_parameters, shared_parameters
+from demix.config.architecture import PRESETS, Architecture, parameters
 from demix.model.gpt import GPT, ROWS_AT_ONCE
 from demix.model.scoring import log_probabilities
 from demix.plan.flops import (
@@ -70,8 +70,8 @@ def test_training_flops_are_those_of_the_products() -> None:
 )
 def test_parameters_are_the_papers_and_the_models(preset: str, dense: int, expert: int, eight: int) -> None:
     architecture = PRESETS[preset]
-    shared = shared_parameters(architecture, 50264)
-    assert (shared + expert, expert_parameters(architecture), shared + 8 * expert) == (dense, expert, eight)
+    shared, own = parameters(architecture, 50264)
+    assert (shared + expert, own, shared + 8 * expert) == (dense, expert, eight)
     with torch.device("meta"):
         model = GPT(architecture, 50264, EIGHT)
     assert sum(p.numel() for p in model.parameters()) == eight

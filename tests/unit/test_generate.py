@@ -26,7 +26,7 @@ BEFORE = torch.tensor([7, 49])
 
 def decoder_of(model, log_prior: torch.Tensor | None = None, decay: float | None = None) -> Decoder:
     log_prior = torch.zeros(len(model.experts)) if log_prior is None else log_prior
-    return Decoder(model, BEFORE, Posterior(log_prior, LENGTH, len(BEFORE), decay))
+    return Decoder([model], BEFORE, Posterior(log_prior, LENGTH, len(BEFORE), decay))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
@@ -95,7 +95,7 @@ def test_greedy_decoding_with_one_expert_equals_hugging_face(tokens: Path, tmp_p
         seen = torch.cat([start[:, None], prompt], 1)
         wanted = theirs.generate(seen, attention_mask=torch.ones_like(seen), do_sample=False, max_length=LENGTH)
         model = load_model(tmp_path / "model", (expert,))
-        decoder = Decoder(model, start, Posterior(torch.zeros(1), LENGTH))
+        decoder = Decoder([model], start, Posterior(torch.zeros(1), LENGTH))
         decoder.read(prompt)
         ours = [int(token) for token, _, _ in generate(decoder, LENGTH - seen.shape[1], temperature=0)]
         assert ours == wanted[0, seen.shape[1] :].tolist()

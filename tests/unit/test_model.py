@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from demix.config.architecture import PRESETS, Architecture, architecture_from, expert_parameters, shared_parameters
+from demix.config.architecture import PRESETS, Architecture, architecture_from, parameters
 from demix.data.tokenizer import Tokenizer, gpt2_tokenizer
 from demix.errors import DemixError
 from demix.files import sha256_file
@@ -293,10 +293,13 @@ def test_experts_start_alike_and_as_the_dense_model() -> None:
 
 def test_gpt2_small_has_gpt2_size() -> None:
     small = PRESETS["gpt3-small"]
-    assert shared_parameters(small, 50257) + expert_parameters(small) == 124_439_808
+    assert sum(parameters(small, 50257)) == 124_439_808
     with torch.device("meta"):
         model = GPT(small, 50257, ("dense",), EIGHT)
-    assert sum(p.numel() for p in model.shared_tensors().values()) == shared_parameters(small, 50257, 8)
+        whole = GPT(small, 50257, ("dense",), EIGHT, "model")
+    for each in (model, whole):
+        counted = [sum(p.numel() for p in part.values()) for part in (each.shared_tensors(), each.expert_tensors())]
+        assert tuple(counted) == parameters(small, 50257, 8, each.expert_scope), each.expert_scope
 
 
 def test_model_directory_is_modular(tmp_path) -> None:

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
-from demix.config.architecture import Architecture, expert_parameters, shared_parameters
-from demix.config.placement import shares
+from demix.config.architecture import Architecture, parameters
+from demix.config.placement import place, place_experts
+from demix.config.systems import KINDS
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.train.batches import balanced_batches, mixed_batches
@@ -131,41 +132,40 @@ def test_the_bytes_sent_are_those_of_the_formula(trained: Path, tokens: Path, ca
     vocab_size = TokenShard.open(tokens / "tokens" / DOMAINS[0] / "train.arrow").vocab_size
     architecture = Architecture(**SIZES)
     domain_tokens = case.domains if case.kind == "domain_token" else 0
-    shared, expert = shared_parameters(architecture, vocab_size, domain_tokens), expert_parameters(architecture)
-    domains = DOMAINS[: case.domains] if case.kind == "demix" else ("dense",)
+    shared, expert = parameters(architecture, vocab_size, domain_tokens)
     # The first rank's; the metrics are its.
-    first = shares(domains, case.ranks, 16, dict(case.replicas))[0]
+    first = place(case.kind, DOMAINS[: case.domains], 16, case.ranks, dict(case.replicas))[0]
     expected = synced_bytes(shared, expert, case.ranks, len(first.ranks), {"fp64": 8, "fp32": 4}[case.precision])
     assert {row["synced_bytes"] for row in rows(trained / case.name / "metrics.jsonl")} == {expected}
 
 
 @given(st.integers(1, 12), st.integers(1, 40), st.integers(1, 9))
-def test_shares_part_every_step_without_overlap(count: int, ranks: int, sequences: int) -> None:
+def test_placements_part_every_step_without_overlap(count: int, ranks: int, sequences: int) -> None:
     domains = [f"domain{number}" for number in range(count)]
     fits = (ranks % count == 0 and ranks // count <= sequences) or (count % ranks == 0)
     if not fits:
         with pytest.raises(DemixError, match=r"use .*ranks"):
-            shares(domains, ranks, sequences)
+            place_experts(domains, sequences, ranks)
         return
-    check_partition(shares(domains, ranks, sequences), count, sequences)
+    check_partition(place_experts(domains, sequences, ranks), count, sequences)
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.integers(5, 9))
 def test_unequal_replicas_part_every_step_without_overlap(numbers: list[int], sequences: int) -> None:
     domains = [f"domain{number}" for number in range(len(numbers))]
     replicas = dict(zip(domains, numbers, strict=True))
-    check_partition(shares(domains, sum(numbers), sequences, replicas), len(numbers), sequences)
+    check_partition(place_experts(domains, sequences, sum(numbers), replicas), len(numbers), sequences)
     with pytest.raises(DemixError, match=f"use {sum(numbers)} ranks"):
-        shares(domains, sum(numbers) + 1, sequences, replicas)
+        place_experts(domains, sequences, sum(numbers) + 1, replicas)
 
 
 def check_partition(places: tuple, count: int, sequences: int) -> None:
-    seen = [(expert, n) for place in places for expert in place.experts for n in range(place.first, place.last)]
+    seen = [(expert, n) for placed in places for expert in placed.experts for n in range(placed.first, placed.last)]
     assert sorted(seen) == [(expert, n) for expert in range(count) for n in range(sequences)]
-    for rank, place in enumerate(places):
-        assert rank in place.ranks
-        assert place.last > place.first
-        assert {places[other].experts for other in place.ranks} == {place.experts}
+    for rank, placed in enumerate(places):
+        assert rank in placed.ranks
+        assert placed.last > placed.first
+        assert {places[other].experts for other in placed.ranks} == {placed.experts}
 
 
 def test_ranks_that_do_not_fit_are_refused_before_a_process_starts(tokens: Path, tmp_path: Path) -> None:
@@ -183,13 +183,13 @@ def test_ranks_that_do_not_fit_are_refused_before_a_process_starts(tokens: Path,
 def test_ranks_of_a_domain_see_its_sequences_once(tokens: Path) -> None:
     shards = [TokenShard.open(tokens / "tokens" / domain / "train.arrow") for domain in TRAINING]
     whole = balanced_batches(shards, TRAINING, 4, 16, seed=3)
-    places = shares(TRAINING, 6, 4)
+    places = place(KINDS["demix"], TRAINING, 4, 6)
     for step in (0, 7):
         parts = [balanced_batches(shards, TRAINING, 4, 16, 3, place).draw(step) for place in places]
         again = torch.cat([torch.cat([parts[2 * d].inputs, parts[2 * d + 1].inputs], 1) for d in range(3)])
         assert torch.equal(again, whole.draw(step).inputs)
         mixed = mixed_batches(shards, TRAINING, 4, 16, seed=3).draw(step)
-        cut = [mixed_batches(shards, TRAINING, 4, 16, 3, place).draw(step) for place in shares(["dense"], 5, 12)]
+        cut = [mixed_batches(shards, TRAINING, 4, 16, 3, place).draw(step) for place in place("dense", TRAINING, 4, 5)]
         assert torch.equal(torch.cat([part.inputs for part in cut], 1), mixed.inputs)
         assert torch.equal(torch.cat([part.domains for part in cut], 1), mixed.domains)
 

@@ -81,7 +81,7 @@ def test_an_analysis_is_what_mix_says(server: Playground, prior: str, method: st
     table, mask = in_blocks(scores)
     expected = mix(table, mask, method, "history", log_prior=np.log([0.1, 0.2, 0.7]))[mask]
     np.testing.assert_allclose(found["bits"], -expected / np.log(2), atol=2e-3)
-    order = [server.model.model.experts.index(name) for name in THREE]
+    order = [server.model.experts.index(name) for name in THREE]
     np.testing.assert_allclose(np.array(found["expert_bits"])[:, order].T, -scores / np.log(2), atol=2e-2)
     weights = np.array(found["weights"])
     assert len(weights) == ids.shape[1] + 1
@@ -93,7 +93,7 @@ def test_an_analysis_is_what_mix_says(server: Playground, prior: str, method: st
 
 def test_an_expert_that_is_off_has_no_weight(server: Playground) -> None:
     found = json.loads(ask(server, "POST", "/analyse", question(experts=["law", "code"]))[1])
-    off = server.model.model.experts.index("news")
+    off = server.model.experts.index("news")
     assert {row[off] for row in found["weights"]} == {0.0}
     alone = json.loads(ask(server, "POST", "/analyse", question(experts=["news"]))[1])
     np.testing.assert_allclose(alone["bits"], np.array(alone["expert_bits"])[:, off], atol=1e-2)

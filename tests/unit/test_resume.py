@@ -14,7 +14,7 @@ import torch
 
 from demix.files import read_json, sha256_file
 from demix.train import loop, stage, state
-from demix.train.batches import Batch, Batches, balanced_batches
+from demix.train.batches import Batch, Batches, batches_of
 from demix.train.parallel import World
 from demix.train.stage import train_model
 from support.training import TRAIN, losses, shard_paths, train_command, train_until_killed
@@ -37,7 +37,7 @@ def test_a_killed_run_resumes_to_the_bit(tokens: Path, tmp_path: Path) -> None:
 
 def train_and_die(tokens: Path, folder: Path, step: int | None, write: int | None) -> None:
     """Train in this process, which kills itself when it draws the data of `step`, or at its `write`-th fsync."""
-    draw, fsync, written = stage.balanced_batches, state.fsync, []
+    draw, fsync, written = stage.batches_of, state.fsync, []
 
     def dying_batches(*arguments: object) -> Batches:
         batches = draw(*arguments)
@@ -55,7 +55,7 @@ def train_and_die(tokens: Path, folder: Path, step: int | None, write: int | Non
         if len(written) == write:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    stage.balanced_batches, state.fsync = dying_batches, dying_fsync
+    stage.batches_of, state.fsync = dying_batches, dying_fsync
     places = folder / "model", folder / "metrics.jsonl", folder / "checkpoints"
     train_model("demix", TRAIN, shard_paths(tokens), *places)
 
@@ -127,7 +127,7 @@ def test_a_signal_after_a_checkpoint_leaves_that_as_it_is(tokens: Path, tmp_path
         return draw
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "balanced_batches", dying_after(balanced_batches, 10))
+        patch.setattr(stage, "batches_of", dying_after(batches_of, 10))
         with pytest.raises(loop.StoppedError, match="step 10: a signal stopped training"):
             train_model("demix", training, paths, *places)
     (kept,) = tmp_path.glob("checkpoints/*/step-00000010")

@@ -27,7 +27,7 @@ from demix.files import atomic as files
 from demix.files import sha256_file
 from demix.model.checkpoint import describe, load_model, save_expert, save_shared
 from demix.model.gpt import GPT
-from demix.model.scoring import log_probabilities
+from demix.model.scoring import log_probabilities, trunk_log_probabilities
 from support.tokens import NOVEL, TRAINING
 
 EXPERTS = ("law", "lore", "news")
@@ -84,7 +84,7 @@ def scored_at(place: Any, name: str, at: int, do: Callable[[], None]) -> None:
 def run_until(place: str, name: str, at: int, log: Path, *arguments: Any) -> None:
     """Score as a process that is killed before call number `at` of a function, and logs the blocks of each piece."""
     tables.ROW_GROUP_TOKENS = GROUP + 31
-    compute = module.log_probabilities
+    compute = module.trunk_log_probabilities
 
     def logged(model: GPT, inputs: np.ndarray, *rest: Any) -> np.ndarray:
         found = compute(model, inputs, *rest)
@@ -92,7 +92,7 @@ def run_until(place: str, name: str, at: int, log: Path, *arguments: Any) -> Non
             print(len(inputs), file=stream)
         return found
 
-    module.log_probabilities = logged
+    module.trunk_log_probabilities = logged
     scored_at(sys.modules[place], name, at, lambda: os.kill(os.getpid(), signal.SIGKILL))
     score(*arguments)
 
@@ -107,11 +107,11 @@ def test_a_killed_job_goes_on_from_its_last_piece_and_leaves_the_same_bytes(
     context.set_forkserver_preload(["demix.evaluate.score"])
     log, scored = tmp_path / "log", []
     moments = (
-        (module.__name__, "log_probabilities", 3),
+        (module.__name__, "trunk_log_probabilities", 3),
         # The third piece is there under a temporary name.
         (files.__name__, "fsync", 1),
         (module.__name__, "write_scores", 2),
-        (module.__name__, "log_probabilities", 2),
+        (module.__name__, "trunk_log_probabilities", 2),
         # The last: dev is done, test is scored and its columns are not yet in their place.
         (module.__name__, "write_tokens", 2),
     )
@@ -145,9 +145,9 @@ def test_pieces_that_are_damaged_or_of_another_origin_are_scored_again(
 
             def logged(model: GPT, inputs: np.ndarray, *rest: Any) -> np.ndarray:
                 scored.append(len(inputs))
-                return log_probabilities(model, inputs, *rest)
+                return trunk_log_probabilities(model, inputs, *rest)
 
-            patch.setattr(module, "log_probabilities", logged)
+            patch.setattr(module, "trunk_log_probabilities", logged)
             patch.setattr(module, "write_tokens", module.write_tokens)
             if stop:
                 scored_at(module, "write_tokens", 1, stopped)

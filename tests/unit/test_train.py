@@ -57,10 +57,10 @@ def test_unbalanced_batches_follow_the_sizes_of_the_domains(tokens: Path) -> Non
     shards = opened(tokens)
     small = dataclasses.replace(shards[0], files=(shards[0].read(0, 32 * 10),))
     counts = [len(shard) // 32 for shard in (small, *shards[1:])]
-    batches = proportional_batches([small, *shards[1:]], TRAINING, 4, 32, seed=1)
-    drawn = np.concatenate([batches.draw(step).domains[0].numpy() for step in range(sum(counts) // 4)])
+    batches = proportional_batches([small, *shards[1:]], TRAINING, 1, 32, seed=1)
+    drawn = np.concatenate([batches.draw(step).domains[0].numpy() for step in range(sum(counts) // 3)])
     found = np.bincount(drawn, minlength=3)
-    assert np.abs(found - counts).max() < 4  # one epoch but for its last incomplete step
+    assert np.abs(found - counts).max() < 3  # one epoch but for its last incomplete step
     assert found[0] <= 10
 
 
@@ -163,7 +163,7 @@ def test_fp16_skips_updates_that_overflow_and_resumes_to_the_bit(
     assert whole[-1]["loss"] < whole[0]["loss"]
     # From the last checkpoint but one.
     kept = dataclasses.replace(TRAIN, precision="fp16", keep_checkpoints=100)
-    monkeypatch.setattr(stage, "remove_states", lambda directory: None)
+    monkeypatch.setattr(stage, "remove_states", lambda *_: None)
     folder = tmp_path / "resumed"
     places = folder / "model", folder / "metrics.jsonl", folder / "checkpoints"
     train_model("demix", kept, shard_paths(tokens), *places)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from demix.errors import DemixError
 from demix.files import read_parquet
 from demix.model.decode import Decoder, Posterior, decoded, generate, log_prior_of, named_prior, open_model, run_of
 from demix.model.gpt import GPT
+from demix.model.scoring import columns_of
 
 MOST_TOKENS = 4096
 MOST_DRAWN = 500
@@ -24,11 +26,21 @@ class Opened:
     """A model, its tokenizer, the domains whose cached priors lie in its run, and the text that was read last."""
 
     directory: Path
-    model: GPT
+    trunks: list[GPT]
     tokenizer: Tokenizer
     domains: tuple[str, ...]
     lock: Lock = field(default_factory=Lock)
     last: tuple[str, list[int], torch.Tensor] | None = None
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """All experts of the model, in the order of its scores."""
+        return columns_of(self.trunks)
+
+    @property
+    def context(self) -> int:
+        """The length of a block."""
+        return self.trunks[0].architecture.context
 
 
 @dataclass(frozen=True)
@@ -55,27 +67,27 @@ class Drawing:
 
 def opened(directory: Path, tokenizer: Path | None) -> Opened:
     """The model in `directory`, ready to answer."""
-    model, encoder = open_model(directory, None, tokenizer)
+    trunks, encoder = open_model(directory, None, tokenizer)
     priors, name = run_of(directory) / "priors.parquet", Path(directory).resolve().name
     rows = read_parquet(priors).to_pylist() if priors.is_file() else []
     wanted = {"model": name, "experts": "training", "weights": "history"}
     domains = dict.fromkeys(row["domain"] for row in rows if wanted.items() <= row.items())
-    return Opened(directory, model, encoder, tuple(domains))
+    return Opened(directory, trunks, encoder, tuple(domains))
 
 
-def about(given: Opened) -> dict:
+def about(given: Opened) -> dict[str, Any]:
     """What the page shows of the model."""
     return {
         "name": str(given.directory),
-        "experts": given.model.experts,
-        "context": given.model.architecture.context,
+        "experts": given.experts,
+        "context": given.context,
         "domains": given.domains,
         "most_tokens": MOST_TOKENS,
         "most_drawn": MOST_DRAWN,
     }
 
 
-def analyse(given: Opened, asked: Mixing) -> dict:
+def analyse(given: Opened, asked: Mixing) -> dict[str, Any]:
     """Every token of a text: its bits under the mixture and under each expert, the weights that predicted it.
 
     `weights` has one row more, of the token that would follow. Forward passes are made once a text, whatever is mixed.
@@ -84,9 +96,8 @@ def analyse(given: Opened, asked: Mixing) -> dict:
     with given.lock:
         if given.last is None or given.last[0] != asked.text:
             ids = _ids(given, asked.text)
-            decoder = Decoder(
-                given.model, _start(given), Posterior(torch.zeros(len(given.model.experts)), _length(given))
-            )
+            unweighted = Posterior(torch.zeros(len(given.experts)), given.context)
+            decoder = Decoder(given.trunks, _start(given), unweighted)
             given.last = asked.text, ids, decoder.read(torch.tensor([ids], dtype=torch.long))[0]
         _, ids, scores = given.last
     log_weights = posterior.observe(scores)
@@ -97,7 +108,7 @@ def analyse(given: Opened, asked: Mixing) -> dict:
     }
 
 
-def draw(given: Opened, asked: Drawing) -> Iterator[dict]:
+def draw(given: Opened, asked: Drawing) -> Iterator[dict[str, Any]]:
     """The tokens that follow a text as they come, each with the values of `analyse` for it and the one after it."""
     for name, value, least, most in (
         ("tokens", asked.tokens, 1, MOST_DRAWN),
@@ -109,10 +120,10 @@ def draw(given: Opened, asked: Drawing) -> Iterator[dict]:
             raise DemixError(name, f"is {value}", f"give {least} to {most}")
     ids, posterior = _ids(given, asked.text), _posterior(given, asked)
 
-    def steps() -> Iterator[dict]:
-        decoder = Decoder(given.model, _start(given), posterior)
+    def steps() -> Iterator[dict[str, Any]]:
+        decoder = Decoder(given.trunks, _start(given), posterior)
         decoder.read(torch.tensor([ids], dtype=torch.long))
-        drawn: list[dict] = []
+        drawn: list[dict[str, Any]] = []
 
         def tokens() -> Iterator[int]:
             for token, scores, log_weights in generate(
@@ -133,14 +144,14 @@ def draw(given: Opened, asked: Drawing) -> Iterator[dict]:
     return steps()
 
 
-def _numbers(scores: torch.Tensor, log_weights: torch.Tensor) -> dict:
+def _numbers(scores: torch.Tensor, log_weights: torch.Tensor) -> dict[str, Any]:
     """`bits` [N] under the mixture and `expert_bits` [N, E] of one text's scores [E, 1, N]."""
     by_expert = scores[:, 0].T
     mixed = (log_weights[0] + by_expert).logsumexp(-1)
     return {"bits": _rounded(-mixed * BITS, 3), "expert_bits": _rounded(-by_expert * BITS, 2)}
 
 
-def _rounded(values: torch.Tensor, digits: int) -> list:
+def _rounded(values: torch.Tensor, digits: int) -> list[Any]:
     rounded = values.double().numpy().round(digits) + 0.0
     return rounded.tolist()
 
@@ -149,12 +160,12 @@ def _posterior(given: Opened, asked: Mixing | Drawing) -> Posterior:
     if asked.prior not in ("updating", "uniform", *given.domains):
         raise DemixError("prior", f"{asked.prior!r:.40} is not known", "choose one that the page offers")
     for name in asked.experts:
-        if name not in given.model.experts:
+        if name not in given.experts:
             raise DemixError("experts", f"{name!r:.40} is no expert of this model", "choose one that the page shows")
-    log_prior, decay = named_prior(asked.prior, given.directory, given.model.experts)
-    weights = dict(zip(given.model.experts, log_prior.exp().tolist(), strict=True))
-    log_prior = log_prior_of(given.model.experts, {name: weights[name] for name in asked.experts})
-    return Posterior(log_prior, _length(given), decay=decay)
+    log_prior, decay = named_prior(asked.prior, given.directory, given.experts)
+    weights = dict(zip(given.experts, log_prior.exp().tolist(), strict=True))
+    log_prior = log_prior_of(given.experts, {name: weights[name] for name in asked.experts})
+    return Posterior(log_prior, given.context, decay=decay)
 
 
 def _ids(given: Opened, text: str) -> list[int]:
@@ -169,7 +180,3 @@ def _ids(given: Opened, text: str) -> list[int]:
 
 def _start(given: Opened) -> torch.Tensor:
     return torch.tensor([given.tokenizer.end_of_text])
-
-
-def _length(given: Opened) -> int:
-    return given.model.architecture.context

@@ -1,0 +1,158 @@
+"""Shards of spans: the tokens of other shards in another order, of which none is copied."""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from demix.data import shards
+from demix.data.shards import TokenShard, blocks, tokenize, write_spans
+from demix.data.tokenizer import gpt2_tokenizer
+from demix.errors import DemixError
+from demix.files import read_json, write_json
+from demix.train.batches import balanced_batches
+from support.tokens import TRAINING
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    gpt2_tokenizer(path)
+    return path
+
+
+def write_shard(tokenizer: Path, path: Path, texts: list[str], **options: int) -> TokenShard:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), path.with_suffix(".parquet"))
+    tokenize(tokenizer, path.with_suffix(".parquet"), path, **options)
+    return TokenShard.open(path)
+
+
+def documents_of(shard: TokenShard) -> list[tuple[int, int]]:
+    return list(zip(shard.offsets.tolist(), np.diff([*shard.offsets, len(shard)]).tolist(), strict=True))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> list[Path]:
+    """Three small shards, in files of four tokens, of seven and in one."""
+    run, texts = tmp_path_factory.mktemp("run"), [["one two", "", "three"], ["a b c d e f g", "h"], ["x " * 20, "y"]]
+    paths = [run / "tokens" / str(number) / "train.arrow" for number in range(3)]
+    for path, some, file_tokens in zip(paths, texts, (4, 7, 1000), strict=True):
+        write_shard(tokenizer, path, some, file_tokens=file_tokens)
+    return paths
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+@given(st.data())
+def test_spans_read_as_the_tokens_of_their_documents(tmp_path: Path, sources: list[Path], data: st.DataObject) -> None:
+    opened = [TokenShard.open(path) for path in sources]
+    whole = [(number, *document) for number, shard in enumerate(opened) for document in documents_of(shard)]
+    chosen = data.draw(st.lists(st.sampled_from(whole), max_size=8))
+    # Some are pieces of their documents.
+    cut = [data.draw(st.integers(1, length)) for _, _, length in chosen]
+    output = tmp_path / "clusters" / "c00.arrow"
+    output.parent.mkdir(exist_ok=True)
+    source, start, _ = np.array(chosen, np.int64).reshape(-1, 3).T
+    write_spans(sources, source, start, np.array(cut, np.int64), output)
+
+    pieces = [opened[number].read(at, at + length) for (number, at, _), length in zip(chosen, cut, strict=True)]
+    expected = np.concatenate([np.empty(0, np.uint16), *pieces])
+    shard = TokenShard.open(output, verify=True)
+    assert len(shard) == len(expected)
+    assert shard.offsets.tolist() == (np.cumsum(cut) - cut).tolist()
+    assert (shard.end_of_text, shard.vocab_size) == (50256, 50257)
+    assert shard.tokenizer_sha256 == opened[0].tokenizer_sha256
+    assert read_json(output.with_suffix(".json"))["sha256"] == hashlib.sha256(expected.tobytes()).hexdigest()
+    for begin in range(len(expected) + 1):
+        for end in range(begin, len(expected) + 1):
+            found = shard.read(begin, end)
+            assert found.dtype == np.uint16
+            assert np.array_equal(found, expected[begin:end])
+    for begin, end in ((-1, 0), (0, len(expected) + 1), (1, 0)):
+        with pytest.raises(IndexError):
+            shard.read(begin, end)
+
+
+def spans_of_training(tokens: Path, output: Path) -> list[Path]:
+    """Every other document of each training domain, the domains in turn."""
+    paths = [tokens / "tokens" / domain / "train.arrow" for domain in TRAINING]
+    found = [(n, *document) for n, path in enumerate(paths) for document in documents_of(TokenShard.open(path))[::2]]
+    write_spans(paths, *np.array(found[::-1]).T, output)
+    return paths
+
+
+def test_training_reads_spans_as_any_shard(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_PIECE", 1000)
+    spans_of_training(tokens, tmp_path / "c00.arrow")
+    shard = TokenShard.open(tmp_path / "c00.arrow", verify=True)
+    flat = shard.read(0, len(shard))
+    assert (flat == shard.end_of_text).sum() == len(shard.offsets)
+    inputs, targets, mask = blocks(shard, 32)
+    assert np.array_equal(targets[mask], flat)
+    batch = balanced_batches([shard], ["c00"], 4, 32, seed=1).draw(3)
+    rows = {tuple(row) for row in np.concatenate([inputs, targets], 1).tolist()}
+    assert {tuple(row) for row in np.concatenate([batch.inputs[0], batch.targets[0]], 1).tolist()} <= rows
+    assert (tmp_path / "c00.arrow").stat().st_size < 14 * len(shard.offsets) + 2000
+
+
+def test_spans_move_with_their_run_and_refuse_other_tokens(tokens: Path, tmp_path: Path, tokenizer: Path) -> None:
+    shutil.copytree(tokens / "tokens", tmp_path / "a" / "tokens")
+    spans_of_training(tmp_path / "a", tmp_path / "a" / "c00.arrow")
+    flat = TokenShard.open(tmp_path / "a" / "c00.arrow").read(0, 500)
+    os.rename(tmp_path / "a", tmp_path / "b")
+    moved, source = tmp_path / "b" / "c00.arrow", tmp_path / "b" / "tokens" / TRAINING[0] / "train.arrow"
+    assert np.array_equal(TokenShard.open(moved).read(0, 500), flat)
+
+    # The first document of a domain is among the spans.
+    data = source.read_bytes()
+    place = data.index(TokenShard.open(source).read(0, 20).tobytes()) + 9
+    source.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+    TokenShard.open(moved)
+    with pytest.raises(DemixError, match=r"c00\.arrow: is made of spans of damaged tokens"):
+        TokenShard.open(moved, verify=True)
+    source.write_bytes(data)
+
+    spans = moved.read_bytes()
+    moved.write_bytes(spans[:-20])
+    with pytest.raises(DemixError, match=r"c00\.arrow: is damaged or cut short"):
+        TokenShard.open(moved)
+    moved.write_bytes(spans)
+    manifest = read_json(moved.with_suffix(".json"))
+    for key, value, told in (
+        ("spans_sha256", "0" * 64, "its sha256 is not the one"),
+        ("documents", 1, "is not the file of 1 rows"),
+        ("tokens", 7, "its spans are not the 7 tokens"),
+        ("sources", [], r"c00\.json: is no manifest of tokens"),
+        ("sources", manifest["sources"][:1], "its spans are not"),
+        ("vocab_size", "many", r"c00\.json: is no manifest of tokens"),
+    ):
+        write_json(moved.with_suffix(".json"), manifest | {key: value})
+        with pytest.raises(DemixError, match=told):
+            TokenShard.open(moved, verify=True)
+    write_json(moved.with_suffix(".json"), manifest)
+    TokenShard.open(moved, verify=True)
+
+    write_shard(tokenizer, source, ["other text"])
+    with pytest.raises(DemixError, match=rf"c00\.arrow: is made of spans of other tokens than .*{TRAINING[0]}"):
+        TokenShard.open(moved)
+
+
+def test_spans_outside_of_their_source_are_refused(tokens: Path, tmp_path: Path, tokenizer: Path) -> None:
+    paths = [tokens / "tokens" / domain / "train.arrow" for domain in TRAINING]
+    size = len(TokenShard.open(paths[1]))
+    for span in ((3, 0, 1), (65536, 0, 1), (-1, 0, 1), (1, -1, 2), (1, 0, 0), (1, size - 1, 2), (1, 0, size + 1)):
+        source, start, length = np.array([(0, 0, 1), span]).T
+        with pytest.raises(DemixError, match=r"c00\.arrow: has a span, number 2, that is not inside its source"):
+            write_spans(paths, source, start, length, tmp_path / "c00.arrow")
+    assert not list(tmp_path.iterdir())
+    other = tmp_path / "other" / "train.arrow"
+    write_shard(tokenizer, other, ["text"])
+    with pytest.raises(DemixError, match=r"other/train\.arrow: was made with another tokenizer"):
+        write_spans([*paths, other], *np.array([(0, 0, 1)]).T, tmp_path / "c00.arrow")

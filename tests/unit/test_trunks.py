@@ -1,0 +1,109 @@
+"""A model whose experts are whole models says what the same experts say over shared layers."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from demix.evaluate.losses import Mixture, cached_priors, document_losses
+from demix.evaluate.score import Scoring, score
+from demix.evaluate.score_tables import read_scores
+from demix.generate.playground.answers import Drawing, Mixing, analyse, draw, opened
+from demix.model.checkpoint import load_experts
+from demix.model.decode import Decoder, Posterior, generate
+from support.cli import demix
+from support.decoding import LENGTH, whole, write_run
+from support.models import THREE, model_of, randomise, write_trunks
+from support.tokens import NOVEL
+
+TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. " * 3
+
+
+@pytest.fixture(scope="module")
+def models(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """One model over shared layers and one of three trunks, each in a run of its own."""
+    run = write_run(tmp_path_factory.mktemp("stacked"), tokens)
+    apart = tmp_path_factory.mktemp("apart")
+    for name in ("tokenizer.json", "priors.parquet"):
+        shutil.copy(run / name, apart)
+    return run / "models" / "demix", write_trunks(run / "models" / "demix", apart / "models" / "demix")
+
+
+def test_they_are_scored_and_mixed_alike(models: tuple[Path, Path], tokens: Path, tmp_path: Path) -> None:
+    shards = [tokens / "tokens" / NOVEL[0] / f"{split}.arrow" for split in ("dev", "test")]
+    tables, losses = [], []
+    # Another order than that of the files.
+    experts = (THREE[1], THREE[2], THREE[0])
+    mixtures = [Mixture(method, experts, dev_blocks=5) for method in ("average", "uniform", "updating", "cached")]
+    for number, model in enumerate(models):
+        output = tmp_path / str(number)
+        score(model, experts, shards, Scoring(10, 300, "fp32", 1), output)
+        tables.append(read_scores(output / f"{NOVEL[0]}.test", experts))
+        priors = cached_priors(read_scores(output / f"{NOVEL[0]}.dev", experts), mixtures)
+        losses.append(document_losses(output / f"{NOVEL[0]}.test", experts, mixtures, priors))
+    np.testing.assert_allclose(tables[1].scores, tables[0].scores, rtol=1e-6)
+    assert not np.allclose(tables[0].scores[..., 0], tables[0].scores[..., 1], atol=0.1)
+    for key in experts:
+        np.testing.assert_allclose(losses[1].experts[key], losses[0].experts[key], rtol=1e-6)
+    for key in mixtures:
+        np.testing.assert_allclose(losses[1].mixtures[key], losses[0].mixtures[key], rtol=1e-6)
+
+
+def test_a_text_of_ones_own_is_predicted_alike(models: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text(TEXT)
+    found = []
+    for model in models:
+        result = demix("eval", "--model", model, "--text", tmp_path / "own.txt", "--json")
+        assert result.exit_code == 0, result.exception
+        found.append(json.loads(result.stdout))
+    for part in ("mixtures", "experts"):
+        for stacked, apart in zip(found[0][part], found[1][part], strict=True):
+            assert stacked["name"] == apart["name"]
+            assert apart["perplexity"] == pytest.approx(stacked["perplexity"], rel=1e-6)
+
+
+def test_texts_are_decoded_alike(models: tuple[Path, Path]) -> None:
+    """Two texts at once, over several blocks, read and then drawn."""
+    given = torch.randint(0, 50, (2, LENGTH + 5), generator=torch.Generator().manual_seed(0))
+    found = []
+    for model in models:
+        trunks = [trunk.requires_grad_(False) for trunk in load_experts(model, THREE)]
+        decoder = Decoder(trunks, given[:, 0], Posterior(torch.tensor([0.1, 0.2, 0.7]).log(), LENGTH, 2, 0.3))
+        read = decoder.read(given)
+        generator = torch.Generator().manual_seed(1)
+        drawn = [torch.cat(parts, 1) for parts in zip(*[
+            (token, log_g) for token, _, log_g in generate(decoder, 2 * LENGTH, generator=generator)
+        ], strict=True)]  # fmt: skip
+        found.append((*read, *drawn, decoder.next_log_probabilities()))
+    for stacked, apart in zip(*found, strict=True):
+        assert apart.shape == stacked.shape
+        np.testing.assert_allclose(apart, stacked, rtol=1e-6)
+
+
+def test_each_trunk_reads_with_its_own_weights() -> None:
+    """Trunks that share nothing, their embeddings included, against whole forward passes."""
+    trunks = [model_of((name,)) for name in ("law", "news")]
+    randomise(trunks[1], seed=1)
+    tokens = torch.randint(0, 50, (2, 2 * LENGTH + 5), generator=torch.Generator().manual_seed(0))
+    decoder = Decoder(trunks, tokens[:, 0], Posterior(torch.zeros(2), LENGTH, 2))
+    found = torch.cat([decoder.read(piece)[0] for piece in tokens.split([3, 1, 20, 13], 1)], 2)
+    expected = np.concatenate([whole(trunk, tokens, tokens[:, 0]) for trunk in trunks])
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-10, rtol=0)
+
+
+def test_the_terminal_and_the_page_show_the_same(models: tuple[Path, Path]) -> None:
+    written = [demix("generate", model, "--prompt", TEXT, "--tokens", 20) for model in models]
+    assert [result.exit_code for result in written] == [0, 0], written[1].exception
+    assert written[0].output == written[1].output != ""
+    stacked, apart = (opened(model, None) for model in models)
+    assert (stacked.experts, stacked.context) == (apart.experts, apart.context)
+    asked = Mixing(TEXT, THREE[:2], "updating")
+    answers = [analyse(model, asked) for model in (stacked, apart)]
+    for key in ("bits", "expert_bits", "weights"):
+        np.testing.assert_allclose(answers[1][key], answers[0][key], atol=1.1e-2 if key == "expert_bits" else 1.1e-3)
+    drawing = Drawing(TEXT, THREE, "wiki", 20, 1.0, 0.9, 3)
+    texts = ["".join(line["pieces"][0] for line in draw(model, drawing)) for model in (stacked, apart)]
+    assert texts[0] == texts[1] != ""
