@@ -23,7 +23,7 @@ def config(
     import yaml
 
     from demix.config.check import load_config
-    from demix.config.check import reference as keys
+    from demix.config.reference import reference as keys
 
     if reference:
         print(keys(), end="")

@@ -1,23 +1,23 @@
-"""The config file: checked against workflow/schemas/config.schema.yaml, defaults filled in, wrong keys named."""
+"""The config file: checked against the declarations, defaults filled in, wrong keys named."""
 
+import dataclasses
 import difflib
-import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
-from jsonschema import Draft202012Validator, ValidationError, validators
+from pydantic_core import to_jsonable_python
 
 from demix.config.architecture import architecture_from
 from demix.config.placement import placement, shares
+from demix.config.sections import Config, Execution
+from demix.config.systems import KINDS
 from demix.errors import DemixError
+from demix.settings import names_of, settings_from
 
-# Keys of `training` and `adaptation` that say how a run is computed and kept, not which run it is.
-HOW = ("checkpoint_every", "keep_checkpoints", "micro_sequences", "compile", "checkpoint_activations")
-MODELS = ("demix", "dense", "dense_unbalanced", "domain_token")
-SCHEMA = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schema.yaml"
+MODELS = tuple(KINDS)
+HOW = names_of(Execution)
 
 
 def load_config(path: str | Path) -> dict:
@@ -33,79 +33,36 @@ def load_config(path: str | Path) -> dict:
     return complete(content)
 
 
-def complete(config: dict) -> dict:
-    """`config` with every default of the schema filled in.
+def complete(config: dict[str, Any]) -> dict[str, Any]:
+    """`config` with every default filled in, in place.
 
     Raises DemixError that names the first wrong key, what is allowed, and the nearest known key.
     """
-    schema = yaml.safe_load(SCHEMA.read_text(encoding="utf-8"))
-    # Defaults are filled while validating, so that they are checked like given values.
-    errors = sorted(_with_defaults(_Validator)(schema).iter_errors(config), key=lambda e: list(map(str, e.path)))
-    if errors:
-        raise _readable(errors[0])
+    settings_from(Config, config, "config key ")
+    _fill(Config, config)
+    # The rows that every run has, before those of its own.
+    rows = config["models"]
+    config["models"] = {name: rows.get(name, {}) for name in KINDS} | rows
     _check_across(config)
     return config
 
 
-# YAML's 1.0e6 is no count of anything, and .nan no learning rate.
-_Validator = validators.extend(
-    Draft202012Validator,
-    type_checker=Draft202012Validator.TYPE_CHECKER.redefine_many(
-        {
-            "integer": lambda _, value: isinstance(value, int) and not isinstance(value, bool),
-            "number": lambda _, value: (
-                isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            ),
-        }
-    ),
-)
-
-
-def _with_defaults(validator: type) -> type:
-    check_properties = validator.VALIDATORS["properties"]
-
-    def fill(self: Any, properties: dict, instance: Any, schema: dict) -> Iterator[ValidationError]:
-        if isinstance(instance, dict):
-            for name, part in properties.items():
-                default = part.get("default")
-                if "default" in part:
-                    instance.setdefault(name, default.copy() if isinstance(default, (dict, list)) else default)
-        yield from check_properties(self, properties, instance, schema)
-
-    return validators.extend(validator, {"properties": fill})
-
-
-def _readable(error: ValidationError) -> DemixError:
-    place = ".".join(map(str, error.absolute_path))
-    match error.validator:
-        case "additionalProperties":
-            known = list(error.schema["properties"])
-            key = next(name for name in error.instance if name not in known)
-            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            return DemixError(
-                f"config key {place}.{key}".replace(" .", " "),
-                "is not known",
-                f"did you mean {nearest}? Allowed here: {', '.join(known)}",
-            )
-        case "required":
-            key = error.message.split("'")[1]
-            return DemixError(
-                f"config key {place}.{key}".replace(" .", " "), "is missing", "add it (see config/README.md)"
-            )
-        case "pattern" | "not" if "propertyNames" in error.absolute_schema_path:
-            return DemixError(
-                f"config key {place}.{error.instance}",
-                "is not a usable domain name",
-                "use lower-case letters, digits and _, other than the reserved words tokens and dense",
-            )
-    if error.context:
-        error = min(error.context, key=lambda e: len(e.schema_path))
-        allowed = "one of the forms in config/README.md"
-    else:
-        allowed = f"{error.validator} {error.validator_value}".replace("enum ", "one of ").replace("type ", "")
-        if "number" in allowed and isinstance(error.instance, str):
-            allowed += " (YAML takes 1e-3 for text: write 1.0e-3)"
-    return DemixError(f"config key {place}", f"is {error.instance!r}", f"allowed is {allowed}")
+def _fill(kind: Any, values: dict[str, Any]) -> None:
+    """Give every setting of the class `kind` that `values` lacks its default, as JSON has it."""
+    if not dataclasses.is_dataclass(kind):
+        return
+    for name, hint in get_type_hints(kind).items():
+        field = vars(kind)["__pydantic_fields__"][name]
+        if name not in values and not field.is_required():
+            default = field.get_default(call_default_factory=True)
+            values[name] = {} if dataclasses.is_dataclass(default) else to_jsonable_python(default)
+        for inner in (hint, *get_args(hint)):
+            if isinstance(values.get(name), dict):
+                if get_origin(hint) is dict and inner is not hint:
+                    for value in values[name].values():
+                        _fill(inner, value)
+                else:
+                    _fill(inner, values[name])
 
 
 def _check_across(config: dict) -> None:
@@ -118,10 +75,13 @@ def _check_across(config: dict) -> None:
         for name, domain in domains.items():
             _check_source(f"config key domains.{kind}.{name}.source", domain["source"])
     architecture = architecture_from(config["architecture"])
-    for model in MODELS:
-        settings = config["training"] | config["models"][model]
+    for model, row in config["models"].items():
+        kind = (row or {}).get("kind", model)
+        if row is None or kind not in KINDS:
+            continue
+        settings = config["training"] | row
         try:
-            placement(model, list(training), settings["sequences"], settings["ranks"], settings["replicas"])
+            placement(kind, list(training), settings["sequences"], settings["ranks"], settings["replicas"])
         except DemixError as error:
             raise DemixError(f"config key training.{error.subject}", error.cause, error.cure) from None
         step_tokens = len(training) * settings["sequences"] * architecture.context
@@ -209,58 +169,3 @@ def _check_source(place: str, source: dict) -> None:
         raise DemixError(f"{place}.sha256", "is for files and addresses", "pin a commit by revision instead")
     if source["kind"] == "hub" and not source["revision"] and not all(Path(path).is_dir() for path in paths):
         raise DemixError(f"{place}.revision", "is missing", "pin a commit, or name a branch such as main")
-
-
-def reference() -> str:
-    """config/README.md: every key with its type, default and meaning, as Markdown."""
-    schema = yaml.safe_load(SCHEMA.read_text(encoding="utf-8"))
-    lines = [
-        "# Config reference",
-        "",
-        "Made from `workflow/schemas/config.schema.yaml` by `demix config --reference > config/README.md`.",
-        "Unknown keys are refused and the nearest known one is named. `demix config FILE` checks a file and prints it",
-        "with all defaults filled in.",
-        "",
-        "| key | allowed | default | meaning |",
-        "|---|---|---|---|",
-    ]
-    for place, part, required in _keys(schema, schema, ""):
-        default = (
-            "required"
-            if required
-            else f"`{yaml.safe_dump(part['default'], default_flow_style=True).strip().removesuffix('...').strip()}`"
-            if "default" in part
-            else "–"
-        )
-        lines.append(f"| `{place}` | {_allowed(part)} | {default} | {part.get('description', '')} |")
-    return "\n".join(lines) + "\n"
-
-
-def _keys(part: dict, schema: dict, place: str) -> Iterator[tuple[str, dict, bool]]:
-    for name, child in part.get("properties", {}).items():
-        child = schema["$defs"][child["$ref"].rsplit("/", 1)[1]] | child if "$ref" in child else child
-        path = f"{place}{name}"
-        yield path, child, name in part.get("required", ())
-        if "overrides" in str(child.get("$ref")):
-            continue
-        yield from _keys(child, schema, f"{path}.")
-        if isinstance(nested := child.get("additionalProperties"), dict) and path.endswith("training"):
-            domain = schema["$defs"][nested["$ref"].rsplit("/", 1)[1]]
-            yield from _keys(domain, schema, f"{path}.<domain>.".replace("training", "*"))
-
-
-def _allowed(part: dict) -> str:
-    if "enum" in part:
-        return ", ".join(f"`{value}`" for value in part["enum"])
-    if "anyOf" in part:
-        return " or ".join(_allowed(choice) for choice in part["anyOf"])
-    if "overrides" in part.get("$ref", ""):
-        return "any key of `training`"
-    kind = part.get("type", "")
-    kind = " or ".join(kind) if isinstance(kind, list) else kind
-    bounds = [
-        f"{sign} {part[key]}"
-        for key, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"))
-        if key in part
-    ]
-    return " ".join([kind, *bounds])

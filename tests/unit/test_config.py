@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from demix.config.check import complete, load_config, reference
+from demix.config.check import complete, load_config
+from demix.config.reference import reference
+from demix.config.sections import TrainingSection
 from demix.errors import DemixError
 from demix.files import replacing
-from demix.settings import settings_from
+from demix.settings import names_of, settings_from
 from demix.train.stage import Training
 
 REPOSITORY = Path(__file__).parents[2]
@@ -34,7 +36,7 @@ WRONG = {
     "unknown key below": ("training.learning_rat", 1, r"learning_rat: is not known; did you mean learning_rate\?"),
     "wrong type": ("seed", "one", r"key seed: is 'one'; allowed is integer"),
     "a number as text": ("training.learning_rate", "1e-3", r"learning_rate: is '1e-3'; allowed is number"),
-    "negative budget": ("domains.training.novels.words.dev", -5, r"words\.dev: is -5; allowed is minimum 1"),
+    "negative budget": ("domains.training.novels.words.dev", -5, r"words\.dev: is -5; allowed is integer ≥ 1"),
     "unknown source kind": ("domains.training.novels.source.kind", "ftp", r"source\.kind: is 'ftp'; allowed is one of"),
     "missing source": ("domains.training.novels", {}, r"novels\.source: is missing"),
     "domain in both lists": ("domains.novel.novels", NOVELS, r"is a training domain too"),
@@ -53,7 +55,7 @@ WRONG = {
     "a password": ("tracking.uri", "postgresql://me:secret@host/db", r"tracking\.uri: holds a password"),
     "a sweep below a step": ("training.sweep", {"learning_rates": [1e-3], "tokens": 9}, r"sweep\.tokens: is 9, less"),
     "a sweep of nothing": ("training.sweep", {"learning_rates": [], "tokens": 9999}, r"sweep\.learning_rates: is \[\]"),
-    "a decay above one": ("evaluation.decay", 1.5, r"evaluation\.decay: is 1\.5; allowed is maximum 1"),
+    "a decay above one": ("evaluation.decay", 1.5, r"evaluation\.decay: is 1\.5; allowed is number > 0 ≤ 1"),
 }  # fmt: skip
 
 
@@ -102,9 +104,9 @@ def test_stages_import_no_more_than_they_need() -> None:
 
 
 def test_settings_of_a_stage_are_checked() -> None:
-    with pytest.raises(DemixError, match=r"--settings\.speed: is not a known setting"):
+    with pytest.raises(DemixError, match=r"--settings\.speed: is not known; did you mean seed\?"):
         settings_from(Training, '{"speed": 1}')
-    with pytest.raises(DemixError, match=r"--settings\.seed: is missing"):
+    with pytest.raises(DemixError, match=r"--settings\.architecture: is missing"):
         settings_from(Training, "{}")
     with pytest.raises(DemixError, match="is not JSON"):
         settings_from(Training, "{")
@@ -165,3 +167,34 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "blocker").write_text("")
     with pytest.raises(DemixError, match=r"blocker.*cannot be written"), replacing(tmp_path / "blocker" / "file"):
         pass
+
+
+def test_a_row_of_models_takes_every_key_of_training() -> None:
+    """One key at a time, those that say how a training is computed and kept among them."""
+    values = {"learning_rate": 1e-3, "precision": "fp16", "sweep": None, "replicas": {}, "compile": True}
+    for key in names_of(TrainingSection):
+        config = copy.deepcopy(SAMPLE)
+        value = values.get(key, complete(copy.deepcopy(SAMPLE))["training"][key])
+        config["models"] = {"demix": {key: value}, "dense": {}}
+        assert complete(config)["models"]["demix"] == {key: value}
+
+
+def test_rows_of_models_beside_those_of_every_run() -> None:
+    config = copy.deepcopy(SAMPLE) | {"models": {"demix_small": {"kind": "demix"}, "domain_token": None}}
+    rows = complete(config)["models"]
+    assert rows == {
+        "demix": {},
+        "dense": {},
+        "dense_unbalanced": {},
+        "domain_token": None,
+        "demix_small": {"kind": "demix"},
+    }
+    assert list(rows) == ["demix", "dense", "dense_unbalanced", "domain_token", "demix_small"]
+    for wrong, message in (
+        ({"Demix-small": {}}, r"models\.Demix-small: is not a usable name of a model; use lower-case"),
+        ({"demix": {"learning_rat": 1}}, r"models\.demix\.learning_rat: is not known; did you mean learning_rate\?"),
+        ({"small": {"kind": "sparse"}}, r"models\.small\.kind: is 'sparse'; allowed is one of demix, dense"),
+        ({"demix": {"tokens": None}}, r"models\.demix\.tokens: is None; allowed is integer ≥ 1"),
+    ):
+        with pytest.raises(DemixError, match=message):
+            complete(copy.deepcopy(SAMPLE) | {"models": wrong})

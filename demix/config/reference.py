@@ -1,0 +1,56 @@
+"""The pages that are made of the declarations: config/README.md, and the JSON schema for editors."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from demix.config.sections import Config
+from demix.settings import allowed, resolved, schema_of
+
+
+def reference() -> str:
+    """config/README.md: every key with its type, bounds, default and meaning, as Markdown."""
+    lines = [
+        "# Config reference",
+        "",
+        "Made from `demix/config/sections.py` by `demix config --reference > config/README.md`. Unknown keys are",
+        "refused and the nearest known one is named. `demix config FILE` checks a file and prints it with all defaults",
+        "filled in.",
+        "",
+        "| key | allowed | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    schema = schema_of(Config)
+    for place, part, required in _keys(schema, schema, ""):
+        # Every optional part that holds others is empty by default.
+        empty = {"default": {}} if part.get("type") == "object" else {}
+        default = (
+            "required" if required else f"`{_yaml(told['default'])}`" if "default" in (told := empty | part) else "–"
+        )
+        kinds = allowed(part).replace("|", "\\|")
+        lines.append(f"| `{place}` | {kinds} | {default} | {part.get('description', '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _yaml(value: Any) -> str:
+    return str(yaml.safe_dump(value, default_flow_style=True, width=1000).strip().removesuffix("...").strip())
+
+
+def _keys(schema: dict[str, Any], part: dict[str, Any], above: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Each key below a part of the schema: its path, what the schema says of it, whether it must be given."""
+    for name, child in part.get("properties", {}).items():
+        path, child = f"{above}{name}", resolved(schema, child)
+        yield path, child, name in part.get("required", ())
+        yield from _keys(schema, child, f"{path}.")
+        if path == "domains.training":
+            yield from _keys(schema, resolved(schema, child["additionalProperties"]), "domains.*.<domain>.")
+        if path == "models":
+            row = f"any key of `training`, and {', '.join(_own_of_rows(schema))}"
+            yield f"{path}.<name>", {"type": row, "description": "One model; null leaves it out."}, False
+
+
+def _own_of_rows(schema: dict[str, Any]) -> list[str]:
+    """The keys of a model's row beside those of `training`."""
+    rows, training = (schema["$defs"][name]["properties"] for name in ("ModelRow", "TrainingSection"))
+    return [f"`{name}` ({allowed(part)})" for name, part in rows.items() if name not in training]
