@@ -11,13 +11,12 @@ from pydantic_core import to_jsonable_python
 
 from demix.config.architecture import architecture_from
 from demix.config.placement import placement, shares
-from demix.config.sections import Config, Execution
+from demix.config.sections import Config
 from demix.config.systems import KINDS
 from demix.errors import DemixError
-from demix.settings import names_of, settings_from
+from demix.settings import settings_from
 
 MODELS = tuple(KINDS)
-HOW = names_of(Execution)
 
 
 def load_config(path: str | Path) -> dict:

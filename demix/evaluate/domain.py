@@ -9,37 +9,31 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from demix.config.sections import MixingRecipe, Seed
 from demix.errors import DemixError
 from demix.evaluate.intervals import FEWEST, bounds, resampled_sums
 from demix.evaluate.losses import Mixture, Totals, cached_priors, document_totals
 from demix.evaluate.mix.rules import METHODS, RELEASED_DECAY, blocks_used, log_prior_path, posterior_trace
 from demix.evaluate.score_tables import ScoreTable, read_scores
 from demix.files import read_parquet, seed_for, write_parquet
+from demix.settings import Items, Text, settings
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Evaluation:
+@settings(kw_only=True)
+class Evaluation(MixingRecipe):
     """Which experts exist and how they are mixed.
 
-    `without` maps a removed training domain to the experts of the model trained without it. `weights` are
-    `history`, `released` or a window in tokens; each k of `top_k` adds every method once more; `decays` and
-    `prior_blocks` are grids beside `decay` and `dev_blocks`. `seed` is that of the training, `seeds` those of further
-    trainings of the same models, whose tables are at <model>-seed<seed>.
+    `without` maps a removed training domain to the experts of the model trained without it. `seed` is that of the
+    training, `seeds` those of further trainings of the same models, whose tables are at <model>-seed<seed>.
     """
 
-    training: tuple[str, ...]
-    novel: tuple[str, ...]
-    without: dict[str, tuple[str, ...]]
-    decay: float
-    dev_blocks: int
-    weights: tuple[str | int, ...]
-    top_k: tuple[int, ...]
-    decays: tuple[float, ...]
-    prior_blocks: tuple[int, ...]
-    seed: int
-    seeds: tuple[int, ...] = ()
+    training: Items[Text]
+    novel: Items[Text]
+    without: dict[Text, Items[Text]]
+    seed: Seed
+    seeds: Items[Seed] = ()
 
 
 @dataclass(frozen=True)

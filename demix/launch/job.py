@@ -1,7 +1,6 @@
 """What a SLURM job trains and what it asks of the site."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,8 +115,3 @@ class TrainingJob:
     def jobs(self) -> Path:
         """Where the files of the jobs and the logs of their ranks are."""
         return self.checkpoints / "jobs"
-
-
-def training_fingerprint(*parts: object) -> str:
-    """A hash that two trainings share when they are the same: 16 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -106,7 +106,7 @@ def test_stages_import_no_more_than_they_need() -> None:
 def test_settings_of_a_stage_are_checked() -> None:
     with pytest.raises(DemixError, match=r"--settings\.speed: is not known; did you mean seed\?"):
         settings_from(Training, '{"speed": 1}')
-    with pytest.raises(DemixError, match=r"--settings\.architecture: is missing"):
+    with pytest.raises(DemixError, match=r"--settings\.tokens: is missing"):
         settings_from(Training, "{}")
     with pytest.raises(DemixError, match="is not JSON"):
         settings_from(Training, "{")

@@ -4,10 +4,20 @@ from contextlib import ExitStack
 from glob import glob
 from pathlib import Path
 
-from demix.config.check import HOW, adaptations, complete, further_seeds, kind_of, site_of, trained_models
+from demix.config.check import adaptations, complete, further_seeds, kind_of, site_of, trained_models
+from demix.config.sections import (
+    AdaptationRecipe,
+    AuditRecipe,
+    Execution,
+    MixingRecipe,
+    ScoringRecipe,
+    TrainingRecipe,
+    taken,
+)
 from demix.errors import DemixError
 from demix.files import exclusive
 from demix.report import REPORT_FILES, SHOWS
+from demix.settings import names_of
 
 try:
     complete(config)
@@ -99,7 +109,7 @@ def training_of(model):
 def training_settings(model, **changes):
     seed = model.partition("-seed")[2]
     changes |= {"seed": int(seed)} if seed else {}
-    kept = {key: value for key, value in training_of(model).items() if key not in ("ranks", "replicas", "sweep", *HOW)}
+    kept = taken(TrainingRecipe, training_of(model))
     more = {key: config[key] for key in ("seed", "threads", "architecture")}
     return as_json(kept, **(more | changes))
 
@@ -142,7 +152,7 @@ def run_options(stage, settings, removed=None):
     has the ranks of that one.
     """
     cluster = shlex.quote(json.dumps(site_of(config, stage)))
-    how = ",".join(f"{key}={json.dumps(settings[key])}" for key in HOW)
+    how = ",".join(f"{key}={json.dumps(settings[key])}" for key in names_of(Execution))
     instead = {removed: config["removal"]["replacement"]}
     numbers = [f"{instead.get(domain, domain)}={number}" for domain, number in settings.get("replicas", {}).items()]
     replicas = f" --replicas {','.join(numbers)}" if numbers else ""

@@ -1,6 +1,6 @@
 # One forward pass per (model, expert, domain, split); whatever is mixed afterwards reads the tables.
 SCORING = as_json(
-    {key: config["evaluation"][key] for key in ("dev_blocks", "test_tokens", "precision")}, threads=config["threads"]
+    taken(ScoringRecipe, config["evaluation"]), threads=config["threads"]
 )
 # What each model's tables have as columns: its experts, or the tokens that the domain-token model is forced to.
 COLUMNS = {"demix": TRAINING, "domain_token": TRAINING, "dense": ["dense"], "dense_unbalanced": ["dense"]}
