@@ -1,7 +1,8 @@
 """Modular model directories: `model.json`, `shared.safetensors` and one pair of files for each expert.
 
 No file lists the experts: the folder does. To add a domain is to add a file, to remove one to leave it out. An expert
-is there when its description is, which is written last and removed first.
+is there when its description is, which is written last and removed first. Where `model.json` says `expert_scope: model`
+each expert is a whole model and nothing is shared; otherwise an expert has feedforwards of its own.
 """
 
 import dataclasses
@@ -33,7 +34,8 @@ def save_shared(model: GPT, directory: Path, description: dict) -> None:
             "vocab_size": model.vocab_size,
             "domain_tokens": list(model.domain_tokens),
             "shared_sha256": sha256_file(shared),
-        },
+        }
+        | ({} if model.expert_scope == "feedforward" else {"expert_scope": model.expert_scope}),
     )
 
 
@@ -45,9 +47,10 @@ def save_expert(
     `save_shared` comes first: an expert records which shared weights it belongs to, those in `directory`. It goes there
     too, or below `output`.
     """
-    number, name = model.experts.index(expert), name or expert
+    name = name or expert
     path = (output or directory) / "experts" / f"{name}.safetensors"
-    _save({key: tensor.detach()[number].clone() for key, tensor in model.expert_tensors().items()}, path)
+    _, experts = model.parted({key: tensor.detach() for key, tensor in model.expert_tensors().items()})
+    _save(experts[expert], path)
     belongs = {"name": name, "sha256": sha256_file(path), "shared_sha256": describe(directory)["shared_sha256"]}
     write_json(path.with_suffix(".json"), lineage | belongs)
 
@@ -108,10 +111,23 @@ def blueprint(directory: Path, experts: tuple[str, ...]) -> GPT:
                 description["vocab_size"],
                 experts,
                 tuple(description["domain_tokens"]),
+                description.get("expert_scope", "feedforward"),
             )
     except (TypeError, RuntimeError) as error:
         path = Path(directory) / "model.json"
         raise DemixError(path, f"does not describe a model ({error})", "train the model again") from None
+
+
+def load_experts(directory: str | Path, experts: tuple[str, ...] | None = None) -> list[GPT]:
+    """The trunks of the model in `directory`: together they have the named `experts` (by default all) in that order.
+
+    One model with all experts stacked, or, where `model.json` says `expert_scope: model`, one model for each expert.
+    Raises DemixError as `load_model` does.
+    """
+    experts = expert_names(Path(directory)) if experts is None else tuple(experts)
+    if describe(Path(directory)).get("expert_scope", "feedforward") == "feedforward" or not experts:
+        return [load_model(directory, experts)]
+    return [load_model(directory, (expert,)) for expert in experts]
 
 
 def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) -> GPT:
@@ -125,16 +141,16 @@ def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) ->
     if not experts:
         raise DemixError(directory / "experts", "holds no expert", "train the model first")
     model = blueprint(directory, experts)
-    state = load_verified(directory / "shared.safetensors", description["shared_sha256"])
-    stacks: dict[str, list[torch.Tensor]] = {}
-    for expert in experts:
-        sha256 = expert_lineage(directory, expert)["sha256"]
-        for key, tensor in load_verified(directory / "experts" / f"{expert}.safetensors", sha256).items():
-            stacks.setdefault(key, []).append(tensor)
-    state |= {key: torch.stack(tensors) for key, tensors in stacks.items()}
+    shared = load_verified(directory / "shared.safetensors", description["shared_sha256"])
+    own = {
+        expert: load_verified(
+            directory / "experts" / f"{expert}.safetensors", expert_lineage(directory, expert)["sha256"]
+        )
+        for expert in experts
+    }
     try:
-        model.load_state_dict(state, assign=True)
-    except RuntimeError as error:
+        model.load_state_dict(model.stacked(shared, own), assign=True)
+    except (RuntimeError, KeyError) as error:
         raise DemixError(directory, f"does not fit its model.json ({error})", "train the model again") from None
     return model
 

@@ -26,7 +26,7 @@ class Posterior:
     """The weights of E experts on B growing texts, cut into blocks of `length` tokens.
 
     `log_weights` [B, E] float64 are log g of the next token. Each block begins with `log_prior` [E]; with `decay` only
-    the first does, and the others by the `updating` rule (Eq. 9).
+    the first does, and the others by the `updating` rule (paper, Eq. 7).
     """
 
     def __init__(self, log_prior: Tensor, length: int, texts: int = 1, decay: float | None = None):
@@ -106,7 +106,7 @@ class Decoder:
 
     @torch.no_grad()
     def next_log_probabilities(self) -> Tensor:
-        """log p [B, V] of each text's next token under the mixture (Eq. 6)."""
+        """log p [B, V] of each text's next token under the mixture (paper, Eq. 4)."""
         log_weights = self.posterior.log_weights.T[..., None].to(self._predicted)
         return (log_weights + self._predicted).logsumexp(0)
 
@@ -118,7 +118,7 @@ class Decoder:
         if not inputs.shape[1]:
             return weight.new_empty(len(self.model.experts), len(inputs), 0, weight.shape[1], dtype=self.dtype)
         hidden = self.model(inputs[None], dtype=self.dtype, past=self._past)
-        logits = hidden[:, :, -1] @ weight.T.to(hidden.dtype)
+        logits = self.model.logits(hidden[:, :, -1])
         self._predicted = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         return hidden
 

@@ -186,8 +186,9 @@ def _files(directory: Path, name: str) -> tuple[Path, Path]:
 
 
 def _expert_shapes(directory: Path) -> Shapes:
-    tensors = blueprint(directory, ("any",)).expert_tensors()
-    return {name: tuple(tensor.shape[1:]) for name, tensor in tensors.items()}
+    model = blueprint(directory, ("any",))
+    _, experts = model.parted(dict(model.named_parameters()))
+    return {name: tuple(tensor.shape) for name, tensor in experts["any"].items()}
 
 
 def _check_file(path: Path, sha256: str, shapes: Shapes) -> None:

@@ -1,6 +1,7 @@
-"""The language model: a GPT whose every feedforward is a DEMix layer. A dense model has one expert."""
+"""The language model: a GPT whose feedforwards are stacks of experts. A dense model has one expert."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,33 +12,40 @@ from torch.utils.checkpoint import checkpoint
 from demix.config.architecture import Architecture
 from demix.errors import DemixError
 from demix.files import seed_for
-from demix.model.layers import Attention, DEMixLayer, KeyValues, layer_norm
+from demix.model.layers import Attention, KeyValues, attention_bias, feedforward, layer_norm
 
 # Tokens whose logits over the vocabulary exist at once. So few are the fastest on CPU; a GPU wants more.
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
+# Which tensors may belong to an expert alone; names with this part have an axis of experts.
+SCOPES = ("feedforward", "model")
+_STACKED = ".feedforward."
 
 
 class Block(nn.Module):
-    """Pre-norm attention and DEMix layer, both residual."""
+    """Pre-norm attention and feedforward, both residual."""
 
-    def __init__(self, architecture: Architecture, experts: int):
+    def __init__(self, architecture: Architecture, layer: int, experts: int):
         super().__init__()
+        self.architecture = architecture
         self.attention_norm = nn.LayerNorm(architecture.width)
         self.attention = Attention(architecture.width, architecture.heads)
         self.feedforward_norm = nn.LayerNorm(architecture.width)
-        self.feedforward = DEMixLayer(experts, architecture.width)
+        self.feedforward = feedforward(architecture, layer, experts)
 
-    def forward(self, x: Tensor, past: KeyValues | None = None) -> Tensor:
+    def forward(self, x: Tensor, past: KeyValues | None = None, auxiliary: list[Tensor] | None = None) -> Tensor:
         """`x` [E or 1, B, T, D] -> [E, B, T, D]."""
-        x = x + self.attention(layer_norm(x, self.attention_norm), past)
-        return x + self.feedforward(layer_norm(x, self.feedforward_norm))
+        bias = attention_bias(self.architecture, x.shape[2], past, x.device)
+        x = x + self.attention(layer_norm(x, self.attention_norm), bias, past)
+        return x + self.feedforward(layer_norm(x, self.feedforward_norm), auxiliary)
 
 
 class GPT(nn.Module):
     """A decoder with learned positions, tied embeddings and one feedforward per expert in each layer.
 
     `experts` names the stacked experts in order. `domain_tokens` names the domains that may be given as a
-    first input position (the domain-token baseline); their embeddings are inputs only.
+    first input position (the domain-token baseline); their embeddings are inputs only. `expert_scope` says which
+    tensors belong to an expert alone: those of its feedforwards (`feedforward`), or all (`model`), and then the model
+    holds one expert.
     """
 
     def __init__(
@@ -46,10 +54,16 @@ class GPT(nn.Module):
         vocab_size: int,
         experts: tuple[str, ...],
         domain_tokens: tuple[str, ...] = (),
+        expert_scope: str = "feedforward",
     ):
         super().__init__()
+        if expert_scope not in SCOPES:
+            raise DemixError(f"expert_scope {expert_scope}", "is not known", f"use one of {', '.join(SCOPES)}")
+        if expert_scope == "model" and len(experts) != 1:
+            raise DemixError(f"experts {', '.join(experts)}", "share no tensor", "load each as a model of its own")
         self.architecture, self.vocab_size = architecture, vocab_size
         self.experts, self.domain_tokens = tuple(experts), tuple(domain_tokens)
+        self.expert_scope = expert_scope
         # Set by who trains: compute a block's activations again in backward instead of keeping them.
         self.checkpoint_activations = False
         width = architecture.width
@@ -57,7 +71,7 @@ class GPT(nn.Module):
         self.position_embedding = nn.Parameter(torch.empty(architecture.context + bool(domain_tokens), width))
         if domain_tokens:
             self.domain_embedding = nn.Parameter(torch.empty(len(domain_tokens), width))
-        self.blocks = nn.ModuleList(Block(architecture, len(experts)) for _ in range(architecture.layers))
+        self.blocks = nn.ModuleList(Block(architecture, layer, len(experts)) for layer in range(architecture.layers))
         self.final_norm = nn.LayerNorm(width)
 
     def initialise(self, seed: int) -> "GPT":
@@ -86,12 +100,15 @@ class GPT(nn.Module):
         domains: Tensor | None = None,
         dtype: torch.dtype | None = None,
         past: list[KeyValues] | None = None,
+        auxiliary: list[Tensor] | None = None,
     ) -> Tensor:
         """Final hidden states [E, B, T, D] of `inputs` [E, B, T], or of [1, B, T] seen by every expert.
 
         `domains` [E, B] are the domain tokens put before the sequences (domain-token models only; no state is
         returned for that position). `dtype` is the type to compute in; the parameters' own by default.
         `past` (one a layer, from `no_past`; without gradients): `inputs` follow what it has seen, and are added to it.
+        `auxiliary`: layers that train a router add their losses to this list, in nats: [E, B] each, one number for
+        a sequence, already times its weight.
         """
         x = self.token_embedding[inputs]
         if self.domain_tokens:
@@ -103,13 +120,17 @@ class GPT(nn.Module):
         for number, block in enumerate(self.blocks):
             if not torch.is_grad_enabled():
                 # Not the compiled one: evaluation comes in many shapes.
-                x = block.forward(x, past[number] if past else None)
+                x = block.forward(x, past[number] if past else None, auxiliary)
             elif self.checkpoint_activations:
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, None, auxiliary, use_reentrant=False)
             else:
-                x = block(x)
+                x = block(x, None, auxiliary)
         x = layer_norm(x, self.final_norm)
         return x[:, :, 1:] if self.domain_tokens else x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Unnormalised log-probabilities [..., V] of what follows the states `hidden` [..., D], in their type."""
+        return hidden @ self.token_embedding.T.to(hidden.dtype)
 
     def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """log p(target) in nats, at least fp32, for `hidden` [E, B, T, D] and `targets` [E or 1, B, T]: [E, B, T].
@@ -131,13 +152,37 @@ class GPT(nn.Module):
         for block in self.blocks:
             block.compile(dynamic=False)
 
+    def owned(self, name: str) -> bool:
+        """Whether the tensor `name`, or what training keeps of it under a longer name, belongs to an expert alone."""
+        return self.expert_scope == "model" or _STACKED in name
+
     def expert_tensors(self) -> dict[str, nn.Parameter]:
-        """The stacked [E, ...] parameters that belong to experts, by name."""
-        return {name: p for name, p in self.named_parameters() if ".feedforward." in name}
+        """The parameters that belong to experts, by name; those of feedforwards are stacked, [E, ...]."""
+        return {name: p for name, p in self.named_parameters() if self.owned(name)}
 
     def shared_tensors(self) -> dict[str, nn.Parameter]:
         """The parameters that every expert uses, by name."""
-        return {name: p for name, p in self.named_parameters() if ".feedforward." not in name}
+        return {name: p for name, p in self.named_parameters() if not self.owned(name)}
+
+    def parted(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        """Named `tensors` of this model as the shared ones and each expert's own, which have no axis of experts."""
+        shared = {name: tensor for name, tensor in tensors.items() if not self.owned(name)}
+        return shared, {
+            expert: {
+                name: tensor[number] if _STACKED in name else tensor
+                for name, tensor in tensors.items()
+                if self.owned(name)
+            }
+            for number, expert in enumerate(self.experts)
+        }
+
+    def stacked(self, shared: Mapping[str, Tensor], experts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """What `parted` parted. `experts` may name more than this model has. Raises KeyError where tensors differ."""
+        own = [experts[name] for name in self.experts]
+        return {**shared} | {
+            name: torch.stack([tensors[name] for tensors in own]) if _STACKED in name else own[0][name]
+            for name in dict.fromkeys(name for tensors in own for name in tensors)
+        }
 
 
 class _LogProbabilities(torch.autograd.Function):

@@ -185,9 +185,9 @@ def dev_loss(model: GPT, shard: TokenShard, count: int, domain: str) -> float:
 
 def _single(model: GPT, expert: str) -> GPT:
     """The model with one of its experts alone, on the same memory."""
-    number = model.experts.index(expert)
     with torch.device("meta"):
         single = GPT(model.architecture, model.vocab_size, (expert,))
+    number = model.experts.index(expert)
     experts = {name: tensor.detach()[number : number + 1] for name, tensor in model.expert_tensors().items()}
     single.load_state_dict(model.shared_tensors() | experts, assign=True)
     return single

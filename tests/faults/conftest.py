@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from breaking import Note, run_tiny
-from disturbed import printed
+
+from support.breaking import Note, run_tiny
+from support.disturbed import printed
 
 PRINTED: list[dict] = []
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from breaking import Note
-from disturbed import REPOSITORY, TINY, printed, snakemake
 
 from demix.config.check import SCHEMA, complete
 from demix.errors import DemixError
+from support.breaking import Note
+from support.disturbed import REPOSITORY, TINY, printed, snakemake
 
 Place = tuple[str, ...]
 Mutation = tuple[dict, str, str, str]

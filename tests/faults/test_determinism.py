@@ -10,10 +10,10 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
-from breaking import Note
-from disturbed import ENVIRONMENT, REPOSITORY, TINY, printed, snakemake
 
 from demix.files import read_json, sha256_file
+from support.breaking import Note
+from support.disturbed import ENVIRONMENT, REPOSITORY, TINY, printed, snakemake
 
 RUN = "results/tiny"
 # What of a run holds its numbers. MLflow's runs, logs and times of jobs tell when it was made.

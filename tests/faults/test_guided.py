@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from breaking import Note
+
+from support.breaking import Note
 
 TARGETS = """
 import os

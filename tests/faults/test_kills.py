@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from breaking import Note, run_tiny
-from disturbed import printed, until
 
 from demix.files import sha256_file
+from support.breaking import Note, run_tiny
+from support.disturbed import printed, until
 
 RESULTS = "results/tiny/results.parquet"
 # What the seconds between two kills are drawn from: a start of snakemake alone takes a few.

@@ -21,9 +21,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from breaking import Note, demix, told
-from disturbed import TINY
-from synthetic_run import build_run
 
 from demix.data.shards import TokenShard, tokenize
 from demix.data.sources import Source, download
@@ -35,6 +32,9 @@ from demix.model.checkpoint import load_verified
 from demix.report import write_report
 from demix.train.parallel import World
 from demix.train.state import newest_state
+from support.breaking import Note, demix, told
+from support.disturbed import TINY
+from support.synthetic_run import build_run
 
 MARKUP = "<img src=x onerror=alert(1)>"
 Times = Callable[[int, int], int]

@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from breaking import Note, demix
-from disturbed import REPOSITORY, TINY, printed, snakemake
 
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.files import read_json
+from support.breaking import Note, demix
+from support.disturbed import REPOSITORY, TINY, printed, snakemake
 
 # One of each category, in a form that is surely one.
 PLANTED = {

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from breaking import Note, command, commands, demix, said, told
 
 from demix.files import sha256_file
+from support.breaking import Note, command, commands, demix, said, told
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs takes root")
 RUN = "results/tiny"

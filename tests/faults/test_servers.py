@@ -12,18 +12,23 @@ from pathlib import Path
 
 import psutil
 import pytest
-from breaking import Note
-from disturbed import until
-from test_ui import Served as ServedUi
-from test_ui import first_line
-from test_ui import served as ui  # noqa: F401
-from test_ui import status as ui_status
 
 from demix.generate.playground.server import CONNECTIONS, SECONDS
 from demix.track.ui import MOST_BYTES
+from support.breaking import Note
+from support.disturbed import until
+from support.mlflow_ui import Served as ServedUi
+from support.mlflow_ui import first_line, serving
+from support.mlflow_ui import status as ui_status
 
 # As a stage that has a model makes it.
 Served = tuple[subprocess.Popen, int]
+
+
+@pytest.fixture(scope="module")
+def ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedUi]:
+    with serving(tmp_path_factory.mktemp("ui")) as one:
+        yield one
 
 
 @pytest.fixture
@@ -95,7 +100,7 @@ def test_who_says_nothing_is_hung_up_on(served: Served, note: Note) -> None:
 
 
 @pytest.mark.faults
-def test_the_pages_of_mlflow(ui: ServedUi, note: Note) -> None:  # noqa: F811
+def test_the_pages_of_mlflow(ui: ServedUi, note: Note) -> None:
     own = ui.address.removeprefix("http://")
     with note.timed("make ui: where it listens", "127.0.0.1 alone"):
         assert_loopback_alone(int(own.partition(":")[2]))

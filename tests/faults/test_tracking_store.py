@@ -11,13 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from breaking import Note, command, run_tiny, said
-from disturbed import TINY, printed, until
-from synthetic_run import build_run
 
 from demix.errors import DemixError
 from demix.files import sha256_file
 from demix.track.store import track
+from support.breaking import Note, command, run_tiny, said
+from support.disturbed import TINY, printed, until
+from support.synthetic_run import build_run
 
 RUN = "results/tiny"
 

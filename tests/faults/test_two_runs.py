@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from breaking import Note, run_tiny
-from disturbed import TINY, printed, snakemake, until
 
 from demix.errors import DemixError
 from demix.files import exclusive, holder
+from support.breaking import Note, run_tiny
+from support.disturbed import TINY, printed, snakemake, until
 
 
 @pytest.mark.faults

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from disturbed import REPOSITORY, TINY, Trained, printed, snakemake
+
+from support.disturbed import REPOSITORY, TINY, Trained, printed, snakemake
 
 HERE = Path(__file__).parent
 PLACE = "/var/tmp/demix-slurm"

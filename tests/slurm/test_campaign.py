@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from disturbed import Trained, printed, until
+
+from support.disturbed import Trained, printed, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.campaign]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from disturbed import EIGHT, ENVIRONMENT, SITE, Trained, config_with, printed, snakemake, until
 
 from demix.files import read_json
+from support.disturbed import EIGHT, ENVIRONMENT, SITE, Trained, config_with, printed, snakemake, until
 
 pytestmark = pytest.mark.slurm
 

@@ -8,10 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TRAINING
-from test_experts import demix
-from test_generate import LENGTH
-from test_model import SMALL, randomise
 
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard
@@ -22,6 +18,10 @@ from demix.files import read_parquet, write_parquet
 from demix.model.checkpoint import load_model, save_expert, save_shared
 from demix.model.gpt import GPT
 from demix.train.batches import balanced_batches
+from support.cli import demix
+from support.decoding import LENGTH
+from support.models import SMALL, randomise
+from support.tokens import TRAINING
 
 DOMAIN = "licenses"
 SEED = 5

@@ -7,12 +7,13 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import yaml
-from synthetic_run import build_run
-from test_experts import demix, write_model
 
 from demix.errors import DemixError
 from demix.files import read_json, write_json, write_parquet
 from demix.report.card import model_card
+from support.cli import demix
+from support.models import write_model
+from support.synthetic_run import build_run
 
 EVIL = "<script>alert(1)</script> | [x](javascript:1)\n---\nCC0 https://example.org *all*"
 

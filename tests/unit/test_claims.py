@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from synthetic_run import Key, build_run
 
 from demix.report.claims import Claim, claims, write_claims
+from support.synthetic_run import Key, build_run
 
 
 def judge(path: Path, change: Callable[[Key, float], float | None] = lambda key, value: value) -> dict[str, Claim]:

@@ -11,13 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import typer
 import yaml
 import zstandard
-from synthetic_run import build_run
-from test_experts import demix, write_model
 from typer.main import get_command
 
 from demix.commands.main import app
@@ -30,6 +27,9 @@ from demix.files import read_json, write_parquet
 from demix.model.checkpoint import expert_names
 from demix.settings import settings_from
 from demix.train.adapt import Adaptation
+from support.cli import demix
+from support.models import write_model
+from support.synthetic_run import build_run
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -233,49 +233,3 @@ def test_links_lead_somewhere() -> None:
             assert target.exists(), (page.name, link)
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if heading else []
             assert not heading or heading in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
-
-
-def patterns() -> dict[str, re.Pattern[str]]:
-    """The paths of docs/outputs.md as patterns of paths below a run's folder."""
-    text = (REPOSITORY / "docs" / "outputs.md").read_text()
-    places = {"part": r"[0-9]{4}", "split": "(train|dev|test)", "rate": "[0-9.e+-]+", "model": "[a-z0-9_-]+"}
-    places |= {"format": "(html|md|tex|svg|png|json)"}
-    return {
-        path: re.compile(
-            "".join(
-                places.get(part[1:-1], "[a-z0-9_]+")
-                if part.startswith("<")
-                else ".+"
-                if part == "…"
-                else re.escape(part)
-                for part in re.split(r"(<[a-z]+>|…)", path)
-            )
-        )
-        for path in re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)
-    }
-
-
-# Gone when all is done, or made only where a config or an option asks for it.
-FLEETING = {"raw/<domain>/<part>.parquet", "checkpoints/<model>/…", "sbatch/…"}
-FLEETING |= {"sweep/<model>.json", "metrics/sweep/<model>/<rate>.jsonl"}
-
-
-def assert_documented(run: Path) -> None:
-    """Every file of a finished run has its line in docs/outputs.md, with its columns, and every line has its file."""
-    found = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
-    # A tiny run keeps its MLflow store by itself.
-    found = {path for path in found if not path.startswith(("mlflow.db", ".mlflow.db", "mlartifacts/"))}
-    known = patterns()
-    unknown = {path for path in found if not any(pattern.fullmatch(path) for pattern in known.values())}
-    assert not unknown
-    absent = {path for path, pattern in known.items() if not any(pattern.fullmatch(name) for name in found)}
-    assert absent <= FLEETING, absent
-    text = (REPOSITORY / "docs" / "outputs.md").read_text()
-    lines = dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", text, re.MULTILINE))
-    for path, told in lines.items():
-        files = [run / name for name in sorted(found) if known[path].fullmatch(name)]
-        if path.endswith(".parquet") and files and "see `" not in told and "else as" not in told:
-            columns = {name.replace("perplexity_high", "_high") for name in pq.read_schema(files[0]).names}
-            assert columns <= set(re.findall(r"\w+", told)), (path, columns - set(re.findall(r"\w+", told)))
-        elif path.endswith(".arrow") and files:
-            assert set(pa.ipc.open_file(str(files[0])).schema.names) <= set(re.findall(r"\w+", told)), path

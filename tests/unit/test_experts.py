@@ -9,45 +9,20 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TRAINING
 from safetensors.torch import load_file, save_file
-from test_model import REAL_TEXT, SMALL, randomise
-from typer.testing import CliRunner, Result
 
-from demix.commands.main import app
-from demix.config.architecture import expert_parameters, shared_parameters
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, sha256_file, write_json, write_parquet
-from demix.model.checkpoint import expert_names, load_model, save_expert, save_shared
+from demix.model.checkpoint import expert_names, load_model, save_expert
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.gpt import GPT
 from demix.model.merge import merge_experts, parse_weights, prior_weights
-
-THREE = ("law", "news", "code")
-
-
-def demix(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def write_model(
-    directory: Path, experts: tuple[str, ...] = THREE, tokenizer: str = "t" * 64, vocab_size: int = 50, seed: int = 0
-) -> GPT:
-    model = GPT(SMALL, vocab_size, experts)
-    randomise(model, seed)
-    counts = {
-        "shared_parameters": shared_parameters(SMALL, vocab_size),
-        "expert_parameters": expert_parameters(SMALL),
-    }
-    seen = {"tokens": 90, "steps": 9, "tokenizer_sha256": tokenizer}
-    save_shared(model, directory, {"kind": "demix"} | counts | seen)
-    for number, expert in enumerate(experts):
-        lineage = {"parent": None, "steps": 9, "tokens": 30 + number, "data_sha256": {expert: str(number) * 64}}
-        save_expert(model, expert, directory, lineage | {"tokenizer_sha256": tokenizer})
-    return model
+from support.cli import demix
+from support.models import REAL_TEXT, SMALL, THREE, randomise, write_model
+from support.tokens import TRAINING
 
 
 @pytest.fixture

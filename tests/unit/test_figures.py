@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
-from synthetic_run import NOVEL, TRAINING, Run, build_run
 
 from demix.errors import DemixError
 from demix.files import write_sealed
@@ -18,6 +17,7 @@ from demix.report import FIGURES
 from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.figures import adaptation_curves, training_curves, write_figures
 from demix.report.read import read_posteriors
+from support.synthetic_run import NOVEL, TRAINING, Run, build_run
 
 
 def draw(run: Run, metrics: Path, output: Path) -> None:

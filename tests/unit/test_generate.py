@@ -4,49 +4,24 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_experts import demix, write_model
-from test_model import SMALL, model_of
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.mix.rules import mix
-from demix.files import write_parquet
+from demix.evaluate.mix.mixtures import mix
 from demix.model.checkpoint import load_model
 from demix.model.decode import Decoder, Posterior, choose, decoded, generate, log_prior_of, nucleus
 from demix.model.export import export_hf
+from support.cli import demix
+from support.decoding import LENGTH, in_blocks, whole, write_run
+from support.models import THREE, model_of, write_model
 
-THREE = ("law", "news", "code")
-LENGTH = SMALL.context
 # More than two blocks, the last one short.
 TOKENS = torch.randint(0, 50, (2, 2 * LENGTH + 5), generator=torch.Generator().manual_seed(0))
 BEFORE = torch.tensor([7, 49])
-
-
-def whole(model, tokens: torch.Tensor, before: torch.Tensor) -> np.ndarray:
-    """log p [E, B, N] of tokens by one forward pass a block, without any cache."""
-    seen = torch.cat([before[:, None], tokens], 1)
-    parts = []
-    for start in range(0, tokens.shape[1], LENGTH):
-        targets = tokens[:, start : start + LENGTH]
-        with torch.no_grad():
-            hidden = model(seen[None, :, start : start + targets.shape[1]])
-            logits = (hidden @ model.token_embedding.T).double().log_softmax(-1)
-        parts.append(logits.gather(-1, targets[None, ..., None].expand(len(logits), -1, -1, 1))[..., 0])
-    return torch.cat(parts, -1).numpy()
-
-
-def in_blocks(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """One text's scores [E, N] as the blocks [B, T, E] and the mask that `mix` takes."""
-    E, N = scores.shape
-    blocks = -(-N // LENGTH)
-    padded = np.zeros((blocks * LENGTH, E))
-    padded[:N] = scores.T
-    return padded.reshape(blocks, LENGTH, E), (np.arange(len(padded)) < N).reshape(blocks, LENGTH)
 
 
 def decoder_of(model, log_prior: torch.Tensor | None = None, decay: float | None = None) -> Decoder:
@@ -181,23 +156,6 @@ def test_bytes_become_characters_with_the_token_that_ends_them(tokens: Path) -> 
     assert len(pieces) == len(ids)
     assert "".join(pieces) == text
     assert "\ufffd" in "".join(decoded(tokenizer, [*ids[:-1], *ids[:2]]))
-
-
-def write_run(folder: Path, tokens: Path) -> Path:
-    """results/<run>/ with a tokenizer, a model and a cached prior of two domains."""
-    shutil.copy(tokens / "tokenizer.json", folder)
-    encoder = Tokenizer.load(folder / "tokenizer.json")
-    write_model(folder / "models" / "demix", tokenizer=encoder.sha256, vocab_size=encoder.vocab_size)
-    rows = [
-        {"model": "demix", "experts": "training", "weights": "history", "domain": domain, "kind": "novel",
-         "expert": expert, "prior": prior}
-        for domain, priors in {"wiki": (0.1, 0.2, 0.7), "songs": (1.0, 0.0, 0.0)}.items()
-        for expert, prior in zip(THREE, priors, strict=True)
-    ]  # fmt: skip
-    write_parquet(pa.Table.from_pylist(rows), folder / "priors.parquet")
-    wiki = [row for row in rows if row["domain"] == "wiki"]
-    write_parquet(pa.Table.from_pylist(wiki), folder / "evaluations" / "wiki.priors.parquet")
-    return folder
 
 
 @pytest.fixture(scope="module")

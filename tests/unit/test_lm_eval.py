@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_experts import THREE, demix, write_model
 
 from demix.data.tokenizer import Tokenizer
 from demix.model.checkpoint import load_model
+from support.cli import demix
+from support.models import THREE, write_model
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file as load_tensors
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,27 +19,15 @@ from demix.data.tokenizer import Tokenizer, gpt2_tokenizer
 from demix.errors import DemixError
 from demix.files import sha256_file
 from demix.model import gpt
-from demix.model.checkpoint import expert_names, load_model, save_expert, save_shared
+from demix.model.checkpoint import expert_names, load_experts, load_model, save_expert, save_shared
+from demix.model.experts import find_faults
 from demix.model.export import export_hf
 from demix.model.gpt import GPT
 from demix.model.layers import DEMixLayer
 from demix.model.scoring import log_probabilities
+from support.models import REAL_TEXT, SMALL, model_of, randomise
 
-SMALL = Architecture(layers=2, width=32, heads=4, context=16)
 EIGHT = tuple(f"domain{number}" for number in range(8))
-
-
-def randomise(module: nn.Module, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.3)
-
-
-def model_of(experts: tuple[str, ...], dtype: torch.dtype = torch.float64, **more: object) -> GPT:
-    model = GPT(SMALL, 50, experts, **more).to(dtype)
-    randomise(model)
-    return model
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
@@ -343,8 +332,33 @@ def test_model_directory_is_modular(tmp_path) -> None:
         load_model(tmp_path, ("domain3",))
 
 
-REAL_TEXT = """It is a truth universally acknowledged, that a single man in possession of a good fortune,
-must be in want of a wife. Permission is hereby granted, free of charge, to any person obtaining a copy."""
+def test_experts_that_are_whole_models_are_trunks_of_their_own(tmp_path) -> None:
+    stacked = model_of(("a", "b"), torch.float32)
+    save_shared(stacked, tmp_path / "layers", {})
+    trunks = {}
+    for number, name in enumerate(("a", "b")):
+        trunks[name] = model_of((name,), torch.float32, expert_scope="model")
+        randomise(trunks[name], number)
+        save_shared(trunks[name], tmp_path / "trunks", {})
+        save_expert(trunks[name], name, tmp_path / "trunks", {})
+        save_expert(stacked, name, tmp_path / "layers", {})
+    (layers,) = load_experts(tmp_path / "layers")
+    assert layers.experts == ("a", "b")
+    assert load_tensors(tmp_path / "trunks" / "shared.safetensors") == {}
+    own = load_tensors(tmp_path / "trunks" / "experts" / "b.safetensors")
+    assert own.keys() == dict(stacked.named_parameters()).keys()
+    assert own["blocks.0.feedforward.up"].shape == stacked.blocks[0].feedforward.up.shape[1:]
+    assert [trunk.experts for trunk in load_experts(tmp_path / "trunks")] == [("a",), ("b",)]
+    for trunk in load_experts(tmp_path / "trunks", ("b", "a")):
+        for name, tensor in trunks[trunk.experts[0]].named_parameters():
+            assert torch.equal(trunk.get_parameter(name), tensor), name
+    with pytest.raises(DemixError, match="share no tensor"):
+        load_model(tmp_path / "trunks")
+    with pytest.raises(DemixError, match="holds no expert"):
+        load_experts(tmp_path / "trunks", ())
+    with pytest.raises(DemixError, match="expert_scope other: is not known"):
+        GPT(SMALL, 50, ("a",), expert_scope="other")
+    assert not find_faults(tmp_path / "trunks")
 
 
 def test_hugging_face_gpt2_gives_the_same_log_probabilities(tmp_path) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from conftest import TRAINING
 
 from demix.data import overlap as module
 from demix.data.overlap import bigrams, overlap
@@ -13,6 +12,7 @@ from demix.data.shards import TokenShard, tokenize
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_parquet, write_parquet
+from support.tokens import TRAINING
 
 
 def shard(folder: Path, tokenizer: Path, domain: str, split: str, *texts: str) -> Path:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import NOVEL, TRAINING
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -25,6 +24,7 @@ from demix.errors import DemixError
 from demix.train.batches import balanced_batches, mixed_batches
 from demix.train.parallel import synced_bytes
 from demix.train.stage import Training, train_model
+from support.tokens import NOVEL, TRAINING
 
 DOMAINS = TRAINING + NOVEL
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 16}

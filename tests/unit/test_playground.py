@@ -16,15 +16,15 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
-from test_generate import THREE, in_blocks, whole, write_run
-from test_pages import browser  # noqa: F401
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.mix.rules import mix
+from demix.evaluate.mix.mixtures import mix
 from demix.generate.playground.answers import MOST_TOKENS, opened
 from demix.generate.playground.server import DRAINED_BYTES, MOST_BYTES, Playground
 from demix.model.checkpoint import load_model
+from support.decoding import in_blocks, whole, write_run
+from support.models import THREE
 
 TEXT = "And the Lord said unto Noah: “naïve” <b>b</b> & <script>alert(1)</script>\n  two spaces"
 
@@ -227,7 +227,7 @@ needs_chromium = pytest.mark.skipif(
 
 @pytest.mark.browser
 @needs_chromium
-def test_the_page_in_a_browser(server: Playground, browser: webdriver.Chrome) -> None:  # noqa: F811
+def test_the_page_in_a_browser(server: Playground, browser: webdriver.Chrome) -> None:
     browser.get(server.address)
 
     def find(selector: str) -> list:

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import SAMPLE
 
 from demix import progress as module
 from demix.progress import followed, progress
+from support.tokens import SAMPLE
 
 
 def test_a_line_of_the_log_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

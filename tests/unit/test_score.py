@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import NOVEL, TRAINING
 
 import demix.evaluate.score as module
 from demix.config.architecture import Architecture
@@ -30,6 +29,7 @@ from demix.files import sha256_file, write_parquet
 from demix.model.checkpoint import describe, load_model, save_expert, save_shared
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
+from support.tokens import NOVEL, TRAINING
 
 EXPERTS = ("law", "lore", "news")
 # Of 32 tokens: 10 dev blocks and 10 test blocks, the last of them short, in row groups of 4, 4 and 2.

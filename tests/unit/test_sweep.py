@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TRAINING
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from demix.files import read_json, write_sealed
 from demix.train.loop import DivergedError
 from demix.train.stage import Training, train_model
 from demix.train.sweep import MARGIN, Trial, choose_rate, chosen_rate, judge, read_trial
+from support.tokens import TRAINING
 
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32}
 TRAIN = Training(

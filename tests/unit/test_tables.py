@@ -10,7 +10,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from rich.console import Console
-from synthetic_run import DECAYS, DEV_BLOCKS, NOVEL, RELEASED_SCORER, TRAINING, Run, base, build_run
 
 from demix.errors import DemixError
 from demix.report import PAPER_TABLES, REPORT_FILES, TABLES, write_report
@@ -27,6 +26,7 @@ from demix.report.paper import SIZES, Printed, printed
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
 from demix.report.read import comparable, read_audit, read_parents, read_results
 from demix.report.tables import beside_paper, main_table, scale_note, write_tables
+from support.synthetic_run import DECAYS, DEV_BLOCKS, NOVEL, RELEASED_SCORER, TRAINING, Run, base, build_run
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from synthetic_run import NOVEL, TRAINING, Run, build_run
 
 from demix.errors import DemixError
 from demix.files import exclusive, read_json, write_json, write_sealed
 from demix.report import write_report
 from demix.track.store import NETWORK_FILE_SYSTEMS, file_system, flatten, track
+from support.synthetic_run import NOVEL, TRAINING, Run, build_run
 
 MODELS = 4 + 1
 EVALUATIONS = 3 + 2 + 3 + 1 + 2  # dense, dense_unbalanced, domain_token; demix; minus-…; without-law; dense-dapt-…

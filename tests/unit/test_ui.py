@@ -1,14 +1,8 @@
 """What `make ui` starts: MLflow's pages in a real browser, and what it refuses."""
 
 import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,59 +12,19 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support import expected_conditions
 from selenium.webdriver.support.ui import WebDriverWait
-from synthetic_run import TRAINING, Run, build_run
-from test_pages import browser  # noqa: F401
 
 from demix.track.store import track
 from demix.track.ui import MOST_BYTES
+from support.mlflow_ui import PATIENCE, Served, first_line, serving, status
+from support.synthetic_run import TRAINING, build_run
 
 pytestmark = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-ROOT = Path(__file__).parents[2]
-# Until a page has loaded on a busy machine.
-PATIENCE = 180
-
-
-@dataclass(frozen=True)
-class Served:
-    """MLflow as `make ui` serves it, and the run that it holds as experiment demix-made-up."""
-
-    address: str
-    run: Run
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("ui")
-    run, uri = build_run(folder / "results" / "made-up"), f"sqlite:///{folder}/mlflow.db"
-    track(run.path, run.config, uri, "demix-made-up")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # All is installed, or this test would not run.
-    command = ("make", "-o", ".venv/installed", "ui", f"URI={uri}", f"PORT={port}", f"ARTIFACTS={folder}/sent")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    with open(folder / "log", "w") as log:
-        server = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "PATH": path}, stdout=log, stderr=log, start_new_session=True
-        )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        until_up = urllib3.Retry(total=150, backoff_factor=0.5, backoff_max=2)
-        try:
-            urllib3.request("GET", f"{address}/health", retries=until_up)
-        except urllib3.exceptions.MaxRetryError:
-            pytest.fail((folder / "log").read_text())
-        yield Served(address, run)
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait()
-
-
-def status(served: Served, method: str, path: str, **headers: str) -> int:
-    # A kept connection may be closed by the other side just as a POST, which is not tried again, goes out.
-    sent = {"Connection": "close"} | {name.replace("_", "-"): value for name, value in headers.items()}
-    body = {"body": b'{"max_results": 1}'} if method == "POST" else {}
-    return urllib3.request(method, served.address + path, headers=sent, **body).status
+    with serving(tmp_path_factory.mktemp("ui")) as one:
+        yield one
 
 
 def test_other_hosts_and_origins_are_refused(served: Served) -> None:
@@ -82,23 +36,6 @@ def test_other_hosts_and_origins_are_refused(served: Served) -> None:
     search, json_ = "/api/2.0/mlflow/experiments/search", {"Content_Type": "application/json"}
     assert status(served, "POST", search, Origin=served.address, **json_) == 200
     assert status(served, "POST", search, Origin="http://evil.example", **json_) == 403
-
-
-def first_line(served: Served, header: str, chunk: bytes) -> bytes:
-    """What is answered to a request that goes on with `chunk` after its header until it is answered."""
-    place, path = served.address.removeprefix("http://"), "/ajax-api/2.0/mlflow/experiments/search"
-    name, port = place.split(":")
-    with socket.create_connection((name, int(port)), timeout=PATIENCE) as connection:
-        connection.sendall(
-            f"POST {path} HTTP/1.1\r\nHost: {place}\r\nContent-Type: application/json\r\n{header}\r\n\r\n".encode()
-        )
-        try:
-            for _ in range(MOST_BYTES // len(chunk) + 2 if chunk else 0):
-                connection.sendall(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
-        except OSError:
-            # It is answered and closed while more is sent.
-            pass
-        return connection.recv(12)
 
 
 def test_requests_are_of_bounded_size(served: Served) -> None:
@@ -120,7 +57,7 @@ def test_a_server_takes_runs_too(served: Served, tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out.splitlines() == [first, second]
 
 
-def open_run(browser: webdriver.Chrome, served: Served, name: str, tab: str) -> None:  # noqa: F811
+def open_run(browser: webdriver.Chrome, served: Served, name: str, tab: str) -> None:
     """The list of runs, which shows the one of the whole pipeline, then a tab of one of those below it."""
     client = MlflowClient(served.address)
     experiment = client.get_experiment_by_name("demix-made-up").experiment_id
@@ -136,7 +73,7 @@ def open_run(browser: webdriver.Chrome, served: Served, name: str, tab: str) -> 
 
 @pytest.mark.browser
 def test_a_run_is_found_and_its_curves_are_those_of_the_metrics_file(
-    browser: webdriver.Chrome,  # noqa: F811
+    browser: webdriver.Chrome,
     served: Served,
 ) -> None:
     browser.set_window_size(1600, 1200)
@@ -161,7 +98,7 @@ def test_a_run_is_found_and_its_curves_are_those_of_the_metrics_file(
 
 
 @pytest.mark.browser
-def test_the_results_are_a_table(browser: webdriver.Chrome, served: Served) -> None:  # noqa: F811
+def test_the_results_are_a_table(browser: webdriver.Chrome, served: Served) -> None:
     browser.set_window_size(1600, 1200)
     open_run(browser, served, "evaluation/demix/minus-law", "artifacts/results.json")
 

@@ -14,9 +14,9 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from test_docs import assert_documented
 
 from demix.files import read_json, sha256_file
+from support.documented import assert_documented
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())

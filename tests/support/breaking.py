@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from disturbed import REPOSITORY, TINY, printed, snakemake
-
 from demix.commands import main as cli
+from support.disturbed import REPOSITORY, TINY, printed, snakemake
 
 
 @dataclass

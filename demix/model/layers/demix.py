@@ -1,0 +1,64 @@
+"""The DEMix layer.
+
+Axes: E experts, B sequences of one expert, T positions, D width. Weights are kept in fp32 (or fp64) and
+cast to the activations' type at the matmul.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+class DEMixLayer(nn.Module):
+    """One feedforward per expert, chosen by the first axis of its input (paper, section 3, Eq. 3-5).
+
+    Weights are stacked: `up` [E, 4D, D], `down` [E, D, 4D].
+    """
+
+    def __init__(self, experts: int, width: int):
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(experts, 4 * width, width))
+        self.up_bias = nn.Parameter(torch.empty(experts, 4 * width))
+        self.down = nn.Parameter(torch.empty(experts, width, 4 * width))
+        self.down_bias = nn.Parameter(torch.empty(experts, width))
+
+    def forward(self, x: Tensor, auxiliary: list[Tensor] | None = None) -> Tensor:
+        """`x` [E, B, T, D] -> [E, B, T, D], with the exact (erf) GELU; one of [1, B, T, D] is given to every expert.
+
+        Nothing is added to `auxiliary`: the domain chooses the expert, and there is no router to train.
+        """
+        E, (_, B, T, D) = len(self.up), x.shape
+        inner = F.gelu(_ExpertLinear.apply(x.expand(E, B, T, D).reshape(E, B * T, D), self.up, self.up_bias))
+        return _ExpertLinear.apply(inner, self.down, self.down_bias).view(E, B, T, D)
+
+
+class _ExpertLinear(torch.autograd.Function):
+    """`x` [E, N, in] through `weight` [E, out, in] and `bias` [E, out], an expert after the other: [E, N, out].
+
+    A loop, not bmm, which is slower on CPU from 128 tokens an expert on. Each expert's output and gradients are written
+    to their place, which autograd would stack, and its weight is cast as it is used.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        output = x.new_empty(*x.shape[:2], weight.shape[1])
+        for e in range(len(x)):
+            torch.addmm(bias[e].to(x.dtype), x[e], weight[e].to(x.dtype).T, out=output[e])
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight = x.new_empty(x.shape), torch.empty_like(weight)
+        for e in range(len(x)):
+            torch.mm(incoming[e], weight[e].to(x.dtype), out=for_x[e])
+            if weight.dtype == x.dtype:
+                torch.mm(incoming[e].T, x[e], out=for_weight[e])
+            else:
+                for_weight[e] = incoming[e].T @ x[e]
+        return for_x, for_weight, incoming.sum(1, dtype=weight.dtype)

@@ -1,0 +1,59 @@
+"""Tiny trainings, in this process and in one that is killed."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from demix.data.shards import TokenShard
+from demix.train.adapt import Adaptation
+from demix.train.stage import Training
+from support.tokens import TRAINING
+
+SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32}
+TRAIN = Training(
+    seed=1, architecture=SIZES, tokens=32 * 2 * 3 * 24, sequences=2, learning_rate=3e-3, warmup=0.1, clip=1.0,
+    weight_decay=0.1, precision="fp32", threads=1, checkpoint_every=5,
+)  # fmt: skip
+ADAPT = Adaptation(
+    seed=1, tokens=32 * 4 * 20, sequences=4, learning_rate_factor=0.5, warmup=0.1, clip=1.0, weight_decay=0.1,
+    precision="fp32", threads=1, checkpoint_every=7, evaluate_every=5, patience=3, dev_blocks=6, forgetting_blocks=2,
+    parent_blocks=5, parent_decay=0.3,
+)  # fmt: skip
+
+
+def shard_paths(tokens: Path, domains=TRAINING, split: str = "train") -> list[Path]:
+    return [tokens / "tokens" / domain / f"{split}.arrow" for domain in domains]
+
+
+def opened(tokens: Path) -> list[TokenShard]:
+    return [TokenShard.open(path) for path in shard_paths(tokens)]
+
+
+def train_command(kind: str, tokens: Path, folder: Path, settings: Training = TRAIN) -> list[str]:
+    return [
+        sys.executable, "-m", "demix", "train", kind, *map(str, shard_paths(tokens)),
+        "--settings", json.dumps(dataclasses.asdict(settings)), "--output", str(folder / "model"),
+        "--metrics", str(folder / "metrics.jsonl"), "--checkpoints", str(folder / "checkpoints"),
+    ]  # fmt: skip
+
+
+def train_until_killed(command: list[str], folder: Path, checkpoints: int = 1) -> None:
+    """Run a training until it has so many checkpoints, then kill it."""
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(list(folder.glob("checkpoints/*/step-*/manifest.json"))) < checkpoints and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (folder / "metrics.jsonl").exists(), "it finished before it was killed"
+
+
+def losses(metrics: Path) -> list[tuple[int, float, float]]:
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [(row["step"], row["loss"], row["gradient_norm"]) for row in rows]

@@ -1,0 +1,167 @@
+"""Adaptation changes one file of a model of experts, or writes a dense model of its own."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from demix.data.shards import TokenShard, blocks
+from demix.errors import DemixError
+from demix.evaluate.parent import choose_parent, own_dev_losses
+from demix.evaluate.score import Scoring, score
+from demix.files import read_json, sha256_file
+from demix.model.checkpoint import expert_names, load_model
+from demix.model.scoring import log_probabilities
+from demix.train.adapt import adapt_dense, adapt_expert
+from demix.train.stage import train_model
+from support.tokens import NOVEL, TRAINING
+from support.training import ADAPT, TRAIN, shard_paths, train_until_killed
+
+
+@pytest.fixture(scope="module")
+def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny DEMix and a dense model, and the DEMix model's score tables."""
+    run = tmp_path_factory.mktemp("trained")
+    scoring = Scoring(dev_blocks=10, test_tokens=500, precision="fp32", threads=1)
+    longer = dataclasses.replace(TRAIN, tokens=10 * TRAIN.tokens)
+    for kind in ("demix", "dense"):
+        train_model(kind, longer, shard_paths(tokens), run / kind, run / f"{kind}.jsonl", run / "checkpoints" / kind)
+    score(run / "demix", TRAINING, shard_paths(tokens, TRAINING + NOVEL, "dev"), scoring, run / "scores")
+    return run
+
+
+def test_experts_learn_their_domains(tokens: Path, trained: Path) -> None:
+    model = load_model(trained / "demix", TRAINING)
+    for number, path in enumerate(shard_paths(tokens, split="test")):
+        shard = TokenShard.open(path)
+        table = log_probabilities(model, *blocks(shard, 32)).sum(1)
+        assert table.argmax() == number, path
+
+
+def test_demix_dapt_adds_a_file_and_changes_no_other(tokens: Path, trained: Path) -> None:
+    before = {path: sha256_file(path) for path in (trained / "demix").rglob("*") if path.is_file()}
+    scores = trained / "scores"
+    chosen = choose_parent(scores, "fantasy", TRAINING, blocks=ADAPT.parent_blocks, decay=ADAPT.parent_decay)
+    adapt_expert(
+        trained / "demix",
+        tuple(tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev")),
+        chosen,
+        own_dev_losses(scores, TRAINING, ADAPT.forgetting_blocks),
+        ADAPT,
+        trained / "demix",
+        trained / "adapted.jsonl",
+        trained / "checkpoints" / "adapted",
+    )
+    after = {path: sha256_file(path) for path in (trained / "demix").rglob("*") if path.is_file()}
+    new = {trained / "demix" / "experts" / f"fantasy.{kind}" for kind in ("safetensors", "json")}
+    assert set(after) - set(before) == new
+    assert {path: after[path] for path in before} == before
+    assert expert_names(trained / "demix") == ("fantasy", *sorted(TRAINING))
+
+    lineage = read_json(trained / "demix" / "experts" / "fantasy.json")
+    assert lineage["parent"] == chosen["parent"] == max(chosen["priors"], key=chosen["priors"].__getitem__)
+    assert sum(chosen["priors"].values()) == pytest.approx(1.0)
+    assert lineage["lowest_dev_loss_expert"] == min(chosen["dev_losses"], key=chosen["dev_losses"].__getitem__)
+    assert lineage["parent_sha256"] == before[trained / "demix" / "experts" / f"{chosen['parent']}.safetensors"]
+
+    # The eight experts' scores are what they were, and the new expert knows its domain better than its parent.
+    shard = TokenShard.open(tokens / "tokens" / "fantasy" / "dev.arrow")
+    cut = blocks(shard, 32, 6 * 32)
+    table = log_probabilities(load_model(trained / "demix", (*TRAINING, "fantasy")), *cut)
+    old = log_probabilities(load_model(trained / "demix", TRAINING), *cut)
+    np.testing.assert_array_equal(table[:3], old)
+    parent = TRAINING.index(chosen["parent"])
+    assert -table[3].mean() < -table[parent].mean()
+    evaluations = [json.loads(line) for line in (trained / "adapted.jsonl").read_text().splitlines()]
+    evaluations = [row for row in evaluations if "dev_loss/fantasy" in row]
+    assert evaluations[0]["dev_loss/fantasy"] == pytest.approx(-table[parent].mean(), rel=1e-5)
+    assert min(row["dev_loss/fantasy"] for row in evaluations) == pytest.approx(-table[3].mean(), rel=1e-5)
+    assert len({row["dev_loss/scripture"] for row in evaluations}) == 1
+
+
+def test_dense_dapt_writes_its_own_model(tokens: Path, trained: Path) -> None:
+    before = {path: sha256_file(path) for path in (trained / "dense").rglob("*") if path.is_file()}
+    adapt_dense(
+        trained / "dense",
+        tuple(tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev")),
+        shard_paths(tokens, split="dev"),
+        ADAPT,
+        trained / "dense-dapt-fantasy",
+        trained / "dense-adapted.jsonl",
+        trained / "checkpoints" / "dense-adapted",
+    )
+    assert {path: sha256_file(path) for path in before} == before
+    old, new = load_model(trained / "dense"), load_model(trained / "dense-dapt-fantasy")
+    assert not torch.equal(old.token_embedding, new.token_embedding)
+    rows = [json.loads(line) for line in (trained / "dense-adapted.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "dev_loss/fantasy" in row]
+    assert min(row["dev_loss/fantasy"] for row in rows) < rows[0]["dev_loss/fantasy"]
+    assert len({row["dev_loss/scripture"] for row in rows}) > 1
+
+
+def test_scoring_refuses_another_tokenizer(tokens: Path, trained: Path, tmp_path: Path) -> None:
+    description = read_json(trained / "dense" / "model.json")
+    other = tmp_path / "dense"
+    (other / "experts").mkdir(parents=True)
+    for path in (trained / "dense").rglob("*"):
+        if path.is_file():
+            (other / path.relative_to(trained / "dense")).write_bytes(path.read_bytes())
+    (other / "model.json").write_text(json.dumps(description | {"tokenizer_sha256": "0" * 64}))
+    with pytest.raises(DemixError, match="another tokenizer"):
+        score(
+            other,
+            ("dense",),
+            shard_paths(tokens, NOVEL, "dev"),
+            Scoring(dev_blocks=2, test_tokens=None, precision="fp32", threads=1),
+            tmp_path / "scores",
+        )
+    assert not (tmp_path / "scores").exists()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_adaptation_on_several_ranks_is_that_of_one(tokens: Path, trained: Path, tmp_path: Path, ranks: int) -> None:
+    shards = [tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev")]
+    command = [
+        sys.executable, "-m", "demix", "adapt-dense", str(trained / "dense"), *map(str, shards),
+        *map(str, shard_paths(tokens, split="dev")),
+        "--settings", json.dumps(dataclasses.asdict(dataclasses.replace(ADAPT, precision="fp64"))),
+    ]  # fmt: skip
+    found = []
+    for number in (1, ranks):
+        folder = tmp_path / str(number)
+        more = ["--output", folder / "model", "--metrics", folder / "m.jsonl", "--checkpoints", folder / "checkpoints"]
+        subprocess.run([*command, *map(str, more), "--ranks", str(number)], check=True, capture_output=True)
+        rows = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
+        found.append([value for row in rows for key, value in row.items() if "loss" in key or key == "step"])
+    assert len(found[0]) > 40
+    assert found[1] == pytest.approx(found[0], rel=1e-9)
+
+
+def test_a_killed_adaptation_resumes_to_the_bit(tokens: Path, trained: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "demix", "adapt-dense", str(trained / "dense"),
+        *map(str, [tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev")]),
+        *map(str, shard_paths(tokens, split="dev")), "--settings", json.dumps(dataclasses.asdict(ADAPT)),
+    ]  # fmt: skip
+
+    def into(folder: Path) -> list[str]:
+        places = {"output": "model", "metrics": "metrics.jsonl", "checkpoints": "checkpoints"}
+        return command + [word for key, name in places.items() for word in (f"--{key}", str(folder / name))]
+
+    subprocess.run(into(tmp_path / "whole"), check=True, capture_output=True)
+    train_until_killed(into(tmp_path / "killed"), tmp_path / "killed")
+    log = subprocess.run(into(tmp_path / "killed"), check=True, capture_output=True, text=True).stderr
+    assert "resuming at step" in log
+
+    def rows(folder: Path) -> list[dict]:
+        found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in found]
+
+    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+    for file in ("shared.safetensors", "experts/dense.safetensors"):
+        assert sha256_file(tmp_path / "killed" / "model" / file) == sha256_file(tmp_path / "whole" / "model" / file)

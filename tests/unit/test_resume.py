@@ -1,0 +1,167 @@
+"""A training that was killed, stopped or damaged goes on to the bit, or not at all."""
+
+import dataclasses
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from demix.files import read_json, sha256_file
+from demix.train import loop, stage, state
+from demix.train.batches import Batch, Batches, balanced_batches
+from demix.train.parallel import World
+from demix.train.stage import train_model
+from support.training import TRAIN, losses, shard_paths, train_command, train_until_killed
+
+
+def test_a_killed_run_resumes_to_the_bit(tokens: Path, tmp_path: Path) -> None:
+    subprocess.run(train_command("demix", tokens, tmp_path / "whole"), check=True, capture_output=True)
+    killed = tmp_path / "killed"
+    for wanted in (1, 2):
+        train_until_killed(train_command("demix", tokens, killed), killed, wanted)
+    log = subprocess.run(train_command("demix", tokens, killed), check=True, capture_output=True, text=True).stderr
+    assert "resuming at step" in log
+    assert losses(killed / "metrics.jsonl") == losses(tmp_path / "whole" / "metrics.jsonl")
+    files = sorted(path.relative_to(killed) for path in (killed / "model").rglob("*.safetensors"))
+    assert len(files) == 4
+    for file in files:
+        assert sha256_file(killed / file) == sha256_file(tmp_path / "whole" / file)
+    assert not list((killed / "checkpoints").glob("*/*")), "a finished run leaves no state behind"
+
+
+def train_and_die(tokens: Path, folder: Path, step: int | None, write: int | None) -> None:
+    """Train in this process, which kills itself when it draws the data of `step`, or at its `write`-th fsync."""
+    draw, fsync, written = stage.balanced_batches, state.fsync, []
+
+    def dying_batches(*arguments: object) -> Batches:
+        batches = draw(*arguments)
+
+        def batch(number: int) -> Batch:
+            if number == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return batches.draw(number)
+
+        return dataclasses.replace(batches, draw=batch)
+
+    def dying_fsync(path: Path) -> None:
+        fsync(path)
+        written.append(path)
+        if len(written) == write:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    stage.balanced_batches, state.fsync = dying_batches, dying_fsync
+    places = folder / "model", folder / "metrics.jsonl", folder / "checkpoints"
+    train_model("demix", TRAIN, shard_paths(tokens), *places)
+
+
+def test_sigkill_at_any_step_and_inside_the_write_loses_nothing(tokens: Path, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["demix.train.stage"])
+    chance = random.Random(1)
+    # A checkpoint is four files and two folders; the run writes four of them.
+    moments = [(chance.randrange(24), None) for _ in range(20)] + [(None, write) for write in range(1, 9)]
+    chance.shuffle(moments)
+    died = 0
+    for moment in [*moments, (None, None)]:
+        process = context.Process(target=train_and_die, args=(tokens, tmp_path, *moment))
+        process.start()
+        process.join(120)
+        # The last one, and any that began beyond its step, ran through.
+        assert process.exitcode in (-signal.SIGKILL, 0)
+        died += process.exitcode != 0
+        if process.exitcode == 0:
+            found = losses(tmp_path / "metrics.jsonl")
+            shutil.rmtree(tmp_path)
+            tmp_path.mkdir()
+            places = tmp_path / "model", tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+            train_model("demix", TRAIN, shard_paths(tokens), *places)
+            assert found == losses(tmp_path / "metrics.jsonl")
+            shutil.rmtree(tmp_path)
+            tmp_path.mkdir()
+    assert died >= 15
+
+
+def numbered(step: int, dev_loss: float | None = None) -> state.State:
+    return state.State(step, {"a": torch.full((2,), float(step))}, {"x": {"b": torch.zeros(1)}}, [], dev_loss)
+
+
+def test_damaged_checkpoints_are_neither_kept_nor_in_the_way(tmp_path: Path) -> None:
+    world = World()
+    for step, dev_loss in ((5, 3.0), (10, 2.0), (15, 4.0), (20, 5.0)):
+        state.save_state(tmp_path, numbered(step, dev_loss), world, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000015", "step-00000020"]
+    for step in (10, 20):
+        manifest = tmp_path / f"step-{step:08d}" / "manifest.json"
+        manifest.write_text(manifest.read_text()[:20])
+    assert state.newest_state(tmp_path, ("x",), world).step == 15
+    # Newer than what was resumed from, and damaged: not the newest of those to keep.
+    state.save_state(tmp_path, numbered(17), world, keep=1)
+    assert state.newest_state(tmp_path, ("x",), world).step == 17
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000015", "step-00000017"]
+    state.remove_states(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000015"]
+
+
+def test_a_signal_after_a_checkpoint_leaves_that_as_it_is(tokens: Path, tmp_path: Path) -> None:
+    training = dataclasses.replace(TRAIN, dev_blocks=2)
+    paths = [*shard_paths(tokens), *shard_paths(tokens, split="dev")]
+    places = tmp_path / "model", tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+
+    def dying_after(original: object, wanted: int) -> object:
+        def draw(*arguments: object) -> Batches:
+            batches = original(*arguments)
+
+            def batch(number: int) -> Batch:
+                if number == wanted:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return batches.draw(number)
+
+            return dataclasses.replace(batches, draw=batch)
+
+        return draw
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "balanced_batches", dying_after(balanced_batches, 10))
+        with pytest.raises(loop.StoppedError, match="step 10: a signal stopped training"):
+            train_model("demix", training, paths, *places)
+    (kept,) = tmp_path.glob("checkpoints/*/step-00000010")
+    assert read_json(kept / "manifest.json")["dev_loss"] is not None
+
+
+def test_a_checkpoint_never_continues_another_run(tokens: Path, tmp_path: Path) -> None:
+    other = dataclasses.replace(TRAIN, learning_rate=1e-3)
+    train_until_killed(train_command("dense", tokens, tmp_path), tmp_path)
+    log = subprocess.run(train_command("dense", tokens, tmp_path, other), check=True, capture_output=True, text=True)
+    assert "resuming" not in log.stderr
+    assert f"{tmp_path / 'checkpoints'}: holds states of other settings" in log.stderr
+    assert list(tmp_path.glob("checkpoints/*/step-*")), "the other run's state is kept"
+
+
+def test_domains_in_another_order_are_another_run(tokens: Path, tmp_path: Path) -> None:
+    """The stacked experts come in the order of the domains: state of another order would swap them."""
+    train_until_killed(train_command("demix", tokens, tmp_path), tmp_path)
+    command = train_command("demix", tokens, tmp_path)
+    paths = [*map(str, shard_paths(tokens))]
+    turned = [paths[::-1][paths.index(word)] if word in paths else word for word in command]
+    log = subprocess.run(turned, check=True, capture_output=True, text=True)
+    assert "resuming" not in log.stderr
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "shared.safetensors", "expert-dense.safetensors", "manifest.json"])
+def test_damaged_state_is_named_and_the_one_before_taken(tokens: Path, tmp_path: Path, name: str) -> None:
+    train_until_killed(train_command("dense", tokens, tmp_path), tmp_path, checkpoints=2)
+    before, newest = sorted(path.parent for path in tmp_path.glob("checkpoints/*/step-*/manifest.json"))
+    content = (newest / name).read_bytes()
+    flipped = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
+    (newest / name).write_bytes(flipped if name != "manifest.json" else content[:40])
+    done = subprocess.run(train_command("dense", tokens, tmp_path), capture_output=True, text=True, check=True)
+    assert f"{newest / name}" in done.stderr
+    assert f"resuming at step {int(before.name[5:])} of" in done.stderr
+    subprocess.run(train_command("dense", tokens, tmp_path / "whole"), check=True, capture_output=True)
+    assert losses(tmp_path / "metrics.jsonl") == losses(tmp_path / "whole" / "metrics.jsonl")
