@@ -17,16 +17,20 @@ app = typer.Typer()
 @app.command()
 def config(
     file: Annotated[Path | None, typer.Argument(help="A config file to check and print with its defaults.")] = None,
-    reference: Annotated[bool, typer.Option(help="Print the reference of all keys instead.")] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="Print the reference of all keys instead.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of configs instead.")] = False,
 ) -> None:
     """Check a config file and print it with all defaults filled in."""
     import yaml
 
     from demix.config.check import load_config
+    from demix.config.reference import editor_schema
     from demix.config.reference import reference as keys
 
     if reference:
         print(keys(), end="")
+    elif schema:
+        print(editor_schema(), end="")
     elif file is None:
         raise DemixError("FILE", "is missing", "name a config file, such as config/sample.yaml")
     else:

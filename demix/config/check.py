@@ -17,26 +17,61 @@ from demix.errors import DemixError
 from demix.settings import settings_from
 
 
-def load_config(path: str | Path) -> dict:
-    """The checked and completed config in the YAML file `path`."""
+def load_config(path: str | Path) -> dict[str, Any]:
+    """The checked and completed config in the YAML file `path`, merged with its base."""
+    return complete(_read(Path(path)), Path(path).parent)
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DemixError(path, "does not exist", "give the path of a config file, such as config/sample.yaml") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise DemixError(path, f"is not YAML ({error})", "mend the line that is named") from None
     if not isinstance(content, dict):
         raise DemixError(path, "is not a mapping of keys", "start from config/sample.yaml")
-    return complete(content)
+    return content
 
 
-def complete(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` with every default filled in, in place.
+def with_base(config: dict[str, Any], folder: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """`config` merged deeply into the file that its key `base` names, below `folder`; what `config` says wins.
+
+    A base may have a base, below its own folder.
+    """
+    base = config.get("base")
+    if base is None:
+        return {key: value for key, value in config.items() if key != "base"}
+    if not isinstance(base, str):
+        raise DemixError("config key base", f"is {base!r}", "give the path of a config file, relative to this one")
+    path = (folder / base).resolve()
+    if path in above:
+        raise DemixError("config key base", f"{base} is based on itself", "take one `base` out")
+    if not path.is_file():
+        raise DemixError("config key base", f"{path} does not exist", "give a path relative to the file that names it")
+    below = with_base(_read(path), path.parent, (*above, path))
+    return _merged(below, {key: value for key, value in config.items() if key != "base"})
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        key: _merged(below[key], value) if isinstance(value, dict) and isinstance(below.get(key), dict) else value
+        for key, value in above.items()
+    }
+    return below | both
+
+
+def complete(config: dict[str, Any], folder: Path = Path()) -> dict[str, Any]:
+    """`config` with what stands in its base (relative to `folder`) and every default filled in, in place.
 
     Raises DemixError that names the first wrong key, what is allowed, and the nearest known key.
     """
+    whole = with_base(config, folder)
+    config.clear()
+    config.update(whole)
     settings_from(Config, config, "config key ")
     _fill(Config, config)
+    del config["base"]
     # The rows that every run has, before those of its own.
     rows = config["models"]
     config["models"] = {name: rows.get(name, {}) for name in KINDS} | rows

@@ -289,6 +289,11 @@ class ClusterSection(Cluster):
 class Config:
     """Every key of a demix config, with its meaning, unit and default."""
 
+    base: Text | None = Field(
+        None,
+        description="A config file into which this one is merged, keys within keys; what stands here wins. Relative to "
+        "this file.",
+    )
     run: Text = Field(
         pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="Name of the run; everything it makes lies below results/<run>/.",

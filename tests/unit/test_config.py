@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 from demix.config.check import complete, load_config
-from demix.config.reference import reference
+from demix.config.reference import editor_schema, reference
 from demix.config.sections import TrainingSection
 from demix.errors import DemixError
 from demix.files import replacing
@@ -81,17 +82,47 @@ def test_wrong_configs_are_refused_with_key_and_cure(name: str, tmp_path: Path) 
     assert done.stderr.count("\n") == 1
 
 
-def test_config_reference_is_that_of_the_schema() -> None:
+def test_config_reference_and_schema_are_those_of_the_declarations() -> None:
     assert (REPOSITORY / "config" / "README.md").read_text() == reference()
+    path = REPOSITORY / "workflow" / "schemas" / "config.schema.yaml"
+    assert path.read_text() == editor_schema()
+    validator = Draft202012Validator(yaml.safe_load(path.read_text()))
+    for shipped in (REPOSITORY / "config").glob("*.yaml"):
+        assert list(validator.iter_errors(load_config(shipped))) == []
+    assert len(list(validator.iter_errors(SAMPLE | {"seed": "one", "evalution": {}}))) == 2
 
 
-def test_environment_yml_equals_pyproject() -> None:
+def test_what_stands_in_a_base_is_merged_and_what_names_it_wins(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "first.yaml").write_text(yaml.safe_dump(SAMPLE | {"seed": 5, "threads": 3}, sort_keys=False))
+    (tmp_path / "below" / "second.yaml").write_text("base: first.yaml\nseed: 6\nevaluation: {decay: 0.5}\n")
+    mine = tmp_path / "mine.yaml"
+    own = {"training": {"weight_decay": 0.2}, "domains": {"novel": {"wiki": {"licence": "x"}}}}
+    mine.write_text(yaml.safe_dump({"base": "below/second.yaml", "run": "mine"} | own))
+    config, sample = load_config(mine), complete(copy.deepcopy(SAMPLE))
+    assert "base" not in config
+    assert (config["run"], config["seed"], config["threads"]) == ("mine", 6, 3)
+    assert config["evaluation"] == sample["evaluation"] | {"decay": 0.5}
+    assert config["training"] == sample["training"] | {"weight_decay": 0.2}
+    assert list(config["domains"]["novel"]) == list(SAMPLE["domains"]["novel"])
+    assert config["domains"]["novel"]["wiki"] == sample["domains"]["novel"]["wiki"] | {"licence": "x"}
+    for base, message in (
+        ("none.yaml", "config key base: .*none.yaml does not exist; give a path relative to the file"),
+        ("mine.yaml", "config key base: mine.yaml is based on itself"),
+        ("[a]", r"config key base: is \['a'\]"),
+    ):
+        mine.write_text(f"base: {base}\n")
+        with pytest.raises(DemixError, match=message):
+            load_config(mine)
+
+
+def test_environment_yml_takes_what_pyproject_says() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     conda = yaml.safe_load((REPOSITORY / "environment.yml").read_text())
     python, _, pip = conda["dependencies"]
     assert python == f"python{project['requires-python']}"
-    assert pip["pip"] == [*project["dependencies"], *project["optional-dependencies"]["dev"], "-e ."]
-    for requirement in pip["pip"][:-1]:
+    assert pip["pip"] == ["-e .[dev]"]
+    for requirement in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
         assert "==" in requirement or (">=" in requirement and "<" in requirement), requirement
 
 

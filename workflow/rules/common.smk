@@ -32,7 +32,8 @@ from demix.report import REPORT_FILES, SHOWS
 from demix.settings import names_of
 
 try:
-    complete(config)
+    # A base is named relative to the config file.
+    complete(config, Path(workflow.configfiles[-1]).parent if workflow.configfiles else Path())
     MODELS = {model.name: model for model in planned(config)}
 except DemixError as error:
     raise WorkflowError(str(error)) from None
