@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from demix.config.sections import DECAY
 from demix.errors import DemixError
 from demix.files import read_json
 
@@ -116,7 +117,7 @@ def mix(
     experts: Annotated[str, typer.Option(help="Those to mix, separated by commas; by default all.")] = "",
     methods: Annotated[str, typer.Option(help="Separated by commas.")] = "average,uniform,updating,cached",
     weights: Annotated[str, typer.Option(help="history, released or a number of last tokens.")] = "history",
-    decay: Annotated[float, typer.Option(min=0.001, max=1, help="Lambda of the updating and cached priors.")] = 0.3,
+    decay: Annotated[float, typer.Option(min=0.001, max=1, help="Lambda of the updating and cached priors.")] = DECAY,
     dev_blocks: Annotated[int, typer.Option(min=1, help="Blocks of <domain>.dev that make the cached prior.")] = 100,
     top_k: Annotated[int | None, typer.Option(min=1, help="Mix only so many likeliest experts at each token.")] = None,
 ) -> None:

@@ -36,17 +36,20 @@ def reference() -> str:
 def editor_schema() -> str:
     """workflow/schemas/config.schema.yaml: the JSON schema by which editors complete and check keys."""
     head = "# Made from demix/config/sections.py by `demix config --schema > workflow/schemas/config.schema.yaml`.\n"
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | _untitled(schema_of(Config))
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | _short(schema_of(Config))
     return head + str(yaml.safe_dump(schema, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=None))
 
 
-def _untitled(part: Any) -> Any:
-    """Without the titles, which repeat the keys."""
+def _short(part: Any) -> Any:
+    """Without the titles, which repeat the keys, and a choice of null as one more type."""
     if isinstance(part, list):
-        return [_untitled(item) for item in part]
+        return [_short(item) for item in part]
     if not isinstance(part, dict):
         return part
-    return {key: _untitled(item) for key, item in part.items() if key != "title" or not isinstance(item, str)}
+    match part.get("anyOf"):
+        case [{"type": str(kind), **bounds}, {"type": "null"}] if "enum" not in bounds:
+            part = {"type": [kind, "null"]} | bounds | {key: part[key] for key in part if key != "anyOf"}
+    return {key: _short(item) for key, item in part.items() if key != "title" or not isinstance(item, str)}
 
 
 def _yaml(value: Any) -> str:

@@ -105,7 +105,7 @@ def negative_budget(chance: random.Random) -> Mutation:
     kind = chance.choice(["training", "novel"])
     place = ("domains", kind, chance.choice(list(config["domains"][kind])), "words", chance.choice(["dev", "test"]))
     wrong = -chance.randrange(1, 10**6)
-    return put(config, place, wrong), ".".join(place), f"is {wrong}", "allowed is minimum"
+    return put(config, place, wrong), ".".join(place), f"is {wrong}", "allowed is integer ≥ 1"
 
 
 MUTATIONS = (unknown_key, wrong_type, out_of_range, in_both_lists, negative_budget)
