@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ from jsonschema import Draft202012Validator
 
 from demix.config.check import complete, load_config
 from demix.config.reference import editor_schema, reference
-from demix.config.sections import TrainingSection
+from demix.config.sections import TrainingSection, fingerprinted
 from demix.errors import DemixError
-from demix.files import replacing
+from demix.files import fingerprint, replacing
 from demix.settings import names_of, settings_from
+from demix.train.adapt import Adaptation
 from demix.train.stage import Training
 
 REPOSITORY = Path(__file__).parents[2]
@@ -156,7 +158,7 @@ def test_settings_of_a_stage_are_checked() -> None:
     [
         ["split", "a", "a.parquet", "--owners", "a", "--output", "out", "--settings", "{bad"],
         ["split", "a", "a.parquet", "--owners", "a", "--output", "out", "--settings", "{}"],
-        ["tokenizer", "a.parquet", "--output", "out", "--settings", '{"vocab_size": 300}'],
+        ["tokenizer", "a.parquet", "--output", "out", "--settings", '{"vocab_size": "300"}'],
         ["tokenizer", "a.parquet", "--output", "out", "--settings", '{"kind": "word", "vocab_size": 300, "words": 1}'],
         ["tokenize", "a.parquet", "--tokenizer", "missing.json", "--output", "out"],
         ["track", "results", "--output", "out", "--settings", "[]"],
@@ -229,3 +231,18 @@ def test_rows_of_models_beside_those_of_every_run() -> None:
     ):
         with pytest.raises(DemixError, match=message):
             complete(copy.deepcopy(SAMPLE) | {"models": wrong})
+
+
+def test_a_fingerprint_leaves_out_what_only_time_and_memory_depend_on() -> None:
+    left_out = {"checkpoint_every", "keep_checkpoints", "micro_sequences", "compile", "checkpoint_activations"}
+    training = Training(seed=1, architecture={}, tokens=9, sequences=1, learning_rate=1e-3, threads=1)
+    adaptation = Adaptation(seed=1, threads=1)
+    other = {"micro_sequences": 2, "precision": "bf16", "architecture": {"layers": 1}, "compile": True}
+    other |= {"checkpoint_activations": True, "warmup": 0.5}
+    for given in (training, adaptation):
+        assert left_out < set(names_of(type(given)))
+        for key in names_of(type(given)):
+            changed = replace(given, **{key: other.get(key) or getattr(given, key) * 2 or 1})
+            assert changed != given
+            same = fingerprint(fingerprinted(changed)) == fingerprint(fingerprinted(given))
+            assert same == (key in left_out), key
