@@ -65,7 +65,9 @@ DistinctItems = Annotated[Items[T], AfterValidator(_distinct), Field(json_schema
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))
 def settings(*, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
     """Make a class of settings: a frozen dataclass whose values are checked and that takes no other keys."""
-    return dataclass(frozen=True, kw_only=kw_only, config=ConfigDict(extra="forbid"))
+    made: Any = dataclass(frozen=True, kw_only=kw_only, config=ConfigDict(extra="forbid"))
+    decorate: Callable[[type[T]], type[T]] = made
+    return decorate
 
 
 def names_of(kind: type) -> tuple[str, ...]:
@@ -83,7 +85,7 @@ def partial(name: str, kind: type, /, **more: Any) -> type[BaseModel]:
         field = info.asdict()
         described = Field(description=field["attributes"]["description"])
         types[key] = Annotated[(field["annotation"], *field["metadata"], described)]  # noqa: F821
-    given = {key: (hint, Field(default_factory=lambda: None)) for key, hint in (more | types).items()}
+    given: dict[str, Any] = {key: (hint, Field(default_factory=lambda: None)) for key, hint in (more | types).items()}
     made: type[BaseModel] = create_model(name, __config__=ConfigDict(extra="forbid", frozen=True), **given)
     return made
 
@@ -103,9 +105,10 @@ def settings_from(kind: type[T], values: Mapping[str, Any] | str, subject: str =
     if not isinstance(values, Mapping):
         raise DemixError(subject, f"is {type(values).__name__}, not a mapping", f"give the fields of {kind.__name__}")
     try:
-        return _adapter(kind).validate_python(values)
+        found: T = _adapter(kind).validate_python(values)  # type: ignore[arg-type]
     except ValidationError as error:
         raise _readable(error, schema_of(kind), values, subject) from None
+    return found
 
 
 def schema_of(kind: type) -> dict[str, Any]:
@@ -114,7 +117,7 @@ def schema_of(kind: type) -> dict[str, Any]:
 
 
 @lru_cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 

@@ -97,7 +97,7 @@ def _fill(kind: Any, values: dict[str, Any]) -> None:
                     _fill(inner, values[name])
 
 
-def _check_across(config: dict) -> None:
+def _check_across(config: dict[str, Any]) -> None:
     """Rules that join several keys, which a schema cannot say."""
     training, novel = config["domains"]["training"], config["domains"]["novel"]
     for name in novel:
@@ -154,13 +154,14 @@ def _check_across(config: dict) -> None:
         )
 
 
-def site_of(config: dict, stage: str) -> dict:
+def site_of(config: dict[str, Any], stage: str) -> dict[str, Any]:
     """The section `cluster` of a completed config with the values of one stage."""
-    cluster = dict(config["cluster"])
-    return cluster | cluster.pop("stages").get(stage, {})
+    cluster: dict[str, Any] = dict(config["cluster"])
+    stages: dict[str, dict[str, Any]] = cluster.pop("stages")
+    return cluster | stages.get(stage, {})
 
 
-def _check_source(place: str, source: dict) -> None:
+def _check_source(place: str, source: dict[str, Any]) -> None:
     paths = source["path"] if isinstance(source["path"], list) else [source["path"]]
     if source["kind"] == "url" and source["parts"] > len(paths):
         raise DemixError(

@@ -34,13 +34,15 @@ class SourceSection:
         ".tar .tgz .tar.gz .tar.zst of the former."
     )
     text: Text = Field(
-        "text",
+        default="text",
         description="Field that holds the text (not used for .txt). Nested ones by dots, [] for every item of a list, "
         "whose texts are joined by newlines - full_text[].paragraphs[].",
     )
-    id: Text | None = Field(None, description="Field that names a document in error messages; by default file and row.")
+    id: Text | None = Field(
+        default=None, description="Field that names a document in error messages; by default file and row."
+    )
     metadata: DistinctItems[Text] = Field(
-        (),
+        default=(),
         description="Further fields to keep beside the text, anonymized as it is: a column `metadata` (JSON) in the "
         "documents and in the splits.",
     )
@@ -50,36 +52,36 @@ class SourceSection:
         "max (inclusive; quote dates, which are compared as text).",
     )
     words: Positive | None = Field(
-        None,
+        default=None,
         description="Stop reading after this many words, shared evenly by the parts; null reads everything.",
     )
     piece_words: Positive | None = Field(
-        None,
+        default=None,
         description="Cut longer documents (books) into pieces of this many words. Pieces of one book may fall in "
         "different splits.",
     )
     parts: Positive = Field(
-        1,
+        default=1,
         le=10_000,
         description="Parallel jobs that read and anonymize, one in this many files (or rows, where there are fewer "
         "files) each. At most one per address of a url source.",
     )
     members: Items[Text] = Field(
-        ("*",),
+        default=("*",),
         min_length=1,
         description="Which members of archives to read, by globs in which * matches / too.",
     )
     json: Literal["lines", "values"] = Field(
-        "lines",
+        default="lines",
         description="What a .json file is - an object a line, or one array or object whose values are the records.",
     )
     revision: Text | None = Field(
-        None,
+        default=None,
         description="hub - branch, tag or commit (refs/convert/parquet where the repository has a loader script). A "
         "commit pins it; the log names that of a branch.",
     )
     data_files: Items[Text] = Field(
-        (),
+        default=(),
         description="hub - globs of files in the data set (.parquet, .jsonl, .json, .csv; the text ones also .gz, "
         ".zst).",
     )
@@ -90,7 +92,7 @@ class SourceSection:
         default_factory=dict, description="Sizes to check, by file name (files and url)."
     )
     instructions: Text = Field(
-        "", description="How to come by the text; the cure that an error names when the source is missing."
+        default="", description="How to come by the text; the cure that an error names when the source is missing."
     )
 
 
@@ -98,9 +100,9 @@ class SourceSection:
 class Budget:
     """How many words (parted by white space) a split takes; `train` null takes all that dev and test leave."""
 
-    train: Positive | None = Field(None, description="Most words of the train split; null is all.")
-    dev: Positive = Field(1_000_000, description="Words of the dev split.")
-    test: Positive = Field(1_000_000, description="Words of the test split.")
+    train: Positive | None = Field(default=None, description="Most words of the train split; null is all.")
+    dev: Positive = Field(default=1_000_000, description="Words of the dev split.")
+    test: Positive = Field(default=1_000_000, description="Words of the test split.")
 
 
 @settings()
@@ -108,7 +110,7 @@ class SplitRecipe:
     """What the division of a domain takes of it."""
 
     near_duplicates: Number | None = Field(
-        None,
+        default=None,
         ge=0,
         le=1,
         description="Leave documents out of train that share more than this part of their 13-grams of words with dev "
@@ -125,14 +127,14 @@ class DomainSection(SplitRecipe):
 
     source: SourceSection = Field(description="Where the raw text comes from.")
     anonymize: Switch | Literal["released"] = Field(
-        True,
+        default=True,
         description="Replace personal data by the seven dummy tokens of the paper's Table 8; released does as the code "
         "published with the paper.",
     )
     documents: Positive | None = Field(
-        None, description="About how many documents the source holds; for `demix plan` alone."
+        default=None, description="About how many documents the source holds; for `demix plan` alone."
     )
-    licence: Text = Field("", description="Licence or terms of the text, recorded with the run.")
+    licence: Text = Field(default="", description="Licence or terms of the text, recorded with the run.")
 
 
 @settings()
@@ -154,18 +156,18 @@ class TokenizerSection:
     """How text becomes tokens."""
 
     kind: Literal["bpe", "gpt2"] = Field(
-        "gpt2",
+        default="gpt2",
         description="gpt2 is GPT-2's own vocabulary (50,257 types); bpe is a byte-level BPE trained on the training "
         "domains.",
     )
     vocab_size: Integer = Field(
-        50257,
+        default=50257,
         ge=257,
         le=2**32 - 1,
         description="Types of a bpe tokenizer, <|endoftext|> included. Not used by gpt2.",
     )
     words: Positive = Field(
-        200_000_000,
+        default=200_000_000,
         description="Words of text, about, that a bpe tokenizer learns from; of more, documents are chosen by their "
         "hash.",
     )

@@ -24,7 +24,7 @@ def reference() -> str:
     schema = schema_of(Config)
     for place, part, required in _keys(schema, schema, ""):
         # Every optional part that holds others is empty by default.
-        empty = {"default": {}} if part.get("type") == "object" else {}
+        empty: dict[str, Any] = {"default": {}} if part.get("type") == "object" else {}
         default = (
             "required" if required else f"`{_yaml(told['default'])}`" if "default" in (told := empty | part) else "–"
         )

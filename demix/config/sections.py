@@ -46,17 +46,17 @@ class Execution:
     """How a training is computed and kept: nothing but time and memory depend on it, so no fingerprint holds it."""
 
     checkpoint_every: Positive = Field(
-        100, description="Steps between checkpoints; a killed run resumes from the newest."
+        default=100, description="Steps between checkpoints; a killed run resumes from the newest."
     )
-    keep_checkpoints: Positive = Field(2, description="The newest so many checkpoints are kept.")
+    keep_checkpoints: Positive = Field(default=2, description="The newest so many checkpoints are kept.")
     micro_sequences: Positive | None = Field(
-        None,
+        default=None,
         description="Sequences of each expert that a rank sees at a time, gradients accumulate over them; null is all "
         "of a step's.",
     )
-    compile: Switch = Field(False, description="Compile the transformer blocks (torch.compile).")
+    compile: Switch = Field(default=False, description="Compile the transformer blocks (torch.compile).")
     checkpoint_activations: Switch = Field(
-        False,
+        default=False,
         description="Compute activations again in backward instead of keeping them: a third slower, far less memory.",
     )
 
@@ -66,12 +66,15 @@ class Optimizer:
     """How parameters are updated (paper, Tables 9-12)."""
 
     warmup: Number = Field(
-        0.08, ge=0, le=1, description="Share of the steps with a linear warm-up; the rest decays linearly to zero."
+        default=0.08,
+        ge=0,
+        le=1,
+        description="Share of the steps with a linear warm-up; the rest decays linearly to zero.",
     )
-    clip: Number = Field(0.1, gt=0, description="Largest L2 norm of the gradient.")
-    weight_decay: Number = Field(0.1, ge=0, description="Decoupled weight decay.")
+    clip: Number = Field(default=0.1, gt=0, description="Largest L2 norm of the gradient.")
+    weight_decay: Number = Field(default=0.1, ge=0, description="Decoupled weight decay.")
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
-        "fp32",
+        default="fp32",
         description="Type to compute in. Weights and optimizer state are fp32 (fp64: for exact comparisons); fp16 "
         "scales the loss.",
     )
@@ -105,7 +108,9 @@ class TrainingRecipe(Execution, Optimizer):
     sequences: Positive = Field(description="Sequences of each domain in one optimizer step.")
     learning_rate: LearningRate = Field()
     dev_blocks: Integer = Field(
-        0, ge=0, description="Blocks of each domain's dev split that are evaluated at every checkpoint; 0 is none."
+        default=0,
+        ge=0,
+        description="Blocks of each domain's dev split that are evaluated at every checkpoint; 0 is none.",
     )
 
 
@@ -114,12 +119,12 @@ class TrainingSection(TrainingRecipe):
     """How every model is trained; a model's own values come from `models`."""
 
     ranks: Positive = Field(
-        1,
+        default=1,
         description="Processes that train a model together: a multiple or a divisor of the number of training domains, "
         "or what `replicas` make. The result does not depend on it.",
     )
     sweep: Sweep | None = Field(
-        None,
+        default=None,
         description="Short trainings of every model that choose its learning rate - the largest of these that does not "
         "diverge - in the place of `learning_rate`. null is none.",
     )
@@ -143,31 +148,35 @@ ModelRow = partial(
 class AdaptationRecipe(Execution, Optimizer):
     """What an adaptation takes of the section `adaptation`."""
 
-    tokens: Positive = Field(10_000_000, description="Most training tokens of one adaptation.")
-    sequences: Positive = Field(16, description="Sequences in one optimizer step.")
+    tokens: Positive = Field(default=10_000_000, description="Most training tokens of one adaptation.")
+    sequences: Positive = Field(default=16, description="Sequences in one optimizer step.")
     learning_rate_factor: Number = Field(
-        0.1, gt=0, description="Peak learning rate as a share of the adapted model's own."
+        default=0.1, gt=0, description="Peak learning rate as a share of the adapted model's own."
     )
-    evaluate_every: Positive = Field(50, description="Steps between evaluations on dev.")
-    patience: Positive = Field(3, description="Evaluations without a lower dev loss before training stops.")
-    dev_blocks: Positive = Field(100, description="Blocks of the novel domain's dev split that decide on stopping.")
+    evaluate_every: Positive = Field(default=50, description="Steps between evaluations on dev.")
+    patience: Positive = Field(default=3, description="Evaluations without a lower dev loss before training stops.")
+    dev_blocks: Positive = Field(
+        default=100, description="Blocks of the novel domain's dev split that decide on stopping."
+    )
     forgetting_blocks: Positive = Field(
-        10, description="Blocks of each training domain's dev split on which forgetting is watched."
+        default=10, description="Blocks of each training domain's dev split on which forgetting is watched."
     )
     parent_blocks: Positive = Field(
-        100,
+        default=100,
         description="Dev blocks that make the posterior which chooses the parent expert; no more than "
         "evaluation.dev_blocks are scored.",
     )
-    parent_decay: Decay = Field(DECAY, description="Lambda of that posterior.")
+    parent_decay: Decay = Field(default=DECAY, description="Lambda of that posterior.")
 
 
 @settings(kw_only=True)
 class AdaptationSection(AdaptationRecipe):
     """DEMix-DAPT and Dense-DAPT on each novel domain."""
 
-    model: RowName = Field("demix", description="The row of `models` whose model gets the novel domains' experts.")
-    ranks: Positive = Field(1, description="Processes that adapt a model together; at most `sequences`.")
+    model: RowName = Field(
+        default="demix", description="The row of `models` whose model gets the novel domains' experts."
+    )
+    ranks: Positive = Field(default=1, description="Processes that adapt a model together; at most `sequences`.")
 
 
 @settings()
@@ -175,7 +184,7 @@ class DevBlocks:
     """Shared by scoring and mixing."""
 
     dev_blocks: Positive = Field(
-        100, description="Blocks of each dev split that are scored and that make the cached prior."
+        default=100, description="Blocks of each dev split that are scored and that make the cached prior."
     )
 
 
@@ -183,32 +192,34 @@ class DevBlocks:
 class ScoringRecipe(DevBlocks):
     """What scoring takes of the section `evaluation`."""
 
-    test_tokens: Positive | None = Field(None, description="Tokens of each test split that are scored; null is all.")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="Type to compute scores in.")
+    test_tokens: Positive | None = Field(
+        default=None, description="Tokens of each test split that are scored; null is all."
+    )
+    precision: Literal["fp32", "bf16"] = Field(default="fp32", description="Type to compute scores in.")
 
 
 @settings(kw_only=True)
 class MixingRecipe(DevBlocks):
     """What mixing takes of the section `evaluation`."""
 
-    decay: Decay = Field(DECAY, description="Lambda of the updating and cached priors (Eq. 9).")
+    decay: Decay = Field(default=DECAY, description="Lambda of the updating and cached priors (Eq. 9).")
     decays: DistinctItems[Decay] = Field(
-        (0.1, 0.3, 0.5, 1.0), description="Lambdas to try beside `decay`, whose rows are those of the tables."
+        default=(0.1, 0.3, 0.5, 1.0), description="Lambdas to try beside `decay`, whose rows are those of the tables."
     )
     prior_blocks: DistinctItems[Positive] = Field(
-        (1, 5, 10, 50, 100),
+        default=(1, 5, 10, 50, 100),
         description="Numbers of dev blocks to try for the cached prior beside `dev_blocks`, at most so many. The "
         "released scorer, evaluated beside ours, takes 202 where 100 are asked for; score as many to compare with the "
         "paper's numbers.",
     )
     weights: DistinctItems[Literal["history", "released"] | Positive] = Field(
-        ("history", "released"),
+        default=("history", "released"),
         min_length=1,
         description="Which tokens of the block so far weight the experts - history (all, Eq. 7-8), released (the last "
         "one, as the paper's published code), or a number of last tokens.",
     )
     top_k: DistinctItems[Positive] = Field(
-        (), description="Mix once more with only the k likeliest experts at each token, for each k named here."
+        default=(), description="Mix once more with only the k likeliest experts at each token, for each k named here."
     )
 
 
@@ -222,7 +233,7 @@ class AuditRecipe:
     """How much of a removed domain's documents can still be recovered: with its expert, without it, never trained."""
 
     prompts: Positive = Field(
-        20,
+        default=20,
         description="Documents of train, and of test to compare with, that are continued from 50 tokens of theirs.",
     )
 
@@ -231,12 +242,13 @@ class AuditRecipe:
 class RemovalSection:
     """Taking domains out of the trained model."""
 
-    model: RowName = Field("demix", description="The row of `models` out of whose model domains are taken.")
+    model: RowName = Field(default="demix", description="The row of `models` out of whose model domains are taken.")
     retrain_without: DistinctItems[Text] = Field(
-        (), description="Training domains for which a DEMix model is trained without them (-Domain), for as many steps."
+        default=(),
+        description="Training domains for which a DEMix model is trained without them (-Domain), for as many steps.",
     )
     replacement: Text | None = Field(
-        None, description="The novel domain that takes a removed one's place in that training."
+        default=None, description="The novel domain that takes a removed one's place in that training."
     )
     audit: AuditRecipe = Field(
         default_factory=AuditRecipe,
@@ -249,7 +261,9 @@ class RemovalSection:
 class Sizes:
     """The sizes of a model; `demix.config.architecture.architecture_from` fills a preset's in."""
 
-    preset: Literal[tuple(PRESETS)] = Field(description="The paper's four sizes (125M, 350M, 760M, 1.3B).")
+    preset: Literal[tuple(PRESETS)] = Field(  # type: ignore[valid-type]
+        description="The paper's four sizes (125M, 350M, 760M, 1.3B)."
+    )
     layers: Positive = Field(description="Transformer blocks.")
     width: Positive = Field(description="Units of the residual stream; the feedforward has 4 times as many.")
     heads: Positive = Field(description="Attention heads; must divide the width.")
@@ -264,10 +278,10 @@ class TrackingSection:
     """Where results are recorded."""
 
     uri: Text = Field(
-        "sqlite:///results/mlflow.db",
+        default="sqlite:///results/mlflow.db",
         description="MLflow tracking store - a SQLite or PostgreSQL URI or a server's address.",
     )
-    experiment: Text | None = Field(None, description="MLflow experiment; null is demix-<run>.")
+    experiment: Text | None = Field(default=None, description="MLflow experiment; null is demix-<run>.")
 
 
 StageSite = partial("StageSite", Site)
@@ -277,7 +291,7 @@ StageSite = partial("StageSite", Site)
 class ClusterSection(Cluster):
     """The site. Every setting of a cluster stands here; none changes a result, and changing one reruns nothing."""
 
-    stages: dict[Literal["download", "anonymize", "corpus", "train", "adapt", "score", "evaluate"], StageSite] = Field(
+    stages: dict[Literal["download", "anonymize", "corpus", "train", "adapt", "score", "evaluate"], StageSite] = Field(  # type: ignore[valid-type]
         default_factory=dict,
         description="Other values of partition, account, qos, constraint, minutes, memory_mb and gpus for single "
         "stages, such as {train - {minutes - 2880}}: download, anonymize, corpus (the rules owners, shared, split, "
@@ -290,7 +304,7 @@ class Config:
     """Every key of a demix config, with its meaning, unit and default."""
 
     base: Text | None = Field(
-        None,
+        default=None,
         description="A config file into which this one is merged, keys within keys; what stands here wins. Relative to "
         "this file.",
     )
@@ -298,25 +312,25 @@ class Config:
         pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="Name of the run; everything it makes lies below results/<run>/.",
     )
-    seed: Seed = Field(1, description="Seed of splits, initialisation and data order.")
+    seed: Seed = Field(default=1, description="Seed of splits, initialisation and data order.")
     seeds: DistinctItems[Seed] = Field(
-        (),
+        default=(),
         description="Seeds with which the models are trained once more; `seed` may stand among them. Initialisation "
         "and order of data differ, splits and tokenizer do not. Tables show the spread; adaptation and removal are of "
         "`seed` alone.",
     )
-    threads: Threads = Field(1)
+    threads: Threads = Field(default=1)
     domains: DomainsSection = Field(
         description="The text domains by name, in the order that tables and figures show them."
     )
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection, description="How text becomes tokens.")
-    architecture: ArchitectureSection = Field(
+    architecture: ArchitectureSection = Field(  # type: ignore[valid-type]
         description="Size of the models, by a preset or by the four sizes (which override a preset's)."
     )
     training: TrainingSection = Field(
         description="How every model is trained; a model's own values come from `models`."
     )
-    models: dict[RowName, ModelRow | None] = Field(
+    models: dict[RowName, ModelRow | None] = Field(  # type: ignore[valid-type]
         default_factory=dict,
         description="The models by name: values of `training` for one model alone. demix (and those trained without a "
         "domain), dense (balanced: every step holds the same tokens of each domain), dense_unbalanced (the paper's "

@@ -16,17 +16,17 @@ from demix.settings import Integer, Items, Positive, Text, settings
 class Site:
     """What a job asks of the cluster."""
 
-    partition: Text | None = Field(None, description="Partition of the jobs; null is the site's default.")
-    account: Text | None = Field(None, description="Account that is charged.")
-    qos: Text | None = Field(None, description="Quality of service.")
-    constraint: Text | None = Field(None, description="Features that a node must have.")
+    partition: Text | None = Field(default=None, description="Partition of the jobs; null is the site's default.")
+    account: Text | None = Field(default=None, description="Account that is charged.")
+    qos: Text | None = Field(default=None, description="Quality of service.")
+    constraint: Text | None = Field(default=None, description="Features that a node must have.")
     minutes: Positive = Field(
-        720,
+        default=720,
         description="Time limit of a job, in minutes. Training that reaches it saves its state, is queued again and "
         "goes on.",
     )
-    memory_mb: Positive = Field(4000, description="Memory of a job, or of each rank in training, in MB.")
-    gpus: Integer = Field(0, ge=0, le=1, description="GPUs of a scoring job, and of each rank in training.")
+    memory_mb: Positive = Field(default=4000, description="Memory of a job, or of each rank in training, in MB.")
+    gpus: Integer = Field(default=0, ge=0, le=1, description="GPUs of a scoring job, and of each rank in training.")
 
 
 @settings()
@@ -34,42 +34,42 @@ class Cluster(Site):
     """What the config's section `cluster` says of one stage."""
 
     launch: Literal["local", "inline", "slurm"] = Field(
-        "local",
+        default="local",
         description="How training starts its ranks - as processes of this machine, as the calling process alone, or as "
         "a SLURM job of their own through submitit (what profiles/slurm sets).",
     )
     ranks_per_node: Positive = Field(
-        8, description="Most ranks of a training job on one node. More ranks than this must fill whole nodes."
+        default=8, description="Most ranks of a training job on one node. More ranks than this must fill whole nodes."
     )
     setup: Items[Text] = Field(
-        (),
+        default=(),
         description="Shell lines that come before every command, such as module load cuda or export "
         "NCCL_SOCKET_IFNAME=ib0.",
     )
     grace_seconds: Positive = Field(
-        120,
+        default=120,
         description="How long before its time limit a training job is told to save its state. A step and a checkpoint "
         "must fit.",
     )
     requeues: Integer = Field(
-        100,
+        default=100,
         ge=0,
         description="How often a training job may be queued again, after its time limit, preemption or the loss of a "
         "node, before it fails.",
     )
     retries: Integer = Field(
-        2,
+        default=2,
         ge=0,
         description="How often a training job that broke down (a killed rank, an error that is none of demix's own) is "
         "submitted again by the same run; it goes on from its last checkpoint.",
     )
     on_interrupt: Literal["leave", "cancel"] = Field(
-        "leave",
+        default="leave",
         description="What becomes of running training jobs when snakemake is interrupted; a later run finds those that "
         "are left and waits for them.",
     )
     downloads: Literal["compute", "login"] = Field(
-        "compute",
+        default="compute",
         description="Where downloads run - as jobs, or where snakemake runs, for compute nodes without internet.",
     )
 
