@@ -1,20 +1,99 @@
-"""Settings that a stage is given as JSON, as frozen dataclasses."""
+"""How settings are declared, and how JSON or YAML becomes a typed object or an error that names the wrong key.
+
+A setting is declared once, as a field of a class made by `settings`: its type and bounds, its default, its description
+with the unit. Sections of the config and what the stages are given are such classes; they share fields by inheritance.
+"""
 
 import dataclasses
+import difflib
 import json
-import types
-import typing
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+)
+from pydantic.dataclasses import dataclass
+from pydantic_core import ErrorDetails
 
 from demix.errors import DemixError
 
 T = TypeVar("T")
 
 
-def settings_from(kind: type[T], values: dict[str, Any] | str, subject: str = "--settings") -> T:
-    """A (nested) frozen dataclass from a mapping or its JSON text; unknown and missing keys are refused.
+_SIGNS = {
+    "minimum": "≥",
+    "exclusiveMinimum": ">",
+    "maximum": "≤",
+    "minItems": ", at least",
+    "minProperties": ", at least",
+}
 
-    Raises DemixError naming the key.
+
+def _listed(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError
+    return tuple(value)
+
+
+def _distinct(items: tuple[Any, ...]) -> tuple[Any, ...]:
+    if any(one == other and type(one) is type(other) for at, one in enumerate(items) for other in items[:at]):
+        raise ValueError("holds the same twice", "name each once")
+    return items
+
+
+# YAML's 1.0e6 is no count of anything, true is no number, and .nan no learning rate.
+Integer = Annotated[int, Strict()]
+Number = Annotated[float, Strict(), AllowInfNan(False)]
+Text = Annotated[str, Strict()]
+Switch = Annotated[bool, Strict()]
+Positive = Annotated[Integer, Field(ge=1)]
+Items = Annotated[tuple[T, ...], BeforeValidator(_listed)]
+DistinctItems = Annotated[Items[T], AfterValidator(_distinct), Field(json_schema_extra={"uniqueItems": True})]
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(Field,))
+def settings(*, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
+    """Make a class of settings: a frozen dataclass whose values are checked and that takes no other keys."""
+    made: Any = dataclass(frozen=True, kw_only=kw_only, config=ConfigDict(extra="forbid"))
+    decorate: Callable[[type[T]], type[T]] = made
+    return decorate
+
+
+def names_of(kind: type) -> tuple[str, ...]:
+    """The names of the settings that a class declares or inherits, in order."""
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def partial(name: str, kind: type, /, **more: Any) -> type[BaseModel]:
+    """A class of settings called `name`: all those of `kind`, and `more` types by name, none of them required.
+
+    A key that is not given says nothing, so there are no defaults.
+    """
+    types = {}
+    for key, info in vars(kind)["__pydantic_fields__"].items():
+        field = info.asdict()
+        described = Field(description=field["attributes"]["description"])
+        types[key] = Annotated[(field["annotation"], *field["metadata"], described)]  # noqa: F821
+    given: dict[str, Any] = {key: (hint, Field(default_factory=lambda: None)) for key, hint in (more | types).items()}
+    made: type[BaseModel] = create_model(name, __config__=ConfigDict(extra="forbid", frozen=True), **given)
+    return made
+
+
+def settings_from(kind: type[T], values: Mapping[str, Any] | str, subject: str = "--settings") -> T:
+    """The settings `kind` from a mapping or its JSON text.
+
+    Raises DemixError that names the first wrong key below `subject`, what is allowed, and the nearest known key.
     """
     if isinstance(values, str):
         try:
@@ -23,52 +102,113 @@ def settings_from(kind: type[T], values: dict[str, Any] | str, subject: str = "-
             raise DemixError(
                 subject, f"is not JSON ({error})", "copy it from the command that snakemake prints"
             ) from None
-    if not isinstance(values, dict):
+    if not isinstance(values, Mapping):
         raise DemixError(subject, f"is {type(values).__name__}, not a mapping", f"give the fields of {kind.__name__}")
-    hints = typing.get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    for key in values:
-        if key not in fields:
-            raise DemixError(f"{subject}.{key}", "is not a known setting", f"allowed are {', '.join(fields)}")
-    arguments = {}
-    for name, field in fields.items():
-        if name not in values:
-            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                raise DemixError(f"{subject}.{name}", "is missing", f"add it ({hints[name]})")
-            continue
-        value = values[name]
-        nested = [a for a in (hints[name], *typing.get_args(hints[name])) if dataclasses.is_dataclass(a)]
-        if nested and isinstance(value, dict) and not _is_mapping(hints[name]):
-            value = settings_from(nested[0], value, f"{subject}.{name}")
-        elif nested and isinstance(value, list) and typing.get_origin(hints[name]) is tuple:
-            value = tuple(settings_from(nested[0], item, f"{subject}.{name}[{n}]") for n, item in enumerate(value))
-        elif not _fits(value, hints[name]):
-            raise DemixError(f"{subject}.{name}", f"is {value!r}", f"give {_told(hints[name])}")
-        elif isinstance(value, list):
-            value = tuple(value)
-        arguments[name] = value
-    return kind(**arguments)
+    try:
+        found: T = _adapter(kind).validate_python(values)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise _readable(error, schema_of(kind), values, subject) from None
+    return found
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a JSON value is of the type that a field declares; a list stands for a tuple."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return True
-    if isinstance(hint, types.UnionType):
-        return any(_fits(value, choice) for choice in inner)
-    if origin is tuple:
-        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+def schema_of(kind: type) -> dict[str, Any]:
+    """The JSON schema of a class of settings."""
+    return _adapter(kind).json_schema()
 
 
-def _told(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+@lru_cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
-def _is_mapping(hint: Any) -> bool:
-    return typing.get_origin(hint) is dict
+def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subject: str) -> DemixError:
+    """The first fault that is found, by the order of the keys' names."""
+    faults = error.errors(include_url=False)
+    # A tuple of wrong items is also told to be too short.
+    below = [fault["loc"][:end] for fault in faults for end in range(len(fault["loc"]))]
+    fault = min((fault for fault in faults if fault["loc"] not in below), key=_order)
+    place, value = _reached(fault["loc"], values)
+    cause, cure = None, None
+    match fault["type"]:
+        case "unexpected_keyword_argument" | "extra_forbidden" | "invalid_key":
+            holder = _part(schema, place[:-1])
+            choices = [resolved(schema, choice) for choice in (holder, *holder.get("anyOf", ()))]
+            known = [name for choice in choices for name in choice.get("properties", {})]
+            nearest = difflib.get_close_matches(str(place[-1]), known, n=1, cutoff=0.0)[0]
+            cause, cure = "is not known", f"did you mean {nearest}? Allowed here: {', '.join(known)}"
+        case "missing":
+            place = (*place, fault["loc"][-1])
+            cause, cure = (
+                "is missing",
+                f"add it: {_part(schema, place).get('description', allowed(_part(schema, place)))}",
+            )
+        case "value_error":
+            cause, cure = (*fault["ctx"]["error"].args, None, None)[:2]
+    if cause is None or cure is None:
+        told = allowed(_part(schema, place))
+        if "number" in told and isinstance(value, str):
+            told += " (YAML takes 1e-3 for text: write 1.0e-3)"
+        cause, cure = f"is {value!r}", f"allowed is {told}"
+    # A subject that ends in a blank is followed by the key, as in "config key training".
+    return DemixError(f"{subject}.{'.'.join(map(str, place))}".replace(" .", " "), cause, cure)
+
+
+_OF_A_KEY = ("unexpected_keyword_argument", "extra_forbidden", "invalid_key", "missing")
+
+
+def _order(fault: ErrorDetails) -> tuple[list[str], int]:
+    """Faults in the order of their places; a key that is unknown or missing is a fault of what should hold it."""
+    place = [str(part) for part in fault["loc"]]
+    if fault["type"] in _OF_A_KEY:
+        return place[:-1], _OF_A_KEY.index(fault["type"])
+    return place, -1
+
+
+def _reached(location: tuple[int | str, ...], values: Any) -> tuple[tuple[int | str, ...], Any]:
+    """The part of a fault's location that leads through `values`, and the value there; the rest names types."""
+    place: list[int | str] = []
+    for part in location:
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            break
+        place.append(part)
+    return tuple(place), values
+
+
+def _part(schema: dict[str, Any], place: Sequence[int | str]) -> dict[str, Any]:
+    """What a JSON schema says of one place."""
+    found = schema
+    for step in place:
+        found = next(part for choice in (found, *found.get("anyOf", ())) if (part := _child(schema, choice, step)))
+    return found
+
+
+def _child(schema: dict[str, Any], part: dict[str, Any], step: int | str) -> dict[str, Any] | None:
+    part = resolved(schema, part)
+    children = part.get("properties", {})
+    if isinstance(step, int) and "items" in part:
+        return resolved(schema, part["items"])
+    child = children.get(step, part.get("additionalProperties") or None)
+    return None if child in (None, True) else resolved(schema, child)
+
+
+def resolved(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """A part of a JSON schema with what it refers to."""
+    return schema["$defs"][part["$ref"].rsplit("/", 1)[1]] | part if "$ref" in part else part
+
+
+def allowed(part: dict[str, Any]) -> str:
+    """Type and bounds that a part of a JSON schema asks for, in words."""
+    if "anyOf" in part:
+        return " or ".join(dict.fromkeys(allowed(choice) for choice in part["anyOf"]))
+    if "$ref" in part:
+        return "object"
+    if "enum" in part:
+        return f"one of {', '.join(str(value) for value in part['enum'])}"
+    if "const" in part:
+        return str(part["const"])
+    bounds = [f"{sign} {part[key]}" for key, sign in _SIGNS.items() if key in part]
+    pattern = [f"that matches {part['pattern']}"] if "pattern" in part else []
+    items = [f"of {allowed(part['items'])}"] if "items" in part else []
+    return " ".join([part.get("type", "any value"), *items, *bounds, *pattern]).replace(" ,", ",")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from demix.config.sections import DECAY
 from demix.errors import DemixError
 from demix.files import read_json
 
@@ -17,16 +18,20 @@ app = typer.Typer()
 @app.command()
 def config(
     file: Annotated[Path | None, typer.Argument(help="A config file to check and print with its defaults.")] = None,
-    reference: Annotated[bool, typer.Option(help="Print the reference of all keys instead.")] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="Print the reference of all keys instead.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of configs instead.")] = False,
 ) -> None:
     """Check a config file and print it with all defaults filled in."""
     import yaml
 
     from demix.config.check import load_config
-    from demix.config.check import reference as keys
+    from demix.config.reference import editor_schema
+    from demix.config.reference import reference as keys
 
     if reference:
         print(keys(), end="")
+    elif schema:
+        print(editor_schema(), end="")
     elif file is None:
         raise DemixError("FILE", "is missing", "name a config file, such as config/sample.yaml")
     else:
@@ -112,7 +117,7 @@ def mix(
     experts: Annotated[str, typer.Option(help="Those to mix, separated by commas; by default all.")] = "",
     methods: Annotated[str, typer.Option(help="Separated by commas.")] = "average,uniform,updating,cached",
     weights: Annotated[str, typer.Option(help="history, released or a number of last tokens.")] = "history",
-    decay: Annotated[float, typer.Option(min=0.001, max=1, help="Lambda of the updating and cached priors.")] = 0.3,
+    decay: Annotated[float, typer.Option(min=0.001, max=1, help="Lambda of the updating and cached priors.")] = DECAY,
     dev_blocks: Annotated[int, typer.Option(min=1, help="Blocks of <domain>.dev that make the cached prior.")] = 100,
     top_k: Annotated[int | None, typer.Option(min=1, help="Mix only so many likeliest experts at each token.")] = None,
 ) -> None:

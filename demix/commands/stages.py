@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from demix.config.domains import SplitRecipe, TokenizerSection
+from demix.config.sections import Seed, fingerprinted
 from demix.errors import DemixError
 from demix.files import read_json, sha256_file, write_json
-from demix.settings import settings_from
+from demix.settings import Switch, Text, settings, settings_from
 
 if TYPE_CHECKING:
     pass
@@ -18,32 +20,21 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-@dataclass(frozen=True)
-class SplitSettings:
+@settings(kw_only=True)
+class SplitSettings(SplitRecipe):
     """What `split` needs of the config: word budgets, the kind of domain, the run's seed."""
 
-    words: dict[str, int | None]
-    training: bool
-    seed: int
-    near_duplicates: float | None
-    metadata: bool
+    training: Switch
+    seed: Seed
+    metadata: Switch
 
 
-@dataclass(frozen=True)
-class TokenizerSettings:
-    """`gpt2`, or a `bpe` of `vocab_size` types learned from about so many `words`."""
-
-    kind: str
-    vocab_size: int
-    words: int
-
-
-@dataclass(frozen=True)
+@settings()
 class TrackingSettings:
     """An MLflow store and the experiment in it."""
 
-    uri: str
-    experiment: str
+    uri: Text
+    experiment: Text
 
 
 Ranks = Annotated[int, typer.Option(min=1, help="Processes of this machine that train together.")]
@@ -121,7 +112,6 @@ def split(
     output: Annotated[Path, typer.Option(help="Folder for train, dev and test.parquet and card.json.")],
 ) -> None:
     """Drop duplicates and split a domain by content hash, dev and test first."""
-    from demix.data.corpus import Budget
     from demix.data.corpus import split as run
 
     values = settings_from(SplitSettings, settings)
@@ -131,7 +121,7 @@ def split(
         [path.with_suffix(".json") for path in documents],
         owners,
         training=values.training,
-        budget=settings_from(Budget, values.words, "--settings.words"),
+        budget=values.words,
         seed=values.seed,
         outputs={name: output / f"{name}.parquet" for name in ("train", "dev", "test")},
         card=output / "card.json",
@@ -145,14 +135,11 @@ def tokenizer(documents: Files, settings: Settings, output: Output) -> None:
     """Train a byte-level BPE on the training domains' text, or take GPT-2's."""
     from demix.data.tokenizer import gpt2_tokenizer, train_tokenizer
 
-    values = settings_from(TokenizerSettings, settings)
-    match values.kind:
-        case "gpt2":
-            gpt2_tokenizer(output)
-        case "bpe":
-            train_tokenizer(documents, values.vocab_size, output, values.words)
-        case _:
-            raise DemixError(f"--settings.kind {values.kind}", "is not known", "use gpt2 or bpe")
+    values = settings_from(TokenizerSection, settings)
+    if values.kind == "gpt2":
+        gpt2_tokenizer(output)
+    else:
+        train_tokenizer(documents, values.vocab_size, output, values.words)
 
 
 @app.command()
@@ -443,7 +430,7 @@ def _train(
         ranks,
         training.threads,
         checkpoints,
-        identity=(kind, _what(training), domains),
+        fingerprinted=(kind, fingerprinted(training), domains),
         shards=shards,
         outputs=outputs,
         steps=training.steps(len(domains)),
@@ -472,19 +459,12 @@ def _launched_adaptation(
         ranks,
         adaptation.threads,
         checkpoints,
-        identity=(*about, _what(adaptation), description["shared_sha256"]),
+        fingerprinted=(*about, fingerprinted(adaptation), description["shared_sha256"]),
         shards=shards,
         outputs=outputs,
         steps=adaptation.steps(description["architecture"]["context"]),
         entry=run_command,
     )
-
-
-def _what(settings: Any) -> dict[str, Any]:
-    """Settings of a training but for those that say how it is computed."""
-    from demix.config.check import HOW
-
-    return {key: value for key, value in asdict(settings).items() if key not in HOW}
 
 
 def _merged(settings: str, how: str) -> dict[str, Any] | str:

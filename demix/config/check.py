@@ -1,114 +1,103 @@
-"""The config file: checked against workflow/schemas/config.schema.yaml, defaults filled in, wrong keys named."""
+"""The config file: checked against the declarations, defaults filled in, wrong keys named."""
 
+import dataclasses
 import difflib
-import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
-from jsonschema import Draft202012Validator, ValidationError, validators
+from pydantic_core import to_jsonable_python
 
 from demix.config import placement
 from demix.config.architecture import architecture_from
-from demix.config.systems import trained
+from demix.config.sections import Config
+from demix.config.systems import KINDS, trained
 from demix.errors import DemixError
-
-# Keys of `training` and `adaptation` that say how a run is computed and kept, not which run it is.
-HOW = ("checkpoint_every", "keep_checkpoints", "micro_sequences", "compile", "checkpoint_activations")
-SCHEMA = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schema.yaml"
+from demix.settings import settings_from
 
 
-def load_config(path: str | Path) -> dict:
-    """The checked and completed config in the YAML file `path`."""
+def load_config(path: str | Path) -> dict[str, Any]:
+    """The checked and completed config in the YAML file `path`, merged with its base."""
+    return complete(_read(Path(path)), Path(path).parent)
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DemixError(path, "does not exist", "give the path of a config file, such as config/sample.yaml") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise DemixError(path, f"is not YAML ({error})", "mend the line that is named") from None
     if not isinstance(content, dict):
         raise DemixError(path, "is not a mapping of keys", "start from config/sample.yaml")
-    return complete(content)
+    return content
 
 
-def complete(config: dict) -> dict:
-    """`config` with every default of the schema filled in.
+def with_base(config: dict[str, Any], folder: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """`config` merged deeply into the file that its key `base` names, below `folder`; what `config` says wins.
+
+    A base may have a base, below its own folder.
+    """
+    base = config.get("base")
+    if base is None:
+        return {key: value for key, value in config.items() if key != "base"}
+    if not isinstance(base, str):
+        raise DemixError("config key base", f"is {base!r}", "give the path of a config file, relative to this one")
+    path = (folder / base).resolve()
+    if path in above:
+        raise DemixError("config key base", f"{base} is based on itself", "take one `base` out")
+    if not path.is_file():
+        raise DemixError("config key base", f"{path} does not exist", "give a path relative to the file that names it")
+    below = with_base(_read(path), path.parent, (*above, path))
+    return _merged(below, {key: value for key, value in config.items() if key != "base"})
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        key: _merged(below[key], value) if isinstance(value, dict) and isinstance(below.get(key), dict) else value
+        for key, value in above.items()
+    }
+    return below | both
+
+
+def complete(config: dict[str, Any], folder: Path = Path()) -> dict[str, Any]:
+    """`config` with what stands in its base (relative to `folder`) and every default filled in, in place.
 
     Raises DemixError that names the first wrong key, what is allowed, and the nearest known key.
     """
-    schema = yaml.safe_load(SCHEMA.read_text(encoding="utf-8"))
-    # Defaults are filled while validating, so that they are checked like given values.
-    errors = sorted(_with_defaults(_Validator)(schema).iter_errors(config), key=lambda e: list(map(str, e.path)))
-    if errors:
-        raise _readable(errors[0])
+    whole = with_base(config, folder)
+    config.clear()
+    config.update(whole)
+    settings_from(Config, config, "config key ")
+    _fill(Config, config)
+    del config["base"]
+    # The rows that every run has, before those of its own.
+    rows = config["models"]
+    config["models"] = {name: rows.get(name, {}) for name in KINDS} | rows
     _check_across(config)
     return config
 
 
-# YAML's 1.0e6 is no count of anything, and .nan no learning rate.
-_Validator = validators.extend(
-    Draft202012Validator,
-    type_checker=Draft202012Validator.TYPE_CHECKER.redefine_many(
-        {
-            "integer": lambda _, value: isinstance(value, int) and not isinstance(value, bool),
-            "number": lambda _, value: (
-                isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            ),
-        }
-    ),
-)
+def _fill(kind: Any, values: dict[str, Any]) -> None:
+    """Give every setting of the class `kind` that `values` lacks its default, as JSON has it."""
+    if not dataclasses.is_dataclass(kind):
+        return
+    for name, hint in get_type_hints(kind).items():
+        field = vars(kind)["__pydantic_fields__"][name]
+        if name not in values and not field.is_required():
+            default = field.get_default(call_default_factory=True)
+            values[name] = {} if dataclasses.is_dataclass(default) else to_jsonable_python(default)
+        for inner in (hint, *get_args(hint)):
+            if isinstance(values.get(name), dict):
+                if get_origin(hint) is dict and inner is not hint:
+                    for value in values[name].values():
+                        _fill(inner, value)
+                else:
+                    _fill(inner, values[name])
 
 
-def _with_defaults(validator: type) -> type:
-    check_properties = validator.VALIDATORS["properties"]
-
-    def fill(self: Any, properties: dict, instance: Any, schema: dict) -> Iterator[ValidationError]:
-        if isinstance(instance, dict):
-            for name, part in properties.items():
-                default = part.get("default")
-                if "default" in part:
-                    instance.setdefault(name, default.copy() if isinstance(default, (dict, list)) else default)
-        yield from check_properties(self, properties, instance, schema)
-
-    return validators.extend(validator, {"properties": fill})
-
-
-def _readable(error: ValidationError) -> DemixError:
-    place = ".".join(map(str, error.absolute_path))
-    match error.validator:
-        case "additionalProperties":
-            known = list(error.schema["properties"])
-            key = next(name for name in error.instance if name not in known)
-            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            return DemixError(
-                f"config key {place}.{key}".replace(" .", " "),
-                "is not known",
-                f"did you mean {nearest}? Allowed here: {', '.join(known)}",
-            )
-        case "required":
-            key = error.message.split("'")[1]
-            return DemixError(
-                f"config key {place}.{key}".replace(" .", " "), "is missing", "add it (see config/README.md)"
-            )
-        case "pattern" | "not" if "propertyNames" in error.absolute_schema_path:
-            return DemixError(
-                f"config key {place}.{error.instance}",
-                "is not a usable domain name",
-                "use lower-case letters, digits and _, other than the reserved words tokens and dense",
-            )
-    if error.context:
-        error = min(error.context, key=lambda e: len(e.schema_path))
-        allowed = "one of the forms in config/README.md"
-    else:
-        allowed = f"{error.validator} {error.validator_value}".replace("enum ", "one of ").replace("type ", "")
-        if "number" in allowed and isinstance(error.instance, str):
-            allowed += " (YAML takes 1e-3 for text: write 1.0e-3)"
-    return DemixError(f"config key {place}", f"is {error.instance!r}", f"allowed is {allowed}")
-
-
-def _check_across(config: dict) -> None:
+def _check_across(config: dict[str, Any]) -> None:
     """Rules that join several keys, which a schema cannot say."""
     training, novel = config["domains"]["training"], config["domains"]["novel"]
     for name in novel:
@@ -165,13 +154,14 @@ def _check_across(config: dict) -> None:
         )
 
 
-def site_of(config: dict, stage: str) -> dict:
+def site_of(config: dict[str, Any], stage: str) -> dict[str, Any]:
     """The section `cluster` of a completed config with the values of one stage."""
-    cluster = dict(config["cluster"])
-    return cluster | cluster.pop("stages").get(stage, {})
+    cluster: dict[str, Any] = dict(config["cluster"])
+    stages: dict[str, dict[str, Any]] = cluster.pop("stages")
+    return cluster | stages.get(stage, {})
 
 
-def _check_source(place: str, source: dict) -> None:
+def _check_source(place: str, source: dict[str, Any]) -> None:
     paths = source["path"] if isinstance(source["path"], list) else [source["path"]]
     if source["kind"] == "url" and source["parts"] > len(paths):
         raise DemixError(
@@ -187,58 +177,3 @@ def _check_source(place: str, source: dict) -> None:
         raise DemixError(f"{place}.sha256", "is for files and addresses", "pin a commit by revision instead")
     if source["kind"] == "hub" and not source["revision"] and not all(Path(path).is_dir() for path in paths):
         raise DemixError(f"{place}.revision", "is missing", "pin a commit, or name a branch such as main")
-
-
-def reference() -> str:
-    """config/README.md: every key with its type, default and meaning, as Markdown."""
-    schema = yaml.safe_load(SCHEMA.read_text(encoding="utf-8"))
-    lines = [
-        "# Config reference",
-        "",
-        "Made from `workflow/schemas/config.schema.yaml` by `demix config --reference > config/README.md`.",
-        "Unknown keys are refused and the nearest known one is named. `demix config FILE` checks a file and prints it",
-        "with all defaults filled in.",
-        "",
-        "| key | allowed | default | meaning |",
-        "|---|---|---|---|",
-    ]
-    for place, part, required in _keys(schema, schema, ""):
-        default = (
-            "required"
-            if required
-            else f"`{yaml.safe_dump(part['default'], default_flow_style=True).strip().removesuffix('...').strip()}`"
-            if "default" in part
-            else "–"
-        )
-        lines.append(f"| `{place}` | {_allowed(part)} | {default} | {part.get('description', '')} |")
-    return "\n".join(lines) + "\n"
-
-
-def _keys(part: dict, schema: dict, place: str) -> Iterator[tuple[str, dict, bool]]:
-    for name, child in part.get("properties", {}).items():
-        child = schema["$defs"][child["$ref"].rsplit("/", 1)[1]] | child if "$ref" in child else child
-        path = f"{place}{name}"
-        yield path, child, name in part.get("required", ())
-        if "overrides" in str(child.get("$ref")):
-            continue
-        yield from _keys(child, schema, f"{path}.")
-        if isinstance(nested := child.get("additionalProperties"), dict) and path.endswith("training"):
-            domain = schema["$defs"][nested["$ref"].rsplit("/", 1)[1]]
-            yield from _keys(domain, schema, f"{path}.<domain>.".replace("training", "*"))
-
-
-def _allowed(part: dict) -> str:
-    if "enum" in part:
-        return ", ".join(f"`{value}`" for value in part["enum"])
-    if "anyOf" in part:
-        return " or ".join(_allowed(choice) for choice in part["anyOf"])
-    if "overrides" in part.get("$ref", ""):
-        return "any key of `training`"
-    kind = part.get("type", "")
-    kind = " or ".join(kind) if isinstance(kind, list) else kind
-    bounds = [
-        f"{sign} {part[key]}"
-        for key, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"))
-        if key in part
-    ]
-    return " ".join([kind, *bounds])

@@ -280,7 +280,7 @@ def model_rows(config: Mapping[str, Any]) -> dict[str, tuple[Kind, dict[str, Any
             raise DemixError(f"config key models.{name}.kind", cause, f"use one of {', '.join(KINDS)}")
         if name in KINDS and kind != name:
             raise DemixError(f"config key models.{name}.kind", f"is {kind}", "give a row of another name that kind")
-        own = {key: value for key, value in overrides.items() if key != "kind" and value is not None}
+        own = {key: value for key, value in overrides.items() if key != "kind"}
         rows[name] = (KINDS[kind], (config.get("training") or {}) | own)
     return rows
 

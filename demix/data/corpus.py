@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from demix.config.domains import Budget
 from demix.data.buckets import bucket_count, gathered, order_of, place, scattering
 from demix.data.leakage import gram_set, leaked, shares
 from demix.errors import DemixError
@@ -41,15 +42,6 @@ _DOCUMENT = np.dtype([("hash", "S32"), ("row", np.int64), ("words", np.int64), (
 _RANK = np.dtype([("row", np.int64), ("rank", np.int64), ("stretch", np.int64)])
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How many words (parted by white space) a split takes; `train=None` takes all that dev and test leave."""
-
-    train: int | None
-    dev: int
-    test: int
 
 
 def mark_duplicates(inputs: dict[str, list[Path]], output: Path) -> None:

@@ -9,13 +9,13 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 
+from demix.config.domains import SourceSection
 from demix.data import readers
 from demix.data.fetch import fetch
 from demix.data.hub import hub_rows
@@ -25,6 +25,7 @@ from demix.errors import DemixError
 from demix.files import sha256_file
 from demix.files.batches import write_rows
 from demix.progress import followed
+from demix.settings import settings
 
 SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("metadata", pa.large_string())])
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -35,30 +36,13 @@ FEW_INVALID = 4
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Source:
+@settings()
+class Source(SourceSection):
     """Where a domain's text comes from and what of it is taken; config/README.md explains each field.
 
     `text`, `id`, `metadata` and the keys of `where` are fields or paths into nested ones (`selection.select`).
     Without `id` a document is called "<file name>#<row>", rows counted from 1.
     """
-
-    kind: str
-    path: str | tuple[str, ...]
-    text: str = "text"
-    id: str | None = None
-    metadata: tuple[str, ...] = ()
-    where: dict[str, Any] = field(default_factory=dict)
-    words: int | None = None
-    piece_words: int | None = None
-    parts: int = 1
-    members: tuple[str, ...] = ("*",)
-    json: str = "lines"
-    revision: str | None = None
-    data_files: tuple[str, ...] = ()
-    sha256: dict[str, str] = field(default_factory=dict)
-    bytes: dict[str, int] = field(default_factory=dict)
-    instructions: str = ""
 
     @property
     def locations(self) -> tuple[str, ...]:
@@ -78,8 +62,6 @@ def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
     no text and is left out. The file's key-value metadata says how many ("invalid_bytes", "surrogates", "not_utf8").
     Returns the number of documents. Raises DemixError naming the file or key at fault; `output` is then left as it was.
     """
-    if source.kind not in KINDS:
-        raise DemixError(f"{domain}.source.kind", f"is {source.kind!r}", f"allowed are {', '.join(sorted(KINDS))}")
     if not 0 <= part < source.parts:
         raise DemixError(f"{domain}.source.parts", f"is {source.parts}, there is no part {part}", "count from 0")
     output = Path(output)

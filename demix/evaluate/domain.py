@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from demix.config.sections import MixingRecipe, Seed
 from demix.config.systems import Evaluated, ExpertSet
 from demix.errors import DemixError
 from demix.evaluate.intervals import FEWEST, bounds, resampled_sums
@@ -16,32 +17,26 @@ from demix.evaluate.losses import DocumentLosses, Mixture, cached_priors, docume
 from demix.evaluate.mix.priors import RELEASED_DECAY, blocks_used, log_prior_path, posterior_trace
 from demix.evaluate.score_tables import ScoreTable, read_scores
 from demix.files import read_parquet, seed_for, write_parquet
+from demix.settings import Items, Text, settings
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Evaluation:
+@settings(kw_only=True)
+class Evaluation(MixingRecipe):
     """What is evaluated on one domain, and how experts are mixed.
 
     `kind` is the domain's: training or novel. `tables` are the score tables with the sets of experts to mix
     (`demix.config.systems.evaluated`); each system of `compared`, given as (model, experts, method, weights), is
-    held against those of `against`, given as (name, model, experts, method, weights). `weights` are `history`,
-    `released` or a window in tokens; each k of `top_k` adds every method once more; `decays` and `prior_blocks` are
-    grids beside `decay` and `dev_blocks`. `seed` is that of the run, whose models alone are compared.
+    held against those of `against`, given as (name, model, experts, method, weights). `seed` is that of the run,
+    whose models alone are compared.
     """
 
-    kind: str
-    tables: tuple[Evaluated, ...]
-    compared: tuple[tuple[str, ...], ...]
-    against: tuple[tuple[str, ...], ...]
-    decay: float
-    dev_blocks: int
-    weights: tuple[str | int, ...]
-    top_k: tuple[int, ...]
-    decays: tuple[float, ...]
-    prior_blocks: tuple[int, ...]
-    seed: int
+    kind: Text
+    tables: Items[Evaluated]
+    compared: Items[Items[Text]]
+    against: Items[Items[Text]]
+    seed: Seed
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from demix.config.sections import DECAY
 from demix.errors import DemixError
 from demix.evaluate.mix.mixtures import log_mixtures, mixing_rule
 from demix.evaluate.mix.priors import cached_log_prior, log_prior_path, posterior_trace
@@ -24,7 +25,7 @@ class Mixture:
     method: str
     experts: tuple[str, ...]
     weights: str | int = "history"
-    decay: float = 0.3
+    decay: float = DECAY
     dev_blocks: int = 100
     top_k: int | None = None
     scorer: str = "paper"

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from demix.config.sections import AuditRecipe, Threads
 from demix.data.shards import TokenShard
 from demix.files import write_parquet
 from demix.model.checkpoint import describe, expert_lineage, load_experts, refuse_other_tokenizer
@@ -24,6 +25,7 @@ from demix.model.device import own_device, set_threads
 from demix.model.gpt import GPT
 from demix.model.merge import prior_weights
 from demix.progress import progress
+from demix.settings import Items, Text, settings
 from demix.train.batches import seen_blocks
 
 log = logging.getLogger(__name__)
@@ -46,14 +48,13 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class Audit:
-    """`prompts` documents of each split; the experts of the model with the domain, and of that trained without it."""
+@settings(kw_only=True)
+class Audit(AuditRecipe):
+    """The experts of the model with the domain, and of that trained without it."""
 
-    prompts: int
-    training: tuple[str, ...]
-    without: tuple[str, ...]
-    threads: int
+    training: Items[Text]
+    without: Items[Text]
+    threads: Threads
 
 
 @dataclass(frozen=True)

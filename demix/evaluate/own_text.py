@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from demix.config.sections import DECAY
 from demix.data.anonymize import anonymize_documents
 from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.sources import Source, download
@@ -26,8 +27,7 @@ from demix.progress import progress
 if TYPE_CHECKING:
     import rich.table
 
-# The paper's λ, and its number of dev blocks for the cached prior.
-DECAY = 0.3
+# The paper's number of dev blocks for the cached prior.
 DEV_BLOCKS = 100
 STRUCTURED = {".parquet", ".jsonl", ".json", ".csv", ".txt", ".zip", ".tar", ".tgz", ".gz", ".zst"}
 

@@ -6,13 +6,13 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import torch
 
+from demix.config.sections import ScoringRecipe, Threads
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.score_tables import row_groups, tokens_sha256, write_scores, write_tokens
@@ -21,18 +21,16 @@ from demix.model.checkpoint import describe, expert_lineage, load_experts
 from demix.model.device import compute_type, own_device, set_threads
 from demix.model.scoring import trunk_log_probabilities
 from demix.progress import progress
+from demix.settings import settings
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Scoring:
+@settings(kw_only=True)
+class Scoring(ScoringRecipe):
     """How much of each split is scored: the first blocks of dev, the first tokens of test (null: all)."""
 
-    dev_blocks: int
-    test_tokens: int | None
-    precision: str
-    threads: int
+    threads: Threads
 
     def limit(self, split: str, length: int) -> int | None:
         """The most tokens of `split` to score with blocks of `length`."""

@@ -10,7 +10,7 @@ from demix.files.atomic import (
     scratch,
     write_text,
 )
-from demix.files.digests import seed_for, sha256_file
+from demix.files.digests import fingerprint, seed_for, sha256_file
 from demix.files.json_files import read_json, read_sealed, write_json, write_sealed
 from demix.files.locks import exclusive, holder
 from demix.files.parquet import check_sealed, parquet_reader, parquet_writer, read_parquet, write_parquet
@@ -20,6 +20,7 @@ __all__ = [
     "cannot_be_written",
     "check_sealed",
     "exclusive",
+    "fingerprint",
     "fsync",
     "holder",
     "is_alive",

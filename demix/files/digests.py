@@ -1,6 +1,7 @@
 """Hashes of files, and seeds that are hashes of names."""
 
 import hashlib
+import json
 from pathlib import Path
 
 
@@ -14,3 +15,8 @@ def seed_for(seed: int, *names: object) -> int:
     """A 63-bit seed that depends on the run's `seed` and on `names` alone, never on order, time or `hash()`."""
     digest = hashlib.sha256("\0".join([str(seed), *map(str, names)]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def fingerprint(description: object) -> str:
+    """16 hexadecimal digits that two descriptions share when they are the same as JSON, whatever the order of keys."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]

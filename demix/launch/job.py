@@ -1,33 +1,77 @@
 """What a SLURM job trains and what it asks of the site."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
 
 from demix.errors import DemixError
+from demix.settings import Integer, Items, Positive, Text, settings
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """What the config's section `cluster` says of one stage; see config/README.md."""
+@settings()
+class Site:
+    """What a job asks of the cluster."""
 
-    launch: str
-    partition: str | None
-    account: str | None
-    qos: str | None
-    constraint: str | None
-    minutes: int
-    memory_mb: int
-    gpus: int
-    ranks_per_node: int
-    setup: tuple[str, ...]
-    grace_seconds: int
-    requeues: int
-    retries: int
-    on_interrupt: str
-    downloads: str
+    partition: Text | None = Field(default=None, description="Partition of the jobs; null is the site's default.")
+    account: Text | None = Field(default=None, description="Account that is charged.")
+    qos: Text | None = Field(default=None, description="Quality of service.")
+    constraint: Text | None = Field(default=None, description="Features that a node must have.")
+    minutes: Positive = Field(
+        default=720,
+        description="Time limit of a job, in minutes. Training that reaches it saves its state, is queued again and "
+        "goes on.",
+    )
+    memory_mb: Positive = Field(default=4000, description="Memory of a job, or of each rank in training, in MB.")
+    gpus: Integer = Field(default=0, ge=0, le=1, description="GPUs of a scoring job, and of each rank in training.")
+
+
+@settings()
+class Cluster(Site):
+    """What the config's section `cluster` says of one stage."""
+
+    launch: Literal["local", "inline", "slurm"] = Field(
+        default="local",
+        description="How training starts its ranks - as processes of this machine, as the calling process alone, or as "
+        "a SLURM job of their own through submitit (what profiles/slurm sets).",
+    )
+    ranks_per_node: Positive = Field(
+        default=8, description="Most ranks of a training job on one node. More ranks than this must fill whole nodes."
+    )
+    setup: Items[Text] = Field(
+        default=(),
+        description="Shell lines that come before every command, such as module load cuda or export "
+        "NCCL_SOCKET_IFNAME=ib0.",
+    )
+    grace_seconds: Positive = Field(
+        default=120,
+        description="How long before its time limit a training job is told to save its state. A step and a checkpoint "
+        "must fit.",
+    )
+    requeues: Integer = Field(
+        default=100,
+        ge=0,
+        description="How often a training job may be queued again, after its time limit, preemption or the loss of a "
+        "node, before it fails.",
+    )
+    retries: Integer = Field(
+        default=2,
+        ge=0,
+        description="How often a training job that broke down (a killed rank, an error that is none of demix's own) is "
+        "submitted again by the same run; it goes on from its last checkpoint.",
+    )
+    on_interrupt: Literal["leave", "cancel"] = Field(
+        default="leave",
+        description="What becomes of running training jobs when snakemake is interrupted; a later run finds those that "
+        "are left and waits for them.",
+    )
+    downloads: Literal["compute", "login"] = Field(
+        default="compute",
+        description="Where downloads run - as jobs, or where snakemake runs, for compute nodes without internet.",
+    )
 
     def nodes(self, ranks: int) -> int:
         """How many nodes so many ranks take; DemixError if they do not fill them."""
@@ -71,8 +115,3 @@ class TrainingJob:
     def jobs(self) -> Path:
         """Where the files of the jobs and the logs of their ranks are."""
         return self.checkpoints / "jobs"
-
-
-def training_fingerprint(*parts: object) -> str:
-    """A hash that two trainings share when they are the same: 16 hexadecimal digits."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -15,8 +15,8 @@ from queue import Empty, Queue
 from tempfile import TemporaryDirectory
 
 from demix.errors import DemixError
-from demix.files import read_json
-from demix.launch.job import Cluster, TrainingJob, training_fingerprint
+from demix.files import fingerprint, read_json
+from demix.launch.job import Cluster, TrainingJob
 from demix.launch.notes import Failure, first_failure, noting
 from demix.launch.parents import when_ended
 from demix.launch.slurm import run
@@ -39,7 +39,7 @@ def launched(
     threads: int,
     checkpoints: Path,
     *,
-    identity: Sequence[object],
+    fingerprinted: Sequence[object],
     shards: Sequence[Path],
     outputs: Mapping[str, Path],
     steps: int,
@@ -47,6 +47,7 @@ def launched(
 ) -> Launched:
     """Have this process's own command done by `ranks` processes.
 
+    `fingerprinted` tells this training from others, beside demix's version and the data of `shards`.
     `cluster` is the config's section for the stage, as JSON. With `launch: slurm` in it a SLURM job does the work (see
     `demix.launch.slurm.TrainingJob`) and calls `entry` with the command's arguments; otherwise processes of this
     machine do. `Launched.HERE` for one rank, and in a rank that was already started by either, torchrun or a batch
@@ -54,18 +55,18 @@ def launched(
     """
     site = settings_from(Cluster, cluster, "--cluster") if cluster else None
 
-    def fingerprint() -> str:
+    def of_training() -> str:
         data = {str(path): read_json(path.with_suffix(".json"))["sha256"] for path in shards}
-        return training_fingerprint(version("demix"), *identity, data)
+        return fingerprint([version("demix"), *fingerprinted, data])
 
     if "WORLD_SIZE" in os.environ:
-        if "DEMIX_FINGERPRINT" in os.environ and os.environ["DEMIX_FINGERPRINT"] != fingerprint():
+        if "DEMIX_FINGERPRINT" in os.environ and os.environ["DEMIX_FINGERPRINT"] != of_training():
             raise DemixError("job", "was submitted for other settings or data than are there now", "rerun")
         return Launched.HERE
     if site is not None and site.launch == "slurm":
         job = TrainingJob(
             command=tuple(sys.argv[1:]),
-            fingerprint=fingerprint(),
+            fingerprint=of_training(),
             outputs=outputs,
             ranks=ranks,
             threads=threads,

@@ -13,13 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from demix.config.sections import DECAY
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.model.checkpoint import load_experts, refuse_other_tokenizer
 from demix.model.gpt import GPT
 from demix.model.merge import parse_weights, prior_weights
-
-DECAY = 0.3
 
 
 class Posterior:

@@ -9,11 +9,12 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from demix.config.check import HOW
+from demix.config.sections import Execution
 from demix.config.systems import KINDS, left_out, planned
 from demix.errors import DemixError
 from demix.files import read_json
 from demix.report.read import novel_domains, read_results, training_domains
+from demix.settings import names_of
 
 # How the sets of experts are called in the results.
 OWN_LEFT_OUT = "without-own"
@@ -245,7 +246,9 @@ def _limits(description: dict[str, Any]) -> str:
 
 def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
     """Those that shaped the model, and not how it was computed."""
-    known = {key: value for key, value in settings.items() if key not in (*HOW, "threads", "architecture")}
+    known = {
+        key: value for key, value in settings.items() if key not in (*names_of(Execution), "threads", "architecture")
+    }
     return [(key, str(value)) for key, value in sorted(known.items())]
 
 

@@ -3,13 +3,13 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from demix.config.placement import place_experts
+from demix.config.sections import AdaptationRecipe, Seed, Threads, fingerprinted
 from demix.data.shards import TokenShard
-from demix.files import read_json
+from demix.files import fingerprint, read_json
 from demix.model.checkpoint import (
     describe,
     expert_lineage,
@@ -20,45 +20,25 @@ from demix.model.checkpoint import (
 )
 from demix.model.device import set_threads
 from demix.model.gpt import GPT
+from demix.settings import settings
 from demix.train.batches import balanced_batches
 from demix.train.loop import EarlyStopping, Evaluation, Row, train, write_metrics
 from demix.train.parallel import World, joined
-from demix.train.stage import dev_loss, fingerprint, open_shards, optimization
+from demix.train.stage import dev_loss, open_shards, optimization
 from demix.train.state import remove_states
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Adaptation:
+@settings(kw_only=True)
+class Adaptation(AdaptationRecipe):
     """How a model is adapted to one novel domain.
 
-    `tokens` is the budget of one adaptation, `sequences` a step's; `learning_rate_factor` times the model's own
-    rate is the peak rate. `dev_blocks` of the novel domain decide on stopping and `forgetting_blocks` of each
-    training domain's dev split show what is forgotten. `parent_blocks` and `parent_decay` make the cached
-    posterior that chooses the parent.
+    `parent_blocks` and `parent_decay` make the cached posterior that chooses the parent.
     """
 
-    seed: int
-    tokens: int
-    sequences: int
-    learning_rate_factor: float
-    warmup: float
-    clip: float
-    weight_decay: float
-    precision: str
-    threads: int
-    checkpoint_every: int
-    evaluate_every: int
-    patience: int
-    dev_blocks: int
-    forgetting_blocks: int
-    parent_blocks: int
-    parent_decay: float
-    keep_checkpoints: int = 2
-    micro_sequences: int | None = None
-    compile: bool = False
-    checkpoint_activations: bool = False
+    seed: Seed
+    threads: Threads
 
     def steps(self, length: int) -> int:
         """The most optimizer updates, with sequences of `length` tokens."""
@@ -166,7 +146,8 @@ def _adapt(
     refuse_other_tokenizer(directory, shards[0], train_shard.tokenizer_sha256)
     train_data, dev_data = (read_json(path.with_suffix(".json"))["sha256"] for path in shards)
     origin = origin | {"adaptation": dataclasses.asdict(adaptation)}
-    state = checkpoints / fingerprint(origin | {"data": [train_data, dev_data], "shared": description["shared_sha256"]})
+    told_apart = {"adaptation": fingerprinted(adaptation), "shared": description["shared_sha256"]}
+    state = checkpoints / fingerprint(origin | told_apart | {"data": [train_data, dev_data]})
     steps = adaptation.steps(length)
     rate = description["training"]["learning_rate"] * adaptation.learning_rate_factor
     rows = train(

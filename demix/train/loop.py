@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from demix.config.sections import Execution, LearningRate, Optimizer
 from demix.errors import DemixError, StoppedError
 from demix.files import cannot_be_written, write_sealed, write_text
 from demix.model.device import compute_type
 from demix.model.gpt import GPT
 from demix.progress import progress
+from demix.settings import Positive, settings
 from demix.train.batches import Batches
 from demix.train.parallel import GradientSync, World
 from demix.train.state import State, held, newest_state, save_state
@@ -43,27 +45,16 @@ class DivergedError(DemixError):
         super().__init__(f"step {step}", cause, cure)
 
 
-@dataclass(frozen=True)
-class Optimization:
-    """How parameters are updated (paper, Tables 9-12). `steps` are optimizer updates, `warmup` a share of them.
+@settings(kw_only=True)
+class Optimization(Execution, Optimizer):
+    """How parameters are updated, in `steps` optimizer updates, and how that is computed.
 
-    `micro_sequences`: how many sequences of each expert a rank sees at a time (None: all of a step's), gradients
-    accumulate over them. `keep_checkpoints`: the newest so many stay. `compile` the blocks; `checkpoint_activations`:
-    compute them again in backward. `keep`: the states after these numbers of updates are saved and stay.
+    `keep`: the states after these numbers of updates are saved and stay.
     """
 
-    steps: int
-    learning_rate: float
-    warmup: float
-    clip: float
-    weight_decay: float
-    precision: str
-    checkpoint_every: int
-    keep_checkpoints: int = 2
-    micro_sequences: int | None = None
-    compile: bool = False
-    checkpoint_activations: bool = False
-    keep: tuple[int, ...] = ()
+    steps: Positive
+    learning_rate: LearningRate
+    keep: tuple[Positive, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,33 @@
 """The train stage: from token shards to a model directory, a metrics file and, meanwhile, checkpoints."""
 
 import dataclasses
-import hashlib
-import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from demix.config.architecture import Architecture, architecture_from, parameters
-from demix.config.check import HOW
 from demix.config.placement import Placement, place
+from demix.config.sections import (
+    AdaptationRecipe,
+    Execution,
+    Optimizer,
+    Seed,
+    Threads,
+    TrainingRecipe,
+    fingerprinted,
+)
 from demix.config.systems import KINDS, Kind
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
-from demix.files import read_json
+from demix.files import fingerprint, read_json
 from demix.model.checkpoint import save_expert, save_shared
 from demix.model.device import set_threads
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
+from demix.settings import Integer, Text, names_of, settings
 from demix.train.batches import batches_of
 from demix.train.loop import DivergedError, Evaluation, Optimization, train, write_metrics
 from demix.train.parallel import World, joined
@@ -30,29 +36,13 @@ from demix.train.state import State, remove_states
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Training:
-    """How a model is trained from scratch. `tokens` is the model's total, `sequences` per domain and step.
+@settings(kw_only=True)
+class Training(TrainingRecipe):
+    """How a model is trained from scratch. `tokens` is the model's total, `sequences` per domain and step."""
 
-    `dev_blocks` of each domain's dev split are evaluated at every checkpoint; 0 for none.
-    """
-
-    seed: int
-    architecture: dict
-    tokens: int
-    sequences: int
-    learning_rate: float
-    warmup: float
-    clip: float
-    weight_decay: float
-    precision: str
-    threads: int
-    checkpoint_every: int
-    keep_checkpoints: int = 2
-    micro_sequences: int | None = None
-    compile: bool = False
-    checkpoint_activations: bool = False
-    dev_blocks: int = 0
+    seed: Seed
+    architecture: dict[Text, Text | Integer]
+    threads: Threads
 
     def steps(self, domains: int) -> int:
         """Optimizer updates for `domains` training domains: tokens / (D * sequences * T)."""
@@ -105,7 +95,9 @@ def train_model(
         tokenizer_sha256 = opened[0].tokenizer_sha256
         lineage = {"training": dataclasses.asdict(training), "tokenizer_sha256": tokenizer_sha256, "kind": kind}
         # The order of the domains is the order of the stacked experts.
-        state = checkpoints / fingerprint(lineage | {"data": data, "domains": domains})
+        state = checkpoints / fingerprint(
+            lineage | {"training": fingerprinted(training), "data": data, "domains": domains}
+        )
         if not state.exists() and any(checkpoints.glob("*/step-*")):
             log.info("%s: holds states of other settings, data or tokenizers, which are left alone", checkpoints)
         log.info(
@@ -222,11 +214,12 @@ def _single(model: GPT, expert: str) -> GPT:
     return single
 
 
-def optimization(settings: object, steps: int, learning_rate: float, keep: tuple[int, ...] = ()) -> Optimization:
+def optimization(
+    given: TrainingRecipe | AdaptationRecipe, steps: int, learning_rate: float, keep: tuple[int, ...] = ()
+) -> Optimization:
     """What the loop needs of the settings of a training or an adaptation, for `steps` updates at a peak rate."""
-    names = {field.name for field in dataclasses.fields(Optimization)} - {"steps", "learning_rate", "keep"}
-    own = {name: getattr(settings, name) for name in names}
-    return Optimization(steps=steps, learning_rate=learning_rate, keep=keep, **own)
+    shared = {name: getattr(given, name) for name in (*names_of(Optimizer), *names_of(Execution))}
+    return Optimization(steps=steps, learning_rate=learning_rate, keep=keep, **shared)
 
 
 def open_shards(paths: list[Path], world: World) -> list[TokenShard]:
@@ -236,15 +229,3 @@ def open_shards(paths: list[Path], world: World) -> list[TokenShard]:
         if shard.tokenizer_sha256 != shards[0].tokenizer_sha256:
             raise DemixError(path, f"was made with another tokenizer than {paths[0]}", "tokenize all domains again")
     return shards
-
-
-def fingerprint(description: dict[str, Any]) -> str:
-    """16 hexadecimal digits that tell runs apart: a checkpoint only ever continues the run that wrote it.
-
-    How it is computed and kept (`demix.config.check.HOW`) does not tell runs apart.
-    """
-    for part in ("training", "adaptation"):
-        if part in description:
-            kept = {key: value for key, value in description[part].items() if key not in HOW}
-            description = description | {part: kept}
-    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]

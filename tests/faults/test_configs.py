@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from demix.config.check import SCHEMA, complete
+from demix.config.check import complete
+from demix.config.sections import Config
 from demix.errors import DemixError
+from demix.settings import resolved, schema_of
 from support.breaking import Note
 from support.disturbed import REPOSITORY, TINY, printed, snakemake
 
@@ -30,12 +32,16 @@ def leaves(part: dict, schema: dict, config: dict, place: Place = ()) -> list[tu
     for name, child in part.get("properties", {}).items():
         if name not in config:
             continue
-        child = schema["$defs"][child["$ref"].rsplit("/", 1)[1]] | child if "$ref" in child else child
+        child = resolved(schema, child)
+        # What may be null too.
+        child = next(
+            (choice for choice in child.get("anyOf", ()) if choice.get("type") in ("integer", "number")), child
+        )
         found.append(((*place, name), child))
         if isinstance(config[name], dict):
             found += leaves(child, schema, config[name], (*place, name))
             if isinstance(more := child.get("additionalProperties"), dict) and "$ref" in more:
-                domain = schema["$defs"][more["$ref"].rsplit("/", 1)[1]]
+                domain = resolved(schema, more)
                 for key, value in list(config[name].items())[:2]:
                     if isinstance(value, dict):
                         found += leaves(domain, schema, value, (*place, name, key))
@@ -52,7 +58,7 @@ def put(config: dict, place: Place, value: object) -> dict:
 
 
 def unknown_key(chance: random.Random) -> Mutation:
-    config, schema = given(), yaml.safe_load(SCHEMA.read_text())
+    config, schema = given(), schema_of(Config)
     place, _ = chance.choice([leaf for leaf in leaves(schema, schema, config) if len(leaf[0][-1]) > 5])
     *above, name = place
     at = chance.randrange(1, len(name) - 1)
@@ -65,7 +71,7 @@ def unknown_key(chance: random.Random) -> Mutation:
 
 
 def wrong_type(chance: random.Random) -> Mutation:
-    config, schema = given(), yaml.safe_load(SCHEMA.read_text())
+    config, schema = given(), schema_of(Config)
     typed = [leaf for leaf in leaves(schema, schema, config) if isinstance(leaf[1].get("type"), str)]
     place, part = chance.choice(typed)
     wrong = chance.choice({
@@ -76,7 +82,7 @@ def wrong_type(chance: random.Random) -> Mutation:
 
 
 def out_of_range(chance: random.Random) -> Mutation:
-    config, schema = given(), yaml.safe_load(SCHEMA.read_text())
+    config, schema = given(), schema_of(Config)
     bounded = [leaf for leaf in leaves(schema, schema, config) if "enum" in leaf[1] or set(BOUNDS) & leaf[1].keys()]
     place, part = chance.choice(bounded)
     if "enum" in part:
@@ -99,7 +105,7 @@ def negative_budget(chance: random.Random) -> Mutation:
     kind = chance.choice(["training", "novel"])
     place = ("domains", kind, chance.choice(list(config["domains"][kind])), "words", chance.choice(["dev", "test"]))
     wrong = -chance.randrange(1, 10**6)
-    return put(config, place, wrong), ".".join(place), f"is {wrong}", "allowed is minimum"
+    return put(config, place, wrong), ".".join(place), f"is {wrong}", "allowed is integer ≥ 1"
 
 
 MUTATIONS = (unknown_key, wrong_type, out_of_range, in_both_lists, negative_budget)

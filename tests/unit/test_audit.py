@@ -72,7 +72,7 @@ def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 
 
 def rows_of(models: Path, tokens: Path, prompts: int = 3) -> list[dict]:
-    audit = Audit(prompts, TRAINING, WITHOUT, 1)
+    audit = Audit(prompts, training=TRAINING, without=WITHOUT, threads=1)
     return audit_rows(DOMAIN, models, tokens / "tokens" / DOMAIN, models / "priors.parquet", audit)
 
 

@@ -4,15 +4,20 @@ import copy
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
-from demix.config.check import complete, load_config, reference
+from demix.config.check import complete, load_config
+from demix.config.reference import editor_schema, reference
+from demix.config.sections import TrainingSection, fingerprinted
 from demix.errors import DemixError
-from demix.files import replacing
-from demix.settings import settings_from
+from demix.files import fingerprint, replacing
+from demix.settings import names_of, settings_from
+from demix.train.adapt import Adaptation
 from demix.train.stage import Training
 
 REPOSITORY = Path(__file__).parents[2]
@@ -34,7 +39,7 @@ WRONG = {
     "unknown key below": ("training.learning_rat", 1, r"learning_rat: is not known; did you mean learning_rate\?"),
     "wrong type": ("seed", "one", r"key seed: is 'one'; allowed is integer"),
     "a number as text": ("training.learning_rate", "1e-3", r"learning_rate: is '1e-3'; allowed is number"),
-    "negative budget": ("domains.training.novels.words.dev", -5, r"words\.dev: is -5; allowed is minimum 1"),
+    "negative budget": ("domains.training.novels.words.dev", -5, r"words\.dev: is -5; allowed is integer ≥ 1"),
     "unknown source kind": ("domains.training.novels.source.kind", "ftp", r"source\.kind: is 'ftp'; allowed is one of"),
     "missing source": ("domains.training.novels", {}, r"novels\.source: is missing"),
     "domain in both lists": ("domains.novel.novels", NOVELS, r"is a training domain too"),
@@ -53,7 +58,7 @@ WRONG = {
     "a password": ("tracking.uri", "postgresql://me:secret@host/db", r"tracking\.uri: holds a password"),
     "a sweep below a step": ("training.sweep", {"learning_rates": [1e-3], "tokens": 9}, r"sweep\.tokens: is 9, less"),
     "a sweep of nothing": ("training.sweep", {"learning_rates": [], "tokens": 9999}, r"sweep\.learning_rates: is \[\]"),
-    "a decay above one": ("evaluation.decay", 1.5, r"evaluation\.decay: is 1\.5; allowed is maximum 1"),
+    "a decay above one": ("evaluation.decay", 1.5, r"evaluation\.decay: is 1\.5; allowed is number > 0 ≤ 1"),
 }  # fmt: skip
 
 
@@ -79,17 +84,47 @@ def test_wrong_configs_are_refused_with_key_and_cure(name: str, tmp_path: Path) 
     assert done.stderr.count("\n") == 1
 
 
-def test_config_reference_is_that_of_the_schema() -> None:
+def test_config_reference_and_schema_are_those_of_the_declarations() -> None:
     assert (REPOSITORY / "config" / "README.md").read_text() == reference()
+    path = REPOSITORY / "workflow" / "schemas" / "config.schema.yaml"
+    assert path.read_text() == editor_schema()
+    validator = Draft202012Validator(yaml.safe_load(path.read_text()))
+    for shipped in (REPOSITORY / "config").glob("*.yaml"):
+        assert list(validator.iter_errors(load_config(shipped))) == []
+    assert len(list(validator.iter_errors(SAMPLE | {"seed": "one", "evalution": {}}))) == 2
 
 
-def test_environment_yml_equals_pyproject() -> None:
+def test_what_stands_in_a_base_is_merged_and_what_names_it_wins(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "first.yaml").write_text(yaml.safe_dump(SAMPLE | {"seed": 5, "threads": 3}, sort_keys=False))
+    (tmp_path / "below" / "second.yaml").write_text("base: first.yaml\nseed: 6\nevaluation: {decay: 0.5}\n")
+    mine = tmp_path / "mine.yaml"
+    own = {"training": {"weight_decay": 0.2}, "domains": {"novel": {"wiki": {"licence": "x"}}}}
+    mine.write_text(yaml.safe_dump({"base": "below/second.yaml", "run": "mine"} | own))
+    config, sample = load_config(mine), complete(copy.deepcopy(SAMPLE))
+    assert "base" not in config
+    assert (config["run"], config["seed"], config["threads"]) == ("mine", 6, 3)
+    assert config["evaluation"] == sample["evaluation"] | {"decay": 0.5}
+    assert config["training"] == sample["training"] | {"weight_decay": 0.2}
+    assert list(config["domains"]["novel"]) == list(SAMPLE["domains"]["novel"])
+    assert config["domains"]["novel"]["wiki"] == sample["domains"]["novel"]["wiki"] | {"licence": "x"}
+    for base, message in (
+        ("none.yaml", "config key base: .*none.yaml does not exist; give a path relative to the file"),
+        ("mine.yaml", "config key base: mine.yaml is based on itself"),
+        ("[a]", r"config key base: is \['a'\]"),
+    ):
+        mine.write_text(f"base: {base}\n")
+        with pytest.raises(DemixError, match=message):
+            load_config(mine)
+
+
+def test_environment_yml_takes_what_pyproject_says() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     conda = yaml.safe_load((REPOSITORY / "environment.yml").read_text())
     python, _, pip = conda["dependencies"]
     assert python == f"python{project['requires-python']}"
-    assert pip["pip"] == [*project["dependencies"], *project["optional-dependencies"]["dev"], "-e ."]
-    for requirement in pip["pip"][:-1]:
+    assert pip["pip"] == ["-e .[dev]"]
+    for requirement in [*project["dependencies"], *project["optional-dependencies"]["dev"]]:
         assert "==" in requirement or (">=" in requirement and "<" in requirement), requirement
 
 
@@ -102,9 +137,9 @@ def test_stages_import_no_more_than_they_need() -> None:
 
 
 def test_settings_of_a_stage_are_checked() -> None:
-    with pytest.raises(DemixError, match=r"--settings\.speed: is not a known setting"):
+    with pytest.raises(DemixError, match=r"--settings\.speed: is not known; did you mean seed\?"):
         settings_from(Training, '{"speed": 1}')
-    with pytest.raises(DemixError, match=r"--settings\.seed: is missing"):
+    with pytest.raises(DemixError, match=r"--settings\.tokens: is missing"):
         settings_from(Training, "{}")
     with pytest.raises(DemixError, match="is not JSON"):
         settings_from(Training, "{")
@@ -123,7 +158,7 @@ def test_settings_of_a_stage_are_checked() -> None:
     [
         ["split", "a", "a.parquet", "--owners", "a", "--output", "out", "--settings", "{bad"],
         ["split", "a", "a.parquet", "--owners", "a", "--output", "out", "--settings", "{}"],
-        ["tokenizer", "a.parquet", "--output", "out", "--settings", '{"vocab_size": 300}'],
+        ["tokenizer", "a.parquet", "--output", "out", "--settings", '{"vocab_size": "300"}'],
         ["tokenizer", "a.parquet", "--output", "out", "--settings", '{"kind": "word", "vocab_size": 300, "words": 1}'],
         ["tokenize", "a.parquet", "--tokenizer", "missing.json", "--output", "out"],
         ["track", "results", "--output", "out", "--settings", "[]"],
@@ -165,3 +200,49 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "blocker").write_text("")
     with pytest.raises(DemixError, match=r"blocker.*cannot be written"), replacing(tmp_path / "blocker" / "file"):
         pass
+
+
+def test_a_row_of_models_takes_every_key_of_training() -> None:
+    """One key at a time, those that say how a training is computed and kept among them."""
+    values = {"learning_rate": 1e-3, "precision": "fp16", "sweep": None, "replicas": {}, "compile": True}
+    for key in names_of(TrainingSection):
+        config = copy.deepcopy(SAMPLE)
+        value = values.get(key, complete(copy.deepcopy(SAMPLE))["training"][key])
+        config["models"] = {"demix": {key: value}, "dense": {}}
+        assert complete(config)["models"]["demix"] == {key: value}
+
+
+def test_rows_of_models_beside_those_of_every_run() -> None:
+    config = copy.deepcopy(SAMPLE) | {"models": {"demix_small": {"kind": "demix"}, "domain_token": None}}
+    rows = complete(config)["models"]
+    assert rows == {
+        "demix": {},
+        "dense": {},
+        "dense_unbalanced": {},
+        "domain_token": None,
+        "demix_small": {"kind": "demix"},
+    }
+    assert list(rows) == ["demix", "dense", "dense_unbalanced", "domain_token", "demix_small"]
+    for wrong, message in (
+        ({"Demix-small": {}}, r"models\.Demix-small: is not a usable name of a model; use lower-case"),
+        ({"demix": {"learning_rat": 1}}, r"models\.demix\.learning_rat: is not known; did you mean learning_rate\?"),
+        ({"small": {"kind": "sparse"}}, r"models\.small\.kind: is 'sparse'; allowed is one of demix, dense"),
+        ({"demix": {"tokens": None}}, r"models\.demix\.tokens: is None; allowed is integer ≥ 1"),
+    ):
+        with pytest.raises(DemixError, match=message):
+            complete(copy.deepcopy(SAMPLE) | {"models": wrong})
+
+
+def test_a_fingerprint_leaves_out_what_only_time_and_memory_depend_on() -> None:
+    left_out = {"checkpoint_every", "keep_checkpoints", "micro_sequences", "compile", "checkpoint_activations"}
+    training = Training(seed=1, architecture={}, tokens=9, sequences=1, learning_rate=1e-3, threads=1)
+    adaptation = Adaptation(seed=1, threads=1)
+    other = {"micro_sequences": 2, "precision": "bf16", "architecture": {"layers": 1}, "compile": True}
+    other |= {"checkpoint_activations": True, "warmup": 0.5}
+    for given in (training, adaptation):
+        assert left_out < set(names_of(type(given)))
+        for key in names_of(type(given)):
+            changed = replace(given, **{key: other.get(key) or getattr(given, key) * 2 or 1})
+            assert changed != given
+            same = fingerprint(fingerprinted(changed)) == fingerprint(fingerprinted(given))
+            assert same == (key in left_out), key

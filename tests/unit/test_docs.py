@@ -84,7 +84,9 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(run / "models" / "demix", TRAINING + NOVEL, encoder.sha256, encoder.vocab_size)
     shutil.copytree(tokens / "tokens" / "fantasy", run / "tokens" / "wiki")
     shards = [run / "tokens" / "wiki" / f"{split}.arrow" for split in ("dev", "test")]
-    score(run / "models" / "demix", TRAINING + NOVEL, shards, Scoring(5, 500, "fp32", 1), run / "scores" / "demix")
+    score(
+        run / "models" / "demix", TRAINING + NOVEL, shards, Scoring(5, 500, "fp32", threads=1), run / "scores" / "demix"
+    )
     priors = [
         {"model": "demix", "experts": "training", "weights": "history", "domain": "wiki", "kind": "novel",
          "expert": expert, "prior": 1 / len(TRAINING)}

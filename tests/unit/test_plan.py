@@ -174,7 +174,7 @@ def test_the_command_prints_the_papers_numbers():
 
 
 def test_what_a_source_needs_is_asked_for(tmp_path):
-    config = yaml.safe_load((REPOSITORY / "config" / "paper-125m.yaml").read_text())
+    config = copy.deepcopy(PAPER["paper-125m"])
     novel = config["domains"]["novel"]
     for domain, change, message in (
         ("contracts", {"parts": 2}, r"contracts\.source\.parts: is 2 for 1 addresses; give at most one"),
@@ -195,7 +195,7 @@ def test_what_a_source_needs_is_asked_for(tmp_path):
 
 def test_the_files_that_sbatch_would_get(tmp_path):
     """Whole nodes, a GPU and its memory each rank, and the site's own lines."""
-    config = yaml.safe_load((REPOSITORY / "config" / "paper-125m.yaml").read_text())
+    config = copy.deepcopy(PAPER["paper-125m"])
     config["cluster"] |= {"partition": "gpu", "account": "lab", "qos": "long", "setup": ["module load cuda"]}
     config["cluster"]["stages"]["adapt"] = {"minutes": 90, "partition": "short"}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))

@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import demix.evaluate.score as module
 from demix.config.architecture import Architecture
-from demix.data.shards import TokenShard, blocks
+from demix.data.shards import TokenShard, blocks, tokenize
 from demix.errors import DemixError
 from demix.evaluate import score_tables as tables
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import atomic as files
-from demix.files import sha256_file
+from demix.files import sha256_file, write_parquet
 from demix.model.checkpoint import describe, load_model, save_expert, save_shared
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
@@ -168,7 +169,7 @@ def test_pieces_that_are_damaged_or_of_another_origin_are_scored_again(
     assert run(stop=True) == [4, 2]
     shutil.copy(folder / "0.parquet", folder / "256.parquet")
     assert run(stop=True) == [2], "a piece of another place"
-    assert run(scoring=Scoring(10, 300, "bf16", 1), stop=True) == [4, 4, 2]
+    assert run(scoring=Scoring(10, 300, "bf16", threads=1), stop=True) == [4, 4, 2]
     assert run(stop=True) == [4, 4, 2]
     # The same names, another expert.
     state = load_model(model, EXPERTS)
@@ -259,5 +260,7 @@ def test_blocks_from_a_place_on_are_those_of_the_whole(tokens: Path) -> None:
 
 
 def test_an_empty_split_is_refused(tokens: Path, model: Path, tmp_path: Path) -> None:
+    write_parquet(pa.table({"text": pa.array([], pa.large_string())}), tmp_path / "test.parquet")
+    tokenize(tokens / "tokenizer.json", tmp_path / "test.parquet", tmp_path / "law" / "test.arrow")
     with pytest.raises(DemixError, match="holds no token"):
-        score(model, EXPERTS, shards_of(tokens), Scoring(10, 0, "fp32", 1), tmp_path / "scores")
+        score(model, EXPERTS, [tmp_path / "law" / "test.arrow"], SCORING, tmp_path / "scores")

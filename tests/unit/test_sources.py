@@ -16,6 +16,7 @@ from demix.data import readers
 from demix.data.anonymize import anonymize_documents
 from demix.data.sources import Source, download
 from demix.errors import DemixError
+from demix.settings import settings_from
 
 ROWS = [
     {"id": "one", "text": "first\u2028line\u0085 \x1c end", "by": "ann"},
@@ -188,8 +189,8 @@ def test_a_folder_with_other_files_keeps_its_mode(tmp_path):
 
 
 def test_unknown_kind_and_missing_file(tmp_path):
-    with pytest.raises(DemixError, match=r"d\.source\.kind: is 'ftp'; allowed are files, hub, url"):
-        download(Source("ftp", "x"), "d", tmp_path / "o.parquet")
+    with pytest.raises(DemixError, match=r"--settings\.kind: is 'ftp'; allowed is one of files, url, hub"):
+        settings_from(Source, {"kind": "ftp", "path": "x"})
     assert _refused(tmp_path, tmp_path / "*.jsonl").startswith("d.source.path: no file matches")
 
 

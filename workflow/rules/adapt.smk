@@ -1,6 +1,6 @@
 # DEMix-DAPT adds the expert of a novel domain to a model with experts; Dense-DAPT makes a model of its own for each.
 ADAPTATION = as_json(
-    {key: value for key, value in config["adaptation"].items() if key not in ("ranks", "model", *HOW)},
+    taken(AdaptationRecipe, config["adaptation"]),
     seed=config["seed"],
     threads=config["threads"],
 )

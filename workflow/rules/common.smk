@@ -5,7 +5,15 @@ from dataclasses import asdict
 from glob import glob
 from pathlib import Path
 
-from demix.config.check import HOW, complete, site_of
+from demix.config.check import complete, site_of
+from demix.config.sections import (
+    AdaptationRecipe,
+    Execution,
+    MixingRecipe,
+    ScoringRecipe,
+    TrainingRecipe,
+    taken,
+)
 from demix.config.systems import (
     adaptations,
     adapted,
@@ -21,9 +29,11 @@ from demix.config.systems import (
 from demix.errors import DemixError
 from demix.files import exclusive
 from demix.report import REPORT_FILES, SHOWS
+from demix.settings import names_of
 
 try:
-    complete(config)
+    # A base is named relative to the config file.
+    complete(config, Path(workflow.configfiles[-1]).parent if workflow.configfiles else Path())
     MODELS = {model.name: model for model in planned(config)}
 except DemixError as error:
     raise WorkflowError(str(error)) from None
@@ -102,7 +112,7 @@ def scores(model, domains, names, splits=("dev", "test")):
 
 def training_settings(model, **changes):
     """What the training of a model is, as JSON: all but how it is computed and kept."""
-    kept = {key: value for key, value in model.settings.items() if key not in ("ranks", "replicas", "sweep", *HOW)}
+    kept = taken(TrainingRecipe, model.settings)
     more = {"seed": model.seed, "threads": config["threads"], "architecture": config["architecture"]}
     return as_json(kept, **(more | changes))
 
@@ -141,7 +151,7 @@ def run_options(stage, settings, removed=""):
     has the ranks of that one.
     """
     cluster = shlex.quote(json.dumps(site_of(config, stage)))
-    how = ",".join(f"{key}={json.dumps(settings[key])}" for key in HOW)
+    how = ",".join(f"{key}={json.dumps(settings[key])}" for key in names_of(Execution))
     instead = {removed: config["removal"]["replacement"]}
     numbers = [f"{instead.get(domain, domain)}={number}" for domain, number in settings.get("replicas", {}).items()]
     replicas = f" --replicas {','.join(numbers)}" if numbers else ""

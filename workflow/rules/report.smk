@@ -1,7 +1,5 @@
 # Arithmetic on the score tables: mixtures, tables, figures, tracking.
 
-MIXING = ("decay", "dev_blocks", "weights", "top_k", "decays", "prior_blocks")
-
 
 rule evaluate:
     input:
@@ -22,7 +20,7 @@ rule evaluate:
         **site("evaluate"),
     params:
         settings=lambda wildcards: as_json(
-            {key: config["evaluation"][key] for key in MIXING},
+            taken(MixingRecipe, config["evaluation"]),
             kind="training" if wildcards.domain in TRAINING else "novel",
             tables=[asdict(table) for table in evaluated(config, wildcards.domain)],
             compared=[system.key for system in compared(config, wildcards.domain)],

@@ -1,7 +1,5 @@
 # One forward pass per (model, expert, domain, split); whatever is mixed afterwards reads the tables.
-SCORING = as_json(
-    {key: config["evaluation"][key] for key in ("dev_blocks", "test_tokens", "precision")}, threads=config["threads"]
-)
+SCORING = as_json(taken(ScoringRecipe, config["evaluation"]), threads=config["threads"])
 
 for job in scoring_jobs(config):
 

@@ -3,6 +3,7 @@
 import numpy as np
 from scipy.special import log_softmax, logsumexp
 
+from demix.config.sections import DECAY
 from demix.config.systems import METHODS
 from demix.errors import DemixError
 from demix.evaluate.mix.priors import log_prior_path
@@ -19,7 +20,7 @@ def mix(
     method: str,
     weights: str | int = "history",
     *,
-    decay: float = 0.3,
+    decay: float = DECAY,
     log_prior: np.ndarray | None = None,
     top_k: int | None = None,
     scorer: str = "paper",

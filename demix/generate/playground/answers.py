@@ -15,6 +15,7 @@ from demix.files import read_parquet
 from demix.model.decode import Decoder, Posterior, decoded, generate, log_prior_of, named_prior, open_model, run_of
 from demix.model.gpt import GPT
 from demix.model.scoring import columns_of
+from demix.settings import Integer, Items, Number, Text, settings
 
 MOST_TOKENS = 4096
 MOST_DRAWN = 500
@@ -43,26 +44,23 @@ class Opened:
         return self.trunks[0].architecture.context
 
 
-@dataclass(frozen=True)
+@settings()
 class Mixing:
     """A text, the experts that are on, and the prior: updating, uniform or a domain."""
 
-    text: str
-    experts: tuple[str, ...]
-    prior: str
+    text: Text
+    experts: Items[Text]
+    prior: Text
 
 
-@dataclass(frozen=True)
-class Drawing:
+@settings()
+class Drawing(Mixing):
     """`tokens` to add to a text; see `demix.model.decode.generate`."""
 
-    text: str
-    experts: tuple[str, ...]
-    prior: str
-    tokens: int
-    temperature: float
-    top_p: float
-    seed: int
+    tokens: Integer
+    temperature: Number
+    top_p: Number
+    seed: Integer
 
 
 def opened(directory: Path, tokenizer: Path | None) -> Opened:

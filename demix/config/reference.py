@@ -1,0 +1,75 @@
+"""The pages that are made of the declarations: config/README.md, and the JSON schema for editors."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from demix.config.sections import Config
+from demix.settings import allowed, resolved, schema_of
+
+
+def reference() -> str:
+    """config/README.md: every key with its type, bounds, default and meaning, as Markdown."""
+    lines = [
+        "# Config reference",
+        "",
+        "Made from `demix/config/sections.py` by `demix config --reference > config/README.md`. Unknown keys are",
+        "refused and the nearest known one is named. `demix config FILE` checks a file and prints it with all defaults",
+        "filled in.",
+        "",
+        "| key | allowed | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    schema = schema_of(Config)
+    for place, part, required in _keys(schema, schema, ""):
+        # Every optional part that holds others is empty by default.
+        empty: dict[str, Any] = {"default": {}} if part.get("type") == "object" else {}
+        default = (
+            "required" if required else f"`{_yaml(told['default'])}`" if "default" in (told := empty | part) else "–"
+        )
+        kinds = allowed(part).replace("|", "\\|")
+        lines.append(f"| `{place}` | {kinds} | {default} | {part.get('description', '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def editor_schema() -> str:
+    """workflow/schemas/config.schema.yaml: the JSON schema by which editors complete and check keys."""
+    head = "# Made from demix/config/sections.py by `demix config --schema > workflow/schemas/config.schema.yaml`.\n"
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | _short(schema_of(Config))
+    return head + str(yaml.safe_dump(schema, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=None))
+
+
+def _short(part: Any) -> Any:
+    """Without the titles, which repeat the keys, and a choice of null as one more type."""
+    if isinstance(part, list):
+        return [_short(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    match part.get("anyOf"):
+        case [{"type": str(kind), **bounds}, {"type": "null"}] if "enum" not in bounds:
+            part = {"type": [kind, "null"]} | bounds | {key: part[key] for key in part if key != "anyOf"}
+    return {key: _short(item) for key, item in part.items() if key != "title" or not isinstance(item, str)}
+
+
+def _yaml(value: Any) -> str:
+    return str(yaml.safe_dump(value, default_flow_style=True, width=1000).strip().removesuffix("...").strip())
+
+
+def _keys(schema: dict[str, Any], part: dict[str, Any], above: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Each key below a part of the schema: its path, what the schema says of it, whether it must be given."""
+    for name, child in part.get("properties", {}).items():
+        path, child = f"{above}{name}", resolved(schema, child)
+        yield path, child, name in part.get("required", ())
+        yield from _keys(schema, child, f"{path}.")
+        if path == "domains.training":
+            yield from _keys(schema, resolved(schema, child["additionalProperties"]), "domains.*.<domain>.")
+        if path == "models":
+            row = f"any key of `training`, and {', '.join(_own_of_rows(schema))}"
+            yield f"{path}.<name>", {"type": row, "description": "One model; null leaves it out."}, False
+
+
+def _own_of_rows(schema: dict[str, Any]) -> list[str]:
+    """The keys of a model's row beside those of `training`."""
+    rows, training = (schema["$defs"][name]["properties"] for name in ("ModelRow", "TrainingSection"))
+    return [f"`{name}` ({allowed(part)})" for name, part in rows.items() if name not in training]
