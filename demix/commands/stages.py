@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from demix.errors import DemixError
-from demix.files import read_json, sha256_file, write_json
+from demix.files import sha256_file, write_json
 from demix.settings import settings_from
 
 if TYPE_CHECKING:
@@ -362,8 +362,9 @@ def overlap(
 @app.command("run-config")
 def run_config(settings: Settings, output: Output) -> None:
     """Write the run's completed config, so that its folder explains itself."""
-    # Not sorted: the order of the domains is the order that the report shows.
-    write_json(output, json.loads(settings), sort_keys=False)
+    from demix.config.run import write_run_config
+
+    write_run_config(output, json.loads(settings))
 
 
 @app.command()
@@ -372,9 +373,10 @@ def report(
     output: Annotated[Path, typer.Option(help="Folder for tables, figures and claims.")],
 ) -> None:
     """Make the tables, figures and claims of a run."""
+    from demix.config.run import read_run_config
     from demix.report import write_report
 
-    write_report(run, read_json(run / "config.json"), output)
+    write_report(run, read_run_config(run), output)
 
 
 @app.command()
@@ -398,10 +400,11 @@ def track(
     output: Annotated[Path, typer.Option(help="A receipt: what was sent and where.")],
 ) -> None:
     """Send a run's parameters, metrics, tables and figures to MLflow; sending again changes nothing."""
+    from demix.config.run import read_run_config
     from demix.track.store import track as send
 
     values = settings_from(TrackingSettings, settings)
-    sent = send(run, read_json(run / "config.json"), values.uri, values.experiment)
+    sent = send(run, read_run_config(run), values.uri, values.experiment)
     write_json(output, {"uri": values.uri, "experiment": values.experiment, "sent": sent})
 
 

@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator, ValidationError, validators
 
 from demix.config.architecture import architecture_from
 from demix.config.placement import placement, shares
+from demix.config.run import BESIDE
 from demix.errors import DemixError
 
 # Keys of `training` and `adaptation` that say how a run is computed and kept, not which run it is.
@@ -38,6 +39,9 @@ def complete(config: dict) -> dict:
 
     Raises DemixError that names the first wrong key, what is allowed, and the nearest known key.
     """
+    # The config.json of a run is a config too.
+    for key in BESIDE:
+        config.pop(key, None)
     schema = yaml.safe_load(SCHEMA.read_text(encoding="utf-8"))
     # Defaults are filled while validating, so that they are checked like given values.
     errors = sorted(_with_defaults(_Validator)(schema).iter_errors(config), key=lambda e: list(map(str, e.path)))

@@ -15,7 +15,7 @@ from demix.data.sources import Source, download
 from demix.errors import DemixError
 from demix.evaluate.mix.posterior import evidence, log_weights, updating_log_priors
 from demix.evaluate.mix.rules import METHODS, cached_log_prior, mix
-from demix.files import sha256_file
+from demix.files import digest, read_json
 from demix.model.checkpoint import describe, load_model, refuse_other_tokenizer
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
@@ -84,7 +84,7 @@ def evaluate_text(model: Path, text: Path, tokenizer: Path, dev: Path | None = N
     for file in (tokenizer, text, *([dev] if dev else [])):
         if not file.is_file():
             raise DemixError(file, "is missing", "mend its name")
-    refuse_other_tokenizer(model, tokenizer, sha256_file(tokenizer))
+    refuse_other_tokenizer(model, tokenizer, digest(read_json(tokenizer)))
     loaded = load_model(model)
     names = tuple(description["domain_tokens"]) or loaded.experts
     shard, scores, mask = _scored(loaded, text, tokenizer)

@@ -10,6 +10,7 @@ import pandas as pd
 import yaml
 
 from demix.config.check import HOW
+from demix.config.run import read_run_config
 from demix.errors import DemixError
 from demix.files import read_json
 from demix.report.read import novel_domains, read_results, training_domains
@@ -34,7 +35,7 @@ def model_card(run: Path, model: str) -> str:
     directory = run / "models" / model
     if not (directory / "model.json").is_file():
         raise DemixError(directory, "is not a model of the run", f"name one of {run / 'models'}")
-    config, description = read_json(run / "config.json"), read_json(directory / "model.json")
+    config, description = read_run_config(run), read_json(directory / "model.json")
     experts = [read_json(path) | {"name": path.stem} for path in (directory / "experts").glob("*.json")]
     # As in the config, and what it does not name at the end.
     order = [*training_domains(config), *novel_domains(config)]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from demix.errors import DemixError, StoppedError
-from demix.files import cannot_be_written, write_sealed, write_text
+from demix.files import cannot_be_written, write_json_lines, write_text
 from demix.model.device import compute_type
 from demix.model.gpt import GPT
 from demix.progress import progress
@@ -283,7 +283,7 @@ def _recorder(metrics: list[dict], path: Path | None) -> Callable[[dict], None]:
 
 def write_metrics(path: Path, metrics: list[dict]) -> None:
     """Write metrics rows as JSON lines with their seal."""
-    write_sealed(path, _lines(metrics))
+    write_json_lines(path, metrics)
 
 
 def _lines(metrics: list[dict]) -> str:

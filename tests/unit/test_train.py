@@ -24,7 +24,7 @@ from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.parent import choose_parent, own_dev_losses
 from demix.evaluate.score import Scoring, score
-from demix.files import read_json, sha256_file
+from demix.files import read_json, read_json_lines, sha256_file, write_json
 from demix.model.checkpoint import expert_names, load_model
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
@@ -151,7 +151,7 @@ def train_until_killed(command: list[str], folder: Path, checkpoints: int = 1) -
 
 
 def losses(metrics: Path) -> list[tuple[int, float, float]]:
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = read_json_lines(metrics)
     return [(row["step"], row["loss"], row["gradient_norm"]) for row in rows]
 
 
@@ -227,7 +227,7 @@ def test_the_best_checkpoint_on_dev_is_kept(tokens: Path, tmp_path: Path, kind: 
     training = dataclasses.replace(TRAIN, learning_rate=0.05, dev_blocks=3, checkpoint_every=3, keep_checkpoints=1)
     paths = [*shard_paths(tokens), *shard_paths(tokens, split="dev")]
     train_model(kind, training, paths, tmp_path / "model", tmp_path / "metrics.jsonl", tmp_path / "checkpoints")
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = read_json_lines(tmp_path / "metrics.jsonl")
     measured = {row["step"]: row["dev_loss"] for row in rows if "dev_loss" in row}
     assert list(measured) == [3, 6, 9, 12, 15, 18, 21, 24]
     # The last is the model itself.
@@ -251,7 +251,7 @@ def trained_rows(tokens: Path, folder: Path, **changes: object) -> list[dict]:
     train_model(
         "demix", training, shard_paths(tokens), folder / "model", folder / "metrics.jsonl", folder / "checkpoints"
     )
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_json_lines(folder / "metrics.jsonl")
 
 
 def test_how_a_step_is_computed_does_not_change_it(tokens: Path, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_fp16_skips_updates_that_overflow_and_resumes_to_the_bit(
     for path in sorted(folder.glob("checkpoints/*/step-*"))[2:]:
         shutil.rmtree(path)
     train_model("demix", kept, shard_paths(tokens), *places)
-    again = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    again = read_json_lines(folder / "metrics.jsonl")
     keys = ("step", "loss", "gradient_norm", "loss_scale")
     assert [[row[key] for key in keys] for row in again] == [[row[key] for key in keys] for row in whole]
 
@@ -356,7 +356,7 @@ def test_adaptation_on_several_ranks_is_that_of_one(tokens: Path, trained: Path,
         folder = tmp_path / str(number)
         more = ["--output", folder / "model", "--metrics", folder / "m.jsonl", "--checkpoints", folder / "checkpoints"]
         subprocess.run([*command, *map(str, more), "--ranks", str(number)], check=True, capture_output=True)
-        rows = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
+        rows = read_json_lines(folder / "m.jsonl")
         found.append([value for row in rows for key, value in row.items() if "loss" in key or key == "step"])
     assert len(found[0]) > 40
     assert found[1] == pytest.approx(found[0], rel=1e-9)
@@ -412,7 +412,7 @@ def test_a_killed_adaptation_resumes_to_the_bit(tokens: Path, trained: Path, tmp
     assert "resuming at step" in log
 
     def rows(folder: Path) -> list[dict]:
-        found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        found = read_json_lines(folder / "metrics.jsonl")
         return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in found]
 
     assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
@@ -517,7 +517,7 @@ def test_demix_dapt_adds_a_file_and_changes_no_other(tokens: Path, trained: Path
     np.testing.assert_array_equal(table[:3], old)
     parent = TRAINING.index(chosen["parent"])
     assert -table[3].mean() < -table[parent].mean()
-    evaluations = [json.loads(line) for line in (trained / "adapted.jsonl").read_text().splitlines()]
+    evaluations = read_json_lines(trained / "adapted.jsonl")
     evaluations = [row for row in evaluations if "dev_loss/fantasy" in row]
     assert evaluations[0]["dev_loss/fantasy"] == pytest.approx(-table[parent].mean(), rel=1e-5)
     assert min(row["dev_loss/fantasy"] for row in evaluations) == pytest.approx(-table[3].mean(), rel=1e-5)
@@ -538,7 +538,7 @@ def test_dense_dapt_writes_its_own_model(tokens: Path, trained: Path) -> None:
     assert {path: sha256_file(path) for path in before} == before
     old, new = load_model(trained / "dense"), load_model(trained / "dense-dapt-fantasy")
     assert not torch.equal(old.token_embedding, new.token_embedding)
-    rows = [json.loads(line) for line in (trained / "dense-adapted.jsonl").read_text().splitlines()]
+    rows = read_json_lines(trained / "dense-adapted.jsonl")
     rows = [row for row in rows if "dev_loss/fantasy" in row]
     assert min(row["dev_loss/fantasy"] for row in rows) < rows[0]["dev_loss/fantasy"]
     assert len({row["dev_loss/scripture"] for row in rows}) > 1
@@ -551,7 +551,7 @@ def test_scoring_refuses_another_tokenizer(tokens: Path, trained: Path, tmp_path
     for path in (trained / "dense").rglob("*"):
         if path.is_file():
             (other / path.relative_to(trained / "dense")).write_bytes(path.read_bytes())
-    (other / "model.json").write_text(json.dumps(description | {"tokenizer_sha256": "0" * 64}))
+    write_json(other / "model.json", description | {"tokenizer_sha256": "0" * 64})
     with pytest.raises(DemixError, match="another tokenizer"):
         score(
             other,

@@ -1,6 +1,5 @@
 """What `make ui` starts: MLflow's pages in a real browser, and what it refuses."""
 
-import json
 import os
 import shutil
 import signal
@@ -21,6 +20,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from synthetic_run import TRAINING, Run, build_run
 from test_pages import browser  # noqa: F401
 
+from demix.files import read_json_lines
 from demix.track.store import track
 from demix.track.ui import MOST_BYTES
 
@@ -141,7 +141,7 @@ def test_a_run_is_found_and_its_curves_are_those_of_the_metrics_file(
 ) -> None:
     browser.set_window_size(1600, 1200)
     open_run(browser, served, "training/demix", "model-metrics")
-    lines = [json.loads(line) for line in (served.run.path / "metrics" / "demix.jsonl").read_text().split("\n") if line]
+    lines = read_json_lines(served.run.path / "metrics" / "demix.jsonl")
     wanted = {f"training/demix (loss/{name})": [line[f"loss/{name}"] for line in lines] for name in TRAINING}
 
     def drawn(_: webdriver.Chrome) -> bool:

@@ -5,12 +5,14 @@ from glob import glob
 from pathlib import Path
 
 from demix.config.check import HOW, adaptations, complete, further_seeds, kind_of, site_of, trained_models
+from demix.config.run import refuse_other_format
 from demix.errors import DemixError
 from demix.files import exclusive
 from demix.report import REPORT_FILES, SHOWS
 
 try:
     complete(config)
+    refuse_other_format(Path(f"results/{config['run']}"))
 except DemixError as error:
     raise WorkflowError(str(error)) from None
 
