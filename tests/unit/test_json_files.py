@@ -19,7 +19,7 @@ VALUE = {
     "name": "ü\ud800",
     "nested": {"b": [1], "a": {}},
 }
-ROWS = [{"step": 1, "loss": 2.5}, {"step": 2, "loss": math.nan}, {"step": 3, "loss": 2.0}]
+ROWS = [{"step": 2, "loss": 2.5}, {"step": 1, "loss": math.nan}, {"step": 3, "loss": 2.0}]
 
 
 @pytest.fixture
