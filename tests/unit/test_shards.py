@@ -284,7 +284,7 @@ def test_ids_that_differ_from_tiktoken_are_encoded_by_it(tmp_path, tokenizer, ca
     encoder = Tokenizer.load(tokenizer)
     # A gigatoken of another vocabulary stands for one that knows other characters.
     train_tokenizer([_documents(tmp_path / "t.parquet", ["some other text " * 9])], 260, tmp_path / "other.json")
-    wrong = replace(encoder, definition=(tmp_path / "other.json").read_bytes())
+    wrong = replace(encoder, definition=Tokenizer.load(tmp_path / "other.json").definition)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tokenizer, "load", staticmethod(lambda path: wrong))
         path = _tokenized(tmp_path, tokenizer)
