@@ -4,9 +4,13 @@ On a terminal a live display, elsewhere a line now and then. Errors are printed 
 end, below whatever came after it, the first.
 """
 
+import csv
 import re
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from logging import LogRecord
 from pathlib import Path
@@ -20,7 +24,7 @@ from snakemake.logging import DefaultFormatter
 from snakemake_interface_logger_plugins.base import LogHandlerBase
 from snakemake_interface_logger_plugins.common import LogEvent
 
-# Seconds of each rule's jobs in the sample on one slow core: only their ratios matter, to say how much is left.
+# Seconds of each rule's jobs in the sample on one slow core, where no run tells. Only their ratios matter.
 COSTS = (
     (r"train_", 150.0),
     (r"adapt", 12.0),
@@ -57,9 +61,39 @@ class Job:
         return min(1.0, int(done[1]) / int(done[2])) if done else 0.0
 
 
-def cost(rule: str) -> float:
-    """The weight of a rule's jobs in the estimate of what is left."""
-    return next(seconds for pattern, seconds in COSTS if re.match(pattern, rule))
+def costs(rules: Iterable[str], results: Path = Path("results")) -> dict[str, float]:
+    """The seconds that a job of each rule takes: those of the last run below `results`, else those of `COSTS`.
+
+    The latter are scaled by what the rules that have run took in all, since the machine and the config may be others.
+    """
+    usual = {rule: next(seconds for pattern, seconds in COSTS if re.match(pattern, rule)) for rule in rules}
+    found = measured(usual, results)
+    scale = sum(found.values()) / sum(usual[rule] for rule in found) if found else 1.0
+    return {rule: found.get(rule, scale * seconds) for rule, seconds in usual.items()}
+
+
+def measured(rules: Iterable[str], results: Path) -> dict[str, float]:
+    """The mean seconds of the jobs of each rule in the last run below `results`, from its benchmark files.
+
+    A rule without a readable file is left out. A file is that of the rule by whose name its path begins
+    (`benchmarks/score/demix/law.tsv`: score_demix), of several the longest.
+    """
+    files = {path: path.stat().st_mtime for path in results.glob("*/benchmarks/**/*.tsv")}
+    if not files:
+        return {}
+    run = max(files, key=files.__getitem__).relative_to(results).parts[0]
+    seconds = defaultdict(list)
+    for path in files:
+        place, _, *parts = path.relative_to(results).with_suffix("").parts
+        name = re.sub(r"\W", "_", "_".join(parts)) + "_"
+        fitting = [rule for rule in rules if name.startswith(f"{rule}_")]
+        # A job that is killed may leave half a file.
+        with suppress(ValueError, KeyError, TypeError):
+            if place == run and fitting:
+                with open(path, encoding="utf-8", newline="") as stream:
+                    rows = [float(row["s"]) for row in csv.DictReader(stream, delimiter="\t")]
+                seconds[max(fitting, key=len)] += rows
+    return {rule: sum(some) / len(some) for rule, some in seconds.items() if sum(some) > 0}
 
 
 def clock(seconds: float) -> str:
@@ -81,6 +115,7 @@ class LogHandler(LogHandlerBase):
         self.setFormatter(DefaultFormatter(show_failed_logs=True))
         self.jobs: dict[int, Job] = {}
         self.first_failed: Job | None = None
+        self.costs: dict[str, float] = {}
         self.finished = self.total = 0
         self.cost_done = self.cost_total = 0.0
         self.begun = time.monotonic()
@@ -92,7 +127,11 @@ class LogHandler(LogHandlerBase):
         match getattr(record, "event", None):
             case LogEvent.RUN_INFO:
                 stats = {rule: count for rule, count in record.stats.items() if rule != "total"}
-                self.total, self.cost_total = sum(stats.values()), sum(cost(rule) * n for rule, n in stats.items())
+                self.costs = costs(stats)
+                self.total, self.cost_total = (
+                    sum(stats.values()),
+                    sum(self.costs[rule] * n for rule, n in stats.items()),
+                )
                 if self.common_settings.dryrun:
                     self.console.print(Text(self.format(record)))
                 elif self.live is None:
@@ -100,7 +139,7 @@ class LogHandler(LogHandlerBase):
             case LogEvent.JOB_INFO:
                 label = " ".join([record.rule_name, *dict(record.wildcards or {}).values()])
                 log = Path(str(record.log[0])) if record.log else None
-                self.jobs[record.jobid] = Job(label, cost(record.rule_name), log)
+                self.jobs[record.jobid] = Job(label, self.costs.get(record.rule_name, 1.0), log)
             case LogEvent.JOB_FINISHED:
                 if job := self.jobs.pop(record.job_id, None):
                     self.finished += 1

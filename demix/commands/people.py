@@ -4,13 +4,12 @@ import logging
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from demix.config.sections import DECAY
 from demix.errors import DemixError
-from demix.files import read_json
 
 app = typer.Typer()
 
@@ -69,10 +68,11 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     """Print the main table of a finished run and where to look further."""
     from rich.console import Console
 
+    from demix.config.run import read_run_config
     from demix.report.read import read_results
     from demix.report.tables import main_table
 
-    run_config: dict[str, Any] = read_json(run / "config.json")
+    run_config = read_run_config(run)
     Console().print(main_table(read_results(run / "results.parquet"), run_config))
     print(f"Tables, figures, claims: {run / 'report'} (start with claims.html)")
     print(f"One page with all of it: snakemake --configfile {run / 'config.json'} --report report.html")

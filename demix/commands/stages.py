@@ -11,7 +11,7 @@ import typer
 from demix.config.domains import SplitRecipe, TokenizerSection
 from demix.config.sections import Seed, fingerprinted
 from demix.errors import DemixError
-from demix.files import read_json, sha256_file, write_json
+from demix.files import sha256_file, write_json
 from demix.settings import Switch, Text, settings, settings_from
 
 if TYPE_CHECKING:
@@ -349,8 +349,9 @@ def overlap(
 @app.command("run-config")
 def run_config(settings: Settings, output: Output) -> None:
     """Write the run's completed config, so that its folder explains itself."""
-    # Not sorted: the order of the domains is the order that the report shows.
-    write_json(output, json.loads(settings), sort_keys=False)
+    from demix.config.run import write_run_config
+
+    write_run_config(output, json.loads(settings))
 
 
 @app.command()
@@ -359,9 +360,10 @@ def report(
     output: Annotated[Path, typer.Option(help="Folder for tables, figures and claims.")],
 ) -> None:
     """Make the tables, figures and claims of a run."""
+    from demix.config.run import read_run_config
     from demix.report import write_report
 
-    write_report(run, read_json(run / "config.json"), output)
+    write_report(run, read_run_config(run), output)
 
 
 @app.command()
@@ -385,10 +387,11 @@ def track(
     output: Annotated[Path, typer.Option(help="A receipt: what was sent and where.")],
 ) -> None:
     """Send a run's parameters, metrics, tables and figures to MLflow; sending again changes nothing."""
+    from demix.config.run import read_run_config
     from demix.track.store import track as send
 
     values = settings_from(TrackingSettings, settings)
-    sent = send(run, read_json(run / "config.json"), values.uri, values.experiment)
+    sent = send(run, read_run_config(run), values.uri, values.experiment)
     write_json(output, {"uri": values.uri, "experiment": values.experiment, "sent": sent})
 
 

@@ -11,6 +11,7 @@ from pydantic_core import to_jsonable_python
 
 from demix.config import placement
 from demix.config.architecture import architecture_from
+from demix.config.run import BESIDE
 from demix.config.sections import Config
 from demix.config.systems import KINDS, trained
 from demix.errors import DemixError
@@ -66,6 +67,9 @@ def complete(config: dict[str, Any], folder: Path = Path()) -> dict[str, Any]:
 
     Raises DemixError that names the first wrong key, what is allowed, and the nearest known key.
     """
+    # The config.json of a run is a config too.
+    for key in BESIDE:
+        config.pop(key, None)
     whole = with_base(config, folder)
     config.clear()
     config.update(whole)

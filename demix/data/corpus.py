@@ -71,7 +71,7 @@ def mark_duplicates(inputs: dict[str, list[Path]], output: Path) -> None:
 
 
 def count_shared(inputs: dict[str, list[Path]], output: Path) -> None:
-    """Write the number of texts that each two domains share as JSON `{"a": {"b": number}}`, a before b; zeros left out.
+    """Write how many texts each two domains share as JSON `{"shared": {"a": {"b": number}}}`, a before b, no zeros.
 
     For the novel domains, whose duplicates among one another are reported and not dropped.
     """
@@ -84,7 +84,7 @@ def count_shared(inputs: dict[str, list[Path]], output: Path) -> None:
     table: dict[str, dict[str, int]] = {}
     for (one, other), number in shared.items():
         table.setdefault(one, {})[other] = number
-    write_json(output, table)
+    write_json(output, {"shared": table})
 
 
 def _held(inputs: dict[str, list[Path]], output: Path) -> Iterator[np.ndarray]:

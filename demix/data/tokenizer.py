@@ -1,4 +1,4 @@
-"""Byte-level BPE: learned with Hugging Face tokenizers, kept as their tokenizer.json, applied with
+"""Byte-level BPE: learned with Hugging Face tokenizers, kept as their tokenizer.json with a seal, applied with
 gigatoken and checked against tiktoken.
 
 A vocabulary's last id is `<|endoftext|>`. In the file it is an ordinary entry of the model's vocabulary that no
@@ -26,7 +26,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from demix.data.text import count_words
 from demix.errors import DemixError
-from demix.files import read_json, write_sealed
+from demix.files import digest, read_json, write_json
 from demix.files.batches import read_batches
 
 END_OF_TEXT = "<|endoftext|>"
@@ -43,11 +43,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A vocabulary and its encoder. `vocab_size` counts `end_of_text`, the last id, which no text encodes to."""
+    """A vocabulary and its encoder. `vocab_size` counts `end_of_text`, the last id, which no text encodes to.
+
+    `definition` is the JSON that the library `tokenizers` reads, `sha256` the seal of the file.
+    """
 
     encoding: tiktoken.Encoding = field(repr=False)
     fast: gigatoken.Tokenizer = field(repr=False)
-    definition: bytes = field(repr=False)
+    definition: str = field(repr=False)
     vocab_size: int
     end_of_text: int
     sha256: str
@@ -56,6 +59,7 @@ class Tokenizer:
     def load(path: str | Path) -> "Tokenizer":
         """The tokenizer that `train_tokenizer` or `gpt2_tokenizer` wrote; DemixError if it is missing or damaged."""
         content = read_json(path)
+        sha256, definition = digest(content), json.dumps(content, ensure_ascii=False)
         try:
             vocabulary = content["model"]["vocab"]
             end = vocabulary.pop(END_OF_TEXT)
@@ -67,16 +71,15 @@ class Tokenizer:
                 mergeable_ranks={_to_bytes(token): rank for token, rank in vocabulary.items()},
                 special_tokens={END_OF_TEXT: end},
             )
-            definition = Path(path).read_bytes()
-            fast = gigatoken.Tokenizer.from_json(definition)
+            fast = gigatoken.Tokenizer.from_json(definition.encode())
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             cause = f"is no tokenizer of this project ({type(error).__name__}: {error})"
             raise DemixError(path, cause, "delete it and rerun the stage that makes it") from None
-        return Tokenizer(encoding, fast, definition, end + 1, end, hashlib.sha256(definition).hexdigest())
+        return Tokenizer(encoding, fast, definition, end + 1, end, sha256)
 
     def renewed(self) -> "Tokenizer":
         """The same without the words that gigatoken has met, all of which it keeps, some 90 bytes each."""
-        return replace(self, fast=gigatoken.Tokenizer.from_json(self.definition))
+        return replace(self, fast=gigatoken.Tokenizer.from_json(self.definition.encode()))
 
     def encode(self, text: str) -> np.ndarray:
         """The ids (uint32) of `text`, in which `<|endoftext|>` is ordinary text."""
@@ -196,7 +199,7 @@ def _write(vocabulary: dict[str, int], merges: list[tuple[str, str]], output: Pa
     tokenizer = HuggingFaceTokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    write_sealed(output, tokenizer.to_str(pretty=True) + "\n")
+    write_json(output, json.loads(tokenizer.to_str()), sort_keys=False)
 
 
 @lru_cache

@@ -18,7 +18,7 @@ from demix.errors import DemixError
 from demix.evaluate.mix.mixtures import METHODS, log_weights, mix
 from demix.evaluate.mix.priors import cached_log_prior, updating_log_priors
 from demix.evaluate.mix.rules import Chunk, History
-from demix.files import sha256_file
+from demix.files import digest, read_json
 from demix.model.checkpoint import load_experts, refuse_other_tokenizer
 from demix.model.gpt import GPT
 from demix.model.scoring import columns_of, trunk_log_probabilities
@@ -85,7 +85,7 @@ def evaluate_text(model: Path, text: Path, tokenizer: Path, dev: Path | None = N
     for file in (tokenizer, text, *([dev] if dev else [])):
         if not file.is_file():
             raise DemixError(file, "is missing", "mend its name")
-    refuse_other_tokenizer(model, tokenizer, sha256_file(tokenizer))
+    refuse_other_tokenizer(model, tokenizer, digest(read_json(tokenizer)))
     loaded = load_experts(model)
     names = columns_of(loaded)
     shard, scores, mask = _scored(loaded, text, tokenizer)

@@ -16,7 +16,7 @@ from demix.config.sections import ScoringRecipe, Threads
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.score_tables import row_groups, tokens_sha256, write_scores, write_tokens
-from demix.files import fsync, read_parquet, sha256_file, write_parquet
+from demix.files import digest, fsync, read_parquet, write_parquet
 from demix.model.checkpoint import describe, expert_lineage, load_experts
 from demix.model.device import compute_type, own_device, set_threads
 from demix.model.scoring import trunk_log_probabilities
@@ -68,7 +68,7 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
         sha256 = tokens_sha256(ids)
         # All that decides the bits of a score.
         origin = {
-            "model": sha256_file(directory / "model.json"),
+            "model": digest(description),
             "experts": hashes,
             "columns": experts,
             "tokens": sha256,

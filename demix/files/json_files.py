@@ -1,43 +1,96 @@
-"""JSON and JSON lines with a digest, which is checked when they are read."""
+"""JSON and JSON lines with a seal in sight, which is checked when they are read.
 
+The last key of an object is `seal`: the sha256 of the canonical JSON of the rest. JSON lines end in a line
+`{"rows": n, "seal": …}` over the list of all rows. Canonical JSON has sorted keys, no white space and escapes for all
+that is not ASCII; its numbers are written as Python's `repr` writes them, NaN and infinities as `NaN` and `Infinity`.
+White space, line ends, the order of keys and other spellings of one string or number (`1e-5`, `0.00001`) may therefore
+change. An integer and a float are two values: `1` in place of `1.0` is refused.
+"""
+
+import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from demix.errors import DemixError
-from demix.files.atomic import REMAKE, replacing
-from demix.files.seals import sealed_text, unsealed_text
+from demix.files.atomic import REMAKE, write_text
+
+SEAL = "seal"
+UNKNOWN = "is damaged, of another version of demix, or not written by it"
 
 
-def write_sealed(path: str | Path, text: str) -> None:
-    """Write JSON or JSON lines, whole or not at all, with a digest that `read_sealed` checks (`demix.files.seals`)."""
-    with replacing(path) as temporary:
-        temporary.write_bytes(sealed_text(text))
+def digest(value: Any) -> str:
+    """The hexadecimal sha256 of the canonical JSON of a value as `json.loads` gives it."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def read_sealed(path: str | Path) -> str:
-    """The text in `path` without its seal; DemixError where the file is missing or not as it was written.
+def write_json(path: str | Path, value: Mapping[str, Any], *, sort_keys: bool = True) -> None:
+    """Write `value` as indented JSON with its seal, whole or not at all. ValueError for NaN and for a key `seal`."""
+    # As it will be read: keys of other types become strings, tuples become lists.
+    plain = json.loads(json.dumps(value, sort_keys=sort_keys, allow_nan=False))
+    if SEAL in plain:
+        raise ValueError(f"{path}: the key {SEAL} is taken")
+    write_text(path, json.dumps(plain | {SEAL: digest(plain)}, indent=2) + "\n")
 
-    JSON lines must have their seal: nothing else tells that the last of them are there.
-    """
-    path = Path(path)
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The object in `path` without its seal; DemixError where the file is missing, has no seal or another value's."""
+    value = read_unsealed(path)
+    seal = value.pop(SEAL, None)
+    if seal is None:
+        raise DemixError(path, f"{UNKNOWN} (it has no seal)", REMAKE)
+    _check(path, value, seal)
+    return value
+
+
+def read_unsealed(path: str | Path) -> dict[str, Any]:
+    """The object in `path` as it stands there, its seal unchecked; DemixError where there is none."""
+    (value,) = _objects(path, lines=False)
+    return value
+
+
+def write_json_lines(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write `rows` as JSON lines with their number and seal in a last line, whole or not at all. NaN is allowed."""
+    plain = [json.loads(json.dumps(row)) for row in rows]
+    lines = [*plain, {"rows": len(plain), SEAL: digest(plain)}]
+    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
+    """The rows in `path` without the line that seals them; DemixError where one is missing, damaged or too many."""
+    rows = _objects(path, lines=True)
+    end = rows.pop() if rows else {}
+    if set(end) != {"rows", SEAL}:
+        raise DemixError(path, f"{UNKNOWN} (its last line is no seal)", REMAKE)
+    if end["rows"] != len(rows):
+        raise DemixError(path, f"is damaged (it holds {len(rows)} rows of {end['rows']})", REMAKE)
+    _check(path, rows, end[SEAL])
+    return rows
+
+
+def _objects(path: str | Path, *, lines: bool) -> list[dict[str, Any]]:
+    """The JSON object that a file is, or the one in each of its lines that is not blank."""
     try:
-        return unsealed_text(path.read_bytes(), required=path.suffix == ".jsonl").decode()
+        text = Path(path).read_bytes().decode()
+        parts = [line for line in text.split("\n") if line.strip()] if lines else [text]
+        values = [json.loads(part, object_pairs_hook=_distinct) for part in parts]
     except FileNotFoundError:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DemixError(path, f"is damaged ({error})", REMAKE) from None
+    if not all(isinstance(value, dict) for value in values):
+        raise DemixError(path, f"is damaged ({'a line' if lines else 'it'} is no JSON object)", REMAKE)
+    return values
 
 
-def write_json(path: str | Path, value: Any, *, sort_keys: bool = True) -> None:
-    """Write `value` as indented JSON with its seal; NaN is refused."""
-    write_sealed(path, json.dumps(value, indent=2, sort_keys=sort_keys, allow_nan=False) + "\n")
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a key stands twice in an object")
+    return value
 
 
-def read_json(path: str | Path) -> Any:
-    """The JSON value in `path`, its seal verified."""
-    text = read_sealed(path)
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise DemixError(path, f"is not valid JSON ({error})", REMAKE) from None
+def _check(path: str | Path, value: Any, seal: Any) -> None:
+    if digest(value) != seal:
+        raise DemixError(path, "is damaged (its values changed: they do not have the seal written with them)", REMAKE)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from demix.errors import DemixError
 from demix.files.atomic import REMAKE, replacing
-from demix.files.json_files import read_sealed
+from demix.files.json_files import read_json, read_json_lines
 from demix.files.seals import BLANK, KEY, check_parquet, seal_parquet
 
 
@@ -59,9 +59,12 @@ def parquet_reader(path: str | Path) -> Iterator[pq.ParquetFile]:
 
 
 def check_sealed(path: Path) -> None:
-    """Raise DemixError where a file of ours, whatever its kind, is not as it was written; others pass."""
-    if path.suffix == ".parquet":
-        with parquet_reader(path):
-            pass
-    elif path.suffix in (".json", ".jsonl"):
-        read_sealed(path)
+    """Raise DemixError where a Parquet, JSON or JSON lines file of ours is not as it was written; others pass."""
+    match path.suffix:
+        case ".parquet":
+            with parquet_reader(path):
+                pass
+        case ".json":
+            read_json(path)
+        case ".jsonl":
+            read_json_lines(path)

@@ -1,12 +1,10 @@
-"""Digests inside files, so that a flipped bit or a missing end is found whatever byte it hits.
+"""The seal of a Parquet file: a flipped bit or a missing end is found whatever byte it hits.
 
-Parquet's page checksums leave out page headers and footer, and JSON has none. A sealed file holds the sha256 of its own
-other bytes where other readers do not look: Parquet in its key-value metadata, JSON in the white space after its value.
-A file without a seal (of an older version, or somebody else's) is taken as it is.
+Parquet's page checksums leave out page headers and footer. A sealed file holds the sha256 of its own other bytes in its
+key-value metadata, where other readers do not look. A file without a seal (somebody else's) is taken as it is.
 """
 
 import hashlib
-import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -21,44 +19,6 @@ _MARK = KEY.encode() + b"\x18\x40"
 # One of them survives whatever single bit of the key is flipped.
 _HALVES = (KEY[:6].encode(), KEY[6:].encode())
 _PIECE = 4 << 20
-
-# Before a sealed JSON value: a file that begins so and has no seal was cut short.
-_OPENING = b"\t"
-# Spaces and tabs before the last line end, one a bit.
-_BITS = 128
-# A few blanks at the end are somebody's own; what they follow is whole.
-_FEWEST = 8
-# A flipped bit makes a carriage return of a tab.
-_TAIL = re.compile(rb"([ \t\r]*)(\n?)\Z")
-
-
-def sealed_text(text: str) -> bytes:
-    """JSON or JSON lines as UTF-8 with their seal. `text` ends with a line end."""
-    content = text.strip().encode()
-    # All of an empty text is its seal.
-    content = content and _OPENING + content
-    return content + _seal_of(content) + b"\n"
-
-
-def unsealed_text(content: bytes, required: bool = False) -> bytes:
-    """`content` without its seal, if it has one.
-
-    Raises ValueError where the seal is another content's, or is missing though `required` or announced.
-    """
-    tail = _TAIL.search(content)
-    whole = content[: tail.start()]
-    if len(tail[1]) < _FEWEST:
-        if required or content.startswith(_OPENING):
-            raise ValueError("its end is missing")
-        return content
-    if tail[0] != _seal_of(whole) + b"\n":
-        raise ValueError("its bytes changed: they do not have the digest that was written with them")
-    return whole.removeprefix(_OPENING) + tail[2]
-
-
-def _seal_of(content: bytes) -> bytes:
-    number = int.from_bytes(hashlib.sha256(content).digest()[: _BITS // 8], "big")
-    return f"{number:0{_BITS}b}".translate({ord("0"): " ", ord("1"): "\t"}).encode()
 
 
 def seal_parquet(path: Path) -> None:

@@ -1,6 +1,5 @@
 """Which rank of a training failed first, and why: ranks note their errors, and their launcher knows of signals."""
 
-import json
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -9,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from demix.errors import DemixError
+from demix.files import read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,8 @@ def noting(folder: Path, rank: int) -> Iterator[None]:
         message = str(error).splitlines()[0] if str(error) else repr(error)
         note = Failure(rank, socket.gethostname(), message, isinstance(error, DemixError), time.time())
         # On a full disk the error itself is what matters.
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"rank-{rank}.json").write_text(json.dumps(asdict(note)))
+        with suppress(DemixError):
+            write_json(folder / f"rank-{rank}.json", asdict(note))
         raise
 
 
@@ -49,9 +48,9 @@ def first_failure(folder: Path, killed: Sequence[Failure]) -> Failure | None:
     """
     noted: dict[int, Failure] = {}
     for path in folder.glob("rank-*.json"):
-        # A rank that was ended while it wrote leaves half a note.
-        with suppress(ValueError, TypeError):
-            note = Failure(**json.loads(path.read_text()))
+        # A note that cannot be read tells nothing; the others still do.
+        with suppress(DemixError, TypeError):
+            note = Failure(**read_json(path))
             noted[note.rank] = note
     for failure in killed:
         # NCCL's watchdog aborts the ranks that wait for one that failed.

@@ -1,14 +1,13 @@
 """One expert as a model of its own, in the format that other software loads."""
 
 import json
-import shutil
 from pathlib import Path
 
 from safetensors.torch import save_file
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.files import refuse_used, replacing, write_json
+from demix.files import refuse_used, replacing
 from demix.model.checkpoint import describe, load_model, refuse_other_tokenizer
 
 
@@ -82,9 +81,11 @@ def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path, card:
     with replacing(output, directory=True) as temporary:
         contiguous = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
         save_file(contiguous, temporary / "model.safetensors", metadata={"format": "pt"})
-        write_json(temporary / "config.json", config)
-        write_json(temporary / "tokenizer_config.json", tokenizer_config)
-        shutil.copyfile(tokenizer, temporary / "tokenizer.json")
+        # Other software reads these files, so they have no seal.
+        for name, value in (("config", config), ("tokenizer_config", tokenizer_config)):
+            text = json.dumps(value, indent=2, sort_keys=True) + "\n"
+            (temporary / f"{name}.json").write_text(text, encoding="utf-8")
+        (temporary / "tokenizer.json").write_text(encoder.definition + "\n", encoding="utf-8")
         origin = {"expert": expert} | {key: description[key] for key in ("kind", "tokens", "steps")}
         said = (
             f"# {directory.resolve().name}: expert {expert}\n\n"

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from demix.config.run import read_run_config
 from demix.config.sections import Execution
 from demix.config.systems import KINDS, left_out, planned
 from demix.errors import DemixError
@@ -36,7 +37,7 @@ def model_card(run: Path, model: str) -> str:
     directory = run / "models" / model
     if not (directory / "model.json").is_file():
         raise DemixError(directory, "is not a model of the run", f"name one of {run / 'models'}")
-    config, description = read_json(run / "config.json"), read_json(directory / "model.json")
+    config, description = read_run_config(run), read_json(directory / "model.json")
     experts = [read_json(path) | {"name": path.stem} for path in (directory / "experts").glob("*.json")]
     # As in the config, and what it does not name at the end.
     order = [*training_domains(config), *novel_domains(config)]

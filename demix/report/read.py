@@ -1,6 +1,5 @@
 """Reading evaluations: which rows of `results.parquet` make which line of the paper's tables."""
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from demix.config.systems import (
     trained_without,
 )
 from demix.errors import DemixError
-from demix.files import read_json, read_parquet, read_sealed
+from demix.files import read_json, read_json_lines, read_parquet
 
 RESULT_COLUMNS = (
     *("model", "experts", "n_experts", "method", "weights", "top_k", "domain", "kind", "split", "expert"),
@@ -141,20 +140,14 @@ def _read(path: str | Path, columns: tuple[str, ...]) -> pd.DataFrame:
 
 
 def read_metrics(path: str | Path) -> Iterable[dict[str, Any]]:
-    """The lines of a metrics file as dicts; nothing if the run has no such file. Raises DemixError on a bad line."""
+    """The rows of a metrics file; nothing if the run has no such file. Raises DemixError on a row without tokens."""
     path = Path(path)
     if not path.exists():
         return
-    for number, line in enumerate(read_sealed(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise DemixError(f"{path}:{number}", f"is not JSON ({error})", "rerun the stage that makes it") from None
-        if not isinstance(value, dict) or "tokens" not in value:
-            raise DemixError(f"{path}:{number}", "is not an object with tokens", "rerun the stage that makes it")
-        yield value
+    for number, row in enumerate(read_json_lines(path), start=1):
+        if "tokens" not in row:
+            raise DemixError(f"{path}:{number}", "has no tokens", "rerun the stage that makes it")
+        yield row
 
 
 def comparable(results: pd.DataFrame, subject: object = "results") -> pd.DataFrame:

@@ -26,7 +26,7 @@ import psutil
 
 from demix.config.systems import Adaptation, Model, adaptations, folder_of, trained
 from demix.errors import DemixError
-from demix.files import check_sealed, exclusive, read_json, replacing, sha256_file
+from demix.files import check_sealed, digest, exclusive, read_json, replacing, sha256_file
 from demix.report.read import novel_domains, read_metrics, read_results, training_domains
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Record:
     def sha256(self) -> str:
         """The hash of all that the run is to hold, its artifacts' bytes included."""
         files = [(folder, path.name, sha256_file(path)) for path, folder in self.artifacts]
-        data = {domain: sha256_file(path) for domain, path in self.datasets.items()}
+        data = {domain: digest(read_json(path)) for domain, path in self.datasets.items()}
         table = None if self.table is None else self.table.to_json(orient="split", double_precision=15)
         content = json.dumps([self.key, self.kind, self.params, self.metrics, files, data, table], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
@@ -278,8 +278,9 @@ def _dataset(domain: str, card: Path) -> "DatasetInput":
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     source = json.dumps({"uri": card.parent.resolve().as_uri()})
-    profile = json.dumps(read_json(card), sort_keys=True)
-    dataset = Dataset(domain, sha256_file(card)[:32], "local", source, profile=profile)
+    counts = read_json(card)
+    profile = json.dumps(counts, sort_keys=True)
+    dataset = Dataset(domain, digest(counts)[:32], "local", source, profile=profile)
     return DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])
 
 
@@ -321,7 +322,9 @@ def _pipeline(run_dir: Path, config: dict[str, Any]) -> Record:
     files += [(path, f"cards/{path.parent.name}") for path in cards]
     artifacts = tuple(sorted((path, folder) for path, folder in files if path.is_file()))
     for path, _ in artifacts:
-        check_sealed(path)
+        # The report is for other software, and no file of it has a seal.
+        if not path.is_relative_to(report):
+            check_sealed(path)
     return Record("pipeline", "pipeline", flatten(config), artifacts=artifacts)
 
 

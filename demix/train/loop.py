@@ -18,7 +18,7 @@ from torch import Tensor
 
 from demix.config.sections import Execution, LearningRate, Optimizer
 from demix.errors import DemixError, StoppedError
-from demix.files import cannot_be_written, write_sealed, write_text
+from demix.files import cannot_be_written, write_json_lines, write_text
 from demix.model.device import compute_type
 from demix.model.gpt import GPT
 from demix.progress import progress
@@ -296,7 +296,7 @@ def _recorder(metrics: list[Row], path: Path | None) -> Callable[[Row], None]:
 
 def write_metrics(path: Path, metrics: list[Row]) -> None:
     """Write metrics rows as JSON lines with their seal."""
-    write_sealed(path, _lines(metrics))
+    write_json_lines(path, metrics)
 
 
 def _lines(metrics: list[Row]) -> str:

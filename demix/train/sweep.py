@@ -1,6 +1,5 @@
 """A model's learning rate, chosen from short trainings with several: the fastest that does not diverge."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from demix.errors import DemixError
-from demix.files import read_json, read_sealed, write_json
+from demix.files import read_json, read_json_lines, write_json
 
 # Parts of a run whose mean losses are compared, and nats a token by which its end may be above the lowest.
 PARTS, MARGIN = 10, 0.1
@@ -29,10 +28,9 @@ class Trial:
 
 def read_trial(path: Path) -> Trial:
     """The run whose metrics are in <learning rate>.jsonl, as `demix sweep` leaves them."""
-    text = read_sealed(path)
+    rows = read_json_lines(path)
     try:
         rate = float(path.stem)
-        rows = [json.loads(line) for line in text.split("\n") if line]
         stopped = [row["diverged"] for row in rows if "diverged" in row]
         losses = [row["loss"] for row in rows if "loss" in row]
     except (ValueError, TypeError) as error:

@@ -1,9 +1,11 @@
 """A file that was cut short, or one bit of which flipped, is found before it is used, whichever stage reads it."""
 
+import math
 import random
 import shutil
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +14,18 @@ import pytest
 import torch
 
 from demix.errors import DemixError
-from demix.files import read_json, read_parquet, sha256_file, write_json, write_parquet
+from demix.files import (
+    read_json,
+    read_json_lines,
+    read_parquet,
+    sha256_file,
+    write_json,
+    write_json_lines,
+    write_parquet,
+)
 from demix.train.parallel import World
 from demix.train.state import State, newest_state, save_state
-from support.breaking import Note, command, run_tiny, said
+from support.breaking import Note, command, json_value, run_tiny, said
 from support.disturbed import TINY, printed, snakemake
 
 RUN = "results/tiny"
@@ -75,6 +85,12 @@ def flip(content: bytes, chance: random.Random) -> bytes:
     return bytes(changed)
 
 
+def is_same_json(path: Path, whole: bytes) -> bool:
+    """Whether a JSON file holds the value of the bytes `whole`, seal included, whatever its own bytes are."""
+    lines = path.suffix == ".jsonl"
+    return path.suffix in (".json", ".jsonl") and json_value(path.read_bytes(), lines) == json_value(whole, lines)
+
+
 DAMAGES = {"cut short": cut, "one bit flipped": flip}
 Times = Callable[[int, int], int]
 
@@ -95,7 +111,10 @@ def test_every_artefact_is_checked_by_who_reads_it(
             line = said(arguments)
             seconds = time.monotonic() - start
             found = line is not None and name in line
-            note.add(f"{artefact}: {what}", "refused, file named" if found else f"NOT SEEN: {line}", seconds)
+            outcome = "refused, file named" if found else f"NOT SEEN: {line}"
+            if is_same_json(path, whole):
+                found, outcome = line is None, "the same JSON value, read"
+            note.add(f"{artefact}: {what}", outcome, seconds)
             if not found:
                 undetected.append((what, number, line))
     path.write_bytes(whole)
@@ -124,16 +143,52 @@ def _parquet(folder: Path) -> Path:
 
 
 def _json(folder: Path) -> Path:
-    write_json(folder / "a.json", {"architecture": {"heads": 2}, "steps": 12, "loss": 0.125, "name": "ü"})
+    write_json(folder / "a.json", {"architecture": {"heads": 2}, "steps": 12, "loss": 1.25e-9, "name": "ü"})
     return folder / "a.json"
 
 
-@pytest.mark.parametrize(("make", "read"), [(_parquet, read_parquet), (_json, read_json)], ids=["parquet", "json"])
-def test_no_bit_of_a_sealed_file_may_flip(
-    make: Callable, read: Callable, tmp_path: Path, times: Times, chance: random.Random, note: Note
+def _lines(folder: Path) -> Path:
+    write_json_lines(folder / "a.jsonl", [{"step": n, "loss": 2.5e-7 / n, "é": math.nan} for n in (1, 2, 4)])
+    return folder / "a.jsonl"
+
+
+@pytest.mark.parametrize(("make", "read"), [(_json, read_json), (_lines, read_json_lines)], ids=["json", "lines"])
+def test_a_bit_of_a_json_file_may_flip_only_where_its_value_stays(
+    make: Callable, read: Callable, tmp_path: Path, note: Note
+) -> None:
+    """Every bit, and every length."""
+    path = make(tmp_path)
+    whole = path.read_bytes()
+    before, same = repr(read(path)), []
+    for place, bit in product(range(len(whole)), range(8)):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << bit
+        path.write_bytes(changed)
+        if is_same_json(path, whole):
+            with note.timed(f"sealed {path.suffix}: any bit", "the same JSON value, read"):
+                assert repr(read(path)) == before
+            same.append(chr(whole[place]))
+        else:
+            with (
+                note.timed(f"sealed {path.suffix}: any bit", "refused, file named"),
+                pytest.raises(DemixError, match=path.name),
+            ):
+                read(path)
+    # The case of an exponent, and of the escapes of ü and é.
+    assert set(same) == ({"e"} if path.suffix == ".jsonl" else {"e", "f", "c"})
+    for length in range(len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DemixError, match=path.name):
+            read(path)
+    path.write_bytes(whole[:-1])
+    assert repr(read(path)) == before
+
+
+def test_no_bit_of_a_sealed_parquet_file_may_flip(
+    tmp_path: Path, times: Times, chance: random.Random, note: Note
 ) -> None:
     """Every byte that Parquet's page checksums leave out, too: one bit of each, and all lengths but the whole."""
-    path = make(tmp_path)
+    path, read = _parquet(tmp_path), read_parquet
     whole = path.read_bytes()
     before = read(path)
     every = len(whole) if len(whole) < 4000 else times(400, 4000)
@@ -177,9 +232,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, times: Times, chanc
     assert newest_state(tmp_path, ("news",), World()).step == 2
 
 
-def test_files_without_a_seal_are_read_as_before(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"a": 1}\n')
-    assert read_json(tmp_path / "a.json") == {"a": 1}
+def test_parquet_without_a_seal_is_read(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"tokens_sha256": ["x"]}), tmp_path / "a.parquet")

@@ -1,12 +1,14 @@
 """Fuzzing that looks for new paths through our code (atheris): bytes of any kind where files and texts come in."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from demix.files import digest
 from support.breaking import Note
 
 TARGETS = """
@@ -23,7 +25,7 @@ with atheris.instrument_imports(include=["demix"]):
     from demix.data.anonymize import anonymize, normalise
     from demix.data.sources import Source, download
     from demix.errors import DemixError
-    from demix.files import read_json, sha256_file
+    from demix.files import read_json, read_json_lines, sha256_file
     from demix.settings import settings_from
     from demix.model.checkpoint import load_verified
 
@@ -53,6 +55,11 @@ def readers(data):
 def sealed_json(data):
     (folder / "a.json").write_bytes(data)
     read_json(folder / "a.json")
+
+
+def sealed_lines(data):
+    (folder / "a.jsonl").write_bytes(data)
+    read_json_lines(folder / "a.jsonl")
 
 
 def safetensors(data):
@@ -95,7 +102,12 @@ SEEDS = {
         b'{"text": "a", "id": 1}\n', b'text,id\n"a",1\n', b"text\tid\na\t1\n", b"words\n", b'[{"text": "a"}]',
         b"\x1f\x8b\x08\0", b"\x28\xb5\x2f\xfd", b"PK\x03\x04", b"a.txt" + b"\0" * 507, b"\x1f\x8b\x08\0",
     ])],
-    "sealed_json": [b'{"a": [1, 2.5, null, "x"]}\n', b"{}" + b" \t" * 64],
+    "sealed_json": [json.dumps(value | {"seal": digest(value)}).encode() for value in (
+        {}, {"a": [1, 2.5, None, "x"]}, {"a": {"b": "ü"}},
+    )],
+    "sealed_lines": [b"".join(json.dumps(row).encode() + b"\n" for row in (
+        *rows, {"rows": len(rows), "seal": digest(rows)}
+    )) for rows in ([], [{"step": 1, "loss": 2.5}], [{"a": float("nan")}, {"b": []}])],
     "safetensors": [b'\x08\0\0\0\0\0\0\0{"a":{}}', b"\x02\0\0\0\0\0\0\0{}"],
     "settings": [b'{"kind": "files", "path": "x", "parts": 2, "where": {"a": 1}}'],
     "configs": [b"run: a\ndomains: {training: {a: {source: {kind: files, path: x}}}}\nmodel: {heads: 2}\n"],

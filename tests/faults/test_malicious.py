@@ -27,7 +27,7 @@ from demix.data.sources import Source, download
 from demix.data.tokenizer import Tokenizer, train_tokenizer
 from demix.errors import DemixError
 from demix.evaluate.score_tables import read_scores
-from demix.files import read_json, read_parquet, sha256_file
+from demix.files import read_json, read_json_lines, read_parquet, sha256_file, write_json
 from demix.model.checkpoint import load_verified
 from demix.report import write_report
 from demix.train.parallel import World
@@ -59,6 +59,7 @@ LOADERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "weights": ("shared.safetensors", lambda path: load_verified(path, sha256_file(path))),
     "parquet": ("results.parquet", read_parquet),
     "json": ("model.json", read_json),
+    "json lines": ("metrics.jsonl", read_json_lines),
     "tokenizer": ("tokenizer.json", Tokenizer.load),
     "tokens": ("d/train.arrow", TokenShard.open),
     "scores": ("x.test/tokens.parquet", lambda path: read_scores(path.parent, ["tokens"])),
@@ -86,7 +87,7 @@ def test_a_pickle_in_a_checkpoint_is_passed_over(tmp_path: Path, note: Note) -> 
     pickled(step / "shared.safetensors", mark)
     pickled(step / "metrics.jsonl", mark)
     sha256 = {path.name: sha256_file(path) for path in step.iterdir()}
-    (step / "manifest.json").write_text(json.dumps({"step": 1, "dev_loss": None, "sha256": sha256}))
+    write_json(step / "manifest.json", {"step": 1, "dev_loss": None, "sha256": sha256})
     with note.timed("a pickle as checkpoint", "passed over, nothing ran"):
         assert newest_state(tmp_path, (), World()) is None
     assert not mark.exists()

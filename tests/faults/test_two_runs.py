@@ -1,6 +1,7 @@
 """Two at once: of one run the second is refused and told who holds it; two runs do not disturb each other."""
 
 import copy
+import fcntl
 import os
 import subprocess
 import sys
@@ -10,9 +11,21 @@ import pandas as pd
 import pytest
 
 from demix.errors import DemixError
-from demix.files import exclusive, holder
+from demix.files import exclusive
 from support.breaking import Note, run_tiny
 from support.disturbed import TINY, printed, snakemake, until
+
+
+def holder(lock: Path) -> str | None:
+    """Who holds the file `lock`, as "node pid"; None if nobody does."""
+    if not lock.exists():
+        return None
+    with open(lock) as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return held.read().strip()
+    return None
 
 
 @pytest.mark.faults

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from demix.files import read_json
+from demix.files import read_json, read_json_lines
 from support.disturbed import EIGHT, ENVIRONMENT, SITE, Trained, config_with, printed, snakemake, until
 
 pytestmark = pytest.mark.slurm
@@ -75,7 +75,7 @@ def test_two_nodes_give_the_losses_of_one_process(slurm: None, prepared: Path, t
             "--cluster", json.dumps(completed(SITE) | {"launch": launch}),
         ]  # fmt: skip
         subprocess.run(command, check=True, env=ENVIRONMENT, cwd=tmp_path, capture_output=True)
-        losses[launch] = [json.loads(line)["loss"] for line in (place / "metrics.jsonl").read_text().splitlines()]
+        losses[launch] = [row["loss"] for row in read_json_lines(place / "metrics.jsonl")]
     assert len(losses["slurm"]) == 12
     assert losses["slurm"] == pytest.approx(losses["local"], rel=0, abs=1e-9)
 

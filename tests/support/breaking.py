@@ -1,5 +1,6 @@
 """How the cases of this folder run `demix` and snakemake, and note how a fault ended."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -34,6 +35,15 @@ class Note:
             self.add(fault, "FAILED", time.monotonic() - start)
             raise
         self.add(fault, outcome, time.monotonic() - start)
+
+
+def json_value(content: bytes, lines: bool = False) -> str | None:
+    """The JSON value of a file, or those of its lines, as text that tells 1 from 1.0; None where it is no JSON."""
+    try:
+        parts = [line for line in content.decode().split("\n") if line.strip()] if lines else [content.decode()]
+        return repr([json.loads(part) for part in parts])
+    except (ValueError, RecursionError):
+        return None
 
 
 def run_tiny(folder: Path, *arguments: str, config: dict = TINY) -> subprocess.Popen:

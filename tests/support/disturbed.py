@@ -14,6 +14,8 @@ from pathlib import Path
 
 import yaml
 
+from demix.files import read_json_lines
+
 REPOSITORY = Path(__file__).parents[2]
 # The commands of the environment that the tests run in, whether or not it is activated.
 ENVIRONMENT = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -93,7 +95,7 @@ class Trained:
 
     def losses(self) -> list[float]:
         path = self.folder / "results" / "tiny" / "metrics" / "demix.jsonl"
-        return [row["loss"] for row in map(json.loads, path.read_text().splitlines()) if "loss" in row]
+        return [row["loss"] for row in read_json_lines(path) if "loss" in row]
 
     def runs(self) -> list[tuple[str, str, str]]:
         """(start, end, state) of every start of every training job of this folder, in order."""

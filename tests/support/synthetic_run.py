@@ -1,7 +1,6 @@
 """A made-up `results/<run>/` whose every perplexity is known, for the tests of the report and of tracking."""
 
 import hashlib
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from demix.files import write_json, write_parquet, write_sealed
+from demix.config.run import write_run_config
+from demix.files import write_json, write_json_lines, write_parquet
 from demix.report.read import BASES
 
 TRAINING, NOVEL = ("code", "law", "news"), ("wiki", "songs")
@@ -143,7 +143,7 @@ def build_run(
          "posterior": 1 / len(training) if not block else float(expert == chosen[domain])}
         for domain, kind in kinds.items() for block in range(4) for expert in training
     ])  # fmt: skip
-    write_json(path / "config.json", config)
+    write_run_config(path / "config.json", config)
     write_parquet(pa.Table.from_pandas(differences, preserve_index=False), path / "differences.parquet")
     write_parquet(pa.Table.from_pandas(posteriors, preserve_index=False), path / "posteriors.parquet")
     write_parquet(pa.Table.from_pandas(results, preserve_index=False), path / "results.parquet")
@@ -245,7 +245,7 @@ def _write_metrics(
                 "step": step, "tokens": 8192 * step, "loss": loss, **{f"loss/{name}": loss for name in training},
                 "learning_rate": 0.001, "gradient_norm": 1.0, "tokens_per_second": 11000.0,
             })  # fmt: skip
-        _write_lines(folder / f"{model}.jsonl", lines)
+        write_json_lines(folder / f"{model}.jsonl", lines)
     for name in novel:
         for kind, start, forgets in (("demix", 5.3, 0.0), ("dense", 5.4, 0.25)):
             lines = []
@@ -258,11 +258,7 @@ def _write_metrics(
                 lines.append({"step": 10 * point, "tokens": 10240 * point, **old, f"dev_loss/{name}": own})
                 if point:
                     lines.append({"step": 10 * point, "tokens": 10240 * point, "loss": own, "learning_rate": 0.0001})
-            _write_lines(folder / f"{kind}-dapt-{name}.jsonl", lines)
-
-
-def _write_lines(path: Path, lines: list[dict]) -> None:
-    write_sealed(path, "".join(json.dumps(line) + "\n" for line in lines))
+            write_json_lines(folder / f"{kind}-dapt-{name}.jsonl", lines)
 
 
 def _write_cards(path: Path, training: tuple[str, ...], novel: tuple[str, ...], retrained: tuple[str, ...]) -> None:

@@ -16,6 +16,7 @@ from demix.data.anonymize import CATEGORIES, anonymize, anonymize_documents, ano
 from demix.data.sources import SCHEMA, Source, download
 from demix.data.text import count_words
 from demix.errors import DemixError
+from demix.files import read_json
 
 HERE = Path(__file__).parent
 SHARED = HERE.parents[2] / "shared" / "pii" / "labelled.jsonl"
@@ -241,7 +242,7 @@ def test_documents(tmp_path):
     assert [row["n_words"] for row in rows] == [4, 2]
     assert [row["id"] for row in rows] == [hashlib.sha256(row["text"].encode()).hexdigest() for row in rows]
     assert json.loads(rows[0]["metadata"]) == {"by": "<USER>", "n": {"card": "<CREDIT_CARD_NUMBER>", "y": [2003]}}
-    assert json.loads((tmp_path / "counts.json").read_text()) == {
+    assert read_json(tmp_path / "counts.json") == {
         "documents": 3,
         "words": 6,
         "normalised": {"line_ends": 1, "nul": 1, "surrogates": 2, "invalid_bytes": 0},
@@ -275,7 +276,7 @@ def test_documents_not_to_be_anonymized_are_still_normalised(tmp_path):
     _raw(tmp_path / "raw.parquet", ROWS)
     anonymize_documents(tmp_path / "raw.parquet", tmp_path / "out.parquet", tmp_path / "counts.json", enabled=False)
     assert pq.read_table(tmp_path / "out.parquet")["text"][0].as_py() == "Write to ann@x.example\nnow."
-    assert set(json.loads((tmp_path / "counts.json").read_text())["replacements"].values()) == {0}
+    assert set(read_json(tmp_path / "counts.json")["replacements"].values()) == {0}
 
 
 def _together(texts):
@@ -360,6 +361,6 @@ def test_documents_by_the_released_rules(tmp_path):
     _raw(tmp_path / "raw.parquet", ROWS)
     anonymize_documents(tmp_path / "raw.parquet", tmp_path / "out.parquet", tmp_path / "counts.json", rules="released")
     assert pq.read_table(tmp_path / "out.parquet")["text"][0].as_py() == "Write to <|EMAIL|>\nnow."
-    assert json.loads((tmp_path / "counts.json").read_text())["replacements"]["EMAIL"] == 1
+    assert read_json(tmp_path / "counts.json")["replacements"]["EMAIL"] == 1
     with pytest.raises(DemixError, match="rules 'other': are not known"):
         anonymize_documents(tmp_path / "raw.parquet", tmp_path / "x", tmp_path / "y", rules="other")

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 import yaml
 
+from demix.config.run import read_run_config, write_run_config
 from demix.errors import DemixError
 from demix.files import read_json, write_json, write_parquet
 from demix.report.card import model_card
@@ -32,14 +33,14 @@ def run(tmp_path: Path) -> Path:
     # The others of the made-up run are no whole models.
     shutil.rmtree(run.path / "models", ignore_errors=True)
     trained(run.path / "models" / "demix")
-    config = read_json(run.path / "config.json")
+    config = read_run_config(run.path)
     config["domains"]["training"]["law"] |= {"licence": EVIL, "anonymize": True}
     counts = {"words": {"train": 12345, "dev": 678, "test": 901}, "replacements": {"EMAIL": 4321, "USER": 0}}
     counts["leakage"] = {"ngrams": {"length": 13, "test": 0.125}}
     config["domains"]["training"]["news"]["anonymize"] = False
     for domain in ("code", "law", "news"):
         write_json(run.path / "corpus" / domain / "card.json", counts)
-    write_json(run.path / "config.json", config)
+    write_run_config(run.path / "config.json", config)
     return run.path
 
 

@@ -15,6 +15,7 @@ from demix.data.anonymize import SCHEMA
 from demix.data.corpus import SPLITS, Budget, count_shared, mark_duplicates, split
 from demix.data.leakage import grams_of
 from demix.errors import DemixError
+from demix.files import read_json, write_json
 
 REPLACED = {"EMAIL": 3}
 NORMALISED = {"nul": 1}
@@ -32,7 +33,7 @@ def _clean(folder, domain, texts, empty=0, metadata=None):
     columns.append(metadata or ["{}"] * len(texts))
     pq.write_table(pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA), path)
     counts = {"documents": len(texts) + empty, "rejected": {"empty": empty}, "replacements": REPLACED}
-    path.with_suffix(".json").write_text(json.dumps({**counts, "normalised": NORMALISED}))
+    write_json(path.with_suffix(".json"), {**counts, "normalised": NORMALISED})
     return path
 
 
@@ -53,7 +54,7 @@ def _split(folder, domain, training=True, budget=None, seed=1, documents=None, n
         metadata,
     )
     rows = {name: pq.read_table(output / f"{name}.parquet").to_pylist() for name in SPLITS}
-    return rows, json.loads((output / "card.json").read_text())
+    return rows, read_json(output / "card.json")
 
 
 def _owners(folder, **texts):
@@ -310,7 +311,7 @@ def test_novel_domains_are_compared_with_one_another(tmp_path):
         name: [_clean(tmp_path, name, texts)] for name, texts in {"x": TEXT, "y": TEXT[:3] * 2, "z": ["q"]}.items()
     }
     count_shared(paths, tmp_path / "shared.json")
-    assert json.loads((tmp_path / "shared.json").read_text()) == {"x": {"y": 3}}
+    assert read_json(tmp_path / "shared.json") == {"shared": {"x": {"y": 3}}}
 
 
 def test_a_text_in_train_and_test_is_a_bug_that_is_told(tmp_path):

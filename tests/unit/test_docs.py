@@ -19,11 +19,12 @@ from typer.main import get_command
 
 from demix.commands.main import app
 from demix.config.check import load_config
+from demix.config.run import read_run_config, write_run_config
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.domain import Evaluation
 from demix.evaluate.memorization import Audit
 from demix.evaluate.score import Scoring, score
-from demix.files import read_json, write_parquet
+from demix.files import write_parquet
 from demix.model.checkpoint import expert_names
 from demix.settings import settings_from
 from demix.train.adapt import Adaptation
@@ -76,8 +77,8 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).symlink_to(REPOSITORY / name)
     run = folder / "results" / "sample"
     build_run(run, training=TRAINING, novel=NOVEL, retrained=("licenses", "scripture"))
-    config = read_json(run / "config.json") | {"tracking": {"uri": "sqlite:///results/mlflow.db"}}
-    (run / "config.json").write_text(json.dumps(config))
+    config = read_run_config(run) | {"tracking": {"uri": "sqlite:///results/mlflow.db"}}
+    write_run_config(run / "config.json", config)
     shutil.copy(tokens / "tokenizer.json", run)
     encoder = Tokenizer.load(run / "tokenizer.json")
     shutil.rmtree(run / "models" / "demix")

@@ -22,6 +22,7 @@ from demix.config.placement import place, place_experts
 from demix.config.systems import KINDS
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
+from demix.files import read_json_lines
 from demix.train.batches import balanced_batches, mixed_batches
 from demix.train.parallel import synced_bytes
 from demix.train.stage import Training, train_model
@@ -100,7 +101,7 @@ def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(metrics: Path) -> list[dict]:
-    return [json.loads(line) for line in metrics.read_text().splitlines()]
+    return read_json_lines(metrics)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

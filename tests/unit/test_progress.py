@@ -6,12 +6,15 @@ import pty
 import re
 import subprocess
 import sys
+import time
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from snakemake_interface_logger_plugins.common import LogEvent
 
+import snakemake_logger_plugin_demix as logger
 from demix import progress as module
 from demix.progress import followed, progress
 from support.tokens import SAMPLE
@@ -112,3 +115,54 @@ def test_a_stage_by_hand_shows_how_far_it_is(tmp_path: Path) -> None:
     left = screen(sent)
     assert len(left) == 1, left
     assert re.fullmatch(r"fortunes: took (\d+) of \1 documents", left[0])
+
+
+def benchmark(path: Path, *seconds: float, age: float = 0.0) -> None:
+    """A benchmark file as snakemake writes it, last changed `age` seconds ago."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = "".join(f"{number}\t0:00:01\t390.67\n" for number in seconds)
+    path.write_text(f"s\th:m:s\tmax_rss\n{rows}")
+    os.utime(path, (time.time() - age,) * 2)
+
+
+def test_the_weights_are_the_seconds_of_the_last_run(tmp_path: Path) -> None:
+    rules = ["train_demix", "train_dense", "adapt", "adapt_dense", "score_demix", "report", "tokenizer"]
+    assert logger.costs(rules, tmp_path) == {
+        "train_demix": 150.0, "train_dense": 150.0, "adapt": 12.0, "adapt_dense": 12.0, "score_demix": 9.0,
+        "report": 5.0, "tokenizer": 1.0,
+    }  # fmt: skip
+    last, before = tmp_path / "last" / "benchmarks", tmp_path / "before" / "benchmarks"
+    benchmark(before / "train" / "demix.tsv", 999.0, age=100)
+    benchmark(before / "report.tsv", 999.0, age=300)
+    benchmark(last / "train" / "demix.tsv", 400.0, age=200)
+    benchmark(last / "train" / "dense.tsv", 200.0)
+    benchmark(last / "train" / "dense-seed2.tsv", 100.0)
+    benchmark(last / "adapt" / "wiki.tsv", 10.0, 20.0)
+    benchmark(last / "adapt-dense" / "wiki.tsv", 30.0)
+    benchmark(last / "score" / "demix" / "wiki.tsv", 7.0)
+    benchmark(last / "tokenizer.tsv")
+    (last / "report.tsv").write_text("h:m:s\n1\n")
+    found = logger.costs(rules, tmp_path)
+    measured = {"train_demix": 400.0, "train_dense": 150.0, "adapt": 15.0, "adapt_dense": 30.0, "score_demix": 7.0}
+    assert {rule: found[rule] for rule in measured} == measured
+    # What did not run is scaled by what the others took in all.
+    scale = sum(measured.values()) / (150 + 150 + 12 + 12 + 9)
+    assert {rule: found[rule] for rule in ("report", "tokenizer")} == pytest.approx(
+        {"report": 5 * scale, "tokenizer": scale}
+    )
+
+
+def test_the_display_counts_with_these_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    benchmark(tmp_path / "results" / "a" / "benchmarks" / "report.tsv", 30.0)
+    benchmark(tmp_path / "results" / "a" / "benchmarks" / "card.tsv", 10.0)
+    handler = logger.LogHandler(SimpleNamespace(dryrun=False), None)
+    monkeypatch.setattr(handler, "_start", lambda: None)
+
+    def emit(event: LogEvent, **values: object) -> None:
+        handler.emit(logging.makeLogRecord({"event": event} | values))
+
+    emit(LogEvent.RUN_INFO, stats={"report": 1, "card": 1, "total": 2})
+    emit(LogEvent.JOB_INFO, rule_name="report", jobid=1, wildcards={}, log=[])
+    emit(LogEvent.JOB_FINISHED, job_id=1)
+    assert handler._summary().startswith(" 75% done, 1 of 2 jobs")

@@ -17,6 +17,7 @@ from demix.data import shards
 from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.tokenizer import Tokenizer, _byte_of_character, _write, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
+from demix.files import digest, read_json, write_json
 from demix.files.batches import BATCH_ROWS
 
 TEXTS = ["one two", "", "<|endoftext|> is text", "漢字 and\nmore"]
@@ -77,14 +78,14 @@ def test_files(tmp_path, tokenizer):
         assert reader.schema.field("token").type == pa.uint16()
         columns.append(reader.get_batch(0)["token"].to_numpy())
         assert reader.schema.metadata == {
-            b"sha256": json.loads((tmp_path / "dev.json").read_text())["sha256"].encode(),
-            b"tokenizer_sha256": hashlib.sha256(tokenizer.read_bytes()).hexdigest().encode(),
+            b"sha256": read_json(tmp_path / "dev.json")["sha256"].encode(),
+            b"tokenizer_sha256": digest(read_json(tokenizer)).encode(),
             b"vocab_size": b"50257",
             b"documents": b"4",
             b"part": str(number).encode(),
         }
     assert len(columns[0]) == 12
-    assert json.loads((tmp_path / "dev.json").read_text()) == {
+    assert read_json(tmp_path / "dev.json") == {
         "tokens": 12 + len(columns[1]),
         "documents": 4,
         "bytes": sum(len(text.encode()) for text in TEXTS),
@@ -94,7 +95,7 @@ def test_files(tmp_path, tokenizer):
             for name, column in zip(names, columns, strict=True)
         ],
         "documents_sha256": hashlib.sha256((tmp_path / "dev.documents.arrow").read_bytes()).hexdigest(),
-        "tokenizer_sha256": hashlib.sha256(tokenizer.read_bytes()).hexdigest(),
+        "tokenizer_sha256": digest(read_json(tokenizer)),
         "vocab_size": 50257,
     }
     assert {file.name for file in tmp_path.iterdir()} == {*names, "dev.documents.arrow", "dev.json", "dev.parquet"}
@@ -243,14 +244,14 @@ def test_files_of_different_runs_are_not_mixed(tmp_path, tokenizer, name):
 def test_a_manifest_must_be_whole(tmp_path, tokenizer):
     path = _tokenized(tmp_path, tokenizer, ["one two three"] * 6, file_tokens=9)
     manifest = tmp_path / "dev.json"
-    whole = json.loads(manifest.read_text())
+    whole = read_json(manifest)
     for files in ([], whole["files"][:-1], whole["files"][::-1], [{"name": "dev.arrow"}]):
-        manifest.write_text(json.dumps(whole | {"files": files}))
+        write_json(manifest, whole | {"files": files})
         with pytest.raises(DemixError, match=r"dev\.json: is no manifest of tokens"):
             TokenShard.open(path)
     # A file of more rows than the manifest says.
     short = [entry | {"tokens": 7} for entry in whole["files"]]
-    manifest.write_text(json.dumps(whole | {"files": short, "tokens": 7 * len(short)}))
+    write_json(manifest, whole | {"files": short, "tokens": 7 * len(short)})
     with pytest.raises(DemixError, match=r"dev\.arrow: is not the file of 7 rows in dev\.json"):
         TokenShard.open(path)
     manifest.unlink()
@@ -283,7 +284,7 @@ def test_ids_that_differ_from_tiktoken_are_encoded_by_it(tmp_path, tokenizer, ca
     encoder = Tokenizer.load(tokenizer)
     # A gigatoken of another vocabulary stands for one that knows other characters.
     train_tokenizer([_documents(tmp_path / "t.parquet", ["some other text " * 9])], 260, tmp_path / "other.json")
-    wrong = replace(encoder, definition=(tmp_path / "other.json").read_bytes())
+    wrong = replace(encoder, definition=Tokenizer.load(tmp_path / "other.json").definition)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tokenizer, "load", staticmethod(lambda path: wrong))
         path = _tokenized(tmp_path, tokenizer)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from demix.errors import DemixError
-from demix.files import read_json, write_sealed
+from demix.files import read_json, read_json_lines, write_json, write_json_lines
 from demix.train.loop import DivergedError
 from demix.train.stage import Training, train_model
 from demix.train.sweep import MARGIN, Trial, choose_rate, chosen_rate, judge, read_trial
@@ -28,7 +28,7 @@ FALLING = np.linspace(9.0, 4.0, 40)
 
 def write(path: Path, losses: object, **last: object) -> Path:
     rows = [{"step": step + 1, "tokens": 100 * step, "loss": float(loss)} for step, loss in enumerate(losses)]
-    write_sealed(path, "".join(json.dumps(row) + "\n" for row in [*rows, *([last] if last else [])]))
+    write_json_lines(path, [*rows, *([last] if last else [])])
     return path
 
 
@@ -100,7 +100,7 @@ def test_what_is_no_sweep_is_refused(tmp_path: Path) -> None:
         read_trial(write(tmp_path / "0.1.jsonl", []))
     with pytest.raises(DemixError, match="is no metrics file of a sweep"):
         read_trial(write(tmp_path / "demix.jsonl", FALLING))
-    (tmp_path / "none.json").write_text("{}")
+    write_json(tmp_path / "none.json", {})
     with pytest.raises(DemixError, match="names no learning rate"):
         chosen_rate(tmp_path / "none.json")
 
@@ -121,7 +121,7 @@ def test_a_sweeps_run_keeps_metrics_alone_and_divergence_is_no_error_there(token
     assert not list(tmp_path.rglob("*.safetensors"))
     # The same as what a training with that rate sees.
     train_model("demix", TRAIN, shards(tokens), tmp_path / "model", tmp_path / "0.003.whole", tmp_path / "checkpoints")
-    rows = [[json.loads(line)["loss"] for line in (tmp_path / name).open()] for name in ("0.003.jsonl", "0.003.whole")]
+    rows = [[row["loss"] for row in read_json_lines(tmp_path / name)] for name in ("0.003.jsonl", "0.003.whole")]
     assert rows[0] == rows[1]
     with pytest.raises(DivergedError, match=r"step \d+: the .* is not finite; lower the learning rate"):
         train_model(

@@ -1,4 +1,3 @@
-import json
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from demix.data.sources import Source, download
 from demix.data.tokenizer import END_OF_TEXT, Tokenizer, _texts, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
+from demix.files import read_json, write_json
 
 SAMPLE = Path(__file__).parents[2] / "resources" / "sample"
 ODD = [*" \n\t'\u00a0\u2003\u2028\x1c\x85aZ9é漢😀", "'ll", "  ", END_OF_TEXT]
@@ -43,7 +43,7 @@ def test_sizes(path):
     tokenizer = Tokenizer.load(path)
     assert tokenizer.vocab_size in (2000, 50257)
     assert tokenizer.end_of_text == tokenizer.vocab_size - 1
-    known = HuggingFaceTokenizer.from_file(str(path))
+    known = HuggingFaceTokenizer.from_str(Tokenizer.load(path).definition)
     assert known.get_vocab_size() == tokenizer.vocab_size
     assert known.token_to_id(END_OF_TEXT) == tokenizer.end_of_text
 
@@ -57,7 +57,7 @@ def test_gpt2_ids_are_the_published_ones(tmp_path):
 
 
 def test_any_text_comes_back_and_hugging_face_agrees(path):
-    ours, theirs = Tokenizer.load(path), HuggingFaceTokenizer.from_file(str(path))
+    ours, theirs = Tokenizer.load(path), HuggingFaceTokenizer.from_str(Tokenizer.load(path).definition)
 
     @settings(max_examples=200, deadline=None)
     @given(ANY_TEXT)
@@ -71,7 +71,7 @@ def test_any_text_comes_back_and_hugging_face_agrees(path):
 
 
 def test_real_text_gets_the_ids_of_hugging_face(path, texts):
-    ours, theirs = Tokenizer.load(path), HuggingFaceTokenizer.from_file(str(path))
+    ours, theirs = Tokenizer.load(path), HuggingFaceTokenizer.from_str(Tokenizer.load(path).definition)
     some = [text for file in texts for text in pq.read_table(file)["text"].to_pylist()[:60]]
     ids, edges = ours.encode_batch(some)
     for start, end, expected in zip(edges, edges[1:], theirs.encode_batch(some), strict=False):
@@ -155,9 +155,9 @@ def test_the_smallest_vocabulary_is_bytes(tmp_path):
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_refused(path, tmp_path, damage):
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_json(path)
     damage(content)
-    (tmp_path / "t.json").write_text(json.dumps(content))
+    write_json(tmp_path / "t.json", content)
     with pytest.raises(DemixError, match=r"t\.json: is no tokenizer"):
         Tokenizer.load(tmp_path / "t.json")
 

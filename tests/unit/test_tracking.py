@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from demix.errors import DemixError
-from demix.files import exclusive, read_json, write_json, write_sealed
+from demix.files import exclusive, read_json, read_json_lines, write_json, write_json_lines
 from demix.report import write_report
 from demix.track.store import NETWORK_FILE_SYSTEMS, file_system, flatten, track
 from support.synthetic_run import NOVEL, TRAINING, Run, build_run
@@ -86,7 +86,7 @@ def test_all_is_there_and_a_second_time_changes_nothing(
     assert f"mlflow=={version('mlflow')}\n" in (artifacts / "environment.txt").read_text()
 
     training = before["training/demix"]
-    lines = [json.loads(line) for line in (run.path / "metrics" / "demix.jsonl").read_text().splitlines()]
+    lines = read_json_lines(run.path / "metrics" / "demix.jsonl")
     assert history(uri, training.info.run_id, "loss/law") == [(line["step"], line["loss/law"]) for line in lines]
     assert training.data.params["model.architecture.width"] == "128"
     assert training.data.params["model.uri"] == (run.path / "models" / "demix").resolve().as_uri()
@@ -120,7 +120,7 @@ def test_a_change_replaces_and_a_missing_file_deletes(uri: str, tmp_path: Path) 
     track(run.path, run.config, uri, "changing")
     before = stored(uri, "changing")
     metrics = run.path / "metrics" / "dense.jsonl"
-    write_sealed(metrics, "".join(line + "\n" for line in metrics.read_text().splitlines()[:3]))
+    write_json_lines(metrics, read_json_lines(metrics)[:3])
     (run.path / "metrics" / "without-law.jsonl").unlink()
     summary = track(run.path, run.config, uri, "changing")
     assert f"0 new, 1 replaced, {RUNS - 2} unchanged, 1 deleted" in summary

@@ -1,6 +1,10 @@
 """What `make ui` starts: MLflow's pages in a real browser, and what it refuses."""
 
+<<<<<<< HEAD
 import json
+=======
+import os
+>>>>>>> seals
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +17,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support import expected_conditions
 from selenium.webdriver.support.ui import WebDriverWait
 
+from demix.files import read_json_lines
 from demix.track.store import track
 from demix.track.ui import MOST_BYTES
 from support.mlflow_ui import PATIENCE, Served, first_line, serving, status
@@ -78,7 +83,7 @@ def test_a_run_is_found_and_its_curves_are_those_of_the_metrics_file(
 ) -> None:
     browser.set_window_size(1600, 1200)
     open_run(browser, served, "training/demix", "model-metrics")
-    lines = [json.loads(line) for line in (served.run.path / "metrics" / "demix.jsonl").read_text().split("\n") if line]
+    lines = read_json_lines(served.run.path / "metrics" / "demix.jsonl")
     wanted = {f"training/demix (loss/{name})": [line[f"loss/{name}"] for line in lines] for name in TRAINING}
 
     def drawn(_: webdriver.Chrome) -> bool:

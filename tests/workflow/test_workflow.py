@@ -15,8 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+<<<<<<< HEAD
 from demix.files import read_json, sha256_file
 from support.documented import assert_documented
+=======
+from demix.files import check_sealed, read_json, sha256_file
+>>>>>>> seals
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())
@@ -374,6 +378,15 @@ def test_raw_text_is_gone_and_no_artefact_is_a_pickle(finished: Path) -> None:
     allowed = {".parquet", ".json", ".jsonl", ".arrow", ".safetensors", ".html", ".md", ".tex", ".svg", ".png"}
     # Locks are empty or name who holds them; .txt are packages and logs in MLflow's folder.
     assert suffixes <= allowed | {".log", ".tsv", ".db", ".txt", ".lock", ""}
+
+
+def test_every_json_file_has_its_seal(finished: Path) -> None:
+    run = finished / "results" / "tiny"
+    # The report is for other software.
+    files = [path for path in run.rglob("*.json*") if path.relative_to(run).parts[0] not in ("report", "mlartifacts")]
+    assert {path.suffix for path in files} == {".json", ".jsonl"}
+    for path in files:
+        check_sealed(path)
 
 
 def test_every_file_is_documented(finished: Path) -> None:

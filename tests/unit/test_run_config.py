@@ -1,0 +1,106 @@
+"""A run's config.json: it has the version of the run's files, and a run of another version is refused."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from synthetic_run import build_run
+
+from demix.config.check import complete
+from demix.config.run import FORMAT, read_run_config, write_run_config
+from demix.errors import DemixError
+from demix.files import read_json, write_json
+
+REPOSITORY = Path(__file__).parents[2]
+TINY = REPOSITORY / "tests" / "workflow" / "tiny.yaml"
+# As older versions wrote it: no version, and a seal of blanks.
+OLD = '\t{\n  "run": "old",\n  "seed": 1\n}' + " \t" * 64 + "\n"
+
+
+def said(*arguments: object) -> str:
+    """The last line of a `demix` command that ends with an error."""
+    line = [sys.executable, "-m", "demix", *map(str, arguments)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def test_it_keeps_the_order_of_the_domains_and_has_a_version(tmp_path: Path) -> None:
+    config = {"run": "a", "domains": {"training": {"news": {}, "law": {}}}}
+    write_run_config(tmp_path / "config.json", config)
+    assert list(json.loads((tmp_path / "config.json").read_text())) == ["format", "run", "domains", "seal"]
+    assert read_json(tmp_path / "config.json")["format"] == FORMAT
+    assert json.dumps(read_run_config(tmp_path)) == json.dumps(config)
+
+
+def test_it_is_a_config_to_run_again(tmp_path: Path) -> None:
+    config = complete(yaml.safe_load(TINY.read_text()))
+    write_run_config(tmp_path / "config.json", config)
+    again = complete(json.loads((tmp_path / "config.json").read_text()))
+    assert again == config
+    assert {"format", "seal"}.isdisjoint(again)
+
+
+@pytest.mark.parametrize("found", [None, 1, FORMAT + 1, "2", True])
+def test_another_version_is_refused_in_one_line(tmp_path: Path, found: object) -> None:
+    write_json(tmp_path / "config.json", {"run": "a"} | ({} if found is None else {"format": found}))
+    told = "none" if found is None else repr(found)
+    with pytest.raises(DemixError) as error:
+        read_run_config(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path}/config.json: is of a run of another version of demix (format {told}, not {FORMAT}); "
+        f"delete or rename {tmp_path}, then run the workflow again"
+    )
+
+
+def test_the_version_is_sealed_too(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {"run": "a", "format": FORMAT - 1})
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace(f'"format": {FORMAT - 1}', f'"format": {FORMAT}'))
+    with pytest.raises(DemixError, match="values changed"):
+        read_run_config(tmp_path)
+
+
+def test_every_command_that_reads_a_run_refuses_another_version(tmp_path: Path) -> None:
+    run = build_run(tmp_path / "run", steps=2).path
+    (run / "config.json").write_text(OLD)
+    experts = run / "models" / "demix" / "experts"
+    tracking = '{"uri": "sqlite:///mlflow.db", "experiment": "a"}'
+    commands = {
+        "report": (run, "--output", tmp_path / "report"),
+        "card": (run, "--output", tmp_path / "cards"),
+        "track": (run, "--settings", tracking, "--output", tmp_path / "tracked.json"),
+        "summary": (run,),
+        "export": (run / "models" / "demix", "--expert", "law", "--tokenizer", experts, "--output", tmp_path / "hf"),
+    }
+    for command, arguments in commands.items():
+        assert f"{run}/config.json: is of a run of another version of demix" in said(command, *arguments), command
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "nothing was written"
+
+
+def test_the_workflow_refuses_to_go_on_with_a_run_of_another_version(tmp_path: Path) -> None:
+    place = tmp_path / "results" / "tiny"
+    place.mkdir(parents=True)
+    (place / "config.json").write_text(OLD)
+    (tmp_path / "resources").symlink_to(REPOSITORY / "resources")
+    shutil.copy(TINY, tmp_path / "config.yaml")
+    command = [
+        Path(sys.executable).parent / "snakemake", "-n", "--snakefile", REPOSITORY / "workflow" / "Snakefile",
+        "--configfile", "config.yaml", "--workflow-profile", REPOSITORY / "profiles" / "default",
+    ]  # fmt: skip
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    more = {"cwd": tmp_path, "env": os.environ | {"PATH": path}, "capture_output": True, "text": True}
+    done = subprocess.run(command, check=False, **more)
+    assert done.returncode == 1
+    assert (
+        f"results/tiny/config.json: is of a run of another version of demix (format none, not {FORMAT}); "
+        "delete or rename results/tiny, then run the workflow again"
+    ) in done.stdout + done.stderr
+    place.rename(tmp_path / "results" / "old")
+    done = subprocess.run(command, check=False, **more)
+    assert done.returncode == 0, done.stdout + done.stderr
