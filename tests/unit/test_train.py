@@ -33,12 +33,17 @@ def test_every_block_is_seen_once_an_epoch_and_the_order_depends_on_step_alone(t
     for d, shard in enumerate(shards):
         cut, targets, mask = blocks(shard, length)
         whole = Counter(tuple(row) for row in np.concatenate([cut, targets], 1)[mask.all(1)].tolist())
-        steps = sum(whole.values()) // sequences + 2
+        count = sum(whole.values())
         seen: list[tuple[int, ...]] = []
-        for step in range(steps):
+        for step in range(2 * count // sequences + 1):
             batch = batches.draw(step)
             seen += map(tuple, torch.cat([batch.inputs[d], batch.targets[d]], 1).tolist())
-        assert Counter(seen[: sum(whole.values())]) == whole  # an epoch is a permutation of the full blocks
+        # An epoch is a permutation of the full blocks, and the next one is another.
+        first, second = seen[:count], seen[count : 2 * count]
+        assert Counter(first) == Counter(second) == whole
+        in_text = [tuple(row) for row in np.concatenate([cut, targets], 1)[mask.all(1)].tolist()]
+        assert first != second
+        assert in_text not in (first, second)
     again = balanced_batches(shards, TRAINING, sequences, length, seed=5)
     assert torch.equal(again.draw(17).inputs, batches.draw(17).inputs)
     assert torch.equal(again.draw(3).inputs, batches.draw(3).inputs)
