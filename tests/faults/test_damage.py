@@ -15,7 +15,8 @@ from demix.errors import DemixError
 from demix.files import read_json, read_parquet, sha256_file, write_json, write_parquet
 from demix.train.parallel import World
 from demix.train.state import State, newest_state, save_state
-from support.breaking import Note, command, run_tiny, said
+from support.breaking import Note, command, run_tiny
+from support.cli import said
 from support.disturbed import TINY, printed, snakemake
 
 RUN = "results/tiny"
