@@ -20,7 +20,7 @@ from demix.model.scoring import log_probabilities
 from demix.train.adapt import adapt_dense, adapt_expert
 from demix.train.stage import train_model
 from support.tokens import NOVEL, TRAINING
-from support.training import ADAPT, TRAIN, shard_paths, train_until_killed
+from support.training import ADAPT, TRAIN, shard_paths, train_here, train_until_killed
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_a_killed_adaptation_resumes_to_the_bit(tokens: Path, trained: Path, tmp
         places = {"output": "model", "metrics": "metrics.jsonl", "checkpoints": "checkpoints"}
         return command + [word for key, name in places.items() for word in (f"--{key}", str(folder / name))]
 
-    subprocess.run(into(tmp_path / "whole"), check=True, capture_output=True)
+    train_here(into(tmp_path / "whole"))
     train_until_killed(into(tmp_path / "killed"), tmp_path / "killed")
     log = subprocess.run(into(tmp_path / "killed"), check=True, capture_output=True, text=True).stderr
     assert "resuming at step" in log
