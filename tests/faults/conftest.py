@@ -11,6 +11,7 @@ import pytest
 
 from support.breaking import Note, run_tiny
 from support.disturbed import printed
+from support.once import once
 
 PRINTED: list[dict] = []
 
@@ -74,15 +75,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.line(f"written to {path}")
 
 
+def make_finished(folder: Path) -> None:
+    assert run_tiny(folder).wait() == 0, printed(folder)
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an undisturbed run of the tiny config; not to be written to."""
     # One that is there already, for who works on a single case.
     if "DEMIX_FINISHED" in os.environ:
         return Path(os.environ["DEMIX_FINISHED"])
-    folder = tmp_path_factory.mktemp("finished")
-    assert run_tiny(folder).wait() == 0, printed(folder)
-    return folder
+    return once(tmp_path_factory, "finished", make_finished)
 
 
 @pytest.fixture

@@ -25,7 +25,8 @@ from demix.files import (
 )
 from demix.train.parallel import World
 from demix.train.state import State, newest_state, save_state
-from support.breaking import Note, command, json_value, run_tiny, said
+from support.breaking import Note, command, json_value, run_tiny
+from support.cli import said
 from support.disturbed import TINY, printed, snakemake
 
 RUN = "results/tiny"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from demix.files import sha256_file
-from support.breaking import Note, command, commands, demix, said, told
+from support.breaking import Note, command, commands, demix, told
+from support.cli import said
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs takes root")
 RUN = "results/tiny"

@@ -15,7 +15,8 @@ import pytest
 from demix.errors import DemixError
 from demix.files import sha256_file
 from demix.track.store import track
-from support.breaking import Note, command, run_tiny, said
+from support.breaking import Note, command, run_tiny
+from support.cli import said
 from support.disturbed import TINY, printed, until
 from support.synthetic_run import build_run
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from support.disturbed import REPOSITORY, TINY, Trained, printed, snakemake
+from support.disturbed import Trained, printed
+from support.once import once, run_with_progress
 
 HERE = Path(__file__).parent
 PLACE = "/var/tmp/demix-slurm"
@@ -36,12 +37,8 @@ def slurm() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished local run of the tiny config."""
-    folder = tmp_path_factory.mktemp("prepared")
-    (folder / "resources").symlink_to(REPOSITORY / "resources")
-    done = snakemake(folder, TINY, profile="default")
-    assert done.wait() == 0, printed(folder)
-    return folder
+    """A folder with a finished local run of the tiny config; not to be written to."""
+    return once(tmp_path_factory, "tiny", run_with_progress)
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
-from demix.commands import main as cli
 from support.disturbed import REPOSITORY, TINY, printed, snakemake
 
 
@@ -74,16 +72,6 @@ def command(folder: Path, begin: str, *containing: str) -> list[str]:
     ]
     assert len(found) == 1, (begin, containing, [" ".join(words)[:120] for words in found])
     return found[0]
-
-
-def said(arguments: list[str]) -> str | None:
-    """Do what `demix` with these arguments does, in this process; returns the error's line, None without one."""
-    try:
-        with patch.object(sys, "argv", ["demix", *arguments]):
-            cli.main()
-    except SystemExit as ended:
-        return None if ended.code in (0, None) else str(ended.code)
-    return None
 
 
 def demix(*arguments: object, before: tuple[str, ...] = (), **more: object) -> subprocess.CompletedProcess:

@@ -12,6 +12,7 @@ from pathlib import Path
 from demix.data.shards import TokenShard
 from demix.train.adapt import Adaptation
 from demix.train.stage import Training
+from support.cli import said
 from support.tokens import TRAINING
 
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32}
@@ -40,6 +41,11 @@ def train_command(kind: str, tokens: Path, folder: Path, settings: Training = TR
         "--settings", json.dumps(dataclasses.asdict(settings)), "--output", str(folder / "model"),
         "--metrics", str(folder / "metrics.jsonl"), "--checkpoints", str(folder / "checkpoints"),
     ]  # fmt: skip
+
+
+def train_here(command: list[str]) -> None:
+    """Do in this process what a command of `train_command` does."""
+    assert said(command[3:]) is None
 
 
 def train_until_killed(command: list[str], folder: Path, checkpoints: int = 1) -> None:

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 from selenium import webdriver
 
+from support.once import once
 from support.tokens import write_tokens
 
 
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with tokenizer.json and tokens/<domain>/<split>.arrow (`support.tokens`); not to be written to."""
-    run = tmp_path_factory.mktemp("tokens")
-    write_tokens(run)
-    return run
+    return once(tmp_path_factory, "tokens", write_tokens)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from demix.files import fingerprint, replacing
 from demix.settings import names_of, settings_from
 from demix.train.adapt import Adaptation
 from demix.train.stage import Training
+from support.cli import said
 
 REPOSITORY = Path(__file__).parents[2]
 SAMPLE = yaml.safe_load((REPOSITORY / "config" / "sample.yaml").read_text())
@@ -62,8 +63,19 @@ WRONG = {
 }  # fmt: skip
 
 
+def assert_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """`demix` with these arguments ends in the line of an error, and prints nothing else."""
+    line = said(arguments)
+    assert line is not None
+    assert line.startswith("demix: error: ")
+    assert "\n" not in line
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_configs_are_refused_with_key_and_cure(name: str, tmp_path: Path) -> None:
+def test_wrong_configs_are_refused_with_key_and_cure(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     key, value, message = WRONG[name]
     config = copy.deepcopy(SAMPLE)
     *path, last = key.split(".")
@@ -75,13 +87,7 @@ def test_wrong_configs_are_refused_with_key_and_cure(name: str, tmp_path: Path) 
     file.write_text(yaml.safe_dump(config))
     with pytest.raises(DemixError, match=message):
         load_config(file)
-    done = subprocess.run(
-        [sys.executable, "-m", "demix", "config", str(file)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.startswith("demix: error: ")
-    assert done.stderr.count("\n") == 1
+    assert_one_line(["config", str(file)], capsys)
 
 
 def test_config_reference_and_schema_are_those_of_the_declarations() -> None:
@@ -177,14 +183,22 @@ def test_settings_of_a_stage_are_checked() -> None:
     ],
     ids=lambda arguments: " ".join(arguments)[:40],
 )  # fmt: skip
-def test_bad_input_ends_in_one_line(arguments: list[str], tmp_path: Path) -> None:
+def test_bad_input_ends_in_one_line(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_one_line(arguments, capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["summary", "nowhere"], ["config", "missing.yaml"]], ids=" ".join)
+def test_a_process_of_its_own_ends_with_that_line_and_status_1(arguments: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "demix", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 1
+    assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("demix: error: ")
     assert done.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:

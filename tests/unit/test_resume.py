@@ -1,6 +1,7 @@
 """A training that was killed, stopped or damaged goes on to the bit, or not at all."""
 
 import dataclasses
+import logging
 import multiprocessing
 import os
 import random
@@ -17,11 +18,11 @@ from demix.train import loop, stage, state
 from demix.train.batches import Batch, Batches, batches_of
 from demix.train.parallel import World
 from demix.train.stage import train_model
-from support.training import TRAIN, losses, shard_paths, train_command, train_until_killed
+from support.training import TRAIN, losses, shard_paths, train_command, train_here, train_until_killed
 
 
 def test_a_killed_run_resumes_to_the_bit(tokens: Path, tmp_path: Path) -> None:
-    subprocess.run(train_command("demix", tokens, tmp_path / "whole"), check=True, capture_output=True)
+    train_here(train_command("demix", tokens, tmp_path / "whole"))
     killed = tmp_path / "killed"
     for wanted in (1, 2):
         train_until_killed(train_command("demix", tokens, killed), killed, wanted)
@@ -134,34 +135,55 @@ def test_a_signal_after_a_checkpoint_leaves_that_as_it_is(tokens: Path, tmp_path
     assert read_json(kept / "manifest.json")["dev_loss"] is not None
 
 
-def test_a_checkpoint_never_continues_another_run(tokens: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_never_continues_another_run(
+    tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     other = dataclasses.replace(TRAIN, learning_rate=1e-3)
     train_until_killed(train_command("dense", tokens, tmp_path), tmp_path)
-    log = subprocess.run(train_command("dense", tokens, tmp_path, other), check=True, capture_output=True, text=True)
-    assert "resuming" not in log.stderr
-    assert f"{tmp_path / 'checkpoints'}: holds states of other settings" in log.stderr
+    train_here(train_command("dense", tokens, tmp_path, other))
+    assert "resuming" not in caplog.text
+    assert f"{tmp_path / 'checkpoints'}: holds states of other settings" in caplog.text
     assert list(tmp_path.glob("checkpoints/*/step-*")), "the other run's state is kept"
 
 
-def test_domains_in_another_order_are_another_run(tokens: Path, tmp_path: Path) -> None:
+def test_domains_in_another_order_are_another_run(
+    tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The stacked experts come in the order of the domains: state of another order would swap them."""
     train_until_killed(train_command("demix", tokens, tmp_path), tmp_path)
     command = train_command("demix", tokens, tmp_path)
     paths = [*map(str, shard_paths(tokens))]
     turned = [paths[::-1][paths.index(word)] if word in paths else word for word in command]
-    log = subprocess.run(turned, check=True, capture_output=True, text=True)
-    assert "resuming" not in log.stderr
+    caplog.set_level(logging.INFO)
+    train_here(turned)
+    assert "holds states of other settings" in caplog.text
+    assert "resuming" not in caplog.text
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float]]:
+    """The losses of a dense training that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    train_here(train_command("dense", tokens, folder))
+    return losses(folder / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "shared.safetensors", "expert-dense.safetensors", "manifest.json"])
-def test_damaged_state_is_named_and_the_one_before_taken(tokens: Path, tmp_path: Path, name: str) -> None:
+def test_damaged_state_is_named_and_the_one_before_taken(
+    tokens: Path,
+    tmp_path: Path,
+    undisturbed: list[tuple[int, float, float]],
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+) -> None:
     train_until_killed(train_command("dense", tokens, tmp_path), tmp_path, checkpoints=2)
     before, newest = sorted(path.parent for path in tmp_path.glob("checkpoints/*/step-*/manifest.json"))
     content = (newest / name).read_bytes()
     flipped = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
     (newest / name).write_bytes(flipped if name != "manifest.json" else content[:40])
-    done = subprocess.run(train_command("dense", tokens, tmp_path), capture_output=True, text=True, check=True)
-    assert f"{newest / name}" in done.stderr
-    assert f"resuming at step {int(before.name[5:])} of" in done.stderr
-    subprocess.run(train_command("dense", tokens, tmp_path / "whole"), check=True, capture_output=True)
-    assert losses(tmp_path / "metrics.jsonl") == losses(tmp_path / "whole" / "metrics.jsonl")
+    caplog.set_level(logging.INFO)
+    train_here(train_command("dense", tokens, tmp_path))
+    assert f"{newest / name}" in caplog.text
+    assert f"resuming at step {int(before.name[5:])} of" in caplog.text
+    assert losses(tmp_path / "metrics.jsonl") == undisturbed

@@ -1,15 +1,19 @@
 """The paper's tables: numbers by hand, what is missing, what is not comparable, and the files written."""
 
 import io
+import itertools
 import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from rich.console import Console
+from scipy import stats
 
 from demix.errors import DemixError
 from demix.report import PAPER_TABLES, REPORT_FILES, TABLES, write_report
@@ -258,7 +262,11 @@ def test_the_papers_numbers_go_where_a_table_has_its_systems(run: Run, monkeypat
 
 
 def test_what_is_known_of_the_paper_names_its_source() -> None:
-    assert printed()
+    """The numbers are those of the print: the means of Tables 4 and 7, as the paper has them."""
+    assert {(entry.table, entry.preset): entry.means for entry in printed()} == {
+        ("table7", "gpt3-small"): {"+Expert": 18.18, "−Expert": 28.53, "−Domain": 30.64},
+        ("table4", None): {"first": 13.79, "second": 13.84, "third": 13.40},
+    }
     for entry in printed():
         assert entry.table in PAPER_TABLES
         assert entry.preset is None or entry.preset in SIZES
@@ -276,10 +284,46 @@ def test_the_audit_sets_train_beside_test(run: Run, tmp_path: Path) -> None:
     assert not len(audit_table(read_audit(tmp_path / "none.parquet"), run.config).frame)
 
 
-def test_overlap_is_told_with_both_p_values(run: Run) -> None:
+def two_sided(statistic: Callable[[tuple[int, ...]], float], count: int) -> float:
+    """The share of all orders that are at least as far out, twice: what an exact permutation test gives."""
+    found = np.array([statistic(order) for order in itertools.permutations(range(count))])
+    at_least, at_most = (found >= found[0] - 1e-12).mean(), (found <= found[0] + 1e-12).mean()
+    return min(1.0, 2 * min(at_least, at_most))
+
+
+def test_overlap_is_told_with_both_p_values(tmp_path: Path) -> None:
+    training = (*TRAINING, "art")
+    generator = np.random.default_rng(0)
+    factors = {(domain, expert): generator.uniform(1.1, 4) for domain in (*training, *NOVEL) for expert in training}
+    run = build_run(
+        tmp_path,
+        training=training,
+        change=lambda key, value: value * factors.get((key.domain, key.expert), 1) if key.method == "expert" else value,
+    )
     frame = overlap_table(run.results, run.overlap, run.config).frame
-    assert list(frame.index) == ["training domains", "novel domains"]
-    assert frame["Pairs"].tolist() == [6, 6]
+    assert frame.to_dict("index").keys() == {"training domains", "novel domains"}
+    assert frame["Pairs"].tolist() == [12, 8]
+
+    rows = run.results.query("model == 'demix' and experts == 'all' and method == 'expert'")
+    perplexities = rows[rows.variant == ""].pivot(index="domain", columns="expert", values="perplexity")[list(training)]
+    shares = run.overlap.pivot(index="domain", columns="expert", values="overlap")[list(training)]
+    for label, domains in (("training domains", training), ("novel domains", NOVEL)):
+        table, shared = perplexities.loc[list(domains)].to_numpy(), shares.loc[list(domains)].to_numpy()
+        own = np.eye(len(domains), dtype=bool) if domains == training else np.zeros(table.shape, bool)
+        ratio = np.log(table / (np.diag(table) if domains == training else table.min(1))[:, None])
+
+        def moved(order: tuple[int, ...], ratio=ratio, shared=shared, own=own) -> float:
+            rows = ratio[list(order)]
+            return stats.spearmanr(shared[~own], (rows[:, list(order)] if own.any() else rows)[~own]).statistic
+
+        expected = {
+            "Spearman": stats.spearmanr(shared[~own], ratio[~own]).statistic,
+            "p of Spearman": stats.spearmanr(shared[~own], ratio[~own]).pvalue,
+            "p, domains permuted": two_sided(moved, len(domains)),
+            "p of Pearson": stats.pearsonr(shared[~own], ratio[~own]).pvalue,
+        }
+        assert frame.loc[label, list(expected)].to_dict() == pytest.approx(expected)
+        assert len({round(value, 6) for value in expected.values()}) == len(expected)
 
 
 def test_different_tokens_are_never_compared(tmp_path: Path) -> None:

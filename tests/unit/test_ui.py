@@ -1,10 +1,5 @@
 """What `make ui` starts: MLflow's pages in a real browser, and what it refuses."""
 
-<<<<<<< HEAD
-import json
-=======
-import os
->>>>>>> seals
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

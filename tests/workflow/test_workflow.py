@@ -15,12 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-<<<<<<< HEAD
-from demix.files import read_json, sha256_file
-from support.documented import assert_documented
-=======
 from demix.files import check_sealed, read_json, sha256_file
->>>>>>> seals
+from support.documented import assert_documented
+from support.once import once, run_with_progress
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())
@@ -55,12 +52,9 @@ def planned(folder: Path, config: dict | None = None) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished run of the tiny config."""
-    folder = tmp_path_factory.mktemp("workflow")
-    (folder / "resources").symlink_to(REPOSITORY / "resources")
-    shown = snakemake(folder, "--logger", "demix")
-    assert re.search(r"\[ *\d+% done, \d+ of \d+ jobs, \d+:\d\d so far, .* left\] \w+", shown), shown
-    return folder
+    """A folder with a finished run of the tiny config, which the tests of this module may change."""
+    folder = tmp_path_factory.mktemp("workflow") / "copy"
+    return shutil.copytree(once(tmp_path_factory, "tiny", run_with_progress), folder, symlinks=True)
 
 
 @pytest.fixture(scope="module")

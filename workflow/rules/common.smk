@@ -5,8 +5,8 @@ from dataclasses import asdict
 from glob import glob
 from pathlib import Path
 
-<<<<<<< HEAD
 from demix.config.check import complete, site_of
+from demix.config.run import refuse_other_format
 from demix.config.sections import (
     AdaptationRecipe,
     Execution,
@@ -27,24 +27,16 @@ from demix.config.systems import (
     scoring_jobs,
     trained,
 )
-=======
-from demix.config.check import HOW, adaptations, complete, further_seeds, kind_of, site_of, trained_models
-from demix.config.run import refuse_other_format
->>>>>>> seals
 from demix.errors import DemixError
 from demix.files import exclusive
 from demix.report import REPORT_FILES, SHOWS
 from demix.settings import names_of
 
 try:
-<<<<<<< HEAD
     # A base is named relative to the config file.
     complete(config, Path(workflow.configfiles[-1]).parent if workflow.configfiles else Path())
     MODELS = {model.name: model for model in planned(config)}
-=======
-    complete(config)
     refuse_other_format(Path(f"results/{config['run']}"))
->>>>>>> seals
 except DemixError as error:
     raise WorkflowError(str(error)) from None
 
