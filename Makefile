@@ -42,10 +42,11 @@ lint: $(VENV)/installed
 	snakefmt --check workflow 2> /dev/null || (snakefmt --check workflow; exit 1)
 	snakemake --lint 2> /dev/null || (snakemake --lint; exit 1)
 
-# The site, in site/: a broken link, an unlisted page or a missing module ends the build.
+# The site, in site/: a broken link, an unlisted page or a missing module ends the build (not with -q, which counts no
+# warnings).
 docs: $(VENV)/installed
 	@$(VENV)/bin/pip install -q -e '.[dev,docs]'
-	NO_MKDOCS_2_WARNING=1 mkdocs build -q --strict
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 # URI is the config's `tracking.uri` where that is a database: make ui URI=postgresql://me@host/demix
 ui: $(VENV)/installed
