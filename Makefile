@@ -1,14 +1,14 @@
-# `make demo`: the whole system on the sample. `make test`: everything that this machine can test.
+# `make demo` runs the whole system on the sample. `make test` runs every test that this machine can run.
 PYTHON ?= python3
 VENV := .venv
 URI := sqlite:///results/mlflow.db
 PORT := 5000
-# Where files go that a run sends to this server.
+# Where the server keeps the files that a run sends.
 ARTIFACTS := results/mlartifacts
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := true
-# MLflow's queue of jobs on models, of which there are none here.
+# MLflow's queue of jobs on models: demix sends no such jobs.
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION := false
 export HF_HUB_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -23,12 +23,12 @@ demo: $(VENV)/installed
 test: $(VENV)/installed lint
 	pytest -n auto --dist loadfile --no-loadscope-reorder
 
-# Disturbs trainings on a real SLURM in every way: about half an hour. Needs root and the packages of .ci/run.
+# Disturbs trainings on a real SLURM in every way, in about half an hour. Needs root and the packages of .ci/run.
 test-slurm: $(VENV)/installed
 	pytest -v tests/slurm -m slurm
 
-# Breaks everything on purpose and prints what came of it: 50 minutes on 2 cores. KILLS and FUZZ say how often. As
-# root it fills disks of its own, and with Debian's faketime one run has another date.
+# Breaks everything on purpose and prints the outcomes, in 50 minutes on 2 cores. KILLS and FUZZ set how often. As root
+# the tests also fill disks of their own; with Debian's faketime one run has another date.
 KILLS ?= 50
 FUZZ ?= 10000
 faults: $(VENV)/installed
@@ -42,12 +42,13 @@ lint: $(VENV)/installed
 	snakefmt --check workflow 2> /dev/null || (snakefmt --check workflow; exit 1)
 	snakemake --lint 2> /dev/null || (snakemake --lint; exit 1)
 
-# The site, in site/: a broken link, an unlisted page or a missing module ends the build.
+# The site, in site/: a broken link, an unlisted page or a missing module ends the build (not with -q, which counts no
+# warnings).
 docs: $(VENV)/installed
 	@$(VENV)/bin/pip install -q -e '.[dev,docs]'
-	mkdocs build -q --strict
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
-# What `tracking.uri` names, where that is a database: make ui URI=postgresql://me@host/demix
+# URI is the config's `tracking.uri` where that is a database: make ui URI=postgresql://me@host/demix
 ui: $(VENV)/installed
 	@mkdir -p results
 	@echo "MLflow starts at http://127.0.0.1:$(PORT): choose Model training at the top left, then the experiment"

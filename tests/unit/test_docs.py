@@ -33,7 +33,7 @@ from support.models import write_model
 from support.synthetic_run import build_run
 
 REPOSITORY = Path(__file__).parents[2]
-DOCS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 SAMPLE = yaml.safe_load((REPOSITORY / "config" / "sample.yaml").read_text())["domains"]
 TRAINING, NOVEL = tuple(SAMPLE["training"]), tuple(SAMPLE["novel"])
 # Stages that need a finished run of the sample: their flags and settings are checked instead.
@@ -103,8 +103,6 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_commands_run(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the page; what is long, or never ends, is held against `--help`."""
     monkeypatch.chdir(place)
-    if page.name == "README.md":
-        shutil.copy(place / "config" / "sample.yaml", place / "mine.yaml")
     if page.name == "own-data.md":
         (place / "mine.yaml").write_text(own_config())
         (place / "results" / "mine").symlink_to("sample")
@@ -115,6 +113,8 @@ def test_commands_run(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) 
             subprocess.run(["make", "-n", *words[1:]], cwd=REPOSITORY, check=True, capture_output=True)
         elif words[0] == "snakemake":
             assert_known_by("snakemake", words)
+        elif words[0] == "pytest":
+            assert all((REPOSITORY / word).is_file() for word in words[1:]), words
         elif words[0] != "demix":
             assert words[0] in ("cp", "git", "cd", "source"), words
         elif words[1] == "playground":
@@ -140,6 +140,22 @@ def assert_known_by(program: str, words: list[str]) -> None:
     told = subprocess.run([path, "--help"], capture_output=True, text=True, check=True).stdout
     options = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", told))
     assert {word for word in words if re.fullmatch(r"--?[a-zA-Z].*", word)} <= options, words
+
+
+def test_readme_is_short() -> None:
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 130
+
+
+def test_every_page_is_in_the_site() -> None:
+    """The site's pages are those in docs/, and each package of the library has its API page."""
+    listed = set(re.findall(r"[\w/-]+\.md", (REPOSITORY / "mkdocs.yml").read_text()))
+    docs = REPOSITORY / "docs"
+    assert listed == {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+    shown = set(re.findall(r"^::: (demix\.\w+)$", "".join(p.read_text() for p in docs.glob("api/*.md")), re.MULTILINE))
+    library = [
+        path for path in (REPOSITORY / "demix").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    ]
+    assert shown == {f"demix.{path.stem}" for path in library if not path.stem.startswith("__")}
 
 
 def test_every_command_is_documented_and_no_other() -> None:
