@@ -13,7 +13,7 @@ export MLFLOW_SERVER_ENABLE_JOB_EXECUTION := false
 export HF_HUB_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slurm faults lint ui
+.PHONY: demo test test-slurm faults lint docs ui
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -38,8 +38,14 @@ faults: $(VENV)/installed
 lint: $(VENV)/installed
 	ruff check -q .
 	ruff format -q --check .
+	lint-imports > /dev/null || (lint-imports; exit 1)
 	snakefmt --check workflow 2> /dev/null || (snakefmt --check workflow; exit 1)
 	snakemake --lint 2> /dev/null || (snakemake --lint; exit 1)
+
+# The site, in site/: a broken link, an unlisted page or a missing module ends the build.
+docs: $(VENV)/installed
+	@$(VENV)/bin/pip install -q -e '.[dev,docs]'
+	mkdocs build -q --strict
 
 # What `tracking.uri` names, where that is a database: make ui URI=postgresql://me@host/demix
 ui: $(VENV)/installed

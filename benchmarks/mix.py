@@ -24,9 +24,10 @@ from scipy.special import logsumexp
 from tables import show
 
 from demix.evaluate.domain import Evaluation, ExpertSet, planned_mixtures
-from demix.evaluate.losses import Mixture, cached_priors, document_totals
-from demix.evaluate.mix.posterior import keep_top, log_weights
-from demix.evaluate.mix.rules import cached_log_prior, log_prior_path, mixing_rule
+from demix.evaluate.losses import Mixture, cached_priors, document_losses
+from demix.evaluate.mix.mixtures import keep_top, log_weights, mixing_rule
+from demix.evaluate.mix.priors import cached_log_prior, log_prior_path
+from demix.evaluate.mix.rules import Chunk
 from demix.evaluate.score_tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
 
 LENGTH, DEV_BLOCKS, DOCUMENT = 1024, 100, 600
@@ -64,7 +65,7 @@ def ours(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict
     priors = cached_priors(read_scores(folder / "x.dev", experts), planned)
     traced = replace(planned[0], method="updating", weights="history", top_k=None)
     cpu = time.process_time()
-    totals = document_totals(folder / "x.test", experts, planned, priors, None, traced)
+    totals = document_losses(folder / "x.test", experts, planned, priors, None, traced)
     times = {"read": read - started, "pass": time.perf_counter() - read, "cpu": time.process_time() - cpu}
     return times, {mixture: float(nll.sum()) for mixture, nll in totals.mixtures.items()}
 
@@ -80,7 +81,9 @@ def plain(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dic
             log_priors[:] = cached_log_prior(dev.scores, dev.mask, mixture.weights, blocks=mixture.dev_blocks, **how)
         elif mixture.method == "updating":
             log_priors = log_prior_path(test.scores, test.mask, mixture.weights, **how)[:-1]
-        log_g = log_weights(test.scores, log_priors, *mixing_rule(mixture.method, mixture.weights, mixture.scorer))
+        rule = mixing_rule(mixture.method, mixture.weights, mixture.scorer)
+        evidence, _ = rule.evidence(Chunk(test.scores, test.mask), rule.begin(log_priors[0]))
+        log_g = log_weights(log_priors, evidence, rule.uniform_start)
         log_g = log_g if mixture.top_k is None else keep_top(log_g, mixture.top_k)
         nlls[mixture] = -float(logsumexp(log_g + test.scores, axis=-1)[test.mask].sum())
     return {"pass": time.perf_counter() - started, "cpu": time.process_time() - cpu}, nlls

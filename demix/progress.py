@@ -29,7 +29,7 @@ def progress(what: str, total: float | None = None, done: float = 0) -> Iterator
         yield _lines(what, total, done)
         return
     bars = _bars()
-    bar = bars.add_task(what, total=total, completed=done, note="")
+    bar = bars.add_task(what, total=total, completed=done, note="")  # type: ignore[arg-type]
     bars.start()
     try:
         yield lambda number=1, note="": bars.update(bar, advance=number, note=note)

@@ -40,6 +40,8 @@ def settings_from(kind: type[T], values: dict[str, Any] | str, subject: str = "-
         nested = [a for a in (hints[name], *typing.get_args(hints[name])) if dataclasses.is_dataclass(a)]
         if nested and isinstance(value, dict) and not _is_mapping(hints[name]):
             value = settings_from(nested[0], value, f"{subject}.{name}")
+        elif nested and isinstance(value, list) and typing.get_origin(hints[name]) is tuple:
+            value = tuple(settings_from(nested[0], item, f"{subject}.{name}[{n}]") for n, item in enumerate(value))
         elif not _fits(value, hints[name]):
             raise DemixError(f"{subject}.{name}", f"is {value!r}", f"give {_told(hints[name])}")
         elif isinstance(value, list):

@@ -94,15 +94,15 @@ def anonymize(
 
 
 @app.command()
-def owners(documents: Files, output: Output) -> None:
+def deduplicate(documents: Files, output: Output) -> None:
     """Give each text that the training domains hold to one of them (documents/<domain>/<part>.parquet)."""
     from demix.data.corpus import mark_duplicates
 
     mark_duplicates(_parts_by_domain(documents), output)
 
 
-@app.command()
-def shared(documents: Files, output: Output) -> None:
+@app.command("novel-duplicates")
+def novel_duplicates(documents: Files, output: Output) -> None:
     """Count the texts that novel domains share with one another (documents/<domain>/<part>.parquet)."""
     from demix.data.corpus import count_shared
 

@@ -12,11 +12,11 @@ from jsonschema import Draft202012Validator, ValidationError, validators
 
 from demix.config import placement
 from demix.config.architecture import architecture_from
+from demix.config.systems import trained
 from demix.errors import DemixError
 
 # Keys of `training` and `adaptation` that say how a run is computed and kept, not which run it is.
 HOW = ("checkpoint_every", "keep_checkpoints", "micro_sequences", "compile", "checkpoint_activations")
-MODELS = ("demix", "dense", "dense_unbalanced", "domain_token")
 SCHEMA = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schema.yaml"
 
 
@@ -118,15 +118,15 @@ def _check_across(config: dict) -> None:
         for name, domain in domains.items():
             _check_source(f"config key domains.{kind}.{name}.source", domain["source"])
     architecture = architecture_from(config["architecture"])
-    for model in MODELS:
-        settings = config["training"] | config["models"][model]
+    for model in (one for one in trained(config) if one.name == one.base):
+        settings = model.settings
         try:
-            placement.place(model, list(training), settings["sequences"], settings["ranks"], settings["replicas"])
+            placement.place(model.kind, list(training), settings["sequences"], settings["ranks"], settings["replicas"])
         except DemixError as error:
             raise DemixError(f"config key training.{error.subject}", error.cause, error.cure) from None
         step_tokens = len(training) * settings["sequences"] * architecture.context
         if settings["sweep"] and settings["sweep"]["tokens"] < step_tokens:
-            cause = f"is {settings['sweep']['tokens']}, less than one step of {model} of {step_tokens} tokens"
+            cause = f"is {settings['sweep']['tokens']}, less than one step of {model.name} of {step_tokens} tokens"
             raise DemixError("config key training.sweep.tokens", cause, "raise it")
     adaptation = config["adaptation"]
     try:
@@ -169,28 +169,6 @@ def site_of(config: dict, stage: str) -> dict:
     """The section `cluster` of a completed config with the values of one stage."""
     cluster = dict(config["cluster"])
     return cluster | cluster.pop("stages").get(stage, {})
-
-
-def further_seeds(config: dict) -> list[int]:
-    """The seeds with which a run trains its models once more."""
-    return [seed for seed in config.get("seeds", ()) if seed != config["seed"]]
-
-
-def kind_of(model: str) -> str:
-    """The kind of a trained model, whatever its seed and whatever domain it was trained without."""
-    return "demix" if model.startswith("without-") else model.partition("-seed")[0]
-
-
-def trained_models(config: dict) -> list[str]:
-    """The models that a run of a completed config trains from scratch."""
-    without = [f"without-{removed}" for removed in config["removal"]["retrain_without"]]
-    again = [f"{model}-seed{seed}" for seed in further_seeds(config) for model in MODELS]
-    return [*MODELS, *without, *again]
-
-
-def adaptations(config: dict) -> list[str]:
-    """The adaptations of a run, by the names of their metrics files."""
-    return [f"{kind}-dapt-{novel}" for novel in config["domains"]["novel"] for kind in ("demix", "dense")]
 
 
 def _check_source(place: str, source: dict) -> None:

@@ -217,8 +217,8 @@ def _numbers(text: str, start: int, end: int) -> Iterator[Span]:
         if match.start() < end:
             yield (*match.span(), "SSN")
     before = text[max(start - 48, 0) : start]
-    if _SSN_CUE.search(before) and (match := _SSN_LOOSE.match(text, start, stop)):
-        yield (*match.span(), "SSN")
+    if _SSN_CUE.search(before) and (loose := _SSN_LOOSE.match(text, start, stop)):
+        yield (*loose.span(), "SSN")
     for match in _PHONE.finditer(text, begin, stop):
         if match.start() < end and match.end() > start:
             yield (*match.span(), "PHONE_NUMBER")
@@ -408,7 +408,7 @@ def _normalise_texts(texts: pa.Array, counts: Counter[str]) -> pa.Array:
 
 def _ids(texts: pa.Array) -> pa.Array:
     data, edges = buffers(texts)
-    view = memoryview(data)
+    view = data.data
     return pa.array([hashlib.sha256(view[start:end]).hexdigest() for start, end in pairwise(edges.tolist())])
 
 

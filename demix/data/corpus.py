@@ -120,7 +120,8 @@ def _starts(held: np.ndarray) -> np.ndarray:
 
 def _single(held: np.ndarray) -> np.ndarray:
     starts = _starts(held)
-    return starts[:-1][np.diff(starts) == 1]
+    single: np.ndarray = starts[:-1][np.diff(starts) == 1]
+    return single
 
 
 def _groups(held: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -254,7 +255,8 @@ class _Work:
         return max(-(-self.rows // self.buckets), 1)
 
     def is_near(self, rows: np.ndarray) -> np.ndarray:
-        return self.near[rows >> 3] >> (rows & 7).astype(np.uint8) & 1 == 1
+        near: np.ndarray = self.near[rows >> 3] >> (rows & 7).astype(np.uint8) & 1 == 1
+        return near
 
 
 @dataclass(frozen=True)
@@ -290,7 +292,7 @@ def _deduplicate(work: _Work, owners: Path, training: bool, seed: int) -> dict[s
             scatter(rows, place(rows["hash"], work.buckets))
     within = across = 0
     known = _known(owners, work.domain if training else None)
-    some = np.empty(0, "S32")
+    some: np.ndarray | None = np.empty(0, "S32")
     with scattering(work.folder, "key", work.buckets) as scatter:
         for bucket, rows in enumerate(gathered(work.folder, "id", work.buckets, _DOCUMENT)):
             rows = rows[order_of(rows["hash"])]
@@ -407,17 +409,17 @@ def _write(work: _Work, edges: _Edges, outputs: dict[str, Path]) -> None:
     schema = work.schema.append(pa.field("rank", pa.int64()))
     with ExitStack() as stack:
         writers = [stack.enter_context(pa.ipc.new_stream(str(path), schema)) for path in stretches]
-        places = _by_row(work)
+        by_row = _by_row(work)
         read = _batches(work.documents, work.schema.names)
         for batch in counted(read, f"{work.domain}: documents placed", work.documents):
-            ranks, stretch = places.send(batch.num_rows)
+            ranks, stretch = by_row.send(batch.num_rows)
             batch = pa.record_batch([*batch.columns, pa.array(ranks)], schema=schema)
             for number in np.unique(stretch[stretch >= 0]):
                 writers[number].write_batch(batch.take(pa.array(np.flatnonzero(stretch == number))))
     for name, output in outputs.items():
         start, end = edges.ranks[name]
-        rows = _sorted(stretches, firsts, start, end)
-        write_rows(output, work.schema, followed(rows, f"{work.domain}: {name} documents", end - start))
+        ordered = _sorted(stretches, firsts, start, end)
+        write_rows(output, work.schema, followed(ordered, f"{work.domain}: {name} documents", end - start))
 
 
 def _by_row(work: _Work) -> Generator[Any, int, None]:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -121,7 +122,7 @@ def _copy(stream: Any, file: Any, shown: str, done: int, length: int | None) -> 
             advance(len(data) / 1e6, f"{fetched / 1e6 / (time.monotonic() - began):.1f} MB/s")
 
 
-def _validator(headers: Any) -> str:
+def _validator(headers: Mapping[str, str]) -> str:
     """What names this version of the file: a strong ETag, else the date it was changed."""
     tag = headers.get("ETag", "")
     return tag if tag and not tag.startswith("W/") else headers.get("Last-Modified", "")

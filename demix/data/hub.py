@@ -86,9 +86,10 @@ def _root(repository: str, revision: str | None) -> str:
 
 def _builder(files: list[str]) -> str:
     suffixes = {Path(re.sub(r"\.(gz|zst|bz2|xz)$", "", name)).suffix for name in files}
-    found: set[Any] = {BUILDERS.get(suffix) for suffix in suffixes}
-    if len(found) != 1 or None in found:
+    found = {BUILDERS.get(suffix) for suffix in suffixes}
+    builder = found.pop() if len(found) == 1 else None
+    if builder is None:
         raise DemixError(
             "source.data_files", f"name files {', '.join(sorted(suffixes))}", f"give one of {', '.join(BUILDERS)}"
         )
-    return found.pop()
+    return builder

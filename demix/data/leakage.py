@@ -75,7 +75,8 @@ def _hashes(eights: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.n
 
 def _mixed(hashes: np.ndarray) -> np.ndarray:
     hashes = (hashes ^ (hashes >> np.uint64(32))) * _PRIME
-    return hashes ^ (hashes >> np.uint64(29))
+    hashes ^= hashes >> np.uint64(29)
+    return hashes
 
 
 def gram_set(documents: list[Path]) -> Grams:

@@ -26,7 +26,8 @@ def bigrams(shard: TokenShard, tokens: int) -> np.ndarray:
     """The bigrams of the first `tokens` tokens, in order, as numbers (uint64); none spans two documents."""
     ids = shard.read(0, min(tokens, len(shard))).astype(np.uint64)
     inside = ids != shard.end_of_text
-    return (ids[:-1] * np.uint64(shard.vocab_size) + ids[1:])[inside[:-1] & inside[1:]]
+    pairs: np.ndarray = (ids[:-1] * np.uint64(shard.vocab_size) + ids[1:])[inside[:-1] & inside[1:]]
+    return pairs
 
 
 def overlap(shards: Iterable[Path], output: Path) -> None:
@@ -37,7 +38,7 @@ def overlap(shards: Iterable[Path], output: Path) -> None:
     that of the smallest or TRAIN_TOKENS, since a larger sample would overlap more whatever its text; of test splits
     the first TEST_TOKENS. Raises DemixError when shards differ in their tokenizer.
     """
-    opened = {"train": {}, "test": {}}
+    opened: dict[str, dict[str, TokenShard]] = {"train": {}, "test": {}}
     first = None
     for path in shards:
         shard = TokenShard.open(path, verify=True)

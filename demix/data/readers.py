@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.csv
@@ -62,6 +62,9 @@ class Reading:
         return index % self.parts == self.part
 
 
+Reader = Callable[["io.BufferedReader[Any]", Path, Reading], Iterator[Row]]
+
+
 def read_rows(path: Path, reading: Reading) -> Iterator[Row]:
     """The records in the file `path`. Raises DemixError where it is damaged, a bomb, hostile or holds none."""
     suffixes = _suffixes(path.name)
@@ -89,7 +92,7 @@ def _suffixes(name: str) -> list[str]:
     return found if found[-1:] and found[-1] in _COMPRESSIONS else found[-1:]
 
 
-def _format(path: Path) -> Callable[[BinaryIO, Path, Reading], Iterator[Row]]:
+def _format(path: Path) -> Reader:
     suffix = next(iter(_suffixes(path.name)), "")
     if suffix not in _FORMATS:
         raise DemixError(path, "is of an unknown format", KNOWN)
@@ -158,12 +161,12 @@ def _opened(path: Path, bound: _Bound | None = None) -> io.BufferedReader:
         raise DemixError(path, f"cannot be read ({error.strerror or error})", "mend its permissions") from None
 
 
-def _opened_rows(read: Callable, path: Path, reading: Reading) -> Iterator[Row]:
+def _opened_rows(read: Reader, path: Path, reading: Reading) -> Iterator[Row]:
     with _opened(path) as stream:
         yield from read(stream, path, reading)
 
 
-def _json_lines(stream: BinaryIO, path: Path, reading: Reading) -> Iterator[Row]:
+def _json_lines(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
     number = 0
     while line := stream.readline(MAX_DOCUMENT_BYTES + 1):
         number += 1
@@ -178,7 +181,7 @@ def _json_lines(stream: BinaryIO, path: Path, reading: Reading) -> Iterator[Row]
         yield Row(path, number, fields)
 
 
-def _json_values(stream: BinaryIO, path: Path, reading: Reading) -> Iterator[Row]:
+def _json_values(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
     values = _json(_whole(stream, path), str(path), first=True)
     if not isinstance(values, (dict, list)):
         raise DemixError(path, "is neither a JSON array nor an object", "leave out `json: values`")
@@ -196,20 +199,20 @@ def _json(data: bytes, place: str, first: bool) -> Any:
         raise DemixError(place, f"is not valid JSON ({error})", "mend or remove the line") from None
 
 
-def _whole(stream: BinaryIO, path: Path) -> bytes:
+def _whole(stream: "io.BufferedReader[Any]", path: Path) -> bytes:
     data = stream.read(MAX_DOCUMENT_BYTES + 1)
     if len(data) > MAX_DOCUMENT_BYTES:
         raise DemixError(path, "is a document over 128 MiB", "split it, or use JSON lines")
     return data
 
 
-def _text(stream: BinaryIO, path: Path, reading: Reading) -> Iterator[Row]:
+def _text(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
     data = _whole(stream, path)
     if data and reading.takes(0):
         yield Row(path, 1, {reading.paths[0]: data.decode("utf-8-sig", "surrogateescape"), "file": path.name})
 
 
-def _csv(stream: io.BufferedReader, path: Path, reading: Reading) -> Iterator[Row]:
+def _csv(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
     columns = list(reading.paths)
     if not stream.peek(1):
         return
@@ -313,7 +316,7 @@ def _tar(path: Path, reading: Reading) -> Iterator[Row]:
                         yield from _member_rows(path, member.name, archive.extractfile(member), bound, reading)
                     index += 1
                 # tarfile keeps every header it has seen; nothing here goes back.
-                archive.members = []
+                archive.members = []  # type: ignore[attr-defined]
     except _DAMAGE as error:
         raise DemixError(path, f"is not a tar archive, damaged or cut short ({error})", "fetch it again") from None
     _check_any(path, index, reading)
@@ -337,7 +340,7 @@ def _wanted(name: str, reading: Reading) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in reading.members)
 
 
-def _member_rows(path: Path, name: str, stream: BinaryIO, bound: _Bound, reading: Reading) -> Iterator[Row]:
+def _member_rows(path: Path, name: str, stream: IO[bytes] | None, bound: _Bound, reading: Reading) -> Iterator[Row]:
     place = path / name
     suffixes = _suffixes(name)
     read = _format(place)
@@ -352,7 +355,7 @@ def _member_rows(path: Path, name: str, stream: BinaryIO, bound: _Bound, reading
             yield from read(expanded, place, Reading(reading.paths, values=reading.values))
 
 
-def _json_file(stream: BinaryIO, path: Path, reading: Reading) -> Iterator[Row]:
+def _json_file(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
     return (_json_values if reading.values else _json_lines)(stream, path, reading)
 
 

@@ -121,7 +121,8 @@ def _valid(documents: Iterator[tuple[str, str, str]], counts: Counter[str]) -> I
         replaced = [SURROGATE.subn("\ufffd", value) for value in document]
         counts["invalid_bytes"] += sum(found)
         counts["surrogates"] += sum(number for _, number in replaced) - sum(found)
-        yield tuple(value for value, _ in replaced)
+        (name, _), (text, _), (metadata, _) = replaced
+        yield name, text, metadata
 
 
 def _make_private(folder: Path) -> None:

@@ -72,7 +72,8 @@ def splice(texts: pa.Array, replaced: Iterable[tuple[int, int, int, bytes]]) -> 
     Places count from the start of the column's bytes, as `buffers` gives them.
     """
     data, edges = buffers(texts)
-    view, parts, last = memoryview(data), [], 0
+    parts: list[bytes | memoryview] = []
+    view, last = data.data, 0
     grown = np.zeros(len(edges), np.int64)
     for text, start, end, new in replaced:
         parts += [view[last:start], new]

@@ -142,7 +142,7 @@ def gpt2_tokenizer(output: Path) -> None:
     folder = Path(package.origin).parent / "data"
     vocabulary = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
     lines = (folder / "vocab.bpe").read_text(encoding="utf-8").split("\n")
-    merges = [tuple(line.split(" ")) for line in lines[1:] if line]
+    merges = [(left, right) for left, right in (line.split(" ") for line in lines[1:] if line)]
     del vocabulary[END_OF_TEXT]
     _write(vocabulary, merges, output)
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from demix.config.systems import Evaluated, ExpertSet
 from demix.errors import DemixError
 from demix.evaluate.intervals import FEWEST, bounds, resampled_sums
-from demix.evaluate.losses import Mixture, Totals, cached_priors, document_totals
-from demix.evaluate.mix.rules import METHODS, RELEASED_DECAY, blocks_used, log_prior_path, posterior_trace
+from demix.evaluate.losses import DocumentLosses, Mixture, cached_priors, document_losses
+from demix.evaluate.mix.priors import RELEASED_DECAY, blocks_used, log_prior_path, posterior_trace
 from demix.evaluate.score_tables import ScoreTable, read_scores
 from demix.files import read_parquet, seed_for, write_parquet
 
@@ -21,17 +22,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Which experts exist and how they are mixed.
+    """What is evaluated on one domain, and how experts are mixed.
 
-    `without` maps a removed training domain to the experts of the model trained without it. `weights` are
-    `history`, `released` or a window in tokens; each k of `top_k` adds every method once more; `decays` and
-    `prior_blocks` are grids beside `decay` and `dev_blocks`. `seed` is that of the training, `seeds` those of further
-    trainings of the same models, whose tables are at <model>-seed<seed>.
+    `kind` is the domain's: training or novel. `tables` are the score tables with the sets of experts to mix
+    (`demix.config.systems.evaluated`); each system of `compared`, given as (model, experts, method, weights), is
+    held against those of `against`, given as (name, model, experts, method, weights). `weights` are `history`,
+    `released` or a window in tokens; each k of `top_k` adds every method once more; `decays` and `prior_blocks` are
+    grids beside `decay` and `dev_blocks`. `seed` is that of the run, whose models alone are compared.
     """
 
-    training: tuple[str, ...]
-    novel: tuple[str, ...]
-    without: dict[str, tuple[str, ...]]
+    kind: str
+    tables: tuple[Evaluated, ...]
+    compared: tuple[tuple[str, ...], ...]
+    against: tuple[tuple[str, ...], ...]
     decay: float
     dev_blocks: int
     weights: tuple[str | int, ...]
@@ -39,7 +42,6 @@ class Evaluation:
     decays: tuple[float, ...]
     prior_blocks: tuple[int, ...]
     seed: int
-    seeds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,27 +132,6 @@ POSTERIORS = {
     "posterior": pa.float64(),
     "seed": pa.int32(),
 }
-# What the systems of `_compared` are held against: model, experts, method, weights.
-AGAINST = {
-    "dense_unbalanced": ("dense_unbalanced", "dense", "dense", ""),
-    "dense": ("dense", "dense", "dense", ""),
-    "demix_cached": ("demix", "training", "cached", "history"),
-}
-
-
-@dataclass(frozen=True)
-class ExpertSet:
-    """Experts of a model that are mixed together, under a label, by `methods`.
-
-    With `alone` every expert gets a row of its own; with `variants` there are also the grids, the released scorer and
-    the posteriors block by block.
-    """
-
-    label: str
-    experts: tuple[str, ...]
-    methods: tuple[str, ...] = METHODS
-    alone: bool = False
-    variants: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,71 +150,51 @@ def evaluate_domain(
     `scores` is the run's scores/ folder; `byte_lengths` are those of its tokenizer's ids. See `COLUMNS` and DESIGN
     section 5 for the meaning of each row.
     """
-    kind = "training" if domain in evaluation.training else "novel"
-    common = {"domain": domain, "kind": kind, "seed": evaluation.seed}
+    common = {"domain": domain, "kind": evaluation.kind, "seed": evaluation.seed}
     rows: list[Row] = []
     priors: list[dict[str, Any]] = []
     posteriors: list[pa.Table] = []
-    scored: list[Totals] = []
+    scored: list[DocumentLosses] = []
 
-    def add_dense(model: str, seed: int) -> None:
-        test = scores / seeded(model, seed, evaluation.seed) / f"{domain}.test"
-        totals = document_totals(test, ("dense",), byte_lengths=byte_lengths)
+    def add_single(table: Evaluated) -> None:
+        (column,) = table.columns
+        totals = document_losses(scores / table.folder / f"{domain}.test", (column,), byte_lengths=byte_lengths)
         scored.append(totals)
-        about = common | {"model": model, "seed": seed, "experts": "dense", "n_experts": 1, "method": "dense"}
-        rows.append(_row(about, totals, totals.experts["dense"]))
+        about = common | {"model": table.model, "seed": table.seed, "experts": column, "n_experts": 1}
+        rows.append(_row(about | {"method": "dense"}, totals, totals.experts[column]))
 
-    def add_model(model: str, experts: Sequence[str], sets: Sequence[ExpertSet], seed: int = evaluation.seed) -> None:
-        folder = scores / seeded(model, seed, evaluation.seed)
-        dev = read_scores(folder / f"{domain}.dev", experts)
-        planned = {some: list(planned_mixtures(evaluation, some, len(dev.mask))) for some in sets}
+    def add_mixed(table: Evaluated) -> None:
+        folder = scores / table.folder
+        dev = read_scores(folder / f"{domain}.dev", table.columns)
+        planned = {some: list(planned_mixtures(evaluation, some, len(dev.mask))) for some in table.sets}
         mixtures = [mixture for entries in planned.values() for mixture, _ in entries]
         log_priors = cached_priors(dev, mixtures)
-        traced = next((_traced(evaluation, some) for some in sets if some.variants), None)
+        traced = next((_traced(evaluation, some) for some in table.sets if some.variants), None)
         test = folder / f"{domain}.test"
-        totals = document_totals(test, experts, mixtures, log_priors, byte_lengths, traced)
+        totals = document_losses(test, table.columns, mixtures, log_priors, byte_lengths, traced)
         scored.append(totals)
         for some, entries in planned.items():
-            about = common | {"model": model, "seed": seed, "experts": some.label, "n_experts": len(some.experts)}
+            about = common | {"model": table.model, "seed": table.seed}
+            about |= {"experts": some.label, "n_experts": len(some.experts)}
             rows.extend(_expert_rows(some, domain, about, totals, dev))
             rows.extend(_mixture_rows(entries, about, totals, len(dev.mask)))
             # Whoever asks for a prior means that of the run's own model.
-            priors.extend(_prior_rows(entries, about, log_priors) if seed == evaluation.seed else ())
+            priors.extend(_prior_rows(entries, about, log_priors) if table.seed == evaluation.seed else ())
         if traced is not None:
             part = dev.select(traced.experts)
             path = log_prior_path(part.scores, part.mask, traced.weights, traced.decay)[:-1]
             on_dev = posterior_trace(part.scores, part.mask, traced.weights, path)
             posteriors.extend(
-                _trace(traced, found, common | {"model": model, "experts": "training", "split": split})
+                _trace(traced, found, common | {"model": table.model, "experts": "training", "split": split})
                 for split, found in (("dev", on_dev), ("test", totals.posteriors))
             )
 
-    dense = ["dense", "dense_unbalanced"]
-    dense += [f"dense-dapt-{novel}" for novel in evaluation.novel if kind == "training" or novel == domain]
-    for model in dense:
-        add_dense(model, evaluation.seed)
-
-    training, everyone = evaluation.training, evaluation.training + evaluation.novel
-    add_model("domain_token", training, [ExpertSet("training", training, alone=True)])
-    sets = [ExpertSet("training", training, alone=not evaluation.novel, variants=True)]
-    if evaluation.novel:
-        sets.insert(0, ExpertSet("all", everyone, alone=True))
-    if kind == "training" and len(training) > 1:
-        rest = tuple(expert for expert in training if expert != domain)
-        sets.append(ExpertSet(f"minus-{domain}", rest, methods=("cached",)))
-    add_model("demix", everyone, sets)
-    if domain in evaluation.without:
-        kept = tuple(evaluation.without[domain])
-        add_model(f"without-{domain}", kept, [ExpertSet("training", kept, methods=("cached",))])
-    for seed in evaluation.seeds:
-        for model in ("dense", "dense_unbalanced"):
-            add_dense(model, seed)
-        for model in ("domain_token", "demix"):
-            add_model(model, training, [ExpertSet("training", training)], seed)
+    for table in evaluation.tables:
+        (add_mixed if table.sets else add_single)(table)
 
     if len({totals.sha256 for totals in scored}) > 1:
         raise DemixError(f"domain {domain}", "was scored on different tokens by different models", "score it again")
-    results, differences = _with_intervals(rows, scored[0], common)
+    results, differences = _with_intervals(rows, scored[0], common, evaluation)
     for values, columns, output in (
         (results, COLUMNS, outputs.results),
         (priors, PRIORS, outputs.priors),
@@ -255,18 +216,13 @@ def mix_experts(test: Path, mixture: Mixture, methods: Sequence[str]) -> tuple[l
         replace(mixture, method=method, top_k=None if method == "average" else mixture.top_k) for method in methods
     ]
     priors = cached_priors(read_scores(dev, mixture.experts), mixtures) if "cached" in methods else {}
-    totals = document_totals(test, mixture.experts, mixtures, priors)
+    totals = document_losses(test, mixture.experts, mixtures, priors)
     about = {"model": test.parent.name, "experts": ""}
     rows = [_row(about | {"method": "expert"}, totals, nll, expert=name) for name, nll in totals.experts.items()]
     rows += _mixture_rows([(each, "") for each in mixtures], about, totals, mixture.dev_blocks)
-    found, _ = _with_intervals(rows, totals, {"domain": test.stem})
+    found, _ = _with_intervals(rows, totals, {"domain": test.stem}, None)
     prior = next((np.exp(value).tolist() for value in priors.values()), [])
     return found, dict(zip(mixture.experts, prior, strict=False))
-
-
-def seeded(model: str, seed: int, first: int) -> str:
-    """The folder of a model trained with `seed`, where the run's own seed is `first`."""
-    return model if seed == first else f"{model}-seed{seed}"
 
 
 def table_schema(columns: dict[str, pa.DataType]) -> pa.Schema:
@@ -311,7 +267,7 @@ def planned_mixtures(evaluation: Evaluation, some: ExpertSet, scored: int) -> It
         yield released, "released_scorer"
 
 
-def _row(about: dict[str, Any], totals: Totals, nll: np.ndarray, **more: Any) -> Row:
+def _row(about: dict[str, Any], totals: DocumentLosses, nll: np.ndarray, **more: Any) -> Row:
     tokens, summed = int(totals.tokens.sum()), float(nll.sum())
     values = {
         "weights": "", "split": "test", "expert": "", "oracle": False, "documents": len(totals.tokens),
@@ -323,7 +279,9 @@ def _row(about: dict[str, Any], totals: Totals, nll: np.ndarray, **more: Any) ->
     return Row(about | values | more, nll)
 
 
-def _expert_rows(some: ExpertSet, domain: str, about: dict[str, Any], totals: Totals, dev: ScoreTable) -> Iterator[Row]:
+def _expert_rows(
+    some: ExpertSet, domain: str, about: dict[str, Any], totals: DocumentLosses, dev: ScoreTable
+) -> Iterator[Row]:
     """The naive expert, where all methods are asked for: a domain's own, else the best on test and that on dev."""
     if "average" in some.methods:
         nlls = {expert: totals.experts[expert] for expert in some.experts}
@@ -341,7 +299,7 @@ def _expert_rows(some: ExpertSet, domain: str, about: dict[str, Any], totals: To
 
 
 def _mixture_rows(
-    entries: Iterable[tuple[Mixture, str]], about: dict[str, Any], totals: Totals, scored: int
+    entries: Iterable[tuple[Mixture, str]], about: dict[str, Any], totals: DocumentLosses, scored: int
 ) -> Iterator[Row]:
     for mixture, variant in entries:
         more = {"method": mixture.method, "top_k": mixture.top_k, "variant": variant, "scorer": mixture.scorer}
@@ -377,7 +335,7 @@ def _trace(mixture: Mixture, posteriors: np.ndarray, about: dict[str, Any]) -> p
 
 
 def _with_intervals(
-    rows: list[Row], totals: Totals, common: dict[str, Any]
+    rows: list[Row], totals: DocumentLosses, common: dict[str, Any], evaluation: Evaluation | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The rows with bounds of their perplexity, and the systems compared with others, all on the same resamples."""
     documents = len(totals.tokens)
@@ -396,12 +354,14 @@ def _with_intervals(
             names = tuple(row.values[name] for name in ("model", "experts", "method", "weights"))
             systems[names] = (row, nll)
     differences = []
-    for names in _compared(common["domain"]):
-        for against, other in AGAINST.items():
+    compared = map(tuple, evaluation.compared) if evaluation else ()
+    against = {name: tuple(key) for name, *key in evaluation.against} if evaluation else {}
+    for names in compared:
+        for name, other in against.items():
             if names != other and names in systems and other in systems:
                 (row, nll), (base, base_nll) = systems[names], systems[other]
                 difference = row.values | {
-                    "against": against,
+                    "against": name,
                     "nats_per_token": (row.values["nll"] - base.values["nll"]) / row.values["tokens"],
                     "perplexity": row.values["perplexity"] - base.values["perplexity"],
                 }
@@ -412,22 +372,3 @@ def _with_intervals(
                     difference |= {"perplexity_low": low, "perplexity_high": high}
                 differences.append({name: difference.get(name) for name in DIFFERENCES})
     return results, differences
-
-
-def _compared(domain: str) -> list[tuple[str, str, str, str]]:
-    """The systems (model, experts, method, weights) that are held against `AGAINST`.
-
-    The baselines and every method that the paper's tables set beside them, one rule of weights (Tables 3 to 5); all
-    experts and the released weights; the removals of Table 7.
-    """
-    return [
-        ("dense_unbalanced", "dense", "dense", ""),
-        ("dense", "dense", "dense", ""),
-        ("domain_token", "training", "naive", ""),
-        ("demix", "training", "naive", ""),
-        *(("demix", "training", method, "history") for method in ("uniform", "updating", "cached")),
-        ("demix", "training", "cached", "released"),
-        ("demix", "all", "cached", "history"),
-        ("demix", f"minus-{domain}", "cached", "history"),
-        (f"without-{domain}", "training", "cached", "history"),
-    ]

@@ -1,20 +1,25 @@
 """One pass over a score table: what each expert and each mixture gives each document."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from demix.errors import DemixError
-from demix.evaluate.mix.rules import cached_log_prior, log_mixtures, log_prior_path, mixing_rule, posterior_trace
-from demix.evaluate.score_tables import Blocks, ScoreTable, scored_sha256, stream_scores
+from demix.evaluate.mix.mixtures import log_mixtures, mixing_rule
+from demix.evaluate.mix.priors import cached_log_prior, log_prior_path, posterior_trace
+from demix.evaluate.mix.rules import Chunk, State, WeightsRule
+from demix.evaluate.score_tables import Beside, Blocks, ScoreTable, scored_sha256, stream_scores
 from demix.files.batches import counted
+
+# Experts, weights and scorer: what tells one path of updating priors from another, decays aside.
+_Path = tuple[tuple[str, ...], str | int, str]
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """One way to mix `experts`; see `demix.evaluate.mix.rules.mix`. `dev_blocks` make the prior of `cached`."""
+    """One way to mix `experts`; see `demix.evaluate.mix.mixtures.mix`. `dev_blocks` make the prior of `cached`."""
 
     method: str
     experts: tuple[str, ...]
@@ -26,12 +31,15 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class Totals:
-    """Of D documents: tokens [D], and the negative log-likelihood in nats [D] by expert and by mixture.
+class DocumentLosses:
+    """Of D documents: the losses (negative log-likelihoods in nats) [D] by expert and by mixture.
 
-    `byte_count` is None without byte lengths. posteriors [B, E] are those after each block, of the mixture traced.
+    numbers [D] are the documents' places in the split, ascending; tokens [D] says how many tokens of each were scored.
+    `byte_count` is that of the whole text, None without byte lengths. `sha256` is the hash of the token ids.
+    posteriors [B, E] are those after each block, of the mixture traced.
     """
 
+    numbers: np.ndarray
     tokens: np.ndarray
     experts: dict[str, np.ndarray]
     mixtures: dict[Mixture, np.ndarray]
@@ -53,37 +61,43 @@ def cached_priors(dev: ScoreTable, mixtures: Iterable[Mixture]) -> dict[Mixture,
     return priors
 
 
-def document_totals(
+def document_losses(
     directory: Path,
     experts: Sequence[str],
     mixtures: Sequence[Mixture] = (),
     priors: dict[Mixture, np.ndarray] | None = None,
     byte_lengths: np.ndarray | None = None,
     traced: Mixture | None = None,
-) -> Totals:
+    beside: Mapping[str, Beside] | None = None,
+) -> DocumentLosses:
     """Sum the scores of `experts` in `directory` and the log p of all `mixtures` of them, document by document.
 
     `priors` holds the log prior of each `cached` mixture; `traced` is one whose method is `updating`; `byte_lengths`
-    are those of the tokenizer's ids. The table is
-    streamed: what is held grows with the number of documents and mixtures, not with that of tokens.
+    are those of the tokenizer's ids; `beside` is what the weights rules read besides scores. The table is streamed:
+    what is held grows with the number of documents and mixtures, not with that of tokens.
     """
     mixtures = list(dict.fromkeys(mixtures if traced is None else (*mixtures, traced)))
-    groups: dict[tuple, list[Mixture]] = {}
-    for mixture in mixtures:
-        rule = mixing_rule(mixture.method, mixture.weights, mixture.scorer)
-        groups.setdefault((mixture.experts, *rule, mixture.top_k), []).append(mixture)
-    after: dict[tuple, np.ndarray] = {}
+    groups = _groups(mixtures)
+    states: dict[_Group, State] = {}
+    after: dict[_Path, np.ndarray] = {}
     seen = 0
     pieces, trace, byte_count = [], [], 0
     what, files = f"{directory.parent.name} on {directory.name}: tokens", [directory / "tokens.parquet"]
-    for chunk in counted(stream_scores(directory, experts), what, files, lambda chunk: len(chunk.documents)):
-        parts = {some: _columns(chunk, experts, some) for some, *_ in groups}
+    stream = stream_scores(directory, experts, beside=beside)
+    for chunk in counted(stream, what, files, lambda chunk: len(chunk.documents)):
+        parts = {group.experts: _columns(chunk, experts, group.experts) for group in groups}
         log_priors = _updating(parts, chunk.mask, mixtures, after, seen) | _fixed(parts, mixtures, priors or {})
         seen += len(chunk.mask)
         sums = [_by_document(chunk, chunk.scores.transpose(0, 2, 1))]
-        for (some, window, uniform_start, top_k), members in groups.items():
-            stacked = np.stack([log_priors[member] for member in members], axis=1)
-            sums.append(_by_document(chunk, log_mixtures(parts[some], stacked, window, uniform_start, top_k)))
+        for group, by_top_k in groups.items():
+            part, rule = parts[group.experts], group.rule
+            if group not in states:
+                first = next(iter(by_top_k.values()))[0]
+                states[group] = rule.begin(log_priors[first][0])
+            evidence, states[group] = rule.evidence(Chunk(part, chunk.mask, chunk.beside), states[group])
+            for top_k, members in by_top_k.items():
+                stacked = np.stack([log_priors[member] for member in members], axis=1)
+                sums.append(_by_document(chunk, log_mixtures(part, stacked, evidence, rule.uniform_start, top_k)))
         numbers, counts = np.unique(chunk.documents, return_counts=True)
         pieces.append((numbers, counts, np.concatenate(sums)))
         if byte_lengths is not None:
@@ -99,8 +113,9 @@ def document_totals(
         places = np.searchsorted(every, numbers)
         tokens[places] += counts
         totals[:, places] -= sums
-    ordered = [member for members in groups.values() for member in members]
-    return Totals(
+    ordered = [member for by_top_k in groups.values() for members in by_top_k.values() for member in members]
+    return DocumentLosses(
+        every,
         tokens,
         dict(zip(experts, totals, strict=False)),
         dict(zip(ordered, totals[len(experts) :], strict=True)),
@@ -108,6 +123,25 @@ def document_totals(
         scored_sha256(directory, experts),
         np.concatenate(trace) if trace else None,
     )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Mixtures that share their evidence: of the same experts, by the same rule, and by one prior where it counts."""
+
+    experts: tuple[str, ...]
+    rule: WeightsRule
+    prior: Mixture | None
+
+
+def _groups(mixtures: Iterable[Mixture]) -> dict[_Group, dict[int | None, list[Mixture]]]:
+    """The mixtures by what they share, and by top-k within."""
+    groups: dict[_Group, dict[int | None, list[Mixture]]] = {}
+    for mixture in mixtures:
+        rule = mixing_rule(mixture.method, mixture.weights, mixture.scorer)
+        group = _Group(mixture.experts, rule, replace(mixture, top_k=None) if rule.by_prior else None)
+        groups.setdefault(group, {}).setdefault(mixture.top_k, []).append(mixture)
+    return groups
 
 
 def _columns(chunk: Blocks, experts: Sequence[str], some: tuple[str, ...]) -> np.ndarray:
@@ -133,7 +167,7 @@ def _updating(
     parts: dict[tuple[str, ...], np.ndarray],
     mask: np.ndarray,
     mixtures: list[Mixture],
-    after: dict[tuple, np.ndarray],
+    after: dict[_Path, np.ndarray],
     seen: int,
 ) -> dict[Mixture, np.ndarray]:
     """log priors [B, E] of the mixtures whose prior follows the text, all decays of a rule together.
@@ -141,7 +175,7 @@ def _updating(
     `after` keeps, by rule, the priors after the `seen` blocks before these, and is brought up to date.
     """
     found = {}
-    rules: dict[tuple, list[Mixture]] = {}
+    rules: dict[_Path, list[Mixture]] = {}
     for mixture in mixtures:
         if mixture.method == "updating":
             weights = "" if mixture.scorer == "released" else mixture.weights

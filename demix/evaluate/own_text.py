@@ -13,8 +13,9 @@ from demix.data.anonymize import anonymize_documents
 from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.sources import Source, download
 from demix.errors import DemixError
-from demix.evaluate.mix.posterior import evidence, log_weights, updating_log_priors
-from demix.evaluate.mix.rules import METHODS, cached_log_prior, mix
+from demix.evaluate.mix.mixtures import METHODS, log_weights, mix
+from demix.evaluate.mix.priors import cached_log_prior, updating_log_priors
+from demix.evaluate.mix.rules import Chunk, History
 from demix.files import sha256_file
 from demix.model.checkpoint import describe, load_model, refuse_other_tokenizer
 from demix.model.gpt import GPT
@@ -43,7 +44,7 @@ class Line:
 class ExpertLine(Line):
     """One expert alone, and what it had to say in the mixture with an updating prior.
 
-    `weight` is the mean of its weights over all tokens, `posterior` its probability after the last block (Eq. 9).
+    `weight` is the mean of its weights over all tokens, `posterior` its updating prior after the text (paper, Eq. 7).
     """
 
     weight: float
@@ -104,8 +105,10 @@ def evaluate_text(model: Path, text: Path, tokenizer: Path, dev: Path | None = N
         for method in METHODS if log_prior is not None else METHODS[:-1]:
             mixed = mix(scores, mask, method, decay=DECAY, log_prior=log_prior)
             mixtures.append(Line(method, *figures(mixed.sum())))
-    log_priors = updating_log_priors(evidence(scores, mask, None), DECAY)
-    weights = np.exp(log_weights(scores, log_priors[:-1], None, False))[mask].mean(axis=0)
+    history = History()
+    log_priors = updating_log_priors(history.block_evidence(scores, mask), DECAY)
+    evidence, _ = history.evidence(Chunk(scores, mask), history.begin(log_priors[0]))
+    weights = np.exp(log_weights(log_priors[:-1], evidence))[mask].mean(axis=0)
     lines = tuple(
         ExpertLine(name, *figures(scores[..., number].sum()), float(weight), math.exp(log_posterior))
         for number, (name, weight, log_posterior) in enumerate(zip(names, weights, log_priors[-1], strict=True))

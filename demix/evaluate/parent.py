@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from demix.evaluate.mix.rules import cached_log_prior
+from demix.evaluate.mix.priors import cached_log_prior
 from demix.evaluate.score_tables import read_scores
 
 

@@ -1,8 +1,8 @@
 """Score tables on disk: `scores/<model>/<domain>.<split>/<expert>.parquet` and `tokens.parquet` beside them."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -45,13 +45,23 @@ class Blocks:
     """Some consecutive blocks of a split.
 
     scores [B, T, E] float64 nats, 0 at padding, in memory [B, E, T]; mask [B, T] bool; of the real tokens [N] their
-    ids and the numbers of their documents, which do not fall.
+    ids and the numbers of their documents, which do not fall. `beside` has other values of each token [B, T, C] by
+    name, 0 at padding, laid out as the scores are.
     """
 
     scores: np.ndarray
     mask: np.ndarray
     tokens: np.ndarray
     documents: np.ndarray
+    beside: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """C columns of a Parquet file with one row for each scored token, and the tokens' `tokens_sha256` in its footer."""
+
+    path: Path
+    columns: tuple[str, ...]
 
 
 def row_groups(tokens: int, length: int) -> list[tuple[int, int]]:
@@ -118,12 +128,19 @@ def read_scores(directory: Path, experts: Sequence[str]) -> ScoreTable:
     )
 
 
-def stream_scores(directory: Path, experts: Sequence[str], at_once: int = 1 << 14) -> Iterator[Blocks]:
+def stream_scores(
+    directory: Path,
+    experts: Sequence[str],
+    at_once: int = 1 << 14,
+    beside: Mapping[str, Beside] | None = None,
+) -> Iterator[Blocks]:
     """The same in the order of the text, some blocks at a time: an even number of about `at_once` tokens.
 
-    Raises DemixError when a column was scored with other shared weights than the columns before it or, after the last
-    block, when one was scored on other tokens than the table beside it holds.
+    The columns of `beside` come with the scores of the same tokens. Raises DemixError when a column was scored with
+    other shared weights than the columns before it or, after the last block, when a file is of other tokens than the
+    table of tokens holds.
     """
+    beside = beside or {}
     paths = [directory / f"{expert}.parquet" for expert in experts]
     footer, *footers = (_footer(path) for path in (directory / "tokens.parquet", *paths))
     for path, column in zip(paths, footers, strict=True):
@@ -132,37 +149,60 @@ def stream_scores(directory: Path, experts: Sequence[str], at_once: int = 1 << 1
             raise DemixError(path, f"was scored with other shared weights than {other}", "score the domain again")
         if column.rows != footer.rows:
             raise DemixError(path, "is not as long as tokens.parquet", "score the domain again")
+    besides = {name: _footer(table.path) for name, table in beside.items()}
+    for name, table in beside.items():
+        if besides[name].rows != footer.rows:
+            raise DemixError(table.path, f"is not as long as {directory / 'tokens.parquet'}", "make it again")
     length = int(footer.origin[b"length"])
     # Even, for the pairs of blocks of the released scorer.
     size = 2 * length * max(1, at_once // (2 * length))
-    columns = [_pieces(path, ["log_probability"], size) for path in paths]
+    sources = [(path, ["log_probability"]) for path in paths]
+    sources += [(table.path, list(table.columns)) for table in beside.values()]
     digest = hashlib.sha256()
     for (ids, documents), *pieces in zip(
-        _pieces(directory / "tokens.parquet", ["token", "document"], size), *columns, strict=True
+        _pieces(directory / "tokens.parquet", ["token", "document"], size),
+        *(_pieces(path, names, size) for path, names in sources),
+        strict=True,
     ):
         digest.update(ids.astype("<u4").tobytes())
         blocks = -(-len(ids) // length)
-        scores = np.zeros((blocks, len(paths), length))
-        whole = len(ids) // length
-        for number, (piece,) in enumerate(pieces):
-            scores[:whole, number] = piece[: whole * length].reshape(whole, length)
-            scores[whole:, number, : len(ids) - whole * length] = piece[whole * length :]
         mask = (np.arange(blocks * length) < len(ids)).reshape(blocks, length)
-        yield Blocks(scores.transpose(0, 2, 1), mask, ids, documents)
+        scores = _in_blocks([piece for (piece,) in pieces[: len(paths)]], blocks, length)
+        more = zip(beside, pieces[len(paths) :], strict=True)
+        yield Blocks(scores, mask, ids, documents, {name: _in_blocks(piece, blocks, length) for name, piece in more})
     for path, column in zip(paths, footers, strict=True):
-        if column.origin.get(b"tokens_sha256", b"").decode() != digest.hexdigest():
+        if column.tokens_sha256 != digest.hexdigest():
             raise DemixError(path, "was scored on other tokens than tokens.parquet holds", "score the domain again")
+    for name, table in beside.items():
+        if besides[name].tokens_sha256 != digest.hexdigest():
+            tokens = directory / "tokens.parquet"
+            raise DemixError(table.path, f"is of other tokens than {tokens} holds", "make it again")
+
+
+def _in_blocks(columns: Sequence[np.ndarray], blocks: int, length: int) -> np.ndarray:
+    """Columns of one value for each token as [B, T, C] float64, in memory [B, C, T], 0 at padding."""
+    count = len(columns[0])
+    whole = count // length
+    found = np.zeros((blocks, len(columns), length))
+    for number, column in enumerate(columns):
+        found[:whole, number] = column[: whole * length].reshape(whole, length)
+        found[whole:, number, : count - whole * length] = column[whole * length :]
+    return found.transpose(0, 2, 1)
 
 
 def scored_sha256(directory: Path, experts: Sequence[str]) -> str:
     """The hash of the tokens that the columns of `experts` say they were scored on; `stream_scores` checks it."""
-    return _footer(directory / f"{experts[0]}.parquet").origin.get(b"tokens_sha256", b"").decode()
+    return _footer(directory / f"{experts[0]}.parquet").tokens_sha256
 
 
 @dataclass(frozen=True)
 class _Footer:
     rows: int
     origin: dict[bytes, bytes]
+
+    @property
+    def tokens_sha256(self) -> str:
+        return self.origin.get(b"tokens_sha256", b"").decode()
 
 
 def _footer(path: Path) -> _Footer:

@@ -26,7 +26,7 @@ class Posterior:
     """The weights of E experts on B growing texts, cut into blocks of `length` tokens.
 
     `log_weights` [B, E] float64 are log g of the next token. Each block begins with `log_prior` [E]; with `decay` only
-    the first does, and the others by the `updating` rule (Eq. 9).
+    the first does, and the others by the `updating` rule (paper, Eq. 7).
     """
 
     def __init__(self, log_prior: Tensor, length: int, texts: int = 1, decay: float | None = None):
@@ -106,7 +106,7 @@ class Decoder:
 
     @torch.no_grad()
     def next_log_probabilities(self) -> Tensor:
-        """log p [B, V] of each text's next token under the mixture (Eq. 6)."""
+        """log p [B, V] of each text's next token under the mixture (paper, Eq. 4)."""
         log_weights = self.posterior.log_weights.T[..., None].to(self._predicted)
         return (log_weights + self._predicted).logsumexp(0)
 

@@ -1,16 +1,17 @@
 """What a config asks for, by domain and by model, before anything runs or is fetched."""
 
 import glob
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.table import Table
 
 from demix.config.architecture import architecture_from, parameters
-from demix.config.check import MODELS, adaptations, trained_models
 from demix.config.placement import place_experts
+from demix.config.systems import Kind, Model, adaptations, trained
 from demix.data.sources import Source
 from demix.errors import DemixError
 from demix.plan.flops import (
@@ -120,10 +121,12 @@ class TrainingPlan:
     `sequences`: of one step, all domains together. `ranks` share them, each with `experts_per_rank`. `shared` and
     `expert` parameters make a model of `experts`. `flops`: of one update. `state`: bytes of weights, gradients and
     optimizer on a rank. `activations` and `recomputed`: bytes of activations there, without and with activation
-    checkpointing. `checkpoint`: bytes of one on disk. An adaptation may stop early: its `tokens` are the most.
+    checkpointing. `checkpoint`: bytes of one on disk. `jobs` of the workflow's `rule` do it.
+    An adaptation may stop early: its `tokens` are the most.
     """
 
     name: str
+    rule: str
     domains: int
     tokens: int
     steps: int
@@ -139,6 +142,7 @@ class TrainingPlan:
     recomputed: int
     checkpoint: int
     hours: float
+    jobs: int = 1
 
     @property
     def rank_hours(self) -> float:
@@ -152,65 +156,74 @@ def plan_training(config: dict, ranks: int | None, hardware: Hardware) -> list[T
     Without `ranks` each on as many as the config says. Raises DemixError for a number of ranks that does not fit the
     domains, as training does. An adaptation uses no more ranks than a step has sequences.
     """
-    domains = len(config["domains"]["training"])
-    models = [
-        _plan_run(config, name, _settings(config, name), domains, ranks, hardware) for name in trained_models(config)
+    domains, models = len(config["domains"]["training"]), trained(config)
+    runs = [
+        _plan_run(config, one.name, f"train_{one.rule}", one.kind, one.settings, domains, ranks, hardware)
+        for one in models
     ]
     sweeps = [
-        _plan_sweep(config, name, settings, domains, ranks, hardware)
-        for name in MODELS
-        if (settings := _settings(config, name))["sweep"]
+        _plan_sweep(config, one, domains, ranks, hardware)
+        for one in models
+        if one.name == one.base and one.settings["sweep"]
     ]
     section = config["adaptation"]
     usable = min(ranks or section["ranks"], section["sequences"])
-    return models + sweeps + [_plan_run(config, name, section, 1, usable, hardware) for name in adaptations(config)]
+    adapted = [
+        _plan_run(config, one.name, one.rule, one.parent.kind, section, 1, usable, hardware, adapts=True)
+        for one in adaptations(config)
+    ]
+    return runs + sweeps + adapted
 
 
-def _settings(config: dict, model: str) -> dict:
-    return config["training"] | config["models"]["demix" if model.startswith("without-") else _kind(model)]
-
-
-def _kind(model: str) -> str:
-    """The kind of a model, whatever its seed."""
-    return model.partition("-seed")[0]
-
-
-def _plan_sweep(
-    config: dict, model: str, settings: dict, domains: int, ranks: int | None, hardware: Hardware
-) -> TrainingPlan:
+def _plan_sweep(config: dict, model: Model, domains: int, ranks: int | None, hardware: Hardware) -> TrainingPlan:
     """All jobs of a model's sweep, one after the other."""
-    one = _plan_run(config, model, settings | {"tokens": settings["sweep"]["tokens"]}, domains, ranks, hardware)
-    jobs = len(settings["sweep"]["learning_rates"])
+    sweep = model.settings["sweep"]
+    short = {**model.settings, "tokens": sweep["tokens"]}
+    one = _plan_run(config, model.name, "sweep", model.kind, short, domains, ranks, hardware)
+    jobs = len(sweep["learning_rates"])
     return replace(
-        one, name=f"{model}, {jobs} rates", tokens=jobs * one.tokens, steps=jobs * one.steps, hours=jobs * one.hours
+        one,
+        name=f"{model.name}, {jobs} rates",
+        jobs=jobs,
+        tokens=jobs * one.tokens,
+        steps=jobs * one.steps,
+        hours=jobs * one.hours,
     )
 
 
 def _plan_run(
-    config: dict, name: str, settings: dict, domains: int, ranks: int | None, hardware: Hardware
+    config: dict,
+    name: str,
+    rule: str,
+    kind: Kind,
+    settings: Mapping[str, Any],
+    domains: int,
+    ranks: int | None,
+    hardware: Hardware,
+    *,
+    adapts: bool = False,
 ) -> TrainingPlan:
     ranks = ranks or settings["ranks"]
     architecture = architecture_from(config["architecture"])
     vocab_size = GPT2_TYPES if config["tokenizer"]["kind"] == "gpt2" else config["tokenizer"]["vocab_size"]
-    adapted, modular = "-dapt-" in name, _kind(name) == "demix" or name.startswith(("without-", "demix-dapt-"))
-    experts = domains if modular else 1
+    experts = domains if kind.has_experts else 1
     sequences = domains * settings["sequences"]
     steps = settings["tokens"] // (sequences * architecture.context)
-    if adapted:
+    if adapts:
         steps = max(1, steps)
     elif steps == 0:
         raise DemixError("training.tokens", f"{settings['tokens']} is less than one step of {name}", "raise it")
 
     places = place_experts([f"expert {number}" for number in range(experts)], sequences // experts, ranks)
     experts_per_rank = max(len(place.experts) for place in places)
-    own = max(place.last - place.first for place in places)
+    largest = max(place.last - place.first for place in places)
     # What a rank sees at a time: of each of its experts, some of a step's sequences or all of them.
-    at_once = experts_per_rank * min(own, settings["micro_sequences"] or own)
+    at_once = experts_per_rank * min(largest, settings["micro_sequences"] or largest)
 
-    domain_tokens = domains if _kind(name) == "domain_token" else 0
-    shared, expert = parameters(architecture, vocab_size, domain_tokens)
-    trained = experts_per_rank * expert + (0 if adapted and modular else shared)
-    still = (trained if adapted else 0) + (shared if adapted and modular else 0)
+    domain_tokens = domains if kind.domain_tokens else 0
+    shared, expert = parameters(architecture, vocab_size, domain_tokens, kind.expert_scope)
+    own = experts_per_rank * expert + (0 if adapts and kind.has_experts else shared)
+    still = (own if adapts else 0) + (shared if adapts and kind.has_experts else 0)
     value_bytes = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[settings["precision"]]
     activations, recomputed = (
         activation_bytes(architecture, vocab_size, at_once, value_bytes, checkpointing=checkpointing)
@@ -220,6 +233,7 @@ def _plan_run(
     flops = update_flops(architecture, vocab_size, sequences, length)
     return TrainingPlan(
         name=name,
+        rule=rule,
         domains=domains,
         tokens=steps * sequences * architecture.context,
         steps=steps,
@@ -230,11 +244,11 @@ def _plan_run(
         flops=flops,
         ranks=ranks,
         experts_per_rank=experts_per_rank,
-        state=training_state_bytes(trained, still),
+        state=training_state_bytes(own, still),
         activations=activations,
         recomputed=recomputed,
-        checkpoint=checkpoint_bytes(trained, trained) if adapted else checkpoint_bytes(shared + experts * expert),
-        hours=hours(flops, steps, ranks, achieved_tflops(hardware, architecture, demix=modular)),
+        checkpoint=checkpoint_bytes(own, own) if adapts else checkpoint_bytes(shared + experts * expert),
+        hours=hours(flops, steps, ranks, achieved_tflops(hardware, architecture, demix=kind.has_experts)),
     )
 
 
@@ -281,7 +295,7 @@ def training_tables(config: dict, ranks: int | None, hardware: str) -> tuple[Tab
         _decimal(sum(plan.rank_hours for plan in plans)),
         justify="right",
     )
-    models = len(trained_models(config))
+    models = len(trained(config))
     for number, plan in enumerate(plans):
         if number == models:
             work.add_section()

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
-from demix.config.check import MODELS, adaptations, further_seeds, site_of, trained_models
+from demix.config.check import site_of
+from demix.config.systems import adaptations, scoring_jobs, trained
 from demix.files import write_text
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.slurm import sbatch_text
@@ -16,65 +18,88 @@ from demix.settings import settings_from
 
 @dataclass(frozen=True)
 class Jobs:
-    """`count` jobs of one kind, `hours` an estimate for all of them, where there is one."""
+    """Jobs of one kind: how many of each rule of the workflow, by the rule's name.
+
+    `hours` is an estimate for all of them, where there is one. `site` is None for rules that run where snakemake does.
+    """
 
     stage: str
     name: str
-    count: int
-    site: Cluster
+    rules: dict[str, int]
+    site: Cluster | None
     ranks: int = 1
     threads: int = 1
     hours: float | None = None
 
     @property
+    def count(self) -> int:
+        """How many jobs there are."""
+        return sum(self.rules.values())
+
+    @property
     def nodes(self) -> int:
-        return self.site.nodes(self.ranks) if self.stage in ("train", "adapt") else 1
+        """Nodes of one job."""
+        return self.site.nodes(self.ranks) if self.site and self.stage in ("train", "adapt") else 1
 
     @property
     def gpus(self) -> int:
-        """Of one job."""
-        return self.site.gpus * self.ranks if self.stage in ("train", "adapt", "score") else 0
+        """GPUs of one job."""
+        return self.site.gpus * self.ranks if self.site and self.stage in ("train", "adapt", "score") else 0
 
 
-def plan_jobs(config: dict, hardware: str) -> list[Jobs]:
-    """The jobs of a completed config in the order of the workflow, with hours of training on `hardware`."""
+def plan_jobs(config: dict[str, Any], hardware: str) -> list[Jobs]:
+    """All jobs of a completed config in the order of the workflow, with hours of training on `hardware`.
+
+    The rules are those that `snakemake -n` lists, `all` aside.
+    """
     domains = config["domains"]["training"] | config["domains"]["novel"]
-    training, novel = len(config["domains"]["training"]), len(config["domains"]["novel"])
+    novel, number = len(config["domains"]["novel"]), len(domains)
     parts = sum(domain["source"]["parts"] for domain in domains.values())
     sites = {
         stage: settings_from(Cluster, site_of(config, stage), "cluster")
         for stage in ("download", "anonymize", "corpus", "train", "adapt", "score", "evaluate")
     }
+    plans, adapting = plan_training(config, None, HARDWARE[hardware]), {one.rule for one in adaptations(config)}
+    models, threads = trained(config), config["threads"]
+    removed = [model.removed for model in models if model.removed]
+    swept = [model for model in models if model.name == model.base and model.settings["sweep"]]
 
-    def trained(stage: str, plan: TrainingPlan) -> Jobs:
-        count = 1 if "rates" not in plan.name else int(plan.name.split()[-2])
-        return Jobs(stage, plan.name, count, sites[stage], plan.ranks, config["threads"], plan.hours)
+    def of_training(stage: str, plan: TrainingPlan) -> Jobs:
+        return Jobs(stage, plan.name, {plan.rule: plan.jobs}, sites[stage], plan.ranks, threads, plan.hours)
 
-    plans = plan_training(config, None, HARDWARE[hardware])
-    adapted = set(adaptations(config))
-    # The four models of each seed on every domain, each retrained model on one.
-    models = len(MODELS) * (1 + len(further_seeds(config)))
-    scores = models * len(domains) + len(config["removal"]["retrain_without"])
-    return [
-        Jobs("download", "download", parts, sites["download"]),
-        Jobs("anonymize", "anonymize", parts, sites["anonymize"]),
-        Jobs("corpus", "owners, tokenizer, shared", 2 + bool(novel), sites["corpus"]),
-        Jobs("corpus", "split, tokenize", 2 * len(domains), sites["corpus"]),
-        *(trained("train", plan) for plan in plans if plan.name not in adapted),
-        Jobs("score", "score", scores, sites["score"], 1, config["threads"]),
-        *(trained("adapt", plan) for plan in plans if plan.name in adapted),
-        Jobs("score", "score what was adapted", 2 * novel, sites["score"], 1, config["threads"]),
-        Jobs("evaluate", "evaluate", training + novel, sites["evaluate"]),
+    def of_scoring(name: str, *, added: bool) -> Jobs:
+        rules = {job.rule: job.jobs for job in scoring_jobs(config) if job.added == added}
+        return Jobs("score", name, rules, sites["score"], 1, threads)
+
+    once = {"results": 1, "run_config": 1, "report": 1, "card": 1, "track": 1}
+    jobs = [
+        Jobs("download", "download", {"download": parts}, sites["download"]),
+        Jobs("anonymize", "anonymize", {"anonymize": parts}, sites["anonymize"]),
+        Jobs(
+            "corpus",
+            "deduplicate, tokenizer, overlap",
+            {"deduplicate": 1, "novel_duplicates": int(novel > 0), "tokenizer": 1, "overlap": 1},
+            sites["corpus"],
+        ),
+        Jobs("corpus", "split, tokenize", {"split": number, "tokenize": number}, sites["corpus"]),
+        *(of_training("train", plan) for plan in plans if plan.rule not in adapting),
+        of_scoring("score", added=False),
+        *(of_training("adapt", plan) for plan in plans if plan.rule in adapting),
+        of_scoring("score what was adapted", added=True),
+        Jobs("evaluate", "evaluate", {"evaluate": number}, sites["evaluate"]),
+        Jobs("score", "audit", {f"audit_{name}": 1 for name in removed}, sites["score"], 1, threads),
+        Jobs("", "join, report, track", once | {"audit": int(bool(removed)), "choose_rate": len(swept)}, None),
     ]
+    return [job for job in jobs if job.count]
 
 
-def jobs_table(config: dict, hardware: str) -> Table:
+def jobs_table(config: dict[str, Any], hardware: str) -> Table:
     """The jobs of a completed config as a table."""
     jobs = plan_jobs(config, hardware)
     submits = config["cluster"]["launch"] == "slurm"
     table = Table(
         title=f"Jobs of {config['run']}",
-        caption="each with what the section cluster gives it; joining, report and tracking run where snakemake does"
+        caption="each with what the section cluster gives it"
         + ("" if submits else "; launch is local: with profiles/slurm training is submitted as jobs of these nodes"),
         show_footer=True,
     )
@@ -87,6 +112,9 @@ def jobs_table(config: dict, hardware: str) -> Table:
     table.add_column(f"hours\n({hardware})", f"{hours:,.1f}\nGPU-hours", justify="right")
     table.add_column("where")
     for job in jobs:
+        if job.site is None:
+            table.add_row(job.name, f"{job.count:,}", *[""] * 7, "where snakemake runs")
+            continue
         login = job.stage == "download" and job.site.downloads == "login"
         table.add_row(
             job.name,
@@ -103,16 +131,15 @@ def jobs_table(config: dict, hardware: str) -> Table:
     return table
 
 
-def write_sbatch_files(config: dict, hardware: str) -> list[Path]:
+def write_sbatch_files(config: dict[str, Any], hardware: str) -> list[Path]:
     """Write what sbatch would be given for each training, below results/<run>/sbatch/; nothing is submitted."""
     run = Path("results") / config["run"]
-    known = {*trained_models(config), *adaptations(config)}
+    known = {one.name for one in (*trained(config), *adaptations(config))}
     written = []
     for job in plan_jobs(config, hardware):
-        if job.name in known:
-            kind = "adapt" if job.stage == "adapt" else "train"
+        if job.name in known and job.site is not None:
             checkpoints = run / "checkpoints" / job.name
-            work = TrainingJob((kind, job.name), "", {}, job.ranks, job.threads, checkpoints, 0)
+            work = TrainingJob((job.stage, job.name), "", {}, job.ranks, job.threads, checkpoints, 0)
             path = run / "sbatch" / f"{job.name}.sh"
             write_text(path, sbatch_text(work, job.site))
             written.append(path)

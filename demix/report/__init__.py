@@ -63,7 +63,7 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     overlap = read.read_overlap(run / "corpus" / "overlap.parquet")
     audit = read.read_audit(run / "audit.parquet")
     posteriors = read.read_posteriors(run / "posteriors.parquet")
-    parents = read.read_parents(run / "models" / "demix" / "experts", read.novel_domains(config))
+    parents = read.read_parents(run / "models" / read.added(config)[0].model / "experts", read.novel_domains(config))
     # Read when their curves are drawn, long after the tables.
     for path in sorted((run / "metrics").glob("*.jsonl")):
         check_sealed(path)

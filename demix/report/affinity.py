@@ -39,9 +39,9 @@ def affinities(results: pd.DataFrame, config: dict[str, Any]) -> pd.DataFrame:
     rows = []
     for kind, domains in (("training", training), ("novel", novel_domains(config))):
         for domain in domains:
-            scores = expert_perplexities(results, domain, training)
+            scores = expert_perplexities(results, "demix", domain, training)
             if scores.isna().all():
-                scores = expert_perplexities(results, domain, training, "training")
+                scores = expert_perplexities(results, "demix", domain, training, "training")
             reference = scores[domain] if kind == "training" else scores.min()
             rows += [(kind, domain, expert, ratio) for expert, ratio in (scores / reference).items()]
     return pd.DataFrame(rows, columns=["kind", "domain", "expert", "ratio"])

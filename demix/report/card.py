@@ -10,6 +10,7 @@ import pandas as pd
 import yaml
 
 from demix.config.check import HOW
+from demix.config.systems import KINDS, left_out, planned
 from demix.errors import DemixError
 from demix.files import read_json
 from demix.report.read import novel_domains, read_results, training_domains
@@ -71,8 +72,9 @@ def _about(model: str, config: dict[str, Any], description: dict[str, Any], expe
         size += f": {shared:,} that all share, and {len(experts)} experts of {own:,}"
     return (
         f"A language model of kind {_text(description['kind'])}, of run {_text(config['run'])}, seed "
-        f"{_seed(model, config)}. It has {size}; {architecture['layers']} layers of width {architecture['width']}; it "
-        f"reads blocks of {architecture['context']:,} tokens of {description['vocab_size']:,} types.\n\n"
+        f"{_planned(model, config)[1]}. It has {size}; {architecture['layers']} layers of width "
+        f"{architecture['width']}; "
+        f"it reads blocks of {architecture['context']:,} tokens of {description['vocab_size']:,} types.\n\n"
         "Every number here stands in the run's files: `config.json`, `corpus/<domain>/card.json`, `results.parquet` "
         f"and those of `models/{_text(model)}/`."
     )
@@ -149,23 +151,25 @@ def _lineage(experts: list[dict[str, Any]]) -> str:
     return _table(("expert", "parent", "the parent's prior", "data", "tokens", "steps", "sha256"), rows)
 
 
-def _seed(model: str, config: dict[str, Any]) -> int:
-    return int(model.partition("-seed")[2] or config["seed"])
+def _planned(model: str, config: dict[str, Any]) -> tuple[str, int]:
+    """What the results call a model, and its seed."""
+    row = next((one for one in planned(config) if one.name == model), None)
+    return (row.row, row.seed) if row else (model, config["seed"])
 
 
 def _results(run: Path, model: str, config: dict[str, Any]) -> pd.DataFrame:
     """The model's rows of the paper's tables, one a domain, set of experts (column `set`) and method."""
-    results = read_results(run / "results.parquet")
+    results, (row, seed) = read_results(run / "results.parquet"), _planned(model, config)
     rows = results[
-        (results["model"] == model.partition("-seed")[0])
-        & (results["seed"] == _seed(model, config))
+        (results["model"] == row)
+        & (results["seed"] == seed)
         & (results["split"] == "test")
         & (results["variant"] == "")
         & results["method"].isin(METHODS)
         & results["top_k"].isna()
         & results["weights"].isin(["", "history"])
     ]
-    return rows.assign(set=rows["experts"].where(~rows["experts"].str.startswith("minus-"), OWN_LEFT_OUT))
+    return rows.assign(set=rows["experts"].where(rows["experts"] != rows["domain"].map(left_out), OWN_LEFT_OUT))
 
 
 def _index(results: pd.DataFrame) -> list[dict[str, Any]]:
@@ -227,13 +231,14 @@ def _limits(description: dict[str, Any]) -> str:
         "The intervals hold the chance of which documents were tested, and nothing of another seed.",
         "A licence above is what the config says of the text. Where it says none, ask the source.",
     ]
-    if description["kind"] == "demix":
+    kind = KINDS.get(description["kind"])
+    if kind and kind.has_experts:
         limits.insert(
             2,
             "Text of a training domain also shaped the shared weights, which removing that domain's expert leaves as "
             "they are.",
         )
-    if description["kind"] == "domain_token":
+    if kind and kind.domain_tokens:
         limits.insert(1, "It must be given the token of a training domain; what it says of any other is an oracle's.")
     return "\n".join(f"- {limit}" for limit in limits)
 

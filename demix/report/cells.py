@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from demix.config.systems import System
 from demix.report import read
 from demix.report.read import evaluations, novel_domains, perplexities, training_domains
 
-IN_DOMAIN = (read.DENSE, read.BALANCED, read.DOMAIN_TOKEN, read.NAIVE, read.CACHED)
 MIXTURES = (read.NAIVE, read.AVERAGE, read.UNIFORM, read.UPDATING, read.CACHED)
 POSTERIOR_MIXTURES = (read.UNIFORM, read.UPDATING, read.CACHED)
 ORACLE_NOTE = (
@@ -27,6 +27,16 @@ INTERVAL_NOTE = (
     "Below a perplexity its 95% interval from resampling the domain's test documents, and “–” where the domain has "
     "fewer than 20 of them. It says what other text of the domain could give, not what another training could."
 )
+
+
+def in_domain(config: dict[str, Any]) -> list[System]:
+    """The lines of Tables 3 and 4: of every model its one system, or its naive and its cached one."""
+    return [
+        system
+        for systems in read.trained_systems(config).values()
+        for system in systems
+        if system.method in ("dense", "naive", "cached")
+    ]
 
 
 def mean_of(values: Iterable[float]) -> float:
@@ -59,7 +69,7 @@ def second_lines(found: pd.DataFrame) -> list[str]:
     return lines
 
 
-def by_domain(results: pd.DataFrame, systems: dict[str, Callable[[str], read.System]], domains: list[str]) -> Any:
+def by_domain(results: pd.DataFrame, systems: dict[str, Callable[[str], System]], domains: list[str]) -> Any:
     """Perplexities, second lines (None where there is no interval and no spread) and notes, domains as rows.
 
     `systems` maps a column to the system that each domain has there. The last column counts the test documents.
@@ -86,12 +96,12 @@ def explained(beneath: pd.DataFrame, results: pd.DataFrame) -> tuple[pd.DataFram
     return (beneath, (INTERVAL_NOTE,)) if some else (None, (few,))
 
 
-def always(system: read.System) -> Callable[[str], read.System]:
+def always(system: System) -> Callable[[str], System]:
     """The same system for every domain."""
     return lambda _: system
 
 
-def seeds_of(results: pd.DataFrame, system: read.System, domains: list[str]) -> str:
+def seeds_of(results: pd.DataFrame, system: System, domains: list[str]) -> str:
     """The mean over domains of each seed, as its spread over seeds."""
     means = [mean_of(perplexities(rows, system, domains)) for _, rows in results.groupby("seed")]
     return f"± {np.std(means, ddof=1):.2f}" if len(means) > 1 and np.isfinite(means).all() else ""

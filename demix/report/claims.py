@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from demix.config.systems import System
 from demix.files import write_text
 from demix.report import read
 from demix.report.page import render
@@ -128,13 +129,15 @@ def claims(
     comparable(results)
     training, novel = training_domains(config), novel_domains(config)
 
-    def on(system: read.System, domains: list[str]) -> pd.Series:
+    def on(system: System, domains: list[str]) -> pd.Series:
         return perplexities(results, system, domains)
 
-    def less(system: read.System, base: read.System, domains: list[str]) -> pd.DataFrame:
+    def less(system: System, base: System, domains: list[str]) -> pd.DataFrame:
         return read.paired(differences, lambda _: system, base, domains)
 
     cached_novel = on(read.CACHED, novel)
+    (_, before), (_, added) = read.before_adding(config), read.added(config)
+    without_expert, whole = read.without_expert(config), read.before_removal(config)
     return [
         _claim(
             "in_domain_naive",
@@ -188,30 +191,30 @@ def claims(
                 for base in (read.DENSE, read.BALANCED)
             ),
         ),
-        _demix_adaptation(results, parents, training, novel),
+        _demix_adaptation(results, config, parents, training, novel),
         _dense_forgets(results, training, novel),
         _claim(
             "removal_hurts",
             "Leaving a domain's expert out at test time raises the perplexity of its domain (Table 7).",
             _compare(
                 "−Expert",
-                _each(results, read.without_expert, training),
+                _each(results, without_expert, training),
                 "+Expert",
-                on(read.CACHED, training),
+                on(whole, training),
                 higher=True,
-                bounds=read.paired(differences, read.without_expert, read.CACHED, training),
+                bounds=read.paired(differences, without_expert, whole, training),
             ),
         ),
-        _removal_level(results, training),
+        _removal_level(results, config, training),
         _claim(
             "added_experts_help",
             "Adding the adapted experts to the mixture lowers perplexity on the novel domains (Table 6).",
             _compare(
                 "All experts",
-                on(read.ALL_CACHED, novel),
+                on(added, novel),
                 "training experts",
-                cached_novel,
-                bounds=less(read.ALL_CACHED, read.CACHED, novel),
+                on(before, novel),
+                bounds=less(added, before, novel),
             ),
         ),
         _claim(
@@ -219,30 +222,36 @@ def claims(
             f"Adding experts does no harm on the training domains (Table 6; at most {100 * HARM:g}% higher).",
             _compare(
                 "All experts",
-                on(read.ALL_CACHED, training),
+                on(added, training),
                 "training experts",
-                on(read.CACHED, training),
+                on(before, training),
                 allowance=HARM,
             ),
         ),
     ]
 
 
-def _each(results: pd.DataFrame, system: Callable[[str], read.System], domains: list[str]) -> pd.Series:
+def _each(results: pd.DataFrame, system: Callable[[str], System], domains: list[str]) -> pd.Series:
     """Perplexity on each domain of the system that belongs to it."""
     values = [perplexities(results, system(name), [name])[name] for name in domains]
     return pd.Series(values, index=domains, dtype="float64")
 
 
-def _demix_adaptation(results: pd.DataFrame, parents: dict[str, str], training: list[str], novel: list[str]) -> Claim:
+def _demix_adaptation(
+    results: pd.DataFrame, config: dict[str, Any], parents: dict[str, str], training: list[str], novel: list[str]
+) -> Claim:
+    (naive, _), (all_naive, _) = read.before_adding(config), read.added(config)
     parent = pd.Series(
-        [expert_perplexities(results, name, [parents[name]]).iloc[0] if name in parents else None for name in novel],
+        [
+            expert_perplexities(results, naive.model, name, [parents[name]]).iloc[0] if name in parents else None
+            for name in novel
+        ],
         index=novel,
         dtype="float64",
     )
-    own = _compare("Adapted expert", perplexities(results, read.ALL_NAIVE, novel), "its parent", parent)
-    before = perplexities(results, read.NAIVE, training)
-    change = (perplexities(results, read.ALL_NAIVE, training) / before - 1).abs().dropna()
+    own = _compare("Adapted expert", perplexities(results, all_naive, novel), "its parent", parent)
+    before = perplexities(results, naive, training)
+    change = (perplexities(results, all_naive, training) / before - 1).abs().dropna()
     agreeing = int((change <= UNCHANGED).sum())
     sentence = (
         f"Training domains by their own experts: unchanged on {agreeing} of {len(change)}, by construction "
@@ -286,11 +295,11 @@ def _dense_forgets(results: pd.DataFrame, training: list[str], novel: list[str])
     )
 
 
-def _removal_level(results: pd.DataFrame, training: list[str]) -> Claim:
+def _removal_level(results: pd.DataFrame, config: dict[str, Any], training: list[str]) -> Claim:
     rows = pd.DataFrame(
         {
-            "with": perplexities(results, read.CACHED, training),
-            "without": _each(results, read.without_expert, training),
+            "with": perplexities(results, read.before_removal(config), training),
+            "without": _each(results, read.without_expert(config), training),
             "never": _each(results, read.without_domain, training),
         }
     ).dropna()

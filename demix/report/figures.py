@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import vl_convert
 
-from demix.config.check import trained_models
+from demix.config.systems import trained
 from demix.files import replacing, write_text
 from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.page import render
@@ -72,7 +72,7 @@ def figure2(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str, Any]
             training,
             scale,
             legend=alt.Legend(
-                title="perplexity ratio", values=[_number(x) for x in np.geomspace(1, top, 5)], format=".2f"
+                title="perplexity ratio", values=[float(f"{x:.6g}") for x in np.geomspace(1, top, 5)], format=".2f"
             ),
         )
     ]
@@ -102,7 +102,7 @@ def figure2(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str, Any]
     )
 
 
-def _scatters(pairs: pd.DataFrame) -> alt.TopLevelMixin:
+def _scatters(pairs: pd.DataFrame) -> alt.HConcatChart:
     """The perplexity ratio over the bigram overlap, a point a pair, and their correlation in words."""
     panels = []
     for relation in relations(pairs):
@@ -150,7 +150,7 @@ def figure4(priors: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
     training, novel = training_domains(config), novel_domains(config)
     rows = []
     for kind, domains in (("training", training), ("novel", novel)):
-        for domain, row in prior_table(priors, training, domains).iterrows():
+        for domain, row in prior_table(priors, "demix", training, domains).iterrows():
             for expert, prior in row.items():
                 dark = bool(prior > CELL_DARK)
                 rows.append({"kind": kind, "domain": domain, "expert": expert, "value": _number(prior), "dark": dark})
@@ -236,7 +236,7 @@ def _heatmaps(
     *,
     legend: alt.Legend,
     form: str = ".2f",
-) -> alt.TopLevelMixin:
+) -> alt.HConcatChart:
     """Cells of domains (rows) and experts (columns), the halves beside each other."""
     panels = []
     for kind, (domains, heading) in halves.items():
@@ -308,7 +308,7 @@ def figure6(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopLevelMixi
     )
 
 
-def _small_multiples(curves: pd.DataFrame, part: str, domains: list[str], heading: str) -> alt.TopLevelMixin:
+def _small_multiples(curves: pd.DataFrame, part: str, domains: list[str], heading: str) -> alt.ConcatChart:
     """One small chart a domain; all of `training` on one scale of perplexity, `own` each on its own."""
     kinds = ["DEMix-DAPT", "Dense-DAPT"]
     legend = alt.Legend(title=None, orient="right", symbolSize=300, symbolType="stroke")
@@ -320,7 +320,7 @@ def _small_multiples(curves: pd.DataFrame, part: str, domains: list[str], headin
             {"kind": row.kind, "tokens": int(row.tokens), "perplexity": _number(getattr(row, part))}
             for row in curves[curves["domain"] == domain].itertuples()
         ]
-        scale = alt.Scale(zero=False, **({"domain": span, "nice": False} if span else {}))
+        scale = alt.Scale(zero=False, domain=span, nice=False) if span else alt.Scale(zero=False)
         y_title = "dev perplexity" if index % PANEL_COLUMNS == 0 else None
         panels.append(
             alt.Chart(alt.InlineData(values=records))
@@ -351,7 +351,7 @@ def training_curves(metrics_dir: str | Path, config: dict[str, Any]) -> pd.DataF
     Long runs are thinned to means over equal spans of steps.
     """
     frames = []
-    for name in sorted(trained_models(config)):
+    for name in sorted(model.name for model in trained(config)):
         path = Path(metrics_dir) / f"{name}.jsonl"
         rows = [(line["tokens"], line["loss"]) for line in read_metrics(path) if line.get("loss") is not None]
         frame = pd.DataFrame(rows, columns=["tokens", "loss"]).astype("float64")
@@ -402,7 +402,7 @@ def training_figure(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopL
 
 def _finish(chart: Any, title: str, subtitle: str) -> alt.TopLevelMixin:
     """`chart` with its title and the one look that all figures share."""
-    return (
+    finished: alt.TopLevelMixin = (
         chart.properties(
             title=alt.Title(title, subtitle=_balanced(subtitle), anchor="start", offset=14, fontSize=16),
             background="white",
@@ -416,6 +416,7 @@ def _finish(chart: Any, title: str, subtitle: str) -> alt.TopLevelMixin:
             labelFontSize=12, titleFontSize=12, titleFontWeight="normal", gradientLength=160, labelLimit=0
         )
     )
+    return finished
 
 
 def _balanced(text: str, width: int = 150) -> list[str]:
@@ -469,11 +470,12 @@ def write_figures(
     version = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
     vega = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)
     for name, chart in charts.items():
-        text = json.dumps(chart.to_dict(), indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
+        drawn = chart.to_dict()
+        text = json.dumps(drawn, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
         write_text(Path(output_dir) / f"{name}.json", text)
         write_text(
             Path(output_dir) / f"{name}.html",
-            render("figure", title=chart.title.text, vega=vega, chart=text.replace("<", "\\u003c")),
+            render("figure", title=drawn["title"]["text"], vega=vega, chart=text.replace("<", "\\u003c")),
         )
         svg = _renumbered(vl_convert.vegalite_to_svg(text, vl_version=version))
         write_text(Path(output_dir) / f"{name}.svg", svg)

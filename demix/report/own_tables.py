@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from demix.config.systems import System
 from demix.report import read
 from demix.report.affinity import affinities, relations, with_overlap
-from demix.report.cells import INTERVAL_NOTE, MIXTURES, POSTERIOR_MIXTURES, kinds_of_domains, lowest, mean_of, percent
+from demix.report.cells import INTERVAL_NOTE, POSTERIOR_MIXTURES, kinds_of_domains, lowest, mean_of, percent
 from demix.report.read import evaluations, grid, perplexities, training_domains
 from demix.report.table import Table
 
@@ -79,7 +80,7 @@ def _rule(weights: str) -> str:
 
 
 def _against_history(
-    results: pd.DataFrame, lines: dict[str, tuple[read.System, read.System]], config: dict[str, Any]
+    results: pd.DataFrame, lines: dict[str, tuple[System, System]], config: dict[str, Any]
 ) -> pd.DataFrame:
     """Means over each kind of domains of the second system of each line, and its change from the first in percent."""
     rows = {}
@@ -137,7 +138,7 @@ def _grid_frame(
     results: pd.DataFrame, variant: str, column: str, methods: tuple[str, ...], config: dict[str, Any]
 ) -> pd.DataFrame:
     columns = {
-        f"{method} prior, {len(domains)} {kind}": grid(results, variant, method, column, domains)
+        f"{method} prior, {len(domains)} {kind}": grid(results, read.CACHED.model, variant, method, column, domains)
         for kind, domains in kinds_of_domains(config)
         if domains
         for method in methods
@@ -152,7 +153,7 @@ def full_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     rows = []
     for kind, domains in kinds_of_domains(config):
         for domain in domains:
-            for system in _every_system(domain, kind):
+            for system in _every_system(domain, kind, config):
                 found = evaluations(results, system, [domain]).iloc[0]
                 if pd.notna(found["perplexity"]):
                     rows.append({"Domain": domain, "Kind": kind, "System": system.label} | found.to_dict())
@@ -187,9 +188,7 @@ def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Tabl
     for kind, domains in kinds_of_domains(config):
         for domain in domains:
             found = differences[differences["domain"] == domain]
-            named = {
-                (one.model, one.experts, one.method, one.weights): one.label for one in _every_system(domain, kind)
-            }
+            named = {one.key: one.label for one in _every_system(domain, kind, config)}
             for row in found.itertuples():
                 rows.append({
                     "Domain": domain, "System": named[row.model, row.experts, row.method, row.weights],
@@ -261,14 +260,19 @@ def audit_table(audit: pd.DataFrame, config: dict[str, Any]) -> Table:
     )
 
 
-def _every_system(domain: str, kind: str) -> list[read.System]:
-    naive = (read.DOMAIN_TOKEN, read.NAIVE)
+def _every_system(domain: str, kind: str, config: dict[str, Any]) -> list[System]:
+    """Every system of the tables that is evaluated on a domain of a kind."""
+    dense, naive, mixed = [], [], []
+    for systems in read.trained_systems(config).values():
+        dense += [system for system in systems if system.method == "dense"]
+        naive += [system for system in systems if system.method == "naive"]
+        mixed += [system for system in systems if system.method not in ("dense", "naive")]
     oracle = [replace(system, label=f"{system.label}, oracle") for system in naive]
-    single = [*naive] if kind == "training" else [*oracle, *(system.chosen_on_dev() for system in naive)]
-    mixed = [*MIXTURES[1:], *(system.with_weights("released") for system in POSTERIOR_MIXTURES)]
+    single = naive if kind == "training" else [*oracle, *(system.chosen_on_dev() for system in naive)]
+    released = [system.with_weights("released") for system in mixed if system.weights]
     removed = [
-        replace(read.without_expert(domain), label="DEMix without its expert (cached)"),
+        replace(read.without_expert(config)(domain), label="DEMix without its expert (cached)"),
         replace(read.without_domain(domain), label="DEMix never trained on it (cached)"),
     ]
     adapted = [replace(read.dense_adapted(domain), label="Dense-DAPT to it")]
-    return [read.DENSE, read.BALANCED, *single, *mixed, read.ALL_NAIVE, read.ALL_CACHED, *removed, *adapted]
+    return [*dense, *single, *mixed, *released, *read.added(config), *removed, *adapted]

@@ -5,16 +5,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from demix.config.systems import System
 from demix.report import read
 from demix.report.cells import (
-    IN_DOMAIN,
-    MIXTURES,
     ORACLE_NOTE,
-    POSTERIOR_MIXTURES,
     WEIGHTS_NOTE,
     always,
     by_domain,
     explained,
+    in_domain,
     lowest,
     mean_of,
     percent,
@@ -27,8 +26,8 @@ from demix.report.table import Table
 
 def table3(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     """Table 3: mean test perplexity over the training domains of the dense baselines and DEMix."""
-    domains = training_domains(config)
-    columns = {system.label: perplexities(results, system, domains) for system in IN_DOMAIN}
+    domains, systems = training_domains(config), in_domain(config)
+    columns = {system.label: perplexities(results, system, domains) for system in systems}
     balanced = columns[read.BALANCED.label]
     rows = {}
     for label, values in columns.items():
@@ -43,7 +42,7 @@ def table3(results: pd.DataFrame, config: dict[str, Any]) -> Table:
         }
     frame = pd.DataFrame.from_dict(rows, orient="index")
     seeds = results["seed"].nunique()
-    spread = {system.label: {"Perplexity": seeds_of(results, system, domains)} for system in IN_DOMAIN}
+    spread = {system.label: {"Perplexity": seeds_of(results, system, domains)} for system in systems}
     return Table(
         "table3",
         "Table 3: perplexity on the training domains",
@@ -59,10 +58,10 @@ def table3(results: pd.DataFrame, config: dict[str, Any]) -> Table:
 
 def table4(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     """Table 4: test perplexity of each training domain, the systems of Table 3 as columns."""
-    domains = training_domains(config)
-    frame, beneath, notes = by_domain(results, {one.label: always(one) for one in IN_DOMAIN}, domains)
+    domains, systems = training_domains(config), in_domain(config)
+    frame, beneath, notes = by_domain(results, {one.label: always(one) for one in systems}, domains)
     label = f"Mean of {len(domains)}"
-    frame.loc[label] = [*(mean_of(frame[system.label]) for system in IN_DOMAIN), np.nan]
+    frame.loc[label] = [*(mean_of(frame[system.label]) for system in systems), np.nan]
     return Table(
         "table4",
         "Table 4: perplexity by training domain",
@@ -83,26 +82,29 @@ def table5(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     The one token or expert that a novel domain is given is chosen on its dev split, or by an oracle on the test.
     """
     domains = novel_domains(config)
-    lines = {
-        "Dense": read.DENSE,
-        "Dense (Balanced)": read.BALANCED,
-        "+ Domain Token (oracle)": read.DOMAIN_TOKEN,
-        "+ Domain Token (chosen on dev)": read.DOMAIN_TOKEN.chosen_on_dev(),
-        "DEMix (naive, oracle)": read.NAIVE,
-        "DEMix (naive, chosen on dev)": read.NAIVE.chosen_on_dev(),
-        **{system.label: system for system in MIXTURES[1:]},
-    }
-    for system in POSTERIOR_MIXTURES:
-        released = system.with_weights("released")
-        lines[released.label] = released
+    lines: dict[str, System] = {}
+    for systems in read.trained_systems(config).values():
+        for system in systems:
+            if system.method == "naive":
+                label = system.label.removesuffix(" (naive)")
+                oracle, on_dev = (
+                    (f"{label} (naive, oracle)", f"{label} (naive, chosen on dev)")
+                    if label != system.label
+                    else (f"{label} (oracle)", f"{label} (chosen on dev)")
+                )
+                lines |= {oracle: system, on_dev: system.chosen_on_dev()}
+            else:
+                lines[system.label] = system
+    mixed = [system for system in lines.values() if system.weights]
+    lines |= {released.label: released for released in (system.with_weights("released") for system in mixed)}
     found = {label: evaluations(results, system, domains) for label, system in lines.items()}
     frame = pd.DataFrame({label: one["perplexity"] for label, one in found.items()}).T.reindex(columns=domains)
     frame["Mean"] = [mean_of(values) for _, values in frame.iterrows()]
     beneath, notes = explained(
         pd.DataFrame({label: second_lines(one) for label, one in found.items()}, index=domains).T, results
     )
-    documents = found["Dense"]["documents"].combine_first(found["DEMix (cached prior)"]["documents"]).dropna()
-    honest = frame.drop(index=["+ Domain Token (oracle)", "DEMix (naive, oracle)"])
+    documents = found[read.BALANCED.label]["documents"].combine_first(found[read.CACHED.label]["documents"]).dropna()
+    honest = frame.drop(index=[label for label in lines if label.endswith("oracle)")])
     return Table(
         "table5",
         "Table 5: perplexity on the novel domains",
@@ -127,11 +129,12 @@ def table6(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     """Table 6: test perplexity with the training experts and with the adapted experts added, cached prior."""
     training, novel = training_domains(config), novel_domains(config)
     few, many = f"{len(training)} experts", f"{len(training) + len(novel)} experts{'' if novel else ', none added'}"
+    (_, before), (_, after) = read.before_adding(config), read.added(config)
     parts, lines, summaries, notes = [], [], [], ()
     for kind, domains in (("training", training), ("novel", novel)):
         if not domains:
             continue
-        systems = {few: always(read.CACHED), many: always(read.ALL_CACHED)}
+        systems = {few: always(before), many: always(after)}
         part, beneath, told = by_domain(results, systems, domains)
         summaries.append(f"Mean of {len(domains)} {kind}")
         part.loc[summaries[-1]] = [mean_of(part[few]), mean_of(part[many]), np.nan]
@@ -159,7 +162,11 @@ def table6(results: pd.DataFrame, config: dict[str, Any]) -> Table:
 def table7(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     """Table 7: test perplexity of a training domain with its expert, without it, and never trained on."""
     domains = training_domains(config)
-    systems = {"+Expert": always(read.CACHED), "−Expert": read.without_expert, "−Domain": read.without_domain}
+    systems = {
+        "+Expert": always(read.before_removal(config)),
+        "−Expert": read.without_expert(config),
+        "−Domain": read.without_domain,
+    }
     frame, beneath, notes = by_domain(results, systems, domains)
     complete = frame[list(systems)].dropna()
     every = f"Mean of all {len(domains)}"
@@ -196,13 +203,14 @@ def table13(results: pd.DataFrame, config: dict[str, Any], parents: dict[str, st
     """
     training, novel = training_domains(config), novel_domains(config)
     dense = perplexities(results, read.BALANCED, [*training, *novel])
-    experts = perplexities(results, read.ALL_NAIVE, [*training, *novel])
-    before = perplexities(results, read.NAIVE, training)
+    (naive, _), (all_naive, _) = read.before_adding(config), read.added(config)
+    experts = perplexities(results, all_naive, [*training, *novel])
+    before = perplexities(results, naive, training)
     rows = {}
     for name in novel:
         adapted = perplexities(results, read.dense_adapted(name), [*training, name])
         parent = parents.get(name, "")
-        parent_perplexity = expert_perplexities(results, name, [parent])[parent] if parent else np.nan
+        parent_perplexity = expert_perplexities(results, naive.model, name, [parent])[parent] if parent else np.nan
         rows[name] = {
             "Dense-DAPT: training domains": percent(mean_of(dense[training]), mean_of(adapted[training])),
             "Dense-DAPT: own domain": percent(dense[name], adapted[name]),

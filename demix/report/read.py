@@ -2,12 +2,23 @@
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from demix.config import systems
+from demix.config.systems import (
+    KINDS,
+    System,
+    adapted,
+    adapted_model,
+    left_out,
+    model_rows,
+    removal_model,
+    systems_of,
+    trained_without,
+)
 from demix.errors import DemixError
 from demix.files import read_json, read_parquet, read_sealed
 
@@ -29,67 +40,67 @@ AUDIT_COLUMNS = ("domain", "system", "split", "document", "matched", "share", "n
 PRIOR_COLUMNS = ("model", "experts", "weights", "domain", "kind", "expert", "prior", "seed")
 
 
-@dataclass(frozen=True)
-class System:
-    """One way to predict text, a line of the paper's tables: a model, its set of experts and how they are mixed.
-
-    `variant` is that of results.parquet: empty for what the paper's tables hold.
-    """
-
-    label: str
-    model: str
-    experts: str
-    method: str
-    weights: str = ""
-    variant: str = ""
-
-    def with_weights(self, weights: str) -> "System":
-        return replace(self, label=f"{self.label}, {weights} weights", weights=weights)
-
-    def chosen_on_dev(self) -> "System":
-        """The same where the one expert or token was chosen on dev, for domains that have none of their own."""
-        return replace(self, label=f"{self.label}, chosen on dev", variant="dev_choice")
-
-
-DENSE = System("Dense", "dense_unbalanced", "dense", "dense")
-BALANCED = System("Dense (Balanced)", "dense", "dense", "dense")
-DOMAIN_TOKEN = System("+ Domain Token", "domain_token", "training", "naive")
-NAIVE = System("DEMix (naive)", "demix", "training", "naive")
-AVERAGE = System("DEMix (average)", "demix", "training", "average")
-UNIFORM = System("DEMix (uniform prior)", "demix", "training", "uniform", "history")
-UPDATING = System("DEMix (updating prior)", "demix", "training", "updating", "history")
-CACHED = System("DEMix (cached prior)", "demix", "training", "cached", "history")
-ALL_NAIVE = System("DEMix, all experts (naive)", "demix", "all", "naive")
-ALL_CACHED = System("DEMix, all experts (cached)", "demix", "all", "cached", "history")
-
-
-# Those that differences.parquet holds others against.
+(DENSE,), (BALANCED,), (DOMAIN_TOKEN,), (NAIVE, AVERAGE, UNIFORM, UPDATING, CACHED) = (
+    systems_of(name, KINDS[name]) for name in ("dense_unbalanced", "dense", "domain_token", "demix")
+)
+# The systems that differences.parquet holds others against.
 BASES = {"dense_unbalanced": DENSE, "dense": BALANCED, "demix_cached": CACHED}
 
 
-def without_expert(domain: str) -> System:
-    """DEMix with the expert of `domain` left out: −Expert of Table 7."""
-    return System("−Expert", "demix", f"minus-{domain}", "cached", "history")
+def added(config: dict[str, Any]) -> tuple[System, System]:
+    """The model that novel domains' experts were added to, with all its experts: each domain's own, and mixed."""
+    row, kind = adapted_model(config).row, adapted_model(config).kind
+    label = kind.label if row == kind.name else row
+    return (
+        System(f"{label}, all experts (naive)", row, "all", "naive"),
+        System(f"{label}, all experts (cached)", row, "all", "cached", "history"),
+    )
+
+
+def before_adding(config: dict[str, Any]) -> tuple[System, System]:
+    """The same model with its training experts alone: each domain's own, and mixed."""
+    model = adapted_model(config)
+    naive, *_, cached = systems_of(model.row, model.kind)
+    return naive, cached
+
+
+def before_removal(config: dict[str, Any]) -> System:
+    """The model whose experts are left out, with all of them: +Expert of Table 7."""
+    model = removal_model(config)
+    return systems_of(model.row, model.kind)[-1]
+
+
+def without_expert(config: dict[str, Any]) -> Callable[[str], System]:
+    """The system, by domain, that has the expert of that domain left out: −Expert of Table 7."""
+    row = removal_model(config).row
+    return lambda domain: System("−Expert", row, left_out(domain), "cached", "history")
 
 
 def without_domain(domain: str) -> System:
-    """DEMix trained with a replacement in the place of `domain`: −Domain of Table 7."""
-    return System("−Domain", f"without-{domain}", "training", "cached", "history")
+    """The model trained with a replacement in the place of `domain`: −Domain of Table 7."""
+    return System("−Domain", trained_without(domain), "training", "cached", "history")
 
 
 def dense_adapted(domain: str) -> System:
     """The dense model after Dense-DAPT to `domain`: Table 13."""
-    return System("Dense-DAPT", f"dense-dapt-{domain}", "dense", "dense")
+    return System("Dense-DAPT", adapted("dense", domain), "dense", "dense")
+
+
+def trained_systems(config: dict[str, Any]) -> dict[str, tuple[System, ...]]:
+    """The systems of every row of `models` with its training experts: the paper's rows in its order, then the run's."""
+    rows = model_rows(config)
+    paper = [name for name in ("dense_unbalanced", "dense", "domain_token", "demix") if name in rows]
+    return {name: systems_of(name, rows[name][0]) for name in (*paper, *(name for name in rows if name not in KINDS))}
 
 
 def training_domains(config: dict[str, Any]) -> list[str]:
     """The training domains in the config's order."""
-    return list(config["domains"]["training"])
+    return list(systems.training_domains(config))
 
 
 def novel_domains(config: dict[str, Any]) -> list[str]:
     """The novel domains in the config's order."""
-    return list(config["domains"].get("novel") or ())
+    return list(systems.novel_domains(config))
 
 
 def read_results(path: str | Path) -> pd.DataFrame:
@@ -168,7 +179,7 @@ def of_seed(results: pd.DataFrame, config: dict) -> pd.DataFrame:
 
 
 def evaluations(results: pd.DataFrame, system: System, domains: Iterable[str]) -> pd.DataFrame:
-    """The test results of `system` on each of `domains`, NaN where it was not evaluated; without top-k.
+    """The test results of `system` on each of `domains`, NaN where it was not evaluated.
 
     Columns perplexity, low, high (bounds of the 95% interval over documents), documents, tokens, bits_per_byte, seeds
     and spread. Where there are several seeds all numbers are means over them, spread is the standard deviation of the
@@ -177,7 +188,7 @@ def evaluations(results: pd.DataFrame, system: System, domains: Iterable[str]) -
     rows = results[
         (results["split"] == "test")
         & (results["variant"] == system.variant)
-        & results["top_k"].isna()
+        & (results["top_k"].isna() if system.top_k is None else results["top_k"] == system.top_k)
         & (results["model"] == system.model)
         & (results["experts"] == system.experts)
         & (results["method"] == system.method)
@@ -196,9 +207,9 @@ def paired(
 ) -> pd.DataFrame:
     """Bounds (low, high) of the 95% interval of `system` less `base` in perplexity, on the same documents of a domain.
 
-    `base` is one of `BASES`. Without the domains that have no interval.
+    There are such intervals against `BASES` alone. Without the domains that have none.
     """
-    (against,) = (key for key, one in BASES.items() if one == base)
+    against = next((key for key, one in BASES.items() if one == base), None)
     found = {}
     for domain in domains:
         one = system(domain)
@@ -215,18 +226,20 @@ def paired(
     return pd.DataFrame.from_dict(found, orient="index", columns=["low", "high"], dtype="float64")
 
 
-def expert_perplexities(results: pd.DataFrame, domain: str, experts: Iterable[str], label: str = "all") -> pd.Series:
-    """Test perplexity on `domain` of each single expert of the DEMix model; `label` names the expert set's rows."""
+def expert_perplexities(
+    results: pd.DataFrame, model: str, domain: str, experts: Iterable[str], label: str = "all"
+) -> pd.Series:
+    """Test perplexity on `domain` of each single expert of `model`; `label` names the expert set's rows."""
     rows = results[
         (results["split"] == "test")
         & (results["variant"] == "")
         & results["top_k"].isna()
-        & (results["model"] == "demix")
+        & (results["model"] == model)
         & (results["experts"] == label)
         & (results["method"] == "expert")
         & (results["domain"] == domain)
     ]
-    return _by(rows, "expert", experts, f"demix/{label}/expert on {domain}")["perplexity"]
+    return _by(rows, "expert", experts, f"{model}/{label}/expert on {domain}")["perplexity"]
 
 
 def _by(rows: pd.DataFrame, column: str, keys: Iterable[str], subject: str) -> pd.DataFrame:
@@ -243,8 +256,10 @@ def _by(rows: pd.DataFrame, column: str, keys: Iterable[str], subject: str) -> p
     return found.reindex(list(keys)).astype("float64")
 
 
-def grid(results: pd.DataFrame, variant: str, method: str, column: str, domains: Iterable[str]) -> pd.Series:
-    """Mean test perplexity over `domains` of demix's training experts by each value of `column` that was tried.
+def grid(
+    results: pd.DataFrame, model: str, variant: str, method: str, column: str, domains: Iterable[str]
+) -> pd.Series:
+    """Mean test perplexity over `domains` of the training experts of `model` by each value of `column` that was tried.
 
     `variant` is `decay` or `dev_blocks`, `column` the setting that its rows vary. Values that some domain has not are
     left out; a domain with fewer dev blocks than a number has them all from its own number on.
@@ -254,7 +269,7 @@ def grid(results: pd.DataFrame, variant: str, method: str, column: str, domains:
         (results["split"] == "test")
         & (results["variant"] == variant)
         & results["top_k"].isna()
-        & (results["model"] == "demix")
+        & (results["model"] == model)
         & (results["experts"] == "training")
         & (results["method"] == method)
         & (results["weights"] == "history")
@@ -267,7 +282,7 @@ def grid(results: pd.DataFrame, variant: str, method: str, column: str, domains:
 
 
 def read_parents(experts: str | Path, novel: list[str]) -> dict[str, str]:
-    """The expert that each novel domain's own was copied from, out of `models/demix/experts/<domain>.json`.
+    """The expert that each novel domain's own was copied from, out of `models/<model>/experts/<domain>.json`.
 
     Domains without such a file are left out.
     """
@@ -275,10 +290,10 @@ def read_parents(experts: str | Path, novel: list[str]) -> dict[str, str]:
     return {domain: read_json(path)["parent"] for domain, path in lineages.items() if path.is_file()}
 
 
-def prior_table(priors: pd.DataFrame, training: list[str], domains: list[str]) -> pd.DataFrame:
-    """Cached priors (`history`) of the training experts, one row a domain and one column an expert."""
+def prior_table(priors: pd.DataFrame, model: str, training: list[str], domains: list[str]) -> pd.DataFrame:
+    """Cached priors (`history`) of the training experts of `model`, one row a domain and one column an expert."""
     rows = priors[
-        (priors["model"] == "demix")
+        (priors["model"] == model)
         & (priors["experts"] == "training")
         & (priors["weights"] == "history")
         & priors["domain"].isin(domains)

@@ -129,7 +129,7 @@ def _latex(table: Table) -> str:
     layout = "l" + "".join("l" if values.dtype.kind not in "fi" else "r" for _, values in table.frame.items())
     caption = _escape(" ".join([f"{table.title}. {table.caption}", *table.notes]))
     if table.long:
-        body = style.to_latex(
+        body: str = style.to_latex(
             hrules=True, column_format=layout, environment="longtable", caption=caption, label=f"tab:demix-{table.name}"
         )
         # Styler would print the whole caption on every page.

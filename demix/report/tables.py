@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from demix.report import read
-from demix.report.cells import POSTERIOR_MIXTURES, kinds_of_domains, mean_of
+from demix.report.cells import kinds_of_domains, mean_of
 from demix.report.own_tables import (
     audit_table,
     decay_table,
@@ -148,16 +148,17 @@ def main_table(results: pd.DataFrame, config: dict[str, Any]) -> "rich.table.Tab
     table.add_column("weights")
     for kind, domains in groups:
         table.add_column(f"{len(domains)} {kind} domains", justify="right")
-    lines = [(system, system) for system in (read.DENSE, read.BALANCED, read.DOMAIN_TOKEN, read.NAIVE, read.AVERAGE)]
+    systems = [system for row in read.trained_systems(config).values() for system in row]
+    lines = [(system, system) for system in systems if not system.weights]
     lines += [
         (system, variant)
-        for system in (*POSTERIOR_MIXTURES, read.ALL_CACHED)
+        for system in (*(system for system in systems if system.weights), read.added(config)[1])
         for variant in (system, system.with_weights("released"))
     ]
     for named, system in lines:
         cells = []
         for kind, domains in groups:
-            oracle = kind == "novel" and system in (read.DOMAIN_TOKEN, read.NAIVE)
+            oracle = kind == "novel" and system.method == "naive"
             cells.append(cell(mean_of(perplexities(results, system, domains)), "{:.2f}") + (" *" if oracle else "  "))
         table.add_row(named.label, system.weights, *cells)
     if novel_domains(config):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import psutil
 
-from demix.config.check import adaptations, kind_of, trained_models
+from demix.config.systems import Adaptation, Model, adaptations, folder_of, trained
 from demix.errors import DemixError
 from demix.files import check_sealed, exclusive, read_json, replacing, sha256_file
 from demix.report.read import novel_domains, read_metrics, read_results, training_domains
@@ -327,35 +327,33 @@ def _pipeline(run_dir: Path, config: dict[str, Any]) -> Record:
 
 def _trainings(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
     """One record a metrics file: a model trained from scratch, or an adaptation."""
-    for name in trained_models(config):
-        if (run_dir / "metrics" / f"{name}.jsonl").is_file():
-            yield _training(run_dir, config, name)
-    for name in adaptations(config):
-        if (run_dir / "metrics" / f"{name}.jsonl").is_file():
-            yield _adaptation(run_dir, config, name)
+    for model in trained(config):
+        if (run_dir / "metrics" / f"{model.name}.jsonl").is_file():
+            yield _training(run_dir, config, model)
+    for one in adaptations(config):
+        if (run_dir / "metrics" / f"{one.name}.jsonl").is_file():
+            yield _adaptation(run_dir, config, one)
 
 
-def _training(run_dir: Path, config: dict[str, Any], name: str) -> Record:
-    kind, directory = kind_of(name), run_dir / "models" / name
-    overrides = (config.get("models") or {}).get(kind) or {}
+def _training(run_dir: Path, config: dict[str, Any], model: Model) -> Record:
+    directory = run_dir / "models" / model.name
     settings = {part: config.get(part) or {} for part in ("architecture", "tokenizer", "training")}
-    settings["models"] = {kind: overrides}
-    chosen = run_dir / "sweep" / f"{kind}.json"
+    settings["models"] = {model.base: (config.get("models") or {}).get(model.base) or {}}
+    chosen = run_dir / "sweep" / f"{model.base}.json"
     # The file of a sweep that the config no longer has says nothing of this run.
-    if {**config["training"], **overrides}.get("sweep") and chosen.is_file():
+    if model.settings.get("sweep") and chosen.is_file():
         settings["sweep"] = read_json(chosen)
     files = [directory / "model.json", *sorted((directory / "experts").glob("*.json"))]
     # Experts added later have a run of their own.
     files = [file for file in files if file.is_file() and "adaptation" not in read_json(file)]
-    return _learned(run_dir, config, f"training/{name}", settings, files)
+    return _learned(run_dir, config, f"training/{model.name}", settings, files)
 
 
-def _adaptation(run_dir: Path, config: dict[str, Any], name: str) -> Record:
-    file = run_dir / "models" / name / "model.json"
-    if name.startswith("demix-dapt-"):
-        file = run_dir / "models" / "demix" / "experts" / f"{name.removeprefix('demix-dapt-')}.json"
+def _adaptation(run_dir: Path, config: dict[str, Any], one: Adaptation) -> Record:
+    directory = run_dir / "models" / one.model
+    file = directory / "experts" / f"{one.expert}.json" if one.adds_expert else directory / "model.json"
     files = [file] if file.is_file() else []
-    return _learned(run_dir, config, f"adaptation/{name}", {"adaptation": config.get("adaptation") or {}}, files)
+    return _learned(run_dir, config, f"adaptation/{one.name}", {"adaptation": config.get("adaptation") or {}}, files)
 
 
 def _learned(
@@ -400,7 +398,7 @@ def _evaluations(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
     names = {"training": training_domains(config), "novel": novel_domains(config)}
     for (model, experts, seed), rows in results.groupby(["model", "experts", "seed"], sort=True):
         # As the folders of models trained with a further seed.
-        model = model if seed == config["seed"] else f"{model}-seed{seed}"
+        model = folder_of(model, seed, config["seed"])
         metrics = []
         by = ["split", "method", "weights", "expert", "top_k"]
         # The expert that `naive` chose differs by domain, and is no part of the method's name.

@@ -19,8 +19,9 @@ from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.sources import Source, download
 from demix.data.tokenizer import Tokenizer, train_tokenizer
 from demix.errors import DemixError
-from demix.evaluate.mix.posterior import evidence, log_weights, updating_log_priors
-from demix.evaluate.mix.rules import METHODS, log_mixtures, mix
+from demix.evaluate.mix.mixtures import METHODS, log_mixtures, log_weights, mix
+from demix.evaluate.mix.priors import updating_log_priors
+from demix.evaluate.mix.rules import Chunk, weights_rule
 from demix.files import read_json, write_json
 from support.breaking import Note
 
@@ -219,9 +220,11 @@ def test_posteriors_and_mixtures(fuzz: Fuzz) -> None:
         mask = np.ones(shape[:2], bool)
         mask[-1, generator.integers(1, shape[1] + 1) :] = False
         scores[~mask] = 0.0
-        priors = updating_log_priors(evidence(scores, mask, window), decay)
+        rule = weights_rule(window or "history")
+        priors = updating_log_priors(rule.block_evidence(scores, mask), decay)
         assert np.allclose(np.exp(priors).sum(-1), 1)
-        weights = log_weights(scores, priors[:-1], window, False)
+        evidence, _ = rule.evidence(Chunk(scores, mask), rule.begin(priors[0]))
+        weights = log_weights(priors[:-1], evidence)
         assert np.allclose(np.exp(weights).sum(-1), 1)
         low, high = scores.min(-1), scores.max(-1)
         for method in METHODS:
@@ -233,7 +236,7 @@ def test_posteriors_and_mixtures(fuzz: Fuzz) -> None:
             assert not mixed[~mask].any()
         # The fast path and the logarithms agree.
         slow = np.logaddexp.reduce(weights + scores, axis=-1)
-        assert np.allclose(log_mixtures(scores, priors[:-1][:, None], window, False)[:, 0], slow, rtol=1e-9, atol=1e-9)
+        assert np.allclose(log_mixtures(scores, priors[:-1][:, None], evidence)[:, 0], slow, rtol=1e-9, atol=1e-9)
 
     fuzz(
         "posteriors and mixtures",

@@ -20,8 +20,9 @@ from demix.data.tokenizer import Tokenizer, byte_lengths, gpt2_tokenizer, train_
 from demix.errors import DemixError
 from demix.evaluate.domain import AGAINST, COLUMNS, Evaluation, Outputs, evaluate_domain, join
 from demix.evaluate.intervals import bounds, resampled_sums
-from demix.evaluate.losses import Mixture, cached_priors, document_totals
-from demix.evaluate.mix.rules import METHODS, cached_log_prior, mix
+from demix.evaluate.losses import Mixture, cached_priors, document_losses
+from demix.evaluate.mix.mixtures import METHODS, mix
+from demix.evaluate.mix.priors import cached_log_prior
 from demix.evaluate.score_tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
 from demix.files import write_parquet
 
@@ -111,7 +112,7 @@ def test_columns_of_other_tokens_or_weights_are_refused(tmp_path: Path) -> None:
         with pytest.raises(DemixError, match=fault):
             read_scores(tmp_path, ("law", "news"))
         with pytest.raises(DemixError, match=fault):
-            document_totals(tmp_path, ("law", "news"))
+            document_losses(tmp_path, ("law", "news"))
 
 
 @pytest.mark.parametrize("documents", [1, 12, 2500])
@@ -131,7 +132,7 @@ def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: i
     ]
     dev, test = (read_scores(tmp_path / name, experts) for name in ("x.dev", "x.test"))
     traced = Mixture("updating", experts[1:], decay=0.3)
-    totals = document_totals(tmp_path / "x.test", experts, mixtures, cached_priors(dev, mixtures), None, traced)
+    totals = document_losses(tmp_path / "x.test", experts, mixtures, cached_priors(dev, mixtures), None, traced)
     if documents == 2500:
         assert test.tokens > 2 * (1 << 14)
     numbers = pq.read_table(tmp_path / "x.test" / "tokens.parquet")["document"].to_numpy()
@@ -161,7 +162,7 @@ def test_a_document_of_whole_blocks_telescopes(tmp_path: Path) -> None:
         metadata = {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"}
         write_scores(tmp_path / f"{expert}.parquet", [scores[:, number]], metadata)
     mixture, prior = Mixture("cached", ("law", "news")), np.log([0.9, 0.1])
-    found = document_totals(tmp_path, ("law", "news"), [mixture], {mixture: prior}).mixtures[mixture]
+    found = document_losses(tmp_path, ("law", "news"), [mixture], {mixture: prior}).mixtures[mixture]
     blocks = scores.astype(np.float32).astype(np.float64).reshape(10, LENGTH, 2).sum(axis=1)
     np.testing.assert_allclose(found, -logsumexp(blocks + prior, axis=1).reshape(5, 2).sum(axis=1), rtol=1e-12)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.mix.rules import mix
+from demix.evaluate.mix.mixtures import mix
 from demix.model.checkpoint import load_model
 from demix.model.decode import Decoder, Posterior, choose, decoded, generate, log_prior_of, nucleus
 from demix.model.export import export_hf

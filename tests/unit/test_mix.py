@@ -1,4 +1,4 @@
-"""Mixtures against a slow implementation that follows DESIGN section 5 and the paper's Eq. 6-9 word by word."""
+"""Mixtures against a slow implementation that follows DESIGN section 5 and the paper's Eq. 4-7 word by word."""
 
 import math
 
@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax, logsumexp
 
 from demix.errors import DemixError
-from demix.evaluate.mix.posterior import log_weights, released_log_priors, updating_log_priors
-from demix.evaluate.mix.rules import METHODS, cached_log_prior, log_mixtures, log_prior_path, mix, posterior_trace
+from demix.evaluate.mix.mixtures import METHODS, log_mixtures, log_weights, mix
+from demix.evaluate.mix.priors import (
+    cached_log_prior,
+    log_prior_path,
+    posterior_trace,
+    released_log_priors,
+    updating_log_priors,
+)
+from demix.evaluate.mix.rules import Chunk, PriorAlone, weights_rule
 
 
 def normalised(logs: list[float]) -> list[float]:
@@ -217,9 +224,10 @@ def test_mixtures_made_together_are_those_made_one_by_one(table, weights, count,
     experts = scores.shape[-1]
     top_k = data.draw(st.one_of(st.none(), st.integers(1, experts)))
     priors = log_softmax(20 * np.random.default_rng(seed).normal(size=(count, experts)), axis=-1)
-    window, uniform_start = {"history": (None, False), "released": (1, True)}.get(weights, (weights, False))
+    rule = weights_rule(weights)
+    evidence, _ = rule.evidence(Chunk(scores, mask), rule.begin(priors[0]))
     stacked = np.broadcast_to(priors, (len(mask), count, experts))
-    together = log_mixtures(scores, stacked, window, uniform_start, top_k)
+    together = log_mixtures(scores, stacked, evidence, rule.uniform_start, top_k)
     for number, prior in enumerate(priors):
         alone = mix(scores, mask, "cached", weights, log_prior=prior, top_k=top_k)
         np.testing.assert_allclose(np.where(mask, together[:, number], 0), alone, rtol=1e-12, atol=1e-12)
@@ -227,23 +235,29 @@ def test_mixtures_made_together_are_those_made_one_by_one(table, weights, count,
 
 @settings(max_examples=50, deadline=None)
 @given(tables(), st.floats(0.05, 1.0))
-def test_a_decay_of_one_weighs_all_blocks_alike(table, decay) -> None:
+def test_a_prior_weighs_a_block_by_the_decay_for_each_block_since(table, decay) -> None:
+    """A decay of one weighs all blocks alike."""
     evidence = table[0].sum(axis=1)
-    priors = updating_log_priors(evidence, 1.0)
-    posteriors = np.exp(log_softmax(priors[:-1] + evidence, axis=-1))
-    np.testing.assert_allclose(np.exp(priors[-1]), posteriors.mean(axis=0), atol=1e-12)
-    assert updating_log_priors(evidence, decay).shape == priors.shape
+    for by in (decay, 1.0):
+        priors = updating_log_priors(evidence, by)
+        posteriors = np.exp(log_softmax(priors[:-1] + evidence, axis=-1))
+        for block in range(1, len(priors)):
+            weights = by ** np.arange(block, 0, -1)
+            np.testing.assert_allclose(
+                np.exp(priors[block]), np.average(posteriors[:block], axis=0, weights=weights), atol=1e-12
+            )
 
 
 @settings(max_examples=100, deadline=None)
-@given(tables(), st.one_of(st.none(), st.integers(1, 8)), st.booleans(), st.integers(0, 2**32 - 1))
-def test_weights_sum_to_one(table, window, uniform_start, seed) -> None:
-    scores, _ = table
+@given(tables(), st.one_of(st.just(PriorAlone()), rules.map(weights_rule)), st.integers(0, 2**32 - 1))
+def test_weights_sum_to_one(table, rule, seed) -> None:
+    scores, mask = table
     log_priors = np.log(np.random.default_rng(seed).dirichlet(np.ones(scores.shape[-1]), len(scores)))
-    log_g = log_weights(scores, log_priors, window, uniform_start)
+    evidence, _ = rule.evidence(Chunk(scores, mask), rule.begin(log_priors[0]))
+    log_g = log_weights(log_priors, evidence, rule.uniform_start)
     np.testing.assert_allclose(np.exp(log_g).sum(-1), 1.0, atol=1e-12)
-    expected = np.broadcast_to(-np.log(scores.shape[-1]), log_priors.shape) if uniform_start else log_priors
-    np.testing.assert_allclose(log_g[:, 0], expected, atol=1e-12)
+    uniform = np.broadcast_to(-np.log(scores.shape[-1]), log_priors.shape)
+    np.testing.assert_allclose(log_g[:, 0], uniform if rule.uniform_start else log_priors, atol=1e-12)
 
 
 @settings(max_examples=50, deadline=None)

@@ -9,7 +9,8 @@ import pytest
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.mix.rules import cached_log_prior, mix
+from demix.evaluate.mix.mixtures import mix
+from demix.evaluate.mix.priors import cached_log_prior
 from demix.evaluate.own_text import DECAY, DEV_BLOCKS, run_tokenizer
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores

@@ -19,7 +19,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.mix.rules import mix
+from demix.evaluate.mix.mixtures import mix
 from demix.generate.playground.answers import MOST_TOKENS, opened
 from demix.generate.playground.server import DRAINED_BYTES, MOST_BYTES, Playground
 from demix.model.checkpoint import load_model

@@ -1,30 +1,32 @@
 # What of a removed domain's documents can still be recovered.
-for removed, kept in WITHOUT.items():
+for model in WITHOUT:
 
     rule:
         name:
-            f"audit_{removed}"
+            f"audit_{model.removed}"
         input:
-            tokens=tokens([removed], "train", "test"),
-            demix=experts("demix", TRAINING),
-            without=experts(f"without-{removed}", kept),
-            priors=f"{RUN}/evaluations/{removed}.priors.parquet",
+            tokens=tokens([model.removed], "train", "test"),
+            whole=experts(removal_model(config).name, TRAINING),
+            without=experts(model.name, model.experts),
+            priors=f"{RUN}/evaluations/{model.removed}.priors.parquet",
         output:
-            f"{RUN}/evaluations/{removed}.audit.parquet",
+            f"{RUN}/evaluations/{model.removed}.audit.parquet",
         log:
-            f"{RUN}/logs/audit/{removed}.log",
+            f"{RUN}/logs/audit/{model.removed}.log",
         benchmark:
-            f"{RUN}/benchmarks/audit/{removed}.tsv"
+            f"{RUN}/benchmarks/audit/{model.removed}.tsv"
         conda:
             "../../environment.yml"
         threads: config["threads"]
         resources:
             **site("score"),
         params:
-            settings=as_json(config["removal"]["audit"], training=TRAINING, without=kept, threads=config["threads"]),
-            domain=removed,
+            settings=as_json(
+                config["removal"]["audit"], training=TRAINING, without=model.experts, threads=config["threads"]
+            ),
+            domain=model.removed,
             models=below_run("models"),
-            tokens=below_run(f"tokens/{removed}"),
+            tokens=below_run(f"tokens/{model.removed}"),
         shell:
             "demix audit {params.domain} --models {params.models} --tokens {params.tokens} --priors {input.priors}"
             " --settings {params.settings:q} --output {output} 2> {log}"
@@ -32,7 +34,7 @@ for removed, kept in WITHOUT.items():
 
 rule audit:
     input:
-        expand(f"{RUN}/evaluations/{{domain}}.audit.parquet", domain=WITHOUT),
+        expand(f"{RUN}/evaluations/{{domain}}.audit.parquet", domain=[model.removed for model in WITHOUT]),
     output:
         f"{RUN}/audit.parquet",
     log:

@@ -1,16 +1,30 @@
 import json
 import shlex
 from contextlib import ExitStack
+from dataclasses import asdict
 from glob import glob
 from pathlib import Path
 
-from demix.config.check import HOW, adaptations, complete, further_seeds, kind_of, site_of, trained_models
+from demix.config.check import HOW, complete, site_of
+from demix.config.systems import (
+    adaptations,
+    adapted,
+    adapted_model,
+    compared,
+    bases,
+    evaluated,
+    planned,
+    removal_model,
+    scoring_jobs,
+    trained,
+)
 from demix.errors import DemixError
 from demix.files import exclusive
 from demix.report import REPORT_FILES, SHOWS
 
 try:
     complete(config)
+    MODELS = {model.name: model for model in planned(config)}
 except DemixError as error:
     raise WorkflowError(str(error)) from None
 
@@ -20,24 +34,19 @@ HELD, LOCK = ExitStack(), Path(RUN) / ".lock"
 TRAINING, NOVEL = list(config["domains"]["training"]), list(config["domains"]["novel"])
 DOMAINS = config["domains"]["training"] | config["domains"]["novel"]
 SPLITS = ["train", "dev", "test"]
-# Their models are called <model>-seed<seed>.
-SEEDS = further_seeds(config)
 # Training jobs are submitted from here, where somebody waits for them; that costs no core.
 SUBMITTED = config["cluster"]["launch"] == "slurm"
 lines = [line.replace("{", "{{").replace("}", "}}") for line in config["cluster"]["setup"]]
 # Jobs end when the snakemake that started their shell does (`demix.launch.parents`).
 shell.prefix("; ".join(["export DEMIX_SNAKEMAKE=$PPID", "set -e", *lines, "set -euo pipefail; "]))
-# The domains of each model trained without one of them: the replacement stands in its place.
-WITHOUT = {
-    removed: [config["removal"]["replacement"] if domain == removed else domain for domain in TRAINING]
-    for removed in config["removal"]["retrain_without"]
-}
+# The models trained without a domain.
+WITHOUT = [model for model in trained(config) if model.removed]
 
 
 wildcard_constraints:
     domain="[a-z0-9_]+",
+    novel="|".join(NOVEL) or "none",
     part="[0-9]+",
-    removed="[a-z0-9_]+",
     expert="[a-z0-9_]+",
     model="[a-z0-9_-]+",
     split="train|dev|test",
@@ -91,31 +100,21 @@ def scores(model, domains, names, splits=("dev", "test")):
     return [f"{place}/{name}.parquet" for place in places for name in names]
 
 
-def training_of(model):
-    """The section `training` with the values of one model."""
-    return config["training"] | config["models"][kind_of(model)]
-
-
 def training_settings(model, **changes):
-    seed = model.partition("-seed")[2]
-    changes |= {"seed": int(seed)} if seed else {}
-    kept = {key: value for key, value in training_of(model).items() if key not in ("ranks", "replicas", "sweep", *HOW)}
-    more = {key: config[key] for key in ("seed", "threads", "architecture")}
+    """What the training of a model is, as JSON: all but how it is computed and kept."""
+    kept = {key: value for key, value in model.settings.items() if key not in ("ranks", "replicas", "sweep", *HOW)}
+    more = {"seed": model.seed, "threads": config["threads"], "architecture": config["architecture"]}
     return as_json(kept, **(more | changes))
 
 
 def swept_rates(model):
-    """The learning rates that are tried for a model, as files are named by them; all seeds take the one chosen."""
-    return [repr(float(rate)) for rate in (training_of(model)["sweep"] or {"learning_rates": []})["learning_rates"]]
+    """The learning rates that are tried for a model, as files are named by them."""
+    return [repr(float(rate)) for rate in (model.settings["sweep"] or {"learning_rates": []})["learning_rates"]]
 
 
 def chosen_rate(model):
-    """The record of a model's learning rate, where a sweep chooses it."""
-    return [f"{RUN}/sweep/{kind_of(model)}.json"] if swept_rates(model) else []
-
-
-def rate_option(model):
-    return "".join(f" --learning-rate-from {path}" for path in chosen_rate(model))
+    """The record of a model's learning rate, where a sweep chooses it: one for all seeds."""
+    return [f"{RUN}/sweep/{model.base}.json"] if swept_rates(model) else []
 
 
 def cores(settings):
@@ -135,7 +134,7 @@ def site(stage):
     return {resource: value for resource, value in asked.items() if value}
 
 
-def run_options(stage, settings, removed=None):
+def run_options(stage, settings, removed=""):
     """How a section of the config trains, as options: no part of what it trains, so that a change reruns nothing.
 
     They go as a resource, since params are compared with those of the last run. The replacement of a removed domain
@@ -149,29 +148,18 @@ def run_options(stage, settings, removed=None):
     return f"--ranks {settings['ranks']} --how {how}{replicas} --cluster {cluster}"
 
 
-def train_inputs(model, domains):
+def train_inputs(model):
     """The tokens that training reads: dev too where checkpoints are evaluated on it."""
-    dev = training_of(model)["dev_blocks"]
-    return tokens(domains, "train") + (tokens(domains, "dev") if dev else [])
+    return tokens(model.domains, "train") + (tokens(model.domains, "dev") if model.settings["dev_blocks"] else [])
 
 
-def evaluated(wildcards):
+def evaluated_scores(domain):
     """The score tables that the evaluations of a domain read."""
-    domain = [wildcards.domain]
-    kind = "training" if wildcards.domain in TRAINING else "novel"
-    adapted = [f"dense-dapt-{novel}" for novel in NOVEL if kind == "training" or novel == wildcards.domain]
-    files = scores("demix", domain, [*TRAINING, *NOVEL, "tokens"])
-    files += scores("domain_token", domain, [*TRAINING, "tokens"])
-    for model in ["dense", "dense_unbalanced", *adapted]:
-        files += scores(model, domain, ["dense", "tokens"], ["test"])
-    for seed in SEEDS:
-        files += scores(f"demix-seed{seed}", domain, [*TRAINING, "tokens"])
-        files += scores(f"domain_token-seed{seed}", domain, [*TRAINING, "tokens"])
-        for model in ("dense", "dense_unbalanced"):
-            files += scores(f"{model}-seed{seed}", domain, ["dense", "tokens"], ["test"])
-    if wildcards.domain in WITHOUT:
-        files += scores(f"without-{wildcards.domain}", domain, [*WITHOUT[wildcards.domain], "tokens"])
-    return files
+    return [
+        file
+        for table in evaluated(config, domain)
+        for file in scores(table.folder, [domain], [*table.columns, "tokens"], SPLITS[1:] if table.sets else ["test"])
+    ]
 
 
 def captioned(name):

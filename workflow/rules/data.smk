@@ -47,39 +47,39 @@ rule anonymize:
 
 
 # Novel domains have no say here: a new one changes nothing of the training domains.
-rule owners:
+rule deduplicate:
     input:
         parts(TRAINING, "parquet"),
     output:
         f"{RUN}/corpus/owners.parquet",
     log:
-        f"{RUN}/logs/owners.log",
+        f"{RUN}/logs/deduplicate.log",
     benchmark:
-        f"{RUN}/benchmarks/owners.tsv"
+        f"{RUN}/benchmarks/deduplicate.tsv"
     conda:
         "../../environment.yml"
     resources:
         **site("corpus"),
     shell:
-        "demix owners {input} --output {output} 2> {log}"
+        "demix deduplicate {input} --output {output} 2> {log}"
 
 
 # Reported only: novel domains may share texts with one another.
-rule shared:
+rule novel_duplicates:
     input:
         parts(NOVEL, "parquet"),
     output:
         f"{RUN}/corpus/shared.json",
     log:
-        f"{RUN}/logs/shared.log",
+        f"{RUN}/logs/novel_duplicates.log",
     benchmark:
-        f"{RUN}/benchmarks/shared.tsv"
+        f"{RUN}/benchmarks/novel_duplicates.tsv"
     conda:
         "../../environment.yml"
     resources:
         **site("corpus"),
     shell:
-        "demix shared {input} --output {output} 2> {log}"
+        "demix novel-duplicates {input} --output {output} 2> {log}"
 
 
 rule split:

@@ -5,7 +5,7 @@ MIXING = ("decay", "dev_blocks", "weights", "top_k", "decays", "prior_blocks")
 
 rule evaluate:
     input:
-        evaluated,
+        lambda wildcards: evaluated_scores(wildcards.domain),
         tokenizer=f"{RUN}/tokenizer.json",
     output:
         results=f"{RUN}/evaluations/{{domain}}.parquet",
@@ -21,14 +21,13 @@ rule evaluate:
     resources:
         **site("evaluate"),
     params:
-        settings=as_json(
+        settings=lambda wildcards: as_json(
             {key: config["evaluation"][key] for key in MIXING},
-            training=TRAINING,
-            novel=NOVEL,
-            without=WITHOUT,
+            kind="training" if wildcards.domain in TRAINING else "novel",
+            tables=[asdict(table) for table in evaluated(config, wildcards.domain)],
+            compared=[system.key for system in compared(config, wildcards.domain)],
+            against=[(name, *system.key) for name, system in bases(config).items()],
             seed=config["seed"],
-            # Named only where there are any, so that a run without them stays as it is.
-            **({"seeds": SEEDS} if SEEDS else {}),
         ),
         scores=below_run("scores"),
     shell:
@@ -78,7 +77,9 @@ rule run_config:
         "demix run-config --settings {params.settings:q} --output {output} 2> {log}"
 
 
-METRICS = expand(f"{RUN}/metrics/{{model}}.jsonl", model=[*trained_models(config), *adaptations(config)])
+METRICS = [f"{RUN}/metrics/{one.name}.jsonl" for one in (*trained(config), *adaptations(config))]
+# The experts of all domains, those that were added among them.
+EXPERTS = experts(adapted_model(config).name, [*TRAINING, *NOVEL])
 
 
 rule report:
@@ -90,7 +91,7 @@ rule report:
         f"{RUN}/corpus/overlap.parquet",
         f"{RUN}/audit.parquet" if WITHOUT else [],
         METRICS,
-        [f"{RUN}/models/demix/experts/{novel}.json" for novel in NOVEL],
+        [f"{RUN}/models/{adapted_model(config).name}/experts/{novel}.json" for novel in NOVEL],
         config=f"{RUN}/config.json",
     output:
         *[captioned(name) for name in REPORT_FILES],
@@ -108,19 +109,15 @@ rule report:
         "demix report {params.run} --output {params.folder} 2> {log}"
 
 
-# An adapted expert is part of the model it was added to.
-CARDS = [*trained_models(config), *[name for name in adaptations(config) if not name.startswith("demix-dapt-")]]
-
-
 rule card:
     input:
         f"{RUN}/results.parquet",
-        [f"{RUN}/models/{model}/model.json" for model in CARDS],
-        experts("demix", [*TRAINING, *NOVEL]),
+        [f"{RUN}/models/{model}/model.json" for model in MODELS],
+        EXPERTS,
         expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),
         config=f"{RUN}/config.json",
     output:
-        expand(f"{RUN}/report/cards/{{model}}.md", model=CARDS),
+        expand(f"{RUN}/report/cards/{{model}}.md", model=MODELS),
     log:
         f"{RUN}/logs/card.log",
     benchmark:
@@ -131,7 +128,7 @@ rule card:
     params:
         run=below_run(""),
         folder=below_run("report/cards"),
-        models=" ".join(CARDS),
+        models=" ".join(MODELS),
     shell:
         "demix card {params.run} {params.models} --output {params.folder} 2> {log}"
 
@@ -140,7 +137,7 @@ rule track:
     input:
         f"{RUN}/results.parquet",
         METRICS,
-        experts("demix", [*TRAINING, *NOVEL]),
+        EXPERTS,
         expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),
         [f"{RUN}/report/{name}" for name in REPORT_FILES],
         rules.card.output,

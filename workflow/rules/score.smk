@@ -2,25 +2,24 @@
 SCORING = as_json(
     {key: config["evaluation"][key] for key in ("dev_blocks", "test_tokens", "precision")}, threads=config["threads"]
 )
-# What each model's tables have as columns: its experts, or the tokens that the domain-token model is forced to.
-COLUMNS = {"demix": TRAINING, "domain_token": TRAINING, "dense": ["dense"], "dense_unbalanced": ["dense"]}
-COLUMNS |= {f"{model}-seed{seed}": columns for seed in SEEDS for model, columns in COLUMNS.items()}
 
-for model, columns in COLUMNS.items():
+for job in scoring_jobs(config):
 
     rule:
         name:
-            f"score_{model.replace('-', '_')}"
+            job.rule
         input:
-            model=experts(model, TRAINING if kind_of(model) == "demix" else ["dense"]),
-            tokens=tokens(["{domain}"], "dev", "test"),
+            model=experts(job.model, job.experts),
+            tokens=tokens(job.domains, *job.splits),
+            # An added column goes beside the tokens of those that are there.
+            old=scores(job.model, job.after, ["tokens"], job.splits),
         output:
-            scores(model, ["{domain}"], [*columns, "tokens"]),
+            scores(job.model, job.domains, [*job.columns, *["tokens"] * job.shared], job.splits),
         log:
-            f"{RUN}/logs/score/{model}/{{domain}}.log",
+            f"{RUN}/logs/score/{job.log}.log",
         benchmark:
-            f"{RUN}/benchmarks/score/{model}/{{domain}}.tsv"
-        priority: 80 if model == "demix" else 10
+            f"{RUN}/benchmarks/score/{job.log}.tsv"
+        priority: job.priority
         conda:
             "../../environment.yml"
         threads: config["threads"]
@@ -28,38 +27,9 @@ for model, columns in COLUMNS.items():
             **site("score"),
         params:
             settings=SCORING,
-            model=below_run(f"models/{model}"),
-            folder=below_run(f"scores/{model}"),
-            experts=",".join(columns),
-        shell:
-            "demix score {params.model} {input.tokens} --experts {params.experts}"
-            " --settings {params.settings:q} --output {params.folder} 2> {log}"
-
-
-for removed, kept in WITHOUT.items():
-
-    rule:
-        name:
-            f"score_without_{removed}"
-        input:
-            model=experts(f"without-{removed}", kept),
-            tokens=tokens([removed], "dev", "test"),
-        output:
-            scores(f"without-{removed}", [removed], [*kept, "tokens"]),
-        log:
-            f"{RUN}/logs/score/without-{removed}.log",
-        benchmark:
-            f"{RUN}/benchmarks/score/without-{removed}.tsv"
-        conda:
-            "../../environment.yml"
-        threads: config["threads"]
-        resources:
-            **site("score"),
-        params:
-            settings=SCORING,
-            model=below_run(f"models/without-{removed}"),
-            folder=below_run(f"scores/without-{removed}"),
-            experts=",".join(kept),
+            model=below_run(f"models/{job.model}"),
+            folder=below_run(f"scores/{job.model}"),
+            experts=",".join(job.columns),
         shell:
             "demix score {params.model} {input.tokens} --experts {params.experts}"
             " --settings {params.settings:q} --output {params.folder} 2> {log}"

@@ -1,4 +1,4 @@
-"""Posteriors over experts, block by block (paper, Eq. 7-9). Arrays in, arrays out; all in log space.
+"""Priors over experts at the start of each block (paper, Eq. 7). Arrays in, arrays out; all in log space.
 
 Axes: B blocks, T positions of a block, E experts. `scores` [B, T, E] float64 are log p(token) in nats under
 each expert, 0 where `mask` [B, T] is False (the padding of the last block).
@@ -7,45 +7,18 @@ each expert, 0 where `mask` [B, T] is False (the padding of the last block).
 import math
 
 import numpy as np
-from scipy.special import log_softmax
+from scipy.special import logsumexp
 
+from demix.evaluate.mix.rules import weights_rule
 
-def log_evidence(scores: np.ndarray, window: int | None) -> np.ndarray:
-    """Sum of the scores [B, T, E] of the last `window` tokens of its block before each token (None: of all)."""
-    sums = np.cumsum(scores, axis=1)
-    before = np.zeros_like(sums)
-    before[:, 1:] = sums[:, :-1]
-    if window is not None:
-        before[:, window + 1 :] -= sums[:, : -window - 1]
-    return before
-
-
-def log_weights(scores: np.ndarray, log_priors: np.ndarray, window: int | None, uniform_start: bool) -> np.ndarray:
-    """log g [B, T, E]: the weights used to predict each token, from the tokens before it in its block.
-
-    `log_priors` [B, E] hold at each block's start. `window` is how many of the last tokens count (None: all,
-    the paper's Eq. 7-8; 0: the prior alone). With `uniform_start` the first token of a block gets equal weights
-    whatever the prior, as in the paper's released code.
-    """
-    logits = log_priors[:, None, :] + log_evidence(scores, window)
-    if uniform_start:
-        logits[:, 0, :] = 0.0
-    return log_softmax(logits, axis=-1)
-
-
-def evidence(scores: np.ndarray, mask: np.ndarray, window: int | None) -> np.ndarray:
-    """Sum of each block's scores [B, E] over its last `window` tokens (None: over all of them)."""
-    if window is None:
-        return scores.sum(axis=1)
-    lengths = mask.sum(axis=1)
-    counted = np.arange(mask.shape[1]) >= (lengths - window)[:, None]
-    return (scores * (counted & mask)[..., None]).sum(axis=1)
+# What the released code's ewm(alpha=0.3) keeps from block to block.
+RELEASED_DECAY = 0.7
 
 
 def updating_log_priors(
     block_evidence: np.ndarray, decay: float | np.ndarray, first: np.ndarray | None = None, seen: int = 0
 ) -> np.ndarray:
-    """log prior [B + 1, E] at the start of each block and after the last one (paper, Eq. 9).
+    """log prior [B + 1, E] at the start of each block and after the last one (paper, Eq. 7).
 
     The first is uniform; prior b is proportional to the sum over earlier blocks b' of decay^(b - b') times the
     posterior after block b'. The last row is what `cached` keeps. With decays [D] there are D of each prior
@@ -93,16 +66,41 @@ def released_log_priors(
     return log_priors
 
 
-def keep_top(log_g: np.ndarray, k: int) -> np.ndarray:
-    """`log_g` [..., E] with all but the k largest at each token removed and the rest renormalised.
+def log_prior_path(
+    scores: np.ndarray,
+    mask: np.ndarray,
+    weights: str | int,
+    decay: float | np.ndarray,
+    scorer: str = "paper",
+    first: np.ndarray | None = None,
+    seen: int = 0,
+) -> np.ndarray:
+    """log prior [B + 1, E] at each block's start and after the last, updating; goes on after `seen` blocks.
 
-    Of equal weights the experts that come first are kept.
+    See `updating_log_priors` for several decays; the `released` scorer has its own, and no use for `weights`.
     """
-    order = np.argsort(-log_g, axis=-1, kind="stable")
-    kept = np.full_like(log_g, -np.inf)
-    top = order[..., :k]
-    np.put_along_axis(kept, top, np.take_along_axis(log_g, top, axis=-1), axis=-1)
-    return log_softmax(kept, axis=-1)
+    if scorer == "released":
+        return released_log_priors(scores, mask, first, seen)
+    return updating_log_priors(weights_rule(weights).block_evidence(scores, mask), decay, first, seen)
+
+
+def cached_log_prior(
+    scores: np.ndarray, mask: np.ndarray, weights: str | int, *, decay: float, blocks: int, scorer: str = "paper"
+) -> np.ndarray:
+    """log prior [E] after the first `blocks` blocks of a domain's dev split (the paper: 100)."""
+    used = blocks_used(blocks, scorer)
+    return log_prior_path(scores[:used], mask[:used], weights, decay, scorer)[-1]
+
+
+def blocks_used(blocks: int, scorer: str = "paper") -> int:
+    """The dev blocks that make a prior when `blocks` are asked for: the released code's "100" are 101 pairs."""
+    return 2 * (blocks + 1) if scorer == "released" else blocks
+
+
+def posterior_trace(scores: np.ndarray, mask: np.ndarray, weights: str | int, log_priors: np.ndarray) -> np.ndarray:
+    """The posterior [B, E] after each block, of the log priors [B, E] at its start (paper, Eq. 5-6)."""
+    logs = log_priors + weights_rule(weights).block_evidence(scores, mask)
+    return np.exp(logs - logsumexp(logs, axis=1, keepdims=True))
 
 
 def _normalised(logs: np.ndarray) -> np.ndarray:

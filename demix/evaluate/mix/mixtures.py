@@ -1,0 +1,133 @@
+"""Mixing experts: arithmetic on score tables (DESIGN section 5), no forward pass and no torch."""
+
+import numpy as np
+from scipy.special import log_softmax, logsumexp
+
+from demix.config.systems import METHODS
+from demix.errors import DemixError
+from demix.evaluate.mix.priors import log_prior_path
+from demix.evaluate.mix.rules import Chunk, PriorAlone, WeightsRule, weights_rule
+
+SCORERS = ("paper", "released")
+# Sums of products of weights below this have lost digits, or all.
+_SMALL = 1e-290
+
+
+def mix(
+    scores: np.ndarray,
+    mask: np.ndarray,
+    method: str,
+    weights: str | int = "history",
+    *,
+    decay: float = 0.3,
+    log_prior: np.ndarray | None = None,
+    top_k: int | None = None,
+    scorer: str = "paper",
+) -> np.ndarray:
+    """log p [B, T] in nats of each token under the mixture of experts (paper, Eq. 4).
+
+    `scores` [B, T, E] and `mask` [B, T] as in `demix.evaluate.mix.priors`; padded positions come out 0. `method`
+    is `average` (equal weights, no posterior), or a posterior with the prior `uniform`, `updating` (with
+    `decay`) or `cached` (`log_prior` [E], from `cached_log_prior`). With the scorer `released` weights and updating
+    prior are those of the paper's published code.
+    """
+    blocks, _, experts = scores.shape
+    rule = mixing_rule(method, weights, scorer)
+    log_priors = np.full((blocks, experts), -np.log(experts))
+    if method == "cached":
+        if log_prior is None:
+            raise DemixError("method cached", "was given no prior", "compute one with cached_log_prior")
+        log_priors[:] = log_prior
+    elif method == "updating":
+        log_priors = log_prior_path(scores, mask, weights, decay, scorer)[:-1]
+    evidence, _ = rule.evidence(Chunk(scores, mask), rule.begin(log_priors[0]))
+    mixed = log_mixtures(scores, log_priors[:, None], evidence, rule.uniform_start, top_k)[:, 0]
+    return np.where(mask, mixed, 0.0)
+
+
+def mixing_rule(method: str, weights: str | int, scorer: str = "paper") -> WeightsRule:
+    """The weights rule of a method and a scorer: that of `weights`, or the prior alone for `average`."""
+    if method not in METHODS:
+        raise DemixError(f"method {method}", "is not known", f"use one of {', '.join(METHODS)}")
+    if scorer not in SCORERS:
+        raise DemixError(f"scorer {scorer}", "is not known", f"use one of {', '.join(SCORERS)}")
+    rule = weights_rule("released" if scorer == "released" else weights)
+    return PriorAlone() if method == "average" else rule
+
+
+def log_weights(log_priors: np.ndarray, evidence: np.ndarray, uniform_start: bool = False) -> np.ndarray:
+    """log g [B, T, E]: the weights used to predict each token (paper, Eq. 5-6).
+
+    `log_priors` [B, E] hold at each block's start; `evidence` [B, T, E] and `uniform_start` are a weights rule's.
+    """
+    logits = log_priors[:, None, :] + evidence
+    if uniform_start:
+        logits[:, 0, :] = 0.0
+    return log_softmax(logits, axis=-1)
+
+
+def log_mixtures(
+    scores: np.ndarray,
+    log_priors: np.ndarray,
+    evidence: np.ndarray,
+    uniform_start: bool = False,
+    top_k: int | None = None,
+) -> np.ndarray:
+    """log p [B, K, T] of each token under K mixtures with the priors `log_priors` [B, K, E] (paper, Eq. 4).
+
+    `evidence` [B, T, E] and `uniform_start` are those of the weights rule that all K share. The values are those of
+    `log_weights`, `keep_top` and logsumexp, to the last few digits, but with one exponential for all priors: sums of
+    products of factors scaled by the largest. Where all of these are below 1e-290 (prior and evidence disagree by 667
+    nats and more) the logarithms themselves are used.
+    """
+    by_expert = scores.transpose(0, 2, 1)
+    highest = by_expert.max(axis=1, keepdims=True)
+    likelihood = np.exp(by_expert - highest)
+    logits = evidence.transpose(0, 2, 1)
+    support = np.exp(logits - logits.max(axis=1, keepdims=True))
+    priors = np.exp(log_priors)
+    if top_k is None or top_k >= scores.shape[2]:
+        top_k = None
+        chosen, total = priors @ (support * likelihood), priors @ support
+    else:
+        chosen, total = (np.empty((*priors.shape[:2], scores.shape[1])) for _ in range(2))
+        for number in range(priors.shape[1]):
+            kept = _largest(priors[:, number, :, None] * support, top_k)
+            total[:, number] = kept.sum(axis=1)
+            chosen[:, number] = np.einsum("bet,bet->bt", kept, likelihood)
+    if uniform_start:
+        first = likelihood[:, :top_k, 0]
+        chosen[:, :, 0], total[:, :, 0] = first.sum(axis=1, keepdims=True), first.shape[1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mixed = np.log(chosen / total) + highest
+    lost = (chosen < _SMALL).any(axis=2)
+    for number in np.flatnonzero(lost.any(axis=0)):
+        blocks = lost[:, number]
+        log_g = log_weights(log_priors[blocks, number], evidence[blocks], uniform_start)
+        log_g = log_g if top_k is None else keep_top(log_g, top_k)
+        mixed[blocks, number] = logsumexp(log_g + scores[blocks], axis=-1)
+    return mixed
+
+
+def keep_top(log_g: np.ndarray, k: int) -> np.ndarray:
+    """`log_g` [..., E] with all but the k largest at each token removed and the rest renormalised.
+
+    Of equal weights the experts that come first are kept.
+    """
+    order = np.argsort(-log_g, axis=-1, kind="stable")
+    kept = np.full_like(log_g, -np.inf)
+    top = order[..., :k]
+    np.put_along_axis(kept, top, np.take_along_axis(log_g, top, axis=-1), axis=-1)
+    return log_softmax(kept, axis=-1)
+
+
+def _largest(weights: np.ndarray, k: int) -> np.ndarray:
+    """`weights` [B, E, T] with 0 in place of all but the k largest at each token; of equal ones the first are kept."""
+    rows = np.ascontiguousarray(weights.transpose(0, 2, 1))
+    least = np.partition(rows, -k, axis=-1)[..., -k, None]
+    kept = rows >= least
+    tied = kept.sum(axis=-1) > k
+    if tied.any():
+        order = np.argsort(-rows[tied], axis=-1, kind="stable")
+        kept[tied] = np.argsort(order, axis=-1) < k
+    return np.where(kept, rows, 0.0).transpose(0, 2, 1)

@@ -1,0 +1,183 @@
+"""Weights rules that see the whole stream: their state goes from chunk to chunk, their columns come with the scores."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from scipy.special import logsumexp
+
+from demix.errors import DemixError
+from demix.evaluate.losses import Mixture, document_losses
+from demix.evaluate.mix import rules
+from demix.evaluate.mix.mixtures import mix
+from demix.evaluate.mix.rules import Chunk, State, WeightsRule
+from demix.evaluate.score_tables import Beside, stream_scores, tokens_sha256, write_scores, write_tokens
+
+EXPERTS = ("law", "news", "code")
+LENGTH = 8
+# More than a chunk, the last block short.
+TOKENS = (1 << 14) + 1005
+
+
+@dataclass(frozen=True)
+class Decaying(WeightsRule):
+    """Evidence of all tokens so far, across blocks; older ones count less."""
+
+    decay: float
+
+    def begin(self, log_prior: np.ndarray) -> State:
+        return (np.zeros_like(log_prior),)
+
+    def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
+        (total,) = state
+        found = np.zeros_like(chunk.scores)
+        for block, position in np.argwhere(chunk.mask):
+            found[block, position] = total
+            total = self.decay * total + chunk.scores[block, position]
+        return found, (total,)
+
+
+@dataclass(frozen=True)
+class Returning(WeightsRule):
+    """Weights that go back to the prior a little with each token: they depend on it."""
+
+    by_prior: ClassVar[bool] = True
+    share: float
+
+    def begin(self, log_prior: np.ndarray) -> State:
+        return log_prior, log_prior
+
+    def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
+        log_prior, log_g = state
+        found = np.zeros_like(chunk.scores)
+        for block, position in np.argwhere(chunk.mask):
+            found[block, position] = log_g - log_prior
+            joint = np.exp(log_g + chunk.scores[block, position])
+            log_g = np.log((1 - self.share) * joint / joint.sum() + self.share * np.exp(log_prior))
+        return found, (log_prior, log_g)
+
+
+@dataclass(frozen=True)
+class Near(WeightsRule):
+    """Evidence that was computed elsewhere."""
+
+    def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
+        return -chunk.beside["distances"], state
+
+
+def weights_of(rule: WeightsRule, log_prior: np.ndarray, scores: np.ndarray, distances: np.ndarray) -> np.ndarray:
+    """g [N, E], token by token and with no block in sight."""
+    if isinstance(rule, Near):
+        logits = log_prior - distances
+        return np.exp(logits - logsumexp(logits, axis=1, keepdims=True))
+    found = np.empty_like(scores)
+    if isinstance(rule, Decaying):
+        total = np.zeros(scores.shape[1])
+        for number, row in enumerate(scores):
+            found[number] = np.exp(log_prior + total - np.logaddexp.reduce(log_prior + total))
+            total = rule.decay * total + row
+        return found
+    prior = np.exp(log_prior)
+    g = prior
+    for number, row in enumerate(scores):
+        found[number] = g
+        g = (1 - rule.share) * g * np.exp(row) / (g * np.exp(row)).sum() + rule.share * prior
+    return found
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> tuple[Path, np.ndarray, np.ndarray, np.ndarray]:
+    """A score table, its scores [N, E], the document of each token [N], and distances [N, E] in a file beside."""
+    generator = np.random.default_rng(4)
+    ids = generator.integers(0, 500, TOKENS).astype(np.uint16)
+    offsets = np.unique(np.append(0, generator.integers(1, TOKENS, 700)))
+    scores = -generator.exponential(2, (TOKENS, len(EXPERTS))).astype(np.float32)
+    distances = generator.exponential(1, (TOKENS, len(EXPERTS))).astype(np.float32)
+    write_tokens(tmp_path, ids, offsets, LENGTH)
+    origin = {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"}
+    for number, expert in enumerate(EXPERTS):
+        write_scores(tmp_path / f"{expert}.parquet", [scores[:, number]], origin)
+    write_beside(tmp_path / "distances.parquet", distances, tokens_sha256(ids))
+    documents = np.searchsorted(offsets, np.arange(TOKENS), side="right") - 1
+    return tmp_path, scores.astype(np.float64), documents, distances.astype(np.float64)
+
+
+def write_beside(path: Path, values: np.ndarray, sha256: str) -> None:
+    schema = pa.schema({name: pa.float32() for name in EXPERTS}, {"tokens_sha256": sha256})
+    # Other row groups than the scores have.
+    pq.write_table(pa.table(list(values.T), schema=schema), path, row_group_size=1000)
+
+
+@pytest.mark.parametrize("rule", [Decaying(0.9), Returning(0.05), Near()])
+def test_a_new_rule_is_one_row(table, rule: WeightsRule, monkeypatch) -> None:
+    """Mixtures by it, of different priors, streamed with mixtures by other rules, are those of the definition."""
+    folder, scores, documents, distances = table
+    monkeypatch.setitem(rules.RULES, "new", rule)
+    old = Mixture("uniform", EXPERTS, "history")
+    new = [Mixture("uniform", EXPERTS, "new")]
+    new += [Mixture("cached", EXPERTS, "new", dev_blocks=blocks) for blocks in (1, 2)]
+    fixed = dict(zip(new, np.log([[1 / 3, 1 / 3, 1 / 3], [0.7, 0.2, 0.1], [0.1, 0.3, 0.6]]), strict=True))
+    priors = fixed | {replace(mixture, top_k=2): log_prior for mixture, log_prior in fixed.items()}
+    beside = {"distances": Beside(folder / "distances.parquet", EXPERTS)}
+    found = document_losses(folder, EXPERTS, [*priors, old], priors, beside=beside)
+    for mixture, log_prior in fixed.items():
+        weights = weights_of(rule, log_prior, scores, distances)
+        for some in (mixture, replace(mixture, top_k=2)):
+            if some.top_k:
+                # Of equal ones the last goes.
+                weights[np.arange(TOKENS), len(EXPERTS) - 1 - weights[:, ::-1].argmin(axis=1)] = 0
+                weights /= weights.sum(axis=1, keepdims=True)
+            losses = -np.log((weights * np.exp(scores)).sum(axis=1))
+            np.testing.assert_allclose(found.mixtures[some], np.bincount(documents, losses), rtol=1e-9)
+    (chunk,) = stream_scores(folder, EXPERTS, at_once=1 << 20)
+    alone = mix(chunk.scores, chunk.mask, "uniform")[chunk.mask]
+    np.testing.assert_allclose(found.mixtures[old], np.bincount(documents, -alone), rtol=1e-9)
+
+
+def test_rules_that_see_more_than_a_block_have_no_updating_prior(table, monkeypatch) -> None:
+    monkeypatch.setitem(rules.RULES, "new", Decaying(0.9))
+    with pytest.raises(DemixError, match="more than one block"):
+        document_losses(table[0], EXPERTS, [Mixture("updating", EXPERTS, "new")])
+
+
+def test_losses_keep_the_numbers_of_the_documents(table) -> None:
+    """Documents without a token have no row."""
+    folder, scores, _, _ = table
+    write_tokens(folder, np.arange(TOKENS).astype(np.uint16), np.array([0, 0, 5, 5, 5, 17_000]), LENGTH)
+    for number, expert in enumerate(EXPERTS):
+        origin = {"tokens_sha256": tokens_sha256(np.arange(TOKENS).astype(np.uint16))}
+        write_scores(folder / f"{expert}.parquet", [scores[:, number]], origin)
+    found = document_losses(folder, EXPERTS)
+    assert found.numbers.tolist() == [1, 4, 5]
+    assert found.tokens.tolist() == [5, 16_995, TOKENS - 17_000]
+    expected = [-part.sum() for part in np.split(scores[:, 1], [5, 17_000])]
+    np.testing.assert_allclose(found.experts["news"], expected, rtol=1e-12)
+
+
+def test_columns_beside_come_with_the_scores(table) -> None:
+    folder, scores, _, distances = table
+    beside = {"two": Beside(folder / "distances.parquet", ("code", "law"))}
+    chunks = list(stream_scores(folder, EXPERTS, at_once=1000, beside=beside))
+    assert len(chunks) > 10
+    for chunk in chunks:
+        assert chunk.beside["two"].shape == (*chunk.mask.shape, 2)
+        assert not chunk.beside["two"][~chunk.mask].any()
+    assert (np.concatenate([chunk.beside["two"][chunk.mask] for chunk in chunks]) == distances[:, [2, 0]]).all()
+    assert (np.concatenate([chunk.scores[chunk.mask] for chunk in chunks]) == scores).all()
+
+
+def test_columns_of_other_tokens_are_refused(table) -> None:
+    folder, _, _, distances = table
+    path = folder / "distances.parquet"
+    sha256 = pq.read_schema(path).metadata[b"tokens_sha256"].decode()
+    for values, tokens, fault in (
+        (distances, "0" * 64, "distances.parquet: is of other tokens than"),
+        (distances[1:], sha256, "distances.parquet: is not as long as"),
+    ):
+        write_beside(path, values, tokens)
+        with pytest.raises(DemixError, match=fault):
+            list(stream_scores(folder, EXPERTS, beside={"near": Beside(path, EXPERTS)}))
