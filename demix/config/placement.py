@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from demix.config.systems import KINDS, Kind
+from demix.config.systems import DENSE_EXPERT, KINDS, Kind
 from demix.errors import DemixError
 
 
@@ -31,7 +31,7 @@ def place(
     kind = KINDS[kind] if isinstance(kind, str) else kind
     if kind.batches == "by_domain":
         return place_experts(domains, sequences, ranks, replicas)
-    return place_experts(["dense"], len(domains) * sequences, ranks)
+    return place_experts([DENSE_EXPERT], len(domains) * sequences, ranks)
 
 
 def place_experts(

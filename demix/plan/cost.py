@@ -221,7 +221,7 @@ def _plan_run(
     at_once = experts_per_rank * min(largest, settings["micro_sequences"] or largest)
 
     domain_tokens = domains if kind.domain_tokens else 0
-    shared, expert = parameters(architecture, vocab_size, domain_tokens)
+    shared, expert = parameters(architecture, vocab_size, domain_tokens, kind.expert_scope)
     own = experts_per_rank * expert + (0 if adapts and kind.has_experts else shared)
     still = (own if adapts else 0) + (shared if adapts and kind.has_experts else 0)
     value_bytes = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[settings["precision"]]

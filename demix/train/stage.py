@@ -19,7 +19,7 @@ from demix.config.sections import (
     TrainingRecipe,
     fingerprinted,
 )
-from demix.config.systems import KINDS, Kind
+from demix.config.systems import DENSE_EXPERT, KINDS, Kind
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.files import fingerprint, read_json
@@ -133,7 +133,7 @@ def _initial(
     kind: Kind, architecture: Architecture, vocab_size: int, domains: tuple[str, ...], placement: Placement
 ) -> GPT:
     """The model of `kind` with the experts of one rank, its parameters not yet set."""
-    experts = domains if kind.batches == "by_domain" else ("dense",)
+    experts = domains if kind.batches == "by_domain" else (DENSE_EXPERT,)
     # The one expert of a model that owns no tensor alone has its feedforwards in a file of their own all the same.
     scope = "feedforward" if kind.expert_scope == "none" else kind.expert_scope
     own = tuple(experts[number] for number in placement.experts)
