@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from synthetic_run import build_run
 
 from demix.config.check import complete
 from demix.config.run import FORMAT, read_run_config, write_run_config
 from demix.errors import DemixError
 from demix.files import read_json, write_json
+from support.synthetic_run import build_run
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = REPOSITORY / "tests" / "workflow" / "tiny.yaml"

@@ -19,7 +19,9 @@ from demix.train.state import State, newest_state, remove_states, save_state
 from support.tokens import TRAINING
 from support.training import SIZES, TRAIN, opened, shard_paths
 
-OPTIMIZATION = Optimization(12, 3e-3, 0.1, 0.5, 0.1, "fp32", checkpoint_every=1000)
+OPTIMIZATION = Optimization(
+    steps=12, learning_rate=3e-3, warmup=0.1, clip=0.5, weight_decay=0.1, precision="fp32", checkpoint_every=1000
+)
 
 
 def new_model(tokens: Path, experts: tuple[str, ...], scope: str = "feedforward") -> GPT:
