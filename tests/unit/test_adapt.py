@@ -14,7 +14,7 @@ from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.parent import choose_parent, own_dev_losses
 from demix.evaluate.score import Scoring, score
-from demix.files import read_json, sha256_file
+from demix.files import read_json, read_json_lines, sha256_file
 from demix.model.checkpoint import expert_names, load_model
 from demix.model.scoring import log_probabilities
 from demix.train.adapt import adapt_dense, adapt_expert
@@ -77,7 +77,7 @@ def test_demix_dapt_adds_a_file_and_changes_no_other(tokens: Path, trained: Path
     np.testing.assert_array_equal(table[:3], old)
     parent = TRAINING.index(chosen["parent"])
     assert -table[3].mean() < -table[parent].mean()
-    evaluations = [json.loads(line) for line in (trained / "adapted.jsonl").read_text().splitlines()]
+    evaluations = read_json_lines(trained / "adapted.jsonl")
     evaluations = [row for row in evaluations if "dev_loss/fantasy" in row]
     assert evaluations[0]["dev_loss/fantasy"] == pytest.approx(-table[parent].mean(), rel=1e-5)
     assert min(row["dev_loss/fantasy"] for row in evaluations) == pytest.approx(-table[3].mean(), rel=1e-5)
@@ -98,7 +98,7 @@ def test_dense_dapt_writes_its_own_model(tokens: Path, trained: Path) -> None:
     assert {path: sha256_file(path) for path in before} == before
     old, new = load_model(trained / "dense"), load_model(trained / "dense-dapt-fantasy")
     assert not torch.equal(old.token_embedding, new.token_embedding)
-    rows = [json.loads(line) for line in (trained / "dense-adapted.jsonl").read_text().splitlines()]
+    rows = read_json_lines(trained / "dense-adapted.jsonl")
     rows = [row for row in rows if "dev_loss/fantasy" in row]
     assert min(row["dev_loss/fantasy"] for row in rows) < rows[0]["dev_loss/fantasy"]
     assert len({row["dev_loss/scripture"] for row in rows}) > 1
@@ -135,7 +135,7 @@ def test_adaptation_on_several_ranks_is_that_of_one(tokens: Path, trained: Path,
         folder = tmp_path / str(number)
         more = ["--output", folder / "model", "--metrics", folder / "m.jsonl", "--checkpoints", folder / "checkpoints"]
         subprocess.run([*command, *map(str, more), "--ranks", str(number)], check=True, capture_output=True)
-        rows = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
+        rows = read_json_lines(folder / "m.jsonl")
         found.append([value for row in rows for key, value in row.items() if "loss" in key or key == "step"])
     assert len(found[0]) > 40
     for several in found[1:]:
@@ -159,7 +159,7 @@ def test_a_killed_adaptation_resumes_to_the_bit(tokens: Path, trained: Path, tmp
     assert "resuming at step" in log
 
     def rows(folder: Path) -> list[dict]:
-        found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        found = read_json_lines(folder / "metrics.jsonl")
         return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in found]
 
     assert rows(tmp_path / "killed") == rows(tmp_path / "whole")

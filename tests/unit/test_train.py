@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
-from demix.files import read_json
+from demix.files import read_json, read_json_lines
 from demix.model.checkpoint import load_model
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
@@ -111,7 +110,7 @@ def test_the_best_checkpoint_on_dev_is_kept(tokens: Path, tmp_path: Path, kind: 
     training = dataclasses.replace(TRAIN, learning_rate=0.05, dev_blocks=3, checkpoint_every=3, keep_checkpoints=1)
     paths = [*shard_paths(tokens), *shard_paths(tokens, split="dev")]
     train_model(kind, training, paths, tmp_path / "model", tmp_path / "metrics.jsonl", tmp_path / "checkpoints")
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = read_json_lines(tmp_path / "metrics.jsonl")
     measured = {row["step"]: row["dev_loss"] for row in rows if "dev_loss" in row}
     assert list(measured) == [3, 6, 9, 12, 15, 18, 21, 24]
     # The last is the model itself.
@@ -135,7 +134,7 @@ def trained_rows(tokens: Path, folder: Path, **changes: object) -> list[dict]:
     train_model(
         "demix", training, shard_paths(tokens), folder / "model", folder / "metrics.jsonl", folder / "checkpoints"
     )
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_json_lines(folder / "metrics.jsonl")
 
 
 def test_how_a_step_is_computed_does_not_change_it(tokens: Path, tmp_path: Path) -> None:
@@ -175,7 +174,7 @@ def test_fp16_skips_updates_that_overflow_and_resumes_to_the_bit(
     for path in sorted(folder.glob("checkpoints/*/step-*"))[2:]:
         shutil.rmtree(path)
     train_model("demix", kept, shard_paths(tokens), *places)
-    again = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    again = read_json_lines(folder / "metrics.jsonl")
     keys = ("step", "loss", "gradient_norm", "loss_scale")
     assert [[row[key] for key in keys] for row in again] == [[row[key] for key in keys] for row in whole]
 
