@@ -1,0 +1,138 @@
+"""The table of models: what a config's rows make, what is evaluated of them, and rows that are refused."""
+
+from typing import Any
+
+import pytest
+
+from demix.config.systems import (
+    KINDS,
+    adaptations,
+    bases,
+    compared,
+    evaluated,
+    planned,
+    scoring_jobs,
+    systems_of,
+    trained,
+)
+from demix.errors import DemixError
+
+TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """A config as far as the table reads it, with two seeds and one domain removed."""
+    whole = {
+        "seed": 7,
+        "seeds": [7, 9],
+        "domains": {"training": dict.fromkeys(TRAINING), "novel": dict.fromkeys(NOVEL)},
+        "training": {"tokens": 1000, "learning_rate": 1e-3, "sweep": None},
+        "models": {kind: {} for kind in KINDS},
+        "removal": {"retrain_without": ["law"], "replacement": "songs", "model": "demix"},
+        "adaptation": {"tokens": 100, "model": "demix"},
+    }
+    return whole | changes
+
+
+def with_rows(**rows: Any) -> dict[str, Any]:
+    return config(models={kind: {} for kind in KINDS} | rows)
+
+
+def test_the_models_of_a_run() -> None:
+    models = planned(config())
+    assert [model.name for model in models] == [
+        "demix", "dense", "dense_unbalanced", "domain_token", "without-law",
+        "demix-seed9", "dense-seed9", "dense_unbalanced-seed9", "domain_token-seed9",
+        "dense-dapt-songs", "dense-dapt-wiki",
+    ]  # fmt: skip
+    by_name = {model.name: model for model in models}
+    assert by_name["without-law"].experts == ("songs", "news", "code"), "the replacement stands in the domain's place"
+    assert by_name["without-law"].scored == ("law",)
+    assert (by_name["demix-seed9"].row, by_name["demix-seed9"].seed) == ("demix", 9)
+    assert by_name["dense"].experts == by_name["dense"].columns == ("dense",)
+    assert (by_name["domain_token"].experts, by_name["domain_token"].columns) == (("dense",), TRAINING)
+    assert by_name["dense-dapt-wiki"].scored == (*TRAINING, "wiki")
+    assert [one.name for one in adaptations(config())] == [
+        "demix-dapt-songs", "dense-dapt-songs", "demix-dapt-wiki", "dense-dapt-wiki",
+    ]  # fmt: skip
+    added, made, *_ = adaptations(config())
+    assert (added.model, added.expert, made.model, made.expert) == ("demix", "songs", "dense-dapt-songs", "dense")
+
+
+def test_a_second_row_of_a_known_kind_needs_no_code() -> None:
+    rows = with_rows(demix_small={"kind": "demix", "learning_rate": 5e-4}, plain={"kind": "dense"})
+    by_name = {model.name: model for model in planned(rows)}
+    assert by_name["demix_small"].settings == {"tokens": 1000, "learning_rate": 5e-4, "sweep": None}
+    assert by_name["demix_small-seed9"].kind is KINDS["demix"]
+    assert {"score_demix_small", "score_plain_seed9"} <= {job.rule for job in scoring_jobs(rows)}
+    for domain in ("news", "wiki"):
+        tables = {(table.model, table.seed): table for table in evaluated(rows, domain)}
+        assert tables["plain", 7].sets == ()
+        assert [some.label for some in tables["demix_small", 7].sets] == ["training"]
+        assert {"demix_small", "plain"} <= {system.model for system in compared(rows, domain)}
+    labels = [system.label for system in systems_of("demix_small", KINDS["demix"])]
+    assert labels[0] == "demix_small (naive)"
+    assert labels[-1] == "demix_small (cached prior)"
+
+
+def test_adaptation_and_removal_follow_the_rows_that_they_name() -> None:
+    rows = with_rows(other={"kind": "demix"})
+    rows |= {"adaptation": {"model": "other"}, "removal": rows["removal"] | {"model": "other"}}
+    assert {one.name for one in adaptations(rows)} >= {"other-dapt-songs", "dense-dapt-songs"}
+    without = next(model for model in planned(rows) if model.removed)
+    assert (without.name, without.base) == ("without-law", "other")
+    sets = {table.model: [some.label for some in table.sets] for table in evaluated(rows, "news") if table.seed == 7}
+    assert sets["other"] == ["all", "training", "minus-news"]
+    assert sets["demix"] == ["training"]
+    added = [job for job in scoring_jobs(rows) if job.rule.startswith("score_adapted_") and "dense" not in job.rule]
+    assert {job.model for job in added} == {"other"}
+
+
+def test_a_row_can_be_left_out() -> None:
+    rows = with_rows(domain_token=None, dense_unbalanced=None)
+    assert {model.base for model in trained(rows)} == {"demix", "dense"}
+    assert "dense_unbalanced" not in bases(rows)
+    assert not {"domain_token", "dense_unbalanced"} & {table.model for table in evaluated(rows, "law")}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"demix": None}, r"models\.demix: is null; leave it"),
+        ({"dense": None}, r"models\.dense: is null"),
+        ({"mine": {}}, r"models\.mine\.kind: is missing; use one of demix, dense"),
+        ({"mine": {"kind": "moe"}}, r"models\.mine\.kind: is 'moe'; use one of"),
+        ({"dense": {"kind": "demix"}}, r"models\.dense\.kind: is demix"),
+    ],
+)
+def test_rows_that_are_refused(rows: dict[str, Any], message: str) -> None:
+    with pytest.raises(DemixError, match=message):
+        planned(with_rows(**rows))
+
+
+def test_rows_that_adaptation_and_removal_cannot_take() -> None:
+    with pytest.raises(DemixError, match=r"adaptation\.model: is plain, which is no such row.*name one of demix"):
+        planned(with_rows(plain={"kind": "dense"}) | {"adaptation": {"model": "plain"}})
+    with pytest.raises(DemixError, match=r"removal\.model: is nothing"):
+        planned(config(removal={"retrain_without": [], "model": "nothing"}))
+
+
+def test_every_score_table_that_is_evaluated_is_made_by_one_job() -> None:
+    """Each column of each split on each domain is the output of exactly one rule, whatever the rows."""
+    for rows in (config(), with_rows(small={"kind": "demix"}, domain_token=None) | {"adaptation": {"model": "small"}}):
+        made: list[tuple[str, str, str, str]] = []
+        for job in scoring_jobs(rows):
+            for novel in NOVEL if "{novel}" in job.model else ("",):
+                model = job.model.replace("{novel}", novel)
+                wanted = next((one.scored for one in planned(rows) if one.name == model), ())
+                domains = [one for name in job.domains for one in (wanted if name == "{domain}" else (name,))]
+                columns = (*job.columns, *["tokens"] * job.shared)
+                made += [
+                    (model, domain.replace("{novel}", novel), split, column)
+                    for domain in domains for split in job.splits for column in columns
+                ]  # fmt: skip
+        assert len(made) == len(set(made))
+        for domain in (*TRAINING, *NOVEL):
+            for table in evaluated(rows, domain):
+                for split in ("dev", "test") if table.sets else ("test",):
+                    assert {(table.folder, domain, split, name) for name in (*table.columns, "tokens")} <= set(made)
