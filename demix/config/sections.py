@@ -294,7 +294,7 @@ class ClusterSection(Cluster):
     stages: dict[Literal["download", "anonymize", "corpus", "train", "adapt", "score", "evaluate"], StageSite] = Field(  # type: ignore[valid-type]
         default_factory=dict,
         description="Other values of partition, account, qos, constraint, minutes, memory_mb and gpus for single "
-        "stages, such as {train - {minutes - 2880}}: download, anonymize, corpus (the rules owners, shared, split, "
+        "stages, such as {train - {minutes - 2880}}: download, anonymize, corpus (the rules deduplicate, split, "
         "tokenizer and tokenize), train (the trials of a sweep too), adapt, score, evaluate.",
     )
 

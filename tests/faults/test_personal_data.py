@@ -110,7 +110,7 @@ def test_nothing_is_left_after_anonymize(tmp_path: Path, note: Note) -> None:
         for arguments in (
             ("download", "d", "--settings", settings, "--output", raw),
             ("anonymize", raw, "--output", documents, "--counts", documents.with_suffix(".json")),
-            ("owners", documents, "--output", run / "owners.parquet"),
+            ("deduplicate", documents, "--output", run / "owners.parquet"),
             ("split", "d", documents, "--owners", run / "owners.parquet", "--settings", json.dumps(splitting),
              "--output", run / "corpus"),
             ("tokenizer", run / "corpus/train.parquet", "--settings",

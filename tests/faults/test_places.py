@@ -18,8 +18,8 @@ RUN = "results/tiny"
 # A command of each stage, by what it holds.
 STAGES = {
     "download": ("download licenses",),
-    "owners": ("owners ",),
-    "shared": ("shared ",),
+    "deduplicate": ("deduplicate ",),
+    "novel-duplicates": ("novel-duplicates ",),
     "split": ("split licenses",),
     "tokenizer": ("tokenizer ",),
     "tokenize": ("tokenize ", "licenses/dev"),

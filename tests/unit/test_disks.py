@@ -153,7 +153,7 @@ def test_a_domain_without_a_word(tmp_path):
     done = _run("anonymize", raw, "--output", documents, "--counts", documents.with_suffix(".json"))
     assert done.returncode == 0, done.stderr
     assert json.loads(documents.with_suffix(".json").read_text())["rejected"] == {"empty": 2, "not_utf8": 0}
-    assert _run("owners", documents, "--output", run / "owners.parquet").returncode == 0
+    assert _run("deduplicate", documents, "--output", run / "owners.parquet").returncode == 0
     words = {"train": None, "dev": 5, "test": 5}
     settings = json.dumps({"training": True, "seed": 1, "near_duplicates": None, "metadata": False, "words": words})
     done = _run(
