@@ -1,5 +1,6 @@
 """The pages that are made of the declarations: config/README.md, and the JSON schema for editors."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +29,8 @@ def reference() -> str:
         default = (
             "required" if required else f"`{_yaml(told['default'])}`" if "default" in (told := empty | part) else "–"
         )
-        kinds = allowed(part).replace("|", "\\|")
+        # A pattern as code: Markdown reads its brackets as a link.
+        kinds = re.sub(r"(?<=that matches )(\S+)", r"`\1`", allowed(part)).replace("|", "\\|")
         lines.append(f"| `{place}` | {kinds} | {default} | {part.get('description', '')} |")
     return "\n".join(lines) + "\n"
 
