@@ -83,7 +83,7 @@ def _against_history(
     results: pd.DataFrame, lines: dict[str, tuple[System, System]], config: dict[str, Any]
 ) -> pd.DataFrame:
     """Means over each kind of domains of the second system of each line, and its change from the first in percent."""
-    rows = {}
+    rows: dict[str, dict[str, float]] = {}
     for label, (base, system) in lines.items():
         rows[label] = {}
         for kind, domains in kinds_of_domains(config):
