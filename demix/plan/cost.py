@@ -175,7 +175,9 @@ def plan_training(config: dict[str, Any], ranks: int | None, hardware: Hardware)
     return runs + sweeps + adapted
 
 
-def _plan_sweep(config: dict[str, Any], model: Model, domains: int, ranks: int | None, hardware: Hardware) -> TrainingPlan:
+def _plan_sweep(
+    config: dict[str, Any], model: Model, domains: int, ranks: int | None, hardware: Hardware
+) -> TrainingPlan:
     """All jobs of a model's sweep, one after the other."""
     sweep = model.settings["sweep"]
     short = {**model.settings, "tokens": sweep["tokens"]}
