@@ -11,7 +11,7 @@ from demix.report import read
 from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.cells import INTERVAL_NOTE, POSTERIOR_MIXTURES, kinds_of_domains, lowest, mean_of, percent
 from demix.report.read import evaluations, grid, perplexities, training_domains
-from demix.report.table import Table
+from demix.report.render import Table
 
 
 def overlap_table(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str, Any]) -> Table:
