@@ -17,6 +17,7 @@ import yaml
 
 from demix.files import check_sealed, read_json, sha256_file
 from support.documented import assert_documented
+from support.dry_run import jobs_by_rule
 from support.once import once, run_with_progress
 
 REPOSITORY = Path(__file__).parents[2]
@@ -42,12 +43,7 @@ def snakemake(folder: Path, *arguments: str, config: dict | None = None) -> str:
 
 def planned(folder: Path, config: dict | None = None) -> dict[str, int]:
     """Jobs that `snakemake -n` would run, by rule."""
-    output = snakemake(folder, "-n", "--quiet", "rules", config=config)
-    if "Nothing to be done" in output:
-        return {}
-    table = output.split("Job stats:")[1].split("Reasons:")[0]
-    jobs = {rule: int(count) for rule, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
-    return {rule: count for rule, count in jobs.items() if rule not in ("all", "total")}
+    return jobs_by_rule(snakemake(folder, "-n", "--quiet", "rules", config=config))
 
 
 @pytest.fixture(scope="module")
