@@ -1,7 +1,7 @@
-"""`snakemake --logger demix`: what stage runs, how far the run is, how long it still takes.
+"""`snakemake --logger demix`: the running stages, the progress of the run, and an estimate of the time left.
 
-On a terminal a live display, elsewhere a line now and then. Errors are printed as snakemake prints them, and at the
-end, below whatever came after it, the first.
+A terminal gets a live display; other output gets one line every few seconds. Errors are printed as snakemake prints
+them. The first error is repeated at the end, where later output does not hide the error.
 """
 
 import csv
@@ -25,7 +25,7 @@ from snakemake.logging import DefaultFormatter
 from snakemake_interface_logger_plugins.base import LogHandlerBase
 from snakemake_interface_logger_plugins.common import LogEvent
 
-# Seconds of each rule's jobs in the sample on one slow core, where no run tells. Only their ratios matter.
+# Seconds per job of each rule in the sample on one slow core, for rules without benchmark files. Only ratios matter.
 COSTS = (
     (r"train_", 150.0),
     (r"adapt", 12.0),
@@ -37,13 +37,13 @@ COSTS = (
     (r"", 1.0),
 )
 SECONDS_BETWEEN_LINES = 15.0
-# As `demix.progress` writes them.
+# The progress that `demix.progress` writes: done/total.
 DONE = re.compile(r" (\d+)/([1-9]\d*)(  |$)")
 
 
 @dataclass
 class Job:
-    """A job under way: its name, its share of the work, when it began and where it logs."""
+    """A running job: its name, its estimated seconds, its log and its start (monotonic seconds)."""
 
     label: str
     cost: float
@@ -57,15 +57,16 @@ class Job:
         return (self.log.read_text(errors="replace").splitlines() or [""])[-1]
 
     def fraction(self) -> float:
-        """How much of the job is done, as far as its log tells."""
+        """The fraction of the job that is done by its log; 0 without progress in the log."""
         done = DONE.search(self.last_line())
         return min(1.0, int(done[1]) / int(done[2])) if done else 0.0
 
 
 def costs(rules: Iterable[str], results: Path = Path("results")) -> dict[str, float]:
-    """The seconds that a job of each rule takes: those of the last run below `results`, else those of `COSTS`.
+    """The seconds per job of each rule: measured in the last run below `results`, or else from `COSTS`.
 
-    The latter are scaled by what the rules that have run took in all, since the machine and the config may be others.
+    Seconds from `COSTS` are scaled by the ratio of measured seconds to `COSTS` over all measured rules, since machine
+    and config may differ from those behind `COSTS`.
     """
     usual = {rule: next(seconds for pattern, seconds in COSTS if re.match(pattern, rule)) for rule in rules}
     found = measured(usual, results)
@@ -76,8 +77,8 @@ def costs(rules: Iterable[str], results: Path = Path("results")) -> dict[str, fl
 def measured(rules: Iterable[str], results: Path) -> dict[str, float]:
     """The mean seconds of the jobs of each rule in the last run below `results`, from its benchmark files.
 
-    A rule without a readable file is left out. A file is that of the rule by whose name its path begins
-    (`benchmarks/score/demix/law.tsv`: score_demix), of several the longest.
+    A rule without a readable file is left out. A file belongs to the rule whose name begins the file's path
+    (`benchmarks/score/demix/law.tsv`: score_demix); of several such rules, to the one with the longest name.
     """
     files = {path: path.stat().st_mtime for path in results.glob("*/benchmarks/**/*.tsv")}
     if not files:
@@ -88,7 +89,7 @@ def measured(rules: Iterable[str], results: Path) -> dict[str, float]:
         place, _, *parts = path.relative_to(results).with_suffix("").parts
         name = re.sub(r"\W", "_", "_".join(parts)) + "_"
         fitting = [rule for rule in rules if name.startswith(f"{rule}_")]
-        # A job that is killed may leave half a file.
+        # A killed job may leave an incomplete file.
         with suppress(ValueError, KeyError, TypeError):
             if place == run and fitting:
                 with open(path, encoding="utf-8", newline="") as stream:
@@ -155,7 +156,7 @@ class LogHandler(LogHandlerBase):
                 self.console.print(Text(self.format(record)))
 
     def close(self) -> None:
-        """End the display."""
+        """End the display and repeat the first error."""
         self.stopped.set()
         if self.live:
             self.live.stop()

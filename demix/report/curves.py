@@ -12,17 +12,17 @@ from demix.report.look import COLOURS, DASHES, finish, finite
 from demix.report.read import novel_domains, read_metrics, training_domains
 
 PANEL_COLUMNS = 4
-# A step's loss is noisy: means over spans of steps show the trend, and keep a long run's figure small.
+# The loss of a step is noisy: means over spans of steps show the trend and keep the figure of a long run small.
 CURVE_POINTS = 100
-# Not to be seen: what the pointer finds on a line, whose numbers are then told.
+# Invisible points give the pointer something to hit on a line, so that a tooltip shows the numbers.
 POINTS = {"opacity": 0, "size": 80}
 
 
 def adaptation_curves(metrics_dir: str | Path, config: dict[str, Any]) -> pd.DataFrame:
     """Dev perplexity over the tokens of adaptation, from `<kind>-dapt-<domain>.jsonl`.
 
-    Columns: domain (adapted to), kind, tokens, training (plain mean over the training domains), own; perplexities.
-    Raises DemixError if a file's line is not a JSON object.
+    Columns: domain (the target of adaptation), kind, tokens, and the perplexities training (plain mean over the
+    training domains) and own (on the target). Raises DemixError if a line of a file is not a JSON object.
     """
     training = training_domains(config)
     rows = []
@@ -40,7 +40,7 @@ def adaptation_curves(metrics_dir: str | Path, config: dict[str, Any]) -> pd.Dat
 
 
 def figure6(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopLevelMixin:
-    """Figure 6: dev perplexity of the training domains and of the new domain while adapting, dense against DEMix."""
+    """Figure 6: dev perplexity of the training domains and of the novel domain during adaptation, dense and DEMix."""
     curves = adaptation_curves(metrics_dir, config)
     present = [domain for domain in novel_domains(config) if (curves["domain"] == domain).any()]
     parts = [
@@ -58,7 +58,7 @@ def figure6(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopLevelMixi
 
 
 def _small_multiples(curves: pd.DataFrame, part: str, domains: list[str], heading: str) -> alt.ConcatChart:
-    """One small chart a domain; all of `training` on one scale of perplexity, `own` each on its own."""
+    """One small chart per domain. Charts of `training` share one scale of perplexity; charts of `own` do not."""
     kinds = ["DEMix-DAPT", "Dense-DAPT"]
     legend = alt.Legend(title=None, orient="right", symbolSize=300, symbolType="stroke")
     values = curves[part].dropna()
@@ -95,7 +95,7 @@ def _token_axis(ticks: int) -> alt.Axis:
 
 
 def training_curves(metrics_dir: str | Path, config: dict[str, Any]) -> pd.DataFrame:
-    """Training loss (nats a token) over tokens of the models that `config` trains: columns model, tokens, loss.
+    """Training loss (nats per token) by tokens, of the models that `config` trains: columns model, tokens, loss.
 
     Long runs are thinned to means over equal spans of steps.
     """
@@ -112,7 +112,7 @@ def training_curves(metrics_dir: str | Path, config: dict[str, Any]) -> pd.DataF
 
 
 def training_figure(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopLevelMixin:
-    """Training loss over tokens, one line a model."""
+    """Training loss by tokens, one line per model."""
     curves = training_curves(metrics_dir, config)
     names = {
         "demix": "DEMix",

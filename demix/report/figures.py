@@ -19,7 +19,7 @@ PNG_SCALE = 2.0
 
 
 def _renumbered(svg: str) -> str:
-    """`svg` with its ids numbered from 0: Vega counts them on from one figure of a process to the next."""
+    """`svg` with ids numbered from 0: Vega continues the count from one figure of a process to the next."""
     numbers: dict[str, str] = {}
 
     def number(match: re.Match[str]) -> str:
@@ -40,7 +40,7 @@ def write_figures(
 ) -> None:
     """Write each figure as `<name>.json` (Vega-Lite, data included), `.html`, `.svg` and `.png` into `output_dir`.
 
-    The page needs nothing but itself: it tells the numbers under the pointer, and saves what it shows.
+    The HTML page is self-contained. It shows the numbers under the pointer and can save the figure.
     """
     comparable(results)
     charts = {

@@ -13,7 +13,7 @@ from demix.report.read import novel_domains, prior_table, training_domains
 
 CELL_WIDTH, CELL_HEIGHT = 50, 26
 SHARE_RANGE = ["#f7fcf5", "#74c476", "#00441b"]
-# Past this part of each, white text has the better contrast.
+# White text has the better contrast above this fraction of each range.
 CELL_DARK, SHARE_DARK = 0.68, 0.76
 TRACE_COLUMNS = 4
 BLOCKS_SHOWN = 100
@@ -22,7 +22,7 @@ BLOCKS_SHOWN = 100
 def figure2(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
     """Figure 2: perplexity of each training expert on each domain, over that of the domain's own (or best) expert.
 
-    Below it the bigrams that a domain shares with each training domain, and one against the other.
+    Below: the share of bigrams in common with each training domain, and a scatter plot of ratio against share.
     """
     training, novel = training_domains(config), novel_domains(config)
     pairs = with_overlap(affinities(results, config), overlap)
@@ -80,7 +80,7 @@ def figure2(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str, Any]
 
 
 def _scatters(pairs: pd.DataFrame) -> alt.HConcatChart:
-    """The perplexity ratio over the bigram overlap, a point a pair, and their correlation in words."""
+    """Perplexity ratio against bigram overlap, one point per pair; the title of each panel states the correlation."""
     panels = []
     for relation in relations(pairs):
         points = pairs[pairs["kind"] == relation.kind].dropna()
@@ -172,7 +172,7 @@ def posterior_figure(posteriors: pd.DataFrame, config: dict[str, Any], kind: str
         found = rows[(rows["domain"] == domain) & rows["expert"].isin(experts)]
         blocks = int(found["block"].max()) + 1 if len(found) else 1
         values = [
-            # Overlapping hides the seams between cells; what would print as 0.00 is the panel's ground.
+            # An overlap hides the seams between cells. A posterior that prints as 0.00 is left to the background.
             {"start": row.block, "end": min(row.block + 1.05, blocks), "expert": row.expert,
              "value": finite(row.posterior)}
             for row in found[found["posterior"] >= 0.005].itertuples()
@@ -219,7 +219,7 @@ def _heatmaps(
     legend: alt.Legend,
     form: str = ".2f",
 ) -> alt.HConcatChart:
-    """Cells of domains (rows) and experts (columns), the halves beside each other."""
+    """Heat maps of domains (rows) and experts (columns), one per kind of domain, side by side."""
     panels = []
     for kind, (domains, heading) in halves.items():
         if not domains:

@@ -8,13 +8,13 @@ import numpy as np
 
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
 CELL_RANGE = ["#f7fbff", "#6baed6", "#08306b"]
-# Okabe and Ito's colours, told apart with every common kind of colour blindness; dashes say the same again.
+# Okabe and Ito's colours are distinct under every common colour blindness; dashes repeat the distinction.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#56b4e9", "#e69f00", "#999999")
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [4, 4], [10, 4], [1, 3], [6, 2, 1, 2])
 
 
 def finish(chart: Any, title: str, subtitle: str) -> alt.TopLevelMixin:
-    """`chart` with its title and the one look that all figures share."""
+    """`chart` with a title, a subtitle and the look that all figures share."""
     finished: alt.TopLevelMixin = (
         chart.properties(
             title=alt.Title(title, subtitle=_balanced(subtitle), anchor="start", offset=14, fontSize=16),
@@ -33,7 +33,7 @@ def finish(chart: Any, title: str, subtitle: str) -> alt.TopLevelMixin:
 
 
 def _balanced(text: str, width: int = 150) -> list[str]:
-    """`text` in as few lines as `width` characters allow, of about one length: no last word by itself."""
+    """`text` in as few lines as `width` characters allow, of about equal length: no word stands alone on the last."""
     lines = len(_wrapped(text, width))
     return next(found for limit in range(len(text) // lines, width + 1) if len(found := _wrapped(text, limit)) == lines)
 
@@ -43,5 +43,5 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def finite(value: Any) -> float | None:
-    """A number that strict JSON can hold: NaN and infinities become None, digits beyond drawing are dropped."""
+    """`value` for strict JSON: NaN and infinities become None; six digits are kept, more than a drawing shows."""
     return float(f"{float(value):.6g}") if value is not None and np.isfinite(value) else None

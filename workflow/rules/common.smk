@@ -24,7 +24,7 @@ from demix.files import exclusive
 from demix.report import REPORT_FILES, SHOWS
 
 try:
-    # A base is named relative to the config file.
+    # The path in `base` is relative to the config file.
     complete(config, Path(workflow.configfiles[-1]).parent if workflow.configfiles else Path())
     MODELS = {model.name: model for model in planned(config)}
     RULES = RunRules(config)
@@ -44,7 +44,7 @@ SPLITS = ["train", "dev", "test"]
 # Training jobs are then submitted from here by a process that waits for them and takes no core.
 SUBMITTED = RULES.submitted
 lines = [line.replace("{", "{{").replace("}", "}}") for line in config["cluster"]["setup"]]
-# Jobs end when the snakemake that started their shell does (`demix.launch.parents`).
+# A job ends with the snakemake that started the job's shell (`demix.launch.parents`).
 shell.prefix("; ".join(["export DEMIX_SNAKEMAKE=$PPID", "set -e", *lines, "set -euo pipefail; "]))
 # The models trained without a domain.
 WITHOUT = [model for model in trained(config) if model.removed]
