@@ -70,8 +70,9 @@ def activation_bytes(
 
     A layer keeps 16 values per token and unit of width. Korthikanti et al. 2022 ("Reducing Activation Recomputation in
     Large Transformer Models", section 4.1) count 34 bytes in 16 bits; here the two dropout masks of one byte each are
-    absent, and so are the scores, since attention is fused. With activation `checkpointing` only the inputs of all layers are kept, and
-    the 16 values of one layer at a time. One chunk of logits exists at a time, in fp32 and in the type of the values.
+    absent, and so are the scores, since attention is fused. With activation `checkpointing` only the inputs of all
+    layers are kept, and the 16 values of one layer at a time. One chunk of logits exists at a time, in fp32 and in the
+    type of the values.
     """
     layers, width = architecture.layers, architecture.width
     kept = layers + 16 if checkpointing else 16 * layers
