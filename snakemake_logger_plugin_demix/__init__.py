@@ -1,7 +1,7 @@
-"""`snakemake --logger demix`: what stage runs, how far the run is, how long it still takes.
+"""`snakemake --logger demix`: the running stages, the progress of the run, and an estimate of the time left.
 
-On a terminal a live display, elsewhere a line now and then. Errors are printed as snakemake prints them, and at the
-end, below whatever came after it, the first.
+A terminal gets a live display; other output gets one line every few seconds. Errors are printed as snakemake prints
+them. The first error is repeated at the end, where later output does not hide the error.
 """
 
 import csv
@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from logging import LogRecord
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -24,7 +25,7 @@ from snakemake.logging import DefaultFormatter
 from snakemake_interface_logger_plugins.base import LogHandlerBase
 from snakemake_interface_logger_plugins.common import LogEvent
 
-# Seconds of each rule's jobs in the sample on one slow core, where no run tells. Only their ratios matter.
+# Seconds per job of each rule in the sample on one slow core, for rules without benchmark files. Only ratios matter.
 COSTS = (
     (r"train_", 150.0),
     (r"adapt", 12.0),
@@ -36,13 +37,13 @@ COSTS = (
     (r"", 1.0),
 )
 SECONDS_BETWEEN_LINES = 15.0
-# As `demix.progress` writes them.
+# The progress that `demix.progress` writes: done/total.
 DONE = re.compile(r" (\d+)/([1-9]\d*)(  |$)")
 
 
 @dataclass
 class Job:
-    """A job under way: its name, its share of the work, when it began and where it logs."""
+    """A running job: its name, its estimated seconds, its log and its start (monotonic seconds)."""
 
     label: str
     cost: float
@@ -56,15 +57,16 @@ class Job:
         return (self.log.read_text(errors="replace").splitlines() or [""])[-1]
 
     def fraction(self) -> float:
-        """How much of the job is done, as far as its log tells."""
+        """The fraction of the job that is done by its log; 0 without progress in the log."""
         done = DONE.search(self.last_line())
         return min(1.0, int(done[1]) / int(done[2])) if done else 0.0
 
 
 def costs(rules: Iterable[str], results: Path = Path("results")) -> dict[str, float]:
-    """The seconds that a job of each rule takes: those of the last run below `results`, else those of `COSTS`.
+    """The seconds per job of each rule: measured in the last run below `results`, or else from `COSTS`.
 
-    The latter are scaled by what the rules that have run took in all, since the machine and the config may be others.
+    Seconds from `COSTS` are scaled by the ratio of measured seconds to `COSTS` over all measured rules, since machine
+    and config may differ from those behind `COSTS`.
     """
     usual = {rule: next(seconds for pattern, seconds in COSTS if re.match(pattern, rule)) for rule in rules}
     found = measured(usual, results)
@@ -75,19 +77,19 @@ def costs(rules: Iterable[str], results: Path = Path("results")) -> dict[str, fl
 def measured(rules: Iterable[str], results: Path) -> dict[str, float]:
     """The mean seconds of the jobs of each rule in the last run below `results`, from its benchmark files.
 
-    A rule without a readable file is left out. A file is that of the rule by whose name its path begins
-    (`benchmarks/score/demix/law.tsv`: score_demix), of several the longest.
+    A rule without a readable file is left out. A file belongs to the rule whose name begins the file's path
+    (`benchmarks/score/demix/law.tsv`: score_demix); of several such rules, to the one with the longest name.
     """
     files = {path: path.stat().st_mtime for path in results.glob("*/benchmarks/**/*.tsv")}
     if not files:
         return {}
     run = max(files, key=files.__getitem__).relative_to(results).parts[0]
-    seconds = defaultdict(list)
+    seconds: dict[str, list[float]] = defaultdict(list)
     for path in files:
         place, _, *parts = path.relative_to(results).with_suffix("").parts
         name = re.sub(r"\W", "_", "_".join(parts)) + "_"
         fitting = [rule for rule in rules if name.startswith(f"{rule}_")]
-        # A job that is killed may leave half a file.
+        # A killed job may leave an incomplete file.
         with suppress(ValueError, KeyError, TypeError):
             if place == run and fitting:
                 with open(path, encoding="utf-8", newline="") as stream:
@@ -123,10 +125,12 @@ class LogHandler(LogHandlerBase):
         self.live: Live | None = None
 
     def emit(self, record: LogRecord) -> None:
-        """Take one event of the workflow."""
-        match getattr(record, "event", None):
+        """Show one event of the workflow."""
+        # Snakemake writes the fields of an event into the record as attributes that the type does not declare.
+        fields: dict[str, Any] = vars(record)
+        match fields.get("event"):
             case LogEvent.RUN_INFO:
-                stats = {rule: count for rule, count in record.stats.items() if rule != "total"}
+                stats = {rule: count for rule, count in fields["stats"].items() if rule != "total"}
                 self.costs = costs(stats)
                 self.total, self.cost_total = (
                     sum(stats.values()),
@@ -137,22 +141,22 @@ class LogHandler(LogHandlerBase):
                 elif self.live is None:
                     self._start()
             case LogEvent.JOB_INFO:
-                label = " ".join([record.rule_name, *dict(record.wildcards or {}).values()])
-                log = Path(str(record.log[0])) if record.log else None
-                self.jobs[record.jobid] = Job(label, self.costs.get(record.rule_name, 1.0), log)
+                label = " ".join([fields["rule_name"], *dict(fields["wildcards"] or {}).values()])
+                log = Path(str(fields["log"][0])) if fields["log"] else None
+                self.jobs[fields["jobid"]] = Job(label, self.costs.get(fields["rule_name"], 1.0), log)
             case LogEvent.JOB_FINISHED:
-                if job := self.jobs.pop(record.job_id, None):
+                if job := self.jobs.pop(fields["job_id"], None):
                     self.finished += 1
                     self.cost_done += job.cost
             case LogEvent.JOB_ERROR | LogEvent.GROUP_ERROR | LogEvent.ERROR:
-                failed = self.jobs.pop(getattr(record, "jobid", None), None)
+                failed = self.jobs.pop(fields.get("jobid", -1), None)
                 self.first_failed = self.first_failed or failed
                 self.console.print(Text(self.format(record), style="red"))
             case None if record.levelname in ("ERROR", "CRITICAL") or "Nothing to be done" in str(record.msg):
                 self.console.print(Text(self.format(record)))
 
     def close(self) -> None:
-        """End the display."""
+        """End the display and repeat the first error."""
         self.stopped.set()
         if self.live:
             self.live.stop()

@@ -1,4 +1,4 @@
-"""What a config asks for, by domain and by model, before anything runs or is fetched."""
+"""The cost of a config by domain and by model, before anything runs or is downloaded."""
 
 import glob
 from collections.abc import Mapping, Sequence
@@ -26,8 +26,8 @@ from demix.plan.flops import (
 )
 from demix.settings import settings_from
 
-# Bytes a word: zstd Parquet of the sample's English takes 2.6, raw or anonymized, which is kept twice, as documents and
-# as splits. GPT-2 makes 1.3 to 1.5 tokens of a word.
+# Bytes per word of the sample's English in zstd Parquet, raw or anonymized. The disk keeps two copies: documents and
+# splits. GPT-2's tokenizer makes 1.3 to 1.5 tokens per word.
 TEXT_BYTES = 2.6
 TOKENS_PER_WORD = 1.5
 GPT2_TYPES = 50257
@@ -35,11 +35,12 @@ GPT2_TYPES = 50257
 
 @dataclass(frozen=True)
 class DomainPlan:
-    """What one domain takes. `words` and the bytes are None where nothing bounds them before the text is read.
+    """The cost of one domain. `words`, `kept` and `passing` are None if no setting bounds them before the text is read.
 
-    `documents`: about how many the source holds. `words`: the budgets of the three splits. `jobs`: those of the data
-    stage, which read and anonymize each part, split, tokenize. `kept`: bytes of documents, corpus and tokens.
-    `passing`: bytes of raw text at its largest, removed once anonymized; the files of a url source come on top.
+    `documents`: the approximate number in the source. `words`: the sum of the budgets of the three splits. `jobs`: the
+    jobs of the data stage, which download and anonymize each part, split, and tokenize. `kept`: bytes of documents,
+    corpus and tokens. `passing`: most bytes of raw text, which is removed after anonymization; the downloaded files of
+    a url source are not counted.
     """
 
     domain: str
@@ -50,7 +51,7 @@ class DomainPlan:
     passing: int | None
 
 
-def plan_domain(name: str, domain: dict, token_bytes: int) -> DomainPlan:
+def plan_domain(name: str, domain: dict[str, Any], token_bytes: int) -> DomainPlan:
     """The plan of one domain of a completed config; `token_bytes` is 2 or 4. Only local Parquet footers are read."""
     source = settings_from(Source, domain["source"])
     budgets = domain["words"]
@@ -65,17 +66,17 @@ def plan_domain(name: str, domain: dict, token_bytes: int) -> DomainPlan:
 
 
 def _count(source: Source) -> int | None:
-    """The rows of local Parquet files; None for all that would have to be read to be counted."""
+    """The number of rows of local Parquet files; None for a source that must be read to be counted."""
     paths = [path for pattern in source.locations for path in glob.glob(pattern, recursive=True)]
     if source.kind != "files" or source.where or not paths or not all(path.endswith(".parquet") for path in paths):
         return None
     try:
-        return sum(pq.read_metadata(path).num_rows for path in paths)
+        return sum(int(pq.read_metadata(path).num_rows) for path in paths)
     except (pa.ArrowException, OSError):
         return None
 
 
-def plan_table(config: dict) -> Table:
+def plan_table(config: dict[str, Any]) -> Table:
     """The plans of all domains of a completed config as a table, with totals."""
     wide = config["tokenizer"]["kind"] == "bpe" and config["tokenizer"]["vocab_size"] > 65536
     table = Table(
@@ -91,7 +92,7 @@ def plan_table(config: dict) -> Table:
             plans.append(plan)
             where = f"{domain['source']['kind']} ×{domain['source']['parts']}"
             rows.append((kind, name, where, "yes" if domain["anonymize"] else "no", *_shown(plan), domain["licence"]))
-    # The tokenizer, and who keeps a text that several domains hold, are jobs of no domain.
+    # The tokenizer and the deduplication across domains are jobs of no single domain.
     total = DomainPlan(
         "total",
         _sum([plan.documents for plan in plans]),
@@ -116,13 +117,14 @@ def plan_table(config: dict) -> Table:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What one training or adaptation of a run takes.
+    """The cost of one training or adaptation of a run.
 
-    `sequences`: of one step, all domains together. `ranks` share them, each with `experts_per_rank`. `shared` and
-    `expert` parameters make a model of `experts`. `flops`: of one update. `state`: bytes of weights, gradients and
-    optimizer on a rank. `activations` and `recomputed`: bytes of activations there, without and with activation
-    checkpointing. `checkpoint`: bytes of one on disk. `jobs` of the workflow's `rule` do it.
-    An adaptation may stop early: its `tokens` are the most.
+    `sequences`: sequences per step over all domains, divided among the `ranks`. `experts_per_rank`: the most experts
+    on one rank. `shared`: parameters outside the experts. `expert`: parameters of one of the `experts`. `flops`:
+    floating-point operations per update. `state`: bytes of weights, gradients and optimizer per rank. `activations`
+    and `recomputed`: bytes of activations per rank, without and with activation checkpointing. `checkpoint`: bytes of
+    one checkpoint on disk. `jobs`: the number of jobs of the workflow's `rule`. `tokens`: the most, since an adaptation
+    may stop early.
     """
 
     name: str
@@ -146,15 +148,15 @@ class TrainingPlan:
 
     @property
     def rank_hours(self) -> float:
-        """Hours of all ranks together."""
+        """Hours, summed over the ranks."""
         return self.hours * self.ranks
 
 
-def plan_training(config: dict, ranks: int | None, hardware: Hardware) -> list[TrainingPlan]:
+def plan_training(config: dict[str, Any], ranks: int | None, hardware: Hardware) -> list[TrainingPlan]:
     """The plans of every model, sweep of learning rates and adaptation of a completed config, on `ranks` processes.
 
-    Without `ranks` each on as many as the config says. Raises DemixError for a number of ranks that does not fit the
-    domains, as training does. An adaptation uses no more ranks than a step has sequences.
+    Without `ranks`, the config sets the number of each. Raises DemixError for a number of ranks that does not fit the
+    domains, as training does. An adaptation uses at most as many ranks as a step has sequences.
     """
     domains, models = len(config["domains"]["training"]), trained(config)
     runs = [
@@ -175,8 +177,10 @@ def plan_training(config: dict, ranks: int | None, hardware: Hardware) -> list[T
     return runs + sweeps + adapted
 
 
-def _plan_sweep(config: dict, model: Model, domains: int, ranks: int | None, hardware: Hardware) -> TrainingPlan:
-    """All jobs of a model's sweep, one after the other."""
+def _plan_sweep(
+    config: dict[str, Any], model: Model, domains: int, ranks: int | None, hardware: Hardware
+) -> TrainingPlan:
+    """The sum over all jobs of a model's sweep."""
     sweep = model.settings["sweep"]
     short = {**model.settings, "tokens": sweep["tokens"]}
     one = _plan_run(config, model.name, "sweep", model.kind, short, domains, ranks, hardware)
@@ -192,7 +196,7 @@ def _plan_sweep(config: dict, model: Model, domains: int, ranks: int | None, har
 
 
 def _plan_run(
-    config: dict,
+    config: dict[str, Any],
     name: str,
     rule: str,
     kind: Kind,
@@ -217,7 +221,7 @@ def _plan_run(
     places = place_experts([f"expert {number}" for number in range(experts)], sequences // experts, ranks)
     experts_per_rank = max(len(place.experts) for place in places)
     largest = max(place.last - place.first for place in places)
-    # What a rank sees at a time: of each of its experts, some of a step's sequences or all of them.
+    # A rank processes one micro-batch of each of its experts at a time, or all sequences of a step.
     at_once = experts_per_rank * min(largest, settings["micro_sequences"] or largest)
 
     domain_tokens = domains if kind.domain_tokens else 0
@@ -252,10 +256,10 @@ def _plan_run(
     )
 
 
-def training_tables(config: dict, ranks: int | None, hardware: str) -> tuple[Table, Table]:
-    """The training of a completed config as two tables: the work, and what it takes on `ranks` of `hardware`.
+def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) -> tuple[Table, Table]:
+    """The training of a completed config as two tables: the work, and memory and time on `ranks` of `hardware`.
 
-    Without `ranks`, each on as many as the config says.
+    Without `ranks`, the config sets the number of each. Raises DemixError for unknown hardware or a bad number.
     """
     if hardware not in HARDWARE:
         raise DemixError(f"--hardware {hardware}", "is not known", f"use one of {', '.join(HARDWARE)}")
@@ -323,7 +327,7 @@ def training_tables(config: dict, ranks: int | None, hardware: str) -> tuple[Tab
 
 
 def _flops(number: float) -> str:
-    """Two decimals, or three digits of what is less than one."""
+    """Two decimals; three significant digits below one."""
     return f"{number:.2f}" if number >= 1 else f"{number:.3g}"
 
 
@@ -337,7 +341,7 @@ def _sum(values: list[int | None]) -> int | None:
 
 
 def _shown(plan: DomainPlan, partly: Sequence[DomainPlan] = ()) -> tuple[str, str, str, str, str]:
-    """The numbers of a plan; a + after a sum says that some of `partly` do not know theirs."""
+    """The numbers of a plan as text; a + after a sum marks that one of `partly` has an unknown number."""
 
     def more(key: str) -> str:
         return "+" if any(getattr(part, key) is None for part in partly) else ""
@@ -349,7 +353,7 @@ def _shown(plan: DomainPlan, partly: Sequence[DomainPlan] = ()) -> tuple[str, st
 
 
 def _short(number: int) -> str:
-    """1234567 as 1.2M; thousands to trillions."""
+    """A number with a suffix for thousands to trillions: 1234567 becomes 1.2M."""
     value, letters = float(number), iter(("", "k", "M", "G", "T"))
     letter = next(letters)
     while value >= 999.5 and letter != "T":

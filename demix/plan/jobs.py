@@ -1,4 +1,4 @@
-"""The jobs of a run on a cluster, before anything is submitted: where each runs, and what it asks for."""
+"""The jobs of a run on a cluster, before anything is submitted: the place and the resources of each."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,9 @@ from demix.settings import settings_from
 
 @dataclass(frozen=True)
 class Jobs:
-    """Jobs of one kind: how many of each rule of the workflow, by the rule's name.
+    """Jobs of one kind: the number of jobs of each rule of the workflow, by the rule's name.
 
-    `hours` is an estimate for all of them, where there is one. `site` is None for rules that run where snakemake does.
+    `hours` is an estimate for all the jobs, or None. `site` is None for rules that run where snakemake does.
     """
 
     stage: str
@@ -33,7 +33,7 @@ class Jobs:
 
     @property
     def count(self) -> int:
-        """How many jobs there are."""
+        """The number of jobs of all rules."""
         return sum(self.rules.values())
 
     @property
@@ -132,9 +132,9 @@ def jobs_table(config: dict[str, Any], hardware: str) -> Table:
 
 
 def write_sbatch_files(config: dict[str, Any], hardware: str) -> list[Path]:
-    """Write what sbatch would be given for each training, below results/<run>/sbatch/; nothing is submitted."""
+    """Write the sbatch script of each training below results/<run>/sbatch/, without submitting any."""
     run = Path("results") / config["run"]
-    known = {one.name for one in (*trained(config), *adaptations(config))}
+    known = {one.name for one in trained(config)} | {one.name for one in adaptations(config)}
     written = []
     for job in plan_jobs(config, hardware):
         if job.name in known and job.site is not None:

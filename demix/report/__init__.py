@@ -9,7 +9,7 @@ from typing import Any
 PAPER_TABLES = ("table3", "table4", "table5", "table6", "table7", "table13")
 TABLES = (*PAPER_TABLES, "weights", "decay", "dev_blocks", "overlap", "full", "differences", "audit")
 FIGURES = ("figure2", "figure4", "figure6", "figure7", "figure8", "training")
-# What `snakemake --report` lists, in words that sort as the paper does.
+# The entries of `snakemake --report`, worded so that sorting gives the order of the paper.
 SHOWS = {
     "claims": "Each claim of the paper, and whether this run shows it",
     "table3": "Table  3: training domains, baselines against DEMix",
@@ -43,19 +43,19 @@ REPORT_FILES = (
 def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     """Write every file of REPORT_FILES below `output`.
 
-    `run` is the run's folder, of which results.parquet, priors.parquet, differences.parquet, posteriors.parquet,
-    corpus/overlap.parquet, audit.parquet (if it is there), metrics/*.jsonl and the lineages of the experts are read.
-    `config` is the run's config, whose order of domains is the order shown. What the run did not make (a model not
-    trained again, a domain not adapted to) is shown as "–".
+    `run` is the run's folder. The report reads results.parquet, priors.parquet, differences.parquet,
+    posteriors.parquet, corpus/overlap.parquet, audit.parquet (if it exists), metrics/*.jsonl and the lineages of the
+    experts. `config` is the run's config; the report shows domains in the config's order. "–" stands for what the run
+    did not make: a model that was not trained again, a domain without adaptation.
 
-    Raises DemixError if a file is missing, damaged or without a column, or if the rows of one domain were
-    scored on different tokens.
+    Raises DemixError if a file is missing or damaged or lacks a column, or if the rows of one domain were scored on
+    different tokens.
     """
     from demix.files import check_sealed
     from demix.report import read
+    from demix.report.all_tables import write_tables
     from demix.report.claims import write_claims
     from demix.report.figures import write_figures
-    from demix.report.tables import write_tables
 
     results = read.read_results(run / "results.parquet")
     priors = read.of_seed(read.read_priors(run / "priors.parquet"), config)
@@ -64,7 +64,7 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     audit = read.read_audit(run / "audit.parquet")
     posteriors = read.read_posteriors(run / "posteriors.parquet")
     parents = read.read_parents(run / "models" / read.added(config)[0].model / "experts", read.novel_domains(config))
-    # Read when their curves are drawn, long after the tables.
+    # The curves are drawn long after the tables; a damaged file must be refused before anything is written.
     for path in sorted((run / "metrics").glob("*.jsonl")):
         check_sealed(path)
     write_tables(results, differences, overlap, audit, parents, config, output / "tables")

@@ -1,4 +1,4 @@
-"""How well each expert predicts each domain (Figure 2), and whether that goes with the bigrams they share."""
+"""How well each expert predicts each domain (Figure 2), and the correlation with the bigrams in common."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +14,11 @@ PERMUTATIONS = 9999
 
 @dataclass(frozen=True)
 class Relation:
-    """How the logarithm of the perplexity ratio goes with the bigram overlap, over `pairs` of `domains` and experts.
+    """Correlation of the log perplexity ratio with the bigram overlap, over `pairs` of one of `domains` and an expert.
 
-    NaN where it cannot be said. The p values of `spearman` and `pearson` take pairs for independent, which they are
-    not: each domain and each expert is in several. `permutation_p` is that of `spearman` with whole domains permuted.
+    Values are NaN where pairs are too few, incomplete or constant. `spearman_p` and `pearson_p` assume independent
+    pairs; pairs are dependent, since each domain and each expert is in several pairs. `permutation_p` is the p value of
+    `spearman` under permutations of whole domains.
     """
 
     kind: str
@@ -31,9 +32,10 @@ class Relation:
 
 
 def affinities(results: pd.DataFrame, config: dict[str, Any]) -> pd.DataFrame:
-    """Columns kind, domain, expert, ratio: perplexity of an expert on a domain over that of the domain's own expert.
+    """Columns kind, domain, expert, ratio: perplexity of an expert on a domain, divided by the reference perplexity.
 
-    On novel domains it is over that of the best expert. NaN where the run has no such rows.
+    The reference is the domain's own expert on a training domain and the best expert on a novel domain. The ratio is
+    NaN where the run has no such rows.
     """
     training = training_domains(config)
     rows = []
@@ -48,12 +50,12 @@ def affinities(results: pd.DataFrame, config: dict[str, Any]) -> pd.DataFrame:
 
 
 def with_overlap(ratios: pd.DataFrame, overlap: pd.DataFrame) -> pd.DataFrame:
-    """`ratios` with the column overlap (0 to 1), NaN where none was counted."""
+    """`ratios` with the column overlap (0 to 1), NaN where no overlap was counted."""
     return ratios.merge(overlap[["domain", "expert", "overlap"]], on=["domain", "expert"], how="left", validate="1:1")
 
 
 def relations(pairs: pd.DataFrame) -> list[Relation]:
-    """The relation over the pairs of training domains, a domain's own expert left out, and over those of novel ones."""
+    """One relation over the training domains, each without the domain's own expert, and one over the novel domains."""
     found = []
     for kind, rows in pairs.groupby("kind", sort=False):
         experts, domains = list(rows["expert"].unique()), list(rows["domain"].unique())
@@ -72,7 +74,7 @@ def _relation(kind: str, ratio: np.ndarray, shared: np.ndarray, *, square: bool)
     if count < 3 or not known.all() or np.ptp(ratio[used]) == 0 or np.ptp(shared[used]) == 0:
         return Relation(kind, domains, int(known.sum()), *[float("nan")] * 5)
     spearman, pearson = stats.spearmanr(shared[used], ratio[used]), stats.pearsonr(shared[used], ratio[used])
-    # Permuting whole domains moves the ranks about and changes none.
+    # A permutation of whole domains reorders the ranks without changing them: ranks are computed once.
     ranks = np.zeros(ratio.shape)
     ranks[used] = stats.rankdata(ratio[used])
     others = stats.rankdata(shared[used])

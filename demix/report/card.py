@@ -1,4 +1,4 @@
-"""The card of a model, as Hugging Face's hub shows it: what it was made of, how, how good it is, what it is not."""
+"""The card of a model, as Hugging Face's hub shows it: data, training, lineage of experts, results and limits."""
 
 import html
 import re
@@ -17,7 +17,7 @@ from demix.files import read_json
 from demix.report.read import novel_domains, read_results, training_domains
 from demix.settings import names_of
 
-# How the sets of experts are called in the results.
+# The headings of the sets of experts, by the name of a set in the results.
 OWN_LEFT_OUT = "without-own"
 SETS = {
     "all": "All experts",
@@ -31,15 +31,15 @@ METHODS = ("dense", "naive", "average", "uniform", "updating", "cached")
 def model_card(run: Path, model: str) -> str:
     """The card of `models/<model>` of a finished run, as Markdown with YAML front matter.
 
-    All is read from the run's files; what others wrote (names, licences) is escaped. Raises DemixError where the run
-    has no such model or a file of it is missing.
+    All content comes from the run's files; text of others (names, licences) is escaped. Raises DemixError if the run
+    has no such model or if a file of the model is missing.
     """
     directory = run / "models" / model
     if not (directory / "model.json").is_file():
         raise DemixError(directory, "is not a model of the run", f"name one of {run / 'models'}")
     config, description = read_run_config(run), read_json(directory / "model.json")
     experts = [read_json(path) | {"name": path.stem} for path in (directory / "experts").glob("*.json")]
-    # As in the config, and what it does not name at the end.
+    # The config's order; experts that the config does not name come last.
     order = [*training_domains(config), *novel_domains(config)]
     experts.sort(key=lambda one: (order.index(one["name"]) if one["name"] in order else len(order), one["name"]))
     results = _results(run, model, config)
@@ -85,7 +85,7 @@ def _about(model: str, config: dict[str, Any], description: dict[str, Any], expe
 def _data(
     run: Path, config: dict[str, Any], description: dict[str, Any], experts: list[dict[str, Any]]
 ) -> Iterator[str]:
-    """What was read by the model, its experts, and the model that it went on from."""
+    """The data of the model, of its experts, and of the parent model."""
     domains = {**config["domains"]["training"], **config["domains"]["novel"]}
     read: dict[str, str] = {}
     for source in (description, *experts):
@@ -132,7 +132,7 @@ def _training(description: dict[str, Any], experts: list[dict[str, Any]]) -> Ite
         return
     yield f"{done}:"
     yield _table(("setting", "value"), _settings(description.get("training") or {}))
-    # Those of one run are adapted alike.
+    # One run adapts all its experts with the same settings.
     if adapted:
         yield f"The {len(adapted)} experts with a parent were added later, each trained alone from a copy of it:"
         yield _table(("setting", "value"), _settings(adapted[0]["adaptation"]))
@@ -154,13 +154,13 @@ def _lineage(experts: list[dict[str, Any]]) -> str:
 
 
 def _planned(model: str, config: dict[str, Any]) -> tuple[str, int]:
-    """What the results call a model, and its seed."""
+    """The name of a model in the results, and the model's seed."""
     row = next((one for one in planned(config) if one.name == model), None)
     return (row.row, row.seed) if row else (model, config["seed"])
 
 
 def _results(run: Path, model: str, config: dict[str, Any]) -> pd.DataFrame:
-    """The model's rows of the paper's tables, one a domain, set of experts (column `set`) and method."""
+    """The model's rows of the paper's tables: one row per domain, set of experts (column `set`) and method."""
     results, (row, seed) = read_results(run / "results.parquet"), _planned(model, config)
     rows = results[
         (results["model"] == row)
@@ -175,7 +175,7 @@ def _results(run: Path, model: str, config: dict[str, Any]) -> pd.DataFrame:
 
 
 def _index(results: pd.DataFrame) -> list[dict[str, Any]]:
-    """The hub's `model-index`: the model as it stands, with all its experts, one entry a domain."""
+    """The hub's `model-index`: the model with all its experts, one entry per domain."""
     sets = [name for name in SETS if name in set(results["set"])]
     rows = results[results["set"] == sets[0]] if sets else results
     return [
@@ -191,7 +191,7 @@ def _index(results: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _best(rows: pd.DataFrame) -> str:
-    """The last of the methods: that which the paper recommends."""
+    """The last of `METHODS` that has rows: the paper recommends the last one."""
     return next((name for name in reversed(METHODS) if name in set(rows["method"])), "")
 
 
@@ -246,7 +246,7 @@ def _limits(description: dict[str, Any]) -> str:
 
 
 def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
-    """Those that shaped the model, and not how it was computed."""
+    """The settings that define the model; settings of execution are left out."""
     known = {
         key: value for key, value in settings.items() if key not in (*names_of(Execution), "threads", "architecture")
     }

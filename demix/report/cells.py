@@ -1,6 +1,6 @@
-"""What the tables are made of: means over domains, changes in percent, second lines of cells.
+"""Parts of tables: means over domains, changes in percent, second lines of cells.
 
-Every average over domains is the plain mean of the domains' perplexities, and "–" where one of them is missing.
+Every average over domains is the plain mean of the domains' perplexities, or "–" if a domain's perplexity is missing.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ INTERVAL_NOTE = (
 
 
 def in_domain(config: dict[str, Any]) -> list[System]:
-    """The lines of Tables 3 and 4: of every model its one system, or its naive and its cached one."""
+    """The systems of Tables 3 and 4: each model's only system, or the naive and the cached one of each model."""
     return [
         system
         for systems in read.trained_systems(config).values()
@@ -40,13 +40,13 @@ def in_domain(config: dict[str, Any]) -> list[System]:
 
 
 def mean_of(values: Iterable[float]) -> float:
-    """The plain mean, NaN of nothing or where one is NaN."""
+    """The plain mean; NaN without values or if a value is NaN."""
     numbers = np.asarray(list(values), dtype="float64")
     return float(numbers.mean()) if len(numbers) else float("nan")
 
 
 def percent(before: Any, after: Any) -> Any:
-    """How much more `after` is than `before`, in percent."""
+    """The change from `before` to `after`, in percent of `before`."""
     return 100 * (after / before - 1)
 
 
@@ -57,7 +57,7 @@ def lowest(frame: pd.DataFrame, axis: int) -> pd.DataFrame:
 
 
 def second_lines(found: pd.DataFrame) -> list[str]:
-    """The second line of cells that `evaluations` found: the spread over seeds, else the interval over documents."""
+    """The second line of each cell of `evaluations`: the spread over seeds, or the interval over documents."""
     lines = []
     for row in found.itertuples():
         if pd.isna(row.perplexity):
@@ -70,9 +70,9 @@ def second_lines(found: pd.DataFrame) -> list[str]:
 
 
 def by_domain(results: pd.DataFrame, systems: dict[str, Callable[[str], System]], domains: list[str]) -> Any:
-    """Perplexities, second lines (None where there is no interval and no spread) and notes, domains as rows.
+    """Perplexities, second lines (None without any interval or spread) and notes; one row per domain.
 
-    `systems` maps a column to the system that each domain has there. The last column counts the test documents.
+    `systems` maps a column to a function from a domain to the domain's system. The last column counts test documents.
     """
     found = {
         label: pd.concat([evaluations(results, system(name), [name]) for name in domains])
@@ -87,7 +87,7 @@ def by_domain(results: pd.DataFrame, systems: dict[str, Callable[[str], System]]
 
 
 def explained(beneath: pd.DataFrame, results: pd.DataFrame) -> tuple[pd.DataFrame | None, tuple[str, ...]]:
-    """Second lines, if any says something, and the note that explains them."""
+    """The second lines, or None if all are empty, and the note that explains the lines."""
     seeds = results["seed"].nunique()
     if seeds > 1:
         return beneath, (f"Perplexities are means over {seeds} seeds, ± their standard deviation.",)
@@ -102,11 +102,11 @@ def always(system: System) -> Callable[[str], System]:
 
 
 def seeds_of(results: pd.DataFrame, system: System, domains: list[str]) -> str:
-    """The mean over domains of each seed, as its spread over seeds."""
+    """The standard deviation over seeds of the mean over domains, as text; empty for one seed."""
     means = [mean_of(perplexities(rows, system, domains)) for _, rows in results.groupby("seed")]
     return f"± {np.std(means, ddof=1):.2f}" if len(means) > 1 and np.isfinite(means).all() else ""
 
 
 def kinds_of_domains(config: dict[str, Any]) -> list[tuple[str, list[str]]]:
-    """The run's training domains and its novel ones, each with its name."""
+    """The kinds of domains, each with the names of the run's domains of that kind."""
     return [("training", training_domains(config)), ("novel", novel_domains(config))]

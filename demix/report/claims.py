@@ -1,7 +1,7 @@
-"""Which of the paper's claims a run shows, with the numbers that say so.
+"""Which of the paper's claims a run shows, with the numbers that decide.
 
-A comparison holds only if the mean over domains and more than half of the domains agree. On how many of them other
-documents would hardly turn it round, stands beside it where the two were compared on the same documents.
+A comparison holds only if the mean over domains and more than half of the domains agree. Where both systems were
+scored on the same documents, the sentence also counts the domains whose whole interval supports the claim.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ import pandas as pd
 from demix.config.systems import System
 from demix.files import write_text
 from demix.report import read
+from demix.report.all_tables import scale_note
 from demix.report.page import render
 from demix.report.read import comparable, expert_perplexities, novel_domains, perplexities, training_domains
-from demix.report.table import as_markdown
-from demix.report.tables import scale_note
+from demix.report.render import as_markdown
 
-# A mixture of more experts pays for its doubt: up to −ln π/T nats a token. We call half a percent no harm.
+# A mixture of more experts pays for a less certain prior π: up to −ln π/T nats per token. Half a percent is no harm.
 HARM = 0.005
-# Parameters that adaptation leaves alone give the same scores; only the order of sums may differ.
+# Parameters that adaptation does not change give the same scores up to the order of sums.
 UNCHANGED = 1e-4
 
 Verdict = Literal["shown", "mixed", "not shown", "cannot be judged"]
@@ -29,7 +29,7 @@ Verdict = Literal["shown", "mixed", "not shown", "cannot be judged"]
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of the paper, whether this run shows it, and the numbers, in one sentence or a few."""
+    """A statement of the paper, the verdict on this run, and the deciding numbers in one or a few sentences."""
 
     name: str
     statement: str
@@ -44,7 +44,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class _Part:
-    """One comparison: does the mean agree, on how many domains of how many, and the sentence that tells it."""
+    """One comparison: whether the mean agrees, the number of agreeing domains, of all domains, and a sentence."""
 
     mean_agrees: bool
     agreeing: int
@@ -71,9 +71,9 @@ def _compare(
     allowance: float = 0.0,
     bounds: pd.DataFrame | None = None,
 ) -> _Part:
-    """Whether `values` are below `others` (or above, or at most a fraction `allowance` above), where both are there.
+    """Whether `values` are below `others` (or above, or at most a fraction `allowance` above), where both exist.
 
-    `bounds` are those of their differences, as `read.paired` has them.
+    `bounds` are the bounds of the differences, as `read.paired` returns them.
     """
     both = pd.DataFrame({"value": values, "other": others}).dropna()
     if both.empty:
@@ -95,7 +95,7 @@ def _compare(
 
 
 def _beyond(bounds: pd.DataFrame | None, higher: bool) -> str:
-    """On how many domains the whole interval of the difference lies on the side that is claimed."""
+    """The number of domains on which the whole interval of the difference lies on the claimed side, as text."""
     if bounds is None or bounds.empty:
         return ""
     sure = (bounds["low"] > 0) if higher else (bounds["high"] < 0)
@@ -107,7 +107,7 @@ def _percent(change: float) -> str:
 
 
 def _claim(name: str, statement: str, *parts: _Part) -> Claim:
-    """A claim that is shown if all parts are; one part that cannot be judged leaves the whole unjudged."""
+    """A claim that is shown if all parts are shown, and cannot be judged if one part cannot."""
     verdicts = {part.verdict for part in parts}
     verdict: Verdict
     if "cannot be judged" in verdicts:

@@ -11,11 +11,11 @@ from demix.report import read
 from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.cells import INTERVAL_NOTE, POSTERIOR_MIXTURES, kinds_of_domains, lowest, mean_of, percent
 from demix.report.read import evaluations, grid, perplexities, training_domains
-from demix.report.table import Table
+from demix.report.render import Table
 
 
 def overlap_table(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """The correlation of Figure 2's two halves: affinity of experts and bigrams that domains share."""
+    """The correlation of the two halves of Figure 2: perplexity ratio and share of bigrams in common."""
     rows = {
         f"{found.kind} domains": {
             "Domains": found.domains,
@@ -49,7 +49,7 @@ def overlap_table(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str
 
 
 def weights_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """Every rule of weights that was evaluated, and the released code's scorer, by method: means over domains."""
+    """Means over domains of every evaluated rule of weights and of the released code's scorer, by method."""
     rules = list(dict.fromkeys(results.loc[results["method"].isin(["uniform", "updating", "cached"]), "weights"]))
     lines = {}
     for base in POSTERIOR_MIXTURES:
@@ -82,8 +82,8 @@ def _rule(weights: str) -> str:
 def _against_history(
     results: pd.DataFrame, lines: dict[str, tuple[System, System]], config: dict[str, Any]
 ) -> pd.DataFrame:
-    """Means over each kind of domains of the second system of each line, and its change from the first in percent."""
-    rows = {}
+    """The mean of the second system of each line over each kind of domain, and the change from the first in percent."""
+    rows: dict[str, dict[str, float]] = {}
     for label, (base, system) in lines.items():
         rows[label] = {}
         for kind, domains in kinds_of_domains(config):
@@ -97,7 +97,7 @@ def _against_history(
 
 
 def decay_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """Mean test perplexity by the decay λ of the updating prior and of the cached one."""
+    """Mean test perplexity by the decay λ of the updating prior (Eq. 7) and of the cached prior."""
     settings = config.get("evaluation") or {}
     frame = _grid_frame(results, "decay", "decay", ("updating", "cached"), config)
     best = "; ".join(
@@ -120,7 +120,7 @@ def decay_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
 
 
 def dev_blocks_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """Mean test perplexity by the number of dev blocks that the cached prior is taken from."""
+    """Mean test perplexity by the number of dev blocks from which the cached prior is computed."""
     settings = config.get("evaluation") or {}
     frame = _grid_frame(results, "dev_blocks", "dev_blocks", ("cached",), config)
     return Table(
@@ -149,7 +149,7 @@ def _grid_frame(
 
 
 def full_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """Every system on every domain, a row each: perplexity, interval, documents, tokens, bits per byte."""
+    """One row per system and domain: perplexity, interval, documents, tokens, bits per byte."""
     rows = []
     for kind, domains in kinds_of_domains(config):
         for domain in domains:
@@ -182,7 +182,7 @@ def full_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
 
 
 def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """Each system less each of `read.BASES`, over the same documents of a domain."""
+    """Each system minus each of `read.BASES`, on the same documents of a domain."""
     bases = {name: base.label for name, base in read.BASES.items()}
     rows = []
     for kind, domains in kinds_of_domains(config):
@@ -228,7 +228,7 @@ AUDITED = {
 
 
 def audit_table(audit: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """What the models still know of a removed domain's documents word for word, train against test."""
+    """How much of a removed domain's documents the models still continue word for word, train against test."""
     columns = {"matched": "Tokens word for word, {}", "share": "Tokens right, {} (%)", "nll": "Nats, {}"}
     rows = {}
     for domain in training_domains(config):
@@ -261,7 +261,7 @@ def audit_table(audit: pd.DataFrame, config: dict[str, Any]) -> Table:
 
 
 def _every_system(domain: str, kind: str, config: dict[str, Any]) -> list[System]:
-    """Every system of the tables that is evaluated on a domain of a kind."""
+    """The systems of all tables that are evaluated on `domain`, whose kind is `kind`."""
     dense, naive, mixed = [], [], []
     for systems in read.trained_systems(config).values():
         dense += [system for system in systems if system.method == "dense"]

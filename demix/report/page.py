@@ -1,4 +1,4 @@
-"""The one HTML page that tables and claims share: self-contained, sober, sortable without a library."""
+"""The HTML pages of tables, claims and figures: self-contained; tables sort without a library."""
 
 from typing import Any
 
@@ -122,6 +122,6 @@ _ENVIRONMENT = Environment(
 def render(template: str, **values: Any) -> str:
     """The HTML page made from `template` ("table", "claims" or "figure"); values are escaped.
 
-    But not Vega's code, nor the chart: JSON text in which "<" is written as \\u003c.
+    Vega's code and the chart are not escaped. The chart is JSON text in which "<" is written as \\u003c.
     """
     return _ENVIRONMENT.get_template(template).render(**values)

@@ -1,4 +1,4 @@
-"""The numbers that the paper prints, as far as they were found; paper.json says where each is from."""
+"""The numbers that the paper prints, as far as they are known; paper.json names the source of each."""
 
 import json
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# The paper's names of the sizes in Table 2, by our presets.
+# The paper's names of the sizes in Table 2, by preset.
 SIZES = {"gpt3-small": "125M", "gpt3-medium": "350M", "gpt3-large": "760M", "gpt3-xl": "1.3B"}
 
 
 @dataclass(frozen=True)
 class Printed:
-    """Means over domains that one table of the paper prints for one size, by the label that our table has for each.
+    """Means over domains that one table of the paper prints for one size, by label in the table of the same name here.
 
-    Where it is not known what the numbers stand for, `preset` is None and the labels are no system's.
+    `preset` is None where the size and the systems of the numbers are unknown; the labels then name no system.
     """
 
     table: str
@@ -24,7 +24,7 @@ class Printed:
 
 
 def size_of(config: dict[str, Any]) -> str | None:
-    """The preset of the paper's size that a run has, or None: a preset with other sizes on top is none of them."""
+    """The preset whose size in the paper a run has, or None. A preset with changed sizes has no size of the paper."""
     architecture = {key: value for key, value in (config.get("architecture") or {}).items() if value is not None}
     preset = architecture.get("preset")
     changed = architecture.keys() - {"preset", "context"} or architecture.get("context", 1024) != 1024
@@ -33,5 +33,5 @@ def size_of(config: dict[str, Any]) -> str | None:
 
 @cache
 def printed() -> tuple[Printed, ...]:
-    """All that paper.json holds."""
+    """All entries of paper.json."""
     return tuple(Printed(**entry) for entry in json.loads(Path(__file__).with_name("paper.json").read_text("utf-8")))

@@ -21,11 +21,11 @@ from demix.report.cells import (
     seeds_of,
 )
 from demix.report.read import evaluations, expert_perplexities, novel_domains, perplexities, training_domains
-from demix.report.table import Table
+from demix.report.render import Table
 
 
 def table3(results: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """Table 3: mean test perplexity over the training domains of the dense baselines and DEMix."""
+    """Table 3: mean test perplexity over the training domains, of the dense baselines and of DEMix."""
     domains, systems = training_domains(config), in_domain(config)
     columns = {system.label: perplexities(results, system, domains) for system in systems}
     balanced = columns[read.BALANCED.label]
@@ -57,7 +57,7 @@ def table3(results: pd.DataFrame, config: dict[str, Any]) -> Table:
 
 
 def table4(results: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """Table 4: test perplexity of each training domain, the systems of Table 3 as columns."""
+    """Table 4: test perplexity on each training domain, with the systems of Table 3 as columns."""
     domains, systems = training_domains(config), in_domain(config)
     frame, beneath, notes = by_domain(results, {one.label: always(one) for one in systems}, domains)
     label = f"Mean of {len(domains)}"
@@ -77,9 +77,9 @@ def table4(results: pd.DataFrame, config: dict[str, Any]) -> Table:
 
 
 def table5(results: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """Table 5: test perplexity on each novel domain, baselines and ways to mix, `released` weights below.
+    """Table 5: test perplexity on each novel domain, of baselines and mixtures; mixtures with `released` weights last.
 
-    The one token or expert that a novel domain is given is chosen on its dev split, or by an oracle on the test.
+    The single token or expert of a novel domain is chosen on the dev split, or by an oracle on the test split.
     """
     domains = novel_domains(config)
     lines: dict[str, System] = {}
@@ -126,7 +126,7 @@ def table5(results: pd.DataFrame, config: dict[str, Any]) -> Table:
 
 
 def table6(results: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """Table 6: test perplexity with the training experts and with the adapted experts added, cached prior."""
+    """Table 6: test perplexity with the training experts, and with the adapted experts added; cached prior."""
     training, novel = training_domains(config), novel_domains(config)
     few, many = f"{len(training)} experts", f"{len(training) + len(novel)} experts{'' if novel else ', none added'}"
     (_, before), (_, after) = read.before_adding(config), read.added(config)
@@ -140,7 +140,7 @@ def table6(results: pd.DataFrame, config: dict[str, Any]) -> Table:
         part.loc[summaries[-1]] = [mean_of(part[few]), mean_of(part[many]), np.nan]
         parts.append(part)
         lines += [beneath] if beneath is not None else []
-        # What is said where no domain has an interval goes only where no kind has one.
+        # The note that no domain has an interval is kept only if it holds for both kinds.
         notes = told if beneath is not None or not notes else notes
     frame = pd.concat(parts)
     best = lowest(frame[[few, many]], axis=1)
@@ -160,7 +160,7 @@ def table6(results: pd.DataFrame, config: dict[str, Any]) -> Table:
 
 
 def table7(results: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """Table 7: test perplexity of a training domain with its expert, without it, and never trained on."""
+    """Table 7: test perplexity on a training domain, with and without its expert, and of a model trained without it."""
     domains = training_domains(config)
     systems = {
         "+Expert": always(read.before_removal(config)),
@@ -197,9 +197,9 @@ def table7(results: pd.DataFrame, config: dict[str, Any]) -> Table:
 
 
 def table13(results: pd.DataFrame, config: dict[str, Any], parents: dict[str, str]) -> Table:
-    """Table 13: change of perplexity in percent by Dense-DAPT and DEMix-DAPT, on old domains and on the new one.
+    """Table 13: change of perplexity in percent by Dense-DAPT and DEMix-DAPT, on the training and on the novel domain.
 
-    `parents` maps a novel domain to the expert that its own was copied from.
+    `parents` maps a novel domain to the expert that was copied to start the domain's own.
     """
     training, novel = training_domains(config), novel_domains(config)
     dense = perplexities(results, read.BALANCED, [*training, *novel])

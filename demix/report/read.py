@@ -1,4 +1,4 @@
-"""Reading evaluations: which rows of `results.parquet` make which line of the paper's tables."""
+"""Reading evaluations: the rows of `results.parquet` behind each line of the paper's tables."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -42,12 +42,12 @@ PRIOR_COLUMNS = ("model", "experts", "weights", "domain", "kind", "expert", "pri
 (DENSE,), (BALANCED,), (DOMAIN_TOKEN,), (NAIVE, AVERAGE, UNIFORM, UPDATING, CACHED) = (
     systems_of(name, KINDS[name]) for name in ("dense_unbalanced", "dense", "domain_token", "demix")
 )
-# The systems that differences.parquet holds others against.
+# The systems that differences.parquet subtracts, by the name in its column `against`.
 BASES = {"dense_unbalanced": DENSE, "dense": BALANCED, "demix_cached": CACHED}
 
 
 def added(config: dict[str, Any]) -> tuple[System, System]:
-    """The model that novel domains' experts were added to, with all its experts: each domain's own, and mixed."""
+    """Two systems of the model with added experts, over all its experts: each domain's own expert, and the mixture."""
     row, kind = adapted_model(config).row, adapted_model(config).kind
     label = kind.label if row == kind.name else row
     return (
@@ -57,26 +57,26 @@ def added(config: dict[str, Any]) -> tuple[System, System]:
 
 
 def before_adding(config: dict[str, Any]) -> tuple[System, System]:
-    """The same model with its training experts alone: each domain's own, and mixed."""
+    """Two systems of the model with added experts, over its training experts: each domain's own, and the mixture."""
     model = adapted_model(config)
     naive, *_, cached = systems_of(model.row, model.kind)
     return naive, cached
 
 
 def before_removal(config: dict[str, Any]) -> System:
-    """The model whose experts are left out, with all of them: +Expert of Table 7."""
+    """The model of the removal experiments with all its experts: +Expert of Table 7."""
     model = removal_model(config)
     return systems_of(model.row, model.kind)[-1]
 
 
 def without_expert(config: dict[str, Any]) -> Callable[[str], System]:
-    """The system, by domain, that has the expert of that domain left out: −Expert of Table 7."""
+    """A function from a domain to the system without the expert of that domain: −Expert of Table 7."""
     row = removal_model(config).row
     return lambda domain: System("−Expert", row, left_out(domain), "cached", "history")
 
 
 def without_domain(domain: str) -> System:
-    """The model trained with a replacement in the place of `domain`: −Domain of Table 7."""
+    """The model trained on a replacement instead of `domain`: −Domain of Table 7."""
     return System("−Domain", trained_without(domain), "training", "cached", "history")
 
 
@@ -86,7 +86,7 @@ def dense_adapted(domain: str) -> System:
 
 
 def trained_systems(config: dict[str, Any]) -> dict[str, tuple[System, ...]]:
-    """The systems of every row of `models` with its training experts: the paper's rows in its order, then the run's."""
+    """The systems of every row of `models` over its training experts: first the paper's rows, then further rows."""
     rows = model_rows(config)
     paper = [name for name in ("dense_unbalanced", "dense", "domain_token", "demix") if name in rows]
     return {name: systems_of(name, rows[name][0]) for name in (*paper, *(name for name in rows if name not in KINDS))}
@@ -151,9 +151,9 @@ def read_metrics(path: str | Path) -> Iterable[dict[str, Any]]:
 
 
 def comparable(results: pd.DataFrame, subject: object = "results") -> pd.DataFrame:
-    """`results` as given, once it is sure that all rows of a domain's split were scored on the same tokens.
+    """`results` unchanged. Raises DemixError unless all rows of a domain's split were scored on the same tokens.
 
-    Runs of different seeds split their domains differently, so this is asked of each seed alone.
+    Each seed is checked alone: runs of different seeds split their domains differently.
     """
     hashes = results.groupby(["domain", "split", "seed"], sort=True)["tokens_sha256"].nunique()
     if len(hashes) and hashes.max() > 1:
@@ -166,17 +166,18 @@ def comparable(results: pd.DataFrame, subject: object = "results") -> pd.DataFra
     return results
 
 
-def of_seed(results: pd.DataFrame, config: dict) -> pd.DataFrame:
-    """The rows of the run's own seed, without those of further trainings of the same models."""
+def of_seed(results: pd.DataFrame, config: dict[str, Any]) -> pd.DataFrame:
+    """The rows of the run's own seed, without the rows of models trained again with another seed."""
     return results[results["seed"] == config["seed"]]
 
 
 def evaluations(results: pd.DataFrame, system: System, domains: Iterable[str]) -> pd.DataFrame:
-    """The test results of `system` on each of `domains`, NaN where it was not evaluated.
+    """The test results of `system` on each of `domains`; NaN where `system` was not evaluated.
 
     Columns perplexity, low, high (bounds of the 95% interval over documents), documents, tokens, bits_per_byte, seeds
-    and spread. Where there are several seeds all numbers are means over them, spread is the standard deviation of the
-    perplexity (NaN for one seed), and there is no interval. Raises DemixError if a domain has two rows of one seed.
+    and spread. With several seeds all numbers are means over the seeds, spread is the standard deviation of the
+    perplexity, and there is no interval. With one seed spread is NaN. Raises DemixError if a domain has two rows of
+    one seed.
     """
     rows = results[
         (results["split"] == "test")
@@ -191,16 +192,16 @@ def evaluations(results: pd.DataFrame, system: System, domains: Iterable[str]) -
 
 
 def perplexities(results: pd.DataFrame, system: System, domains: Iterable[str]) -> pd.Series:
-    """Test perplexity of `system` on each of `domains`, as `evaluations` has it."""
+    """The column perplexity of `evaluations`: test perplexity of `system` on each of `domains`."""
     return evaluations(results, system, domains)["perplexity"]
 
 
 def paired(
     differences: pd.DataFrame, system: Callable[[str], System], base: System, domains: Iterable[str]
 ) -> pd.DataFrame:
-    """Bounds (low, high) of the 95% interval of `system` less `base` in perplexity, on the same documents of a domain.
+    """Bounds (low, high) of the 95% interval of `system` minus `base` in perplexity, on the same documents of a domain.
 
-    There are such intervals against `BASES` alone. Without the domains that have none.
+    Only `BASES` have such intervals. Domains without an interval are left out.
     """
     against = next((key for key, one in BASES.items() if one == base), None)
     found = {}
@@ -254,8 +255,9 @@ def grid(
 ) -> pd.Series:
     """Mean test perplexity over `domains` of the training experts of `model` by each value of `column` that was tried.
 
-    `variant` is `decay` or `dev_blocks`, `column` the setting that its rows vary. Values that some domain has not are
-    left out; a domain with fewer dev blocks than a number has them all from its own number on.
+    `variant` is `decay` or `dev_blocks`; `column` is the setting that the rows of `variant` vary. Values that a domain
+    lacks are left out, except for large numbers of dev blocks: there, a domain with fewer blocks counts with all of
+    its blocks.
     """
     domains = list(domains)
     rows = results[
@@ -275,7 +277,7 @@ def grid(
 
 
 def read_parents(experts: str | Path, novel: list[str]) -> dict[str, str]:
-    """The expert that each novel domain's own was copied from, out of `models/<model>/experts/<domain>.json`.
+    """The parent of each novel domain's expert, from `models/<model>/experts/<domain>.json`.
 
     Domains without such a file are left out.
     """
@@ -284,7 +286,7 @@ def read_parents(experts: str | Path, novel: list[str]) -> dict[str, str]:
 
 
 def prior_table(priors: pd.DataFrame, model: str, training: list[str], domains: list[str]) -> pd.DataFrame:
-    """Cached priors (`history`) of the training experts of `model`, one row a domain and one column an expert."""
+    """Cached priors (`history`) of the training experts of `model`: one row per domain, one column per expert."""
     rows = priors[
         (priors["model"] == model)
         & (priors["experts"] == "training")

@@ -1,7 +1,7 @@
-"""Sends a finished run's files to MLflow: one writer, the files stay the source of truth.
+"""Sends the files of a finished run to MLflow. The files stay the source of truth.
 
-Every MLflow run carries a deterministic key and the hash of what it holds, so that sending again changes nothing
-and sending changed files replaces just the runs they changed.
+Every MLflow run carries a deterministic key and the hash of its content. Sending unchanged files again changes
+nothing; sending changed files replaces only the MLflow runs whose content changed.
 """
 
 import hashlib
@@ -38,15 +38,15 @@ log = logging.getLogger(__name__)
 METRICS_PER_BATCH, PARAMS_PER_BATCH = 1000, 100
 PARAM_KEY_LENGTH, PARAM_VALUE_LENGTH = 250, 6000
 SQLITE = "sqlite:///"
-# Stores that take rows alone, so that files have to go elsewhere. A server keeps both.
+# Databases store rows but no files: artifacts need a folder. An MLflow server stores both.
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
-# How long another run that sends its own may keep a SQLite file.
+# The longest wait for another process that writes to the same SQLite file.
 PATIENCE_SECONDS = 900.0
-# Of modules that go by another name on PyPI.
+# The PyPI names of database drivers whose modules have another name.
 DRIVERS = {"psycopg2": "psycopg2-binary", "psycopg": "'psycopg[binary]'", "MySQLdb": "mysqlclient"}
-# Another writer may be about to end.
+# SQLite waits so long for a lock: another writer may end in time.
 SECONDS_FOR_A_LOCK = 30.0
-# Where locks of files are unreliable or slow.
+# File locks are unreliable or slow on these.
 NETWORK_FILE_SYSTEMS = {
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "beegfs_nodev", "cifs", "smb3", "smbfs", "afs", "ceph", "fuse.ceph",
     "glusterfs", "fuse.glusterfs", "fuse.sshfs", "panfs", "orangefs", "wekafs", "9p",
@@ -64,9 +64,9 @@ RUN, KEY, HASH = "demix.run", "demix.key", "demix.sha256"
 
 @dataclass(frozen=True)
 class Record:
-    """What one MLflow run is to hold: `metrics` as (key, value, step), `artifacts` as (file, folder to put it in).
+    """The content of one MLflow run: `metrics` as (key, value, step), `artifacts` as (file, folder in the run).
 
-    `datasets` are the corpus cards of what it read, by domain; `table` is shown as results.json.
+    `datasets` are the corpus cards of the training data, by domain. MLflow shows `table` as results.json.
     """
 
     key: str
@@ -78,7 +78,7 @@ class Record:
     table: pd.DataFrame | None = None
 
     def sha256(self) -> str:
-        """The hash of all that the run is to hold, its artifacts' bytes included."""
+        """The hash of the whole content, including the bytes of the artifacts."""
         files = [(folder, path.name, sha256_file(path)) for path, folder in self.artifacts]
         data = {domain: digest(read_json(path)) for domain, path in self.datasets.items()}
         table = None if self.table is None else self.table.to_json(orient="split", double_precision=15)
@@ -89,19 +89,19 @@ class Record:
 def track(run_dir: str | Path, config: dict[str, Any], uri: str, experiment: str) -> str:
     """Make the MLflow experiment hold what lies below `run_dir` (`results/<run>/`); return the printed summary line.
 
-    One parent run a pipeline run (tag demix.run), nested runs for each model's training, each adaptation and each
-    evaluation (a model with a set of experts). Runs whose content is unchanged are left alone, changed ones are
-    deleted and made anew, and those whose files are gone are deleted. A SQLite `uri` keeps its artifacts in
-    `mlartifacts/` beside the database, and one process at a time writes to it; another database has them in
-    `mlartifacts/` beside `run_dir`, a server where it likes.
+    A pipeline run has one parent run (tag demix.run), and one nested run per training, adaptation and evaluation (a
+    model with a set of experts). Unchanged runs are kept, changed runs are deleted and created again, and runs whose
+    files are gone are deleted. With a SQLite `uri`, artifacts go to `mlartifacts/` beside the database, and one process
+    at a time writes. With another database, artifacts go to `mlartifacts/` beside `run_dir`. A server chooses the place
+    itself.
 
-    Deleted runs stay in MLflow's bin until `mlflow gc`. Times shown are those of `results.parquet`.
+    Deleted runs stay in MLflow's bin until `mlflow gc`. The times in MLflow are the time of `results.parquet`.
 
     Raises DemixError if files are missing or damaged, or if the tracking server does not answer.
     """
     run_dir = Path(run_dir)
     results = run_dir / "results.parquet"
-    # All files are read, and those that were damaged found, before anything is sent.
+    # All files are read before anything is sent, so that a damaged file stops the whole.
     parent, *nested = _pipeline(run_dir, config), *_trainings(run_dir, config), *_evaluations(run_dir, config)
     time = int(results.stat().st_mtime * 1000)
     with _alone(uri):
@@ -120,7 +120,7 @@ def track(run_dir: str | Path, config: dict[str, Any], uri: str, experiment: str
 
 
 def _alone(uri: str) -> AbstractContextManager[None]:
-    """Wait for other processes that write to a SQLite `uri`; databases and servers see to that themselves."""
+    """Wait for other processes that write to a SQLite `uri`. Other databases and servers handle concurrent writers."""
     if not uri.startswith(SQLITE):
         return nullcontext()
     name = Path(uri.removeprefix(SQLITE).partition("?")[0]).name
@@ -128,7 +128,7 @@ def _alone(uri: str) -> AbstractContextManager[None]:
 
 
 def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
-    """A client, with the errors by which it says that the store is of no use."""
+    """A client, and the exceptions that the client raises for an unusable store."""
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     os.environ["DO_NOT_TRACK"] = "true"
     os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "1"
@@ -150,7 +150,7 @@ def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
     errors = (MlflowException, SQLAlchemyError, ConnectionError)
     try:
         if uri.startswith(SQLITE) and not _sqlite_path(uri).stat().st_size:
-            # MLflow makes one table after the other; one that was killed with half of them is never opened again.
+            # MLflow creates tables one by one and refuses a database with only some of them: a kill must leave none.
             with replacing(_sqlite_path(uri)) as temporary:
                 MlflowClient(tracking_uri=f"{SQLITE}{temporary}")
         return MlflowClient(tracking_uri=uri), errors
@@ -163,7 +163,7 @@ def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
 
 
 def _try_sqlite(uri: str) -> None:
-    """Raise DemixError where a database cannot be read and written: MLflow would try for minutes, and print why."""
+    """Raise DemixError if a database cannot be read and written: MLflow would retry for minutes and print traces."""
     try:
         with closing(sqlite3.connect(_sqlite_path(uri), timeout=SECONDS_FOR_A_LOCK)) as database:
             database.isolation_level = None
@@ -176,7 +176,7 @@ def _try_sqlite(uri: str) -> None:
 
 
 def file_system(folder: Path) -> str:
-    """The type of the file system that `folder` lies on, as the mount table has it."""
+    """The type of the file system of `folder`, from the mount table."""
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     return next(mounts[place] for place in (folder.resolve(), *folder.resolve().parents) if place in mounts)
 
@@ -212,7 +212,7 @@ def _send(
     outdated = set()
     for old in _runs(client, experiment_id, run):
         key = old.data.tags.get(KEY, "")
-        # The hash is the last thing written, so a run cut short has none and is made anew.
+        # The hash is written last: an incomplete MLflow run has none and is created again.
         if key in wanted and old.data.tags.get(HASH) == wanted[key] and key not in kept:
             kept[key] = old
             continue
@@ -251,7 +251,7 @@ def _write(
 ) -> str:
     from mlflow.entities import Metric, Param
 
-    run_id = client.create_run(experiment_id, start_time=time, tags=tags, run_name=record.key).info.run_id
+    run_id: str = client.create_run(experiment_id, start_time=time, tags=tags, run_name=record.key).info.run_id
     params = [Param(key, value) for key, value in record.params.items()]
     for start in range(0, len(params), PARAMS_PER_BATCH):
         client.log_batch(run_id, params=params[start : start + PARAMS_PER_BATCH])
@@ -261,7 +261,7 @@ def _write(
     for path, folder in record.artifacts:
         client.log_artifact(run_id, str(path), folder or None)
     if record.table is not None:
-        # MLflow looks at text of pandas' own type with a warning.
+        # MLflow warns about pandas' own type of text.
         texts = dict.fromkeys(record.table.select_dtypes("str"), object)
         client.log_table(run_id, record.table.astype(texts), "results.json")
     if record.kind == "pipeline":
@@ -274,7 +274,7 @@ def _write(
 
 
 def _dataset(domain: str, card: Path) -> "DatasetInput":
-    """A domain's corpus, known by its card: MLflow gets where it lies and the counts, never the text."""
+    """A domain's corpus, identified by its card: MLflow gets the folder and the counts, never the text."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     source = json.dumps({"uri": card.parent.resolve().as_uri()})
@@ -286,11 +286,11 @@ def _dataset(domain: str, card: Path) -> "DatasetInput":
 
 @cache
 def _origin() -> dict[str, str]:
-    """Tags of the code and the software that send the run: no part of its hash, so a new commit replaces nothing."""
+    """Tags of the code and the software that send the run; not hashed, so that a new commit replaces nothing."""
     tags = {f"demix.environment.{name}": version(name) for name in ("torch", "numpy", "pyarrow", "snakemake", "mlflow")}
     tags |= {"demix.environment.python": platform.python_version(), "demix.environment.platform": platform.platform()}
     tags |= {"mlflow.source.name": "demix track", "mlflow.source.type": "LOCAL"}
-    # An installed demix may lie below the repository of something else.
+    # An installed demix may lie inside the repository of another project.
     if _git("ls-files", "--error-unmatch", __file__) is not None:
         tags["mlflow.source.git.commit"] = _git("rev-parse", "HEAD") or "none"
         tags["mlflow.source.git.dirty"] = str(bool(_git("status", "--porcelain", "--untracked-files=no"))).lower()
@@ -298,7 +298,7 @@ def _origin() -> dict[str, str]:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the code's own repository; None where it fails or there is no git."""
+    """The output of git in the repository of this code; None if git fails or is not installed."""
     if (git := shutil.which("git")) is None:
         return None
     command = [git, "-C", str(Path(__file__).parent), *arguments]
@@ -308,13 +308,13 @@ def _git(*arguments: str) -> str | None:
 
 @cache
 def _packages() -> str:
-    """All installed packages, as `pip install -r` takes them."""
+    """All installed packages, in the format of `pip install -r`."""
     found = {f"{package.name}=={package.version}" for package in distributions()}
     return "".join(f"{line}\n" for line in sorted(found, key=str.lower))
 
 
 def _pipeline(run_dir: Path, config: dict[str, Any]) -> Record:
-    """The parent: the whole config, and what people look at first."""
+    """The parent run: the whole config, the tables, the report and the corpus cards."""
     files = [(run_dir / name, "") for name in TABLES]
     report = run_dir / "report"
     cards = [run_dir / "corpus" / name / "card.json" for kind in config["domains"].values() for name in kind]
@@ -329,7 +329,7 @@ def _pipeline(run_dir: Path, config: dict[str, Any]) -> Record:
 
 
 def _trainings(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
-    """One record a metrics file: a model trained from scratch, or an adaptation."""
+    """One record per metrics file: a model trained from scratch, or an adaptation."""
     for model in trained(config):
         if (run_dir / "metrics" / f"{model.name}.jsonl").is_file():
             yield _training(run_dir, config, model)
@@ -343,7 +343,7 @@ def _training(run_dir: Path, config: dict[str, Any], model: Model) -> Record:
     settings = {part: config.get(part) or {} for part in ("architecture", "tokenizer", "training")}
     settings["models"] = {model.base: (config.get("models") or {}).get(model.base) or {}}
     chosen = run_dir / "sweep" / f"{model.base}.json"
-    # The file of a sweep that the config no longer has says nothing of this run.
+    # The file may be left over from a sweep that the config no longer asks for.
     if model.settings.get("sweep") and chosen.is_file():
         settings["sweep"] = read_json(chosen)
     files = [directory / "model.json", *sorted((directory / "experts").glob("*.json"))]
@@ -362,9 +362,9 @@ def _adaptation(run_dir: Path, config: dict[str, Any], one: Adaptation) -> Recor
 def _learned(
     run_dir: Path, config: dict[str, Any], key: str, settings: dict[str, Any], described: list[Path]
 ) -> Record:
-    """The record of what left `metrics/<name>.jsonl` and the weights that the files `described` tell of.
+    """The record of a training or adaptation: `metrics/<name>.jsonl` and the descriptions of weights, `described`.
 
-    The weights stay where they are: the record names their folder, and has the files with their hashes.
+    Weights are not sent: the record holds the folder of the weights and the descriptions with the hashes.
     """
     kind, name = key.split("/")
     metrics = run_dir / "metrics" / f"{name}.jsonl"
@@ -396,15 +396,15 @@ def _learned(
 
 
 def _evaluations(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
-    """One record a model and set of experts: its perplexities, and their means over all domains of a kind."""
+    """One record per model and set of experts: perplexities, and means over all domains of a kind."""
     results = read_results(run_dir / "results.parquet").query("variant == ''")
     names = {"training": training_domains(config), "novel": novel_domains(config)}
     for (model, experts, seed), rows in results.groupby(["model", "experts", "seed"], sort=True):
-        # As the folders of models trained with a further seed.
+        # Models of further seeds are named as their folders are.
         model = folder_of(model, seed, config["seed"])
         metrics = []
         by = ["split", "method", "weights", "expert", "top_k"]
-        # The expert that `naive` chose differs by domain, and is no part of the method's name.
+        # `naive` chooses another expert in each domain: the expert is no part of the method's name.
         named = rows.assign(expert=rows["expert"].where(rows["method"] == "expert", ""))
         for (split, method, weights, expert, top_k), group in named.groupby(by, sort=True, dropna=False):
             parts = [method, expert, weights, "" if pd.isna(top_k) else f"top{top_k:.0f}"]
@@ -424,7 +424,7 @@ def _evaluations(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
 def flatten(value: Any, prefix: str = "") -> dict[str, str]:
     """Nested mappings as one mapping with dotted keys and text values; lists become JSON."""
     if isinstance(value, dict) and (value or not prefix):
-        items = {}
+        items: dict[str, str] = {}
         for key, inner in value.items():
             items |= flatten(inner, f"{prefix}.{key}" if prefix else str(key))
         return items
@@ -433,5 +433,5 @@ def flatten(value: Any, prefix: str = "") -> dict[str, str]:
 
 
 def _key(name: str) -> str:
-    """A name that MLflow takes for a metric or a param."""
+    """`name` with every character replaced that MLflow refuses in the name of a metric or a param."""
     return re.sub(r"[^\w\-. :/]", "_", name)

@@ -1,16 +1,16 @@
-"""MLflow's server as `make ui` starts it (`mlflow server --app-name demix`): with requests of bounded size."""
+"""MLflow's server with requests of bounded size; `make ui` starts it by `mlflow server --app-name demix`."""
 
 from mlflow.server.fastapi_app import app as mlflow_app
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# MLflow holds a whole request in memory. The largest that `track` sends is a figure or a table.
+# MLflow holds a whole request in memory. The largest requests of `track` are a figure and a table.
 MOST_BYTES = 256 << 20
 
 
 class Bounded:
-    """An application that answers 413 to a request of more than `most` bytes, announced or sent in chunks."""
+    """An application that answers 413 to a request of more than `most` bytes, with or without a Content-Length."""
 
     def __init__(self, app: ASGIApp, most: int):
         self.app, self.most = app, most
@@ -36,7 +36,7 @@ class Bounded:
 
         async def answered(message: Message) -> None:
             nonlocal refused
-            # MLflow would make an inner error of it.
+            # MLflow turns the exception into an internal error (500), which must not reach the client.
             if received > self.most and message["type"] == "http.response.start":
                 refused = True
                 await PlainTextResponse(too_much, 413)(scope, receive, send)

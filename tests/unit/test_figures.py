@@ -15,7 +15,8 @@ from demix.errors import DemixError
 from demix.files import write_json_lines
 from demix.report import FIGURES
 from demix.report.affinity import affinities, relations, with_overlap
-from demix.report.figures import adaptation_curves, training_curves, write_figures
+from demix.report.curves import adaptation_curves, training_curves
+from demix.report.figures import write_figures
 from demix.report.read import read_posteriors
 from support.synthetic_run import NOVEL, TRAINING, Run, build_run
 
@@ -150,7 +151,7 @@ def test_figure6_averages_perplexities_not_losses(run: Run) -> None:
             assert drawn == curves.loc[curves["domain"] == domain, column].tolist()
 
 
-CONFIG = {"removal": {"retrain_without": []}}
+CONFIG = {"seed": 1, "domains": {"training": {"law": {}}}}
 
 
 def test_training_curves_are_thinned_to_means(tmp_path: Path) -> None:

@@ -2,11 +2,9 @@
 
 import copy
 import math
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from demix.config.check import load_config
 from demix.config.systems import KINDS
 from demix.files import check_sealed, read_json, sha256_file
 from support.documented import assert_documented
+from support.dry_run import ENVIRONMENT, REPOSITORY, dry_run, jobs_by_rule
 from support.once import once, run_with_progress
 
-REPOSITORY = Path(__file__).parents[2]
 TINY = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())
-# The commands of the environment that the tests run in, whether or not it is activated.
-ENVIRONMENT = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 TRAINING, NOVEL = list(TINY["domains"]["training"]), list(TINY["domains"]["novel"])
 
 pytestmark = pytest.mark.workflow
@@ -43,12 +40,7 @@ def snakemake(folder: Path, *arguments: str, config: dict | None = None) -> str:
 
 def planned(folder: Path, config: dict | None = None) -> dict[str, int]:
     """Jobs that `snakemake -n` would run, by rule."""
-    output = snakemake(folder, "-n", "--quiet", "rules", config=config)
-    if "Nothing to be done" in output:
-        return {}
-    table = output.split("Job stats:")[1].split("Reasons:")[0]
-    jobs = {rule: int(count) for rule, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)}
-    return {rule: count for rule, count in jobs.items() if rule not in ("all", "total")}
+    return jobs_by_rule(snakemake(folder, "-n", "--quiet", "rules", config=config))
 
 
 @pytest.fixture(scope="module")
@@ -162,9 +154,9 @@ def test_the_papers_configs_are_planned_to_the_last_rule_without_a_network(
 ) -> None:
     for name in ("http_proxy", "https_proxy", "ALL_PROXY"):
         monkeypatch.setitem(ENVIRONMENT, name, "http://127.0.0.1:9")
-    config = yaml.safe_load(path.read_text())
+    config = load_config(path)
     parts = sum(d["source"].get("parts", 1) for kind in config["domains"].values() for d in kind.values())
-    jobs = planned(tmp_path, config)
+    jobs = jobs_by_rule(dry_run(tmp_path, path, "--quiet", "rules"))
     assert jobs["download"] == jobs["anonymize"] == parts
     assert jobs["split"] == jobs["tokenize"] == jobs["evaluate"] == 16
     assert jobs["report"] == jobs["track"] == 1

@@ -1,4 +1,4 @@
-# DEMix-DAPT adds the expert of a novel domain to a model with experts; Dense-DAPT makes a model of its own for each.
+# DEMix-DAPT adds the expert of a novel domain to a model with experts. Dense-DAPT makes one model per novel domain.
 ADAPTATION = as_json(
     taken(AdaptationRecipe, config["adaptation"]),
     seed=config["seed"],
@@ -15,8 +15,9 @@ for parent in {one.parent.name: one.parent for one in adaptations(config)}.value
         input:
             tokens=tokens(["{novel}"], "train", "dev"),
             model=experts(parent.name, parent.experts),
-            # By these the parent is chosen. Adaptation leaves the training domains' losses under their own experts.
+            # These scores choose the parent.
             scores=scores(parent.name, ["{novel}"], [*TRAINING, "tokens"], ["dev"]) if adds else [],
+            # Adaptation does not change the losses of training domains under their own experts: metrics repeat them.
             unchanged=[
                 file
                 for domain in TRAINING * adds

@@ -1,4 +1,4 @@
-# What of a removed domain's documents can still be recovered.
+# How much of a removed domain's documents can still be recovered.
 for model in WITHOUT:
 
     rule:

@@ -1,7 +1,7 @@
 # Raw text -> anonymized documents -> corpus splits -> tokens.
 
 
-# A source is read, and its text anonymized, in as many parts as the config says, each a job of its own.
+# The config sets the number of parts of a source. Each part is one job of download and one of anonymize.
 rule download:
     input:
         lambda wildcards: source_files(DOMAINS[wildcards.domain]["source"]),
@@ -46,7 +46,7 @@ rule anonymize:
         "demix anonymize {input} {params.enabled} --output {output.documents} --counts {output.counts} 2> {log}"
 
 
-# Novel domains have no say here: a new one changes nothing of the training domains.
+# Novel domains are no input: a new novel domain must not change the training domains.
 rule deduplicate:
     input:
         parts(TRAINING, "parquet"),
@@ -64,7 +64,7 @@ rule deduplicate:
         "demix deduplicate {input} --output {output} 2> {log}"
 
 
-# Reported only: novel domains may share texts with one another.
+# The numbers are only reported: novel domains may share texts with one another.
 rule novel_duplicates:
     input:
         parts(NOVEL, "parquet"),

@@ -69,14 +69,14 @@ rule run_config:
     conda:
         "../../environment.yml"
     params:
-        # The site is none of what a run is.
+        # The cluster does not define the run.
         settings=json.dumps({key: value for key, value in config.items() if key != "cluster"}),
     shell:
         "demix run-config --settings {params.settings:q} --output {output} 2> {log}"
 
 
 METRICS = [f"{RUN}/metrics/{one.name}.jsonl" for one in (*trained(config), *adaptations(config))]
-# The experts of all domains, those that were added among them.
+# The experts of all domains, including the added ones.
 EXPERTS = experts(adapted_model(config).name, [*TRAINING, *NOVEL])
 
 

@@ -1,4 +1,4 @@
-# One forward pass per (model, expert, domain, split); whatever is mixed afterwards reads the tables.
+# One forward pass per (model, expert, domain, split). Every mixture is computed from the tables.
 SCORING = as_json(taken(ScoringRecipe, config["evaluation"]), threads=config["threads"])
 
 for job in scoring_jobs(config):
@@ -9,7 +9,7 @@ for job in scoring_jobs(config):
         input:
             model=experts(job.model, job.experts),
             tokens=tokens(job.domains, *job.splits),
-            # An added column goes beside the tokens of those that are there.
+            # The columns of added experts use the table of tokens that the first scoring wrote.
             old=scores(job.model, job.after, ["tokens"], job.splits),
         output:
             scores(job.model, job.domains, [*job.columns, *["tokens"] * job.shared], job.splits),

@@ -1,4 +1,4 @@
-# Models trained from scratch. Checkpoints are no outputs: Snakemake would delete them before a killed run resumes.
+# Models trained from scratch. Checkpoints are no outputs: Snakemake would delete outputs before a killed job resumes.
 
 
 rule sweep:
@@ -23,7 +23,7 @@ rule sweep:
         options=lambda wildcards: run_options("train", MODELS[wildcards.model].settings),
     params:
         kind=lambda wildcards: MODELS[wildcards.model].kind.name,
-        # The run's schedule in small: nothing but its length and its peak differ.
+        # A trial differs from the model's training only in tokens and learning rate, and is not evaluated on dev.
         settings=lambda wildcards: training_settings(
             MODELS[wildcards.model],
             tokens=MODELS[wildcards.model].settings["sweep"]["tokens"],
@@ -54,7 +54,7 @@ rule choose_rate:
         "demix choose-rate {input} --output {output} 2> {log}"
 
 
-# A rule for each model, since the names of experts are no wildcards.
+# One rule per model: the outputs list the experts, which wildcards cannot.
 for model in trained(config):
 
     rule:
@@ -70,7 +70,7 @@ for model in trained(config):
             f"{RUN}/logs/train/{model.name}.log",
         benchmark:
             f"{RUN}/benchmarks/train/{model.name}.tsv"
-        # What others wait for begins first.
+        # Models that other rules wait for start first.
         priority: 0 if model.removed else 100 if model.kind.has_experts else 50
         localrule: SUBMITTED
         conda:

@@ -12,11 +12,11 @@ from demix.report.page import render
 
 @dataclass(frozen=True)
 class Table:
-    """A table of numbers and what a reader must know of it.
+    """A table of numbers, with title, caption and notes.
 
-    `frame` has one row a label, NaN (or "") where the run has no such evaluation. `formats` maps a column to its
-    format, two decimals by default. `summaries` are the rows that average the rows above them. `best` marks the
-    cells to print bold. `beneath` is a second line of a cell, where it has one. A `long` table may run over pages.
+    `frame` has one row per label, and NaN (or "") where the run has no such evaluation. `formats` maps a column to a
+    format; the default is two decimals. `summaries` are the labels of rows that average the rows above. `best` is True
+    for the cells to print bold. `beneath` holds the second lines of cells. A `long` table may span several pages.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Table:
         return self.best.reindex(index=self.frame.index, columns=self.frame.columns, fill_value=False).astype(bool)
 
     def second_lines(self) -> pd.DataFrame:
-        """The second line of each cell, empty where it has none."""
+        """The second line of each cell; empty text without one."""
         beneath = self.beneath if self.beneath is not None else pd.DataFrame()
         return (
             beneath.reindex(index=self.frame.index, columns=self.frame.columns, fill_value="").fillna("").astype(object)
@@ -63,7 +63,7 @@ def write_table(table: Table, output_dir: Path) -> None:
 
 
 def cell(value: Any, form: str) -> str:
-    """A value as printed: "–" where there is none, a minus sign for a hyphen, no sign for what is rounded to zero."""
+    """A value as printed: "–" for a missing one, a minus sign for a hyphen, no sign for a value that rounds to zero."""
     if isinstance(value, str):
         return value or "–"
     if pd.isna(value):
@@ -114,7 +114,7 @@ def _markdown(table: Table) -> str:
 
 
 def as_markdown(text: object) -> str:
-    """`text` as Markdown shows it in a table: no HTML of a name is rendered."""
+    """`text` escaped for a cell of a Markdown table: HTML in a name is not rendered."""
     return str(text).replace("|", r"\|").replace("<", "&lt;")
 
 
@@ -122,7 +122,7 @@ def _latex(table: Table) -> str:
     text, bold, beneath = table.text(), table.bold(), table.second_lines()
     cells = text.map(_escape)
     cells = cells.mask(bold, r"\textbf{" + cells + "}")
-    # Braces, since a bracket after a line break would be read as its length.
+    # Without braces LaTeX would read a bracket after the line break as the length of the break.
     two_lines = r"\shortstack[r]{" + cells + r"\\{\tiny " + beneath.map(_escape) + "}}"
     style = cells.mask(beneath != "", two_lines).style
     style = style.format_index(escape="latex", axis=0).format_index(escape="latex", axis=1)

@@ -1,4 +1,4 @@
-"""All tables of a report, beside what the paper prints, as files; the main one for the terminal."""
+"""All tables of a report as files, with the paper's numbers beside them; the main table for the terminal."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,14 +22,14 @@ from demix.report.own_tables import (
 from demix.report.paper import SIZES, printed, size_of
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
 from demix.report.read import comparable, novel_domains, perplexities, training_domains
-from demix.report.table import Table, cell, write_table
+from demix.report.render import Table, cell, write_table
 
 if TYPE_CHECKING:
     import rich.table
 
 
 def scale_note(results: pd.DataFrame, config: dict[str, Any]) -> str:
-    """What of this run differs from the paper in data, budget and scale, in one or two sentences."""
+    """The differences between this run and the paper in data, budget and scale, in a few sentences."""
     architecture, tokenizer = config.get("architecture") or {}, config.get("tokenizer") or {}
     training = config.get("training") or {}
     parts = [f"{len(training_domains(config))} training and {len(novel_domains(config))} novel domains"]
@@ -58,7 +58,7 @@ def scale_note(results: pd.DataFrame, config: dict[str, Any]) -> str:
 
 
 def beside_paper(table: Table, config: dict[str, Any]) -> Table:
-    """`table` with the means that the paper prints for a run of this size, or with a note that says why without."""
+    """`table` with the means that the paper prints for this size, or with a note on why there are none."""
     preset = size_of(config)
     if preset is None:
         sizes = ", ".join(SIZES.values())
@@ -70,7 +70,7 @@ def beside_paper(table: Table, config: dict[str, Any]) -> Table:
     for one in entries:
         frame = table.frame.copy()
         if one.preset == preset and frame.columns.isin(list(one.means)).any():
-            # An object column takes a blank: "–" would say that this run lacks the number.
+            # An empty cell prints as "–", which means that the run lacks the number: columns of text get a blank.
             blank = [np.nan if frame[column].dtype.kind in "fi" else " " for column in frame]
             frame.loc[label] = [one.means.get(column, empty) for column, empty in zip(frame, blank, strict=True)]
             return replace(table, frame=frame, summaries=table.summaries | {label}).noted(_PRINTED)
@@ -98,9 +98,9 @@ def all_tables(
     parents: dict[str, str],
     config: dict[str, Any],
 ) -> list[Table]:
-    """The paper's tables and our own. Raises DemixError if rows of one domain were scored on different tokens."""
+    """The paper's tables, then the others. Raises DemixError if rows of one domain were scored on different tokens."""
     comparable(results)
-    # What is added, removed or varied is so for the run's own seed alone: means over seeds do not stand beside it.
+    # Experts are added, removed and varied for the run's own seed alone: such tables must not mix in other seeds.
     own = read.of_seed(results, config)
     makers: list[Callable[[pd.DataFrame, dict[str, Any]], Table]] = [table3, table4, table5]
     paper = [*(make(results, config) for make in makers), table6(own, config), table7(own, config)]
@@ -134,10 +134,10 @@ def write_tables(
 
 
 def main_table(results: pd.DataFrame, config: dict[str, Any]) -> "rich.table.Table":
-    """Mean test perplexity on the training and on the novel domains of every system, for the terminal.
+    """Mean test perplexity of every system on the training and on the novel domains, for the terminal.
 
-    Mixtures show both kinds of weights: all earlier tokens of the block (`history`, the paper's) and the previous
-    token only (`released`, the code published with it).
+    Each mixture has one row per rule of weights: all earlier tokens of the block (`history`, the paper) and the
+    previous token only (`released`, the code released with the paper).
     """
     import rich.table
 

@@ -1,0 +1,146 @@
+"""What the rules of the workflow read, write and ask for, from the config alone: no object of Snakemake."""
+
+import json
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from glob import glob
+from typing import Any
+
+from demix.config.check import site_of
+from demix.config.sections import Execution, TrainingRecipe, taken
+from demix.config.systems import Model, evaluated
+from demix.settings import names_of
+
+
+def as_json(*parts: Mapping[str, Any], **more: Any) -> str:
+    """The part of the config that a stage uses, as one JSON argument: a change to it reruns that stage alone."""
+    merged = {key: value for part in (*parts, more) for key, value in part.items()}
+    return json.dumps(merged, sort_keys=True)
+
+
+def given(settings: Mapping[str, Any]) -> str:
+    """Settings as JSON without the empty ones: a stage takes an absent setting for empty."""
+    return as_json({key: value for key, value in settings.items() if value not in (None, "", [], {})})
+
+
+def source_files(source: Mapping[str, Any]) -> list[str]:
+    """The local files of a source: a changed file is read again.
+
+    Missing files are not named here; `demix download` refuses them.
+    """
+    if source["kind"] != "files":
+        return []
+    paths = [source["path"]] if isinstance(source["path"], str) else source["path"]
+    return sorted({file for path in paths for file in glob(path, recursive=True)})
+
+
+def swept_rates(model: Model) -> list[str]:
+    """The learning rates that the sweep of a model tries, as file names spell them; none without a sweep."""
+    return [repr(float(rate)) for rate in (model.settings["sweep"] or {"learning_rates": []})["learning_rates"]]
+
+
+@dataclass(frozen=True)
+class RunRules:
+    """The files and options of the rules of one run. `config` is completed."""
+
+    config: dict[str, Any]
+
+    @property
+    def run(self) -> str:
+        """The folder of the run."""
+        return f"results/{self.config['run']}"
+
+    @property
+    def submitted(self) -> bool:
+        """Whether trainings run as SLURM jobs of their own, for which a process here waits without using a core."""
+        return bool(self.config["cluster"]["launch"] == "slurm")
+
+    @property
+    def domains(self) -> dict[str, dict[str, Any]]:
+        """The training domains and then the novel ones, by name."""
+        domains: dict[str, dict[str, dict[str, Any]]] = self.config["domains"]
+        return domains["training"] | domains["novel"]
+
+    def parts(self, domains: Iterable[str], *kinds: str) -> list[str]:
+        """The anonymized parts of domains, in order; the config says how many each domain has."""
+        return [
+            f"{self.run}/documents/{domain}/{part:04d}.{kind}"
+            for domain in domains
+            for kind in kinds
+            for part in range(self.domains[domain]["source"]["parts"])
+        ]
+
+    def tokens(self, domains: Iterable[str], *splits: str) -> list[str]:
+        """The token files of the splits of domains."""
+        return [f"{self.run}/tokens/{domain}/{split}.arrow" for domain in domains for split in splits]
+
+    def experts(self, model: str, names: Iterable[str]) -> list[str]:
+        """The files of a model that scoring its experts `names` reads."""
+        files = [f"experts/{name}.{kind}" for name in names for kind in ("safetensors", "json")]
+        return [f"{self.run}/models/{model}/{file}" for file in ["model.json", "shared.safetensors", *files]]
+
+    def scores(
+        self, model: str, domains: Iterable[str], names: Iterable[str], splits: Iterable[str] = ("dev", "test")
+    ) -> list[str]:
+        """The score tables of experts `names` on `domains`."""
+        names, splits = list(names), list(splits)
+        places = [f"{self.run}/scores/{model}/{domain}.{split}" for domain in domains for split in splits]
+        return [f"{place}/{name}.parquet" for place in places for name in names]
+
+    def evaluated_scores(self, domain: str) -> list[str]:
+        """The score tables that the evaluations of a domain read."""
+        return [
+            file
+            for table in evaluated(self.config, domain)
+            for file in self.scores(
+                table.folder, [domain], [*table.columns, "tokens"], ("dev", "test") if table.sets else ("test",)
+            )
+        ]
+
+    def train_inputs(self, model: Model) -> list[str]:
+        """The tokens that training reads: dev too where checkpoints are evaluated on dev."""
+        dev = self.tokens(model.domains, "dev") if model.settings["dev_blocks"] else []
+        return self.tokens(model.domains, "train") + dev
+
+    def training_settings(self, model: Model, **changes: Any) -> str:
+        """What defines the training of a model, as JSON; how a training is computed and kept is left out."""
+        kept = taken(TrainingRecipe, model.settings)
+        more = {
+            "seed": model.seed,
+            "threads": self.config["threads"],
+            "architecture": self.config["architecture"],
+        }
+        return as_json(kept, **(more | changes))
+
+    def chosen_rate(self, model: Model) -> list[str]:
+        """The record of a model's learning rate, where a sweep chooses the rate: one for all seeds."""
+        return [f"{self.run}/sweep/{model.base}.json"] if swept_rates(model) else []
+
+    def cores(self, settings: Mapping[str, Any]) -> int:
+        """The cores that the job of a training takes here: those of its ranks, or one where the job only waits."""
+        return 1 if self.submitted else int(self.config["threads"] * settings["ranks"])
+
+    def site(self, stage: str) -> dict[str, str | int]:
+        """The resources that a job of a stage asks of the cluster; without a cluster they have no effect."""
+        settings = site_of(self.config, stage)
+        names = {"slurm_partition": "partition", "slurm_account": "account", "qos": "qos", "constraint": "constraint"}
+        asked = {resource: settings[key] for resource, key in names.items()} | {
+            "mem_mb": settings["memory_mb"],
+            "runtime": settings["minutes"],
+            "gpu": settings["gpus"] if stage == "score" else 0,
+        }
+        return {resource: value for resource, value in asked.items() if value}
+
+    def run_options(self, stage: str, settings: Mapping[str, Any], removed: str = "") -> str:
+        """How a section of the config trains, as options of a command.
+
+        The options are a resource of the rule: Snakemake compares params with those of the last run, and the way to
+        compute must rerun nothing. The replacement of the domain `removed` gets the ranks of that domain.
+        """
+        cluster = shlex.quote(json.dumps(site_of(self.config, stage)))
+        how = ",".join(f"{key}={json.dumps(settings[key])}" for key in names_of(Execution))
+        instead = {removed: self.config["removal"]["replacement"]}
+        numbers = [f"{instead.get(domain, domain)}={number}" for domain, number in settings.get("replicas", {}).items()]
+        replicas = f" --replicas {','.join(numbers)}" if numbers else ""
+        return f"--ranks {settings['ranks']} --how {how}{replicas} --cluster {cluster}"

@@ -1,0 +1,121 @@
+"""What the rules of the workflow read, write and ask for, on a config of three domains."""
+
+import copy
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from demix.config.check import complete
+from demix.config.rules import RunRules, as_json, given, source_files, swept_rates
+from demix.config.systems import Model, model_of
+
+CONFIG = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
+
+
+def rules(**sections: Any) -> RunRules:
+    config = copy.deepcopy(CONFIG)
+    for name, section in sections.items():
+        config[name] = config.get(name, {}) | section if isinstance(section, dict) else section
+    complete(config, Path())
+    return RunRules(config)
+
+
+def row(one: RunRules, name: str) -> Model:
+    return model_of(one.config, name)
+
+
+def test_parts_follow_the_config() -> None:
+    assert rules().parts(["licenses", "scripture"], "parquet", "json") == [
+        "results/tiny/documents/licenses/0000.parquet",
+        "results/tiny/documents/licenses/0000.json",
+        "results/tiny/documents/scripture/0000.parquet",
+        "results/tiny/documents/scripture/0001.parquet",
+        "results/tiny/documents/scripture/0000.json",
+        "results/tiny/documents/scripture/0001.json",
+    ]
+
+
+def test_files_of_experts_and_scores() -> None:
+    one = rules()
+    assert one.experts("dense", ["dense"]) == [
+        f"results/tiny/models/dense/{name}"
+        for name in ("model.json", "shared.safetensors", "experts/dense.safetensors", "experts/dense.json")
+    ]
+    assert one.scores("demix", ["law"], ["a", "tokens"], ["test"]) == [
+        "results/tiny/scores/demix/law.test/a.parquet",
+        "results/tiny/scores/demix/law.test/tokens.parquet",
+    ]
+    assert one.tokens(["law"], "dev", "test") == [f"results/tiny/tokens/law/{name}.arrow" for name in ("dev", "test")]
+
+
+def test_training_reads_dev_only_where_it_evaluates_on_dev() -> None:
+    with_dev, without = rules(training={"dev_blocks": 3}), rules(training={"dev_blocks": 0})
+    assert [path.endswith("/dev.arrow") for path in with_dev.train_inputs(row(with_dev, "demix"))] == [
+        *[False] * 3,
+        *[True] * 3,
+    ]
+    assert len(without.train_inputs(row(without, "demix"))) == 3
+
+
+def test_an_evaluation_reads_dev_where_experts_are_mixed() -> None:
+    files = rules().evaluated_scores("scripture")
+    assert "results/tiny/scores/demix/scripture.dev/parliament.parquet" in files
+    assert "results/tiny/scores/dense/scripture.test/dense.parquet" in files
+    assert "results/tiny/scores/dense/scripture.dev/dense.parquet" not in files
+
+
+def test_a_sweep_has_one_record_for_all_seeds() -> None:
+    one = rules(models={"demix": {"sweep": {"learning_rates": [1e-3, 0.5], "tokens": 7680}}})
+    assert swept_rates(row(one, "demix")) == ["0.001", "0.5"]
+    assert one.chosen_rate(row(one, "without-licenses")) == ["results/tiny/sweep/demix.json"]
+    assert one.chosen_rate(row(one, "dense")) == []
+
+
+def test_a_training_that_only_waits_takes_one_core() -> None:
+    local, slurm = rules(threads=2), rules(threads=2, cluster={"launch": "slurm"})
+    assert (local.cores({"ranks": 3}), local.submitted) == (6, False)
+    assert (slurm.cores({"ranks": 3}), slurm.submitted) == (1, True)
+
+
+def test_a_stage_asks_for_its_own_resources() -> None:
+    stages = {"score": {"partition": "gpu", "gpus": 1, "minutes": 7, "memory_mb": 11}}
+    one = rules(cluster={"partition": "cpu", "stages": stages})
+    assert one.site("score") == {"slurm_partition": "gpu", "mem_mb": 11, "runtime": 7, "gpu": 1}
+    assert one.site("corpus")["slurm_partition"] == "cpu"
+    assert "gpu" not in one.site("corpus")
+    assert "slurm_account" not in one.site("corpus"), "what is empty is not asked for"
+
+
+def test_how_a_training_is_computed_is_no_setting_of_it() -> None:
+    one = rules()
+    settings = json.loads(one.training_settings(row(one, "demix"), tokens=5))
+    assert settings["tokens"] == 5
+    assert settings["seed"] == one.config["seed"]
+    assert not {"ranks", "micro_sequences", "checkpoint_every"} & settings.keys()
+
+
+def test_a_replacement_has_the_ranks_of_the_removed_domain() -> None:
+    one = rules()
+    settings = row(one, "demix").settings | {"ranks": 4, "replicas": {"licenses": 2, "scripture": 1}}
+    options = shlex.split(one.run_options("train", settings, "licenses"))
+    assert options[options.index("--ranks") + 1] == "4"
+    assert options[options.index("--replicas") + 1] == "fantasy=2,scripture=1"
+    assert json.loads(options[options.index("--cluster") + 1])["launch"] == "local"
+
+
+def test_settings_as_arguments() -> None:
+    assert as_json({"b": 1, "a": 0}, b=2) == '{"a": 0, "b": 2}'
+    assert given({"a": 0, "b": "", "c": [], "d": None, "e": False}) == '{"a": 0, "e": false}'
+
+
+def test_local_files_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.txt", "a.txt"):
+        Path(name).touch()
+    assert source_files({"kind": "files", "path": "*.txt"}) == ["a.txt", "b.txt"]
+    assert source_files({"kind": "files", "path": ["b.txt", "missing.txt", "*.txt"]}) == ["a.txt", "b.txt"]
+    assert source_files({"kind": "url", "path": "*.txt"}) == []

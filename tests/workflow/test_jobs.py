@@ -1,0 +1,67 @@
+"""The plan's table of jobs and the resources of the rules, held against what `snakemake -n` plans."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from demix.config.check import load_config
+from demix.plan.jobs import plan_jobs
+from support.dry_run import REPOSITORY, dry_run, jobs_by_rule
+
+pytestmark = pytest.mark.workflow
+
+RULES = [path for path in sorted((REPOSITORY / "workflow" / "rules").glob("*.smk")) if path.stem != "common"]
+STAGES = ("download", "anonymize", "corpus", "train", "adapt", "score", "evaluate")
+
+
+@pytest.mark.parametrize("name", ["sample", "paper-125m"])
+def test_the_plan_counts_the_jobs_of_the_workflow(name: str, tmp_path: Path) -> None:
+    path = REPOSITORY / "config" / f"{name}.yaml"
+    counted: Counter[str] = Counter()
+    for jobs in plan_jobs(load_config(path), "cpu"):
+        counted.update(jobs.rules)
+    assert {rule: count for rule, count in counted.items() if count} == jobs_by_rule(
+        dry_run(tmp_path, path, "--quiet", "rules")
+    )
+
+
+def test_every_rule_asks_for_the_resources_of_its_stage(tmp_path: Path) -> None:
+    config = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())
+    config["models"] = {"demix": {"sweep": {"learning_rates": [1e-3, 2e-3], "tokens": 7680}}}
+    config["cluster"] = {"stages": {stage: {"partition": f"for-{stage}", "gpus": 1} for stage in STAGES}}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    expected = {
+        rule: {
+            (jobs.site.partition, jobs.site.memory_mb, jobs.site.minutes, jobs.stage == "score")
+            if jobs.site
+            else ("", 0, 0, False)
+        }
+        for jobs in plan_jobs(load_config(path), "cpu")
+        for rule, count in jobs.rules.items()
+        if count
+    }
+    assert asked(dry_run(tmp_path, path)) == expected
+
+
+@pytest.mark.parametrize("path", RULES, ids=lambda path: path.stem)
+def test_a_rule_without_resources_runs_where_snakemake_does(path: Path) -> None:
+    rules = re.split(r"^ *rule\b.*:$", path.read_text(), flags=re.MULTILINE)[1:]
+    assert rules
+    for text in rules:
+        assert ("**site(" in text) != ("localrule: True" in text), text
+
+
+def asked(output: str) -> dict[str, set[tuple[str, int, int, bool]]]:
+    """Partition, memory (MB), minutes and use of a GPU that the jobs of each rule ask for."""
+    found: dict[str, set[tuple[str, int, int, bool]]] = {}
+    for rule, lines in re.findall(r"^rule (\w+):\n((?: {4}.*\n)*)", output, re.MULTILINE):
+        resources = re.search(r"^ {4}resources: (.*)$", lines, re.MULTILINE)
+        given = dict(re.findall(r"(\w+)=([^, ]+)", resources[1] if resources else ""))
+        memory, minutes = (int(given.get(name, 0)) for name in ("mem_mb", "runtime"))
+        found.setdefault(rule, set()).add((given.get("slurm_partition", ""), memory, minutes, given.get("gpu") == "1"))
+    found.pop("all", None)
+    return found
