@@ -175,7 +175,7 @@ def evaluate_domain(
             rows.extend(_mixture_rows(entries, about, totals, len(dev.mask)))
             # Whoever asks for a prior means that of the run's own model.
             priors.extend(_prior_rows(entries, about, log_priors) if table.seed == evaluation.seed else ())
-        if traced is not None:
+        if traced is not None and totals.posteriors is not None:
             part = dev.select(traced.experts)
             path = log_prior_path(part.scores, part.mask, traced.weights, traced.decay)[:-1]
             on_dev = posterior_trace(part.scores, part.mask, traced.weights, path)
@@ -216,7 +216,7 @@ def mix_experts(test: Path, mixture: Mixture, methods: Sequence[str]) -> tuple[l
     rows = [_row(about | {"method": "expert"}, totals, nll, expert=name) for name, nll in totals.experts.items()]
     rows += _mixture_rows([(each, "") for each in mixtures], about, totals, mixture.dev_blocks)
     found, _ = _with_intervals(rows, totals, {"domain": test.stem}, None)
-    prior = next((np.exp(value).tolist() for value in priors.values()), [])
+    prior: list[float] = next((np.exp(value).tolist() for value in priors.values()), [])
     return found, dict(zip(mixture.experts, prior, strict=False))
 
 
@@ -297,7 +297,8 @@ def _mixture_rows(
     entries: Iterable[tuple[Mixture, str]], about: dict[str, Any], totals: DocumentLosses, scored: int
 ) -> Iterator[Row]:
     for mixture, variant in entries:
-        more = {"method": mixture.method, "top_k": mixture.top_k, "variant": variant, "scorer": mixture.scorer}
+        more: dict[str, Any] = {"method": mixture.method, "top_k": mixture.top_k}
+        more |= {"variant": variant, "scorer": mixture.scorer}
         if mixture.method != "average":
             more["weights"] = str(mixture.weights)
         if mixture.method in ("updating", "cached"):

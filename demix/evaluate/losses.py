@@ -109,11 +109,11 @@ def document_losses(
             trace.append(posterior_trace(parts[traced.experts], chunk.mask, traced.weights, log_priors[traced]))
     every = np.unique(np.concatenate([numbers for numbers, _, _ in pieces]))
     tokens, totals = np.zeros(len(every), np.int64), np.zeros((len(pieces[0][2]), len(every)))
-    for numbers, counts, sums in pieces:
+    for numbers, counts, summed in pieces:
         # A document may go on in the next piece, but no piece has it twice.
         places = np.searchsorted(every, numbers)
         tokens[places] += counts
-        totals[:, places] -= sums
+        totals[:, places] -= summed
     ordered = [member for by_top_k in groups.values() for members in by_top_k.values() for member in members]
     return DocumentLosses(
         every,

@@ -125,8 +125,8 @@ def _continued(
     """Which tokens of the greedy continuations are the documents' own [N, C], and the nll of the latter [N]."""
     same, nll = [], []
     batch = max(1, LOGITS_AT_ONCE // (trunks[0].vocab_size * len(log_prior)))
-    for before, tokens in zip(excerpts.before.split(batch), excerpts.tokens.split(batch), strict=True):
-        prompts, wanted = tokens.split([PROMPT, CONTINUATION], 1)
+    for before, tokens in zip(torch.split(excerpts.before, batch), torch.split(excerpts.tokens, batch), strict=True):
+        prompts, wanted = tokens[:, :PROMPT], tokens[:, PROMPT:]
 
         def read(before: torch.Tensor = before, prompts: torch.Tensor = prompts) -> Decoder:
             decoder = Decoder(trunks, before, Posterior(log_prior, trunks[0].architecture.context, len(before)))
@@ -167,7 +167,9 @@ def _excerpts(shard: TokenShard, count: int, seen: np.ndarray, length: int) -> E
     places = zip((shard.offsets + 1).tolist(), ends.tolist(), strict=True)
     hashed = sorted((_hash(shard.read(start, end)), start, end) for start, end in places if end - start >= size)
     missed = np.append(0, np.cumsum(~seen))
-    documents, starts, pieces = [], [], []
+    documents: list[str] = []
+    starts: list[int] = []
+    pieces: list[np.ndarray] = []
     for sha256, start, end in hashed:
         if len(documents) == count:
             break

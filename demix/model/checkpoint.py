@@ -10,6 +10,7 @@ import hashlib
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,7 +23,7 @@ from demix.files import read_json, replacing, sha256_file, write_json
 from demix.model.gpt import GPT
 
 
-def save_shared(model: GPT, directory: Path, description: dict) -> None:
+def save_shared(model: GPT, directory: Path, description: dict[str, Any]) -> None:
     """Write `model.json` (architecture, `description`) and `shared.safetensors` below `directory`."""
     shared = directory / "shared.safetensors"
     _save({name: tensor.detach() for name, tensor in model.shared_tensors().items()}, shared)
@@ -40,7 +41,12 @@ def save_shared(model: GPT, directory: Path, description: dict) -> None:
 
 
 def save_expert(
-    model: GPT, expert: str, directory: Path, lineage: dict, name: str | None = None, output: Path | None = None
+    model: GPT,
+    expert: str,
+    directory: Path,
+    lineage: dict[str, Any],
+    name: str | None = None,
+    output: Path | None = None,
 ) -> None:
     """Write expert `expert` of `model` as `experts/<name>.safetensors` with its `lineage` beside it.
 
@@ -55,7 +61,7 @@ def save_expert(
     write_json(path.with_suffix(".json"), lineage | belongs)
 
 
-def describe(directory: Path) -> dict:
+def describe(directory: Path) -> dict[str, Any]:
     """The `model.json` of a model directory. Raises DemixError if it is missing or not one."""
     path = Path(directory) / "model.json"
     description = read_json(path)
@@ -65,7 +71,7 @@ def describe(directory: Path) -> dict:
     return description
 
 
-def expert_lineage(directory: Path, expert: str) -> dict:
+def expert_lineage(directory: Path, expert: str) -> dict[str, Any]:
     """What is recorded beside an expert of the model in `directory`.
 
     Raises DemixError if the expert is missing, or belongs to other shared weights or another tokenizer than the model

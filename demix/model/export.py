@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
@@ -29,27 +30,28 @@ def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path, card:
     refuse_other_tokenizer(directory, tokenizer, encoder.sha256)
     model = load_model(directory, (expert,))
     sizes = model.architecture
-    tensors = {
+    tensors: dict[str, Tensor] = {
         "transformer.wte.weight": model.token_embedding,
         "transformer.wpe.weight": model.position_embedding,
         "transformer.ln_f.weight": model.final_norm.weight,
         "transformer.ln_f.bias": model.final_norm.bias,
     }
     for number, block in enumerate(model.blocks):
+        own = dict(block.named_parameters())
         # GPT-2's Conv1D keeps its weights as [in, out].
         part = {
-            "ln_1.weight": block.attention_norm.weight,
-            "ln_1.bias": block.attention_norm.bias,
-            "attn.c_attn.weight": block.attention.qkv.weight.T,
-            "attn.c_attn.bias": block.attention.qkv.bias,
-            "attn.c_proj.weight": block.attention.out.weight.T,
-            "attn.c_proj.bias": block.attention.out.bias,
-            "ln_2.weight": block.feedforward_norm.weight,
-            "ln_2.bias": block.feedforward_norm.bias,
-            "mlp.c_fc.weight": block.feedforward.up[0].T,
-            "mlp.c_fc.bias": block.feedforward.up_bias[0],
-            "mlp.c_proj.weight": block.feedforward.down[0].T,
-            "mlp.c_proj.bias": block.feedforward.down_bias[0],
+            "ln_1.weight": own["attention_norm.weight"],
+            "ln_1.bias": own["attention_norm.bias"],
+            "attn.c_attn.weight": own["attention.qkv.weight"].T,
+            "attn.c_attn.bias": own["attention.qkv.bias"],
+            "attn.c_proj.weight": own["attention.out.weight"].T,
+            "attn.c_proj.bias": own["attention.out.bias"],
+            "ln_2.weight": own["feedforward_norm.weight"],
+            "ln_2.bias": own["feedforward_norm.bias"],
+            "mlp.c_fc.weight": own["feedforward.up"][0].T,
+            "mlp.c_fc.bias": own["feedforward.up_bias"][0],
+            "mlp.c_proj.weight": own["feedforward.down"][0].T,
+            "mlp.c_proj.bias": own["feedforward.down_bias"][0],
         }
         tensors |= {f"transformer.h.{number}.{name}": tensor for name, tensor in part.items()}
     config = {

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -29,17 +30,17 @@ def merge_experts(directory: Path, weights: dict[str, float], output: Path) -> N
         check_sha256(path, parents[name]["sha256"])
     check_sha256(directory / "shared.safetensors", description["shared_sha256"])
 
-    merged: dict[str, torch.Tensor] = {}
+    def weighted(name: str, key: str) -> torch.Tensor:
+        with safe_open(files[name], "pt") as file:
+            tensor: torch.Tensor = file.get_tensor(key)
+        return weights[name] * tensor.double()
+
     with safe_open(next(iter(files.values())), "pt") as first:
-        keys = list(first.keys())
-    for key in keys:
-        total = None
-        for name, path in files.items():
-            with safe_open(path, "pt") as file:
-                tensor = file.get_tensor(key)
-            part = weights[name] * tensor.double()
-            total = part if total is None else total.add_(part)
-        merged[key] = total.to(tensor.dtype)
+        types = {key: first.get_tensor(key).dtype for key in first.keys()}  # noqa: SIM118
+    merged = {
+        key: reduce(torch.Tensor.add_, (weighted(name, key) for name in files)).to(dtype)
+        for key, dtype in types.items()
+    }
 
     origins = {name: {"weight": weights[name], "sha256": lineage["sha256"]} for name, lineage in parents.items()}
     data = {domain: sha256 for lineage in parents.values() for domain, sha256 in lineage.get("data_sha256", {}).items()}

@@ -100,7 +100,8 @@ def blocks_used(blocks: int, scorer: str = "paper") -> int:
 def posterior_trace(scores: np.ndarray, mask: np.ndarray, weights: str | int, log_priors: np.ndarray) -> np.ndarray:
     """The posterior [B, E] after each block, of the log priors [B, E] at its start (paper, Eq. 5-6)."""
     logs = log_priors + weights_rule(weights).block_evidence(scores, mask)
-    return np.exp(logs - logsumexp(logs, axis=1, keepdims=True))
+    posterior: np.ndarray = np.exp(logs - logsumexp(logs, axis=1, keepdims=True))
+    return posterior
 
 
 def _normalised(logs: np.ndarray) -> np.ndarray:

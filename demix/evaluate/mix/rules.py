@@ -80,7 +80,8 @@ class History(WeightsRule):
 
     def block_evidence(self, scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """See `WeightsRule.block_evidence`."""
-        return scores.sum(axis=1)
+        evidence: np.ndarray = scores.sum(axis=1)
+        return evidence
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ class Window(WeightsRule):
         """See `WeightsRule.block_evidence`."""
         lengths = mask.sum(axis=1)
         counted = np.arange(mask.shape[1]) >= (lengths - self.tokens)[:, None]
-        return (scores * (counted & mask)[..., None]).sum(axis=1)
+        evidence: np.ndarray = (scores * (counted & mask)[..., None]).sum(axis=1)
+        return evidence
 
 
 @dataclass(frozen=True)
