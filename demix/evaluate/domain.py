@@ -47,6 +47,7 @@ class Outputs:
     priors: Path
     differences: Path
     posteriors: Path
+    losses: Path
 
 
 # results.parquet. `variant` is empty in the rows of the tables; others say what varies in theirs: decay and dev_blocks
@@ -127,6 +128,17 @@ POSTERIORS = {
     "posterior": pa.float64(),
     "seed": pa.int32(),
 }
+# losses.parquet: the loss of each document under each column of each model's score table, in nats. `document` is its
+# number in the split, and `tokens` counts its scored tokens.
+LOSSES = {
+    "domain": pa.string(),
+    "document": pa.int32(),
+    "tokens": pa.int64(),
+    "model": pa.string(),
+    "seed": pa.int32(),
+    "expert": pa.string(),
+    "nll": pa.float64(),
+}
 
 
 @dataclass(frozen=True)
@@ -150,11 +162,13 @@ def evaluate_domain(
     priors: list[dict[str, Any]] = []
     posteriors: list[pa.Table] = []
     scored: list[DocumentLosses] = []
+    losses: list[pa.Table] = []
 
     def add_single(table: Evaluated) -> None:
         (column,) = table.columns
         totals = document_losses(scores / table.folder / f"{domain}.test", (column,), byte_lengths=byte_lengths)
         scored.append(totals)
+        losses.append(_losses(domain, table, totals))
         about = common | {"model": table.model, "seed": table.seed, "experts": column, "n_experts": 1}
         rows.append(_row(about | {"method": "dense"}, totals, totals.experts[column]))
 
@@ -168,6 +182,7 @@ def evaluate_domain(
         test = folder / f"{domain}.test"
         totals = document_losses(test, table.columns, mixtures, log_priors, byte_lengths, traced)
         scored.append(totals)
+        losses.append(_losses(domain, table, totals))
         for some, entries in planned.items():
             about = common | {"model": table.model, "seed": table.seed}
             about |= {"experts": some.label, "n_experts": len(some.experts)}
@@ -197,6 +212,7 @@ def evaluate_domain(
     ):
         write_parquet(pa.Table.from_pylist(values, schema=table_schema(columns)), output)
     write_parquet(pa.concat_tables(posteriors), outputs.posteriors)
+    write_parquet(pa.concat_tables(losses), outputs.losses)
     log.info("%s: %d rows", domain, len(rows))
 
 
@@ -327,6 +343,23 @@ def _trace(mixture: Mixture, posteriors: np.ndarray, about: dict[str, Any]) -> p
     columns["expert"] = np.tile(np.array(mixture.experts), blocks)
     columns["posterior"] = posteriors.ravel()
     schema = table_schema(POSTERIORS)
+    return pa.table([pa.array(columns[name]).cast(schema.field(name).type) for name in schema.names], schema=schema)
+
+
+def _losses(domain: str, table: Evaluated, totals: DocumentLosses) -> pa.Table:
+    """The losses by document [E, D] under the columns of one model's score table, in long form."""
+    documents, experts = len(totals.numbers), len(totals.experts)
+    columns = {
+        name: pa.repeat(value, experts * documents)
+        for name, value in (("domain", domain), ("model", table.model), ("seed", table.seed))
+    }
+    columns |= {
+        "document": np.tile(totals.numbers, experts),
+        "tokens": np.tile(totals.tokens, experts),
+        "expert": np.repeat(np.array(list(totals.experts)), documents),
+        "nll": np.concatenate(list(totals.experts.values())),
+    }
+    schema = table_schema(LOSSES)
     return pa.table([pa.array(columns[name]).cast(schema.field(name).type) for name in schema.names], schema=schema)
 
 

@@ -50,9 +50,16 @@ COLUMNS = {
 
 @settings(kw_only=True)
 class Audit(AuditRecipe):
-    """The experts of the model with the domain, and of that trained without it."""
+    """What an audit of a removed domain compares: models by their folders below models/, experts by name.
 
+    `model` is the model with the experts `training`. `left_out` is the label, in the table of priors, of the same
+    experts without that of the domain. `without_model` was trained without the domain and has the experts `without`.
+    """
+
+    model: Text
     training: Items[Text]
+    left_out: Text
+    without_model: Text
     without: Items[Text]
     threads: Threads
 
@@ -88,14 +95,14 @@ def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Aud
     """
     rest = tuple(expert for expert in audit.training if expert != domain)
     systems = {
-        "own": ("demix", "own", (domain,)),
-        "mixture": ("demix", "training", audit.training),
-        "minus": ("demix", f"minus-{domain}", rest),
-        "without": (f"without-{domain}", "training", audit.without),
+        "own": (audit.model, "own", (domain,)),
+        "mixture": (audit.model, "training", audit.training),
+        "minus": (audit.model, audit.left_out, rest),
+        "without": (audit.without_model, "training", audit.without),
     }
     excerpts = {
         split: _excerpts(shard, audit.prompts, seen, length)
-        for split, shard, seen, length in _splits(domain, models / "demix", tokens)
+        for split, shard, seen, length in _splits(domain, models / audit.model, tokens)
     }
     systems = {system: parts for system, parts in systems.items() if parts[2]}
     rows = []

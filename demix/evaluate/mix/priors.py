@@ -89,7 +89,8 @@ def cached_log_prior(
 ) -> np.ndarray:
     """log prior [E] after the first `blocks` blocks of a domain's dev split (the paper: 100)."""
     used = blocks_used(blocks, scorer)
-    return log_prior_path(scores[:used], mask[:used], weights, decay, scorer)[-1]
+    log_prior: np.ndarray = log_prior_path(scores[:used], mask[:used], weights, decay, scorer)[-1]
+    return log_prior
 
 
 def blocks_used(blocks: int, scorer: str = "paper") -> int:
