@@ -39,6 +39,7 @@ lint: $(VENV)/installed
 	ruff check -q .
 	ruff format -q --check .
 	lint-imports > /dev/null || (lint-imports; exit 1)
+	mypy --no-error-summary
 	snakefmt --check workflow 2> /dev/null || (snakefmt --check workflow; exit 1)
 	snakemake --lint 2> /dev/null || (snakemake --lint; exit 1)
 

@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 from tables import show
 
 from demix.data.anonymize import anonymize_documents
-from demix.data.corpus import SPLITS, Budget, mark_duplicates, split
+from demix.data.corpus import SPLITS, Budget, split
+from demix.data.duplicates import mark_duplicates
 from demix.data.shards import tokenize
 from demix.data.sources import SCHEMA, Source, download
 from demix.data.tokenizer import gpt2_tokenizer

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from logging import LogRecord
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -82,7 +83,7 @@ def measured(rules: Iterable[str], results: Path) -> dict[str, float]:
     if not files:
         return {}
     run = max(files, key=files.__getitem__).relative_to(results).parts[0]
-    seconds = defaultdict(list)
+    seconds: dict[str, list[float]] = defaultdict(list)
     for path in files:
         place, _, *parts = path.relative_to(results).with_suffix("").parts
         name = re.sub(r"\W", "_", "_".join(parts)) + "_"
@@ -123,10 +124,12 @@ class LogHandler(LogHandlerBase):
         self.live: Live | None = None
 
     def emit(self, record: LogRecord) -> None:
-        """Take one event of the workflow."""
-        match getattr(record, "event", None):
+        """Show one event of the workflow."""
+        # Snakemake writes the fields of an event into the record as attributes that the type does not declare.
+        fields: dict[str, Any] = vars(record)
+        match fields.get("event"):
             case LogEvent.RUN_INFO:
-                stats = {rule: count for rule, count in record.stats.items() if rule != "total"}
+                stats = {rule: count for rule, count in fields["stats"].items() if rule != "total"}
                 self.costs = costs(stats)
                 self.total, self.cost_total = (
                     sum(stats.values()),
@@ -137,15 +140,15 @@ class LogHandler(LogHandlerBase):
                 elif self.live is None:
                     self._start()
             case LogEvent.JOB_INFO:
-                label = " ".join([record.rule_name, *dict(record.wildcards or {}).values()])
-                log = Path(str(record.log[0])) if record.log else None
-                self.jobs[record.jobid] = Job(label, self.costs.get(record.rule_name, 1.0), log)
+                label = " ".join([fields["rule_name"], *dict(fields["wildcards"] or {}).values()])
+                log = Path(str(fields["log"][0])) if fields["log"] else None
+                self.jobs[fields["jobid"]] = Job(label, self.costs.get(fields["rule_name"], 1.0), log)
             case LogEvent.JOB_FINISHED:
-                if job := self.jobs.pop(record.job_id, None):
+                if job := self.jobs.pop(fields["job_id"], None):
                     self.finished += 1
                     self.cost_done += job.cost
             case LogEvent.JOB_ERROR | LogEvent.GROUP_ERROR | LogEvent.ERROR:
-                failed = self.jobs.pop(getattr(record, "jobid", None), None)
+                failed = self.jobs.pop(fields.get("jobid", -1), None)
                 self.first_failed = self.first_failed or failed
                 self.console.print(Text(self.format(record), style="red"))
             case None if record.levelname in ("ERROR", "CRITICAL") or "Nothing to be done" in str(record.msg):

@@ -69,8 +69,8 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     from rich.console import Console
 
     from demix.config.run import read_run_config
+    from demix.report.all_tables import main_table
     from demix.report.read import read_results
-    from demix.report.tables import main_table
 
     run_config = read_run_config(run)
     Console().print(main_table(read_results(run / "results.parquet"), run_config))

@@ -87,7 +87,7 @@ def anonymize(
 @app.command()
 def deduplicate(documents: Files, output: Output) -> None:
     """Give each text that the training domains hold to one of them (documents/<domain>/<part>.parquet)."""
-    from demix.data.corpus import mark_duplicates
+    from demix.data.duplicates import mark_duplicates
 
     mark_duplicates(_parts_by_domain(documents), output)
 
@@ -95,7 +95,7 @@ def deduplicate(documents: Files, output: Output) -> None:
 @app.command("novel-duplicates")
 def novel_duplicates(documents: Files, output: Output) -> None:
     """Count the texts that novel domains share with one another (documents/<domain>/<part>.parquet)."""
-    from demix.data.corpus import count_shared
+    from demix.data.duplicates import count_shared
 
     count_shared(_parts_by_domain(documents), output)
 

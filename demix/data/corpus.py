@@ -4,9 +4,7 @@ Ids, words and places of the documents go through files in buckets (`demix.data.
 stretch each: memory holds one bucket or stretch at a time, however large the domain.
 """
 
-import hashlib
 import logging
-from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,133 +18,25 @@ import pyarrow.compute as pc
 
 from demix.config.domains import Budget
 from demix.data.buckets import bucket_count, gathered, order_of, place, scattering
+from demix.data.documents import as_bytes, digest_of, document_batches, document_count
 from demix.data.leakage import gram_set, leaked, shares
 from demix.errors import DemixError
 from demix.files import read_json, scratch, write_json
-from demix.files.batches import counted, read_batches, write_batches, write_rows
+from demix.files.batches import counted, read_batches, write_rows
 from demix.progress import followed
 
 SPLITS = ("train", "dev", "test")
 SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("n_words", pa.int64())])
-OWNERS_SCHEMA = pa.schema([("id", pa.string()), ("domain", pa.string())])
 
 # Text held in memory while sorting, until there are as many stretches as files that a process may hold open.
 STRETCH_BYTES = 16 << 20
 MOST_STRETCHES = 256
-# Rows of a row group of the owners.
-OWNERS_ROWS = 1 << 16
 
-_HELD = np.dtype([("hash", "S32"), ("domain", np.uint16)])
 # `row` counts the documents of a domain in the order of its files; `bytes` is the size of the text.
 _DOCUMENT = np.dtype([("hash", "S32"), ("row", np.int64), ("words", np.int64), ("bytes", np.int64)])
 _RANK = np.dtype([("row", np.int64), ("rank", np.int64), ("stretch", np.int64)])
 
 _log = logging.getLogger(__name__)
-
-
-def mark_duplicates(inputs: dict[str, list[Path]], output: Path) -> None:
-    """Decide which training domain keeps each text: Parquet `id`, `domain`, one row per distinct id, sorted by id.
-
-    Of the domains that hold a text the one with the smallest sha256 of domain and id keeps it, so that neither the
-    order of the domains nor that of their documents and parts matters.
-    """
-    domains = sorted(inputs)
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        for held in _held(inputs, output):
-            single = _single(held)
-            names = pa.DictionaryArray.from_arrays(held["domain"][single], domains).cast(pa.string()).to_pylist()
-            rows = dict(zip(single.tolist(), names, strict=True))
-            for start, end in _groups(held):
-                text_id = _hexadecimal(held["hash"][start : start + 1])[0].as_py()
-                candidates = [domains[index] for index in held["domain"][start:end]]
-                rows[start] = min(candidates, key=lambda domain: _digest(domain, text_id))
-            first = np.array(sorted(rows), np.int64)
-            for start in range(0, len(first), OWNERS_ROWS):
-                some = first[start : start + OWNERS_ROWS]
-                names = pa.array([rows[row] for row in some.tolist()], pa.string())
-                yield pa.record_batch([_hexadecimal(held["hash"][some]), names], schema=OWNERS_SCHEMA)
-
-    write_batches(output, OWNERS_SCHEMA, batches())
-
-
-def count_shared(inputs: dict[str, list[Path]], output: Path) -> None:
-    """Write how many texts each two domains share as JSON `{"shared": {"a": {"b": number}}}`, a before b, no zeros.
-
-    For the novel domains, whose duplicates among one another are reported and not dropped.
-    """
-    domains = sorted(inputs)
-    shared: Counter[tuple[str, str]] = Counter()
-    for held in _held(inputs, output):
-        for start, end in _groups(held):
-            names = [domains[index] for index in held["domain"][start:end]]
-            shared.update((one, other) for place, one in enumerate(names) for other in names[place + 1 :])
-    table: dict[str, dict[str, int]] = {}
-    for (one, other), number in shared.items():
-        table.setdefault(one, {})[other] = number
-    write_json(output, {"shared": table})
-
-
-def _held(inputs: dict[str, list[Path]], output: Path) -> Iterator[np.ndarray]:
-    """Which domain holds which text (once each), a bucket at a time, sorted by both."""
-    count = bucket_count(sum(_rows(paths) for paths in inputs.values()))
-    with scratch(output) as temporary:
-        with scattering(temporary, "held", count) as scatter:
-            for index, domain in enumerate(sorted(inputs)):
-                for batch in counted(_batches(inputs[domain], ["id"]), f"{domain}: documents", inputs[domain]):
-                    rows = np.zeros(batch.num_rows, _HELD)
-                    rows["hash"], rows["domain"] = _binary(batch.column(0)), index
-                    scatter(rows, place(rows["hash"], count))
-        for rows in gathered(temporary, "held", count, _HELD):
-            # Stable, and domains were written one after the other.
-            rows = rows[order_of(rows["hash"])]
-            yield rows[np.concatenate([[True], rows[1:] != rows[:-1]])[: len(rows)]]
-
-
-def _starts(held: np.ndarray) -> np.ndarray:
-    hashes = held["hash"]
-    return np.concatenate(
-        [np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]])[: len(held)]), [len(held)]]
-    )
-
-
-def _single(held: np.ndarray) -> np.ndarray:
-    starts = _starts(held)
-    single: np.ndarray = starts[:-1][np.diff(starts) == 1]
-    return single
-
-
-def _groups(held: np.ndarray) -> Iterator[tuple[int, int]]:
-    """First row and one after the last of each text that several domains hold."""
-    starts = _starts(held)
-    several = np.flatnonzero(np.diff(starts) > 1)
-    return zip(starts[several].tolist(), starts[several + 1].tolist(), strict=True)
-
-
-def _batches(paths: Iterable[Path], columns: list[str]) -> Iterator[pa.RecordBatch]:
-    for path in paths:
-        yield from read_batches(path, columns)
-
-
-def _rows(paths: Iterable[Path]) -> int:
-    return sum(batch.num_rows for batch in _batches(paths, ["n_words"]))
-
-
-def _binary(ids: pa.Array) -> np.ndarray:
-    """Hexadecimal ids as 32 bytes each."""
-    _, offsets, data = ids.buffers()
-    edges = np.frombuffer(offsets, np.int32)[ids.offset : ids.offset + len(ids) + 1]
-    return np.frombuffer(bytes.fromhex(data[edges[0] : edges[-1]].to_pybytes().decode()), "S32")
-
-
-def _hexadecimal(hashes: np.ndarray) -> pa.Array:
-    data = np.ascontiguousarray(hashes).tobytes().hex().encode()
-    edges = np.arange(len(hashes) + 1, dtype=np.int32) * 64
-    return pa.StringArray.from_buffers(len(hashes), pa.py_buffer(edges), pa.py_buffer(data))
-
-
-def _digest(*parts: object) -> bytes:
-    return hashlib.sha256("|".join(map(str, parts)).encode()).digest()
 
 
 def split(
@@ -177,7 +67,7 @@ def split(
     totals = {key: _sum(one[key] for one in found) for key in ("rejected", "replacements", "normalised")}
     with scratch(card) as folder:
         schema = SCHEMA.append(pa.field("metadata", pa.large_string())) if metadata else SCHEMA
-        work = _Work(domain, documents, folder, _rows(documents), schema)
+        work = _Work(domain, documents, folder, document_count(documents), schema)
         duplicates = _deduplicate(work, owners, training, seed)
         asked = budget
         try:
@@ -274,10 +164,10 @@ def _deduplicate(work: _Work, owners: Path, training: bool, seed: int) -> dict[s
     """Leave the documents that the domain keeps in the buckets "key", their sha256(seed | id) as hash."""
     with scattering(work.folder, "id", work.buckets) as scatter:
         row = 0
-        read = _batches(work.documents, ["id", "n_words", "text"])
+        read = document_batches(work.documents, ["id", "n_words", "text"])
         for batch in counted(read, f"{work.domain}: documents read", work.documents):
             rows = np.zeros(batch.num_rows, _DOCUMENT)
-            rows["hash"], rows["words"] = _binary(batch.column("id")), batch.column("n_words").to_numpy()
+            rows["hash"], rows["words"] = as_bytes(batch.column("id")), batch.column("n_words").to_numpy()
             rows["bytes"] = pc.binary_length(batch.column("text")).to_numpy()
             rows["row"] = row + np.arange(len(rows))
             row += len(rows)
@@ -306,7 +196,7 @@ def _deduplicate(work: _Work, owners: Path, training: bool, seed: int) -> dict[s
             across += int((~allowed).sum())
             rows = rows[allowed]
             ids = rows["hash"].tobytes().hex()
-            keys = [_digest(seed, ids[start : start + 64]) for start in range(0, len(ids), 64)]
+            keys = [digest_of(seed, ids[start : start + 64]) for start in range(0, len(ids), 64)]
             rows["hash"] = np.frombuffer(b"".join(keys), "S32")
             scatter(rows, place(rows["hash"], work.buckets))
     return {"within": within, "across": across}
@@ -317,7 +207,7 @@ def _known(owners: Path, domain: str | None) -> Iterator[np.ndarray]:
     for batch in read_batches(owners, ["id", "domain"]):
         if domain is not None:
             batch = batch.filter(pc.equal(batch.column("domain"), domain))
-        yield _binary(batch.column("id"))
+        yield as_bytes(batch.column("id"))
 
 
 def _ordered(work: _Work) -> Iterator[np.ndarray]:
@@ -402,7 +292,7 @@ def _write(work: _Work, edges: _Edges, outputs: dict[str, Path]) -> None:
     with ExitStack() as stack:
         writers = [stack.enter_context(pa.ipc.new_stream(str(path), schema)) for path in stretches]
         by_row = _by_row(work)
-        read = _batches(work.documents, work.schema.names)
+        read = document_batches(work.documents, work.schema.names)
         for batch in counted(read, f"{work.domain}: documents placed", work.documents):
             ranks, stretch = by_row.send(batch.num_rows)
             batch = pa.record_batch([*batch.columns, pa.array(ranks)], schema=schema)
@@ -454,7 +344,7 @@ def _near_duplicates(work: _Work, edges: _Edges, most: float, held_out: list[Pat
     grams = gram_set(held_out)
     near = np.zeros(-(-work.rows // 8), np.uint8)
     row = 0
-    read = _batches(work.documents, ["text"])
+    read = document_batches(work.documents, ["text"])
     for batch in counted(read, f"{work.domain}: documents compared", work.documents):
         found = row + np.flatnonzero(shares(batch.column(0), grams) > most)
         np.bitwise_or.at(near, found >> 3, (1 << (found & 7)).astype(np.uint8))
@@ -470,13 +360,13 @@ def _near_duplicates(work: _Work, edges: _Edges, most: float, held_out: list[Pat
 
 def _exact_duplicates(domain: str, train: Path, held_out: dict[str, Path], owners: Path) -> int:
     """Held-out texts that the own train split holds, or that another training domain owns: none, or a bug."""
-    parts = [_binary(batch.column(0)) for batch in _batches(held_out.values(), ["id"])]
+    parts = [as_bytes(batch.column(0)) for batch in document_batches(held_out.values(), ["id"])]
     ids = np.sort(np.concatenate([np.empty(0, "S32"), *parts]))
     found = int((ids[1:] == ids[:-1]).sum())
     for batch in read_batches(train, ["id"]):
-        found += _count(ids, _binary(batch.column(0)))
+        found += _count(ids, as_bytes(batch.column(0)))
     for batch in read_batches(owners, ["id", "domain"]):
-        found += _count(ids, _binary(batch.filter(pc.not_equal(batch.column("domain"), domain)).column("id")))
+        found += _count(ids, as_bytes(batch.filter(pc.not_equal(batch.column("domain"), domain)).column("id")))
     if found:
         raise RuntimeError(f"{domain}: {found} texts of dev and test are in a training split")
     return found

@@ -50,7 +50,7 @@ class DomainPlan:
     passing: int | None
 
 
-def plan_domain(name: str, domain: dict, token_bytes: int) -> DomainPlan:
+def plan_domain(name: str, domain: dict[str, Any], token_bytes: int) -> DomainPlan:
     """The plan of one domain of a completed config; `token_bytes` is 2 or 4. Only local Parquet footers are read."""
     source = settings_from(Source, domain["source"])
     budgets = domain["words"]
@@ -70,12 +70,12 @@ def _count(source: Source) -> int | None:
     if source.kind != "files" or source.where or not paths or not all(path.endswith(".parquet") for path in paths):
         return None
     try:
-        return sum(pq.read_metadata(path).num_rows for path in paths)
+        return sum(int(pq.read_metadata(path).num_rows) for path in paths)
     except (pa.ArrowException, OSError):
         return None
 
 
-def plan_table(config: dict) -> Table:
+def plan_table(config: dict[str, Any]) -> Table:
     """The plans of all domains of a completed config as a table, with totals."""
     wide = config["tokenizer"]["kind"] == "bpe" and config["tokenizer"]["vocab_size"] > 65536
     table = Table(
@@ -150,7 +150,7 @@ class TrainingPlan:
         return self.hours * self.ranks
 
 
-def plan_training(config: dict, ranks: int | None, hardware: Hardware) -> list[TrainingPlan]:
+def plan_training(config: dict[str, Any], ranks: int | None, hardware: Hardware) -> list[TrainingPlan]:
     """The plans of every model, sweep of learning rates and adaptation of a completed config, on `ranks` processes.
 
     Without `ranks` each on as many as the config says. Raises DemixError for a number of ranks that does not fit the
@@ -175,7 +175,9 @@ def plan_training(config: dict, ranks: int | None, hardware: Hardware) -> list[T
     return runs + sweeps + adapted
 
 
-def _plan_sweep(config: dict, model: Model, domains: int, ranks: int | None, hardware: Hardware) -> TrainingPlan:
+def _plan_sweep(
+    config: dict[str, Any], model: Model, domains: int, ranks: int | None, hardware: Hardware
+) -> TrainingPlan:
     """All jobs of a model's sweep, one after the other."""
     sweep = model.settings["sweep"]
     short = {**model.settings, "tokens": sweep["tokens"]}
@@ -192,7 +194,7 @@ def _plan_sweep(config: dict, model: Model, domains: int, ranks: int | None, har
 
 
 def _plan_run(
-    config: dict,
+    config: dict[str, Any],
     name: str,
     rule: str,
     kind: Kind,
@@ -252,7 +254,7 @@ def _plan_run(
     )
 
 
-def training_tables(config: dict, ranks: int | None, hardware: str) -> tuple[Table, Table]:
+def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) -> tuple[Table, Table]:
     """The training of a completed config as two tables: the work, and what it takes on `ranks` of `hardware`.
 
     Without `ranks`, each on as many as the config says.

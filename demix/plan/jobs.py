@@ -134,7 +134,7 @@ def jobs_table(config: dict[str, Any], hardware: str) -> Table:
 def write_sbatch_files(config: dict[str, Any], hardware: str) -> list[Path]:
     """Write what sbatch would be given for each training, below results/<run>/sbatch/; nothing is submitted."""
     run = Path("results") / config["run"]
-    known = {one.name for one in (*trained(config), *adaptations(config))}
+    known = {one.name for one in trained(config)} | {one.name for one in adaptations(config)}
     written = []
     for job in plan_jobs(config, hardware):
         if job.name in known and job.site is not None:

@@ -53,9 +53,9 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     """
     from demix.files import check_sealed
     from demix.report import read
+    from demix.report.all_tables import write_tables
     from demix.report.claims import write_claims
     from demix.report.figures import write_figures
-    from demix.report.tables import write_tables
 
     results = read.read_results(run / "results.parquet")
     priors = read.of_seed(read.read_priors(run / "priors.parquet"), config)

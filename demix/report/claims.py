@@ -14,10 +14,10 @@ import pandas as pd
 from demix.config.systems import System
 from demix.files import write_text
 from demix.report import read
+from demix.report.all_tables import scale_note
 from demix.report.page import render
 from demix.report.read import comparable, expert_perplexities, novel_domains, perplexities, training_domains
-from demix.report.table import as_markdown
-from demix.report.tables import scale_note
+from demix.report.render import as_markdown
 
 # A mixture of more experts pays for its doubt: up to −ln π/T nats a token. We call half a percent no harm.
 HARM = 0.005

@@ -11,7 +11,7 @@ from demix.report import read
 from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.cells import INTERVAL_NOTE, POSTERIOR_MIXTURES, kinds_of_domains, lowest, mean_of, percent
 from demix.report.read import evaluations, grid, perplexities, training_domains
-from demix.report.table import Table
+from demix.report.render import Table
 
 
 def overlap_table(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str, Any]) -> Table:
@@ -83,7 +83,7 @@ def _against_history(
     results: pd.DataFrame, lines: dict[str, tuple[System, System]], config: dict[str, Any]
 ) -> pd.DataFrame:
     """Means over each kind of domains of the second system of each line, and its change from the first in percent."""
-    rows = {}
+    rows: dict[str, dict[str, float]] = {}
     for label, (base, system) in lines.items():
         rows[label] = {}
         for kind, domains in kinds_of_domains(config):

@@ -21,7 +21,7 @@ from demix.report.cells import (
     seeds_of,
 )
 from demix.report.read import evaluations, expert_perplexities, novel_domains, perplexities, training_domains
-from demix.report.table import Table
+from demix.report.render import Table
 
 
 def table3(results: pd.DataFrame, config: dict[str, Any]) -> Table:

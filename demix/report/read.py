@@ -166,7 +166,7 @@ def comparable(results: pd.DataFrame, subject: object = "results") -> pd.DataFra
     return results
 
 
-def of_seed(results: pd.DataFrame, config: dict) -> pd.DataFrame:
+def of_seed(results: pd.DataFrame, config: dict[str, Any]) -> pd.DataFrame:
     """The rows of the run's own seed, without those of further trainings of the same models."""
     return results[results["seed"] == config["seed"]]
 

@@ -251,7 +251,7 @@ def _write(
 ) -> str:
     from mlflow.entities import Metric, Param
 
-    run_id = client.create_run(experiment_id, start_time=time, tags=tags, run_name=record.key).info.run_id
+    run_id: str = client.create_run(experiment_id, start_time=time, tags=tags, run_name=record.key).info.run_id
     params = [Param(key, value) for key, value in record.params.items()]
     for start in range(0, len(params), PARAMS_PER_BATCH):
         client.log_batch(run_id, params=params[start : start + PARAMS_PER_BATCH])
@@ -424,7 +424,7 @@ def _evaluations(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
 def flatten(value: Any, prefix: str = "") -> dict[str, str]:
     """Nested mappings as one mapping with dotted keys and text values; lists become JSON."""
     if isinstance(value, dict) and (value or not prefix):
-        items = {}
+        items: dict[str, str] = {}
         for key, inner in value.items():
             items |= flatten(inner, f"{prefix}.{key}" if prefix else str(key))
         return items

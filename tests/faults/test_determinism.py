@@ -74,7 +74,8 @@ PIPELINE = """
 import json, sys
 from pathlib import Path
 from demix.data.anonymize import anonymize_documents
-from demix.data.corpus import Budget, mark_duplicates, split
+from demix.data.corpus import Budget, split
+from demix.data.duplicates import mark_duplicates
 from demix.data.shards import tokenize
 from demix.data.sources import Source, download
 from demix.data.tokenizer import train_tokenizer

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from demix.data.anonymize import CATEGORIES, anonymize, anonymize_texts
-from demix.data.corpus import Budget, mark_duplicates, split
+from demix.data.corpus import Budget, split
+from demix.data.duplicates import mark_duplicates
 from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.sources import Source, download
 from demix.data.tokenizer import Tokenizer, train_tokenizer

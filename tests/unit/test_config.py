@@ -137,7 +137,8 @@ def test_environment_yml_takes_what_pyproject_says() -> None:
 def test_stages_import_no_more_than_they_need() -> None:
     """The data stage and mixing start without torch, and nothing but tracking loads mlflow."""
     light = "demix.commands.main, demix.config.check, demix.data.sources, demix.data.anonymize, demix.data.corpus"
-    light += ", demix.data.tokenizer, demix.data.shards, demix.evaluate.domain, demix.report, demix.report.tables"
+    light += ", demix.data.duplicates"
+    light += ", demix.data.tokenizer, demix.data.shards, demix.evaluate.domain, demix.report, demix.report.all_tables"
     code = f"import sys, {light}; print([name for name in ('torch', 'mlflow', 'transformers') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from demix.data import buckets, corpus, leakage
 from demix.data.anonymize import SCHEMA
-from demix.data.corpus import SPLITS, Budget, count_shared, mark_duplicates, split
+from demix.data.corpus import SPLITS, Budget, split
+from demix.data.duplicates import count_shared, mark_duplicates
 from demix.data.leakage import grams_of
 from demix.errors import DemixError
 from demix.files import read_json, write_json

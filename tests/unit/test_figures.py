@@ -15,7 +15,8 @@ from demix.errors import DemixError
 from demix.files import write_json_lines
 from demix.report import FIGURES
 from demix.report.affinity import affinities, relations, with_overlap
-from demix.report.figures import adaptation_curves, training_curves, write_figures
+from demix.report.curves import adaptation_curves, training_curves
+from demix.report.figures import write_figures
 from demix.report.read import read_posteriors
 from support.synthetic_run import NOVEL, TRAINING, Run, build_run
 

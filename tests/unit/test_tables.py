@@ -17,6 +17,7 @@ from scipy import stats
 
 from demix.errors import DemixError
 from demix.report import PAPER_TABLES, REPORT_FILES, TABLES, write_report
+from demix.report.all_tables import beside_paper, main_table, scale_note, write_tables
 from demix.report.own_tables import (
     audit_table,
     decay_table,
@@ -29,7 +30,6 @@ from demix.report.own_tables import (
 from demix.report.paper import SIZES, Printed, printed
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
 from demix.report.read import comparable, read_audit, read_parents, read_results
-from demix.report.tables import beside_paper, main_table, scale_note, write_tables
 from support.synthetic_run import DECAYS, DEV_BLOCKS, NOVEL, RELEASED_SCORER, TRAINING, Run, base, build_run
 
 
@@ -254,7 +254,7 @@ def test_the_papers_numbers_go_where_a_table_has_its_systems(run: Run, monkeypat
         Printed("table5", "gpt3-small", {"Dense": 25.5}, "made up"),
         Printed("table13", "gpt3-small", {"Dense-DAPT: own domain": -7.0}, "made up"),
     )
-    monkeypatch.setattr("demix.report.tables.printed", lambda: found)
+    monkeypatch.setattr("demix.report.all_tables.printed", lambda: found)
     five = beside_paper(table5(run.results, run.config), paper_config(run))
     assert five.frame["Paper, 125M"].dropna().to_dict() == {"Dense": 25.5}
     thirteen = beside_paper(table13(run.results, run.config, run.parents), paper_config(run))

@@ -22,7 +22,7 @@ from demix.report.own_tables import (
 from demix.report.paper import SIZES, printed, size_of
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
 from demix.report.read import comparable, novel_domains, perplexities, training_domains
-from demix.report.table import Table, cell, write_table
+from demix.report.render import Table, cell, write_table
 
 if TYPE_CHECKING:
     import rich.table
