@@ -1,4 +1,4 @@
-"""Several experts averaged into one dense model: Branch-Train-Merge's cheap alternative to mixing their outputs."""
+"""Averaging the parameters of experts into one dense model, as Branch-Train-Merge does instead of mixing outputs."""
 
 import math
 import shutil
@@ -14,16 +14,16 @@ from demix.model.checkpoint import check_sha256, describe, expert_lineage, save_
 
 
 def merge_experts(directory: Path, weights: dict[str, float], output: Path) -> None:
-    """Write a model to `output` whose one expert `dense` is the average of a model's experts by `weights`.
+    """Write a model to `output` whose one expert `dense` is the average of the experts of `directory` by `weights`.
 
-    Averages are taken in float64 and cast to the experts' type; the shared weights are the model's own. Raises
-    DemixError for weights that are negative or do not sum to 1, for an expert that is not there, and for a folder in
-    use.
+    Averages are computed in float64 and cast to the type of the experts. The shared weights are copied. Raises
+    DemixError for weights that are negative or do not sum to 1, for an unknown expert, and for an `output` that is not
+    empty.
     """
     refuse_used(output)
     _check_weights(weights)
     description = describe(directory)
-    # A weight of zero says that the expert has no part in it, whatever its numbers are.
+    # Zero times an infinite parameter would be NaN, so an expert with weight zero is left out.
     parents = {name: expert_lineage(directory, name) for name, weight in weights.items() if weight}
     files = {name: directory / "experts" / f"{name}.safetensors" for name in parents}
     for name, path in files.items():
@@ -65,7 +65,7 @@ def merge_experts(directory: Path, weights: dict[str, float], output: Path) -> N
 
 
 def parse_weights(text: str, option: str = "--weights") -> dict[str, float]:
-    """`parliament=0.5,novels=0.5`, the value of `option`, as a mapping."""
+    """The value of `option`, such as `parliament=0.5,novels=0.5`, as weights by expert."""
     weights: dict[str, float] = {}
     for part in text.split(","):
         name, equals, number = part.strip().partition("=")
@@ -80,18 +80,18 @@ def parse_weights(text: str, option: str = "--weights") -> dict[str, float]:
 
 
 def prior_weights(path: Path, model: str, domain: str, experts: str) -> dict[str, float]:
-    """The cached prior (`history`) of a domain over a model's experts, as the evaluation wrote it.
+    """The cached prior (weights `history`) of a domain over the experts of a model, from a table of priors.
 
-    `path` is evaluations/<domain>.priors.parquet or a run's priors.parquet; `experts` is the set that was mixed:
-    training, all or minus-<domain>.
+    `path` is evaluations/<domain>.priors.parquet or a run's priors.parquet. `experts` is the label of the set of
+    experts: training, all or minus-<domain>. Raises DemixError if the table has no such prior.
     """
     rows = read_parquet(path).to_pylist()
     wanted = {"model": model, "domain": domain, "experts": experts, "weights": "history"}
     found = {row["expert"]: row["prior"] for row in rows if wanted.items() <= row.items()}
     if not found:
         there = sorted({f"{row['model']}/{row['experts']} on {row['domain']}" for row in rows})
-        told = ", ".join(there[:6]) + (", …" if len(there) > 6 else "")
-        raise DemixError(path, f"holds no prior of {model}/{experts} on {domain}", f"it has {told}")
+        listed = ", ".join(there[:6]) + (", …" if len(there) > 6 else "")
+        raise DemixError(path, f"holds no prior of {model}/{experts} on {domain}", f"it has {listed}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Mixing experts: arithmetic on score tables (DESIGN section 5), no forward pass and no torch."""
+"""Mixing experts: arithmetic on score tables (docs/concepts.md), no forward pass and no torch."""
 
 import numpy as np
 from scipy.special import log_softmax, logsumexp
