@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 @settings(kw_only=True)
 class Evaluation(MixingRecipe):
-    """What is evaluated on one domain, and how experts are mixed.
+    """The evaluations of one domain, and the settings of the mixtures.
 
-    `kind` is the domain's: training or novel. `tables` are the score tables with the sets of experts to mix
-    (`demix.config.systems.evaluated`); each system of `compared`, given as (model, experts, method, weights), is
-    held against those of `against`, given as (name, model, experts, method, weights). `seed` is that of the run,
-    whose models alone are compared.
+    `kind` is training or novel. `tables` are the score tables with the sets of experts to mix
+    (`demix.config.systems.evaluated`). Each system of `compared`, given as (model, experts, method, weights), is
+    compared with each system of `against`, given as (name, model, experts, method, weights). `seed` is the seed of the
+    run. Only models of that seed are compared.
     """
 
     kind: Text
@@ -154,8 +154,8 @@ def evaluate_domain(
 ) -> None:
     """Evaluate every model on the test split of `domain`, in one pass over each model's score table.
 
-    `scores` is the run's scores/ folder; `byte_lengths` are those of its tokenizer's ids. See `COLUMNS` and DESIGN
-    section 5 for the meaning of each row.
+    `scores` is the run's folder scores/. `byte_lengths` are the lengths in bytes of the tokenizer's ids. `COLUMNS` and
+    docs/concepts.md explain the rows. Raises DemixError if the models were scored on different tokens.
     """
     common = {"domain": domain, "kind": evaluation.kind, "seed": evaluation.seed}
     rows: list[Row] = []

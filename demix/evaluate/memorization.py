@@ -1,8 +1,9 @@
-"""What of a removed domain is left: how much of its documents the model continues word for word.
+"""The audit of a removed domain: how much of its documents the model still continues word for word.
 
-Removing an expert leaves the shared weights, which have seen the domain too. Training documents that are continued
-better than test documents of the same domain were memorized; where that is so without the expert, they were memorized
-by what remains. Only tokens that training has drawn are asked for: a short training does not reach all of them.
+Removing an expert leaves the shared weights, which were trained on the domain too. A model has memorized training
+documents if it continues them better than test documents of the same domain. If it does so without the expert, then the
+remaining weights have memorized them. Prompts come from tokens that training has drawn, because a short training does
+not draw all tokens.
 """
 
 import hashlib

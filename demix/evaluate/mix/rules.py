@@ -1,4 +1,4 @@
-"""Weights rules: what the text so far says about each expert (DESIGN section 5), without the prior.
+"""Weights rules: the evidence of the text so far about each expert (docs/concepts.md), without the prior.
 
 A rule gives the log evidence L [B, T, E] in nats; the weights that predict token t are g[t, j] ∝ π[j]·exp(L[t, j])
 with the prior π of the block (paper, Eq. 5-6). A new rule is a class here and, where it has a name, a row of RULES.

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 
 class DEMixLayer(nn.Module):
-    """One feedforward per expert, chosen by the first axis of its input (paper, section 3, Eq. 3-5).
+    """One feedforward per expert, chosen by the first axis of its input (paper, section 3.2, Eq. 3).
 
     Weights are stacked: `up` [E, 4D, D], `down` [E, D, 4D].
     """
