@@ -299,13 +299,14 @@ def evaluate(
     priors: Annotated[Path, typer.Option(help="Where the cached priors go.")],
     differences: Annotated[Path, typer.Option(help="Where the differences between systems go.")],
     posteriors: Annotated[Path, typer.Option(help="Where the posteriors block by block go.")],
+    losses: Annotated[Path, typer.Option(help="Where the losses by document go.")],
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json, to count bytes by.")] = None,
 ) -> None:
     """Mix the score tables of one domain by every method; no forward pass."""
     from demix.data.tokenizer import byte_lengths
     from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 
-    outputs = Outputs(output, priors, differences, posteriors)
+    outputs = Outputs(output, priors, differences, posteriors, losses)
     lengths = None if tokenizer is None else byte_lengths(tokenizer)
     evaluate_domain(scores, domain, settings_from(Evaluation, settings), outputs, lengths)
 

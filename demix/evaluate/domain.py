@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 @settings(kw_only=True)
 class Evaluation(MixingRecipe):
-    """What is evaluated on one domain, and how experts are mixed.
+    """The evaluations of one domain, and the settings of the mixtures.
 
-    `kind` is the domain's: training or novel. `tables` are the score tables with the sets of experts to mix
-    (`demix.config.systems.evaluated`); each system of `compared`, given as (model, experts, method, weights), is
-    held against those of `against`, given as (name, model, experts, method, weights). `seed` is that of the run,
-    whose models alone are compared.
+    `kind` is training or novel. `tables` are the score tables with the sets of experts to mix
+    (`demix.config.systems.evaluated`). Each system of `compared`, given as (model, experts, method, weights), is
+    compared with each system of `against`, given as (name, model, experts, method, weights). `seed` is the seed of the
+    run. Only models of that seed are compared.
     """
 
     kind: Text
@@ -47,6 +47,7 @@ class Outputs:
     priors: Path
     differences: Path
     posteriors: Path
+    losses: Path
 
 
 # results.parquet. `variant` is empty in the rows of the tables; others say what varies in theirs: decay and dev_blocks
@@ -127,6 +128,17 @@ POSTERIORS = {
     "posterior": pa.float64(),
     "seed": pa.int32(),
 }
+# losses.parquet: the loss of each document under each column of each model's score table, in nats. `document` is its
+# number in the split, and `tokens` counts its scored tokens.
+LOSSES = {
+    "domain": pa.string(),
+    "document": pa.int32(),
+    "tokens": pa.int64(),
+    "model": pa.string(),
+    "seed": pa.int32(),
+    "expert": pa.string(),
+    "nll": pa.float64(),
+}
 
 
 @dataclass(frozen=True)
@@ -142,19 +154,21 @@ def evaluate_domain(
 ) -> None:
     """Evaluate every model on the test split of `domain`, in one pass over each model's score table.
 
-    `scores` is the run's scores/ folder; `byte_lengths` are those of its tokenizer's ids. See `COLUMNS` and DESIGN
-    section 5 for the meaning of each row.
+    `scores` is the run's folder scores/. `byte_lengths` are the lengths in bytes of the tokenizer's ids. `COLUMNS` and
+    docs/concepts.md explain the rows. Raises DemixError if the models were scored on different tokens.
     """
     common = {"domain": domain, "kind": evaluation.kind, "seed": evaluation.seed}
     rows: list[Row] = []
     priors: list[dict[str, Any]] = []
     posteriors: list[pa.Table] = []
     scored: list[DocumentLosses] = []
+    losses: list[pa.Table] = []
 
     def add_single(table: Evaluated) -> None:
         (column,) = table.columns
         totals = document_losses(scores / table.folder / f"{domain}.test", (column,), byte_lengths=byte_lengths)
         scored.append(totals)
+        losses.append(_losses(domain, table, totals))
         about = common | {"model": table.model, "seed": table.seed, "experts": column, "n_experts": 1}
         rows.append(_row(about | {"method": "dense"}, totals, totals.experts[column]))
 
@@ -168,6 +182,7 @@ def evaluate_domain(
         test = folder / f"{domain}.test"
         totals = document_losses(test, table.columns, mixtures, log_priors, byte_lengths, traced)
         scored.append(totals)
+        losses.append(_losses(domain, table, totals))
         for some, entries in planned.items():
             about = common | {"model": table.model, "seed": table.seed}
             about |= {"experts": some.label, "n_experts": len(some.experts)}
@@ -175,7 +190,7 @@ def evaluate_domain(
             rows.extend(_mixture_rows(entries, about, totals, len(dev.mask)))
             # Whoever asks for a prior means that of the run's own model.
             priors.extend(_prior_rows(entries, about, log_priors) if table.seed == evaluation.seed else ())
-        if traced is not None:
+        if traced is not None and totals.posteriors is not None:
             part = dev.select(traced.experts)
             path = log_prior_path(part.scores, part.mask, traced.weights, traced.decay)[:-1]
             on_dev = posterior_trace(part.scores, part.mask, traced.weights, path)
@@ -197,6 +212,7 @@ def evaluate_domain(
     ):
         write_parquet(pa.Table.from_pylist(values, schema=table_schema(columns)), output)
     write_parquet(pa.concat_tables(posteriors), outputs.posteriors)
+    write_parquet(pa.concat_tables(losses), outputs.losses)
     log.info("%s: %d rows", domain, len(rows))
 
 
@@ -216,7 +232,7 @@ def mix_experts(test: Path, mixture: Mixture, methods: Sequence[str]) -> tuple[l
     rows = [_row(about | {"method": "expert"}, totals, nll, expert=name) for name, nll in totals.experts.items()]
     rows += _mixture_rows([(each, "") for each in mixtures], about, totals, mixture.dev_blocks)
     found, _ = _with_intervals(rows, totals, {"domain": test.stem}, None)
-    prior = next((np.exp(value).tolist() for value in priors.values()), [])
+    prior: list[float] = next((np.exp(value).tolist() for value in priors.values()), [])
     return found, dict(zip(mixture.experts, prior, strict=False))
 
 
@@ -297,7 +313,8 @@ def _mixture_rows(
     entries: Iterable[tuple[Mixture, str]], about: dict[str, Any], totals: DocumentLosses, scored: int
 ) -> Iterator[Row]:
     for mixture, variant in entries:
-        more = {"method": mixture.method, "top_k": mixture.top_k, "variant": variant, "scorer": mixture.scorer}
+        more: dict[str, Any] = {"method": mixture.method, "top_k": mixture.top_k}
+        more |= {"variant": variant, "scorer": mixture.scorer}
         if mixture.method != "average":
             more["weights"] = str(mixture.weights)
         if mixture.method in ("updating", "cached"):
@@ -326,6 +343,23 @@ def _trace(mixture: Mixture, posteriors: np.ndarray, about: dict[str, Any]) -> p
     columns["expert"] = np.tile(np.array(mixture.experts), blocks)
     columns["posterior"] = posteriors.ravel()
     schema = table_schema(POSTERIORS)
+    return pa.table([pa.array(columns[name]).cast(schema.field(name).type) for name in schema.names], schema=schema)
+
+
+def _losses(domain: str, table: Evaluated, totals: DocumentLosses) -> pa.Table:
+    """The losses by document [E, D] under the columns of one model's score table, in long form."""
+    documents, experts = len(totals.numbers), len(totals.experts)
+    columns = {
+        name: pa.repeat(value, experts * documents)
+        for name, value in (("domain", domain), ("model", table.model), ("seed", table.seed))
+    }
+    columns |= {
+        "document": np.tile(totals.numbers, experts),
+        "tokens": np.tile(totals.tokens, experts),
+        "expert": np.repeat(np.array(list(totals.experts)), documents),
+        "nll": np.concatenate(list(totals.experts.values())),
+    }
+    schema = table_schema(LOSSES)
     return pa.table([pa.array(columns[name]).cast(schema.field(name).type) for name in schema.names], schema=schema)
 
 

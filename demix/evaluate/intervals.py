@@ -1,9 +1,9 @@
-"""Intervals from resampling documents: how much a number depends on which documents were scored."""
+"""Bootstrap intervals over documents: how much a number depends on the sample of scored documents."""
 
 import numpy as np
 
 RESAMPLES = 2000
-# Fewer documents say too little of how documents differ.
+# With fewer documents a resample says too little about the variance between documents.
 FEWEST = 20
 _AT_ONCE = 1 << 21
 
@@ -27,6 +27,6 @@ def resampled_sums(sums: np.ndarray, seed: int, resamples: int = RESAMPLES) -> n
 
 
 def bounds(values: np.ndarray) -> tuple[float, float]:
-    """What holds the middle 95% of resampled `values` [R] (percentiles)."""
+    """The 2.5% and 97.5% quantiles of resampled `values` [R], the bounds of the 95% interval."""
     low, high = np.quantile(values, [0.025, 0.975])
     return float(low), float(high)

@@ -1,4 +1,4 @@
-"""One pass over a score table: what each expert and each mixture gives each document."""
+"""One pass over a score table: the loss of each document under each expert and each mixture."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -74,8 +74,8 @@ def document_losses(
     """Sum the scores of `experts` in `directory` and the log p of all `mixtures` of them, document by document.
 
     `priors` holds the log prior of each `cached` mixture; `traced` is one whose method is `updating`; `byte_lengths`
-    are those of the tokenizer's ids; `beside` is what the weights rules read besides scores. The table is streamed:
-    what is held grows with the number of documents and mixtures, not with that of tokens.
+    are those of the tokenizer's ids; `beside` is what the weights rules read besides scores. The table is streamed, so
+    memory grows with the number of documents and mixtures, not with the number of tokens.
     """
     mixtures = list(dict.fromkeys(mixtures if traced is None else (*mixtures, traced)))
     groups = _groups(mixtures)
@@ -109,11 +109,11 @@ def document_losses(
             trace.append(posterior_trace(parts[traced.experts], chunk.mask, traced.weights, log_priors[traced]))
     every = np.unique(np.concatenate([numbers for numbers, _, _ in pieces]))
     tokens, totals = np.zeros(len(every), np.int64), np.zeros((len(pieces[0][2]), len(every)))
-    for numbers, counts, sums in pieces:
+    for numbers, counts, summed in pieces:
         # A document may go on in the next piece, but no piece has it twice.
         places = np.searchsorted(every, numbers)
         tokens[places] += counts
-        totals[:, places] -= sums
+        totals[:, places] -= summed
     ordered = [member for by_top_k in groups.values() for members in by_top_k.values() for member in members]
     return DocumentLosses(
         every,

@@ -1,8 +1,9 @@
-"""What of a removed domain is left: how much of its documents the model continues word for word.
+"""The audit of a removed domain: how much of its documents the model still continues word for word.
 
-Removing an expert leaves the shared weights, which have seen the domain too. Training documents that are continued
-better than test documents of the same domain were memorized; where that is so without the expert, they were memorized
-by what remains. Only tokens that training has drawn are asked for: a short training does not reach all of them.
+Removing an expert leaves the shared weights, which were trained on the domain too. A model has memorized training
+documents if it continues them better than test documents of the same domain. If it does so without the expert, then the
+remaining weights have memorized them. Prompts come from tokens that training has drawn, because a short training does
+not draw all tokens.
 """
 
 import hashlib
@@ -50,9 +51,16 @@ COLUMNS = {
 
 @settings(kw_only=True)
 class Audit(AuditRecipe):
-    """The experts of the model with the domain, and of that trained without it."""
+    """What an audit of a removed domain compares: models by their folders below models/, experts by name.
 
+    `model` is the model with the experts `training`. `left_out` is the label, in the table of priors, of the same
+    experts without that of the domain. `without_model` was trained without the domain and has the experts `without`.
+    """
+
+    model: Text
     training: Items[Text]
+    left_out: Text
+    without_model: Text
     without: Items[Text]
     threads: Threads
 
@@ -88,14 +96,14 @@ def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Aud
     """
     rest = tuple(expert for expert in audit.training if expert != domain)
     systems = {
-        "own": ("demix", "own", (domain,)),
-        "mixture": ("demix", "training", audit.training),
-        "minus": ("demix", f"minus-{domain}", rest),
-        "without": (f"without-{domain}", "training", audit.without),
+        "own": (audit.model, "own", (domain,)),
+        "mixture": (audit.model, "training", audit.training),
+        "minus": (audit.model, audit.left_out, rest),
+        "without": (audit.without_model, "training", audit.without),
     }
     excerpts = {
         split: _excerpts(shard, audit.prompts, seen, length)
-        for split, shard, seen, length in _splits(domain, models / "demix", tokens)
+        for split, shard, seen, length in _splits(domain, models / audit.model, tokens)
     }
     systems = {system: parts for system, parts in systems.items() if parts[2]}
     rows = []
@@ -125,8 +133,8 @@ def _continued(
     """Which tokens of the greedy continuations are the documents' own [N, C], and the nll of the latter [N]."""
     same, nll = [], []
     batch = max(1, LOGITS_AT_ONCE // (trunks[0].vocab_size * len(log_prior)))
-    for before, tokens in zip(excerpts.before.split(batch), excerpts.tokens.split(batch), strict=True):
-        prompts, wanted = tokens.split([PROMPT, CONTINUATION], 1)
+    for before, tokens in zip(torch.split(excerpts.before, batch), torch.split(excerpts.tokens, batch), strict=True):
+        prompts, wanted = tokens[:, :PROMPT], tokens[:, PROMPT:]
 
         def read(before: torch.Tensor = before, prompts: torch.Tensor = prompts) -> Decoder:
             decoder = Decoder(trunks, before, Posterior(log_prior, trunks[0].architecture.context, len(before)))
@@ -167,7 +175,9 @@ def _excerpts(shard: TokenShard, count: int, seen: np.ndarray, length: int) -> E
     places = zip((shard.offsets + 1).tolist(), ends.tolist(), strict=True)
     hashed = sorted((_hash(shard.read(start, end)), start, end) for start, end in places if end - start >= size)
     missed = np.append(0, np.cumsum(~seen))
-    documents, starts, pieces = [], [], []
+    documents: list[str] = []
+    starts: list[int] = []
+    pieces: list[np.ndarray] = []
     for sha256, start, end in hashed:
         if len(documents) == count:
             break

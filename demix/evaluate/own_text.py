@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from demix.config.sections import DECAY
+from demix.config.systems import METHODS
 from demix.data.anonymize import anonymize_documents
 from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.sources import Source, download
 from demix.errors import DemixError
-from demix.evaluate.mix.mixtures import METHODS, log_weights, mix
+from demix.evaluate.mix.mixtures import log_weights, mix
 from demix.evaluate.mix.priors import cached_log_prior, updating_log_priors
 from demix.evaluate.mix.rules import Chunk, History
 from demix.files import digest, read_json

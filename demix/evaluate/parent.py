@@ -1,4 +1,4 @@
-"""Which expert a new domain's expert is copied from, by the score tables of dev splits."""
+"""Choosing the parent of a novel domain's expert from the score tables of dev splits (paper, section 6)."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,8 +1,9 @@
 """Modular model directories: `model.json`, `shared.safetensors` and one pair of files for each expert.
 
-No file lists the experts: the folder does. To add a domain is to add a file, to remove one to leave it out. An expert
-is there when its description is, which is written last and removed first. Where `model.json` says `expert_scope: model`
-each expert is a whole model and nothing is shared; otherwise an expert has feedforwards of its own.
+No file lists the experts: the folder is the list. Adding a domain adds a file, and removing a domain removes a file. An
+expert exists when its description (`.json`) exists: the description is written last and removed first. With
+`expert_scope: model` in `model.json` each expert is a whole model and the experts share no tensor. Otherwise an expert
+owns its feedforwards alone.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ import hashlib
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,7 +24,7 @@ from demix.files import read_json, replacing, sha256_file, write_json
 from demix.model.gpt import GPT
 
 
-def save_shared(model: GPT, directory: Path, description: dict) -> None:
+def save_shared(model: GPT, directory: Path, description: dict[str, Any]) -> None:
     """Write `model.json` (architecture, `description`) and `shared.safetensors` below `directory`."""
     shared = directory / "shared.safetensors"
     _save({name: tensor.detach() for name, tensor in model.shared_tensors().items()}, shared)
@@ -40,12 +42,17 @@ def save_shared(model: GPT, directory: Path, description: dict) -> None:
 
 
 def save_expert(
-    model: GPT, expert: str, directory: Path, lineage: dict, name: str | None = None, output: Path | None = None
+    model: GPT,
+    expert: str,
+    directory: Path,
+    lineage: dict[str, Any],
+    name: str | None = None,
+    output: Path | None = None,
 ) -> None:
     """Write expert `expert` of `model` as `experts/<name>.safetensors` with its `lineage` beside it.
 
-    `save_shared` comes first: an expert records which shared weights it belongs to, those in `directory`. It goes there
-    too, or below `output`.
+    Call `save_shared` first: the description of an expert records the sha256 of the shared weights in `directory`. The
+    files go below `output`, by default `directory`.
     """
     name = name or expert
     path = (output or directory) / "experts" / f"{name}.safetensors"
@@ -55,8 +62,8 @@ def save_expert(
     write_json(path.with_suffix(".json"), lineage | belongs)
 
 
-def describe(directory: Path) -> dict:
-    """The `model.json` of a model directory. Raises DemixError if it is missing or not one."""
+def describe(directory: Path) -> dict[str, Any]:
+    """The `model.json` of a model directory. Raises DemixError if the file is missing or does not describe a model."""
     path = Path(directory) / "model.json"
     description = read_json(path)
     needed = ("architecture", "vocab_size", "domain_tokens", "shared_sha256")
@@ -65,16 +72,15 @@ def describe(directory: Path) -> dict:
     return description
 
 
-def expert_lineage(directory: Path, expert: str) -> dict:
-    """What is recorded beside an expert of the model in `directory`.
+def expert_lineage(directory: Path, expert: str) -> dict[str, Any]:
+    """The description of an expert of the model in `directory`.
 
-    Raises DemixError if the expert is missing, or belongs to other shared weights or another tokenizer than the model
-    has now.
+    Raises DemixError if the expert is missing, and if its shared weights or its tokenizer are not those of the model.
     """
     path = Path(directory) / "experts" / f"{expert}.json"
     if not path.is_file():
         there = ", ".join(expert_names(directory)) or "none"
-        raise DemixError(path, "is missing", f"choose among the experts that lie there: {there}")
+        raise DemixError(path, "is missing", f"choose one of the experts of this model: {there}")
     lineage = read_json(path)
     if not isinstance(lineage, dict) or not {"sha256", "shared_sha256"} <= lineage.keys():
         raise DemixError(path, "does not describe an expert", "train or adapt it again")
@@ -86,7 +92,7 @@ def expert_lineage(directory: Path, expert: str) -> dict:
 
 
 def refuse_other_tokenizer(directory: Path, subject: Path, sha256: str | None) -> None:
-    """Raise DemixError, naming both, unless `subject` is of the tokenizer (`sha256`) of the model in `directory`."""
+    """Raise DemixError unless `sha256`, the tokenizer of `subject`, is that of the model in `directory`."""
     own = describe(directory).get("tokenizer_sha256")
     if sha256 != own:
         raise DemixError(
@@ -97,12 +103,12 @@ def refuse_other_tokenizer(directory: Path, subject: Path, sha256: str | None) -
 
 
 def expert_names(directory: Path) -> tuple[str, ...]:
-    """The experts that lie in a model directory, sorted by name."""
+    """The names of the experts in a model directory, sorted."""
     return tuple(sorted(path.stem for path in (Path(directory) / "experts").glob("[!.]*.json")))
 
 
 def blueprint(directory: Path, experts: tuple[str, ...]) -> GPT:
-    """The model that `model.json` describes with `experts`, on the meta device: names and shapes without weights."""
+    """The model that `model.json` describes, with `experts`, on the meta device: it has shapes but no values."""
     description = describe(directory)
     try:
         with torch.device("meta"):
@@ -119,10 +125,10 @@ def blueprint(directory: Path, experts: tuple[str, ...]) -> GPT:
 
 
 def load_experts(directory: str | Path, experts: tuple[str, ...] | None = None) -> list[GPT]:
-    """The trunks of the model in `directory`: together they have the named `experts` (by default all) in that order.
+    """The trunks of the model in `directory`. Together the trunks have `experts` (by default all), in that order.
 
-    One model with all experts stacked, or, where `model.json` says `expert_scope: model`, one model for each expert.
-    Raises DemixError as `load_model` does.
+    The list holds one model with all experts stacked. With `expert_scope: model` in `model.json` it holds one model per
+    expert. Raises DemixError as `load_model` does.
     """
     experts = expert_names(Path(directory)) if experts is None else tuple(experts)
     if describe(Path(directory)).get("expert_scope", "feedforward") == "feedforward" or not experts:
@@ -131,9 +137,9 @@ def load_experts(directory: str | Path, experts: tuple[str, ...] | None = None) 
 
 
 def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) -> GPT:
-    """The model in `directory` with the named `experts` stacked in that order (all that lie there by default).
+    """The model in `directory` with `experts` stacked in that order (by default all experts of the directory).
 
-    Every file's sha256 is checked against its description before use. Raises DemixError naming the file.
+    The sha256 of every file is checked before the file is used. Raises DemixError, which names the file.
     """
     directory = Path(directory)
     description = describe(directory)
@@ -156,7 +162,10 @@ def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) ->
 
 
 def load_verified(path: Path, sha256: str) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file whose bytes have the given sha256; one read serves check and load."""
+    """The tensors of a safetensors file whose bytes have the given sha256. The file is read once.
+
+    Raises DemixError if the file is missing, has another sha256 or is no safetensors file.
+    """
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -172,7 +181,7 @@ def load_verified(path: Path, sha256: str) -> dict[str, torch.Tensor]:
 
 
 def check_sha256(path: Path, sha256: str) -> None:
-    """Raise DemixError unless the bytes of `path`, read a piece at a time, have the given sha256."""
+    """Raise DemixError unless the file `path` has the given sha256. The file is never in memory as a whole."""
     if not path.is_file():
         raise DemixError(path, "is missing", "run the stage that makes it")
     if sha256_file(path) != sha256:
@@ -180,11 +189,11 @@ def check_sha256(path: Path, sha256: str) -> None:
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write contiguous copies of `tensors` to `path` (not atomic: for use below a temporary name)."""
+    """Write contiguous copies of `tensors` to `path`. The write is not atomic: give a temporary name."""
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
     except SafetensorError as error:
-        # A full disk, which its own words end with as "(os error 28)".
+        # safetensors reports a full disk as text that ends in "(os error 28)".
         if found := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from None
         raise

@@ -1,8 +1,8 @@
 """Text from a mixture of experts, token by token.
 
-Texts are cut into blocks as everywhere (DESIGN section 5): a block begins after the one token before it, so when the
-context is full the model goes on from the last token alone, and what it has learned of the domain goes on in the
-prior. Probabilities are those of `demix.evaluate.mix` with `history` weights, for generated tokens and given ones.
+Texts are cut into blocks (docs/concepts.md), as in training and scoring. Each block sees one token of the block before
+it. When the context is full, the model starts from the last token alone, and the prior carries the evidence about the
+domain. Generated and given tokens have the probabilities of `demix.evaluate.mix` with `history` weights.
 """
 
 import codecs
@@ -24,8 +24,8 @@ from demix.model.merge import parse_weights, prior_weights
 class Posterior:
     """The weights of E experts on B growing texts, cut into blocks of `length` tokens.
 
-    `log_weights` [B, E] float64 are log g of the next token. Each block begins with `log_prior` [E]; with `decay` only
-    the first does, and the others by the `updating` rule (paper, Eq. 7).
+    `log_weights` [B, E] float64 are log g of the next token (paper, Eq. 5-6). Each block begins with `log_prior` [E].
+    With `decay` only the first block does, and the priors of later blocks follow the updating rule (paper, Eq. 7).
     """
 
     def __init__(self, log_prior: Tensor, length: int, texts: int = 1, decay: float | None = None):
@@ -38,7 +38,7 @@ class Posterior:
 
     @property
     def room(self) -> int:
-        """How many tokens the block still takes; never 0, since a full block ends at once."""
+        """The number of tokens that still fit into the block. It is never 0, because a full block ends at once."""
         return self.length - self.seen % self.length
 
     def observe(self, scores: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def open_model(
 
 
 def run_of(directory: Path) -> Path:
-    """results/<run> of a model that lies in results/<run>/models/<model>."""
+    """The folder results/<run> of the model results/<run>/models/<model>."""
     return Path(directory).resolve().parent.parent
 
 

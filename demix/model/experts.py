@@ -1,4 +1,4 @@
-"""The experts of a model directory one by one: what is known of each, what is wrong, adding and removing."""
+"""The experts of a model directory: listing them, finding faults, adding and removing one."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from demix.files import read_json, replacing, sha256_file, write_json
 from demix.model.checkpoint import blueprint, check_sha256, describe, expert_lineage, expert_names
 
 NAME = re.compile(r"[a-z0-9_]+")
-# The score tables' own file, and the one expert of a dense model.
+# `tokens` is a file beside the columns of a score table, `dense` the one expert of a dense model.
 RESERVED = ("tokens", "dense")
 
 Shapes = dict[str, tuple[int, ...]]
@@ -22,10 +22,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Expert:
-    """An expert as its files tell it. `steps` and the like are None where they don't; `fault` is None when all is well.
+    """An expert as its files describe it. A value is None where the files lack it.
 
-    `parent` of a merged expert: the weights of its parents, from a hundredth on. `parameters` are its own, `bytes`
-    those of both files.
+    `parent` of a merged expert lists the weights of its parents, down to 0.01. `parameters` counts the parameters that
+    the expert owns, `bytes` the bytes of both its files. `fault` is None for an expert without a fault.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Expert:
 
 
 def read_experts(directory: Path) -> list[Expert]:
-    """All experts of a model directory, their bytes checked. Raises DemixError if it is no model."""
+    """All experts of a model directory, with every byte checked. Raises DemixError if the directory is no model."""
     return [_read_expert(directory, name) for name in expert_names(directory)]
 
 
@@ -71,7 +71,7 @@ def _read_expert(directory: Path, name: str) -> Expert:
 
 
 def find_faults(directory: Path) -> list[DemixError]:
-    """Everything that is wrong with a model directory, one fault a file; every byte is read."""
+    """All faults of a model directory, at most one per file. Every byte is read."""
     try:
         description, model = describe(directory), blueprint(directory, ("any",))
     except DemixError as error:
@@ -100,7 +100,7 @@ def _stray(path: Path) -> DemixError:
 
 
 def expert_fault(directory: Path, name: str) -> DemixError | None:
-    """What is wrong with an expert of the model in `directory`: lineage, bytes, shapes, name. None: nothing."""
+    """The first fault of an expert of the model in `directory` (lineage, bytes, shapes, name), or None."""
 
     def check() -> None:
         description, weights = _files(directory, name)
@@ -114,10 +114,11 @@ def expert_fault(directory: Path, name: str) -> DemixError | None:
 
 
 def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
-    """Copy OTHER_MODEL/experts/NAME.safetensors of the same trunk to the model in `directory`; returns its name.
+    """Copy OTHER_MODEL/experts/NAME.safetensors to the model in `directory`; returns the name of the expert.
 
-    Raises DemixError if the trunk (shared weights, architecture, tokenizer) differs, the file is damaged, or the name
-    is taken, reserved or unusable. The description is written last: what is cut short is no expert.
+    Raises DemixError if the two models differ in their trunk (shared weights, architecture, tokenizer), if the file is
+    damaged, and if the name is taken, reserved or invalid. The description is written last, so that an interrupted copy
+    leaves no expert.
     """
     if source.suffix != ".safetensors" or source.parent.name != "experts":
         raise DemixError(source, "is no expert of a model", "give OTHER_MODEL/experts/NAME.safetensors")
@@ -153,9 +154,10 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
 
 
 def remove_expert(directory: Path, name: str) -> None:
-    """Remove an expert from the model in `directory`; the last one stays. Raises DemixError if there is none such.
+    """Remove an expert from the model in `directory`.
 
-    Its description goes first, so that at no time a listed expert lacks its weights.
+    Raises DemixError if the model has no such expert, and if the expert is the last one. The description is removed
+    first, so that a listed expert never lacks its weights.
     """
     describe(directory)
     description, weights = _files(directory, name)
@@ -169,7 +171,7 @@ def remove_expert(directory: Path, name: str) -> None:
 
 
 def tensor_shapes(path: Path) -> Shapes:
-    """Names and shapes in a safetensors file, from its header alone."""
+    """The shapes of the tensors in a safetensors file by name, read from the header alone."""
     try:
         with safe_open(path, "pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -181,7 +183,7 @@ def tensor_shapes(path: Path) -> Shapes:
 
 
 def _files(directory: Path, name: str) -> tuple[Path, Path]:
-    """Description and weights of an expert."""
+    """The paths of an expert's description and weights."""
     return directory / "experts" / f"{name}.json", directory / "experts" / f"{name}.safetensors"
 
 

@@ -1,9 +1,10 @@
-"""One expert as a model of its own, in the format that other software loads."""
+"""Exporting one expert as a GPT-2 model of Hugging Face."""
 
 import json
 from pathlib import Path
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
@@ -12,13 +13,13 @@ from demix.model.checkpoint import describe, load_model, refuse_other_tokenizer
 
 
 def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path, card: str | None = None) -> None:
-    """Write one expert of a model as a Hugging Face GPT-2 directory, with the tokenizer.
+    """Write one expert of a model, with the tokenizer, as a Hugging Face GPT-2 directory.
 
-    README.md is `card`, the card of the whole model, below what this folder holds of it.
+    README.md names the expert and then holds `card`, the card of the whole model.
 
-    The architecture is GPT-2's with the exact GELU; `GPT2LMHeadModel` gives the same log-probabilities. Raises
-    DemixError for a domain-token model, whose first input GPT-2 does not have, for another tokenizer,
-    and for a folder in use.
+    The architecture is that of GPT-2 with the exact GELU, and `GPT2LMHeadModel` gives the same log-probabilities.
+    Raises DemixError for a domain-token model (GPT-2 has no domain token as first input), for another tokenizer than
+    that of the model, and for an `output` that is not empty.
     """
     output = output.resolve()
     refuse_used(output)
@@ -29,27 +30,28 @@ def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path, card:
     refuse_other_tokenizer(directory, tokenizer, encoder.sha256)
     model = load_model(directory, (expert,))
     sizes = model.architecture
-    tensors = {
+    tensors: dict[str, Tensor] = {
         "transformer.wte.weight": model.token_embedding,
         "transformer.wpe.weight": model.position_embedding,
         "transformer.ln_f.weight": model.final_norm.weight,
         "transformer.ln_f.bias": model.final_norm.bias,
     }
     for number, block in enumerate(model.blocks):
+        own = dict(block.named_parameters())
         # GPT-2's Conv1D keeps its weights as [in, out].
         part = {
-            "ln_1.weight": block.attention_norm.weight,
-            "ln_1.bias": block.attention_norm.bias,
-            "attn.c_attn.weight": block.attention.qkv.weight.T,
-            "attn.c_attn.bias": block.attention.qkv.bias,
-            "attn.c_proj.weight": block.attention.out.weight.T,
-            "attn.c_proj.bias": block.attention.out.bias,
-            "ln_2.weight": block.feedforward_norm.weight,
-            "ln_2.bias": block.feedforward_norm.bias,
-            "mlp.c_fc.weight": block.feedforward.up[0].T,
-            "mlp.c_fc.bias": block.feedforward.up_bias[0],
-            "mlp.c_proj.weight": block.feedforward.down[0].T,
-            "mlp.c_proj.bias": block.feedforward.down_bias[0],
+            "ln_1.weight": own["attention_norm.weight"],
+            "ln_1.bias": own["attention_norm.bias"],
+            "attn.c_attn.weight": own["attention.qkv.weight"].T,
+            "attn.c_attn.bias": own["attention.qkv.bias"],
+            "attn.c_proj.weight": own["attention.out.weight"].T,
+            "attn.c_proj.bias": own["attention.out.bias"],
+            "ln_2.weight": own["feedforward_norm.weight"],
+            "ln_2.bias": own["feedforward_norm.bias"],
+            "mlp.c_fc.weight": own["feedforward.up"][0].T,
+            "mlp.c_fc.bias": own["feedforward.up_bias"][0],
+            "mlp.c_proj.weight": own["feedforward.down"][0].T,
+            "mlp.c_proj.bias": own["feedforward.down_bias"][0],
         }
         tensors |= {f"transformer.h.{number}.{name}": tensor for name, tensor in part.items()}
     config = {
@@ -75,29 +77,29 @@ def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path, card:
         "bos_token": "<|endoftext|>",
         "eos_token": "<|endoftext|>",
         "model_max_length": sizes.context,
-        # As in training: the literal text <|endoftext|> in a document is ordinary text.
+        # Training takes the literal text <|endoftext|> in a document for ordinary text.
         "split_special_tokens": True,
     }
     with replacing(output, directory=True) as temporary:
         contiguous = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
         save_file(contiguous, temporary / "model.safetensors", metadata={"format": "pt"})
-        # Other software reads these files, so they have no seal.
+        # These files have no seal, because other software reads them.
         for name, value in (("config", config), ("tokenizer_config", tokenizer_config)):
             text = json.dumps(value, indent=2, sort_keys=True) + "\n"
             (temporary / f"{name}.json").write_text(text, encoding="utf-8")
         (temporary / "tokenizer.json").write_text(encoder.definition + "\n", encoding="utf-8")
         origin = {"expert": expert} | {key: description[key] for key in ("kind", "tokens", "steps")}
-        said = (
+        heading = (
             f"# {directory.resolve().name}: expert {expert}\n\n"
             "One expert of a DEMix language model, exported as GPT-2.\n\n"
             f"```json\n{json.dumps(origin, indent=2)}\n```\n"
         )
-        (temporary / "README.md").write_text(_with_card(said, card), encoding="utf-8")
+        (temporary / "README.md").write_text(_with_card(heading, card), encoding="utf-8")
 
 
-def _with_card(said: str, card: str | None) -> str:
-    """`said` above `card`, whose front matter has to stay first."""
+def _with_card(heading: str, card: str | None) -> str:
+    """`heading` and then `card`. The front matter of the card stays at the top of the file."""
     if card is None:
-        return said
+        return heading
     front, body = card.removeprefix("---\n").split("\n---\n", 1)
-    return f"---\n{front}\n---\n\n{said}\n{body.lstrip()}"
+    return f"---\n{front}\n---\n\n{heading}\n{body.lstrip()}"

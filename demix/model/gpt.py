@@ -1,7 +1,7 @@
 """The language model: a GPT whose feedforwards are stacks of experts. A dense model has one expert."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ class Block(nn.Module):
         """`x` [E or 1, B, T, D] -> [E, B, T, D]."""
         bias = attention_bias(self.architecture, x.shape[2], past, x.device)
         x = x + self.attention(layer_norm(x, self.attention_norm), bias, past)
-        return x + self.feedforward(layer_norm(x, self.feedforward_norm), auxiliary)
+        mixed: Tensor = self.feedforward(layer_norm(x, self.feedforward_norm), auxiliary)
+        return x + mixed
 
 
 class GPT(nn.Module):
@@ -140,7 +141,8 @@ class GPT(nn.Module):
         E, B, T, D = hidden.shape
         states, wanted = hidden.reshape(-1, D), targets.expand(E, B, T).reshape(-1)
         if torch.is_grad_enabled():
-            return _LogProbabilities.apply(states, self.token_embedding, wanted).view(E, B, T)
+            differentiable: Callable[[Tensor, Tensor, Tensor], Tensor] = _LogProbabilities.apply
+            return differentiable(states, self.token_embedding, wanted).view(E, B, T)
         return _log_probabilities(states, self.token_embedding, wanted)[0].view(E, B, T)
 
     def no_past(self) -> list[KeyValues]:

@@ -1,7 +1,8 @@
-"""Several experts averaged into one dense model: Branch-Train-Merge's cheap alternative to mixing their outputs."""
+"""Averaging the parameters of experts into one dense model, as Branch-Train-Merge does instead of mixing outputs."""
 
 import math
 import shutil
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -13,33 +14,33 @@ from demix.model.checkpoint import check_sha256, describe, expert_lineage, save_
 
 
 def merge_experts(directory: Path, weights: dict[str, float], output: Path) -> None:
-    """Write a model to `output` whose one expert `dense` is the average of a model's experts by `weights`.
+    """Write a model to `output` whose one expert `dense` is the average of the experts of `directory` by `weights`.
 
-    Averages are taken in float64 and cast to the experts' type; the shared weights are the model's own. Raises
-    DemixError for weights that are negative or do not sum to 1, for an expert that is not there, and for a folder in
-    use.
+    Averages are computed in float64 and cast to the type of the experts. The shared weights are copied. Raises
+    DemixError for weights that are negative or do not sum to 1, for an unknown expert, and for an `output` that is not
+    empty.
     """
     refuse_used(output)
     _check_weights(weights)
     description = describe(directory)
-    # A weight of zero says that the expert has no part in it, whatever its numbers are.
+    # Zero times an infinite parameter would be NaN, so an expert with weight zero is left out.
     parents = {name: expert_lineage(directory, name) for name, weight in weights.items() if weight}
     files = {name: directory / "experts" / f"{name}.safetensors" for name in parents}
     for name, path in files.items():
         check_sha256(path, parents[name]["sha256"])
     check_sha256(directory / "shared.safetensors", description["shared_sha256"])
 
-    merged: dict[str, torch.Tensor] = {}
+    def weighted(name: str, key: str) -> torch.Tensor:
+        with safe_open(files[name], "pt") as file:
+            tensor: torch.Tensor = file.get_tensor(key)
+        return weights[name] * tensor.double()
+
     with safe_open(next(iter(files.values())), "pt") as first:
-        keys = list(first.keys())
-    for key in keys:
-        total = None
-        for name, path in files.items():
-            with safe_open(path, "pt") as file:
-                tensor = file.get_tensor(key)
-            part = weights[name] * tensor.double()
-            total = part if total is None else total.add_(part)
-        merged[key] = total.to(tensor.dtype)
+        types = {key: first.get_tensor(key).dtype for key in first.keys()}  # noqa: SIM118
+    merged = {
+        key: reduce(torch.Tensor.add_, (weighted(name, key) for name in files)).to(dtype)
+        for key, dtype in types.items()
+    }
 
     origins = {name: {"weight": weights[name], "sha256": lineage["sha256"]} for name, lineage in parents.items()}
     data = {domain: sha256 for lineage in parents.values() for domain, sha256 in lineage.get("data_sha256", {}).items()}
@@ -64,7 +65,7 @@ def merge_experts(directory: Path, weights: dict[str, float], output: Path) -> N
 
 
 def parse_weights(text: str, option: str = "--weights") -> dict[str, float]:
-    """`parliament=0.5,novels=0.5`, the value of `option`, as a mapping."""
+    """The value of `option`, such as `parliament=0.5,novels=0.5`, as weights by expert."""
     weights: dict[str, float] = {}
     for part in text.split(","):
         name, equals, number = part.strip().partition("=")
@@ -79,18 +80,18 @@ def parse_weights(text: str, option: str = "--weights") -> dict[str, float]:
 
 
 def prior_weights(path: Path, model: str, domain: str, experts: str) -> dict[str, float]:
-    """The cached prior (`history`) of a domain over a model's experts, as the evaluation wrote it.
+    """The cached prior (weights `history`) of a domain over the experts of a model, from a table of priors.
 
-    `path` is evaluations/<domain>.priors.parquet or a run's priors.parquet; `experts` is the set that was mixed:
-    training, all or minus-<domain>.
+    `path` is evaluations/<domain>.priors.parquet or a run's priors.parquet. `experts` is the label of the set of
+    experts: training, all or minus-<domain>. Raises DemixError if the table has no such prior.
     """
     rows = read_parquet(path).to_pylist()
     wanted = {"model": model, "domain": domain, "experts": experts, "weights": "history"}
     found = {row["expert"]: row["prior"] for row in rows if wanted.items() <= row.items()}
     if not found:
         there = sorted({f"{row['model']}/{row['experts']} on {row['domain']}" for row in rows})
-        told = ", ".join(there[:6]) + (", …" if len(there) > 6 else "")
-        raise DemixError(path, f"holds no prior of {model}/{experts} on {domain}", f"it has {told}")
+        listed = ", ".join(there[:6]) + (", …" if len(there) > 6 else "")
+        raise DemixError(path, f"holds no prior of {model}/{experts} on {domain}", f"it has {listed}")
     return found
 
 

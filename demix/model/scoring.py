@@ -1,4 +1,4 @@
-"""Log-probabilities of whole texts under every expert, which training and evaluation share."""
+"""Log-probabilities of whole texts under every expert, for training and evaluation."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ EXPERT_TOKENS_AT_ONCE = 8192
 
 
 def columns_of(trunks: Sequence[GPT]) -> tuple[str, ...]:
-    """What the rows of `trunk_log_probabilities` are: the experts, trunk by trunk, or a model's domain tokens."""
+    """The names of the rows of `trunk_log_probabilities`: the experts, trunk by trunk, or the domain tokens."""
     return tuple(name for trunk in trunks for name in trunk.domain_tokens or trunk.experts)
 
 
@@ -24,9 +24,9 @@ def trunk_log_probabilities(
     dtype: torch.dtype | None = None,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> np.ndarray:
-    """`log_probabilities` of all trunks of a model, one after another: [E, tokens] in the order of `columns_of`.
+    """`log_probabilities` of all trunks of a model: [E, tokens] in the order of `columns_of`.
 
-    `advance` is told the tokens of each trunk.
+    `advance` is called with the number of tokens that were scored since its last call.
     """
     return np.concatenate([log_probabilities(trunk, inputs, targets, mask, dtype, advance) for trunk in trunks])
 
@@ -40,10 +40,11 @@ def log_probabilities(
     dtype: torch.dtype | None = None,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> np.ndarray:
-    """log p of every target under every expert, in the order of the text: [E, tokens], padding left out.
+    """log p in nats of every target under every expert, in the order of the text: [E, tokens], without padding.
 
-    inputs, targets, mask [N, T] as `demix.data.shards.blocks` cuts them. A domain-token model has one row per
-    domain token, in the order of `model.domain_tokens`. `advance` is told how many more tokens are scored.
+    `inputs`, `targets` and `mask` [N, T] come from `demix.data.shards.blocks`. A domain-token model has one row per
+    domain token, in the order of `model.domain_tokens`. `advance` is called with the number of tokens that were scored
+    since its last call.
     """
     device = model.token_embedding.device
     columns = len(model.domain_tokens or model.experts)

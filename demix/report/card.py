@@ -18,7 +18,7 @@ from demix.report.read import novel_domains, read_results, training_domains
 from demix.settings import names_of
 
 # The headings of the sets of experts, by the name of a set in the results.
-OWN_LEFT_OUT = "without-own"
+OWN_LEFT_OUT = "own left out"
 SETS = {
     "all": "All experts",
     "training": "The training domains' experts alone",

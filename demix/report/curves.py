@@ -7,7 +7,7 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from demix.config.systems import trained
+from demix.config.systems import adapted, trained
 from demix.report.look import COLOURS, DASHES, finish, finite
 from demix.report.read import novel_domains, read_metrics, training_domains
 
@@ -28,7 +28,7 @@ def adaptation_curves(metrics_dir: str | Path, config: dict[str, Any]) -> pd.Dat
     rows = []
     for domain in novel_domains(config):
         for kind, label in (("dense", "Dense-DAPT"), ("demix", "DEMix-DAPT")):
-            for line in read_metrics(Path(metrics_dir) / f"{kind}-dapt-{domain}.jsonl"):
+            for line in read_metrics(Path(metrics_dir) / f"{adapted(kind, domain)}.jsonl"):
                 losses = [line.get(f"dev_loss/{name}") for name in training]
                 own = line.get(f"dev_loss/{domain}")
                 if own is None and None in losses:
@@ -121,7 +121,8 @@ def training_figure(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopL
         "domain_token": "+ Domain Token",
     }
     others = [name for name in dict.fromkeys(curves["model"]) if name not in names]
-    names |= {name: name.replace("without-", "DEMix without ") for name in others}
+    removed = {model.name: f"DEMix without {model.removed}" for model in trained(config) if model.removed}
+    names |= {name: removed.get(name, name) for name in others}
     models = [label for name, label in names.items() if (curves["model"] == name).any()]
     records = [
         {"model": names[row.model], "tokens": row.tokens, "loss": finite(row.loss)} for row in curves.itertuples()

@@ -55,13 +55,14 @@ def adapt_expert(
     metrics: Path,
     checkpoints: Path,
 ) -> None:
-    """DEMix-DAPT (paper, section 5): add the expert of a novel domain to the model in `directory`.
+    """DEMix-DAPT (paper, section 6): add the expert of a novel domain to the model in `directory`.
 
-    Copies the parent's feedforwards and trains the copy alone; no other file of the model is touched. The expert goes
-    below `output`, `directory` itself or another that it may be moved from.
-    `shards` are the domain's train and dev tokens. `chosen` says which expert is copied, under `parent`, and goes into
-    the lineage (`demix.evaluate.parent.choose_parent`). `unchanged` are the training domains' dev losses by domain:
-    these domains keep their experts, so their losses stay the same at every step.
+    The parent's feedforwards are copied and the copy alone is trained. No other file of the model changes. The files of
+    the expert go below `output`, which may be `directory`.
+
+    `shards` are the domain's train and dev tokens. `chosen` comes from `demix.evaluate.parent.choose_parent`: its key
+    `parent` names the expert to copy, and all of it goes into the lineage. `unchanged` are the training domains' losses
+    on dev in nats per token, by domain. The training domains keep their experts, so these losses hold at every step.
     """
     set_threads(adaptation.threads)
     with joined() as world:
@@ -95,10 +96,10 @@ def adapt_dense(
     metrics: Path,
     checkpoints: Path,
 ) -> None:
-    """Dense-DAPT (paper, section 5): go on training all parameters of the dense model on a novel domain.
+    """Dense-DAPT (paper, section 6): train all parameters of the dense model further on a novel domain.
 
-    `shards` are the novel domain's train and dev tokens, `training` the dev tokens of the training domains, on
-    which forgetting is watched. The adapted model is written to `output`.
+    `shards` are the novel domain's train and dev tokens. `training` are the dev tokens of the training domains, which
+    measure forgetting. The adapted model is written to `output`.
     """
     set_threads(adaptation.threads)
     with joined() as world:
@@ -135,9 +136,9 @@ def _adapt(
     world: World,
     only: Callable[[str], bool] = lambda name: True,
 ) -> tuple[list[Row], Path, dict[str, Any]]:
-    """Train a loaded model of one expert on the novel domain, all ranks a part of the sequences.
+    """Train a model of one expert on the novel domain. Every rank trains a part of the sequences.
 
-    Returns its metrics, the folder of its state, its lineage.
+    Returns the rows of metrics, the folder of the training state and the lineage.
     """
     places = place_experts([domain := shards[0].parent.name], adaptation.sequences, world.size)
     world = world.placed(places)
@@ -146,8 +147,8 @@ def _adapt(
     refuse_other_tokenizer(directory, shards[0], train_shard.tokenizer_sha256)
     train_data, dev_data = (read_json(path.with_suffix(".json"))["sha256"] for path in shards)
     origin = origin | {"adaptation": dataclasses.asdict(adaptation)}
-    told_apart = {"adaptation": fingerprinted(adaptation), "shared": description["shared_sha256"]}
-    state = checkpoints / fingerprint(origin | told_apart | {"data": [train_data, dev_data]})
+    identity = {"adaptation": fingerprinted(adaptation), "shared": description["shared_sha256"]}
+    state = checkpoints / fingerprint(origin | identity | {"data": [train_data, dev_data]})
     steps = adaptation.steps(length)
     rate = description["training"]["learning_rate"] * adaptation.learning_rate_factor
     rows = train(

@@ -98,7 +98,7 @@ def train(
     with held(checkpoints, world), _signals() as signalled, ExitStack() as running:
         dtype = compute_type(optimization.precision)
         model.to(device=world.device, dtype=torch.float64 if dtype == torch.float64 else None)
-        trained = {name: p.requires_grad_() for name, p in model.named_parameters() if only(name)}
+        trained = {name: p for name, p in model.named_parameters() if only(name)}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trained)
         model.checkpoint_activations = optimization.checkpoint_activations
@@ -119,7 +119,7 @@ def train(
             best = _restore(model.stacked(state.shared, state.experts), trained, optimizer)
             best_loss, since_best = _best_so_far(metrics)
             scales = [scale, *(row["loss_scale"] for row in metrics if "loss_scale" in row)]
-            scale, unscathed = scales[-1], next(iter(np.flatnonzero(np.diff(scales[::-1]))), len(scales) - 1)
+            scale, unscathed = scales[-1], next(iter(np.flatnonzero(np.diff(scales[::-1])).tolist()), len(scales) - 1)
             log.info("resuming at step %d of %d", begin, optimization.steps)
 
         record = _recorder(metrics, checkpoints / "metrics.jsonl" if world.rank == 0 else None)
@@ -248,7 +248,7 @@ def _backward(
         for each in auxiliary:
             # Its mean over the sequences of the step.
             loss = loss + each.sum() * (scale * losses.shape[-1] / batches.tokens)
-        loss.backward()
+        torch.autograd.backward(loss)
         numbers = part.domains.flatten()
         sums[0].index_add_(0, numbers, losses.detach().sum(-1, dtype=torch.float64).flatten())
         sums[1].index_add_(0, numbers, counts.flatten())

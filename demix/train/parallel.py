@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from demix.config.placement import Placement
 from demix.launch.local import watched
@@ -24,6 +25,8 @@ from demix.model.device import own_device
 BUCKET_BYTES = 25 << 20
 # A rank that waits longer than this for another gives up. The first collective waits for the slowest start.
 TIMEOUT = timedelta(minutes=30)
+# The type of `Tensor.register_post_accumulate_grad_hook`, which torch leaves without annotations.
+_Register = Callable[[Callable[[Tensor], None]], RemovableHandle]
 
 
 @dataclass(frozen=True)
@@ -125,14 +128,15 @@ class GradientSync:
         self.buckets: list[_Bucket] = []
         self._pending: list[dist.Work] = []
         self._next, self._armed = 0, False
-        self._handles = []
+        self._handles: list[RemovableHandle] = []
         # Backward comes to the last layers first.
         for expert, group in enumerate(world.groups):
             for some in _bucketed([p for name, p in parameters.items() if is_expert(name) == expert][::-1]):
                 bucket = _Bucket(some, group, world.writes_experts if expert else world.rank == 0)
                 self.buckets.append(bucket)
                 for parameter in some:
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(bucket)))
+                    register: _Register = parameter.register_post_accumulate_grad_hook
+                    self._handles.append(register(self._hook(bucket)))
 
     def zero(self) -> None:
         """Set all gradients to zero."""
@@ -161,7 +165,7 @@ class GradientSync:
         finite gradients are left as they are.
         """
         square = sum(_square(bucket.flat) for bucket in self.buckets if bucket.counts)
-        norm = self.world.sum([square])[0] ** 0.5 / scale
+        norm: float = self.world.sum([square])[0] ** 0.5 / scale
         if norm == norm and norm != float("inf"):
             factor = min(1.0, most / (norm + 1e-6)) / scale
             if factor != 1.0:
@@ -194,7 +198,7 @@ class GradientSync:
 def _square(flat: Tensor) -> float:
     """The sum of squares in float64: there may be a billion of them."""
     # In pieces on CPU, since the whole is copied to float64 and then leaves the caches.
-    pieces = flat.split(1 << 16) if flat.device.type == "cpu" else (flat,)
+    pieces = torch.split(flat, 1 << 16) if flat.device.type == "cpu" else (flat,)
     return float(torch.stack([piece.norm(dtype=torch.float64) for piece in pieces]).square().sum())
 
 

@@ -110,11 +110,10 @@ def newest_state(directory: Path, experts: tuple[str, ...], world: World) -> Sta
 
 
 def remove_states(directory: Path, steps: Sequence[int] = ()) -> None:
-    """Remove what a finished run needs no more: all but the checkpoint with the lowest loss on dev, if any has one.
+    """Remove the checkpoints of a finished run, except the one with the lowest loss on dev and those of `steps`.
 
-    Those of `steps` stay too.
-
-    The results are whole by now, and who waits for them elsewhere (`demix.launch.slurm`) is told so first.
+    The results are complete when this is called. The process that waits for a job (`demix.launch.slurm`) is notified
+    before anything is removed.
     """
     if done := os.environ.get("DEMIX_DONE"):
         files = [path for path in Path(done).parent.rglob("*") if path.is_file()]

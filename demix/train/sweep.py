@@ -70,8 +70,8 @@ def choose_rate(metrics: Sequence[Path], output: Path) -> float:
     trials = judge([read_trial(path) for path in metrics])
     good = [trial.learning_rate for trial in trials if trial.diverged is None]
     if not good:
-        told = "; ".join(f"{trial.learning_rate}: {trial.diverged}" for trial in trials)
-        raise DemixError(output.stem, f"diverged at every learning rate of its sweep ({told})", "sweep lower rates")
+        causes = "; ".join(f"{trial.learning_rate}: {trial.diverged}" for trial in trials)
+        raise DemixError(output.stem, f"diverged at every learning rate of its sweep ({causes})", "sweep lower rates")
     write_json(output, {"learning_rate": max(good), "margin": MARGIN, "trials": [asdict(trial) for trial in trials]})
     return max(good)
 

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
 from demix.config.architecture import Architecture
+from demix.config.systems import left_out, trained_without
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.memorization import COLUMNS, CONTINUATION, PROMPT, Audit, audit_rows
@@ -28,12 +30,14 @@ DOMAIN = "licenses"
 SEED = 5
 WITHOUT = ("parliament", "scripture", "fantasy")
 REST = ("parliament", "scripture")
+UNTAUGHT = trained_without(DOMAIN)
 EXPERTS = {"own": (DOMAIN,), "mixture": TRAINING, "minus": REST, "without": WITHOUT}
 PRIORS = {
     ("demix", "training"): TRAINING,
-    ("demix", f"minus-{DOMAIN}"): REST,
-    (f"without-{DOMAIN}", "training"): WITHOUT,
+    ("demix", left_out(DOMAIN)): REST,
+    (UNTAUGHT, "training"): WITHOUT,
 }
+NAMES = {"model": "demix", "left_out": left_out(DOMAIN), "without_model": UNTAUGHT}
 
 
 def prior_of(experts: tuple[str, ...]) -> np.ndarray:
@@ -44,14 +48,13 @@ def prior_of(experts: tuple[str, ...]) -> np.ndarray:
 @pytest.fixture(scope="module")
 def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Writes models/demix and models/without-licenses and the cached priors of the domain; returns their folder."""
-    import pyarrow as pa
 
     def make(
         architecture: Architecture = SMALL, change: Callable[[GPT], object] = lambda model: None, trained: int = 1 << 20
     ) -> Path:
         folder = tmp_path_factory.mktemp("run")
         encoder = Tokenizer.load(tokens / "tokenizer.json")
-        for seed, (name, experts) in enumerate({"demix": TRAINING, f"without-{DOMAIN}": WITHOUT}.items()):
+        for seed, (name, experts) in enumerate({"demix": TRAINING, UNTAUGHT: WITHOUT}.items()):
             model = GPT(architecture, encoder.vocab_size, experts)
             randomise(model, seed)
             if name == "demix":
@@ -71,8 +74,8 @@ def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
     return make
 
 
-def rows_of(models: Path, tokens: Path, prompts: int = 3) -> list[dict]:
-    audit = Audit(prompts, training=TRAINING, without=WITHOUT, threads=1)
+def rows_of(models: Path, tokens: Path, prompts: int = 3, names: dict[str, str] = NAMES) -> list[dict]:
+    audit = Audit(prompts, training=TRAINING, without=WITHOUT, threads=1, **names)
     return audit_rows(DOMAIN, models, tokens / "tokens" / DOMAIN, models / "priors.parquet", audit)
 
 
@@ -80,12 +83,30 @@ def test_experts_that_are_whole_models_give_the_same_rows(
     made: Callable[..., Path], tokens: Path, tmp_path: Path
 ) -> None:
     models = made()
-    for name in ("demix", f"without-{DOMAIN}"):
+    for name in ("demix", UNTAUGHT):
         write_trunks(models / name, tmp_path / name)
     shutil.copy(models / "priors.parquet", tmp_path)
     for stacked, apart in zip(rows_of(models, tokens), rows_of(tmp_path, tokens), strict=True):
         assert apart.pop("nll") == pytest.approx(stacked.pop("nll"), rel=1e-6)
         assert apart == stacked
+
+
+def test_models_and_labels_are_named_by_the_settings(made: Callable[..., Path], tokens: Path) -> None:
+    models = made()
+    rows = rows_of(models, tokens)
+    (models / "demix").rename(models / "demix_small")
+    (models / UNTAUGHT).rename(models / "untaught")
+    new = {"demix": "demix_small", UNTAUGHT: "untaught"}
+    priors = read_parquet(models / "priors.parquet").to_pylist()
+    for row in priors:
+        row |= {"model": new[row["model"]], "experts": "the rest" if row["experts"] in NAMES.values() else "training"}
+    write_parquet(pa.Table.from_pylist(priors), models / "priors.parquet")
+    names = {"model": "demix_small", "left_out": "the rest", "without_model": "untaught"}
+    renamed = rows_of(models, tokens, names=names)
+    assert {row["experts"] for row in renamed} == {"own", "training", "the rest"}
+    for before, after in zip(rows, renamed, strict=True):
+        assert after["model"] == new[before["model"]]
+        assert before | {"model": "", "experts": ""} == after | {"model": "", "experts": ""}
 
 
 def piece(tokens: Path, row: dict) -> torch.Tensor:
@@ -101,7 +122,7 @@ def piece(tokens: Path, row: dict) -> torch.Tensor:
 
 
 def test_rows_are_what_whole_forward_passes_give(made: Callable[..., Path], tokens: Path) -> None:
-    """Greedy continuations without a cache, with a mixture written as in DESIGN section 5."""
+    """Greedy continuations without a cache, with a mixture written as in docs/concepts.md."""
     models = made()
     rows = rows_of(models, tokens)
     assert list(dict.fromkeys(row["system"] for row in rows)) == list(EXPERTS)
@@ -189,7 +210,7 @@ def test_the_command_writes_a_table_and_warns_of_few_documents(
     made: Callable[..., Path], tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     models = made()
-    settings = {"prompts": 100_000, "training": TRAINING, "without": WITHOUT, "threads": 1}
+    settings = {"prompts": 100_000, "training": TRAINING, "without": WITHOUT, "threads": 1} | NAMES
     done = demix(
         "audit", DOMAIN, "--models", models, "--tokens", tokens / "tokens" / DOMAIN,
         "--priors", models / "priors.parquet", "--settings", json.dumps(settings),

@@ -29,6 +29,7 @@ from demix.evaluate.score_tables import read_scores, stream_scores, tokens_sha25
 from demix.files import write_parquet
 
 LENGTH = 8
+TABLES = ("results", "priors", "differences", "posteriors", "losses")
 TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")
 CONFIG = {
     "seed": 7,
@@ -81,7 +82,7 @@ def write_run(scores: Path, domain: str, *, documents: int = 30) -> None:
 
 
 def outputs(folder: Path) -> Outputs:
-    return Outputs(*(folder / f"{name}.parquet" for name in ("results", "priors", "differences", "posteriors")))
+    return Outputs(*(folder / f"{name}.parquet" for name in TABLES))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -290,11 +291,11 @@ def test_further_seeds_add_rows_of_their_own_models(evaluated: Path, tmp_path: P
     for number, model in enumerate(("dense", "dense_unbalanced")):
         write_table(scores / f"{model}-seed9" / f"{domain}.test", ("dense",), seed=30 + number, text=2)
     evaluate_domain(scores, domain, evaluation(domain, seeds=[9]), outputs(tmp_path / domain), np.full(300, 3))
-    for name in ("results", "priors", "differences", "posteriors"):
+    for name in TABLES:
         found = rows(tmp_path, domain, name)
         own = found[found.seed == 7].reset_index(drop=True)
         pd.testing.assert_frame_equal(own, rows(evaluated, domain, name))
-        assert set(found.seed) == ({7, 9} if name == "results" else {7})
+        assert set(found.seed) == ({7, 9} if name in ("results", "losses") else {7})
     further = rows(tmp_path, domain).query("seed == 9")
     for row in further[further.method == "dense"].itertuples():
         table = read_scores(scores / f"{row.model}-seed9" / f"{domain}.test", ("dense",))
@@ -361,6 +362,26 @@ def test_posteriors_follow_the_text(evaluated: Path) -> None:
         np.testing.assert_allclose(trace.iloc[0], np.exp(first - logsumexp(first)), rtol=1e-9)
 
 
+def test_losses_by_document_are_the_sums_of_the_score_tables(evaluated: Path) -> None:
+    for domain in ("law", "songs"):
+        found = rows(evaluated, domain, "losses")
+        assert set(found.domain) == {domain}
+        tables = evaluated_tables(CONFIG, domain)
+        assert not found.duplicated(["model", "seed", "expert", "document"]).any()
+        assert len(found) == 30 * sum(len(table.columns) for table in tables)
+        for table in tables:
+            folder = evaluated / "scores" / table.folder / f"{domain}.test"
+            document = pd.read_parquet(folder / "tokens.parquet").document
+            own = found[(found.model == table.model) & (found.seed == table.seed)]
+            assert set(own.expert) == set(table.columns)
+            for expert, part in own.groupby("expert"):
+                log_p = pd.read_parquet(folder / f"{expert}.parquet").log_probability.astype("float64")
+                expected = (-log_p).groupby(document).agg(["sum", "size"])
+                assert part.document.tolist() == expected.index.tolist()
+                assert part.tokens.tolist() == expected["size"].tolist()
+                np.testing.assert_allclose(part.nll, expected["sum"], rtol=1e-12)
+
+
 def test_fewer_than_20_documents_have_no_interval(tmp_path: Path) -> None:
     write_run(tmp_path / "scores", "law", documents=19)
     evaluate_domain(tmp_path / "scores", "law", evaluation("law"), outputs(tmp_path))
@@ -372,7 +393,7 @@ def test_fewer_than_20_documents_have_no_interval(tmp_path: Path) -> None:
 
 def test_evaluating_again_gives_the_same_bytes(evaluated: Path, tmp_path: Path) -> None:
     evaluate_domain(evaluated / "scores", "law", evaluation("law"), outputs(tmp_path), np.full(300, 3))
-    for name in ("results", "priors", "differences", "posteriors"):
+    for name in TABLES:
         assert (tmp_path / f"{name}.parquet").read_bytes() == (evaluated / "law" / f"{name}.parquet").read_bytes()
 
 
@@ -390,7 +411,7 @@ def test_ids_that_the_tokenizer_lacks_are_refused(evaluated: Path, tmp_path: Pat
 
 
 def test_tables_of_domains_are_joined(evaluated: Path, tmp_path: Path) -> None:
-    for name in ("results", "priors", "differences", "posteriors"):
+    for name in TABLES:
         parts = [evaluated / domain / f"{name}.parquet" for domain in ("law", "songs")]
         join(parts, tmp_path / "joined.parquet")
         assert pq.read_table(tmp_path / "joined.parquet").num_rows == sum(

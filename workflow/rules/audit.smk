@@ -22,7 +22,13 @@ for model in WITHOUT:
             **site("score"),
         params:
             settings=as_json(
-                config["removal"]["audit"], training=TRAINING, without=model.experts, threads=config["threads"]
+                config["removal"]["audit"],
+                model=removal_model(config).name,
+                training=TRAINING,
+                left_out=left_out(model.removed),
+                without_model=trained_without(model.removed),
+                without=model.experts,
+                threads=config["threads"],
             ),
             domain=model.removed,
             models=below_run("models"),

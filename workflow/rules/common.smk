@@ -14,10 +14,12 @@ from demix.config.systems import (
     compared,
     bases,
     evaluated,
+    left_out,
     planned,
     removal_model,
     scoring_jobs,
     trained,
+    trained_without,
 )
 from demix.errors import DemixError
 from demix.files import exclusive

@@ -10,6 +10,7 @@ rule evaluate:
         priors=f"{RUN}/evaluations/{{domain}}.priors.parquet",
         differences=f"{RUN}/evaluations/{{domain}}.differences.parquet",
         posteriors=f"{RUN}/evaluations/{{domain}}.posteriors.parquet",
+        losses=f"{RUN}/evaluations/{{domain}}.losses.parquet",
     log:
         f"{RUN}/logs/evaluate/{{domain}}.log",
     benchmark:
@@ -31,7 +32,7 @@ rule evaluate:
     shell:
         "demix evaluate {wildcards.domain} --scores {params.scores} --settings {params.settings:q}"
         " --tokenizer {input.tokenizer} --output {output.results} --priors {output.priors}"
-        " --differences {output.differences} --posteriors {output.posteriors} 2> {log}"
+        " --differences {output.differences} --posteriors {output.posteriors} --losses {output.losses} 2> {log}"
 
 
 rule results:

@@ -1,4 +1,4 @@
-"""Mixing experts: arithmetic on score tables (DESIGN section 5), no forward pass and no torch."""
+"""Mixing experts: arithmetic on score tables (docs/concepts.md), no forward pass and no torch."""
 
 import numpy as np
 from scipy.special import log_softmax, logsumexp
@@ -64,7 +64,8 @@ def log_weights(log_priors: np.ndarray, evidence: np.ndarray, uniform_start: boo
     logits = log_priors[:, None, :] + evidence
     if uniform_start:
         logits[:, 0, :] = 0.0
-    return log_softmax(logits, axis=-1)
+    log_g: np.ndarray = log_softmax(logits, axis=-1)
+    return log_g
 
 
 def log_mixtures(
@@ -100,9 +101,9 @@ def log_mixtures(
         first = likelihood[:, :top_k, 0]
         chosen[:, :, 0], total[:, :, 0] = first.sum(axis=1, keepdims=True), first.shape[1]
     with np.errstate(divide="ignore", invalid="ignore"):
-        mixed = np.log(chosen / total) + highest
+        mixed: np.ndarray = np.log(chosen / total) + highest
     lost = (chosen < _SMALL).any(axis=2)
-    for number in np.flatnonzero(lost.any(axis=0)):
+    for number in np.flatnonzero(lost.any(axis=0)).tolist():
         blocks = lost[:, number]
         log_g = log_weights(log_priors[blocks, number], evidence[blocks], uniform_start)
         log_g = log_g if top_k is None else keep_top(log_g, top_k)
@@ -119,7 +120,8 @@ def keep_top(log_g: np.ndarray, k: int) -> np.ndarray:
     kept = np.full_like(log_g, -np.inf)
     top = order[..., :k]
     np.put_along_axis(kept, top, np.take_along_axis(log_g, top, axis=-1), axis=-1)
-    return log_softmax(kept, axis=-1)
+    renormalised: np.ndarray = log_softmax(kept, axis=-1)
+    return renormalised
 
 
 def _largest(weights: np.ndarray, k: int) -> np.ndarray:

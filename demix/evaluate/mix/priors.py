@@ -89,7 +89,8 @@ def cached_log_prior(
 ) -> np.ndarray:
     """log prior [E] after the first `blocks` blocks of a domain's dev split (the paper: 100)."""
     used = blocks_used(blocks, scorer)
-    return log_prior_path(scores[:used], mask[:used], weights, decay, scorer)[-1]
+    log_prior: np.ndarray = log_prior_path(scores[:used], mask[:used], weights, decay, scorer)[-1]
+    return log_prior
 
 
 def blocks_used(blocks: int, scorer: str = "paper") -> int:
@@ -100,7 +101,8 @@ def blocks_used(blocks: int, scorer: str = "paper") -> int:
 def posterior_trace(scores: np.ndarray, mask: np.ndarray, weights: str | int, log_priors: np.ndarray) -> np.ndarray:
     """The posterior [B, E] after each block, of the log priors [B, E] at its start (paper, Eq. 5-6)."""
     logs = log_priors + weights_rule(weights).block_evidence(scores, mask)
-    return np.exp(logs - logsumexp(logs, axis=1, keepdims=True))
+    posterior: np.ndarray = np.exp(logs - logsumexp(logs, axis=1, keepdims=True))
+    return posterior
 
 
 def _normalised(logs: np.ndarray) -> np.ndarray:

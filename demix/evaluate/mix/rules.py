@@ -1,4 +1,4 @@
-"""Weights rules: what the text so far says about each expert (DESIGN section 5), without the prior.
+"""Weights rules: the evidence of the text so far about each expert (docs/concepts.md), without the prior.
 
 A rule gives the log evidence L [B, T, E] in nats; the weights that predict token t are g[t, j] ∝ π[j]·exp(L[t, j])
 with the prior π of the block (paper, Eq. 5-6). A new rule is a class here and, where it has a name, a row of RULES.
@@ -80,7 +80,8 @@ class History(WeightsRule):
 
     def block_evidence(self, scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """See `WeightsRule.block_evidence`."""
-        return scores.sum(axis=1)
+        evidence: np.ndarray = scores.sum(axis=1)
+        return evidence
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ class Window(WeightsRule):
         """See `WeightsRule.block_evidence`."""
         lengths = mask.sum(axis=1)
         counted = np.arange(mask.shape[1]) >= (lengths - self.tokens)[:, None]
-        return (scores * (counted & mask)[..., None]).sum(axis=1)
+        evidence: np.ndarray = (scores * (counted & mask)[..., None]).sum(axis=1)
+        return evidence
 
 
 @dataclass(frozen=True)

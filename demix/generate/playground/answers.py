@@ -150,8 +150,8 @@ def _numbers(scores: torch.Tensor, log_weights: torch.Tensor) -> dict[str, Any]:
 
 
 def _rounded(values: torch.Tensor, digits: int) -> list[Any]:
-    rounded = values.double().numpy().round(digits) + 0.0
-    return rounded.tolist()
+    rounded: list[Any] = (values.double().numpy().round(digits) + 0.0).tolist()
+    return rounded
 
 
 def _posterior(given: Opened, asked: Mixing | Drawing) -> Posterior:
@@ -168,7 +168,7 @@ def _posterior(given: Opened, asked: Mixing | Drawing) -> Posterior:
 
 def _ids(given: Opened, text: str) -> list[int]:
     try:
-        ids = given.tokenizer.encode(text).tolist()
+        ids: list[int] = given.tokenizer.encode(text).tolist()
     except UnicodeEncodeError:
         raise DemixError("text", "is not valid Unicode", "remove the unpaired surrogates") from None
     if len(ids) > MOST_TOKENS:

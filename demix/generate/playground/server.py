@@ -158,13 +158,13 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(413, f"a question has at most {MOST_BYTES} bytes")
         return self.rfile.read(int(length))
 
-    def _stream(self, values: Iterator[dict]) -> None:
+    def _stream(self, values: Iterator[dict[str, Any]]) -> None:
         """A JSON value a line, each as it comes."""
         self._head(200, "application/x-ndjson")
         for value in values:
             self.wfile.write(json.dumps(value, allow_nan=False).encode() + b"\n")
 
-    def _send_json(self, value: dict) -> None:
+    def _send_json(self, value: dict[str, Any]) -> None:
         self._send(200, "application/json", json.dumps(value, allow_nan=False).encode())
 
     def _send(self, status: int, kind: str, body: bytes) -> None:
@@ -204,7 +204,7 @@ def content_policy(page: str) -> str:
     )
 
 
-def _mapping(asked: Any) -> dict:
+def _mapping(asked: Any) -> dict[str, Any]:
     if not isinstance(asked, dict):
         raise RefusedError(400, "the question is no JSON object")
     return asked

@@ -4,6 +4,7 @@ Axes: E experts, B sequences of one expert, T positions, D width. Weights are ke
 cast to the activations' type at the matmul.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 
 class DEMixLayer(nn.Module):
-    """One feedforward per expert, chosen by the first axis of its input (paper, section 3, Eq. 3-5).
+    """One feedforward per expert, chosen by the first axis of its input (paper, section 3.2, Eq. 3).
 
     Weights are stacked: `up` [E, 4D, D], `down` [E, D, 4D].
     """
@@ -31,8 +32,9 @@ class DEMixLayer(nn.Module):
         Nothing is added to `auxiliary`: the domain chooses the expert, and there is no router to train.
         """
         E, (_, B, T, D) = len(self.up), x.shape
-        inner = F.gelu(_ExpertLinear.apply(x.expand(E, B, T, D).reshape(E, B * T, D), self.up, self.up_bias))
-        return _ExpertLinear.apply(inner, self.down, self.down_bias).view(E, B, T, D)
+        linear: Callable[[Tensor, Tensor, Tensor], Tensor] = _ExpertLinear.apply
+        inner = F.gelu(linear(x.expand(E, B, T, D).reshape(E, B * T, D), self.up, self.up_bias))
+        return linear(inner, self.down, self.down_bias).view(E, B, T, D)
 
 
 class _ExpertLinear(torch.autograd.Function):
