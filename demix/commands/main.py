@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from demix.commands import people, stages
+from demix.commands import people, stages, training
 from demix.errors import DemixError
 from demix.launch.parents import end_with_snakemake
 
@@ -17,6 +17,7 @@ app = typer.Typer(
     "and each can be copied and run by hand.",
 )
 app.add_typer(stages.app)
+app.add_typer(training.app)
 app.add_typer(people.app)
 
 

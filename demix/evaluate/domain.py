@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from demix.config.evaluated import Evaluated, ExpertSet
 from demix.config.sections import MixingRecipe, Seed
-from demix.config.systems import Evaluated, ExpertSet
 from demix.errors import DemixError
 from demix.evaluate.intervals import FEWEST, bounds, resampled_sums
 from demix.evaluate.losses import DocumentLosses, Mixture, cached_priors, document_losses
@@ -27,7 +27,7 @@ class Evaluation(MixingRecipe):
     """What is evaluated on one domain, and how experts are mixed.
 
     `kind` is the domain's: training or novel. `tables` are the score tables with the sets of experts to mix
-    (`demix.config.systems.evaluated`); each system of `compared`, given as (model, experts, method, weights), is
+    (`demix.config.evaluated.evaluated`); each system of `compared`, given as (model, experts, method, weights), is
     held against those of `against`, given as (name, model, experts, method, weights). `seed` is that of the run,
     whose models alone are compared.
     """

@@ -80,7 +80,8 @@ def _remove_left(path: Path, node: str) -> None:
 def cannot_be_written(path: Path, error: OSError) -> DemixError:
     """The error in which writing `path` ended, in the common form."""
     # Not error.strerror: Arrow's says more, at length.
-    cause = f"cannot be written ({os.strerror(error.errno)})"
+    reason = str(error) if error.errno is None else os.strerror(error.errno)
+    cause = f"cannot be written ({reason})"
     return DemixError(path, cause, "free space or mend its permissions, then rerun")
 
 

@@ -106,11 +106,11 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
     this process dies, so do they.
     """
     # torch takes a second to import: not for who asks for help only.
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     logs.mkdir(parents=True, exist_ok=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes: list[subprocess.Popen] = []
+    processes: list[subprocess.Popen[bytes]] = []
     ended: Queue[int] = Queue()
     try:
         # What ranks note when they fail is of this start alone; their logs go on where others ended.
@@ -141,12 +141,12 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
             process.wait()
 
 
-def _wait(rank: int, process: subprocess.Popen, ended: "Queue[int]") -> None:
+def _wait(rank: int, process: subprocess.Popen[bytes], ended: "Queue[int]") -> None:
     process.wait()
     ended.put(rank)
 
 
-def _watch(processes: list[subprocess.Popen], ended: "Queue[int]", notes: Path, logs: Path) -> None:
+def _watch(processes: list[subprocess.Popen[bytes]], ended: "Queue[int]", notes: Path, logs: Path) -> None:
     left = set(range(len(processes)))
     while left:
         rank = ended.get()
@@ -164,7 +164,7 @@ def _watch(processes: list[subprocess.Popen], ended: "Queue[int]", notes: Path, 
             raise _failure(processes, failed, notes, logs)
 
 
-def _failure(processes: list[subprocess.Popen], failed: list[int], notes: Path, logs: Path) -> DemixError:
+def _failure(processes: list[subprocess.Popen[bytes]], failed: list[int], notes: Path, logs: Path) -> DemixError:
     """The error of the ranks that ended, in the order in which they did."""
     cure = "mend the cause and rerun: training goes on from the last checkpoint"
     killed = [
@@ -188,7 +188,7 @@ def _log(logs: Path, rank: int) -> str:
 
 
 @contextmanager
-def _passing_on(processes: list[subprocess.Popen]) -> Iterator[None]:
+def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
     def pass_on(number: int, _: object) -> None:
         for process in processes:
             if process.poll() is None:

@@ -15,18 +15,8 @@ from demix.config.sections import (
     TrainingRecipe,
     taken,
 )
-from demix.config.systems import (
-    adaptations,
-    adapted,
-    adapted_model,
-    compared,
-    bases,
-    evaluated,
-    planned,
-    removal_model,
-    scoring_jobs,
-    trained,
-)
+from demix.config.evaluated import compared, bases, evaluated
+from demix.config.systems import adaptations, adapted, adapted_model, planned, removal_model, scoring_jobs, trained
 from demix.errors import DemixError
 from demix.files import exclusive
 from demix.report import REPORT_FILES, SHOWS
