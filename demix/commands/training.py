@@ -53,7 +53,7 @@ def sweep(
     how: How = "",
     cluster: Site = "",
 ) -> None:
-    """Train a model with one learning rate of a sweep: only its metrics are kept, and that it diverged is no error."""
+    """Train a model with one learning rate of a sweep. Only the metrics are kept; divergence is not an error."""
     _train(kind, shards, _merged(settings, how), None, metrics, checkpoints, ranks, replicas, cluster)
 
 
@@ -95,11 +95,11 @@ def adapt(
     place_experts([train_shard.parent.name], adaptation.sequences, world_size(ranks))
     outputs = {"--output": output or model, "--metrics": metrics}
     names = training.split(",")
-    # What the parent is chosen by, and what is recorded beside.
+    # The parent is chosen by the first tables; forgetting is measured against the second.
     read = [scores / f"{train_shard.parent.name}.dev" / f"{name}.parquet" for name in names]
     read += [scores / f"{name}.dev" / f"{name}.parquet" for name in names]
     about = ("demix", names, [sha256_file(path) for path in read if path.exists()])
-    # Before any rank starts, so that a table that is missing is told at once.
+    # A missing table must be reported before any rank starts.
     chosen = choose_parent(
         scores, train_shard.parent.name, names, blocks=adaptation.parent_blocks, decay=adaptation.parent_decay
     )
@@ -170,7 +170,7 @@ def _train(
         training = replace(training, learning_rate=chosen_rate(learning_rate_from))
     copies = _numbers(replicas) if replicas != "equal" else {}
     domains = [path.parent.name for path in shards if path.stem != "dev"]
-    # Before any process starts.
+    # A wrong number of ranks must be reported before any process starts.
     place(kind, domains, training.sequences, world_size(ranks), copies)
     outputs = {"--metrics": metrics} | ({"--output": output} if output is not None else {})
     left = launched(
@@ -216,7 +216,7 @@ def _launched_adaptation(
 
 
 def _merged(settings: str, how: str) -> dict[str, Any] | str:
-    """`settings` (JSON) with those of `how`, key=value and so on, each value as in JSON."""
+    """`settings` (JSON), overridden by the pairs key=value of `how`, whose values are JSON."""
     if not how:
         return settings
     try:

@@ -1,4 +1,4 @@
-"""Who trains: this process, several of this machine that are started, watched and ended as one, or a SLURM job."""
+"""Starting a training: in this process, in several processes of this machine, or in a SLURM job."""
 
 import enum
 import os
@@ -22,7 +22,7 @@ from demix.launch.parents import when_ended
 from demix.launch.slurm import run
 from demix.settings import settings_from
 
-# Seconds that ranks have to end by themselves after one has failed, and after they were told to.
+# Seconds that the other ranks have to end by themselves after one rank has failed.
 GRACE = 10.0
 
 
@@ -105,7 +105,7 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
     ended, and DemixError names the one that failed first and why. SIGTERM, SIGUSR2 and SIGINT are passed on to all. If
     this process dies, so do they.
     """
-    # torch takes a second to import: not for who asks for help only.
+    # Importing torch takes a second, which `--help` must not wait for.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     logs.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
                 environment = {
                     "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks,
                     "DEMIX_NOTES": notes, "DEMIX_LAUNCHER": os.getpid(),
-                    # The store above is everybody's meeting point: no port to guess.
+                    # All ranks meet at the store above, so no free port has to be guessed.
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True",
                 }  # fmt: skip
                 with open(logs / f"rank-{rank}.log", "ab") as log:
@@ -152,7 +152,7 @@ def _watch(processes: list[subprocess.Popen[bytes]], ended: "Queue[int]", notes:
         rank = ended.get()
         left.discard(rank)
         if processes[rank].returncode:
-            # The others lose their connection by this; what they then say is not the cause.
+            # The failure cuts the connections of the other ranks; their errors are not the cause.
             deadline = time.monotonic() + GRACE
             failed = [rank]
             while left and (wait := deadline - time.monotonic()) > 0:
@@ -209,7 +209,7 @@ def watched() -> Iterator[None]:
     if notes is None:
         yield
         return
-    # At once: the other ranks leave too, and nobody is left to save a state for.
+    # Exit at once: all other ranks exit too, so no state can be saved.
     when_ended(int(os.environ["DEMIX_LAUNCHER"]), lambda: os._exit(1))
     with noting(Path(notes), int(os.environ["RANK"])):
         yield
