@@ -1,8 +1,8 @@
-"""The one way bad input is reported: one line that names the subject, the cause and the cure."""
+"""Errors for bad input: one line that names the subject, the cause and the cure."""
 
 
 class DemixError(Exception):
-    """Bad input or an unusable environment, told in one line.
+    """Bad input or an unusable environment, reported in one line.
 
     `subject` is the file, config key or option at fault, `cause` what is wrong with it and `cure`
     what the user can do. The command line prints the line and exits with status 1.

@@ -1,4 +1,4 @@
-"""How far long work is: a bar on a terminal; elsewhere, where bars are noise, a line of the log now and then."""
+"""Progress of long work: a bar on a terminal, otherwise a log line every few seconds."""
 
 import logging
 import sys
@@ -20,9 +20,9 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def progress(what: str, total: float | None = None, done: float = 0) -> Iterator[Callable[..., None]]:
-    """Yield `advance(number=1, note="")`, which is told how much more of `what` is done and a word on how it goes.
+    """Yield `advance(number=1, note="")`, to be called with the work done since the last call.
 
-    `total` is None where nobody knows it. The bar is on standard error and gone at the end. A line is
+    `total` is None where it is unknown. The bar is on standard error and gone at the end. A line is
     `<what> <done>/<total>  <note>  <minutes>:<seconds> left`, which snakemake's display of the jobs under way reads.
     """
     if not sys.stderr.isatty():
@@ -55,16 +55,16 @@ def clock(seconds: float) -> str:
 
 
 def _lines(what: str, total: float | None, done: float) -> Callable[..., None]:
-    begun = said = time.monotonic()
+    begun = last_line = time.monotonic()
     first = done
 
     def advance(number: float = 1, note: str = "") -> None:
-        nonlocal said, done
+        nonlocal last_line, done
         done += number
         now = time.monotonic()
-        if now - said <= SECONDS_BETWEEN_LINES:
+        if now - last_line <= SECONDS_BETWEEN_LINES:
             return
-        said = now
+        last_line = now
         parts = [f"{what} {done:.0f}" if total is None else f"{what} {done:.0f}/{total:.0f}", note]
         if total is not None and done > first:
             parts.append(f"{clock((now - begun) / (done - first) * (total - done))} left")
@@ -75,7 +75,7 @@ def _lines(what: str, total: float | None, done: float) -> Callable[..., None]:
 
 @cache
 def _bars() -> "rich.progress.Progress":
-    """The one display of this process: what is done inside of something else is a bar below it."""
+    """The one display of this process; nested work adds a bar below the outer one."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

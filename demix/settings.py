@@ -78,7 +78,7 @@ def names_of(kind: type) -> tuple[str, ...]:
 def partial(name: str, kind: type, /, **more: Any) -> type[BaseModel]:
     """A class of settings called `name`: all those of `kind`, and `more` types by name, none of them required.
 
-    A key that is not given says nothing, so there are no defaults.
+    A missing key overrides nothing, so no setting has a default.
     """
     types = {}
     for key, info in vars(kind)["__pydantic_fields__"].items():
@@ -124,7 +124,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subject: str) -> DemixError:
     """The first fault that is found, by the order of the keys' names."""
     faults = error.errors(include_url=False)
-    # A tuple of wrong items is also told to be too short.
+    # pydantic also reports a tuple of wrong items as too short.
     below = [fault["loc"][:end] for fault in faults for end in range(len(fault["loc"]))]
     fault = min((fault for fault in faults if fault["loc"] not in below), key=_order)
     place, value = _reached(fault["loc"], values)
@@ -145,10 +145,10 @@ def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subje
         case "value_error":
             cause, cure = (*fault["ctx"]["error"].args, None, None)[:2]
     if cause is None or cure is None:
-        told = allowed(_part(schema, place))
-        if "number" in told and isinstance(value, str):
-            told += " (YAML takes 1e-3 for text: write 1.0e-3)"
-        cause, cure = f"is {value!r}", f"allowed is {told}"
+        expected = allowed(_part(schema, place))
+        if "number" in expected and isinstance(value, str):
+            expected += " (YAML takes 1e-3 for text: write 1.0e-3)"
+        cause, cure = f"is {value!r}", f"allowed is {expected}"
     # A subject that ends in a blank is followed by the key, as in "config key training".
     return DemixError(f"{subject}.{'.'.join(map(str, place))}".replace(" .", " "), cause, cure)
 

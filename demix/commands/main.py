@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from demix.commands import people, stages
+from demix.commands import people, stages, training
 from demix.errors import DemixError
 from demix.launch.parents import end_with_snakemake
 
@@ -13,15 +13,16 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Language models made of domain experts: one command a stage. Snakemake prints each command that it runs, "
-    "and each can be copied and run by hand.",
+    help="Language models made of domain experts: one command per stage. Snakemake prints each command that it runs; "
+    "each command can be copied and run by hand.",
 )
 app.add_typer(stages.app)
+app.add_typer(training.app)
 app.add_typer(people.app)
 
 
-class _Said(logging.Handler):
-    """Lines to standard error as it is at the moment: while there is a progress bar, above it."""
+class _StandardError(logging.Handler):
+    """Write log lines to the current sys.stderr, which a progress bar replaces while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
@@ -29,7 +30,7 @@ class _Said(logging.Handler):
 
 def main() -> None:
     """Run the command line; bad input ends in one line and exit status 1."""
-    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[_Said()])
+    logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[_StandardError()])
     end_with_snakemake()
     try:
         app()

@@ -101,7 +101,7 @@ def evaluate_own(
 
     from demix.evaluate.own_text import evaluate_text, run_tokenizer, tables
 
-    # What the stages say of a domain they take in.
+    # The data stages log how they read a domain; here those lines are noise.
     logging.getLogger("demix").setLevel(logging.WARNING)
     found = evaluate_text(model, text, tokenizer or run_tokenizer(model), dev)
     if as_json:
@@ -269,7 +269,7 @@ def experts_list(model: Model) -> None:
 
 @experts.command("verify")
 def experts_verify(model: Model) -> None:
-    """Check every file of a model against what is recorded of it: a line a fault, and exit status 1 if there is one."""
+    """Check every file of a model against what is recorded of it: one line per fault; exit status 1 if any."""
     from demix.model.experts import find_faults
 
     faults = find_faults(model)

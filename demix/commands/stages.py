@@ -1,21 +1,16 @@
 """The stages: one command for each, as the Snakemake rules run it."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from demix.commands.options import Files, Output, Settings
 from demix.config.domains import SplitRecipe, TokenizerSection
-from demix.config.sections import Seed, fingerprinted
-from demix.errors import DemixError
-from demix.files import sha256_file, write_json
+from demix.config.sections import Seed
+from demix.files import write_json
 from demix.settings import Switch, Text, settings, settings_from
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer()
 
@@ -35,25 +30,6 @@ class TrackingSettings:
 
     uri: Text
     experiment: Text
-
-
-Ranks = Annotated[int, typer.Option(min=1, help="Processes of this machine that train together.")]
-Settings = Annotated[str, typer.Option(help="The stage's part of the config, as JSON.")]
-Files = Annotated[list[Path], typer.Argument(help="Input files.")]
-Output = Annotated[Path, typer.Option(help="Where the result goes.")]
-Kind = Annotated[str, typer.Argument(help="demix, dense, dense_unbalanced or domain_token.")]
-TrainShards = Annotated[
-    list[Path], typer.Argument(help="tokens/<domain>/train.arrow of each training domain (and dev.arrow, for dev).")
-]
-Metrics = Annotated[Path, typer.Option(help="Where the metrics go (JSON lines).")]
-Checkpoints = Annotated[Path, typer.Option(help="Folder for the state that a killed run resumes from.")]
-How = Annotated[
-    str, typer.Option(help="Settings that change nothing but time and memory: compile=true,keep_checkpoints=3.")
-]
-Site = Annotated[
-    str, typer.Option("--cluster", help="The config's section cluster as JSON: where and how the ranks are started.")
-]
-Replicas = Annotated[str, typer.Option(help="Ranks of single domains, such as legal=2,novels=3.")]
 
 
 @app.command()
@@ -156,54 +132,6 @@ def tokenize(
 
 
 @app.command()
-def train(
-    kind: Kind,
-    shards: TrainShards,
-    settings: Settings,
-    output: Annotated[Path, typer.Option(help="The model directory.")],
-    metrics: Metrics,
-    checkpoints: Checkpoints,
-    ranks: Ranks = 1,
-    replicas: Replicas = "equal",
-    how: How = "",
-    cluster: Site = "",
-    learning_rate_from: Annotated[
-        Path | None, typer.Option(help="Take the peak learning rate that choose-rate wrote, not that of the settings.")
-    ] = None,
-) -> None:
-    """Train one model from scratch, or resume its training."""
-    merged = _merged(settings, how)
-    _train(kind, shards, merged, output, metrics, checkpoints, ranks, replicas, cluster, learning_rate_from)
-
-
-@app.command()
-def sweep(
-    kind: Kind,
-    shards: TrainShards,
-    settings: Settings,
-    metrics: Metrics,
-    checkpoints: Checkpoints,
-    ranks: Ranks = 1,
-    replicas: Replicas = "equal",
-    how: How = "",
-    cluster: Site = "",
-) -> None:
-    """Train a model with one learning rate of a sweep: only its metrics are kept, and that it diverged is no error."""
-    _train(kind, shards, _merged(settings, how), None, metrics, checkpoints, ranks, replicas, cluster)
-
-
-@app.command("choose-rate")
-def choose_rate(
-    metrics: Annotated[list[Path], typer.Argument(help="Metrics of `demix sweep`, each <learning rate>.jsonl.")],
-    output: Output,
-) -> None:
-    """Choose the fastest learning rate of a sweep that does not diverge, and record why."""
-    from demix.train.sweep import choose_rate as run
-
-    print(f"{output.stem}: {run(metrics, output)}")
-
-
-@app.command()
 def score(
     model: Annotated[Path, typer.Argument(help="A model directory.")],
     shards: Annotated[list[Path], typer.Argument(help="tokens/<domain>/<split>.arrow to score.")],
@@ -216,78 +144,6 @@ def score(
     from demix.evaluate.score import score as run
 
     run(model, tuple(experts.split(",")), shards, settings_from(Scoring, settings), output)
-
-
-@app.command()
-def adapt(
-    model: Annotated[Path, typer.Argument(help="The DEMix model to which the expert is added.")],
-    shards: Annotated[list[Path], typer.Argument(help="train.arrow and dev.arrow of the novel domain.")],
-    training: Annotated[str, typer.Option(help="The model's training domains, separated by commas.")],
-    scores: Annotated[Path, typer.Option(help="The model's folder of score tables.")],
-    settings: Settings,
-    metrics: Metrics,
-    checkpoints: Checkpoints,
-    output: Annotated[Path | None, typer.Option(help="Where the expert goes; by default into the model.")] = None,
-    ranks: Ranks = 1,
-    how: How = "",
-    cluster: Site = "",
-) -> None:
-    """DEMix-DAPT: add an expert for a novel domain, copied from the likeliest parent."""
-    from demix.config.placement import place_experts
-    from demix.evaluate.parent import choose_parent, own_dev_losses
-    from demix.launch.local import Launched, world_size
-    from demix.train.adapt import Adaptation, adapt_expert
-
-    train_shard, dev_shard, *rest = _two_or_more(shards)
-    if rest:
-        raise DemixError(rest[0], "is one shard too many", "give train.arrow and dev.arrow of the novel domain")
-    adaptation = settings_from(Adaptation, _merged(settings, how))
-    place_experts([train_shard.parent.name], adaptation.sequences, world_size(ranks))
-    outputs = {"--output": output or model, "--metrics": metrics}
-    names = training.split(",")
-    # What the parent is chosen by, and what is recorded beside.
-    read = [scores / f"{train_shard.parent.name}.dev" / f"{name}.parquet" for name in names]
-    read += [scores / f"{name}.dev" / f"{name}.parquet" for name in names]
-    about = ("demix", names, [sha256_file(path) for path in read if path.exists()])
-    # Before any rank starts, so that a table that is missing is told at once.
-    chosen = choose_parent(
-        scores, train_shard.parent.name, names, blocks=adaptation.parent_blocks, decay=adaptation.parent_decay
-    )
-    unchanged = own_dev_losses(scores, names, adaptation.forgetting_blocks)
-    if _launched_adaptation(about, model, shards, adaptation, outputs, checkpoints, ranks, cluster) is Launched.DONE:
-        return
-    pair = (train_shard, dev_shard)
-    adapt_expert(model, pair, chosen, unchanged, adaptation, outputs["--output"], metrics, checkpoints)
-
-
-@app.command("adapt-dense")
-def adapt_dense(
-    model: Annotated[Path, typer.Argument(help="The dense model to adapt.")],
-    shards: Annotated[
-        list[Path],
-        typer.Argument(help="train.arrow and dev.arrow of the novel domain, then the training domains' dev."),
-    ],
-    settings: Settings,
-    output: Annotated[Path, typer.Option(help="The adapted model's directory.")],
-    metrics: Metrics,
-    checkpoints: Checkpoints,
-    ranks: Ranks = 1,
-    how: How = "",
-    cluster: Site = "",
-) -> None:
-    """Dense-DAPT: go on training all parameters of a dense model on a novel domain."""
-    from demix.config.placement import place_experts
-    from demix.launch.local import Launched, world_size
-    from demix.train.adapt import Adaptation
-    from demix.train.adapt import adapt_dense as run
-
-    train_shard, dev_shard, *others = _two_or_more(shards)
-    adaptation = settings_from(Adaptation, _merged(settings, how))
-    place_experts([train_shard.parent.name], adaptation.sequences, world_size(ranks))
-    outputs = {"--output": output, "--metrics": metrics}
-    about = ("dense",)
-    if _launched_adaptation(about, model, shards, adaptation, outputs, checkpoints, ranks, cluster) is Launched.HERE:
-        run(model, (train_shard, dev_shard), others, adaptation, output, metrics, checkpoints)
 
 
 @app.command()
@@ -396,111 +252,9 @@ def track(
     write_json(output, {"uri": values.uri, "experiment": values.experiment, "sent": sent})
 
 
-def run_command(arguments: Sequence[str]) -> None:
-    """Run one stage's command in this process; its errors are raised."""
-    app(list(arguments), standalone_mode=False)
-
-
-def _train(
-    kind: str,
-    shards: list[Path],
-    settings: str,
-    output: Path | None,
-    metrics: Path,
-    checkpoints: Path,
-    ranks: int,
-    replicas: str,
-    cluster: str,
-    learning_rate_from: Path | None = None,
-) -> None:
-    from demix.config.placement import place
-    from demix.config.systems import KINDS
-    from demix.launch.local import Launched, launched, world_size
-    from demix.train.stage import Training, train_model
-    from demix.train.sweep import chosen_rate
-
-    if kind not in KINDS:
-        raise DemixError(f"kind {kind}", "is not known", f"use one of {', '.join(KINDS)}")
-    training = settings_from(Training, settings)
-    if learning_rate_from is not None:
-        training = replace(training, learning_rate=chosen_rate(learning_rate_from))
-    copies = _numbers(replicas) if replicas != "equal" else {}
-    domains = [path.parent.name for path in shards if path.stem != "dev"]
-    # Before any process starts.
-    place(kind, domains, training.sequences, world_size(ranks), copies)
-    outputs = {"--metrics": metrics} | ({"--output": output} if output is not None else {})
-    left = launched(
-        cluster,
-        ranks,
-        training.threads,
-        checkpoints,
-        fingerprinted=(kind, fingerprinted(training), domains),
-        shards=shards,
-        outputs=outputs,
-        steps=training.steps(len(domains)),
-        entry=run_command,
-    )
-    if left is Launched.HERE:
-        train_model(kind, training, shards, output, metrics, checkpoints, copies)
-
-
-def _launched_adaptation(
-    about: tuple,
-    model: Path,
-    shards: list[Path],
-    adaptation: Any,
-    outputs: dict[str, Path],
-    checkpoints: Path,
-    ranks: int,
-    cluster: str,
-) -> bool:
-    from demix.launch.local import launched
-    from demix.model.checkpoint import describe
-
-    description = describe(model)
-    return launched(
-        cluster,
-        ranks,
-        adaptation.threads,
-        checkpoints,
-        fingerprinted=(*about, fingerprinted(adaptation), description["shared_sha256"]),
-        shards=shards,
-        outputs=outputs,
-        steps=adaptation.steps(description["architecture"]["context"]),
-        entry=run_command,
-    )
-
-
-def _merged(settings: str, how: str) -> dict[str, Any] | str:
-    """`settings` (JSON) with those of `how`, key=value and so on, each value as in JSON."""
-    if not how:
-        return settings
-    try:
-        return json.loads(settings) | {
-            key: json.loads(value) for key, _, value in (entry.partition("=") for entry in how.split(","))
-        }
-    except (ValueError, TypeError) as error:
-        cause = f"does not fit the settings ({error})"
-        raise DemixError(f"--how {how}", cause, "copy both from the command that snakemake prints") from None
-
-
-def _numbers(text: str) -> dict[str, int]:
-    """legal=2,novels=3 as a mapping."""
-    pairs = [entry.partition("=") for entry in text.split(",")]
-    if not all(number.isdecimal() and int(number) for _, _, number in pairs):
-        raise DemixError(f"--replicas {text}", "is no list of domains and ranks", "write legal=2,novels=3")
-    return {name: int(number) for name, _, number in pairs}
-
-
 def _parts_by_domain(documents: list[Path]) -> dict[str, list[Path]]:
     """documents/<domain>/<part>.parquet, grouped by domain."""
     parts: dict[str, list[Path]] = {}
     for path in documents:
         parts.setdefault(path.parent.name, []).append(path)
     return parts
-
-
-def _two_or_more(shards: list[Path]) -> list[Path]:
-    if len(shards) < 2:
-        raise DemixError(shards[0], "is the only shard", "give train.arrow and dev.arrow of the novel domain")
-    return shards

@@ -8,8 +8,9 @@ from glob import glob
 from typing import Any
 
 from demix.config.check import site_of
+from demix.config.evaluated import evaluated
 from demix.config.sections import Execution, TrainingRecipe, taken
-from demix.config.systems import Model, evaluated
+from demix.config.systems import Model
 from demix.settings import names_of
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from demix.config.evaluated import Evaluated, ExpertSet
 from demix.config.sections import MixingRecipe, Seed
-from demix.config.systems import Evaluated, ExpertSet
 from demix.errors import DemixError
 from demix.evaluate.intervals import FEWEST, bounds, resampled_sums
 from demix.evaluate.losses import DocumentLosses, Mixture, cached_priors, document_losses
@@ -27,7 +27,7 @@ class Evaluation(MixingRecipe):
     """The evaluations of one domain, and the settings of the mixtures.
 
     `kind` is training or novel. `tables` are the score tables with the sets of experts to mix
-    (`demix.config.systems.evaluated`). Each system of `compared`, given as (model, experts, method, weights), is
+    (`demix.config.evaluated.evaluated`). Each system of `compared`, given as (model, experts, method, weights), is
     compared with each system of `against`, given as (name, model, experts, method, weights). `seed` is the seed of the
     run. Only models of that seed are compared.
     """

@@ -26,7 +26,7 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_left(path, node)
         if directory:
-            # A process of the same number may have been killed here.
+            # A killed process with the same process id may have left this folder.
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
         yield temporary
@@ -61,7 +61,7 @@ def scratch(path: str | Path) -> Iterator[Path]:
         with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.{node}.{os.getpid()}.") as name:
             yield Path(name)
     except OSError as error:
-        # Those of other files name them.
+        # An error about a file elsewhere already names that file.
         elsewhere = error.filename is not None and Path(error.filename).parent.parent != path.parent
         if error.errno is None or elsewhere:
             raise
@@ -79,8 +79,9 @@ def _remove_left(path: Path, node: str) -> None:
 
 def cannot_be_written(path: Path, error: OSError) -> DemixError:
     """The error in which writing `path` ended, in the common form."""
-    # Not error.strerror: Arrow's says more, at length.
-    cause = f"cannot be written ({os.strerror(error.errno)})"
+    # Arrow's error.strerror is several sentences long.
+    reason = str(error) if error.errno is None else os.strerror(error.errno)
+    cause = f"cannot be written ({reason})"
     return DemixError(path, cause, "free space or mend its permissions, then rerun")
 
 

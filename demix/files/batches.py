@@ -31,10 +31,10 @@ def read_batches(
             yield from file.iter_batches(batch_size=rows, row_groups=[group], columns=columns)
 
 
-def counted(batches: Iterable[T], what: str, paths: Iterable[Path], size: Callable[[T], int] = len) -> Iterator[T]:
+def counted(batches: Iterable[T], what: str, paths: Iterable[Path], size: Callable[[Any], int] = len) -> Iterator[T]:
     """Batches of what the Parquet files `paths` hold, shown with how many of all their rows are dealt with."""
     total = None
-    # What is wrong with a file is told by who reads it.
+    # The reader of a damaged file reports the damage.
     with suppress(pa.ArrowException, OSError):
         total = sum(pq.read_metadata(path).num_rows for path in paths)
     return followed(batches, what, total, size)

@@ -1,4 +1,4 @@
-"""Locks that end with the process that holds them, and name it to others."""
+"""Locks that name their holder and end with the process that holds them."""
 
 import logging
 import os
@@ -21,19 +21,19 @@ def exclusive(lock: Path, doing: str, patience: float = 0.0) -> Iterator[None]:
     # Importing it takes 0.1 s, and few commands hold a lock.
     from filelock import FileLock, Timeout
 
-    held = FileLock(lock, timeout=patience, poll_interval=0.5, fallback_to_soft=False)
+    file_lock = FileLock(lock, timeout=patience, poll_interval=0.5, fallback_to_soft=False)
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        held.acquire()
+        file_lock.acquire()
     except Timeout:
         cause = f"another process ({lock.read_text().strip() or 'unknown'}) {doing}"
         raise DemixError(lock.parent, cause, "wait until it ends, or end it, then rerun") from None
     except (OSError, NotImplementedError) as error:
         log.warning("%s: no lock here (%s); see to it that no second process %s", lock, error, doing)
     try:
-        # On a full disk nobody is told who holds the lock, and that is all.
+        # On a full disk the lock still works; it only lacks the name of its holder.
         with suppress(OSError):
             lock.write_text(f"{os.uname().nodename} {os.getpid()}\n")
         yield
     finally:
-        held.release()
+        file_lock.release()

@@ -1,7 +1,7 @@
 """The seal of a Parquet file: a flipped bit or a missing end is found whatever byte it hits.
 
 Parquet's page checksums leave out page headers and footer. A sealed file holds the sha256 of its own other bytes in its
-key-value metadata, where other readers do not look. A file without a seal (somebody else's) is taken as it is.
+key-value metadata, where other readers do not look. A file of other software has no seal and is accepted unchecked.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 KEY = "demix~digest~"
 BLANK = "0" * 64
 _MARK = KEY.encode() + b"\x18\x40"
-# One of them survives whatever single bit of the key is flipped.
+# A single flipped bit in the key leaves one of the two halves intact.
 _HALVES = (KEY[:6].encode(), KEY[6:].encode())
 _PIECE = 4 << 20
 

@@ -1,4 +1,4 @@
-"""What SLURM's controller says and is told (squeue, scontrol); the accounting, which may be away, is never asked."""
+"""Queries to SLURM's controller (squeue, scontrol). The accounting database may be down and is never queried."""
 
 import logging
 import subprocess
@@ -10,7 +10,7 @@ from demix.errors import DemixError
 log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LOOKS = 2.0
-# A controller that does not answer for so long is given up; the job itself goes on.
+# After this many seconds without an answer the wait is given up; the job itself goes on.
 MOST_SILENCE = 6 * 3600.0
 
 

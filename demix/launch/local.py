@@ -1,4 +1,4 @@
-"""Who trains: this process, several of this machine that are started, watched and ended as one, or a SLURM job."""
+"""Starting a training: in this process, in several processes of this machine, or in a SLURM job."""
 
 import enum
 import os
@@ -22,7 +22,7 @@ from demix.launch.parents import when_ended
 from demix.launch.slurm import run
 from demix.settings import settings_from
 
-# Seconds that ranks have to end by themselves after one has failed, and after they were told to.
+# Seconds that the other ranks have to end by themselves after one rank has failed.
 GRACE = 10.0
 
 
@@ -105,12 +105,12 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
     ended, and DemixError names the one that failed first and why. SIGTERM, SIGUSR2 and SIGINT are passed on to all. If
     this process dies, so do they.
     """
-    # torch takes a second to import: not for who asks for help only.
-    from torch.distributed import TCPStore
+    # Importing torch takes a second, which `--help` must not wait for.
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     logs.mkdir(parents=True, exist_ok=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes: list[subprocess.Popen] = []
+    processes: list[subprocess.Popen[bytes]] = []
     ended: Queue[int] = Queue()
     try:
         # What ranks note when they fail is of this start alone; their logs go on where others ended.
@@ -119,7 +119,7 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
                 environment = {
                     "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks,
                     "DEMIX_NOTES": notes, "DEMIX_LAUNCHER": os.getpid(),
-                    # The store above is everybody's meeting point: no port to guess.
+                    # All ranks meet at the store above, so no free port has to be guessed.
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True",
                 }  # fmt: skip
                 with open(logs / f"rank-{rank}.log", "ab") as log:
@@ -141,18 +141,18 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
             process.wait()
 
 
-def _wait(rank: int, process: subprocess.Popen, ended: "Queue[int]") -> None:
+def _wait(rank: int, process: subprocess.Popen[bytes], ended: "Queue[int]") -> None:
     process.wait()
     ended.put(rank)
 
 
-def _watch(processes: list[subprocess.Popen], ended: "Queue[int]", notes: Path, logs: Path) -> None:
+def _watch(processes: list[subprocess.Popen[bytes]], ended: "Queue[int]", notes: Path, logs: Path) -> None:
     left = set(range(len(processes)))
     while left:
         rank = ended.get()
         left.discard(rank)
         if processes[rank].returncode:
-            # The others lose their connection by this; what they then say is not the cause.
+            # The failure cuts the connections of the other ranks; their errors are not the cause.
             deadline = time.monotonic() + GRACE
             failed = [rank]
             while left and (wait := deadline - time.monotonic()) > 0:
@@ -164,7 +164,7 @@ def _watch(processes: list[subprocess.Popen], ended: "Queue[int]", notes: Path, 
             raise _failure(processes, failed, notes, logs)
 
 
-def _failure(processes: list[subprocess.Popen], failed: list[int], notes: Path, logs: Path) -> DemixError:
+def _failure(processes: list[subprocess.Popen[bytes]], failed: list[int], notes: Path, logs: Path) -> DemixError:
     """The error of the ranks that ended, in the order in which they did."""
     cure = "mend the cause and rerun: training goes on from the last checkpoint"
     killed = [
@@ -188,7 +188,7 @@ def _log(logs: Path, rank: int) -> str:
 
 
 @contextmanager
-def _passing_on(processes: list[subprocess.Popen]) -> Iterator[None]:
+def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
     def pass_on(number: int, _: object) -> None:
         for process in processes:
             if process.poll() is None:
@@ -209,7 +209,7 @@ def watched() -> Iterator[None]:
     if notes is None:
         yield
         return
-    # At once: the other ranks leave too, and nobody is left to save a state for.
+    # Exit at once: all other ranks exit too, so no state can be saved.
     when_ended(int(os.environ["DEMIX_LAUNCHER"]), lambda: os._exit(1))
     with noting(Path(notes), int(os.environ["RANK"])):
         yield

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from demix.errors import DemixError
 from demix.launch.job import TrainingJob
@@ -21,7 +22,7 @@ def progress_line(work: TrainingJob, job: str, shown: Mapping[str, str]) -> str:
     why = f" ({shown['Reason']})" if state == "pending" and shown.get("Reason", "None") != "None" else ""
     again = f", queued again {restarts} times" if restarts > 1 else ", queued again once" if restarts else ""
     head = f"job {job} {state}{why}{where}{again}"
-    rows: list[dict] = []
+    rows: list[dict[str, Any]] = []
     if state == "running":
         # Not those of another training in this place.
         with suppress(ValueError, KeyError, OSError):
@@ -35,7 +36,7 @@ def progress_line(work: TrainingJob, job: str, shown: Mapping[str, str]) -> str:
     return f"{head}  step {row['step']}/{work.steps}  loss {row['loss']:.3f}  {rate:.0f} tokens/s  {left} left"
 
 
-def last_rows(checkpoints: Path, since: float, most: int = 20) -> list[dict]:
+def last_rows(checkpoints: Path, since: float, most: int = 20) -> list[dict[str, Any]]:
     """The last rows of the metrics file that a training has written to since a time, seconds since 1970.
 
     Raises OSError where it has just been removed, as it is at the end.

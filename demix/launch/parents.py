@@ -1,4 +1,4 @@
-"""What becomes of a process when the one that started it is killed: it ends too, rather than run on unseen."""
+"""Ending a process when the process that started it has been killed."""
 
 import os
 import select
@@ -20,7 +20,7 @@ orphaned = threading.Event()
 
 def end_with_snakemake() -> None:
     """In a job of snakemake: send this process SIGTERM, at which training saves its state, when snakemake is gone."""
-    # For this process alone: what it starts it ends itself, and a SLURM job is to outlive it.
+    # Child processes must not inherit the variable: this process ends its own children, and a SLURM job outlives it.
     pid = os.environ.pop(VARIABLE, "")
     if pid.isdigit():
         is_job.set()
@@ -28,7 +28,7 @@ def end_with_snakemake() -> None:
 
 
 def terminate() -> None:
-    """Send this process SIGTERM, because nobody waits for it any more."""
+    """Send this process SIGTERM, because the process that waited for it has ended."""
     orphaned.set()
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# After the first rank has ended: seconds for the others to say what they saw.
+# Seconds that the other ranks have to report their errors after the first rank has ended.
 SECONDS_FOR_THE_OTHERS = 30
 # What the first rank's log says at each start of the job.
 START = "demix: start"
@@ -44,7 +44,7 @@ class Rank:
         job, restarts = environment.raw_job_id, int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         rank, done = environment.global_rank, self.finished / "done.json"
         if done.exists():
-            # Told to stop after all was done, and queued again for it.
+            # The training had finished when the signal to stop requeued the job.
             return
         if rank == 0:
             print(f"{START} {restarts} of job {job}", file=sys.stderr, flush=True)

@@ -32,13 +32,14 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_BETWEEN_LINES = 15.0
-# In these a job has ended, unless it is queued again in a moment. Of whatever else there is it may come to something.
+# A job in one of these states has ended, unless SLURM is about to queue it again. In any other state it may still run.
 FINAL = {
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY",
     "REVOKED", "LAUNCH_FAILED", "gone",
 }  # fmt: skip
-# For so many looks one has to be in such a state before it is believed; results may take time to be seen here.
-LOOKS, LOOKS_FOR_RESULTS = 6, 30
+# A final state counts only after this many polls in a row: SLURM may queue the job again, and a shared file system may
+# show the results late.
+POLLS, POLLS_FOR_RESULTS = 6, 30
 
 
 def run(work: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], None]) -> None:
@@ -49,7 +50,7 @@ def run(work: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], No
     the process that started this one, leave the job or cancel it as `cluster.on_interrupt` says.
     """
     with _alone(work.checkpoints), _interruptible():
-        for left in reversed(range(cluster.retries + 1)):
+        for retries_left in reversed(range(cluster.retries + 1)):
             if _is_finished(work):
                 break
             job = find(work)
@@ -57,20 +58,20 @@ def run(work: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], No
                 break
             if job is None:
                 job = submit(work, cluster, entry)
-                _say(work, f"submitted job {job}")
+                _print_line(work, f"submitted job {job}")
             else:
-                _say(work, f"goes on in job {job}, which was submitted before")
+                _print_line(work, f"goes on in job {job}, which was submitted before")
             try:
                 _wait(work, job)
             except _InterruptedError as interrupted:
                 error = _interruption(job, cluster, str(interrupted))
                 # An interrupted snakemake shows no logs.
-                _say(work, str(error))
+                _print_line(work, str(error))
                 raise error from None
             except MishapError as mishap:
-                if not left:
+                if not retries_left:
                     raise
-                _say(work, f"{mishap}. Submitting it again, {left} times at most")
+                _print_line(work, f"{mishap}. Submitting it again, {retries_left} times at most")
         _collect(work)
 
 
@@ -79,11 +80,11 @@ def submit(work: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]],
     import submitit
 
     for other in work.checkpoints.glob("finished-*"):
-        # Never what this training itself may have left.
+        # The results of this same training must survive.
         if other != work.finished:
             shutil.rmtree(other, ignore_errors=True)
     executor = _executor(work, cluster)
-    # Between the job and the note of it nothing may come.
+    # A signal between the submission and the note would lose the job.
     waiting = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with submitit.helpers.clean_env():
@@ -119,7 +120,7 @@ def find(work: TrainingJob) -> str | None:
         if not ending:
             break
         if not said:
-            _say(work, f"job {ending[0]} is ending (COMPLETING): waiting until SLURM has cleared it")
+            _print_line(work, f"job {ending[0]} is ending (COMPLETING): waiting until SLURM has cleared it")
             said = True
         time.sleep(SECONDS_BETWEEN_LOOKS)
     with suppress(DemixError):
@@ -150,7 +151,7 @@ def _executor(work: TrainingJob, cluster: Cluster) -> "submitit.SlurmExecutor":
         ) from None
     asked = {
         "mem": f"{cluster.memory_mb * per_node}M",
-        # One of a name at a time, whoever submits it.
+        # SLURM runs only one job of this name at a time.
         "dependency": "singleton",
         "qos": cluster.qos,
         "account": cluster.account,
@@ -167,7 +168,7 @@ def _executor(work: TrainingJob, cluster: Cluster) -> "submitit.SlurmExecutor":
         setup=list(cluster.setup),
         srun_args=[
             f"--cpus-per-task={work.threads}",
-            # All ranks say what they saw before the rest is ended.
+            # Every rank gets time to report its own error before SLURM ends it.
             "--kill-on-bad-exit=0",
             f"--wait={SECONDS_FOR_THE_OTHERS}",
         ],
@@ -186,14 +187,14 @@ def _wait(work: TrainingJob, job: str) -> None:
         state = shown.get("JobState", "gone")
         final = final + 1 if state in FINAL else 0
         if final > 1 and _is_finished(work):
-            _say(work, f"job {job} has finished")
+            _print_line(work, f"job {job} has finished")
             return
-        if final == (LOOKS_FOR_RESULTS if state in ("COMPLETED", "gone") else LOOKS):
+        if final == (POLLS_FOR_RESULTS if state in ("COMPLETED", "gone") else POLLS):
             raise failure(work, job, state, int(shown.get("Restarts", "0")))
         line = progress_line(work, job, shown)
         now = time.monotonic()
         if line != said and (now - last_line > SECONDS_BETWEEN_LINES or line.split("  ")[0] != said.split("  ")[0]):
-            _say(work, line)
+            _print_line(work, line)
             said, last_line = line, now
         time.sleep(SECONDS_BETWEEN_LOOKS)
 
@@ -201,7 +202,7 @@ def _wait(work: TrainingJob, job: str) -> None:
 def _is_finished(work: TrainingJob) -> bool:
     """Whether all files that the job left are here."""
     with suppress(DemixError, OSError, KeyError, AttributeError):
-        # Of a folder on another machine this has the listing looked at again.
+        # Listing the folder makes NFS refresh its cache.
         os.listdir(work.finished)
         sizes = read_json(work.finished / "done.json")["files"]
         return all((work.finished / name).stat().st_size == size for name, size in sizes.items())
@@ -223,7 +224,7 @@ def _collect(work: TrainingJob) -> None:
 
 
 class _InterruptedError(BaseException):
-    """A signal came, or nobody waits any more."""
+    """A signal arrived, or the process that waited for this one has ended."""
 
 
 def _interruption(job: str, cluster: Cluster, cause: str) -> DemixError:
@@ -239,18 +240,18 @@ def _interruption(job: str, cluster: Cluster, cause: str) -> DemixError:
 @contextmanager
 def _interruptible() -> Iterator[None]:
     """Signals, and the end of the process that started this one, raise _InterruptedError."""
-    # nohup and `&` have some of them ignored, and mean it.
+    # nohup and `&` ignore some signals on purpose.
     numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     done = threading.Event()
 
     def interrupt(number: int, _: object) -> None:
-        # Once: what is done about it must not be interrupted in its turn.
+        # A second signal must not interrupt the handling of the first.
         for other in numbers:
             signal.signal(other, signal.SIG_IGN)
         raise _InterruptedError("who waited for it has ended" if orphaned.is_set() else signal.Signals(number).name)
 
     before = {number: signal.signal(number, interrupt) for number in numbers}
-    # A job of snakemake has that to end with already.
+    # A job of snakemake already ends with snakemake.
     if len(numbers) == len(SIGNALS) and not is_job.is_set():
         when_ended(os.getppid(), lambda: None if done.is_set() else terminate())
     try:
@@ -265,15 +266,15 @@ def _interruptible() -> Iterator[None]:
 
 @contextmanager
 def _alone(checkpoints: Path) -> Iterator[None]:
-    """Only one process waits for a training: of one whose snakemake was killed it takes moments to notice."""
+    """Let only one process wait for a training; a process whose snakemake was killed ends a few seconds later."""
     with exclusive(checkpoints / "waiting.lock", "waits for this training", patience=30.0):
         yield
 
 
-def _say(work: TrainingJob, line: str) -> None:
-    """To the terminal, which shows the standard output of a job of snakemake; errors go to its log."""
+def _print_line(work: TrainingJob, line: str) -> None:
+    """Print a line to standard output, which snakemake shows on the terminal; standard error goes to the log."""
     try:
         print(f"{work.checkpoints.name}: {line}", flush=True)
     except OSError:
-        # The terminal is gone; what is left in the buffer must not fail at the end.
+        # The terminal is gone. Flushing the buffer at exit must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.config.systems import System
+from demix.config.evaluated import System
 from demix.report import read
 from demix.report.read import evaluations, novel_domains, perplexities, training_domains
 

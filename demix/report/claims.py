@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from demix.config.systems import System
+from demix.config.evaluated import System
 from demix.files import write_text
 from demix.report import read
 from demix.report.all_tables import scale_note

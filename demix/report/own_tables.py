@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.config.systems import System
+from demix.config.evaluated import System
 from demix.report import read
 from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.cells import INTERVAL_NOTE, POSTERIOR_MIXTURES, kinds_of_domains, lowest, mean_of, percent

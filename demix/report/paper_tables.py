@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.config.systems import System
+from demix.config.evaluated import System
 from demix.report import read
 from demix.report.cells import (
     ORACLE_NOTE,

@@ -7,17 +7,8 @@ from typing import Any
 import pandas as pd
 
 from demix.config import systems
-from demix.config.systems import (
-    KINDS,
-    System,
-    adapted,
-    adapted_model,
-    left_out,
-    model_rows,
-    removal_model,
-    systems_of,
-    trained_without,
-)
+from demix.config.evaluated import System, systems_of
+from demix.config.systems import KINDS, adapted, adapted_model, left_out, model_rows, removal_model, trained_without
 from demix.errors import DemixError
 from demix.files import read_json, read_json_lines, read_parquet
 

@@ -16,8 +16,8 @@ from scipy.stats import bootstrap
 from typer.testing import CliRunner
 
 from demix.commands.main import app
-from demix.config.systems import bases, compared
-from demix.config.systems import evaluated as evaluated_tables
+from demix.config.evaluated import bases, compared
+from demix.config.evaluated import evaluated as evaluated_tables
 from demix.data.tokenizer import Tokenizer, byte_lengths, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
 from demix.evaluate.domain import COLUMNS, Evaluation, Outputs, evaluate_domain, join

@@ -6,14 +6,12 @@ from pathlib import Path
 from demix.config.check import complete
 from demix.config.rules import RunRules, as_json, given, source_files, swept_rates
 from demix.config.run import refuse_other_format
+from demix.config.evaluated import bases, compared, evaluated
 from demix.config.sections import AdaptationRecipe, MixingRecipe, ScoringRecipe, taken
 from demix.config.systems import (
     adaptations,
     adapted,
     adapted_model,
-    compared,
-    bases,
-    evaluated,
     left_out,
     planned,
     removal_model,

@@ -3,8 +3,8 @@
 import numpy as np
 from scipy.special import log_softmax, logsumexp
 
+from demix.config.evaluated import METHODS
 from demix.config.sections import DECAY
-from demix.config.systems import METHODS
 from demix.errors import DemixError
 from demix.evaluate.mix.priors import log_prior_path
 from demix.evaluate.mix.rules import Chunk, PriorAlone, WeightsRule, weights_rule
