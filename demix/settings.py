@@ -52,7 +52,7 @@ def _distinct(items: tuple[Any, ...]) -> tuple[Any, ...]:
     return items
 
 
-# YAML's 1.0e6 is no count of anything, true is no number, and .nan no learning rate.
+# Strict types refuse 1.0e6 as a count, true as a number and .nan as a learning rate.
 Integer = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), AllowInfNan(False)]
 Text = Annotated[str, Strict()]

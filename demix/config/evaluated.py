@@ -55,7 +55,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class System:
-    """One way to predict text, a line of the tables: a model, its set of experts and how they are mixed.
+    """One way to predict text, one line of the tables: a model, a set of its experts and a method that mixes them.
 
     `variant` and `top_k` are those of results.parquet: empty and None for what the paper's tables hold.
     """
@@ -138,14 +138,14 @@ def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
 
 
 def bases(config: Mapping[str, Any]) -> dict[str, System]:
-    """The systems that others are held against, by their names in differences.parquet."""
+    """The baselines of the comparisons, by their names in differences.parquet."""
     rows = model_rows(config)
     found = {name: systems_of(name, rows[name][0])[0] for name in ("dense_unbalanced", "dense") if name in rows}
     return found | {"demix_cached": systems_of("demix", KINDS["demix"])[-1]}
 
 
 def compared(config: Mapping[str, Any], domain: str) -> tuple[System, ...]:
-    """The systems that are held against each of `bases` on `domain`.
+    """The systems that are compared with each of `bases` on `domain`.
 
     The baselines and every method that the paper's tables set beside them, one rule of weights (Tables 3 to 5); all
     experts and the released weights; the removals of Table 7.

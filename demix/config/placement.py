@@ -23,7 +23,7 @@ class Placement:
 def place(
     kind: Kind | str, domains: Sequence[str], sequences: int, ranks: int, replicas: Mapping[str, int] | None = None
 ) -> tuple[Placement, ...]:
-    """What each rank trains of a model of `kind` on `domains`, with `sequences` of each domain a step.
+    """What each rank trains of a model of `kind` on `domains`, with `sequences` of each domain per step.
 
     Where a step is drawn by domain the ranks part the domains' experts; otherwise there is one expert, and all
     sequences of a step are cut among all ranks. Raises DemixError that says which numbers of ranks fit.
@@ -37,10 +37,10 @@ def place(
 def place_experts(
     domains: Sequence[str], sequences: int, ranks: int, replicas: Mapping[str, int] | None = None
 ) -> tuple[Placement, ...]:
-    """What each rank trains of the experts of `domains`, with `sequences` a step for each.
+    """What each rank trains of the experts of `domains`, with `sequences` per step for each.
 
     Either the ranks are a multiple of the domains (replicas of each expert), or the domains of the ranks (several
-    experts a rank), or `replicas` gives some domains more ranks than the one that the others have. Raises DemixError
+    experts per rank), or `replicas` gives some domains more ranks than the one that the others have. Raises DemixError
     that says which numbers fit.
     """
     count = len(domains)

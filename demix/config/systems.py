@@ -1,8 +1,8 @@
 """What the models of a run are: the one table that rules, plan, evaluation, report and tracking read.
 
 A row of the config's `models` is trained once per seed, and once more without each domain of `removal`; `adaptation`
-makes experts or models out of it. Each of these is a `Model` or an `Adaptation` here, and its name is made here alone:
-nobody else takes a name apart.
+makes experts or models out of it. Each of these is a `Model` or an `Adaptation` here, and this
+module alone makes and parses its name.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ KINDS = {
         Kind("domain_token", "+ Domain Token", "none", "mixed", domain_tokens=True),
     )
 }
-# Rows on which others rest: DEMix is what is judged, the dense model is what it is held against.
+# Rows on which others rest: DEMix is the model under test, the dense model is its baseline.
 KEPT = ("demix", "dense")
 
 
@@ -54,9 +54,9 @@ KEPT = ("demix", "dense")
 class Model:
     """A trained model: its folder models/<name>, and metrics/<name>.jsonl.
 
-    `row` is what results call it, whatever its seed, and `base` the row of the config's `models` that it is trained by.
-    `domains` are those it learns from, in order; `settings` are the
-    config's section `training` with the row's own values (of an adapted model: the section `adaptation`). `removed` is
+    `row` is its name in results, the same for every seed, and `base` the row of the config's
+    `models` that it is trained by. `domains` are those it learns from, in order; `settings` are the config's section
+    `training` with the row's own values (of an adapted model: the section `adaptation`). `removed` is
     the domain that it is trained without, `adapted_to` the novel domain that the model `parent` was adapted to.
     `scored` are the domains that it is scored on, `splits` their splits.
     """
@@ -156,7 +156,7 @@ def novel_domains(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def further_seeds(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The seeds with which a run trains its models once more."""
+    """The additional seeds with which a run trains its models again."""
     return tuple(seed for seed in config.get("seeds") or () if seed != config["seed"])
 
 

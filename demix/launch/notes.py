@@ -35,7 +35,7 @@ def noting(folder: Path, rank: int) -> Iterator[None]:
     except BaseException as error:
         message = str(error).splitlines()[0] if str(error) else repr(error)
         note = Failure(rank, socket.gethostname(), message, isinstance(error, DemixError), time.time())
-        # On a full disk the error itself is what matters.
+        # On a full disk the note is lost; the error itself must still be raised.
         with suppress(DemixError):
             write_json(folder / f"rank-{rank}.json", asdict(note))
         raise
@@ -48,7 +48,7 @@ def first_failure(folder: Path, killed: Sequence[Failure]) -> Failure | None:
     """
     noted: dict[int, Failure] = {}
     for path in folder.glob("rank-*.json"):
-        # A note that cannot be read tells nothing; the others still do.
+        # An unreadable note must not hide the other notes.
         with suppress(DemixError, TypeError):
             note = Failure(**read_json(path))
             noted[note.rank] = note

@@ -24,7 +24,7 @@ def progress_line(work: TrainingJob, job: str, shown: Mapping[str, str]) -> str:
     head = f"job {job} {state}{why}{where}{again}"
     rows: list[dict[str, Any]] = []
     if state == "running":
-        # Not those of another training in this place.
+        # Rows from before the start belong to another training in this folder.
         with suppress(ValueError, KeyError, OSError):
             rows = last_rows(work.checkpoints, datetime.fromisoformat(shown["StartTime"]).timestamp())
     steps = [row for row in rows if "loss" in row]
