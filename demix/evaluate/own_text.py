@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from demix.config.sections import DECAY
 from demix.config.evaluated import METHODS
+from demix.config.sections import DECAY
 from demix.data.anonymize import anonymize_documents
 from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.sources import Source, download

@@ -4,17 +4,8 @@ from typing import Any
 
 import pytest
 
-from demix.config.systems import (
-    KINDS,
-    adaptations,
-    bases,
-    compared,
-    evaluated,
-    planned,
-    scoring_jobs,
-    systems_of,
-    trained,
-)
+from demix.config.evaluated import bases, compared, evaluated, systems_of
+from demix.config.systems import KINDS, adaptations, planned, scoring_jobs, trained
 from demix.errors import DemixError
 
 TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")
