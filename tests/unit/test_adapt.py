@@ -14,7 +14,7 @@ from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.parent import choose_parent, own_dev_losses
 from demix.evaluate.score import Scoring, score
-from demix.files import read_json, read_json_lines, sha256_file
+from demix.files import read_json, read_json_lines, sha256_file, write_json
 from demix.model.checkpoint import expert_names, load_model
 from demix.model.scoring import log_probabilities
 from demix.train.adapt import adapt_dense, adapt_expert
@@ -111,7 +111,7 @@ def test_scoring_refuses_another_tokenizer(tokens: Path, trained: Path, tmp_path
     for path in (trained / "dense").rglob("*"):
         if path.is_file():
             (other / path.relative_to(trained / "dense")).write_bytes(path.read_bytes())
-    (other / "model.json").write_text(json.dumps(description | {"tokenizer_sha256": "0" * 64}))
+    write_json(other / "model.json", description | {"tokenizer_sha256": "0" * 64})
     with pytest.raises(DemixError, match="another tokenizer"):
         score(
             other,
