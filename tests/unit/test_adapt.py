@@ -134,7 +134,10 @@ def test_adaptation_on_several_ranks_is_that_of_one(tokens: Path, trained: Path,
     for number in (1, 2, 4):
         folder = tmp_path / str(number)
         more = ["--output", folder / "model", "--metrics", folder / "m.jsonl", "--checkpoints", folder / "checkpoints"]
-        subprocess.run([*command, *map(str, more), "--ranks", str(number)], check=True, capture_output=True)
+        if number == 1:
+            train_here([*command, *map(str, more)])
+        else:
+            subprocess.run([*command, *map(str, more), "--ranks", str(number)], check=True, capture_output=True)
         rows = read_json_lines(folder / "m.jsonl")
         found.append([value for row in rows for key, value in row.items() if "loss" in key or key == "step"])
     assert len(found[0]) > 40
