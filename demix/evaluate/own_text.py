@@ -1,4 +1,4 @@
-"""A text of one's own under every expert and every mixture of a model, in one command."""
+"""The evaluation of a user's own text under every expert and every mixture of a model."""
 
 import glob
 import math
@@ -28,14 +28,15 @@ from demix.progress import progress
 if TYPE_CHECKING:
     import rich.table
 
-# The paper's number of dev blocks for the cached prior.
+# The number of dev blocks that the paper uses for the cached prior.
 DEV_BLOCKS = 100
+# A file with any other suffix is one document of plain text.
 STRUCTURED = {".parquet", ".jsonl", ".json", ".csv", ".txt", ".zip", ".tar", ".tgz", ".gz", ".zst"}
 
 
 @dataclass(frozen=True)
 class Line:
-    """One way to predict the text: an expert's name or a method, its perplexity, and its bits per byte of UTF-8."""
+    """The perplexity of the text, and its bits per byte of UTF-8, under one expert or one mixing method (`name`)."""
 
     name: str
     perplexity: float
@@ -44,9 +45,10 @@ class Line:
 
 @dataclass(frozen=True)
 class ExpertLine(Line):
-    """One expert alone, and what it had to say in the mixture with an updating prior.
+    """The figures of one expert alone, and its weights in the mixture with the updating prior.
 
-    `weight` is the mean of its weights over all tokens, `posterior` its updating prior after the text (paper, Eq. 7).
+    `weight` is the mean of the expert's weight over all tokens. `posterior` is the expert's updating prior after the
+    text (paper, Eq. 7).
     """
 
     weight: float
@@ -55,7 +57,7 @@ class ExpertLine(Line):
 
 @dataclass(frozen=True)
 class OwnText:
-    """What `evaluate_text` found: sizes of the text, its mixtures (none for a model of one expert), its experts."""
+    """The result of `evaluate_text`: sizes of the text, and figures of mixtures (none for one expert) and experts."""
 
     model: str
     documents: int
@@ -67,25 +69,26 @@ class OwnText:
 
 
 def run_tokenizer(model: Path) -> Path:
-    """The tokenizer.json of the run that `model` lies in, results/<run>/models/<model>, or one in the model itself."""
+    """The tokenizer.json in the folder `model`, or that of its run: `model` is results/<run>/models/<model>."""
     places = [model / "tokenizer.json", model.resolve().parent.parent / "tokenizer.json"]
     for place in places:
         if place.is_file():
             return place
-    raise DemixError(model, "has no tokenizer.json near it", "name the run's with --tokenizer")
+    raise DemixError(model, "has no tokenizer.json, nor has its run", "name the run's tokenizer.json with --tokenizer")
 
 
 def evaluate_text(model: Path, text: Path, tokenizer: Path, dev: Path | None = None) -> OwnText:
     """Perplexity and bits per byte of `text` under each expert of `model` and under each method that mixes them.
 
-    The text is read, tokenized and cut into blocks as a domain's is, but not anonymized; the file of a format that no
-    domain could have is one document of plain text. All experts score it in one pass. Weights are `history`, the
-    decay is DECAY. With `dev`, a text of the same kind, there is a cached prior too, from its first DEV_BLOCKS
-    blocks. Raises DemixError where a file is missing, holds no text or belongs to another tokenizer.
+    The text is read, tokenized and cut into blocks like the text of a domain, but it is not anonymized. A file whose
+    format is not among STRUCTURED is one document of plain text. All experts score the text in one pass. Mixtures use
+    `history` weights and the decay DECAY. With `dev`, a text from the same domain, the mixtures include the cached
+    prior of its first DEV_BLOCKS blocks. Raises DemixError if a file is missing or holds no text, or if the tokenizer
+    is not the model's.
     """
     for file in (tokenizer, text, *([dev] if dev else [])):
         if not file.is_file():
-            raise DemixError(file, "is missing", "mend its name")
+            raise DemixError(file, "is missing", "correct its name")
     refuse_other_tokenizer(model, tokenizer, digest(read_json(tokenizer)))
     loaded = load_experts(model)
     names = columns_of(loaded)
@@ -120,7 +123,7 @@ def evaluate_text(model: Path, text: Path, tokenizer: Path, dev: Path | None = N
 def _scored(
     trunks: Sequence[GPT], text: Path, tokenizer: Path, limit: int | None = None
 ) -> tuple[TokenShard, np.ndarray, np.ndarray]:
-    """The tokens of a text, its scores [B, T, E] in nats (0 at padding) and mask [B, T]."""
+    """The token shard of a text, its scores [B, T, E] in nats (0 at padding) and its mask [B, T]."""
     nothing = DemixError(text, "holds no text", "name a file that holds some")
     if not text.stat().st_size:
         raise nothing
@@ -139,33 +142,33 @@ def _scored(
         raise nothing
     inputs, targets, mask = blocks(shard, trunks[0].architecture.context, limit)
     with progress(f"{text.name}: tokens", len(trunks) * int(mask.sum())) as advance:
-        found = trunk_log_probabilities(trunks, inputs, targets, mask, advance=advance)
-    scores = np.zeros((*mask.shape, len(found)))
-    scores[mask] = found.T
+        log_p = trunk_log_probabilities(trunks, inputs, targets, mask, advance=advance)
+    scores = np.zeros((*mask.shape, len(log_p)))
+    scores[mask] = log_p.T
     return shard, scores, mask
 
 
-def tables(found: OwnText) -> list["rich.table.Table"]:
-    """The mixtures, and the experts from the best on, for the terminal; the lowest perplexity of each in bold."""
+def tables(result: OwnText) -> list["rich.table.Table"]:
+    """Tables for the terminal: the mixtures, and the experts, best first. Each has its lowest perplexity in bold."""
     from rich.table import Column, Table
 
     def numbers(*heads: str) -> list[Column]:
-        # A table keeps its cells in its columns.
+        # A Column holds the cells of its table, so each table needs new columns.
         return [Column(head, justify="right") for head in ("perplexity", "bits per byte", *heads)]
 
-    size = f"{found.tokens:,} tokens, {found.bytes:,} bytes, {found.documents:,} documents, {found.blocks:,} blocks"
+    size = f"{result.tokens:,} tokens, {result.bytes:,} bytes, {result.documents:,} documents, {result.blocks:,} blocks"
     mixtures = Table("method", *numbers(), title=size, title_justify="left")
-    least = min((line.perplexity for line in found.mixtures), default=None)
-    for line in found.mixtures:
+    least = min((line.perplexity for line in result.mixtures), default=None)
+    for line in result.mixtures:
         mixtures.add_row(*_cells(line), style="bold" if line.perplexity == least else None)
-    several = len(found.experts) > 1
+    several = len(result.experts) > 1
     shown = numbers("weight", "posterior") if several else numbers()
     experts = Table("expert", *shown, title=None if several else size, title_justify="left")
-    for line in sorted(found.experts, key=lambda line: line.perplexity):
+    for line in sorted(result.experts, key=lambda line: line.perplexity):
         shares = [f"{line.weight:.3f}", f"{line.posterior:.3f}"] if several else []
         experts.add_row(*_cells(line), *shares, style="bold" if several and not experts.rows else None)
     if several:
-        experts.caption = "weight: mean over all tokens, updating prior; posterior: after the last block"
+        experts.caption = "weight: mean over all tokens with the updating prior; posterior: prior after the last block"
         experts.caption_justify = "left"
     return [mixtures, experts] if several else [experts]
 

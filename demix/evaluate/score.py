@@ -1,4 +1,4 @@
-"""Scoring: one log-probability per token and expert, once per (model, expert, domain, split)."""
+"""Scoring: the log-probability of each token under each expert, computed once per (model, expert, domain, split)."""
 
 import hashlib
 import json
@@ -28,23 +28,25 @@ log = logging.getLogger(__name__)
 
 @settings(kw_only=True)
 class Scoring(ScoringRecipe):
-    """How much of each split is scored: the first blocks of dev, the first tokens of test (null: all)."""
+    """How scores are computed, and for which part of a split: the first blocks of dev, the first tokens of test."""
 
     threads: Threads
 
     def limit(self, split: str, length: int) -> int | None:
-        """The most tokens of `split` to score with blocks of `length`."""
+        """The maximum number of tokens of `split` to score, with blocks of `length` tokens; None stands for all."""
         return self.dev_blocks * length if split == "dev" else self.test_tokens
 
 
 def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring: Scoring, output: Path) -> None:
-    """Score the named experts of the model in `directory` on token shards tokens/<domain>/<split>.arrow.
+    """Score the named experts of the model in `directory` on the token shards tokens/<domain>/<split>.arrow.
 
-    Writes output/<domain>.<split>/<expert>.parquet and tokens.parquet beside. For a domain-token model the
-    names are its domain tokens. Raises DemixError when model and shards differ in their tokenizer, or a split is empty.
+    Writes output/<domain>.<split>/<expert>.parquet and tokens.parquet in the same folder. For a domain-token model,
+    `experts` are the domain tokens. Raises DemixError if model and shards have different tokenizers, or a split is
+    empty.
 
-    A split is scored a row group at a time. Each is kept, until the last split is written, in a folder that is no
-    rule's output: started again after a kill, the same command scores what is missing and leaves the same bytes.
+    A split is scored one row group at a time. Scored row groups stay in a hidden folder, which is no rule's output,
+    until the last split is written. After a kill, the same command scores only the missing row groups and writes the
+    same bytes.
     """
     set_threads(scoring.threads)
     dtype = compute_type(scoring.precision)
@@ -52,7 +54,9 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
     domain_tokens = tuple(description["domain_tokens"])
     trunks = [trunk.to(own_device()) for trunk in load_experts(directory, None if domain_tokens else experts)]
     if domain_tokens and domain_tokens != experts:
-        raise DemixError(directory, f"has the domain tokens {', '.join(domain_tokens)}", "score all of them, in order")
+        raise DemixError(
+            directory, f"has the domain tokens {', '.join(domain_tokens)}", "score all of them, in this order"
+        )
     hashes = {name: expert_lineage(directory, name)["sha256"] for trunk in trunks for name in trunk.experts}
     length, device = trunks[0].architecture.context, trunks[0].token_embedding.device
     folders = []
@@ -66,7 +70,7 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
         if not len(ids):
             raise DemixError(path, "holds no token to score", "give the domain more words, or raise the limit")
         sha256 = tokens_sha256(ids)
-        # All that decides the bits of a score.
+        # Everything on which the bits of a score depend.
         origin = {
             "model": digest(description),
             "experts": hashes,
@@ -81,7 +85,7 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
         }
         fingerprint = hashlib.sha256(json.dumps(origin).encode()).hexdigest()
         place = output / f"{domain}.{split}"
-        # No two jobs write the same column, so the first one's name tells their folders apart.
+        # No two jobs write the same column, so the name of a job's first column makes its folder unique.
         folder = place / f".{experts[0]}.pieces"
         folders.append(folder)
         groups = row_groups(len(ids), length)
@@ -111,8 +115,10 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
         fsync(place)
         log.info("%s %s: %d tokens under %d experts", domain, split, len(ids), len(experts))
         if len(missing) < len(pieces):
-            log.info("%s %s: %d of %d pieces had been scored", domain, split, len(pieces) - len(missing), len(pieces))
-    # Not before: a job that is killed in its last split loses the tables of all others.
+            log.info(
+                "%s %s: %d of %d pieces were already scored", domain, split, len(pieces) - len(missing), len(pieces)
+            )
+    # Snakemake removes all outputs of a killed job, so the pieces stay until every split is written.
     for folder in folders:
         shutil.rmtree(folder)
 
@@ -124,7 +130,7 @@ def _device(device: torch.device) -> str:
 
 
 def _is_piece(path: Path, fingerprint: str, tokens: int) -> bool:
-    """Whether a whole piece of so many tokens lies there, undamaged and of this fingerprint."""
+    """Whether `path` is an undamaged piece with this number of tokens and this fingerprint."""
     try:
         table = read_parquet(path)
     except DemixError:

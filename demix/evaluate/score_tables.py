@@ -1,4 +1,4 @@
-"""Score tables on disk: `scores/<model>/<domain>.<split>/<expert>.parquet` and `tokens.parquet` beside them."""
+"""Score tables on disk: `<expert>.parquet` and `tokens.parquet` in `scores/<model>/<domain>.<split>/`."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,15 +12,16 @@ from demix.errors import DemixError
 from demix.files import parquet_reader, read_parquet
 from demix.files.batches import read_batches, write_batches
 
-# About so many make a row group: little to hold in memory under every expert, and to score again after a kill.
+# The approximate size of a row group: small in memory under all experts, and quick to score again after a kill.
 ROW_GROUP_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """The scores of one split under some experts, cut into blocks.
+    """The scores of one split under E experts, cut into blocks.
 
-    scores [B, T, E] float64 nats, 0 at padding; mask [B, T] bool; sha256 of the token ids scored.
+    `scores` [B, T, E] are float64 log p in nats, 0 at padding. `mask` [B, T] is False at padding. `sha256` is the hash
+    of the scored token ids.
     """
 
     scores: np.ndarray
@@ -31,22 +32,23 @@ class ScoreTable:
 
     @property
     def tokens(self) -> int:
-        """How many tokens were scored."""
+        """The number of scored tokens."""
         return int(self.mask.sum())
 
     def select(self, experts: Sequence[str]) -> "ScoreTable":
-        """The same table with these experts' columns only."""
+        """The table with the columns of `experts` only, in this order."""
         columns = [self.experts.index(expert) for expert in experts]
         return ScoreTable(self.scores[..., columns], self.mask, tuple(experts), self.documents, self.sha256)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Some consecutive blocks of a split.
+    """Consecutive blocks of a split.
 
-    scores [B, T, E] float64 nats, 0 at padding, in memory [B, E, T]; mask [B, T] bool; of the real tokens [N] their
-    ids and the numbers of their documents, which do not fall. `beside` has other values of each token [B, T, C] by
-    name, 0 at padding, laid out as the scores are.
+    `scores` [B, T, E] are float64 log p in nats, 0 at padding; their memory layout is [B, E, T]. `mask` [B, T] is False
+    at padding. `tokens` [N] and `documents` [N] are the ids and the non-decreasing document numbers of the N tokens
+    that are not padding. `beside` has other values of each token by name, [B, T, C], 0 at padding, in the layout of
+    `scores`.
     """
 
     scores: np.ndarray
@@ -58,22 +60,22 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Beside:
-    """C columns of a Parquet file with one row for each scored token, and the tokens' `tokens_sha256` in its footer."""
+    """C columns of a Parquet file with one row per scored token. The file's footer holds their `tokens_sha256`."""
 
     path: Path
     columns: tuple[str, ...]
 
 
 def row_groups(tokens: int, length: int) -> list[tuple[int, int]]:
-    """From which token to which each row group of a split goes: whole blocks of `length`, whatever the experts."""
+    """The (first, last + 1) tokens of each row group of a split: whole blocks of `length`, for any experts."""
     size = length * max(1, ROW_GROUP_TOKENS // length)
     return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
 def write_tokens(directory: Path, tokens: np.ndarray, offsets: np.ndarray, length: int) -> None:
-    """Write what all score columns of a split share: token ids, block and document numbers.
+    """Write tokens.parquet, which all score columns of a split share: token ids, block and document numbers.
 
-    Documents begin at `offsets`. A file that already holds just this is left as it is.
+    Documents begin at `offsets`. A file that already holds exactly these rows is not written again.
     """
     types = (pa.from_numpy_dtype(tokens.dtype), pa.int32(), pa.int32())
     schema = pa.schema(zip(("token", "block", "document"), types, strict=True), {"length": str(length)})
@@ -90,24 +92,24 @@ def write_tokens(directory: Path, tokens: np.ndarray, offsets: np.ndarray, lengt
 
 
 def _holds(path: Path, schema: pa.Schema, count: int, rows: Callable[[int, int], pa.RecordBatch]) -> bool:
-    """Whether a Parquet file is there, undamaged, with just these rows, whatever its row groups."""
+    """Whether `path` is an undamaged Parquet file with exactly these rows, in row groups of any size."""
     try:
         with parquet_reader(path) as file:
             if file.metadata.num_rows != count or not file.schema_arrow.equals(schema, check_metadata=True):
                 return False
             start = 0
             for number in range(file.num_row_groups):
-                found = file.read_row_group(number)
-                if not found.equals(pa.table(rows(start, start + len(found)))):
+                group = file.read_row_group(number)
+                if not group.equals(pa.table(rows(start, start + len(group)))):
                     return False
-                start += len(found)
+                start += len(group)
             return True
     except DemixError:
         return False
 
 
 def write_scores(path: Path, pieces: Iterable[np.ndarray], metadata: dict[str, str]) -> None:
-    """Write one expert's column, a float32 log-probability in nats per token, of which each piece is a row group."""
+    """Write the column of one expert: float32 log p of each token, in nats. Each piece becomes a row group."""
     schema = pa.schema({"log_probability": pa.float32()}, metadata)
     batches = (pa.record_batch([pa.array(piece.astype(np.float32))], schema=schema) for piece in pieces)
     write_batches(path, schema, batches, use_dictionary=False, column_encoding="BYTE_STREAM_SPLIT")
@@ -116,7 +118,7 @@ def write_scores(path: Path, pieces: Iterable[np.ndarray], metadata: dict[str, s
 def read_scores(directory: Path, experts: Sequence[str]) -> ScoreTable:
     """The columns of `experts` in `scores/<model>/<domain>.<split>/`, padded to whole blocks.
 
-    Raises DemixError as `stream_scores` does.
+    Raises the errors of `stream_scores`.
     """
     chunks = list(stream_scores(directory, experts))
     return ScoreTable(
@@ -134,11 +136,10 @@ def stream_scores(
     at_once: int = 1 << 14,
     beside: Mapping[str, Beside] | None = None,
 ) -> Iterator[Blocks]:
-    """The same in the order of the text, some blocks at a time: an even number of about `at_once` tokens.
+    """The columns of `experts` in the order of the text: an even number of blocks at a time, about `at_once` tokens.
 
-    The columns of `beside` come with the scores of the same tokens. Raises DemixError when a column was scored with
-    other shared weights than the columns before it or, after the last block, when a file is of other tokens than the
-    table of tokens holds.
+    The columns of `beside` come with the scores of the same tokens. Raises DemixError if two columns were scored with
+    different shared weights or, after the last block, if a file belongs to other tokens than those of tokens.parquet.
     """
     beside = beside or {}
     paths = [directory / f"{expert}.parquet" for expert in experts]
@@ -154,7 +155,7 @@ def stream_scores(
         if besides[name].rows != footer.rows:
             raise DemixError(table.path, f"is not as long as {directory / 'tokens.parquet'}", "make it again")
     length = int(footer.origin[b"length"])
-    # Even, for the pairs of blocks of the released scorer.
+    # The released scorer works on pairs of blocks, so the number of blocks is even.
     size = 2 * length * max(1, at_once // (2 * length))
     sources = [(path, ["log_probability"]) for path in paths]
     sources += [(table.path, list(table.columns)) for table in beside.values()]
@@ -176,22 +177,22 @@ def stream_scores(
     for name, table in beside.items():
         if besides[name].tokens_sha256 != digest.hexdigest():
             tokens = directory / "tokens.parquet"
-            raise DemixError(table.path, f"is of other tokens than {tokens} holds", "make it again")
+            raise DemixError(table.path, f"belongs to other tokens than {tokens} holds", "make it again")
 
 
 def _in_blocks(columns: Sequence[np.ndarray], blocks: int, length: int) -> np.ndarray:
-    """Columns of one value for each token as [B, T, C] float64, in memory [B, C, T], 0 at padding."""
+    """Columns with one value per token, as [B, T, C] float64 with 0 at padding. Their memory layout is [B, C, T]."""
     count = len(columns[0])
     whole = count // length
-    found = np.zeros((blocks, len(columns), length))
+    filled = np.zeros((blocks, len(columns), length))
     for number, column in enumerate(columns):
-        found[:whole, number] = column[: whole * length].reshape(whole, length)
-        found[whole:, number, : count - whole * length] = column[whole * length :]
-    return found.transpose(0, 2, 1)
+        filled[:whole, number] = column[: whole * length].reshape(whole, length)
+        filled[whole:, number, : count - whole * length] = column[whole * length :]
+    return filled.transpose(0, 2, 1)
 
 
 def scored_sha256(directory: Path, experts: Sequence[str]) -> str:
-    """The hash of the tokens that the columns of `experts` say they were scored on; `stream_scores` checks it."""
+    """The hash of the scored tokens, from the first column's footer. `stream_scores` checks it for every column."""
     return _footer(directory / f"{experts[0]}.parquet").tokens_sha256
 
 
@@ -211,7 +212,7 @@ def _footer(path: Path) -> _Footer:
 
 
 def _pieces(path: Path, names: list[str], size: int) -> Iterator[list[np.ndarray]]:
-    """Columns in pieces of `size` rows, the last shorter, whatever the file's row groups are."""
+    """Columns in pieces of `size` rows (the last may be shorter), for a file with row groups of any size."""
     pending: list[list[np.ndarray]] = [[] for _ in names]
     waiting = 0
     for batch in read_batches(path, names, rows=size):
@@ -230,5 +231,5 @@ def _pieces(path: Path, names: list[str], size: int) -> Iterator[list[np.ndarray
 
 
 def tokens_sha256(tokens: np.ndarray) -> str:
-    """A hash of token ids, whatever their integer type: equal hashes mean comparable numbers."""
+    """A hash of token ids of any integer type. Scores are comparable only where these hashes are equal."""
     return hashlib.sha256(tokens.astype("<u4").tobytes()).hexdigest()

@@ -1,8 +1,9 @@
-"""Text from a mixture of experts, token by token.
+"""Text generation with a mixture of experts, token by token.
 
-Texts are cut into blocks (docs/concepts.md), as in training and scoring. Each block sees one token of the block before
-it. When the context is full, the model starts from the last token alone, and the prior carries the evidence about the
-domain. Generated and given tokens have the probabilities of `demix.evaluate.mix` with `history` weights.
+Texts are cut into blocks (docs/concepts.md), as in training and scoring. When a block fills the model's context, the
+next block starts with the last token as its only context. An updating prior carries the evidence about the domain from
+block to block. Generated and given tokens get the probabilities that `demix.evaluate.mix` computes with `history`
+weights.
 """
 
 import codecs
@@ -24,35 +25,36 @@ from demix.model.merge import parse_weights, prior_weights
 class Posterior:
     """The weights of E experts on B growing texts, cut into blocks of `length` tokens.
 
-    `log_weights` [B, E] float64 are log g of the next token (paper, Eq. 5-6). Each block begins with `log_prior` [E].
-    With `decay` only the first block does, and the priors of later blocks follow the updating rule (paper, Eq. 7).
+    `log_weights` [B, E] float64 are log g, the weights that predict the next token (paper, Eq. 5-6). Without `decay`,
+    every block begins with the prior `log_prior` [E]. With `decay`, only the first block does, and the priors of later
+    blocks follow the updating rule (paper, Eq. 7).
     """
 
     def __init__(self, log_prior: Tensor, length: int, texts: int = 1, decay: float | None = None):
         self.length, self.decay = length, decay
         self.log_weights = log_prior.double().log_softmax(0).expand(texts, -1)
         self._given, self._log_prior = self.log_weights, self.log_weights
-        # Of the block so far, and of all blocks before it.
+        # The evidence of the current block, and the log of the decayed sum of the posteriors of earlier blocks.
         self._evidence, self._total = torch.zeros_like(self.log_weights), torch.full_like(self.log_weights, -torch.inf)
         self.seen = 0
 
     @property
     def room(self) -> int:
-        """The number of tokens that still fit into the block. It is never 0, because a full block ends at once."""
+        """The number of tokens that still fit into the block. It is at least 1, because a full block ends at once."""
         return self.length - self.seen % self.length
 
     def observe(self, scores: Tensor) -> Tensor:
-        """Take log p of the next N tokens [E, B, N]; returns log g that predicted each: [B, N, E]."""
+        """Take log p [E, B, N] of the next N tokens; returns log g [B, N, E], the weights that predicted each token."""
         used = []
         while scores.shape[2]:
-            some, scores = scores[:, :, : self.room], scores[:, :, self.room :]
-            sums = self._evidence[:, None] + some.double().permute(1, 2, 0).cumsum(1)  # [B, n, E]
+            piece, scores = scores[:, :, : self.room], scores[:, :, self.room :]
+            sums = self._evidence[:, None] + piece.double().permute(1, 2, 0).cumsum(1)  # [B, n, E]
             logits = self._log_prior[:, None] + torch.cat([self._evidence[:, None], sums], 1)
             log_weights = logits.log_softmax(-1)
             used.append(log_weights[:, :-1])
             self._evidence, self.log_weights = sums[:, -1], log_weights[:, -1]
-            ends = some.shape[2] == self.room
-            self.seen += some.shape[2]
+            ends = piece.shape[2] == self.room
+            self.seen += piece.shape[2]
             if ends:
                 self._end_block()
         return torch.cat(used, 1) if used else self.log_weights.new_empty(len(self.log_weights), 0, len(self._given[0]))
@@ -65,18 +67,18 @@ class Posterior:
 
 
 class Decoder:
-    """B texts so far as every expert of a model sees them, and the mixture's prediction of their next token.
+    """B growing texts under every expert of a model, and the mixture's prediction of the next token of each text.
 
-    `trunks` hold the E experts together, as `load_experts` gives them. `before` [B] are the tokens before the texts,
-    `posterior` that of the B empty texts. All experts read the same text. The keys and values that each has computed
-    are kept, those of a trunk's first layer once.
+    `trunks` hold the E experts together, as `load_experts` returns them. `before` [B] are the tokens before the texts.
+    `posterior` holds the weights of the experts on the B empty texts. All experts read the same texts. The decoder
+    keeps each expert's keys and values; the experts of a trunk share those of the first layer.
     """
 
     @torch.no_grad()
     def __init__(self, trunks: Sequence[GPT], before: Tensor, posterior: Posterior, dtype: torch.dtype | None = None):
         refuse_domain_tokens(trunks)
         if posterior.length != trunks[0].architecture.context:
-            raise DemixError("posterior", "has blocks of another length than the model's", "give it the context")
+            raise DemixError("posterior", "has a block length other than the model's context", "use the context")
         self.trunks, self.posterior, self.dtype = trunks, posterior, dtype
         self._see(before[:, None].to(self._device), new_block=True)
 
@@ -86,39 +88,43 @@ class Decoder:
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Go on with `tokens` [B, N]: log p of each under every expert [E, B, N], log g that predicted each [B, N, E].
+        """Append `tokens` [B, N] to the texts.
 
-        Both float64 on the CPU.
+        Returns log p [E, B, N] of each token under every expert, and log g [B, N, E], the weights that predicted each
+        token. Both are float64 and on the CPU.
         """
         tokens = tokens.to(self._device)
         scores, weights = [], []
         while tokens.shape[1]:
             room = self.posterior.room
-            some, tokens = tokens[:, :room], tokens[:, room:]
-            first = self._predicted.gather(2, some[None, :, :1].expand(len(self._predicted), -1, -1))
-            ends = some.shape[1] == room
-            # The last token of a block is the first that the next block sees.
-            states = self._see(some[:, :-1] if ends else some)
+            piece, tokens = tokens[:, :room], tokens[:, room:]
+            first = self._predicted.gather(2, piece[None, :, :1].expand(len(self._predicted), -1, -1))
+            ends = piece.shape[1] == room
+            # The last token of a block is the first input of the next block.
+            states = self._see(piece[:, :-1] if ends else piece)
             rest = [
-                trunk.log_probabilities(hidden[:, :, : some.shape[1] - 1], some[None, :, 1:])
+                trunk.log_probabilities(hidden[:, :, : piece.shape[1] - 1], piece[None, :, 1:])
                 for trunk, hidden in zip(self.trunks, states, strict=True)
             ]
-            found = torch.cat([first, torch.cat(rest)], 2).double().cpu()
-            scores.append(found)
-            weights.append(self.posterior.observe(found))
+            scored = torch.cat([first, torch.cat(rest)], 2).double().cpu()
+            scores.append(scored)
+            weights.append(self.posterior.observe(scored))
             if ends:
-                self._see(some[:, -1:], new_block=True)
+                self._see(piece[:, -1:], new_block=True)
         E, B = self._predicted.shape[:2]
         return torch.cat([torch.zeros(E, B, 0), *scores], 2), torch.cat([torch.zeros(B, 0, E), *weights], 1)
 
     @torch.no_grad()
     def next_log_probabilities(self) -> Tensor:
-        """log p [B, V] of each text's next token under the mixture (paper, Eq. 4)."""
+        """log p [B, V] of the next token of each text under the mixture (paper, Eq. 4)."""
         log_weights = self.posterior.log_weights.T[..., None].to(self._predicted)
         return (log_weights + self._predicted).logsumexp(0)
 
     def _see(self, inputs: Tensor, new_block: bool = False) -> list[Tensor]:
-        """Each trunk's final states [E, B, T, D] of the next `inputs` [B, T]; keeps what all predict next [E, B, V]."""
+        """Give the next `inputs` [B, T] to each trunk; returns the final hidden states [E, B, T, D] of each.
+
+        Stores every expert's log p [E, B, V] of the token after them.
+        """
         if new_block:
             self._pasts = [trunk.no_past() for trunk in self.trunks]
         if not inputs.shape[1]:
@@ -143,9 +149,11 @@ def generate(
     generator: torch.Generator | None = None,
     end: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Draw up to `tokens` more tokens for each text of `decoder`: (tokens [B, 1], and what `read` returns of them).
+    """Sample up to `tokens` more tokens for each text of `decoder`.
 
-    `temperature` 0 takes the likeliest. `generator` is a CPU one. Drawing `end` ends a single text, and is not given.
+    Yields (tokens [B, 1], log p, log g) for each position; `Decoder.read` returns the last two. `temperature` 0 takes
+    the likeliest token. `generator` is a CPU generator. Where there is one text, the token `end` ends it and is not
+    yielded.
     """
     for _ in range(tokens):
         chosen = choose(decoder.next_log_probabilities(), temperature, top_p, generator)[:, None]
@@ -155,7 +163,7 @@ def generate(
 
 
 def choose(log_p: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
-    """A token [B] for each row of log p [B, V]: drawn from p^(1/temperature), of which `top_p` is kept."""
+    """One token for each row of log p [B, V], sampled from the nucleus `top_p` of p^(1/temperature): [B]."""
     if temperature == 0:
         return log_p.argmax(-1).cpu()
     probabilities = nucleus((log_p.double().cpu() / temperature).softmax(-1), top_p)
@@ -163,7 +171,7 @@ def choose(log_p: Tensor, temperature: float, top_p: float, generator: torch.Gen
 
 
 def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """`probabilities` [..., V] of the fewest likeliest tokens that together have `top_p`, renormalised; 0 elsewhere."""
+    """`probabilities` [..., V] of the fewest likeliest tokens whose sum reaches `top_p`, renormalised; 0 elsewhere."""
     if top_p >= 1:
         return probabilities
     ordered, order = torch.sort(probabilities, stable=True, dim=-1, descending=True)
@@ -173,26 +181,26 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 def log_prior_of(experts: Sequence[str], weights: dict[str, float]) -> Tensor:
-    """log of `weights` over `experts` in their order, normalised; experts that are not named get no weight.
+    """The log of `weights`, normalised, in the order of `experts`. Experts without an entry get weight 0.
 
-    Raises DemixError for a weight of no such expert, one that is negative, or none above 0.
+    Raises DemixError when a weight names an unknown expert or is negative, or when no weight is above 0.
     """
     for name, weight in weights.items():
         if name not in experts:
-            raise DemixError(f"prior of {name}", "is for no expert here", f"choose among {', '.join(experts)}")
+            raise DemixError(f"prior of {name}", "names no expert of this model", f"choose among {', '.join(experts)}")
         if not 0 <= weight < math.inf:
-            raise DemixError(f"prior of {name}", f"is {weight}", "give 0 or more")
+            raise DemixError(f"prior of {name}", f"is {weight}", "give a number of at least 0")
     total = math.fsum(weights.values())
     if not 0 < total < math.inf:
-        raise DemixError("prior", "leaves every expert without weight", "give one a weight above 0")
+        raise DemixError("prior", "leaves every expert without weight", "give one expert a weight above 0")
     return torch.tensor([weights.get(name, 0.0) / total for name in experts], dtype=torch.float64).log()
 
 
 def named_prior(name: str, directory: Path, experts: Sequence[str]) -> tuple[Tensor, float | None]:
-    """(log prior [E], decay) that `name` stands for, for `experts` of the model in `directory`.
+    """The prior that `name` stands for, over `experts` of the model in `directory`: (log prior [E], decay).
 
-    `updating`, `uniform`, weights such as law=2,news=1, a domain whose cached prior lies in the run of the model, or a
-    file <domain>.priors.parquet of an evaluation. A prior over more experts is taken for the ones that are here.
+    `name` is `updating`, `uniform`, weights such as law=2,news=1, a domain whose cached prior is in the run of the
+    model, or the path of an evaluation's <domain>.priors.parquet. A prior over more experts is restricted to `experts`.
     """
     if name in ("updating", "uniform"):
         return log_prior_of(experts, dict.fromkeys(experts, 1.0)), DECAY if name == "updating" else None
@@ -211,13 +219,13 @@ def named_prior(name: str, directory: Path, experts: Sequence[str]) -> tuple[Ten
 def open_model(
     directory: Path, experts: Sequence[str] | None = None, tokenizer: Path | None = None
 ) -> tuple[list[GPT], Tokenizer]:
-    """The trunks of a model with its experts (all by default), and its tokenizer.
+    """The trunks of a model with `experts` (all by default), and the model's tokenizer.
 
-    The tokenizer lies in the model's run where none is given. Raises DemixError if the model has no experts
-    to mix or the tokenizer is another.
+    Without `tokenizer`, the tokenizer is read from the model's run. Raises DemixError if the model has no experts to
+    mix or was trained with another tokenizer.
     """
     if experts is not None and len({*experts}) < len(experts):
-        raise DemixError("--experts", "names one twice", "name each once")
+        raise DemixError("--experts", "names an expert twice", "name each expert once")
     path = tokenizer or run_of(directory) / "tokenizer.json"
     if not path.is_file():
         raise DemixError(path, "is missing", "name the run's tokenizer.json with --tokenizer")
@@ -234,13 +242,13 @@ def run_of(directory: Path) -> Path:
 
 
 def refuse_domain_tokens(trunks: Sequence[GPT]) -> None:
-    """Raise DemixError for a model that needs a domain token before a text."""
+    """Raise DemixError for a model that needs a domain token before each text."""
     if any(trunk.domain_tokens for trunk in trunks):
         raise DemixError("model", "is a domain-token model, which has no experts to mix", "choose another model")
 
 
 def decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """The text of each of `ids` as it comes; a character is given with the token that ends its UTF-8."""
+    """The text of each token of `ids`. A character comes with the token that holds its last UTF-8 byte."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in ids:
         yield decoder.decode(tokenizer.encoding.decode_single_token_bytes(int(token)))

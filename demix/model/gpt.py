@@ -14,15 +14,16 @@ from demix.errors import DemixError
 from demix.files import seed_for
 from demix.model.layers import Attention, KeyValues, attention_bias, feedforward, layer_norm
 
-# Tokens whose logits over the vocabulary exist at once. So few are the fastest on CPU; a GPU wants more.
+# How many rows of logits over the vocabulary exist at once. Few rows are fastest on a CPU; a GPU needs more.
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
-# Which tensors may belong to an expert alone; names with this part have an axis of experts.
+# Which tensors belong to one expert: those of its feedforwards, or all tensors of the model.
 SCOPES = ("feedforward", "model")
+# Tensors with this in their name have an axis of experts.
 _STACKED = ".feedforward."
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feedforward, both residual."""
+    """A transformer block: pre-norm attention and a pre-norm feedforward, each with a residual connection."""
 
     def __init__(self, architecture: Architecture, layer: int, experts: int):
         super().__init__()
@@ -33,7 +34,7 @@ class Block(nn.Module):
         self.feedforward = feedforward(architecture, layer, experts)
 
     def forward(self, x: Tensor, past: KeyValues | None = None, auxiliary: list[Tensor] | None = None) -> Tensor:
-        """`x` [E or 1, B, T, D] -> [E, B, T, D]."""
+        """Map `x` [E or 1, B, T, D] to [E, B, T, D]; `past` and `auxiliary` as in `GPT.forward`."""
         bias = attention_bias(self.architecture, x.shape[2], past, x.device)
         x = x + self.attention(layer_norm(x, self.attention_norm), bias, past)
         mixed: Tensor = self.feedforward(layer_norm(x, self.feedforward_norm), auxiliary)
@@ -43,10 +44,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder with learned positions, tied embeddings and one feedforward per expert in each layer.
 
-    `experts` names the stacked experts in order. `domain_tokens` names the domains that may be given as a
-    first input position (the domain-token baseline); their embeddings are inputs only. `expert_scope` says which
-    tensors belong to an expert alone: those of its feedforwards (`feedforward`), or all (`model`), and then the model
-    holds one expert.
+    `experts` names the stacked experts in order. `domain_tokens` names the domains that can be the first input position
+    (the domain-token baseline; paper, section 4.2). A domain token is an input and never a target. `expert_scope` says
+    which tensors belong to one expert: those of its feedforwards (`feedforward`), or all tensors (`model`). A model of
+    scope `model` holds one expert.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class GPT(nn.Module):
         if expert_scope not in SCOPES:
             raise DemixError(f"expert_scope {expert_scope}", "is not known", f"use one of {', '.join(SCOPES)}")
         if expert_scope == "model" and len(experts) != 1:
-            raise DemixError(f"experts {', '.join(experts)}", "share no tensor", "load each as a model of its own")
+            raise DemixError(f"experts {', '.join(experts)}", "share no tensor", "load each expert as its own model")
         self.architecture, self.vocab_size = architecture, vocab_size
         self.experts, self.domain_tokens = tuple(experts), tuple(domain_tokens)
         self.expert_scope = expert_scope
-        # Set by who trains: compute a block's activations again in backward instead of keeping them.
+        # The training loop sets this: backward then recomputes a block's activations, which saves memory.
         self.checkpoint_activations = False
         width = architecture.width
         self.token_embedding = nn.Parameter(torch.empty(vocab_size, width))
@@ -76,9 +77,10 @@ class GPT(nn.Module):
         self.final_norm = nn.LayerNorm(width)
 
     def initialise(self, seed: int) -> "GPT":
-        """N(0, 0.02), residual outputs divided by sqrt(2 * layers), zero biases, all experts of a layer alike.
+        """Draw weights from N(0, 0.02²); biases are 0, and all experts of a layer start equal.
 
-        Each tensor is drawn from a seed of its own name, so that models that share a tensor start alike.
+        The outputs of residual branches are divided by sqrt(2 * layers). The seed of each tensor depends on its name,
+        so that a tensor of the same name and shape starts with the same values in every model.
         """
         residual = ("attention.out.weight", "feedforward.down")
         with torch.no_grad():
@@ -103,13 +105,13 @@ class GPT(nn.Module):
         past: list[KeyValues] | None = None,
         auxiliary: list[Tensor] | None = None,
     ) -> Tensor:
-        """Final hidden states [E, B, T, D] of `inputs` [E, B, T], or of [1, B, T] seen by every expert.
+        """Final hidden states [E, B, T, D] of `inputs` [E, B, T], or of [1, B, T] that every expert reads.
 
-        `domains` [E, B] are the domain tokens put before the sequences (domain-token models only; no state is
-        returned for that position). `dtype` is the type to compute in; the parameters' own by default.
-        `past` (one a layer, from `no_past`; without gradients): `inputs` follow what it has seen, and are added to it.
-        `auxiliary`: layers that train a router add their losses to this list, in nats: [E, B] each, one number for
-        a sequence, already times its weight.
+        `domains` [E, B] are the domain tokens before the sequences. Only domain-token models take them, and no state is
+        returned for their position. `dtype` is the type to compute in (by default the type of the parameters). `past`
+        holds one entry per layer, from `no_past`: `inputs` follow the positions that it holds and are added to it. It
+        needs gradients to be off. Layers that train a router append their losses to `auxiliary`: nats [E, B], one
+        number per sequence, already multiplied by the weight of the loss.
         """
         x = self.token_embedding[inputs]
         if self.domain_tokens:
@@ -120,7 +122,7 @@ class GPT(nn.Module):
         x = (x + self.position_embedding[start : start + x.shape[2]]).to(dtype or x.dtype)
         for number, block in enumerate(self.blocks):
             if not torch.is_grad_enabled():
-                # Not the compiled one: evaluation comes in many shapes.
+                # Evaluation has many shapes, and the compiled block would be compiled again for each.
                 x = block.forward(x, past[number] if past else None, auxiliary)
             elif self.checkpoint_activations:
                 x = checkpoint(block, x, None, auxiliary, use_reentrant=False)
@@ -130,13 +132,13 @@ class GPT(nn.Module):
         return x[:, :, 1:] if self.domain_tokens else x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Unnormalised log-probabilities [..., V] of what follows the states `hidden` [..., D], in their type."""
+        """Unnormalised log-probabilities [..., V] of the token after each state of `hidden` [..., D], in its type."""
         return hidden @ self.token_embedding.T.to(hidden.dtype)
 
     def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """log p(target) in nats, at least fp32, for `hidden` [E, B, T, D] and `targets` [E or 1, B, T]: [E, B, T].
 
-        No more than `ROWS_AT_ONCE` rows of the [tokens x vocabulary] logits exist at a time, forward and backward.
+        At most `ROWS_AT_ONCE` rows of the [tokens x vocabulary] logits exist at a time, in forward and in backward.
         """
         E, B, T, D = hidden.shape
         states, wanted = hidden.reshape(-1, D), targets.expand(E, B, T).reshape(-1)
@@ -146,20 +148,20 @@ class GPT(nn.Module):
         return _log_probabilities(states, self.token_embedding, wanted)[0].view(E, B, T)
 
     def no_past(self) -> list[KeyValues]:
-        """An empty memory of keys and values for each layer, with room for a whole context."""
+        """An empty key-value cache for each layer, with room for a whole context."""
         return [KeyValues(self.architecture.context) for _ in self.blocks]
 
     def compile_blocks(self) -> None:
-        """Compile each block by itself, for training: the time it takes does not grow with their number."""
+        """Compile each block on its own for training: compilation time does not grow with the number of blocks."""
         for block in self.blocks:
             block.compile(dynamic=False)
 
     def owned(self, name: str) -> bool:
-        """Whether the tensor `name`, or what training keeps of it under a longer name, belongs to an expert alone."""
+        """Whether the tensor `name` belongs to one expert. Training state has longer names that contain a tensor's."""
         return self.expert_scope == "model" or _STACKED in name
 
     def expert_tensors(self) -> dict[str, nn.Parameter]:
-        """The parameters that belong to experts, by name; those of feedforwards are stacked, [E, ...]."""
+        """The parameters that belong to experts, by name. Those of feedforwards are stacked: [E, ...]."""
         return {name: p for name, p in self.named_parameters() if self.owned(name)}
 
     def shared_tensors(self) -> dict[str, nn.Parameter]:
@@ -167,7 +169,7 @@ class GPT(nn.Module):
         return {name: p for name, p in self.named_parameters() if not self.owned(name)}
 
     def parted(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-        """Named `tensors` of this model as the shared ones and each expert's own, which have no axis of experts."""
+        """Split named `tensors` of this model into (shared, own by expert). An expert's own have no axis of experts."""
         shared = {name: tensor for name, tensor in tensors.items() if not self.owned(name)}
         return shared, {
             expert: {
@@ -179,7 +181,7 @@ class GPT(nn.Module):
         }
 
     def stacked(self, shared: Mapping[str, Tensor], experts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """What `parted` parted. `experts` may name more than this model has. Raises KeyError where tensors differ."""
+        """The inverse of `parted`; `experts` may name more than this model has. A missing tensor raises KeyError."""
         own = [experts[name] for name in self.experts]
         return {**shared} | {
             name: torch.stack([tensors[name] for tensors in own]) if _STACKED in name else own[0][name]
@@ -190,23 +192,23 @@ class GPT(nn.Module):
 class _LogProbabilities(torch.autograd.Function):
     """log softmax(states @ weight.T)[target] for rows [N, D], weight [V, D] and targets [N]: [N].
 
-    The gradient is computed with the output, while the logits are there, as that of the sum of -log p; backward scales
-    it. Only where the incoming gradients differ among rows must the logits be computed again. For scoring call
-    `_log_probabilities`: what needs a gradient is not known from within where none is recorded.
+    Forward computes the gradient of the sum of -log p while it holds the logits, and backward scales this gradient.
+    Backward computes the logits again only when the incoming gradients differ among rows. Scoring calls
+    `_log_probabilities` directly, because `needs_input_grad` says nothing about whether gradients are off.
     """
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        found, *gradients = _log_probabilities(states, weight, targets, ctx.needs_input_grad[:2])
+        log_p, *gradients = _log_probabilities(states, weight, targets, ctx.needs_input_grad[:2])
         ctx.save_for_backward(states, weight, targets, *gradients)
-        return found
+        return log_p
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         states, weight, targets, *gradients = ctx.saved_tensors
         if bool((incoming == incoming[0]).all()):
-            # A number, which unlike a tensor is not rounded to the type of the states.
+            # A Python number is not rounded to the type of the states, as a tensor would be.
             scale = -incoming[0].item()
         else:
             scale = -1.0
@@ -222,38 +224,38 @@ def _log_probabilities(
     needed: tuple[bool, ...] = (False, False),
     factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """log p [N] and, where `needed`, the gradients of the sum of -log p (times `factors` [N]) for states and weight."""
+    """log p [N], and the gradients of the sum of -log p (times `factors` [N]) for states and weight where `needed`."""
     cast, exact = weight.to(states.dtype), torch.promote_types(states.dtype, torch.float32)
-    found = torch.empty(len(states), dtype=exact, device=states.device)
+    log_p = torch.empty(len(states), dtype=exact, device=states.device)
     for_states = torch.empty_like(states) if needed[0] else None
     for_weight = torch.zeros_like(weight) if needed[1] else None
     rows = ROWS_AT_ONCE[states.device.type]
-    # One piece of memory for all chunks: making it anew costs as much as filling it.
+    # All chunks share one buffer, because allocating a buffer costs as much as filling it.
     shape = (min(rows, len(states)), len(weight))
     product = torch.empty(shape, dtype=states.dtype, device=states.device)
     space = product if exact == states.dtype else torch.empty(shape, dtype=exact, device=states.device)
     for first in range(0, len(states), rows):
-        some, target = states[first : first + rows], targets[first : first + rows, None]
-        logits = space[: len(some)]
-        torch.mm(some, cast.T, out=product[: len(some)])
+        chunk, target = states[first : first + rows], targets[first : first + rows, None]
+        logits = space[: len(chunk)]
+        torch.mm(chunk, cast.T, out=product[: len(chunk)])
         if space is not product:
-            logits.copy_(product[: len(some)])
+            logits.copy_(product[: len(chunk)])
         of_target = logits.gather(1, target)
         largest = logits.amax(1, keepdim=True)
         total = logits.sub_(largest).exp_().sum(1, keepdim=True)
-        found[first : first + rows] = (of_target - largest - total.log()).squeeze(1)
+        log_p[first : first + rows] = (of_target - largest - total.log()).squeeze(1)
         if not any(needed):
             continue
-        # softmax - one-hot
+        # The gradient of -log p with respect to the logits is softmax minus one-hot.
         logits.div_(total).scatter_add_(1, target, torch.full_like(of_target, -1.0))
         if factors is not None:
             logits.mul_(factors[first : first + rows, None])
         if space is not product:
-            logits = product[: len(some)].copy_(logits)
+            logits = product[: len(chunk)].copy_(logits)
         if for_states is not None:
             torch.mm(logits, cast, out=for_states[first : first + rows])
         if for_weight is not None and weight.dtype == states.dtype:
-            for_weight.addmm_(logits.T, some)
+            for_weight.addmm_(logits.T, chunk)
         elif for_weight is not None:
-            for_weight += logits.T @ some
-    return found, for_states, for_weight
+            for_weight += logits.T @ chunk
+    return log_p, for_states, for_weight

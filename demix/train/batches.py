@@ -1,4 +1,4 @@
-"""Which tokens a training step sees: a function of (seed, step, domain), never of a reader's position or a rank."""
+"""The tokens of each training step. They depend on (seed, step, domain) and never on a reader's position or a rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank sees of an optimizer step, grouped by its experts (E = 1 for a dense model).
+    """One rank's part of the sequences of an optimizer step, grouped by expert (E = 1 for a dense model).
 
-    inputs, targets [E, B, T] int64; domains [E, B] int64, the number of each sequence's domain. `weights` [E, B, T]:
-    how much each target's loss counts; None: all the same, 1.
+    `inputs` and `targets` [E, B, T] are int64. `domains` [E, B] int64 is the number of each sequence's domain.
+    `weights` [E, B, T] weighs the loss of each target; None gives every target the weight 1.
     """
 
     inputs: Tensor
@@ -47,9 +47,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Batches:
-    """`draw` gives a rank's share of any step (from 0); `tokens` are the tokens of a step over all ranks.
+    """The batches of a run: `draw` returns this rank's part of any step (from 0).
 
-    The sum of losses of a step is divided by `targets`, the sum of their weights over all ranks; None: `tokens`.
+    `tokens` is the number of tokens per step over all ranks. The loop divides a step's sum of losses by `targets`, the
+    sum of the targets' weights over all ranks; None stands for `tokens`.
     """
 
     draw: Callable[[int], Batch]
@@ -65,10 +66,10 @@ def balanced_batches(
     seed: int,
     placement: Placement | None = None,
 ) -> Batches:
-    """`sequences` blocks of `length` tokens of each domain a step, one expert's group per domain: [D, B, T].
+    """`sequences` blocks of `length` tokens per step and domain, one group per domain: [D, B, T].
 
-    Of the domains and sequences those of `placement`; all by default. A domain's blocks come in a new random order each
-    time they have all been seen, and the ranks that share a domain see disjoint ones.
+    A rank draws the domains and sequences of its `placement` (by default all). The blocks of a domain get a new random
+    order in each epoch. Ranks that share a domain draw disjoint blocks.
     """
     placement = placement or Placement(tuple(range(len(names))), 0, sequences, (0,))
     counts = _block_counts(shards, names, length)
@@ -92,9 +93,9 @@ def mixed_batches(
     seed: int,
     placement: Placement | None = None,
 ) -> Batches:
-    """The sequences of `balanced_batches` as one group [1, B, T]: what a dense model sees of balanced data.
+    """The sequences of `balanced_batches` in one group [1, B, T]: balanced data for a dense model.
 
-    `placement` numbers the D * `sequences` of a step, one domain after the other.
+    `placement` counts the D * `sequences` sequences of a step, one domain after the other.
     """
     placement = placement or Placement((0,), 0, len(names) * sequences, (0,))
     counts = _block_counts(shards, names, length)
@@ -117,7 +118,7 @@ def proportional_batches(
     seed: int,
     placement: Placement | None = None,
 ) -> Batches:
-    """D * `sequences` blocks a step, drawn from all domains in proportion to their training tokens: [1, B, T]."""
+    """D * `sequences` blocks per step, drawn from all domains in proportion to their training tokens: [1, B, T]."""
     sequences *= len(names)
     placement = placement or Placement((0,), 0, sequences, (0,))
     counts = _block_counts(shards, names, length)
@@ -146,12 +147,12 @@ def batches_of(
     seed: int,
     placement: Placement | None = None,
 ) -> Batches:
-    """What a model of `kind` sees in each step: D * `sequences` blocks of `length` tokens, drawn as `kind.batches`."""
+    """The batches of a model of `kind`: D * `sequences` blocks of `length` tokens per step, as `kind.batches` says."""
     return _DRAWN[kind.batches](shards, names, sequences, length, seed, placement)
 
 
 def seen_blocks(shard: TokenShard, name: str, length: int, seed: int, drawn: int) -> Array:
-    """Which blocks of a domain are among the first `drawn` of `balanced_batches`: bool, one for each whole block."""
+    """Whether each whole block of a domain is among the first `drawn` blocks of `balanced_batches`: bool [blocks]."""
     count = _block_count(shard, name, length)
     seen = np.zeros(count, bool)
     seen[_order(count, seed, name, 0, min(drawn, count))] = True
@@ -159,7 +160,7 @@ def seen_blocks(shard: TokenShard, name: str, length: int, seed: int, drawn: int
 
 
 def _batch(blocks: Array, domains: Array) -> Batch:
-    """Blocks [E, B, T + 1], each with the token before it, as inputs and targets."""
+    """A batch from blocks [E, B, T + 1], each of which starts with the token before the block."""
     tokens = torch.from_numpy(blocks)
     return Batch(tokens[..., :-1], tokens[..., 1:], torch.from_numpy(domains))
 
@@ -178,14 +179,14 @@ def _block_count(shard: TokenShard, name: str, length: int) -> int:
 
 
 def _block(shard: TokenShard, number: int, length: int) -> Array:
-    """Block `number` with the token before it in front, as scoring cuts them: [T + 1] int64."""
+    """The token before block `number`, then the block as scoring cuts it: [T + 1] int64."""
     first = int(number) * length
     before = shard.read(first - 1, first) if first else [shard.end_of_text]
     return np.concatenate([before, shard.read(first, first + length)]).astype(np.int64)
 
 
 def _order(count: int, seed: int, name: str, first: int, wanted: int) -> list[int]:
-    """Numbers `first` to `first + wanted` of the endless sequence of permutations of `count` blocks."""
+    """Entries `first` to `first + wanted` of an endless sequence of permutations of `count` blocks."""
     return [int(_permutation(count, seed, name, n // count)[n % count]) for n in range(first, first + wanted)]
 
 

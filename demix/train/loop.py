@@ -1,4 +1,4 @@
-"""The training loop: one for every model and adaptation, from top to bottom."""
+"""The training loop of all models and adaptations."""
 
 import json
 import logging
@@ -25,20 +25,20 @@ from demix.progress import progress
 from demix.settings import Positive, settings
 from demix.train.batches import Batches
 from demix.train.parallel import GradientSync, World
-from demix.train.state import State, held, newest_state, save_state
+from demix.train.state import State, newest_state, save_state, training_lock
 
 log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-# Gives a loss on dev, the same on all ranks, and more by key (nats per token).
+# Returns the loss on dev, equal on all ranks, and named losses for the metrics (nats per token).
 Evaluation = Callable[[GPT], tuple[float, dict[str, float]]]
 
-# The scale of the loss in fp16: halved when gradients overflow, doubled after so many updates without.
+# The scale of the loss in fp16: halved when gradients overflow, doubled after GROW_AFTER updates without overflow.
 FIRST_SCALE, LAST_SCALE, GROW_AFTER = 2.0**16, 2.0**-4, 1000
 
 
 class DivergedError(DemixError):
-    """A loss or gradient is not finite in update number `step` (from 1). `metrics` are the rows before it."""
+    """A loss or gradient is not finite in update `step` (from 1). `metrics` holds the rows of the earlier updates."""
 
     def __init__(self, step: int, cause: str, cure: str, metrics: list[Row]):
         self.step, self.metrics = step, metrics
@@ -47,9 +47,9 @@ class DivergedError(DemixError):
 
 @settings(kw_only=True)
 class Optimization(Execution, Optimizer):
-    """How parameters are updated, in `steps` optimizer updates, and how that is computed.
+    """How parameters are updated in `steps` optimizer updates, and how the updates are computed.
 
-    `keep`: the states after these numbers of updates are saved and stay.
+    The states after the numbers of updates in `keep` are saved and never removed.
     """
 
     steps: Positive
@@ -59,14 +59,14 @@ class Optimization(Execution, Optimizer):
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Evaluate on dev every `every` steps; stop after `patience` evaluations without a new best."""
+    """Evaluate on dev every `every` steps, and stop after `patience` evaluations without a new lowest loss."""
 
     every: int
     patience: int
 
 
 def learning_rate_at(step: int, optimization: Optimization) -> float:
-    """The rate of update number `step` (from 0): linear warm-up, then linear decay to zero at `steps`."""
+    """The learning rate of update `step` (from 0): linear warm-up, then linear decay to zero at `steps`."""
     warmup = math.ceil(optimization.warmup * optimization.steps)
     if step < warmup:
         return optimization.learning_rate * (step + 1) / warmup
@@ -86,16 +86,19 @@ def train(
     evaluate: Evaluation | None = None,
     stopping: EarlyStopping | None = None,
 ) -> list[Row]:
-    """Train this rank's part of a model in place on `batches` of the named `domains`; returns one metrics row a step.
+    """Train this rank's part of a model in place on `batches` of the named `domains`.
 
-    Resumes from the newest complete checkpoint below `checkpoints`; without one it begins with the state `first` at its
-    step, or with the model as it is. `only` chooses parameters by name; the others stay as they are to the bit.
-    `evaluate` is asked at every checkpoint, or with `stopping` as that says, and then the model ends with the
-    parameters of the lowest loss. Raises DivergedError on all ranks alike, before the update, when a loss or gradient
-    is not finite, and StoppedError, with the state saved, after SIGTERM, SIGUSR2 or SIGINT.
+    Returns the rows of metrics, one per step and one per evaluation. Training resumes from the newest complete
+    checkpoint below `checkpoints`. Without a checkpoint it begins with the state `first` at the step of that state, or
+    with the model as it is. `only` chooses the trained parameters by name; all other parameters keep their exact bits.
+    `evaluate` is called at every checkpoint, or, with `stopping`, every `stopping.every` steps. With `stopping`, the
+    model ends with the parameters of the lowest loss.
+
+    Raises DivergedError on every rank when a loss or gradient is not finite; the update is then not applied. Raises
+    StoppedError after SIGTERM, SIGUSR2 or SIGINT, with the state saved.
     """
     world = world or World()
-    with held(checkpoints, world), _signals() as signalled, ExitStack() as running:
+    with training_lock(checkpoints, world), _signals() as signalled, ExitStack() as running:
         dtype = compute_type(optimization.precision)
         model.to(device=world.device, dtype=torch.float64 if dtype == torch.float64 else None)
         trained = {name: p for name, p in model.named_parameters() if only(name)}
@@ -126,7 +129,7 @@ def train(
 
         def save(step: int, dev_loss: float | None = None) -> None:
             tensors = _state(trained, optimizer, best)
-            # Adam's number of updates is one for all experts.
+            # Adam counts its updates once for all experts.
             updates = {name: tensors.pop(name) for name in [*tensors] if name.startswith("optimizer/step/")}
             shared, experts = model.parted(tensors)
             whole = State(step, shared | updates, experts, metrics, dev_loss)
@@ -175,10 +178,10 @@ def train(
                 cure = "lower the learning rate; the last checkpoint is kept"
                 raise DivergedError(step + 1, f"the loss of {worst} is not finite", cure, metrics)
             if signals:
-                # Nothing was updated: the state is that of the step's beginning, which may be on disk already.
+                # This step updated nothing, so the state is that of the step's start, which may be on disk already.
                 if step != saved:
                     save(step)
-                raise StoppedError(f"step {step}", "a signal stopped training; its state is saved", "rerun to go on")
+                raise StoppedError(f"step {step}", "a signal stopped training; its state is saved", "rerun to continue")
             norm = sync.clip(optimization.clip, scale)
             skipped = not math.isfinite(norm)
             if skipped and dtype != torch.float16:
@@ -189,7 +192,7 @@ def train(
             if skipped or unscathed == GROW_AFTER:
                 scale, unscathed = scale * (0.5 if skipped else 2.0), 0
             if scale < LAST_SCALE and dtype == torch.float16:
-                cause = "fp16 overflows at any scale of the loss"
+                cause = "fp16 overflows at every scale of the loss"
                 raise DivergedError(step + 1, cause, "use bf16 or fp32, or a lower learning rate", metrics)
 
             now = time.monotonic()
@@ -227,9 +230,10 @@ def _backward(
     micro: int | None,
     sync: GradientSync,
 ) -> list[float]:
-    """Add up this rank's gradients of the mean loss over the whole step, times `scale`, and begin to send them.
+    """Accumulate this rank's gradients of the step's mean loss, times `scale`, and begin to send them.
 
-    Returns the sum of losses and of the targets' weights of each domain on this rank: 2 * len(domains) numbers.
+    Returns 2 * len(domains) numbers for this rank: the sum of losses of each domain, then the sum of the targets'
+    weights of each domain.
     """
     batch = batches.draw(step)
     sequences = batch.inputs.shape[1]
@@ -246,7 +250,7 @@ def _backward(
             losses, counts = losses * part.weights, part.weights.sum(-1, dtype=torch.float64)
         loss = losses.sum() * (scale / (batches.targets or batches.tokens))
         for each in auxiliary:
-            # Its mean over the sequences of the step.
+            # The auxiliary loss counts as its mean over the sequences of the step.
             loss = loss + each.sum() * (scale * losses.shape[-1] / batches.tokens)
         torch.autograd.backward(loss)
         numbers = part.domains.flatten()
@@ -257,13 +261,16 @@ def _backward(
 
 @contextmanager
 def _signals() -> Iterator[Callable[[], int]]:
-    """Note SIGTERM, SIGUSR2 and SIGINT instead of dying of them; yields how many have come. A second SIGINT kills."""
-    came: list[int] = []
+    """Count SIGTERM, SIGUSR2 and SIGINT instead of ending at once; a second SIGINT ends the process.
+
+    Yields a function that returns the count.
+    """
+    received: list[int] = []
 
     def note(number: int, _: object) -> None:
-        if number == signal.SIGINT and came:
+        if number == signal.SIGINT and received:
             raise KeyboardInterrupt
-        came.append(number)
+        received.append(number)
         log.info("%s: saving the state after this step", signal.Signals(number).name)
 
     if threading.current_thread() is not threading.main_thread():
@@ -271,14 +278,14 @@ def _signals() -> Iterator[Callable[[], int]]:
         return
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
     try:
-        yield lambda: len(came)
+        yield lambda: len(received)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _recorder(metrics: list[Row], path: Path | None) -> Callable[[Row], None]:
-    """What appends a row to `metrics`, and to the file `path` for who watches; the file begins with the rows so far."""
+    """A function that appends a row to `metrics` and to the file `path`, which starts with the rows so far."""
     if path is None:
         return metrics.append
     write_text(path, _lines(metrics))
@@ -295,7 +302,7 @@ def _recorder(metrics: list[Row], path: Path | None) -> Callable[[Row], None]:
 
 
 def write_metrics(path: Path, metrics: list[Row]) -> None:
-    """Write metrics rows as JSON lines with their seal."""
+    """Write rows of metrics as JSON lines with a seal."""
     write_json_lines(path, metrics)
 
 
@@ -330,7 +337,7 @@ def _state(
 def _restore(
     tensors: dict[str, Tensor], trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """Put a saved state into parameters and optimizer; returns the best parameters so far."""
+    """Copy a saved state into the parameters and the optimizer; returns the best parameters so far."""
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(tensors[f"parameter/{name}"])

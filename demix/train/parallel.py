@@ -1,7 +1,7 @@
-"""Which process trains what, and how gradients meet: shared parameters over all ranks, an expert's over its own.
+"""Data-parallel training: gradients of shared parameters are summed over all ranks, an expert's over its own ranks.
 
-One process is a world of one: the same code, without a process group. Ranks of one domain follow one another, so
-that on a cluster most of an expert's traffic stays inside a node.
+A single process runs the same code without a process group. The ranks of one domain have consecutive numbers, so that
+on a cluster most of an expert's traffic stays inside a node (paper, section 3.4).
 """
 
 import dataclasses
@@ -21,20 +21,20 @@ from demix.config.placement import Placement
 from demix.launch.local import watched
 from demix.model.device import own_device
 
-# Bytes of gradients sent at a time: few enough to begin during backward, enough to make latency small.
+# Bytes of gradients per all-reduce: few enough to start during backward, and enough to make latency negligible.
 BUCKET_BYTES = 25 << 20
-# A rank that waits longer than this for another gives up. The first collective waits for the slowest start.
+# A rank gives up after it has waited this long for another. The first collective waits for the slowest start.
 TIMEOUT = timedelta(minutes=30)
-# The type of `Tensor.register_post_accumulate_grad_hook`, which torch leaves without annotations.
+# The type of `Tensor.register_post_accumulate_grad_hook`, which has no annotations in torch.
 _Register = Callable[[Callable[[Tensor], None]], RemovableHandle]
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes that train one model together, as one of them sees them.
+    """The processes (ranks) that train one model together, seen from one rank.
 
-    `groups`: that of all ranks and that of the ranks that hold the same experts as this one; None where it is one
-    rank. `writes_experts`: whether this rank is the first of those that hold the same experts.
+    `groups` holds the group of all ranks and the group of the ranks with the same experts as this rank. None stands for
+    a group of one rank. `writes_experts` is true on the first of the ranks with the same experts.
     """
 
     rank: int = 0
@@ -44,11 +44,11 @@ class World:
     writes_experts: bool = True
 
     def placed(self, places: Sequence[Placement]) -> "World":
-        """This world with the groups of the ranks' placements. All ranks must call it."""
+        """This world with the groups that the ranks' placements need. All ranks must call this method."""
         if self.size == 1:
             return self
         own = None
-        # Every rank takes part in the making of every group, in one order.
+        # Every rank must take part in the creation of every group, in the same order.
         for ranks in sorted({place.ranks for place in places}):
             group = dist.group.WORLD
             if len(ranks) < self.size:
@@ -67,7 +67,7 @@ class World:
         return numbers.tolist()
 
     def first(self, values: Sequence[float]) -> list[float]:
-        """Rank 0's `values`, on every rank, so that all decide alike."""
+        """The `values` of rank 0 on every rank, so that all ranks take the same decisions."""
         if self.size == 1:
             return list(values)
         numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -75,16 +75,17 @@ class World:
         return numbers.tolist()
 
     def wait(self) -> None:
-        """Go on when all ranks have come here."""
+        """Wait until all ranks have called this method."""
         if self.size > 1:
             dist.barrier()
 
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """This process's world, of RANK and WORLD_SIZE as torchrun, `demix.launch.local` or a batch system set them.
+    """The world of this process, read from RANK and WORLD_SIZE.
 
-    Without them, or where there is but one, a world of one process. Ranks but the first say warnings only.
+    torchrun, `demix.launch.local` or a batch system sets these variables. Without them the world has one process. Only
+    the first rank logs messages below a warning.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = own_device()
@@ -96,14 +97,14 @@ def joined() -> Iterator[World]:
     with watched():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
         yield World(rank, size, device)
-        # Not after an error: the others may wait for this rank, and it must leave at once.
+        # After an error the group is not destroyed: the other ranks may wait for this rank, which must exit at once.
         dist.destroy_process_group()
 
 
 class _Bucket:
-    """Gradients of some parameters, one after the other in a flat tensor that is sent as a whole.
+    """The gradients of several parameters in one flat tensor, which is sent as a whole.
 
-    `counts`: whether this rank adds them to the norm, in which each parameter counts once.
+    With `counts` this rank adds the bucket to the gradient norm, in which each parameter counts once.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None, counts: bool):
@@ -117,10 +118,10 @@ class _Bucket:
 
 
 class GradientSync:
-    """Sums gradients over the ranks that share a parameter, while backward still computes others.
+    """Sums gradients over the ranks that share a parameter, while backward still computes other gradients.
 
-    Gradients are views into flat buckets: sending copies nothing, and `.grad` must never be set to None. Buckets go in
-    one fixed order, so that all ranks agree. `sent` counts the bytes given to all-reduce since the start.
+    Gradients are views into flat buckets, so sending copies nothing, and `.grad` must never be set to None. All ranks
+    send the buckets in the same fixed order. `sent` counts the bytes given to all-reduce since the start.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], is_expert: Callable[[str], bool], world: World):
@@ -129,12 +130,12 @@ class GradientSync:
         self._pending: list[dist.Work] = []
         self._next, self._armed = 0, False
         self._handles: list[RemovableHandle] = []
-        # Backward comes to the last layers first.
+        # Backward reaches the last layers first, so their gradients go into the first buckets.
         for expert, group in enumerate(world.groups):
-            for some in _bucketed([p for name, p in parameters.items() if is_expert(name) == expert][::-1]):
-                bucket = _Bucket(some, group, world.writes_experts if expert else world.rank == 0)
+            for members in _bucketed([p for name, p in parameters.items() if is_expert(name) == expert][::-1]):
+                bucket = _Bucket(members, group, world.writes_experts if expert else world.rank == 0)
                 self.buckets.append(bucket)
-                for parameter in some:
+                for parameter in members:
                     register: _Register = parameter.register_post_accumulate_grad_hook
                     self._handles.append(register(self._hook(bucket)))
 
@@ -144,13 +145,13 @@ class GradientSync:
             bucket.flat.zero_()
 
     def begin(self) -> None:
-        """Send buckets as the next backward fills them: call it before the last one of a step."""
+        """Send each bucket as soon as the next backward fills it. Call this before the last backward of a step."""
         self._armed, self._next = True, 0
         for bucket in self.buckets:
             bucket.left = bucket.size
 
     def finish(self) -> None:
-        """Wait until every gradient is the sum over its ranks."""
+        """Send the remaining buckets, and wait until every gradient is the sum over its ranks."""
         for bucket in self.buckets[self._next :]:
             self._send(bucket)
         for work in self._pending:
@@ -159,10 +160,10 @@ class GradientSync:
         self._armed = False
 
     def clip(self, most: float, scale: float = 1.0) -> float:
-        """Divide gradients by `scale`, then scale them to a global L2 norm of at most `most`; returns the norm.
+        """Divide gradients by `scale`, then clip them to a global L2 norm of at most `most`.
 
-        The norm is one for all ranks and each expert counts once in it, however many ranks hold it. Where it is not
-        finite gradients are left as they are.
+        Returns the norm before clipping, equal on all ranks. Each expert counts once in the norm, however many
+        ranks hold it. If the norm is not finite, the gradients stay as they are.
         """
         square = sum(_square(bucket.flat) for bucket in self.buckets if bucket.counts)
         norm: float = self.world.sum([square])[0] ** 0.5 / scale
@@ -174,7 +175,7 @@ class GradientSync:
         return norm
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
 
@@ -196,29 +197,29 @@ class GradientSync:
 
 
 def _square(flat: Tensor) -> float:
-    """The sum of squares in float64: there may be a billion of them."""
-    # In pieces on CPU, since the whole is copied to float64 and then leaves the caches.
+    """The sum of squares, in float64 because there may be a billion of them."""
+    # A CPU works in pieces, because a float64 copy of the whole tensor would not fit into the caches.
     pieces = torch.split(flat, 1 << 16) if flat.device.type == "cpu" else (flat,)
     return float(torch.stack([piece.norm(dtype=torch.float64) for piece in pieces]).square().sum())
 
 
 def _bucketed(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    some: list[nn.Parameter] = []
+    members: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
-        some.append(parameter)
+        members.append(parameter)
         size += parameter.numel() * parameter.element_size()
         if size >= BUCKET_BYTES:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
+            yield members
+            members, size = [], 0
+    if members:
+        yield members
 
 
 def synced_bytes(shared: int, experts: int, world: int, replicas: int, element: int = 4) -> int:
-    """Bytes that one rank gives to all-reduce in a step: its gradients of `shared` parameters where there is another
-    rank, and those of its `experts`' parameters where another rank holds the same experts.
+    """Bytes that one rank gives to all-reduce per step.
 
-    A ring then moves 2(n-1)/n times as many out of each of n ranks.
+    These are the gradients of `shared` parameters if there is another rank, and of its `experts`' parameters if another
+    rank holds the same experts. A ring all-reduce moves 2(n-1)/n times as many bytes out of each of n ranks.
     """
     return element * (shared * (world > 1) + experts * (replicas > 1))

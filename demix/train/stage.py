@@ -1,4 +1,4 @@
-"""The train stage: from token shards to a model directory, a metrics file and, meanwhile, checkpoints."""
+"""The train stage: it turns token shards into a model directory and a metrics file, with checkpoints on the way."""
 
 import dataclasses
 import logging
@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 
 @settings(kw_only=True)
 class Training(TrainingRecipe):
-    """How a model is trained from scratch. `tokens` is the model's total, `sequences` per domain and step."""
+    """How a model is trained from scratch. `tokens` is the model's total; `sequences` counts per domain and step."""
 
     seed: Seed
     architecture: dict[Text, Text | Integer]
     threads: Threads
 
     def steps(self, domains: int) -> int:
-        """Optimizer updates for `domains` training domains: tokens / (D * sequences * T)."""
+        """The optimizer updates for `domains` training domains: tokens / (D * sequences * T), rounded down."""
         step_tokens = domains * self.sequences * architecture_from(self.architecture).context
         if self.tokens < step_tokens:
             raise DemixError(
@@ -68,14 +68,14 @@ def train_model(
 ) -> None:
     """Train one model of `kind` (`demix.config.systems.KINDS`) on the domains of `shards`.
 
-    `shards` are tokens/<domain>/train.arrow, a domain each, and where `dev_blocks` are wanted the dev.arrow of all.
-    Writes the model directory `output` and the `metrics` file at the end; state to resume from goes below
-    `checkpoints`, where the states after `keep` updates stay. Training begins with the state `first`, or from scratch.
-    Called by every rank of a world (`demix.train.parallel.joined`), each trains its placement: `replicas` of some
-    domains' experts, or as many of each.
+    `shards` are one tokens/<domain>/train.arrow per domain, and every domain's dev.arrow if `dev_blocks` is above 0.
+    The model directory `output` and the `metrics` file are written at the end. Checkpoints go below `checkpoints`,
+    where the states after `keep` updates stay. Training begins with the state `first`, or from scratch. Every rank of
+    a world (`demix.train.parallel.joined`) calls this function and trains its own placement. `replicas` gives the
+    experts of some domains more ranks (`demix.config.placement.place`); by default all experts have equally many.
 
-    Without `output` only the metrics are kept, as for a sweep of learning rates: a run that diverges is then no error
-    but ends its metrics with a row that says so (`diverged`).
+    Without `output` only the metrics are kept, as a sweep of learning rates needs. A run that diverges then raises no
+    error: its last row of metrics has the cause under `diverged`.
     """
     set_threads(training.threads)
     row = KINDS[kind]
@@ -94,7 +94,7 @@ def train_model(
         data = dict(zip(domains, sha256, strict=True))
         tokenizer_sha256 = opened[0].tokenizer_sha256
         lineage = {"training": dataclasses.asdict(training), "tokenizer_sha256": tokenizer_sha256, "kind": kind}
-        # The order of the domains is the order of the stacked experts.
+        # The order of the domains counts too, because it is the order of the stacked experts.
         state = checkpoints / fingerprint(
             lineage | {"training": fingerprinted(training), "data": data, "domains": domains}
         )
@@ -132,9 +132,9 @@ def train_model(
 def _initial(
     kind: Kind, architecture: Architecture, vocab_size: int, domains: tuple[str, ...], placement: Placement
 ) -> GPT:
-    """The model of `kind` with the experts of one rank, its parameters not yet set."""
+    """The model of `kind` with the experts of one rank, before its parameters are initialised."""
     experts = domains if kind.batches == "by_domain" else (DENSE_EXPERT,)
-    # The one expert of a model that owns no tensor alone has its feedforwards in a file of their own all the same.
+    # A model without expert tensors still stores its feedforwards in a separate file, as those of its one expert.
     scope = "feedforward" if kind.expert_scope == "none" else kind.expert_scope
     own = tuple(experts[number] for number in placement.experts)
     return GPT(architecture, vocab_size, own, domains if kind.domain_tokens else (), scope)
@@ -150,7 +150,7 @@ def _write_model(
     output: Path,
     world: World,
 ) -> None:
-    """Write a trained model to the directory `output`: what is shared by the first rank, each expert by its own."""
+    """Write a trained model to `output`: rank 0 the shared tensors, and one rank per expert the expert's own."""
     shared, own = parameters(model.architecture, model.vocab_size, len(model.domain_tokens), model.expert_scope)
     seen = {"steps": steps, "tokens": tokens, "data_sha256": data}
     if world.rank == 0:
@@ -167,14 +167,15 @@ def _write_model(
 def _dev_losses(
     kind: Kind, training: Training, shards: list[TokenShard], domains: Sequence[str], world: World
 ) -> Evaluation:
-    """What the loop asks for at checkpoints: the mean over domains of the loss on dev, and the domains' own.
+    """The evaluation at checkpoints: the mean over domains of the loss on dev, and the loss of each domain.
 
-    A domain is evaluated by the first rank with its expert; a dense model's domains go round the ranks.
+    The first rank with a domain's expert evaluates the domain. The ranks take turns with the domains of a
+    dense model.
     """
     by_domain = {shard.path.parent.name: shard for shard in shards}
     for domain in domains:
         if domain not in by_domain:
-            raise DemixError(f"domain {domain}", "has no dev shard", "give its dev.arrow, or dev_blocks 0")
+            raise DemixError(f"domain {domain}", "has no dev shard", "pass its dev.arrow, or set dev_blocks to 0")
 
     def mine(model: GPT, number: int) -> bool:
         if kind.batches == "by_domain":
@@ -182,20 +183,20 @@ def _dev_losses(
         return number % world.size == world.rank
 
     def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
-        found = [
+        measured = [
             dev_loss(model, by_domain[domain], training.dev_blocks, domain) if mine(model, number) else 0.0
             for number, domain in enumerate(domains)
         ]
-        losses = dict(zip(domains, world.sum(found), strict=True))
+        losses = dict(zip(domains, world.sum(measured), strict=True))
         return sum(losses.values()) / len(losses), {f"dev_loss/{name}": loss for name, loss in losses.items()}
 
     return evaluate
 
 
 def dev_loss(model: GPT, shard: TokenShard, count: int, domain: str) -> float:
-    """Mean nats per token over the first `count` blocks of a dev split, under the expert (or token) of `domain`.
+    """Mean nats per token over the first `count` blocks of a dev split, under the expert or domain token of `domain`.
 
-    A model of one expert is evaluated as it is.
+    A model with one expert is evaluated with that expert.
     """
     length = model.architecture.context
     if len(model.experts) > 1:
@@ -205,7 +206,7 @@ def dev_loss(model: GPT, shard: TokenShard, count: int, domain: str) -> float:
 
 
 def _single(model: GPT, expert: str) -> GPT:
-    """The model with one of its experts alone, on the same memory."""
+    """The model with only the named expert, in the same memory."""
     with torch.device("meta"):
         single = GPT(model.architecture, model.vocab_size, (expert,))
     number = model.experts.index(expert)
@@ -217,13 +218,13 @@ def _single(model: GPT, expert: str) -> GPT:
 def optimization(
     given: TrainingRecipe | AdaptationRecipe, steps: int, learning_rate: float, keep: tuple[int, ...] = ()
 ) -> Optimization:
-    """What the loop needs of the settings of a training or an adaptation, for `steps` updates at a peak rate."""
+    """The loop's settings from those of a training or an adaptation, for `steps` updates at a peak `learning_rate`."""
     shared = {name: getattr(given, name) for name in (*names_of(Optimizer), *names_of(Execution))}
     return Optimization(steps=steps, learning_rate=learning_rate, keep=keep, **shared)
 
 
 def open_shards(paths: list[Path], world: World) -> list[TokenShard]:
-    """Open token shards, the sha256 of each verified by one rank, and refuse those made with different tokenizers."""
+    """Open token shards. One rank verifies the sha256 of each. Raises DemixError where their tokenizers differ."""
     shards = [TokenShard.open(path, verify=number % world.size == world.rank) for number, path in enumerate(paths)]
     for path, shard in zip(paths, shards, strict=True):
         if shard.tokenizer_sha256 != shards[0].tokenizer_sha256:

@@ -1,4 +1,4 @@
-"""Training state on disk: what a killed run needs to go on as if nothing had happened, on any number of ranks."""
+"""Training state on disk, from which a killed run resumes with the same results on any number of ranks."""
 
 import json
 import logging
@@ -26,10 +26,10 @@ SHARED = "shared.safetensors"
 
 @dataclass(frozen=True)
 class State:
-    """A run after `step` updates, as one rank holds it.
+    """The part of a run's state after `step` updates that one rank holds.
 
-    `shared` are the tensors that all ranks hold alike, `experts` by name those of the experts on this rank.
-    `dev_loss` is the loss on dev there, if it was measured.
+    `shared` are the tensors that are equal on all ranks. `experts` are the tensors of each expert on this rank.
+    `dev_loss` is the loss on dev after `step` updates, if it was measured.
     """
 
     step: int
@@ -40,25 +40,26 @@ class State:
 
 
 @contextmanager
-def held(directory: Path, world: World) -> Iterator[None]:
-    """Hold the folder of a run's checkpoints against a second process that would train the same run."""
+def training_lock(directory: Path, world: World) -> Iterator[None]:
+    """Lock the folder of a run's checkpoints, so that no second process trains the same run."""
     if world.rank:
         yield
         return
-    # After the loss of a node the controller may be quicker than the node to notice that a job has ended. And a job of
-    # a snakemake that was killed saves its state before it ends.
+    # After the loss of a node, SLURM may restart a job before the node has ended the old one. A job whose snakemake was
+    # killed saves its state before it ends.
     patience = 600.0 if "SLURM_JOB_ID" in os.environ else 60.0 if is_job.is_set() else 0.0
     with exclusive(directory / "lock", "trains this run", patience):
-        # What a process left that was killed while it wrote.
+        # A process that was killed while it wrote has left these folders.
         for partial in directory.glob(".*.partial"):
             shutil.rmtree(partial, ignore_errors=True)
         yield
 
 
 def save_state(directory: Path, state: State, world: World, keep: int, steps: Sequence[int] = ()) -> None:
-    """Write `directory/step-<step>/`, every rank its part; the manifest with all sha256 comes last, then the name.
+    """Write the checkpoint `directory/step-<step>/`. All ranks must call this function, and each writes its part.
 
-    The newest `keep` stay, the one with the lowest loss on dev, and those of `steps`. All ranks must call it.
+    The manifest with the sha256 of all files is written last; then the folder gets its name. Older checkpoints are
+    removed, except the newest `keep`, the one with the lowest loss on dev, and those of `steps`.
     """
     path = directory / f"step-{state.step:08d}"
     temporary = path.with_name(f".{path.name}.partial")
@@ -81,22 +82,22 @@ def save_state(directory: Path, state: State, world: World, keep: int, steps: Se
             write_json(temporary / "manifest.json", {"step": state.step, "dev_loss": state.dev_loss, "sha256": sha256})
             fsync(temporary)
             if path.exists():
-                # One that could not be read, or it would have been resumed from.
+                # A readable checkpoint would have been resumed from, so this one could not be read.
                 path.rename(path.with_name(f".{path.name}.old.partial"))
             temporary.rename(path)
             fsync(directory)
             _remove_old(directory, path, keep, steps)
         world.wait()
     except OSError as error:
-        cure = "free space or mend its permissions, then rerun: training goes on from the checkpoint before"
+        cure = "free space or mend its permissions, then rerun: training resumes from the checkpoint before"
         raise DemixError(path, f"cannot be written ({os.strerror(error.errno or 0)})", cure) from error
 
 
 def newest_state(directory: Path, experts: tuple[str, ...], world: World) -> State | None:
     """The newest complete checkpoint below `directory` with the named experts; None if there is none.
 
-    One without a manifest was never finished; one whose bytes changed is passed over with a warning. All ranks agree
-    on the choice.
+    A checkpoint without a manifest was never finished and is ignored. A checkpoint whose bytes changed is skipped with
+    a warning. All ranks choose the same checkpoint.
     """
     for path in reversed(_steps(directory)):
         state = None
@@ -112,7 +113,7 @@ def newest_state(directory: Path, experts: tuple[str, ...], world: World) -> Sta
 def remove_states(directory: Path, steps: Sequence[int] = ()) -> None:
     """Remove the checkpoints of a finished run, except the one with the lowest loss on dev and those of `steps`.
 
-    The results are complete when this is called. The process that waits for a job (`demix.launch.slurm`) is notified
+    Call this after all results are written. The process that waits for a SLURM job (`demix.launch.slurm`) is notified
     before anything is removed.
     """
     if done := os.environ.get("DEMIX_DONE"):
@@ -157,7 +158,7 @@ def _best(directory: Path) -> Path | None:
 
 
 def _dev_loss(path: Path) -> float | None:
-    """The loss on dev of a checkpoint; None where it was not measured, is not finite or cannot be read."""
+    """The loss on dev of a checkpoint; None if the loss was not measured, is not finite or cannot be read."""
     try:
         loss = read_json(path / "manifest.json").get("dev_loss")
         return loss if loss is not None and math.isfinite(loss) else None
@@ -170,10 +171,10 @@ def _step(path: Path) -> int:
 
 
 def _remove_old(directory: Path, newest: Path, keep: int, kept: Sequence[int]) -> None:
-    """Remove all but `newest`, the others before it that are to be kept, and the best."""
+    """Remove all checkpoints except `newest`, the `keep` - 1 before it, those of the steps `kept`, and the best."""
     best, steps = _best(directory), [path for path in _steps(directory) if path == newest or _step(path) not in kept]
     place = steps.index(newest)
-    # What lies beyond the newest was passed over when the run was resumed.
+    # The resumed run skipped every checkpoint after the newest, so these are damaged.
     for old in steps[: max(0, place - keep + 1)] + steps[place + 1 :]:
         if old != best:
             shutil.rmtree(old)

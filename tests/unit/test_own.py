@@ -112,6 +112,6 @@ def test_errors_name_what_to_mend(model: Path, tokens: Path, tmp_path: Path) -> 
     write_model(other, TRAINING)
     assert "no.txt: is missing" in refused("--model", model, "--text", tmp_path / "no.txt")
     assert "empty.md: holds no text" in refused("--model", model, "--text", empty)
-    assert "name the run's with --tokenizer" in refused("--model", other, "--text", text)
+    assert "name the run's tokenizer.json with --tokenizer" in refused("--model", other, "--text", text)
     assert "of another tokenizer" in refused("--model", other, "--text", text, "--tokenizer", tokens / "tokenizer.json")
     assert "none.json: is missing" in refused("--model", model, "--text", text, "--tokenizer", tmp_path / "none.json")

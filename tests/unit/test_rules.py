@@ -175,7 +175,7 @@ def test_columns_of_other_tokens_are_refused(table) -> None:
     path = folder / "distances.parquet"
     sha256 = pq.read_schema(path).metadata[b"tokens_sha256"].decode()
     for values, tokens, fault in (
-        (distances, "0" * 64, "distances.parquet: is of other tokens than"),
+        (distances, "0" * 64, "distances.parquet: belongs to other tokens than"),
         (distances[1:], sha256, "distances.parquet: is not as long as"),
     ):
         write_beside(path, values, tokens)

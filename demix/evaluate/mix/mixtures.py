@@ -1,4 +1,4 @@
-"""Mixing experts: arithmetic on score tables (docs/concepts.md), no forward pass and no torch."""
+"""Mixtures of experts, computed from score tables (docs/concepts.md; paper, section 5.1) without any forward pass."""
 
 import numpy as np
 from scipy.special import log_softmax, logsumexp
@@ -10,7 +10,7 @@ from demix.evaluate.mix.priors import log_prior_path
 from demix.evaluate.mix.rules import Chunk, PriorAlone, WeightsRule, weights_rule
 
 SCORERS = ("paper", "released")
-# Sums of products of weights below this have lost digits, or all.
+# A sum of products of weights below this has lost precision to underflow.
 _SMALL = 1e-290
 
 
@@ -27,10 +27,10 @@ def mix(
 ) -> np.ndarray:
     """log p [B, T] in nats of each token under the mixture of experts (paper, Eq. 4).
 
-    `scores` [B, T, E] and `mask` [B, T] as in `demix.evaluate.mix.priors`; padded positions come out 0. `method`
-    is `average` (equal weights, no posterior), or a posterior with the prior `uniform`, `updating` (with
-    `decay`) or `cached` (`log_prior` [E], from `cached_log_prior`). With the scorer `released` weights and updating
-    prior are those of the paper's published code.
+    `scores` [B, T, E] and `mask` [B, T] are as in `demix.evaluate.mix.priors`; the result is 0 at padding. `method` is
+    `average` (equal weights, no posterior), or a posterior with the prior `uniform`, `updating` (with `decay`) or
+    `cached` (`log_prior` [E], from `cached_log_prior`). With the scorer `released`, the weights and the updating prior
+    are those of the paper's published code. Raises DemixError for an unknown method or scorer, or a missing prior.
     """
     blocks, _, experts = scores.shape
     rule = mixing_rule(method, weights, scorer)
@@ -47,7 +47,7 @@ def mix(
 
 
 def mixing_rule(method: str, weights: str | int, scorer: str = "paper") -> WeightsRule:
-    """The weights rule of a method and a scorer: that of `weights`, or the prior alone for `average`."""
+    """The weights rule of a method and a scorer: the rule that `weights` names, or the prior alone for `average`."""
     if method not in METHODS:
         raise DemixError(f"method {method}", "is not known", f"use one of {', '.join(METHODS)}")
     if scorer not in SCORERS:
@@ -57,9 +57,10 @@ def mixing_rule(method: str, weights: str | int, scorer: str = "paper") -> Weigh
 
 
 def log_weights(log_priors: np.ndarray, evidence: np.ndarray, uniform_start: bool = False) -> np.ndarray:
-    """log g [B, T, E]: the weights used to predict each token (paper, Eq. 5-6).
+    """log g [B, T, E]: the weights that predict each token (paper, Eq. 5-6).
 
-    `log_priors` [B, E] hold at each block's start; `evidence` [B, T, E] and `uniform_start` are a weights rule's.
+    `log_priors` [B, E] are the log priors at the start of each block. `evidence` [B, T, E] and `uniform_start` come
+    from a weights rule.
     """
     logits = log_priors[:, None, :] + evidence
     if uniform_start:
@@ -77,10 +78,11 @@ def log_mixtures(
 ) -> np.ndarray:
     """log p [B, K, T] of each token under K mixtures with the priors `log_priors` [B, K, E] (paper, Eq. 4).
 
-    `evidence` [B, T, E] and `uniform_start` are those of the weights rule that all K share. The values are those of
-    `log_weights`, `keep_top` and logsumexp, to the last few digits, but with one exponential for all priors: sums of
-    products of factors scaled by the largest. Where all of these are below 1e-290 (prior and evidence disagree by 667
-    nats and more) the logarithms themselves are used.
+    `evidence` [B, T, E] and `uniform_start` come from the weights rule that all K mixtures share. The values equal
+    those of `log_weights`, `keep_top` and logsumexp up to rounding. This function is faster, because all priors share
+    one exponential per token and expert: it sums products of factors, each divided by the largest of its kind. Where
+    such a sum is below 1e-290 (prior and evidence disagree by 667 nats or more), the function computes with logarithms
+    instead.
     """
     by_expert = scores.transpose(0, 2, 1)
     highest = by_expert.max(axis=1, keepdims=True)
@@ -112,9 +114,9 @@ def log_mixtures(
 
 
 def keep_top(log_g: np.ndarray, k: int) -> np.ndarray:
-    """`log_g` [..., E] with all but the k largest at each token removed and the rest renormalised.
+    """The k largest weights of `log_g` [..., E] at each token, renormalised; the others become -inf.
 
-    Of equal weights the experts that come first are kept.
+    Among equal weights, those of the first experts are kept.
     """
     order = np.argsort(-log_g, axis=-1, kind="stable")
     kept = np.full_like(log_g, -np.inf)
@@ -125,7 +127,7 @@ def keep_top(log_g: np.ndarray, k: int) -> np.ndarray:
 
 
 def _largest(weights: np.ndarray, k: int) -> np.ndarray:
-    """`weights` [B, E, T] with 0 in place of all but the k largest at each token; of equal ones the first are kept."""
+    """`weights` [B, E, T] with all but the k largest at each token set to 0. Among equal weights the first are kept."""
     rows = np.ascontiguousarray(weights.transpose(0, 2, 1))
     least = np.partition(rows, -k, axis=-1)[..., -k, None]
     kept = rows >= least

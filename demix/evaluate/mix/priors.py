@@ -1,7 +1,7 @@
-"""Priors over experts at the start of each block (paper, Eq. 7). Arrays in, arrays out; all in log space.
+"""Priors over experts at the start of each block (paper, section 5.1, Eq. 7), as arrays of logarithms.
 
-Axes: B blocks, T positions of a block, E experts. `scores` [B, T, E] float64 are log p(token) in nats under
-each expert, 0 where `mask` [B, T] is False (the padding of the last block).
+Axes: B blocks, T positions of a block, E experts. `scores` [B, T, E] float64 are log p(token) in nats under each
+expert. They are 0 where `mask` [B, T] is False, at the padding of the last block.
 """
 
 import math
@@ -11,7 +11,7 @@ from scipy.special import logsumexp
 
 from demix.evaluate.mix.rules import weights_rule
 
-# What the released code's ewm(alpha=0.3) keeps from block to block.
+# The decay of the released code: its ewm(alpha=0.3) keeps 0.7 of the prior from block to block.
 RELEASED_DECAY = 0.7
 
 
@@ -20,9 +20,9 @@ def updating_log_priors(
 ) -> np.ndarray:
     """log prior [B + 1, E] at the start of each block and after the last one (paper, Eq. 7).
 
-    The first is uniform; prior b is proportional to the sum over earlier blocks b' of decay^(b - b') times the
-    posterior after block b'. The last row is what `cached` keeps. With decays [D] there are D of each prior
-    ([B + 1, D, E]). To go on after `seen` blocks, give the last row of those as `first`.
+    The first prior is uniform. Prior b is proportional to the sum over earlier blocks b' of decay^(b - b') times the
+    posterior after block b'. The `cached` prior is the last row. With decays [D], the result is [B + 1, D, E]. To
+    continue after `seen` blocks, pass the last row of their result as `first`.
     """
     blocks, experts = block_evidence.shape
     decays = np.asarray(decay, dtype=np.float64)[..., None]
@@ -30,7 +30,7 @@ def updating_log_priors(
     total = np.full(log_priors.shape[1:], -np.inf)
     if first is not None and seen:
         log_priors[0] = first
-        # That sum's weights together: decay + decay² + … + decay^seen.
+        # The weights of the sum over the `seen` blocks add up to decay + decay² + … + decay^seen.
         with np.errstate(divide="ignore", invalid="ignore"):
             series = -decays * np.expm1(seen * np.log(decays)) / (1 - decays)
         total = first + np.log(np.where(decays == 1, seen, series))
@@ -44,11 +44,12 @@ def updating_log_priors(
 def released_log_priors(
     scores: np.ndarray, mask: np.ndarray, first: np.ndarray | None = None, seen: int = 0
 ) -> np.ndarray:
-    """log prior [B + 1, E] at each block's start and after the last one, as the paper's published code has it.
+    """log prior [B + 1, E] at the start of each block and after the last one, as in the paper's published code.
 
-    Blocks come in batches of two with one prior. A block's posterior is the weights of its last position, which know
-    the token before that; a batch's is their mean, and the prior is `ewm(alpha=0.3, adjust=False)` of these. To go
-    on after `seen` blocks, an even number, give the last row of those as `first`.
+    Blocks form batches of two with one prior. The posterior of a block is the weights at its last position, which
+    depend on the prior and the second-to-last token alone. The posterior of a batch is the mean of its blocks'
+    posteriors, and the prior is the `ewm(alpha=0.3, adjust=False)` of the batches' posteriors. To continue after `seen`
+    blocks, an even number, pass the last row of their result as `first`.
     """
     blocks, _, experts = scores.shape
     log_priors = np.full((blocks + 1, experts), -np.log(experts))
@@ -75,9 +76,9 @@ def log_prior_path(
     first: np.ndarray | None = None,
     seen: int = 0,
 ) -> np.ndarray:
-    """log prior [B + 1, E] at each block's start and after the last, updating; goes on after `seen` blocks.
+    """The updating log prior [B + 1, E] at the start of each block and after the last one.
 
-    See `updating_log_priors` for several decays; the `released` scorer has its own, and no use for `weights`.
+    `decay`, `first` and `seen` are as in `updating_log_priors`. The `released` scorer has its own decay and weights.
     """
     if scorer == "released":
         return released_log_priors(scores, mask, first, seen)
@@ -87,24 +88,24 @@ def log_prior_path(
 def cached_log_prior(
     scores: np.ndarray, mask: np.ndarray, weights: str | int, *, decay: float, blocks: int, scorer: str = "paper"
 ) -> np.ndarray:
-    """log prior [E] after the first `blocks` blocks of a domain's dev split (the paper: 100)."""
+    """The cached log prior [E]: the updating prior after the first `blocks` blocks of a domain's dev split."""
     used = blocks_used(blocks, scorer)
     log_prior: np.ndarray = log_prior_path(scores[:used], mask[:used], weights, decay, scorer)[-1]
     return log_prior
 
 
 def blocks_used(blocks: int, scorer: str = "paper") -> int:
-    """The dev blocks that make a prior when `blocks` are asked for: the released code's "100" are 101 pairs."""
+    """The number of dev blocks that make a cached prior of `blocks`; the released code uses `blocks` + 1 pairs."""
     return 2 * (blocks + 1) if scorer == "released" else blocks
 
 
 def posterior_trace(scores: np.ndarray, mask: np.ndarray, weights: str | int, log_priors: np.ndarray) -> np.ndarray:
-    """The posterior [B, E] after each block, of the log priors [B, E] at its start (paper, Eq. 5-6)."""
+    """The posterior [B, E] after each block, from the log priors [B, E] at its start (paper, Eq. 5-6)."""
     logs = log_priors + weights_rule(weights).block_evidence(scores, mask)
     posterior: np.ndarray = np.exp(logs - logsumexp(logs, axis=1, keepdims=True))
     return posterior
 
 
 def _normalised(logs: np.ndarray) -> np.ndarray:
-    # Not scipy's log_softmax: on a handful of experts, block after block, its checks take most of the time.
+    # scipy's log_softmax is slower here: with few experts, its checks take most of the time of each block.
     return logs - np.logaddexp.reduce(logs, axis=-1, keepdims=True)

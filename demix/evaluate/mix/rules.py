@@ -1,7 +1,8 @@
 """Weights rules: the evidence of the text so far about each expert (docs/concepts.md), without the prior.
 
-A rule gives the log evidence L [B, T, E] in nats; the weights that predict token t are g[t, j] ∝ π[j]·exp(L[t, j])
-with the prior π of the block (paper, Eq. 5-6). A new rule is a class here and, where it has a name, a row of RULES.
+A rule computes the log evidence L [B, T, E] in nats. The weights that predict token t are g[t, j] ∝ π[j]·exp(L[t, j]),
+with the prior π of the block (paper, Eq. 5-6). A new rule needs a class here. A rule that a config names also needs a
+row of RULES.
 """
 
 from abc import ABC, abstractmethod
@@ -13,17 +14,17 @@ import numpy as np
 
 from demix.errors import DemixError
 
-# What a rule remembers of the text before a chunk; nothing for rules that see one block alone.
+# What a rule keeps of the text before a chunk. Rules whose evidence starts anew in each block keep nothing.
 State = tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive blocks of a text, as a rule sees them: B blocks, T positions, E experts.
+    """Consecutive blocks of a text, the input of a rule: B blocks, T positions, E experts.
 
-    scores [B, T, E] float64 log p(token) in nats, 0 at padding; mask [B, T] bool, False at the padding of the last
-    block; `beside` has what was streamed with the scores (`demix.evaluate.score_tables.stream_scores`), [B, T, C] by
-    name.
+    `scores` [B, T, E] are float64 log p(token) in nats, 0 at padding. `mask` [B, T] is False at the padding of the last
+    block. `beside` has the values [B, T, C] that `demix.evaluate.score_tables.stream_scores` streamed with the scores,
+    by name.
     """
 
     scores: np.ndarray
@@ -32,34 +33,34 @@ class Chunk:
 
 
 class WeightsRule(ABC):
-    """How the text so far weighs the experts. Rules are frozen and hashable: equal rules share their evidence.
+    """The evidence of the text so far for each expert. Rules are frozen and hashable, so equal rules share evidence.
 
-    With `uniform_start` the first token of a block gets equal weights whatever the prior. With `by_prior` the evidence
-    depends on the prior, so mixtures of different priors do not share it.
+    With `uniform_start`, the first token of a block gets equal weights for any prior. With `by_prior`, the evidence
+    depends on the prior, so mixtures with different priors do not share their evidence.
     """
 
     uniform_start: ClassVar[bool] = False
     by_prior: ClassVar[bool] = False
 
     def begin(self, log_prior: np.ndarray) -> State:
-        """The state before the first block of a text, whose log prior is `log_prior` [E]."""
+        """The state before the first block of a text, for a text with the log prior `log_prior` [E]."""
         return ()
 
     @abstractmethod
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
-        """L [B, T, E] before each token of a chunk, from the state after the chunk before; and the new state."""
+        """L [B, T, E] before each token of a chunk, and the state after it. `state` is that after the chunk before."""
 
     def block_evidence(self, scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """Evidence [B, E] of each block alone, after its last token: what makes a posterior of the block's prior.
+        """Evidence [B, E] of each block alone, after its last token. It turns the block's prior into a posterior.
 
-        A rule that sees more than one block has none: an updating or cached prior would count that evidence twice.
+        A rule that sees earlier blocks raises DemixError: an updating or cached prior would count their evidence twice.
         """
         raise DemixError(f"weights {self}", "see more than one block", "use them with a uniform prior")
 
 
 @dataclass(frozen=True)
 class PriorAlone(WeightsRule):
-    """No evidence at all."""
+    """No evidence: the weights of every token are the prior."""
 
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
         """Zeros."""
@@ -72,7 +73,7 @@ class PriorAlone(WeightsRule):
 
 @dataclass(frozen=True)
 class History(WeightsRule):
-    """The sum of the scores of the block so far (paper, Eq. 5-6)."""
+    """The evidence is the sum of the scores of the block so far (paper, Eq. 5-6)."""
 
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
         """See `WeightsRule.evidence`."""
@@ -86,7 +87,7 @@ class History(WeightsRule):
 
 @dataclass(frozen=True)
 class Window(WeightsRule):
-    """The sum of the scores of the block's last `tokens` tokens."""
+    """The evidence is the sum of the scores of the last `tokens` tokens of the block so far."""
 
     tokens: int
 
@@ -107,7 +108,7 @@ class Window(WeightsRule):
 
 @dataclass(frozen=True)
 class Released(Window):
-    """As the paper's published code: the last token alone, and equal weights at the start of a block."""
+    """The rule of the paper's published code: the last token alone, and equal weights at the start of a block."""
 
     uniform_start: ClassVar[bool] = True
     tokens: int = 1
@@ -118,7 +119,7 @@ RULES: dict[str, WeightsRule] = {"history": History(), "released": Released()}
 
 
 def weights_rule(weights: str | int) -> WeightsRule:
-    """The rule that a value of `evaluation.weights` stands for. Raises DemixError where it stands for none."""
+    """The rule that a value of `evaluation.weights` stands for. Raises DemixError for an unknown value."""
     if isinstance(weights, str) and weights in RULES:
         return RULES[weights]
     if isinstance(weights, int) and weights > 0:

@@ -1,4 +1,4 @@
-"""The parts of a block, as an architecture asks for them."""
+"""The layers of a transformer block, chosen by the architecture."""
 
 from torch import nn
 
@@ -11,8 +11,8 @@ __all__ = ["Attention", "DEMixLayer", "KeyValues", "attention_bias", "feedforwar
 
 
 def feedforward(architecture: Architecture, layer: int, experts: int) -> nn.Module:
-    """The feedforward of block number `layer` (from 0): (x [E or 1, B, T, D], auxiliary) -> [E, B, T, D].
+    """The feedforward of block number `layer` (from 0). It maps (x [E or 1, B, T, D], auxiliary) to [E, B, T, D].
 
-    `auxiliary` is a list of losses that the feedforward may add to (`GPT.forward`).
+    `auxiliary` is a list to which the feedforward may append losses (`GPT.forward`).
     """
     return DEMixLayer(experts, architecture.width)

@@ -1,4 +1,4 @@
-"""Attention, which all experts share, and what it remembers of a text.
+"""Attention, which all experts share, and its key-value cache.
 
 Axes: E experts, B sequences of one expert, T positions, D width, H heads.
 """
@@ -11,17 +11,17 @@ from demix.config.architecture import Architecture
 
 
 class KeyValues:
-    """What one layer's attention has seen, so that decoding sees each position once.
+    """The key-value cache of one layer, so that decoding computes each position once.
 
-    `keys` and `values` are [E * B, H, positions, D/H], of which the first `seen` are filled. In the first layer, which
-    all experts share, E is 1.
+    `keys` and `values` are [E * B, H, positions, D/H]. The first `seen` positions are filled. In the first layer E
+    is 1, because all experts have the same inputs there.
     """
 
     def __init__(self, positions: int):
         self.positions, self.seen = positions, 0
 
     def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values so far, after those of T new positions [E * B, H, T, D/H]."""
+        """Add `keys` and `values` [E * B, H, T, D/H] of T new positions; returns those of all positions so far."""
         if self.seen == 0:
             shape = (*keys.shape[:2], self.positions, keys.shape[3])
             self.keys, self.values = keys.new_empty(shape), values.new_empty(shape)
@@ -32,10 +32,10 @@ class KeyValues:
 
 
 def attention_bias(architecture: Architecture, T: int, past: KeyValues | None, device: torch.device) -> Tensor | None:
-    """What each of T new positions may see of those in `past` and of one another: bool [T, seen + T], True for yes.
+    """Which positions each of T new positions attends to, in `past` and among the new ones: bool [T, seen + T].
 
-    None where it goes without saying: T positions from the start of a text, each of which sees those up to its own,
-    or one position, which sees all. Every `architecture` is causal and has no other bias.
+    None where no mask is needed: for T positions at the start of a text, plain causal attention is enough, and a single
+    position attends to all positions. Every `architecture` is causal and has no other bias.
     """
     before = past.seen if past else 0
     if not before or T == 1:
@@ -53,14 +53,14 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, bias: Tensor | None = None, past: KeyValues | None = None) -> Tensor:
-        """`x` [E, B, T, D] -> [E, B, T, D]; with `past` they are the T positions after those, and added to them.
+        """Map `x` [E, B, T, D] to [E, B, T, D]. With `past`, `x` follows the cached positions and is added to them.
 
-        `bias` is what `attention_bias` gives for them.
+        `bias` comes from `attention_bias` for the same T and `past`.
         """
         E, B, T, D = x.shape
         qkv = linear(x, self.qkv.weight, self.qkv.bias).view(E * B, T, 3, self.heads, D // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [E*B, H, T, D/H]
-        # Without a bias: causal from the first position on, or one position that sees all before it.
+        # Without a bias, attention is causal, except for one new position, which attends to all before it.
         causal = bias is None and not (past and past.seen)
         if past:
             k, v = past.extended(k, v)
@@ -69,5 +69,5 @@ class Attention(nn.Module):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """`x` [..., in] through `weight` [out, in] and `bias` [out], computed in the type of `x`."""
+    """The linear map of `x` [..., in] by `weight` [out, in] and `bias` [out], computed in the type of `x`."""
     return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))

@@ -1,7 +1,7 @@
-"""The DEMix layer.
+"""The DEMix layer (paper, section 3.2).
 
-Axes: E experts, B sequences of one expert, T positions, D width. Weights are kept in fp32 (or fp64) and
-cast to the activations' type at the matmul.
+Axes: E experts, B sequences of one expert, T positions, D width. Weights are stored in fp32 (or fp64) and cast to the
+type of the activations for each matrix product.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from torch.autograd.function import once_differentiable
 
 
 class DEMixLayer(nn.Module):
-    """One feedforward per expert, chosen by the first axis of its input (paper, section 3.2, Eq. 3).
+    """One feedforward per expert (paper, section 3.2). The first axis of the input chooses the expert (Eq. 3).
 
-    Weights are stacked: `up` [E, 4D, D], `down` [E, D, 4D].
+    The weights of all experts are stacked: `up` [E, 4D, D], `down` [E, D, 4D].
     """
 
     def __init__(self, experts: int, width: int):
@@ -27,9 +27,9 @@ class DEMixLayer(nn.Module):
         self.down_bias = nn.Parameter(torch.empty(experts, width))
 
     def forward(self, x: Tensor, auxiliary: list[Tensor] | None = None) -> Tensor:
-        """`x` [E, B, T, D] -> [E, B, T, D], with the exact (erf) GELU; one of [1, B, T, D] is given to every expert.
+        """Map `x` [E, B, T, D] to [E, B, T, D] with the exact (erf) GELU. Every expert gets an `x` of [1, B, T, D].
 
-        Nothing is added to `auxiliary`: the domain chooses the expert, and there is no router to train.
+        The layer adds nothing to `auxiliary`: the domain chooses the expert, so there is no router to train.
         """
         E, (_, B, T, D) = len(self.up), x.shape
         linear: Callable[[Tensor, Tensor, Tensor], Tensor] = _ExpertLinear.apply
@@ -38,10 +38,11 @@ class DEMixLayer(nn.Module):
 
 
 class _ExpertLinear(torch.autograd.Function):
-    """`x` [E, N, in] through `weight` [E, out, in] and `bias` [E, out], an expert after the other: [E, N, out].
+    """Each expert's linear map of `x` [E, N, in] by `weight` [E, out, in] and `bias` [E, out]: [E, N, out].
 
-    A loop, not bmm, which is slower on CPU from 128 tokens an expert on. Each expert's output and gradients are written
-    to their place, which autograd would stack, and its weight is cast as it is used.
+    The code loops over experts, because bmm is slower on a CPU from 128 tokens per expert. Each expert's output and
+    gradients are written to their place in one tensor, where autograd would stack copies. Each expert's weight is cast
+    when it is used, so that no cast copy of all weights exists.
     """
 
     @staticmethod
