@@ -255,7 +255,7 @@ def test_one_expert_alone_is_merged_to_the_bit(model: Path, tmp_path: Path) -> N
         ("law=0.5,law=0.5", "'law=0.5' is no weight"),
         ("law", "'law' is no weight"),
         ("law=half", "'law=half' is no weight"),
-        ("law=0.5,deeds=0.5", r"deeds\.json: is missing; choose among"),
+        ("law=0.5,deeds=0.5", r"deeds\.json: is missing; choose one of the experts of this model: code, law, news"),
     ],
 )
 def test_wrong_weights_are_refused(model: Path, tmp_path: Path, weights: str, message: str) -> None:
