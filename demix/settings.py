@@ -1,7 +1,8 @@
-"""How settings are declared, and how JSON or YAML becomes a typed object or an error that names the wrong key.
+"""Declaring settings, and making typed objects of JSON or YAML.
 
-A setting is declared once, as a field of a class made by `settings`: its type and bounds, its default, its description
-with the unit. Sections of the config and what the stages are given are such classes; they share fields by inheritance.
+Each setting is declared once, as a field of a class that `settings` made. The field states the type, the bounds, the
+default, and a description with the unit. The sections of the config and the settings of the stages are such classes,
+which share fields by inheritance. A wrong value raises an error that names its key.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ def _listed(value: Any) -> tuple[Any, ...]:
 
 def _distinct(items: tuple[Any, ...]) -> tuple[Any, ...]:
     if any(one == other and type(one) is type(other) for at, one in enumerate(items) for other in items[:at]):
-        raise ValueError("holds the same twice", "name each once")
+        raise ValueError("holds one value twice", "name each value once")
     return items
 
 
@@ -64,7 +65,7 @@ DistinctItems = Annotated[Items[T], AfterValidator(_distinct), Field(json_schema
 
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))
 def settings(*, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
-    """Make a class of settings: a frozen dataclass whose values are checked and that takes no other keys."""
+    """Make a class of settings: a frozen dataclass that checks its values and refuses unknown keys."""
     made: Any = dataclass(frozen=True, kw_only=kw_only, config=ConfigDict(extra="forbid"))
     decorate: Callable[[type[T]], type[T]] = made
     return decorate
@@ -76,9 +77,9 @@ def names_of(kind: type) -> tuple[str, ...]:
 
 
 def partial(name: str, kind: type, /, **more: Any) -> type[BaseModel]:
-    """A class of settings called `name`: all those of `kind`, and `more` types by name, none of them required.
+    """Make a class called `name` with all settings of `kind` and those in `more` (types by name), none required.
 
-    A missing key overrides nothing, so no setting has a default.
+    No setting of the class has a default, because a missing key overrides nothing.
     """
     types = {}
     for key, info in vars(kind)["__pydantic_fields__"].items():
@@ -91,9 +92,10 @@ def partial(name: str, kind: type, /, **more: Any) -> type[BaseModel]:
 
 
 def settings_from(kind: type[T], values: Mapping[str, Any] | str, subject: str = "--settings") -> T:
-    """The settings `kind` from a mapping or its JSON text.
+    """Make an object of the settings class `kind` from a mapping or from its JSON text.
 
-    Raises DemixError that names the first wrong key below `subject`, what is allowed, and the nearest known key.
+    Raises DemixError that names the first wrong key below `subject` and what is allowed there. For an unknown key the
+    error also names the nearest known one.
     """
     if isinstance(values, str):
         try:
@@ -122,7 +124,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subject: str) -> DemixError:
-    """The first fault that is found, by the order of the keys' names."""
+    """The error for the first fault, in the order of the keys' names."""
     faults = error.errors(include_url=False)
     # pydantic also reports a tuple of wrong items as too short.
     below = [fault["loc"][:end] for fault in faults for end in range(len(fault["loc"]))]
@@ -147,9 +149,9 @@ def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subje
     if cause is None or cure is None:
         expected = allowed(_part(schema, place))
         if "number" in expected and isinstance(value, str):
-            expected += " (YAML takes 1e-3 for text: write 1.0e-3)"
+            expected += " (YAML reads 1e-3 as text: write 1.0e-3)"
         cause, cure = f"is {value!r}", f"allowed is {expected}"
-    # A subject that ends in a blank is followed by the key, as in "config key training".
+    # A subject that ends in a space, such as "config key ", takes the key without a dot.
     return DemixError(f"{subject}.{'.'.join(map(str, place))}".replace(" .", " "), cause, cure)
 
 
@@ -157,7 +159,7 @@ _OF_A_KEY = ("unexpected_keyword_argument", "extra_forbidden", "invalid_key", "m
 
 
 def _order(fault: ErrorDetails) -> tuple[list[str], int]:
-    """Faults in the order of their places; a key that is unknown or missing is a fault of what should hold it."""
+    """The sort key of a fault: its place, or the mapping around a key that is unknown or missing."""
     place = [str(part) for part in fault["loc"]]
     if fault["type"] in _OF_A_KEY:
         return place[:-1], _OF_A_KEY.index(fault["type"])
@@ -165,7 +167,10 @@ def _order(fault: ErrorDetails) -> tuple[list[str], int]:
 
 
 def _reached(location: tuple[int | str, ...], values: Any) -> tuple[tuple[int | str, ...], Any]:
-    """The part of a fault's location that leads through `values`, and the value there; the rest names types."""
+    """The leading keys of a fault's location that exist in `values`, and the value at their end.
+
+    pydantic appends the names of types to a location.
+    """
     place: list[int | str] = []
     for part in location:
         try:
@@ -177,7 +182,7 @@ def _reached(location: tuple[int | str, ...], values: Any) -> tuple[tuple[int | 
 
 
 def _part(schema: dict[str, Any], place: Sequence[int | str]) -> dict[str, Any]:
-    """What a JSON schema says of one place."""
+    """The subschema that a JSON schema has for one place."""
     found = schema
     for step in place:
         found = next(part for choice in (found, *found.get("anyOf", ())) if (part := _child(schema, choice, step)))
@@ -194,12 +199,12 @@ def _child(schema: dict[str, Any], part: dict[str, Any], step: int | str) -> dic
 
 
 def resolved(schema: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """A part of a JSON schema with what it refers to."""
+    """A subschema, merged with the definition that its `$ref` names."""
     return schema["$defs"][part["$ref"].rsplit("/", 1)[1]] | part if "$ref" in part else part
 
 
 def allowed(part: dict[str, Any]) -> str:
-    """Type and bounds that a part of a JSON schema asks for, in words."""
+    """The type and bounds that a subschema requires, in words."""
     if "anyOf" in part:
         return " or ".join(dict.fromkeys(allowed(choice) for choice in part["anyOf"]))
     if "$ref" in part:

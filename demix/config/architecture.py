@@ -1,4 +1,4 @@
-"""Sizes of the language models: presets, parameter counts."""
+"""Sizes of the language models: presets and parameter counts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -34,7 +34,10 @@ PRESETS = {
 
 
 def architecture_from(section: Mapping[str, Any]) -> Architecture:
-    """The architecture of a config section, `{preset: gpt3-small}` with optional overrides or all four sizes."""
+    """The architecture that the config section `architecture` describes.
+
+    The section names a preset, such as `{preset: gpt3-small}`, with optional overrides, or gives all four sizes.
+    """
     sizes = dict(section)
     if preset := sizes.pop("preset", None):
         if preset not in PRESETS:
@@ -54,11 +57,11 @@ def architecture_from(section: Mapping[str, Any]) -> Architecture:
 def parameters(
     architecture: Architecture, vocab_size: int, domain_tokens: int = 0, expert_scope: str = "feedforward"
 ) -> tuple[int, int]:
-    """How many parameters a model's experts share, and how many belong to each expert alone.
+    """Count the parameters that all experts of a model share, and those that each expert owns alone.
 
-    An expert owns the feedforward of every layer, biases included; with `expert_scope` "model" it owns all. The rest
-    are tied embeddings, positions, attention and norms. `domain_tokens` > 0 counts the domain-token baseline's extra
-    position and input embeddings.
+    An expert owns the feedforward of every layer, biases included; with `expert_scope` "model" an expert owns
+    everything. The shared parameters are tied embeddings, positions, attention and norms. `domain_tokens` > 0 adds the
+    extra position and the input embeddings of the domain-token baseline.
     """
     layers, width = architecture.layers, architecture.width
     positions = architecture.context + (1 if domain_tokens else 0)

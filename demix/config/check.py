@@ -1,4 +1,4 @@
-"""The config file: checked against the declarations, defaults filled in, wrong keys named."""
+"""Reading a config: merging the file with its base, checking all keys, and filling in the defaults."""
 
 import dataclasses
 import difflib
@@ -19,7 +19,7 @@ from demix.settings import settings_from
 
 
 def load_config(path: str | Path) -> dict[str, Any]:
-    """The checked and completed config in the YAML file `path`, merged with its base."""
+    """The config in the YAML file `path`: merged with its base, checked, and completed with all defaults."""
     return complete(_read(Path(path)), Path(path).parent)
 
 
@@ -29,16 +29,17 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise DemixError(path, "does not exist", "give the path of a config file, such as config/sample.yaml") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DemixError(path, f"is not YAML ({error})", "mend the line that is named") from None
+        raise DemixError(path, f"is not YAML ({error})", "correct the line that this message names") from None
     if not isinstance(content, dict):
         raise DemixError(path, "is not a mapping of keys", "start from config/sample.yaml")
     return content
 
 
 def with_base(config: dict[str, Any], folder: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """`config` merged deeply into the file that its key `base` names, below `folder`; what `config` says wins.
+    """`config`, merged into the file that its key `base` names, nested keys included.
 
-    A base may have a base, below its own folder.
+    The path of the base is relative to `folder`. Where both set a key, `config` wins. A base may have a base of its
+    own, relative to the folder of that base's file.
     """
     base = config.get("base")
     if base is None:
@@ -47,7 +48,7 @@ def with_base(config: dict[str, Any], folder: Path, above: tuple[Path, ...] = ()
         raise DemixError("config key base", f"is {base!r}", "give the path of a config file, relative to this one")
     path = (folder / base).resolve()
     if path in above:
-        raise DemixError("config key base", f"{base} is based on itself", "take one `base` out")
+        raise DemixError("config key base", f"{base} is based on itself", "remove one key `base`")
     if not path.is_file():
         raise DemixError("config key base", f"{path} does not exist", "give a path relative to the file that names it")
     below = with_base(_read(path), path.parent, (*above, path))
@@ -63,11 +64,12 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def complete(config: dict[str, Any], folder: Path = Path()) -> dict[str, Any]:
-    """`config` with what stands in its base (relative to `folder`) and every default filled in, in place.
+    """Merge `config` with its base (relative to `folder`), check it, and fill in every default, in place.
 
-    Raises DemixError that names the first wrong key, what is allowed, and the nearest known key.
+    Raises DemixError that names the first wrong key and what is allowed there. For an unknown key the error also names
+    the nearest known one.
     """
-    # The config.json of a run is a config too.
+    # The config.json of a run is accepted as a config too.
     for key in BESIDE:
         config.pop(key, None)
     whole = with_base(config, folder)
@@ -76,7 +78,7 @@ def complete(config: dict[str, Any], folder: Path = Path()) -> dict[str, Any]:
     settings_from(Config, config, "config key ")
     _fill(Config, config)
     del config["base"]
-    # The rows that every run has, before those of its own.
+    # Tables show the rows that every run has before further rows.
     rows = config["models"]
     config["models"] = {name: rows.get(name, {}) for name in KINDS} | rows
     _check_across(config)
@@ -84,7 +86,7 @@ def complete(config: dict[str, Any], folder: Path = Path()) -> dict[str, Any]:
 
 
 def _fill(kind: Any, values: dict[str, Any]) -> None:
-    """Give every setting of the class `kind` that `values` lacks its default, as JSON has it."""
+    """Give every setting of the class `kind` that `values` lacks its default, as JSON."""
     if not dataclasses.is_dataclass(kind):
         return
     for name, hint in get_type_hints(kind).items():
@@ -102,16 +104,18 @@ def _fill(kind: Any, values: dict[str, Any]) -> None:
 
 
 def _check_across(config: dict[str, Any]) -> None:
-    """Rules that join several keys, which a schema cannot say."""
+    """Check the rules that join several keys, which a schema cannot express."""
     training, novel = config["domains"]["training"], config["domains"]["novel"]
     for name in novel:
         if name in training:
-            raise DemixError(f"config key domains.novel.{name}", "is a training domain too", "name it in one list only")
+            raise DemixError(
+                f"config key domains.novel.{name}", "is a training domain too", "name the domain in one list only"
+            )
     for kind, domains in config["domains"].items():
         for name, domain in domains.items():
             _check_source(f"config key domains.{kind}.{name}.source", domain["source"])
     architecture = architecture_from(config["architecture"])
-    for model in (one for one in trained(config) if one.name == one.base):
+    for model in (model for model in trained(config) if model.name == model.base):
         settings = model.settings
         try:
             placement.place(model.kind, list(training), settings["sequences"], settings["ranks"], settings["replicas"])
@@ -119,7 +123,7 @@ def _check_across(config: dict[str, Any]) -> None:
             raise DemixError(f"config key training.{error.subject}", error.cause, error.cure) from None
         step_tokens = len(training) * settings["sequences"] * architecture.context
         if settings["sweep"] and settings["sweep"]["tokens"] < step_tokens:
-            cause = f"is {settings['sweep']['tokens']}, less than one step of {model.name} of {step_tokens} tokens"
+            cause = f"is {settings['sweep']['tokens']}, less than the {step_tokens} tokens of one step of {model.name}"
             raise DemixError("config key training.sweep.tokens", cause, "raise it")
     adaptation = config["adaptation"]
     try:
@@ -129,9 +133,7 @@ def _check_across(config: dict[str, Any]) -> None:
     for stage in ("train", "adapt"):
         cluster = site_of(config, stage)
         if cluster["grace_seconds"] >= 60 * cluster["minutes"]:
-            cause = (
-                f"is {cluster['grace_seconds']}, which leaves nothing of the {cluster['minutes']} minutes of {stage}"
-            )
+            cause = f"is {cluster['grace_seconds']}, which leaves none of the {cluster['minutes']} minutes of {stage}"
             raise DemixError("config key cluster.grace_seconds", cause, "lower it, or raise cluster.minutes")
     removal = config["removal"]
     for name in removal["retrain_without"]:
@@ -147,19 +149,17 @@ def _check_across(config: dict[str, Any]) -> None:
             f"name one of: {', '.join(novel) or '(add a novel domain first)'}",
         )
     if "history" not in config["evaluation"]["weights"]:
-        raise DemixError(
-            "config key evaluation.weights", "lacks history, on which the report's tables rest", "add history"
-        )
+        raise DemixError("config key evaluation.weights", "lacks history, which the report's tables use", "add history")
     if re.search(r"://[^/@]*:[^/@]+@", config["tracking"]["uri"]):
         raise DemixError(
             "config key tracking.uri",
-            "holds a password, which would be printed and recorded",
+            "holds a password, which logs and records would show",
             "leave it out and set PGPASSWORD or MLFLOW_TRACKING_PASSWORD in the environment",
         )
 
 
 def site_of(config: dict[str, Any], stage: str) -> dict[str, Any]:
-    """The section `cluster` of a completed config with the values of one stage."""
+    """The section `cluster` of a completed config, with the values of one stage."""
     cluster: dict[str, Any] = dict(config["cluster"])
     stages: dict[str, dict[str, Any]] = cluster.pop("stages")
     return cluster | stages.get(stage, {})
@@ -171,13 +171,15 @@ def _check_source(place: str, source: dict[str, Any]) -> None:
         raise DemixError(
             f"{place}.parts",
             f"is {source['parts']} for {len(paths)} addresses",
-            "give at most one part to each",
+            "set at most one part per address",
         )
     if source["kind"] == "url" and not all(path.startswith(("http://", "https://")) for path in paths):
-        raise DemixError(f"{place}.path", "is no address", "begin it with http:// or https://, or use kind: files")
+        raise DemixError(
+            f"{place}.path", "is not an address", "begin each address with http:// or https://, or use kind: files"
+        )
     if source["kind"] == "hub" and not source["data_files"]:
         raise DemixError(f"{place}.data_files", "is missing", 'name files of the data set, such as ["data/*.parquet"]')
     if source["kind"] == "hub" and (source["sha256"] or source["bytes"]):
-        raise DemixError(f"{place}.sha256", "is for files and addresses", "pin a commit by revision instead")
+        raise DemixError(f"{place}.sha256", "is for the kinds files and url", "pin a commit by revision instead")
     if source["kind"] == "hub" and not source["revision"] and not all(Path(path).is_dir() for path in paths):
         raise DemixError(f"{place}.revision", "is missing", "pin a commit, or name a branch such as main")

@@ -1,4 +1,4 @@
-"""What a run evaluates and compares: sets of experts, score tables, systems; the rows come from `systems`."""
+"""What a run evaluates and compares, derived from the planned models: sets of experts, score tables, systems."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,16 +19,16 @@ from demix.config.systems import (
     training_domains,
 )
 
-# How experts are mixed (DESIGN section 5, "Methods"), but for the single expert that `naive` takes.
+# How experts are mixed (docs/concepts.md, "Ways to mix"). `naive` is not listed, because it takes a single expert.
 METHODS = ("average", "uniform", "updating", "cached")
 
 
 @dataclass(frozen=True)
 class ExpertSet:
-    """Experts of a model that are mixed together, under a label, by `methods`.
+    """Experts of a model that are mixed together by `methods`; results show the set under `label`.
 
-    With `alone` every expert gets a row of its own; with `variants` there are also the grids, the released scorer and
-    the posteriors block by block.
+    With `alone` each expert also gets a row of its own. With `variants` the grids of settings, the released scorer and
+    the posterior of every block are evaluated too.
     """
 
     label: str
@@ -40,10 +40,10 @@ class ExpertSet:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The score tables of one model on a domain, and the sets of its experts that are evaluated there.
+    """The score tables of one model on a domain, and the sets of experts to evaluate on these tables.
 
-    `sets` is empty for a model of one column. `model` and `seed` are those of its rows in results, `folder` is below
-    scores/.
+    `sets` is empty for a model with one column. `model` and `seed` are the values of these columns in results. `folder`
+    is the folder of the tables below scores/.
     """
 
     model: str
@@ -55,9 +55,9 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class System:
-    """One way to predict text, one line of the tables: a model, a set of its experts and a method that mixes them.
+    """A way to predict text, one line of the report's tables: a model, a set of its experts, and a mixing method.
 
-    `variant` and `top_k` are those of results.parquet: empty and None for what the paper's tables hold.
+    `variant` and `top_k` are the columns of results.parquet: empty and None for the results in the paper's tables.
     """
 
     label: str
@@ -70,22 +70,25 @@ class System:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """What identifies it in differences.parquet."""
+        """The columns that identify the system in differences.parquet."""
         return self.model, self.experts, self.method, self.weights
 
     def with_weights(self, weights: str) -> "System":
-        """The same with another rule of weights."""
+        """The same system with another rule for the experts' weights."""
         return replace(self, label=f"{self.label}, {weights} weights", weights=weights)
 
     def chosen_on_dev(self) -> "System":
-        """The same where the one expert or token was chosen on dev, for domains that have none of their own."""
+        """The same system with the expert or domain token that was chosen on dev.
+
+        A domain without an expert or token of its own needs this choice.
+        """
         return replace(self, label=f"{self.label}, chosen on dev", variant="dev_choice")
 
 
 def systems_of(row: str, kind: Kind) -> tuple[System, ...]:
-    """The systems that a trained model makes with the experts (or tokens) of its training domains.
+    """The systems that a trained model forms with the experts (or domain tokens) of its training domains.
 
-    They have the paper's names where the row is the paper's, and the row's name where it is not.
+    The labels are the paper's names where the row is named like its kind, and use the row's name otherwise.
     """
     label = kind.label if row == kind.name else row
     if kind.domain_tokens:
@@ -103,7 +106,10 @@ def systems_of(row: str, kind: Kind) -> tuple[System, ...]:
 
 
 def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
-    """What is evaluated on `domain`: models of one column first, then those whose experts are mixed; seeds at last."""
+    """The score tables and sets of experts to evaluate on `domain`, further seeds last.
+
+    Within a seed, models of one column come first, then models with domain tokens, then models with experts.
+    """
     training, novel = training_domains(config), novel_domains(config)
     receiver, whole = adapted_model(config), removal_model(config)
 
@@ -120,19 +126,19 @@ def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
             rest = tuple(expert for expert in training if expert != domain)
             yield ExpertSet(left_out(domain), rest, methods=("cached",))
 
-    def table(model: Model) -> Evaluated:
+    def table_of(model: Model) -> Evaluated:
         columns = training + novel if model == receiver else model.columns
-        some = tuple(sets(model)) if model.kind.has_experts or model.kind.domain_tokens else ()
-        return Evaluated(model.row, model.name, model.seed, columns, some)
+        own_sets = tuple(sets(model)) if model.kind.has_experts or model.kind.domain_tokens else ()
+        return Evaluated(model.row, model.name, model.seed, columns, own_sets)
 
     found = []
     models = [model for model in planned(config) if domain in model.scored]
     for seed in (config["seed"], *further_seeds(config)):
         of_seed = [model for model in models if model.seed == seed]
-        tables = [(model, table(model)) for model in of_seed]
-        single = [one for _, one in tables if not one.sets]
-        tokens = [one for model, one in tables if model.kind.domain_tokens]
-        mixed = [one for model, one in tables if one.sets and not model.kind.domain_tokens]
+        tables = [(model, table_of(model)) for model in of_seed]
+        single = [table for _, table in tables if not table.sets]
+        tokens = [table for model, table in tables if model.kind.domain_tokens]
+        mixed = [table for model, table in tables if table.sets and not model.kind.domain_tokens]
         found += [*single, *tokens, *mixed]
     return tuple(found)
 
@@ -147,8 +153,8 @@ def bases(config: Mapping[str, Any]) -> dict[str, System]:
 def compared(config: Mapping[str, Any], domain: str) -> tuple[System, ...]:
     """The systems that are compared with each of `bases` on `domain`.
 
-    The baselines and every method that the paper's tables set beside them, one rule of weights (Tables 3 to 5); all
-    experts and the released weights; the removals of Table 7.
+    These are the baselines and the methods of Tables 3 to 5 with one rule of weights, DEMix with the weights of the
+    released code, the set of all experts, the removals of Table 7, and the systems of further rows.
     """
     rows = model_rows(config)
     paper = [name for name in ("dense_unbalanced", "dense", "domain_token", "demix") if name in rows]

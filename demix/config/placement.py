@@ -1,4 +1,7 @@
-"""Which rank trains what; without torch, so that a config is checked before anything runs."""
+"""Which rank trains which experts and sequences.
+
+This module does not import torch, so that a config is checked before anything runs.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +12,10 @@ from demix.errors import DemixError
 
 @dataclass(frozen=True)
 class Placement:
-    """What one rank trains: the domains `experts` (by number), and of each step's sequences `first` to `last`.
+    """What one rank trains: the domains `experts` (by number), and a part of the sequences of each step.
 
-    `ranks` hold the same experts, in order; the first of them writes the experts.
+    The part goes from sequence `first` to `last` (exclusive). `ranks` are the ranks that hold the same experts, in
+    order. The first of these ranks writes the experts.
     """
 
     experts: tuple[int, ...]
@@ -25,8 +29,9 @@ def place(
 ) -> tuple[Placement, ...]:
     """What each rank trains of a model of `kind` on `domains`, with `sequences` of each domain per step.
 
-    Where a step is drawn by domain the ranks part the domains' experts; otherwise there is one expert, and all
-    sequences of a step are cut among all ranks. Raises DemixError that says which numbers of ranks fit.
+    Where a step is drawn by domain, the experts of the domains are divided among the ranks. Otherwise there is one
+    expert, and all sequences of a step are divided among the ranks. Raises DemixError that says which numbers of ranks
+    fit.
     """
     kind = KINDS[kind] if isinstance(kind, str) else kind
     if kind.batches == "by_domain":
@@ -37,19 +42,19 @@ def place(
 def place_experts(
     domains: Sequence[str], sequences: int, ranks: int, replicas: Mapping[str, int] | None = None
 ) -> tuple[Placement, ...]:
-    """What each rank trains of the experts of `domains`, with `sequences` per step for each.
+    """What each rank trains of the experts of `domains`, with `sequences` per step for each domain.
 
-    Either the ranks are a multiple of the domains (replicas of each expert), or the domains of the ranks (several
-    experts per rank), or `replicas` gives some domains more ranks than the one that the others have. Raises DemixError
-    that says which numbers fit.
+    The number of ranks is a multiple of the number of domains (replicas of each expert) or a divisor of it (several
+    experts per rank), or `replicas` gives single domains more than one rank. Raises DemixError that says which numbers
+    fit.
     """
     count = len(domains)
     fitting = [n for n in range(1, count) if count % n == 0] + [n * count for n in range(1, sequences + 1)]
-    told = f"use {_listed(fitting)}"
+    cure = f"use {_listed(fitting)}"
     if replicas:
         for name in replicas:
             if name not in domains:
-                raise DemixError(f"replicas.{name}", "is no training domain", f"name some of {', '.join(domains)}")
+                raise DemixError(f"replicas.{name}", "is no training domain", f"use names among {', '.join(domains)}")
         numbers = [replicas.get(name, 1) for name in domains]
         if sum(numbers) != ranks:
             cause = f"is {ranks}, but the replicas of {count} domains make {sum(numbers)}"
@@ -60,11 +65,11 @@ def place_experts(
         size = count // ranks
         return tuple(Placement(tuple(range(r * size, (r + 1) * size)), 0, sequences, (r,)) for r in range(ranks))
     else:
-        raise DemixError("ranks", f"is {ranks}, which does not fit {count} domains", told)
+        raise DemixError("ranks", f"is {ranks}, which does not fit {count} domains", cure)
     if max(numbers) > sequences:
         name = domains[numbers.index(max(numbers))]
-        cause = f"gives {name} {max(numbers)} ranks for {sequences} sequences a step"
-        raise DemixError("ranks", cause, f"{told}, or raise sequences")
+        cause = f"gives {name} {max(numbers)} ranks for {sequences} sequences per step"
+        raise DemixError("ranks", cause, f"{cure}, or raise sequences")
     found: list[Placement] = []
     for expert, number in enumerate(numbers):
         own = tuple(range(len(found), len(found) + number))
@@ -74,5 +79,5 @@ def place_experts(
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    some = [str(number) for number in numbers[:12]] + (["..."] if len(numbers) > 12 else [])
-    return (", ".join(some[:-1]) + " or " + some[-1] if len(some) > 1 else some[0]) + " ranks"
+    names = [str(number) for number in numbers[:12]] + (["..."] if len(numbers) > 12 else [])
+    return (", ".join(names[:-1]) + " or " + names[-1] if len(names) > 1 else names[0]) + " ranks"

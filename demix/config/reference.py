@@ -1,4 +1,4 @@
-"""The pages that are made of the declarations: config/README.md, and the JSON schema for editors."""
+"""Texts generated from the declarations of settings: config/README.md, and the JSON schema for editors."""
 
 import re
 from collections.abc import Iterator
@@ -11,39 +11,43 @@ from demix.settings import allowed, resolved, schema_of
 
 
 def reference() -> str:
-    """config/README.md: every key with its type, bounds, default and meaning, as Markdown."""
+    """The text of config/README.md: every key with its type, bounds, default and meaning, as Markdown."""
     lines = [
         "# Config reference",
         "",
-        "Made from `demix/config/sections.py` by `demix config --reference > config/README.md`. Unknown keys are",
-        "refused and the nearest known one is named. `demix config FILE` checks a file and prints it with all defaults",
-        "filled in.",
+        "Made from `demix/config/sections.py` by `demix config --reference > config/README.md`. An unknown",
+        "key is refused, and the error names the nearest known key. `demix config FILE` checks a file and prints it",
+        "with all defaults filled in.",
         "",
         "| key | allowed | default | meaning |",
         "|---|---|---|---|",
     ]
     schema = schema_of(Config)
     for place, part, required in _keys(schema, schema, ""):
-        # Every optional part that holds others is empty by default.
+        # An optional section is empty by default.
         empty: dict[str, Any] = {"default": {}} if part.get("type") == "object" else {}
         default = (
-            "required" if required else f"`{_yaml(told['default'])}`" if "default" in (told := empty | part) else "–"
+            "required"
+            if required
+            else f"`{_yaml(declared['default'])}`"
+            if "default" in (declared := empty | part)
+            else "–"
         )
-        # A pattern as code: Markdown reads its brackets as a link.
+        # Markdown reads the brackets of a pattern as a link, unless the pattern is code.
         kinds = re.sub(r"(?<=that matches )(\S+)", r"`\1`", allowed(part)).replace("|", "\\|")
         lines.append(f"| `{place}` | {kinds} | {default} | {part.get('description', '')} |")
     return "\n".join(lines) + "\n"
 
 
 def editor_schema() -> str:
-    """workflow/schemas/config.schema.yaml: the JSON schema by which editors complete and check keys."""
+    """The text of workflow/schemas/config.schema.yaml, by which editors complete and check keys."""
     head = "# Made from demix/config/sections.py by `demix config --schema > workflow/schemas/config.schema.yaml`.\n"
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | _short(schema_of(Config))
     return head + str(yaml.safe_dump(schema, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=None))
 
 
 def _short(part: Any) -> Any:
-    """Without the titles, which repeat the keys, and a choice of null as one more type."""
+    """A JSON schema without titles, which repeat the keys, and with null as a further type, not as a choice."""
     if isinstance(part, list):
         return [_short(item) for item in part]
     if not isinstance(part, dict):
@@ -59,7 +63,7 @@ def _yaml(value: Any) -> str:
 
 
 def _keys(schema: dict[str, Any], part: dict[str, Any], above: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Each key below a part of the schema: its path, what the schema says of it, whether it must be given."""
+    """Each key below a part of the schema: path, subschema, and whether the key is required."""
     for name, child in part.get("properties", {}).items():
         path, child = f"{above}{name}", resolved(schema, child)
         yield path, child, name in part.get("required", ())
@@ -72,6 +76,6 @@ def _keys(schema: dict[str, Any], part: dict[str, Any], above: str) -> Iterator[
 
 
 def _own_of_rows(schema: dict[str, Any]) -> list[str]:
-    """The keys of a model's row beside those of `training`."""
+    """The keys that a model's row has beside those of `training`."""
     rows, training = (schema["$defs"][name]["properties"] for name in ("ModelRow", "TrainingSection"))
     return [f"`{name}` ({allowed(part)})" for name, part in rows.items() if name not in training]

@@ -1,4 +1,4 @@
-"""What the rules of the workflow read, write and ask for, from the config alone: no object of Snakemake."""
+"""Input files, output files and resources of the workflow's rules, derived from the config without Snakemake."""
 
 import json
 import shlex
@@ -15,20 +15,20 @@ from demix.settings import names_of
 
 
 def as_json(*parts: Mapping[str, Any], **more: Any) -> str:
-    """The part of the config that a stage uses, as one JSON argument: a change to it reruns that stage alone."""
+    """The part of the config that a stage uses, as one JSON argument. A change to it reruns that stage alone."""
     merged = {key: value for part in (*parts, more) for key, value in part.items()}
     return json.dumps(merged, sort_keys=True)
 
 
 def given(settings: Mapping[str, Any]) -> str:
-    """Settings as JSON without the empty ones: a stage takes an absent setting for empty."""
+    """Settings as JSON without the empty ones. A stage treats an absent setting like an empty one."""
     return as_json({key: value for key, value in settings.items() if value not in (None, "", [], {})})
 
 
 def source_files(source: Mapping[str, Any]) -> list[str]:
-    """The local files of a source: a changed file is read again.
+    """The local files of a source. A changed file is read again.
 
-    Missing files are not named here; `demix download` refuses them.
+    Missing files are left out here; `demix download` refuses them.
     """
     if source["kind"] != "files":
         return []
@@ -37,7 +37,7 @@ def source_files(source: Mapping[str, Any]) -> list[str]:
 
 
 def swept_rates(model: Model) -> list[str]:
-    """The learning rates that the sweep of a model tries, as file names spell them; none without a sweep."""
+    """The learning rates that the sweep of a model tries, as in file names; empty without a sweep."""
     return [repr(float(rate)) for rate in (model.settings["sweep"] or {"learning_rates": []})["learning_rates"]]
 
 
@@ -54,7 +54,7 @@ class RunRules:
 
     @property
     def submitted(self) -> bool:
-        """Whether trainings run as SLURM jobs of their own, for which a process here waits without using a core."""
+        """Whether trainings run as SLURM jobs of their own, for which a local process only waits."""
         return bool(self.config["cluster"]["launch"] == "slurm")
 
     @property
@@ -64,7 +64,7 @@ class RunRules:
         return domains["training"] | domains["novel"]
 
     def parts(self, domains: Iterable[str], *kinds: str) -> list[str]:
-        """The anonymized parts of domains, in order; the config says how many each domain has."""
+        """The files of the anonymized parts of domains, in order. The config sets the parts of each domain."""
         return [
             f"{self.run}/documents/{domain}/{part:04d}.{kind}"
             for domain in domains
@@ -77,20 +77,20 @@ class RunRules:
         return [f"{self.run}/tokens/{domain}/{split}.arrow" for domain in domains for split in splits]
 
     def experts(self, model: str, names: Iterable[str]) -> list[str]:
-        """The files of a model that scoring its experts `names` reads."""
+        """The files that scoring reads for the experts `names` of a model."""
         files = [f"experts/{name}.{kind}" for name in names for kind in ("safetensors", "json")]
         return [f"{self.run}/models/{model}/{file}" for file in ["model.json", "shared.safetensors", *files]]
 
     def scores(
         self, model: str, domains: Iterable[str], names: Iterable[str], splits: Iterable[str] = ("dev", "test")
     ) -> list[str]:
-        """The score tables of experts `names` on `domains`."""
+        """The score tables of the experts `names` on `domains`."""
         names, splits = list(names), list(splits)
         places = [f"{self.run}/scores/{model}/{domain}.{split}" for domain in domains for split in splits]
         return [f"{place}/{name}.parquet" for place in places for name in names]
 
     def evaluated_scores(self, domain: str) -> list[str]:
-        """The score tables that the evaluations of a domain read."""
+        """The score tables that the evaluation of a domain reads."""
         return [
             file
             for table in evaluated(self.config, domain)
@@ -100,12 +100,15 @@ class RunRules:
         ]
 
     def train_inputs(self, model: Model) -> list[str]:
-        """The tokens that training reads: dev too where checkpoints are evaluated on dev."""
+        """The token files that training reads: also dev, where checkpoints are evaluated on dev."""
         dev = self.tokens(model.domains, "dev") if model.settings["dev_blocks"] else []
         return self.tokens(model.domains, "train") + dev
 
     def training_settings(self, model: Model, **changes: Any) -> str:
-        """What defines the training of a model, as JSON; how a training is computed and kept is left out."""
+        """The settings that define the training of a model, as JSON.
+
+        Settings that change only time and memory are left out, because a change of the JSON reruns the training.
+        """
         kept = taken(TrainingRecipe, model.settings)
         more = {
             "seed": model.seed,
@@ -115,15 +118,15 @@ class RunRules:
         return as_json(kept, **(more | changes))
 
     def chosen_rate(self, model: Model) -> list[str]:
-        """The record of a model's learning rate, where a sweep chooses the rate: one for all seeds."""
+        """The file with the learning rate that a sweep chose for a model and all its seeds; empty without one."""
         return [f"{self.run}/sweep/{model.base}.json"] if swept_rates(model) else []
 
     def cores(self, settings: Mapping[str, Any]) -> int:
-        """The cores that the job of a training takes here: those of its ranks, or one where the job only waits."""
+        """The cores that a training takes on this machine: those of all ranks, or one if the job only waits."""
         return 1 if self.submitted else int(self.config["threads"] * settings["ranks"])
 
     def site(self, stage: str) -> dict[str, str | int]:
-        """The resources that a job of a stage asks of the cluster; without a cluster they have no effect."""
+        """The resources that a job of a stage requests from the cluster. Without a cluster they have no effect."""
         settings = site_of(self.config, stage)
         names = {"slurm_partition": "partition", "slurm_account": "account", "qos": "qos", "constraint": "constraint"}
         asked = {resource: settings[key] for resource, key in names.items()} | {
@@ -134,14 +137,17 @@ class RunRules:
         return {resource: value for resource, value in asked.items() if value}
 
     def run_options(self, stage: str, settings: Mapping[str, Any], removed: str = "") -> str:
-        """How a section of the config trains, as options of a command.
+        """The options of a command that say how a section of the config trains.
 
-        The options are a resource of the rule: Snakemake compares params with those of the last run, and the way to
-        compute must rerun nothing. The replacement of the domain `removed` gets the ranks of that domain.
+        These options are a resource of the rule and not params: Snakemake reruns a job whose params changed, but
+        settings of time and memory must rerun nothing. The domain that replaces the domain `removed` gets the ranks of
+        `removed`.
         """
         cluster = shlex.quote(json.dumps(site_of(self.config, stage)))
-        how = ",".join(f"{key}={json.dumps(settings[key])}" for key in names_of(Execution))
-        instead = {removed: self.config["removal"]["replacement"]}
-        numbers = [f"{instead.get(domain, domain)}={number}" for domain, number in settings.get("replicas", {}).items()]
+        overrides = ",".join(f"{key}={json.dumps(settings[key])}" for key in names_of(Execution))
+        replacements = {removed: self.config["removal"]["replacement"]}
+        numbers = [
+            f"{replacements.get(domain, domain)}={number}" for domain, number in settings.get("replicas", {}).items()
+        ]
         replicas = f" --replicas {','.join(numbers)}" if numbers else ""
-        return f"--ranks {settings['ranks']} --how {how}{replicas} --cluster {cluster}"
+        return f"--ranks {settings['ranks']} --how {overrides}{replicas} --cluster {cluster}"

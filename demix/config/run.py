@@ -1,4 +1,4 @@
-"""The config that a run keeps below its folder, with the version of the run's files."""
+"""The config that a run keeps in its folder, with the format version of the run's files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,16 +8,16 @@ from demix.errors import DemixError
 from demix.files import read_json, write_json
 from demix.files.json_files import SEAL, read_unsealed
 
-# Goes up with every change after which files of an older run cannot be read.
+# Every change that makes files of older runs unreadable raises this version.
 FORMAT = 2
-# What a run's config.json has beside the keys of a config.
+# The keys of a run's config.json that are no keys of a config.
 BESIDE = ("format", SEAL)
 
 
 def write_run_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Write the completed `config` of a run with the version of its files.
+    """Write the completed `config` of a run with the format version of its files.
 
-    Its keys keep their order: that of the domains is the order that the report shows.
+    The keys keep their order, because the report shows the domains in this order.
     """
     write_json(path, {"format": FORMAT, **config}, sort_keys=False)
 
@@ -31,9 +31,9 @@ def read_run_config(run: Path) -> dict[str, Any]:
 
 
 def refuse_other_format(run: Path) -> None:
-    """Raise DemixError if the folder `run` holds the config of a run whose files have another version."""
+    """Raise DemixError if the run in the folder `run` has files of another format version."""
     path = run / "config.json"
     if path.exists() and (found := read_unsealed(path).get("format")) != FORMAT:
-        told = "none" if found is None else repr(found)
-        cause = f"is of a run of another version of demix (format {told}, not {FORMAT})"
+        version = "none" if found is None else repr(found)
+        cause = f"belongs to a run of another version of demix (format {version}, not {FORMAT})"
         raise DemixError(path, cause, f"delete or rename {run}, then run the workflow again")

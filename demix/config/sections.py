@@ -1,7 +1,7 @@
-"""Every setting of a config, declared once; config/README.md and the JSON schema are made from here.
+"""The declarations of all settings of a config, from which config/README.md and the JSON schema are generated.
 
-What a stage is given inherits from the section it comes from: `TrainingRecipe` is the part of the section `training`
-that `demix.train.stage.Training` takes. What changes nothing but time and memory is `Execution`.
+A stage inherits the settings that it takes: `TrainingRecipe` is the part of the section `training` that
+`demix.train.stage.Training` takes. `Execution` holds the settings that change nothing but time and memory.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from demix.config.systems import KINDS
 from demix.launch.job import Cluster, Site
 from demix.settings import DistinctItems, Integer, Number, Positive, Switch, Text, names_of, partial, settings
 
-# Lambda of the priors that are updated from block to block (Eq. 9).
+# Default lambda of the updating and cached priors (Eq. 9).
 DECAY = 0.3
 
 Decay = Annotated[Number, Field(gt=0, le=1)]
@@ -25,8 +25,8 @@ Seed = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
 Threads = Annotated[
     Positive,
     Field(
-        description="CPU threads of each training, adaptation and scoring job. Losses depend on it in the last bits, "
-        "so it is set here and not by --cores, which says how many jobs run side by side."
+        description="CPU threads of each training, adaptation and scoring job. The last bits of losses depend on this "
+        "number, so the config sets it. Snakemake's --cores only limits how many jobs run side by side."
     ),
 ]
 LearningRate = Annotated[Number, Field(gt=0, description="Peak learning rate.")]
@@ -34,7 +34,9 @@ LearningRate = Annotated[Number, Field(gt=0, description="Peak learning rate.")]
 
 def _row_name(name: str) -> str:
     if not re.fullmatch("[a-z][a-z0-9_]*", name):
-        raise ValueError("is not a usable name of a model", "use lower-case letters, digits and _, a letter first")
+        raise ValueError(
+            "is not a usable name of a model", "use lower-case letters, digits and _, and begin with a letter"
+        )
     return name
 
 
@@ -43,95 +45,103 @@ RowName = Annotated[Text, AfterValidator(_row_name)]
 
 @settings()
 class Execution:
-    """How a training is computed and kept: nothing but time and memory depend on it, so no fingerprint holds it."""
+    """Settings that change only the time and memory of a training. Fingerprints leave these settings out."""
 
     checkpoint_every: Positive = Field(
-        default=100, description="Steps between checkpoints; a killed run resumes from the newest."
+        default=100, description="Steps between checkpoints. A killed run resumes from the newest checkpoint."
     )
-    keep_checkpoints: Positive = Field(default=2, description="The newest so many checkpoints are kept.")
+    keep_checkpoints: Positive = Field(default=2, description="Number of newest checkpoints that are kept.")
     micro_sequences: Positive | None = Field(
         default=None,
-        description="Sequences of each expert that a rank sees at a time, gradients accumulate over them; null is all "
-        "of a step's.",
+        description="Sequences of each expert in one micro-batch of a rank; gradients accumulate over "
+        "micro-batches. null takes all sequences of a step at once.",
     )
     compile: Switch = Field(default=False, description="Compile the transformer blocks (torch.compile).")
     checkpoint_activations: Switch = Field(
         default=False,
-        description="Compute activations again in backward instead of keeping them: a third slower, far less memory.",
+        description="Recompute activations in the backward pass instead of storing them: a third slower, far less "
+        "memory.",
     )
 
 
 @settings()
 class Optimizer:
-    """How parameters are updated (paper, Tables 9-12)."""
+    """The optimizer and its learning-rate schedule (paper, Tables 9-12)."""
 
     warmup: Number = Field(
         default=0.08,
         ge=0,
         le=1,
-        description="Share of the steps with a linear warm-up; the rest decays linearly to zero.",
+        description="Fraction of the steps in which the learning rate rises linearly to its peak. In the remaining "
+        "steps the learning rate falls linearly to zero.",
     )
-    clip: Number = Field(default=0.1, gt=0, description="Largest L2 norm of the gradient.")
+    clip: Number = Field(
+        default=0.1, gt=0, description="Largest L2 norm of the gradient; larger gradients are scaled down to this norm."
+    )
     weight_decay: Number = Field(default=0.1, ge=0, description="Decoupled weight decay.")
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         default="fp32",
-        description="Type to compute in. Weights and optimizer state are fp32 (fp64: for exact comparisons); fp16 "
-        "scales the loss.",
+        description="Number format of the computation. Weights and optimizer state are fp32, except with fp64, "
+        "which serves exact comparisons. fp16 scales the loss.",
     )
 
 
 def fingerprinted(given: Any) -> dict[str, Any]:
-    """The settings of a training or an adaptation that tell it from others: all but `Execution`."""
+    """The settings that identify a training or an adaptation: all but those of `Execution`."""
     return {key: value for key, value in dataclasses.asdict(given).items() if key not in names_of(Execution)}
 
 
 def taken(recipe: type, section: Mapping[str, Any]) -> dict[str, Any]:
-    """What a stage takes of a section of a completed config, `Execution` aside: a change of it reruns the stage."""
+    """The values that the stage with the settings `recipe` takes of a completed config's section.
+
+    The settings of `Execution` are left out, because a change of any value that is returned reruns the stage.
+    """
     return {key: section[key] for key in names_of(recipe) if key not in names_of(Execution)}
 
 
 @settings()
 class Sweep:
-    """Short trainings that choose the learning rate."""
+    """Short trainings that choose the peak learning rate."""
 
     learning_rates: DistinctItems[LearningRate] = Field(
-        min_length=1, description="Peak learning rates to try, a job each."
+        min_length=1, description="Peak learning rates to try, one job for each."
     )
-    tokens: Positive = Field(description="Training tokens of each job, its schedule's too.")
+    tokens: Positive = Field(description="Training tokens of each job; the learning-rate schedule has the same length.")
 
 
 @settings(kw_only=True)
 class TrainingRecipe(Execution, Optimizer):
-    """What a training from scratch takes of the section `training`."""
+    """The settings of the section `training` that one training from scratch takes."""
 
-    tokens: Positive = Field(description="Training tokens of one model in total.")
+    tokens: Positive = Field(description="Total training tokens of one model.")
     sequences: Positive = Field(description="Sequences of each domain in one optimizer step.")
     learning_rate: LearningRate = Field()
     dev_blocks: Integer = Field(
         default=0,
         ge=0,
-        description="Blocks of each domain's dev split that are evaluated at every checkpoint; 0 is none.",
+        description="Blocks of each domain's dev split to evaluate at every checkpoint; 0 evaluates none.",
     )
 
 
 @settings(kw_only=True)
 class TrainingSection(TrainingRecipe):
-    """How every model is trained; a model's own values come from `models`."""
+    """Settings of the training of all models. A row of `models` overrides them for one model."""
 
     ranks: Positive = Field(
         default=1,
-        description="Processes that train a model together: a multiple or a divisor of the number of training domains, "
-        "or what `replicas` make. The result does not depend on it.",
+        description="Processes that train one model together: a multiple or a divisor of the number of training "
+        "domains, or the sum of the domains' ranks where `replicas` is given. The result does not "
+        "depend on this number.",
     )
     sweep: Sweep | None = Field(
         default=None,
-        description="Short trainings of every model that choose its learning rate - the largest of these that does not "
-        "diverge - in the place of `learning_rate`. null is none.",
+        description="Short trainings of every model that choose its learning rate: the largest of `learning_rates` "
+        "that does not diverge. The chosen rate replaces `learning_rate`. null runs no sweep.",
     )
     replicas: dict[Text, Positive] = Field(
         default_factory=dict,
-        description="Ranks that train the expert of single domains, such as legal 2; the others have one each. Empty "
-        "is as many for each.",
+        description="Number of ranks by domain, such as `{legal: 2}`; a domain that is not named has one rank. When "
+        "`replicas` is empty, all domains have the same number of ranks.",
     )
 
 
@@ -139,34 +149,44 @@ ModelRow = partial(
     "ModelRow",
     TrainingSection,
     kind=Annotated[
-        Literal[tuple(KINDS)], Field(description="What the model is; by default what a row's name says, if it does.")
+        Literal[tuple(KINDS)],
+        Field(description="Kind of the model. A row that is named like a kind may omit this key."),
     ],
 )
 
 
 @settings(kw_only=True)
 class AdaptationRecipe(Execution, Optimizer):
-    """What an adaptation takes of the section `adaptation`."""
+    """The settings of the section `adaptation` that one adaptation takes."""
 
-    tokens: Positive = Field(default=10_000_000, description="Most training tokens of one adaptation.")
+    tokens: Positive = Field(default=10_000_000, description="Largest number of training tokens of one adaptation.")
     sequences: Positive = Field(default=16, description="Sequences in one optimizer step.")
     learning_rate_factor: Number = Field(
-        default=0.1, gt=0, description="Peak learning rate as a share of the adapted model's own."
+        default=0.1,
+        gt=0,
+        description="Peak learning rate, as a fraction of the peak learning rate that the adapted model was trained "
+        "with.",
     )
-    evaluate_every: Positive = Field(default=50, description="Steps between evaluations on dev.")
-    patience: Positive = Field(default=3, description="Evaluations without a lower dev loss before training stops.")
+    evaluate_every: Positive = Field(
+        default=50, description="Steps between evaluations on the novel domain's dev split."
+    )
+    patience: Positive = Field(
+        default=3, description="Training stops after this many evaluations in a row without a new lowest dev loss."
+    )
     dev_blocks: Positive = Field(
-        default=100, description="Blocks of the novel domain's dev split that decide on stopping."
+        default=100, description="Blocks of the novel domain's dev split on which early stopping is decided."
     )
     forgetting_blocks: Positive = Field(
-        default=10, description="Blocks of each training domain's dev split on which forgetting is watched."
+        default=10, description="Blocks of each training domain's dev split on which forgetting is measured."
     )
     parent_blocks: Positive = Field(
         default=100,
-        description="Dev blocks that make the posterior which chooses the parent expert; no more than "
-        "evaluation.dev_blocks are scored.",
+        description="Dev blocks of the novel domain from which the posterior that chooses the parent expert is "
+        "computed. At most evaluation.dev_blocks, because no more blocks are scored.",
     )
-    parent_decay: Decay = Field(default=DECAY, description="Lambda of that posterior.")
+    parent_decay: Decay = Field(
+        default=DECAY, description="Lambda of the posterior that chooses the parent expert (Eq. 9)."
+    )
 
 
 @settings(kw_only=True)
@@ -176,50 +196,54 @@ class AdaptationSection(AdaptationRecipe):
     model: RowName = Field(
         default="demix", description="The row of `models` whose model gets the novel domains' experts."
     )
-    ranks: Positive = Field(default=1, description="Processes that adapt a model together; at most `sequences`.")
+    ranks: Positive = Field(default=1, description="Processes that adapt one model together; at most `sequences`.")
 
 
 @settings()
 class DevBlocks:
-    """Shared by scoring and mixing."""
+    """The setting that scoring and mixing share."""
 
     dev_blocks: Positive = Field(
-        default=100, description="Blocks of each dev split that are scored and that make the cached prior."
+        default=100, description="Blocks of each dev split that are scored and from which the cached prior is computed."
     )
 
 
 @settings()
 class ScoringRecipe(DevBlocks):
-    """What scoring takes of the section `evaluation`."""
+    """The settings of the section `evaluation` that scoring takes."""
 
     test_tokens: Positive | None = Field(
-        default=None, description="Tokens of each test split that are scored; null is all."
+        default=None, description="Tokens of each test split to score; null scores all."
     )
-    precision: Literal["fp32", "bf16"] = Field(default="fp32", description="Type to compute scores in.")
+    precision: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="Number format of the forward pass in scoring."
+    )
 
 
 @settings(kw_only=True)
 class MixingRecipe(DevBlocks):
-    """What mixing takes of the section `evaluation`."""
+    """The settings of the section `evaluation` that mixing takes."""
 
     decay: Decay = Field(default=DECAY, description="Lambda of the updating and cached priors (Eq. 9).")
     decays: DistinctItems[Decay] = Field(
-        default=(0.1, 0.3, 0.5, 1.0), description="Lambdas to try beside `decay`, whose rows are those of the tables."
+        default=(0.1, 0.3, 0.5, 1.0), description="Further lambdas to evaluate; the paper's tables use `decay`."
     )
     prior_blocks: DistinctItems[Positive] = Field(
         default=(1, 5, 10, 50, 100),
-        description="Numbers of dev blocks to try for the cached prior beside `dev_blocks`, at most so many. The "
-        "released scorer, evaluated beside ours, takes 202 where 100 are asked for; score as many to compare with the "
-        "paper's numbers.",
+        description="Further numbers of dev blocks from which to compute the cached prior, at most `dev_blocks`. "
+        "Where 100 blocks are asked for, the scorer released with the paper takes 202; score 202 blocks "
+        "to compare with the paper's numbers.",
     )
     weights: DistinctItems[Literal["history", "released"] | Positive] = Field(
         default=("history", "released"),
         min_length=1,
-        description="Which tokens of the block so far weight the experts - history (all, Eq. 7-8), released (the last "
-        "one, as the paper's published code), or a number of last tokens.",
+        description="Tokens of the current block from which the experts' weights are computed: history (all tokens "
+        "so far, Eq. 7-8), released (only the last token, as in the code published with the paper), or "
+        "a number of last tokens.",
     )
     top_k: DistinctItems[Positive] = Field(
-        default=(), description="Mix once more with only the k likeliest experts at each token, for each k named here."
+        default=(),
+        description="Numbers k of experts. For each k, mix once more with only the k likeliest experts at each token.",
     )
 
 
@@ -230,44 +254,47 @@ class EvaluationSection(ScoringRecipe, MixingRecipe):
 
 @settings()
 class AuditRecipe:
-    """How much of a removed domain's documents can still be recovered: with its expert, without it, never trained."""
+    """Audit of memorization: how much of a removed domain's documents the models can still continue."""
 
     prompts: Positive = Field(
         default=20,
-        description="Documents of train, and of test to compare with, that are continued from 50 tokens of theirs.",
+        description="Number of documents of the train split to continue from a prompt of 50 tokens, and as many of "
+        "the test split for comparison.",
     )
 
 
 @settings()
 class RemovalSection:
-    """Taking domains out of the trained model."""
+    """Removal of domains from a trained model."""
 
-    model: RowName = Field(default="demix", description="The row of `models` out of whose model domains are taken.")
+    model: RowName = Field(default="demix", description="The row of `models` from whose model domains are removed.")
     retrain_without: DistinctItems[Text] = Field(
         default=(),
-        description="Training domains for which a DEMix model is trained without them (-Domain), for as many steps.",
+        description="Training domains to retrain without. For each of these domains, one more DEMix model is "
+        "trained for as many steps without the domain (-Domain).",
     )
     replacement: Text | None = Field(
-        default=None, description="The novel domain that takes a removed one's place in that training."
+        default=None, description="The novel domain that takes the removed domain's place in the retraining."
     )
     audit: AuditRecipe = Field(
         default_factory=AuditRecipe,
-        description="How much of a removed domain's documents can still be recovered, with its expert, without it, and "
-        "from the model trained without the domain.",
+        description="Audit of memorization: how much of a removed domain's documents can still be continued with "
+        "the domain's expert, without that expert, and by the model that was trained without the "
+        "domain.",
     )
 
 
 @settings()
 class Sizes:
-    """The sizes of a model; `demix.config.architecture.architecture_from` fills a preset's in."""
+    """The sizes of a model. `demix.config.architecture.architecture_from` fills in the sizes of a preset."""
 
     preset: Literal[tuple(PRESETS)] = Field(  # type: ignore[valid-type]
-        description="The paper's four sizes (125M, 350M, 760M, 1.3B)."
+        description="One of the paper's four sizes (125M, 350M, 760M, 1.3B)."
     )
-    layers: Positive = Field(description="Transformer blocks.")
-    width: Positive = Field(description="Units of the residual stream; the feedforward has 4 times as many.")
-    heads: Positive = Field(description="Attention heads; must divide the width.")
-    context: Integer = Field(ge=2, description="Tokens of a block (T), the most that a model sees at once.")
+    layers: Positive = Field(description="Number of transformer blocks.")
+    width: Positive = Field(description="Width of the residual stream; the feedforward layer is 4 times as wide.")
+    heads: Positive = Field(description="Number of attention heads; must divide the width.")
+    context: Integer = Field(ge=2, description="Tokens of one block (T), the longest context of the model.")
 
 
 ArchitectureSection = partial("ArchitectureSection", Sizes)
@@ -279,9 +306,9 @@ class TrackingSection:
 
     uri: Text = Field(
         default="sqlite:///results/mlflow.db",
-        description="MLflow tracking store - a SQLite or PostgreSQL URI or a server's address.",
+        description="MLflow tracking store: a SQLite or PostgreSQL URI, or the address of a server.",
     )
-    experiment: Text | None = Field(default=None, description="MLflow experiment; null is demix-<run>.")
+    experiment: Text | None = Field(default=None, description="MLflow experiment; null means demix-<run>.")
 
 
 StageSite = partial("StageSite", Site)
@@ -289,13 +316,14 @@ StageSite = partial("StageSite", Site)
 
 @settings()
 class ClusterSection(Cluster):
-    """The site. Every setting of a cluster stands here; none changes a result, and changing one reruns nothing."""
+    """All settings of the cluster. No setting here changes a result, and changing one reruns nothing."""
 
     stages: dict[Literal["download", "anonymize", "corpus", "train", "adapt", "score", "evaluate"], StageSite] = Field(  # type: ignore[valid-type]
         default_factory=dict,
-        description="Other values of partition, account, qos, constraint, minutes, memory_mb and gpus for single "
-        "stages, such as {train - {minutes - 2880}}: download, anonymize, corpus (the rules deduplicate, split, "
-        "tokenizer and tokenize), train (the trials of a sweep too), adapt, score, evaluate.",
+        description="Values of partition, account, qos, constraint, minutes, memory_mb and gpus for single stages, "
+        "such as `{train: {minutes: 2880}}`. The stages are download, anonymize, corpus (the rules "
+        "deduplicate, split, tokenizer and tokenize), train (with the trials of a sweep), adapt, score "
+        "and evaluate.",
     )
 
 
@@ -305,38 +333,39 @@ class Config:
 
     base: Text | None = Field(
         default=None,
-        description="A config file into which this one is merged, keys within keys; what stands here wins. Relative to "
-        "this file.",
+        description="Path of another config file, relative to this one. This file is merged into the other one, "
+        "nested keys included; where both set a key, this file wins.",
     )
     run: Text = Field(
         pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="Name of the run; everything it makes lies below results/<run>/.",
+        description="Name of the run. All files of the run are below results/<run>/.",
     )
     seed: Seed = Field(default=1, description="Seed of splits, initialisation and data order.")
     seeds: DistinctItems[Seed] = Field(
         default=(),
-        description="Seeds with which the models are trained once more; `seed` may stand among them. Initialisation "
-        "and order of data differ, splits and tokenizer do not. Tables show the spread; adaptation and removal are of "
-        "`seed` alone.",
+        description="Further seeds with which the models are trained again; `seed` may be among them. A further "
+        "seed changes initialisation and data order, but neither splits nor tokenizer. Tables show the "
+        "spread over seeds. Adaptation and removal use `seed` alone.",
     )
     threads: Threads = Field(default=1)
     domains: DomainsSection = Field(
-        description="The text domains by name, in the order that tables and figures show them."
+        description="The text domains by name, in the order in which tables and figures show them."
     )
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection, description="How text becomes tokens.")
     architecture: ArchitectureSection = Field(  # type: ignore[valid-type]
-        description="Size of the models, by a preset or by the four sizes (which override a preset's)."
+        description="Sizes of the models: a preset, or the four sizes, which override those of a preset."
     )
     training: TrainingSection = Field(
-        description="How every model is trained; a model's own values come from `models`."
+        description="Settings of the training of all models. A row of `models` overrides them for one model."
     )
     models: dict[RowName, ModelRow | None] = Field(  # type: ignore[valid-type]
         default_factory=dict,
-        description="The models by name: values of `training` for one model alone. demix (and those trained without a "
-        "domain), dense (balanced: every step holds the same tokens of each domain), dense_unbalanced (the paper's "
-        "Dense: data in proportion to the domains' sizes) and domain_token (dense and balanced, with a domain token "
-        "before each sequence) are always there; null leaves one out. A row of another name is one more model of the "
-        "`kind` that it names.",
+        description="The models by name. A row overrides values of `training` for one model. Four rows are there by "
+        "default: demix (which also applies to the models trained without a domain), dense (balanced: "
+        "every step holds the same number of tokens of each domain), dense_unbalanced (the paper's "
+        "Dense: data in proportion to the domains' sizes) and domain_token (dense and balanced, with a "
+        "domain token before each sequence). null leaves out dense_unbalanced or domain_token. A row of "
+        "another name adds a model of the `kind` that the row names.",
     )
     evaluation: EvaluationSection = Field(
         default_factory=EvaluationSection, description="What is scored and how experts are mixed."
@@ -345,11 +374,10 @@ class Config:
         default_factory=AdaptationSection, description="DEMix-DAPT and Dense-DAPT on each novel domain."
     )
     removal: RemovalSection = Field(
-        default_factory=RemovalSection, description="Taking domains out of the trained model."
+        default_factory=RemovalSection, description="Removal of domains from a trained model."
     )
     tracking: TrackingSection = Field(default_factory=TrackingSection, description="Where results are recorded.")
     cluster: ClusterSection = Field(
         default_factory=ClusterSection,
-        description="The site. Every setting of a cluster stands here; none of them changes a result, and changing one "
-        "reruns nothing.",
+        description="All settings of the cluster. No setting here changes a result, and changing one reruns nothing.",
     )

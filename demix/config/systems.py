@@ -1,8 +1,8 @@
-"""What the models of a run are: the one table that rules, plan, evaluation, report and tracking read.
+"""The table of the models of a run, which rules, plan, evaluation, report and tracking read.
 
-A row of the config's `models` is trained once per seed, and once more without each domain of `removal`; `adaptation`
-makes experts or models out of it. Each of these is a `Model` or an `Adaptation` here, and this
-module alone makes and parses its name.
+Each row of the config's `models` is trained once per seed. One row is also trained without each domain that `removal`
+names, and `adaptation` makes experts or models out of rows. Each trained model is a `Model` here and each adaptation an
+`Adaptation`. Only this module makes and parses names of models.
 """
 
 from collections.abc import Mapping
@@ -11,18 +11,19 @@ from typing import Any
 
 from demix.errors import DemixError
 
-# The one expert of a model whose feedforwards no domain owns.
+# The single expert of a model without domain experts.
 DENSE_EXPERT = "dense"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How models of one kind are built and what they learn from.
+    """How models of one kind are built, and what they learn from.
 
-    `label` is the paper's name for it. `expert_scope` says which tensors belong to a domain's expert alone:
-    `feedforward` (DEMix layers), or `none` for a model whose one expert is called `dense`. `batches` says how a step is
-    drawn: `by_domain` (a group of sequences for each domain's expert), `mixed` (the same sequences as one group) or
-    `proportional` (to the domains' sizes). `domain_tokens`: a domain's token stands before each sequence.
+    `label` is the paper's name of the kind. `expert_scope` says which tensors belong to a domain's expert alone:
+    `feedforward` (DEMix layers), or `none` for a model whose single expert is called `dense`. `batches` says how a step
+    is drawn: `by_domain` (a group of sequences for each domain's expert), `mixed` (the same sequences as one group) or
+    `proportional` (in proportion to the domains' sizes). With `domain_tokens` the token of its domain stands before
+    each sequence.
     """
 
     name: str
@@ -46,19 +47,19 @@ KINDS = {
         Kind("domain_token", "+ Domain Token", "none", "mixed", domain_tokens=True),
     )
 }
-# Rows on which others rest: DEMix is the model under test, the dense model is its baseline.
+# Rows that a config must keep: DEMix is the model under test, and the dense model is its baseline.
 KEPT = ("demix", "dense")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A trained model: its folder models/<name>, and metrics/<name>.jsonl.
+    """A trained model, with the folder models/<name> and the metrics metrics/<name>.jsonl.
 
-    `row` is its name in results, the same for every seed, and `base` the row of the config's
-    `models` that it is trained by. `domains` are those it learns from, in order; `settings` are the config's section
-    `training` with the row's own values (of an adapted model: the section `adaptation`). `removed` is
-    the domain that it is trained without, `adapted_to` the novel domain that the model `parent` was adapted to.
-    `scored` are the domains that it is scored on, `splits` their splits.
+    `row` is the model's name in results, the same for every seed. `base` is the row of the config's `models` that
+    configures the training. `domains` are the domains that the model learns from, in order. `settings` are the config's
+    section `training` with the row's own values, or for an adapted model the section `adaptation`. `removed` is the
+    domain that the model is trained without. An adapted model has the name of its `parent` and the novel domain
+    `adapted_to`. `scored` are the domains that the model is scored on, `splits` the splits of these domains.
     """
 
     name: str
@@ -81,20 +82,20 @@ class Model:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of its score tables: its experts, or the domain tokens that it is given."""
+        """The columns of the model's score tables: its experts, or its domain tokens."""
         return self.domains if self.kind.domain_tokens else self.experts
 
     @property
     def rule(self) -> str:
-        """Its name as a part of the names of rules."""
+        """The model's name as a part of the names of rules."""
         return self.name.replace("-", "_")
 
 
 @dataclass(frozen=True)
 class Adaptation:
-    """The adaptation of `parent` to the novel `domain`: metrics/<name>.jsonl.
+    """The adaptation of `parent` to the novel `domain`, with the metrics metrics/<name>.jsonl.
 
-    DEMix-DAPT adds an expert to the parent's folder, Dense-DAPT makes a model of its own.
+    DEMix-DAPT adds an expert to the parent's folder. Dense-DAPT makes a new model.
     """
 
     name: str
@@ -103,17 +104,17 @@ class Adaptation:
 
     @property
     def adds_expert(self) -> bool:
-        """Whether an expert is added, rather than a model made."""
+        """Whether the adaptation adds an expert to its parent instead of making a new model."""
         return self.parent.kind.has_experts
 
     @property
     def rule(self) -> str:
-        """The rule of the workflow that adapts."""
+        """The rule of the workflow that runs the adaptation."""
         return "adapt" if self.adds_expert else "adapt_dense"
 
     @property
     def model(self) -> str:
-        """The folder that gets the weights."""
+        """The folder that receives the weights."""
         return self.parent.name if self.adds_expert else self.name
 
     @property
@@ -126,9 +127,9 @@ class Adaptation:
 class ScoringJob:
     """A rule of the workflow that scores texts under a model, in `jobs` jobs.
 
-    Names may hold the wildcards {domain} and {novel}. `experts` are the files read, `columns` the score tables made;
-    `shared` says that the tokens' own table is made too, which otherwise is there for the domains of `after`. `added`
-    says that the job scores what adaptation made.
+    Names may hold the wildcards {domain} and {novel}. The rule reads the files of `experts` and makes one score table
+    for each of `columns`. With `shared` the rule also makes the table of the tokens; otherwise that table already
+    exists for the domains of `after`. With `added` the rule scores what an adaptation made.
     """
 
     rule: str
@@ -156,34 +157,34 @@ def novel_domains(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def further_seeds(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The additional seeds with which a run trains its models again."""
+    """The further seeds with which a run trains its models again."""
     return tuple(seed for seed in config.get("seeds") or () if seed != config["seed"])
 
 
 def folder_of(row: str, seed: int, first: int) -> str:
-    """The folder of a row's model of `seed`, where the run's own seed is `first`."""
+    """The folder of the model of a row with `seed`, where the run's own seed is `first`."""
     return row if seed == first else f"{row}-seed{seed}"
 
 
 def left_out(domain: str) -> str:
-    """The label of the set of experts that lacks the one of `domain`."""
+    """The label of the set of all experts but that of `domain`."""
     return f"minus-{domain}"
 
 
 def trained_without(domain: str) -> str:
-    """The model that is trained without `domain`."""
+    """The name of the model that is trained without `domain`."""
     return f"without-{domain}"
 
 
 def adapted(row: str, domain: str) -> str:
-    """The adaptation of a row's model to `domain`."""
+    """The name of the adaptation of a row's model to `domain`."""
     return f"{row}-dapt-{domain}"
 
 
 def model_rows(config: Mapping[str, Any]) -> dict[str, tuple[Kind, dict[str, Any]]]:
-    """The rows of a completed config's `models`: kind and section `training` of each, the paper's four first.
+    """The rows of a completed config's `models` with the kind and section `training` of each, the paper's four first.
 
-    Raises DemixError for a row whose kind is not known, and where one is left out on which others rest.
+    Raises DemixError for a row of an unknown kind, and where demix or dense is left out.
     """
     given = config.get("models") or {}
     rows = {}
@@ -191,14 +192,16 @@ def model_rows(config: Mapping[str, Any]) -> dict[str, tuple[Kind, dict[str, Any
         overrides = given.get(name, {})
         if overrides is None:
             if name in KEPT:
-                raise DemixError(f"config key models.{name}", "is null", "leave it: others are held against it")
+                raise DemixError(
+                    f"config key models.{name}", "is null", "keep this row: other models are compared with it"
+                )
             continue
         kind = overrides.get("kind") or name
         if kind not in KINDS:
             cause = f"is {kind!r}" if "kind" in overrides else "is missing"
             raise DemixError(f"config key models.{name}.kind", cause, f"use one of {', '.join(KINDS)}")
         if name in KINDS and kind != name:
-            raise DemixError(f"config key models.{name}.kind", f"is {kind}", "give a row of another name that kind")
+            raise DemixError(f"config key models.{name}.kind", f"is {kind}", "use this kind in a row of another name")
         own = {key: value for key, value in overrides.items() if key != "kind"}
         rows[name] = (KINDS[kind], (config.get("training") or {}) | own)
     return rows
@@ -207,8 +210,8 @@ def model_rows(config: Mapping[str, Any]) -> dict[str, tuple[Kind, dict[str, Any
 def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
     """All models of a run of a completed config.
 
-    First the rows of `models` with the run's own seed, then those trained without a domain, then those of further
-    seeds, at last those that Dense-DAPT makes.
+    The order is: rows of `models` with the run's own seed, models trained without a domain, rows with further seeds,
+    models made by Dense-DAPT.
     """
     training, novel = training_domains(config), novel_domains(config)
     first = [
@@ -235,18 +238,18 @@ def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
     ]
     made = [
         replace(
-            one.parent,
-            name=one.name,
-            row=one.name,
-            domains=(one.domain,),
-            scored=(*training, one.domain),
+            adaptation.parent,
+            name=adaptation.name,
+            row=adaptation.name,
+            domains=(adaptation.domain,),
+            scored=(*training, adaptation.domain),
             splits=("test",),
             settings=config.get("adaptation") or {},
-            parent=one.parent.name,
-            adapted_to=one.domain,
+            parent=adaptation.parent.name,
+            adapted_to=adaptation.domain,
         )
-        for one in _adaptations(config, first)
-        if not one.adds_expert
+        for adaptation in _adaptations(config, first)
+        if not adaptation.adds_expert
     ]
     return (*first, *without, *again, *made)
 
@@ -262,17 +265,17 @@ def model_of(config: Mapping[str, Any], name: str) -> Model:
 
 
 def adaptations(config: Mapping[str, Any]) -> tuple[Adaptation, ...]:
-    """The adaptations of a run: of each novel domain DEMix-DAPT, then Dense-DAPT."""
+    """The adaptations of a run: for each novel domain DEMix-DAPT, then Dense-DAPT."""
     return _adaptations(config, [model for model in trained(config) if model.name == model.row])
 
 
 def adapted_model(config: Mapping[str, Any]) -> Model:
-    """The model that gets the experts of novel domains."""
+    """The model that receives the experts of novel domains."""
     return next(model for model in trained(config) if model.name == _adapted_row(config))
 
 
 def removal_model(config: Mapping[str, Any]) -> Model:
-    """The model whose experts are left out, and that is trained again without domains."""
+    """The model whose experts are left out, and which is trained again without single domains."""
     name = (config.get("removal") or {}).get("model") or "demix"
     return next(model for model in trained(config) if model.name == name)
 
@@ -289,7 +292,7 @@ def _adaptations(config: Mapping[str, Any], rows: list[Model]) -> tuple[Adaptati
 
 
 def _row(models: list[Model], name: str, key: str, *, experts: bool = True) -> Model:
-    """The model of a row that a key names, which must have experts (or must not)."""
+    """The model of the row that a config key names; `experts` says whether the model must have experts."""
     fitting = [model for model in models if model.kind.has_experts == experts]
     for model in fitting:
         if model.name == name:
@@ -301,19 +304,20 @@ def _row(models: list[Model], name: str, key: str, *, experts: bool = True) -> M
 def scoring_jobs(config: Mapping[str, Any]) -> tuple[ScoringJob, ...]:
     """All rules that score, in the order of the workflow.
 
-    An adapted expert is scored on the domains before its own in one job instead of one for each pair, and with those
-    before it on its own domain in another: a novel domain that is appended changes none of the others' jobs.
+    An adapted expert is scored on all earlier domains in one job, not in one job for each pair. Another job scores this
+    expert and all earlier novel experts on the new domain. A novel domain that is appended therefore changes no
+    existing job.
     """
     training, novel = training_domains(config), novel_domains(config)
     receiver = adapted_model(config)
     jobs = []
     for model in trained(config):
-        one = (model.removed,) if model.removed else ("{domain}",)
+        domains = (model.removed,) if model.removed else ("{domain}",)
         log = model.name if model.removed else f"{model.name}/{{domain}}"
         priority = 0 if model.removed else 80 if model == receiver else 10
         jobs.append(
             ScoringJob(
-                f"score_{model.rule}", log, model.name, model.experts, model.columns, one, model.splits,
+                f"score_{model.rule}", log, model.name, model.experts, model.columns, domains, model.splits,
                 len(model.scored), priority,
             )
         )  # fmt: skip

@@ -222,10 +222,13 @@ class _NothingLeftError(DemixError):
 
 
 def _smaller(work: _Work, budget: Budget) -> Budget:
-    """The budget with dev and test scaled so that together they take half of the words that there are."""
+    """The budget with dev and test scaled so that together they take half of the words that there are.
+
+    Each keeps a word at least, as a budget must; a domain without words cannot fill them.
+    """
     words = sum(int(rows["words"].sum()) for rows in _ordered(work))
-    dev, test = (-(-wanted * words // max(1, 2 * (budget.dev + budget.test))) for wanted in (budget.dev, budget.test))
-    return Budget(budget.train, min(dev, budget.dev), min(test, budget.test))
+    dev, test = (-(-wanted * words // (2 * (budget.dev + budget.test))) for wanted in (budget.dev, budget.test))
+    return Budget(budget.train, min(max(1, dev), budget.dev), min(max(1, test), budget.test))
 
 
 def _edges(work: _Work, budget: Budget) -> _Edges:
@@ -249,16 +252,14 @@ def _edges(work: _Work, budget: Budget) -> _Edges:
                 names.pop(0)
         documents += len(rows)
     for name in names:
-        wanted = getattr(budget, name)
-        end = documents if name == "train" and wanted != 0 else start
-        if (name != "train" and wanted) or (name == "train" and end == start and wanted != 0):
+        if name != "train" or documents == start:
             raise _NothingLeftError(
                 f"{work.domain}.words",
                 f"dev ({budget.dev}) and test ({budget.test}) leave no document for train out of {documents} "
                 f"documents with {total} words",
                 "lower them or add text",
             )
-        ranks[name], start = (start, end), end
+        ranks[name] = (start, documents)
     near = int(np.unpackbits(work.near).sum())
     return _Edges(ranks, taken, sizes, documents, near)
 

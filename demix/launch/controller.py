@@ -1,4 +1,4 @@
-"""Queries to SLURM's controller (squeue, scontrol). The accounting database may be down and is never queried."""
+"""Queries to SLURM's controller (squeue, scontrol), never to the accounting database, which may be down."""
 
 import logging
 import subprocess
@@ -9,22 +9,25 @@ from demix.errors import DemixError
 
 log = logging.getLogger(__name__)
 
-SECONDS_BETWEEN_LOOKS = 2.0
-# After this many seconds without an answer the wait is given up; the job itself goes on.
+SECONDS_BETWEEN_POLLS = 2.0
+# After this many seconds without an answer demix gives up waiting, but the job goes on.
 MOST_SILENCE = 6 * 3600.0
 
 
-def show(job: str) -> dict[str, str]:
-    """What the controller knows of a job, by its own names; nothing when it has forgotten it."""
+def show(job_id: str) -> dict[str, str]:
+    """What the controller knows of a job, by SLURM's field names; empty when the controller has forgotten the job."""
     try:
-        text = ask(["scontrol", "show", "job", "--oneliner", job])
+        text = ask(["scontrol", "show", "job", "--oneliner", job_id])
     except LookupError:
         return {}
     return dict(pair.split("=", 1) for pair in text.split() if "=" in pair)
 
 
 def ask(command: Sequence[str]) -> str:
-    """What a command of SLURM prints, asked again while the controller is away; LookupError if there is no such job."""
+    """What a SLURM command prints. While the controller does not answer, the command is repeated.
+
+    Raises LookupError if there is no such job.
+    """
     silent_since: float | None = None
     while True:
         try:
@@ -42,7 +45,7 @@ def ask(command: Sequence[str]) -> str:
             raise LookupError(message)
         if silent_since is None:
             silent_since = time.monotonic()
-            log.warning("%s: %s; asking again until it answers", command[0], message)
+            log.warning("%s: %s; repeating the query until SLURM answers", command[0], message)
         if time.monotonic() - silent_since > MOST_SILENCE:
             raise DemixError(command[0], f"has not answered for hours ({message})", "rerun when SLURM is back")
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(SECONDS_BETWEEN_POLLS)

@@ -1,4 +1,4 @@
-"""What a SLURM job trains and what it asks of the site."""
+"""The training that a SLURM job does, and the resources that the job requests."""
 
 import hashlib
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ from demix.settings import Integer, Items, Positive, Text, settings
 
 @settings()
 class Site:
-    """What a job asks of the cluster."""
+    """The resources that a job requests from the cluster."""
 
-    partition: Text | None = Field(default=None, description="Partition of the jobs; null is the site's default.")
-    account: Text | None = Field(default=None, description="Account that is charged.")
+    partition: Text | None = Field(default=None, description="Partition of the jobs; null means the site's default.")
+    account: Text | None = Field(default=None, description="Account that the jobs are charged to.")
     qos: Text | None = Field(default=None, description="Quality of service.")
     constraint: Text | None = Field(default=None, description="Features that a node must have.")
     minutes: Positive = Field(
         default=720,
-        description="Time limit of a job, in minutes. Training that reaches it saves its state, is queued again and "
-        "goes on.",
+        description="Time limit of a job, in minutes. A training that reaches the limit saves its state, is queued "
+        "again and goes on.",
     )
     memory_mb: Positive = Field(default=4000, description="Memory of a job, or of each rank in training, in MB.")
     gpus: Integer = Field(default=0, ge=0, le=1, description="GPUs of a scoring job, and of each rank in training.")
@@ -31,50 +31,54 @@ class Site:
 
 @settings()
 class Cluster(Site):
-    """What the config's section `cluster` says of one stage."""
+    """The settings of the config's section `cluster` for one stage."""
 
     launch: Literal["local", "inline", "slurm"] = Field(
         default="local",
-        description="How training starts its ranks - as processes of this machine, as the calling process alone, or as "
-        "a SLURM job of their own through submitit (what profiles/slurm sets).",
+        description="How training starts its ranks: local (as processes of this machine), inline (as the calling "
+        "process alone) or slurm (as a SLURM job of their own, through submitit; profiles/slurm sets "
+        "this value).",
     )
     ranks_per_node: Positive = Field(
-        default=8, description="Most ranks of a training job on one node. More ranks than this must fill whole nodes."
+        default=8,
+        description="Largest number of ranks of a training job on one node. A larger number of ranks must fill "
+        "whole nodes.",
     )
     setup: Items[Text] = Field(
         default=(),
-        description="Shell lines that come before every command, such as module load cuda or export "
+        description="Shell lines that run before every command, such as module load cuda or export "
         "NCCL_SOCKET_IFNAME=ib0.",
     )
     grace_seconds: Positive = Field(
         default=120,
-        description="How long before its time limit a training job is told to save its state. A step and a checkpoint "
-        "must fit.",
+        description="Seconds between the signal at which a training job saves its state and the job's time limit. "
+        "One step and one checkpoint must fit into this time.",
     )
     requeues: Integer = Field(
         default=100,
         ge=0,
-        description="How often a training job may be queued again, after its time limit, preemption or the loss of a "
-        "node, before it fails.",
+        description="How often a training job may be queued again before it fails. A job is queued again after its "
+        "time limit, after preemption and after the loss of a node.",
     )
     retries: Integer = Field(
         default=2,
         ge=0,
-        description="How often a training job that broke down (a killed rank, an error that is none of demix's own) is "
-        "submitted again by the same run; it goes on from its last checkpoint.",
+        description="How often one run submits a training job again that broke down: because a rank was killed, or "
+        "by an error that is none of demix's own. The new job goes on from the last checkpoint.",
     )
     on_interrupt: Literal["leave", "cancel"] = Field(
         default="leave",
-        description="What becomes of running training jobs when snakemake is interrupted; a later run finds those that "
-        "are left and waits for them.",
+        description="What happens to running training jobs when snakemake is interrupted: leave (a later run finds "
+        "the jobs and waits for them) or cancel.",
     )
     downloads: Literal["compute", "login"] = Field(
         default="compute",
-        description="Where downloads run - as jobs, or where snakemake runs, for compute nodes without internet.",
+        description="Where downloads run: compute (as jobs) or login (where snakemake runs, for compute nodes "
+        "without internet).",
     )
 
     def nodes(self, ranks: int) -> int:
-        """How many nodes so many ranks take; DemixError if they do not fill them."""
+        """The number of nodes for `ranks` ranks. Raises DemixError if the ranks do not fill these nodes evenly."""
         nodes = -(-ranks // self.ranks_per_node)
         if ranks % nodes:
             cause = f"is {self.ranks_per_node}, and {ranks} ranks do not fill {nodes} nodes evenly"
@@ -86,10 +90,9 @@ class Cluster(Site):
 class TrainingJob:
     """A training to be done by a job.
 
-    `command` are the arguments of `demix`. `fingerprint` tells two trainings apart. `outputs`
-    are the options that name results, with the places where the results belong. `checkpoints` is the folder that all
-    starts of the training share; all nodes must see it. `steps` is how many updates the training has, to tell how far
-    it is.
+    `command` holds the arguments of `demix`. `fingerprint` identifies the training. `outputs` maps the options that
+    name results to the places where the results belong. All starts of the training share the folder `checkpoints`,
+    which all nodes must see. `steps` is the number of optimizer updates, for the display of progress.
     """
 
     command: tuple[str, ...]
@@ -102,16 +105,19 @@ class TrainingJob:
 
     @property
     def name(self) -> str:
-        """The job's name, by which it is found again: one for each folder of checkpoints."""
+        """The job's name in SLURM, by which a later process finds the job: one name per folder of checkpoints."""
         place = hashlib.sha256(str(self.checkpoints.resolve()).encode()).hexdigest()[:12]
         return f"demix-{self.checkpoints.name}-{place}"
 
     @property
     def finished(self) -> Path:
-        """Where the job leaves its results. They stay, as other names of the same files, until another is submitted."""
+        """The folder where the job leaves its results.
+
+        The results stay there, as hard links to the collected files, until another job is submitted.
+        """
         return self.checkpoints / f"finished-{self.fingerprint}"
 
     @property
     def jobs(self) -> Path:
-        """Where the files of the jobs and the logs of their ranks are."""
+        """The folder for the files of the jobs and the logs of their ranks."""
         return self.checkpoints / "jobs"

@@ -1,4 +1,4 @@
-"""Starting a training: in this process, in several processes of this machine, or in a SLURM job."""
+"""Launching a training: in this process, in several processes of this machine, or in a SLURM job."""
 
 import enum
 import os
@@ -22,15 +22,15 @@ from demix.launch.parents import when_ended
 from demix.launch.slurm import run
 from demix.settings import settings_from
 
-# Seconds that the other ranks have to end by themselves after one rank has failed.
+# After one rank has failed, the other ranks have this many seconds to end by themselves.
 GRACE = 10.0
 
 
 class Launched(enum.Enum):
-    """What is left for the process that asked for a training to be launched."""
+    """Whether the process that launched a training still has work to do."""
 
-    DONE = "other processes have done the work"
-    HERE = "this process does the work, alone or as one rank"
+    DONE = "other processes have done the training"
+    HERE = "this process must train, alone or as one rank"
 
 
 def launched(
@@ -45,13 +45,13 @@ def launched(
     steps: int,
     entry: Callable[[Sequence[str]], None],
 ) -> Launched:
-    """Have this process's own command done by `ranks` processes.
+    """Have the command of this process done by `ranks` processes.
 
-    `fingerprinted` tells this training from others, beside demix's version and the data of `shards`.
-    `cluster` is the config's section for the stage, as JSON. With `launch: slurm` in it a SLURM job does the work (see
-    `demix.launch.slurm.TrainingJob`) and calls `entry` with the command's arguments; otherwise processes of this
-    machine do. `Launched.HERE` for one rank, and in a rank that was already started by either, torchrun or a batch
-    system.
+    `cluster` is the config's section for the stage, as JSON. With `launch: slurm` a SLURM job runs the training (see
+    `demix.launch.job.TrainingJob`) and calls `entry` with the command's arguments. With other values processes of this
+    machine run the training. `fingerprinted`, demix's version and the data of `shards` identify the training. Returns
+    `Launched.HERE` for one rank, and in a rank that a launcher (this one, torchrun or a batch system) has already
+    started.
     """
     site = settings_from(Cluster, cluster, "--cluster") if cluster else None
 
@@ -61,7 +61,7 @@ def launched(
 
     if "WORLD_SIZE" in os.environ:
         if "DEMIX_FINGERPRINT" in os.environ and os.environ["DEMIX_FINGERPRINT"] != of_training():
-            raise DemixError("job", "was submitted for other settings or data than are there now", "rerun")
+            raise DemixError("job", "was submitted with other settings or data than the present ones", "rerun")
         return Launched.HERE
     if site is not None and site.launch == "slurm":
         job = TrainingJob(
@@ -91,7 +91,10 @@ def launched(
 
 
 def world_size(ranks: int) -> int:
-    """How many processes train together: `ranks`, or as torchrun or a batch system says; DemixError if they differ."""
+    """The number of processes that train together: `ranks`, or what torchrun or a batch system has set.
+
+    Raises DemixError if the two differ.
+    """
     size = int(os.environ.get("WORLD_SIZE", ranks))
     if ranks not in (1, size):
         raise DemixError("ranks", f"is {ranks}, but WORLD_SIZE is {size}", "leave --ranks out, or unset WORLD_SIZE")
@@ -99,13 +102,13 @@ def world_size(ranks: int) -> int:
 
 
 def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
-    """Run `demix` with the arguments `command` as `ranks` processes; returns when all have ended well.
+    """Run `demix` with the arguments `command` as `ranks` processes, until all have ended without an error.
 
-    The first rank writes to this process's standard error, the others to `logs`/rank-<n>.log. When one fails all are
-    ended, and DemixError names the one that failed first and why. SIGTERM, SIGUSR2 and SIGINT are passed on to all. If
-    this process dies, so do they.
+    The first rank writes to this process's standard error, rank n to `logs`/rank-<n>.log. When a rank fails, all ranks
+    are ended, and a DemixError names the rank that failed first and the cause. SIGTERM, SIGUSR2 and SIGINT are
+    forwarded to all ranks. If this process dies, all ranks end.
     """
-    # Importing torch takes a second, which `--help` must not wait for.
+    # Importing torch takes a second, and `--help` must not wait for the import.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     logs.mkdir(parents=True, exist_ok=True)
@@ -113,13 +116,13 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
     processes: list[subprocess.Popen[bytes]] = []
     ended: Queue[int] = Queue()
     try:
-        # What ranks note when they fail is of this start alone; their logs go on where others ended.
-        with TemporaryDirectory(dir=logs, prefix=".failed.") as notes, _passing_on(processes):
+        # The ranks' notes of errors belong to this start alone, while logs are appended to those of earlier starts.
+        with TemporaryDirectory(dir=logs, prefix=".failed.") as notes, _forwarding_signals(processes):
             for rank in range(ranks):
                 environment = {
                     "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks,
                     "DEMIX_NOTES": notes, "DEMIX_LAUNCHER": os.getpid(),
-                    # All ranks meet at the store above, so no free port has to be guessed.
+                    # The ranks meet at the store above, because a port that is free now may be taken later.
                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True",
                 }  # fmt: skip
                 with open(logs / f"rank-{rank}.log", "ab") as log:
@@ -128,7 +131,7 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> None:
                         env=os.environ | {key: str(value) for key, value in environment.items()},
                         stdin=subprocess.DEVNULL,
                         stderr=log if rank else None,
-                        # Ctrl-C reaches this process alone, which passes it on once.
+                        # Ctrl-C must reach only this process, which forwards the signal once.
                         process_group=0,
                     )
                 processes.append(process)
@@ -147,25 +150,25 @@ def _wait(rank: int, process: subprocess.Popen[bytes], ended: "Queue[int]") -> N
 
 
 def _watch(processes: list[subprocess.Popen[bytes]], ended: "Queue[int]", notes: Path, logs: Path) -> None:
-    left = set(range(len(processes)))
-    while left:
+    running = set(range(len(processes)))
+    while running:
         rank = ended.get()
-        left.discard(rank)
+        running.discard(rank)
         if processes[rank].returncode:
-            # The failure cuts the connections of the other ranks; their errors are not the cause.
+            # A failure cuts the connections of the other ranks, whose errors are therefore not the cause.
             deadline = time.monotonic() + GRACE
             failed = [rank]
-            while left and (wait := deadline - time.monotonic()) > 0:
+            while running and (wait := deadline - time.monotonic()) > 0:
                 try:
                     failed.append(ended.get(timeout=wait))
                 except Empty:
                     break
-                left.discard(failed[-1])
+                running.discard(failed[-1])
             raise _failure(processes, failed, notes, logs)
 
 
 def _failure(processes: list[subprocess.Popen[bytes]], failed: list[int], notes: Path, logs: Path) -> DemixError:
-    """The error of the ranks that ended, in the order in which they did."""
+    """The error of the ranks in `failed`, which are in the order in which they ended."""
     cure = "mend the cause and rerun: training goes on from the last checkpoint"
     killed = [
         Failure(rank, "", signal.Signals(-processes[rank].returncode).name, killed=True)
@@ -188,13 +191,13 @@ def _log(logs: Path, rank: int) -> str:
 
 
 @contextmanager
-def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    def pass_on(number: int, _: object) -> None:
+def _forwarding_signals(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    def forward(number: int, _: object) -> None:
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
     try:
         yield
     finally:
@@ -204,12 +207,15 @@ def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """In a process that `launch` started: leave when the launcher is gone, and note the first error for it."""
+    """In a rank that `launch` started, exit when the launcher has ended, and note the rank's error for the launcher.
+
+    Other processes do nothing here.
+    """
     notes = os.environ.get("DEMIX_NOTES")
     if notes is None:
         yield
         return
-    # Exit at once: all other ranks exit too, so no state can be saved.
+    # All other ranks exit too, so no state can be saved.
     when_ended(int(os.environ["DEMIX_LAUNCHER"]), lambda: os._exit(1))
     with noting(Path(notes), int(os.environ["RANK"])):
         yield

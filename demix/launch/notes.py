@@ -1,4 +1,4 @@
-"""Which rank of a training failed first, and why: ranks note their errors, and their launcher knows of signals."""
+"""Which rank of a training failed first, and why: ranks note their errors, and launchers see signals."""
 
 import socket
 import time
@@ -13,10 +13,10 @@ from demix.files import read_json, write_json
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of one rank. `expected`: an error of demix's own, which the same command would meet again.
+    """The end of one rank.
 
-    `time` is in seconds since 1970 on the rank's node; `killed` says that a signal ended the rank, by whose name
-    `message` tells it.
+    `expected` marks an error of demix's own, which the same command would raise again. `time` is in seconds since 1970,
+    by the clock of the rank's node. With `killed` a signal ended the rank, and `message` names the signal.
     """
 
     rank: int
@@ -29,22 +29,23 @@ class Failure:
 
 @contextmanager
 def noting(folder: Path, rank: int) -> Iterator[None]:
-    """Note in `folder` the error by which a rank ends, so that the rank which failed first can be named."""
+    """Note in `folder` the error that ends a rank, so that the rank which failed first can be named."""
     try:
         yield
     except BaseException as error:
         message = str(error).splitlines()[0] if str(error) else repr(error)
         note = Failure(rank, socket.gethostname(), message, isinstance(error, DemixError), time.time())
-        # On a full disk the note is lost; the error itself must still be raised.
+        # On a full disk the note is lost, but the error itself must still be raised.
         with suppress(DemixError):
             write_json(folder / f"rank-{rank}.json", asdict(note))
         raise
 
 
 def first_failure(folder: Path, killed: Sequence[Failure]) -> Failure | None:
-    """What failed first: a rank that a signal ended, else the rank that was the first to note an error in `folder`.
+    """The first failure: that of a rank which a signal ended, else the earliest error that a rank noted in `folder`.
 
-    `killed` are ranks that a signal ended, in the order in which they were seen to end. None where nothing is known.
+    `killed` are the ranks that a signal ended, in the order in which their ends were seen. Returns None if nothing is
+    known.
     """
     noted: dict[int, Failure] = {}
     for path in folder.glob("rank-*.json"):
@@ -53,7 +54,7 @@ def first_failure(folder: Path, killed: Sequence[Failure]) -> Failure | None:
             note = Failure(**read_json(path))
             noted[note.rank] = note
     for failure in killed:
-        # NCCL's watchdog aborts the ranks that wait for one that failed.
+        # NCCL's watchdog aborts every rank that waits for a failed rank.
         aborted = failure.message.startswith(("Abort", "SIGABRT"))
         if failure.rank not in noted and not (noted and aborted):
             return failure

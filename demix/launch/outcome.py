@@ -1,4 +1,4 @@
-"""How far a SLURM job is, and what failed first when it ends without results."""
+"""The progress of a SLURM job, and the first failure of a job that ended without results."""
 
 import json
 import os
@@ -15,31 +15,32 @@ from demix.launch.notes import Failure, first_failure
 from demix.launch.rank import START
 
 
-def progress_line(work: TrainingJob, job: str, shown: Mapping[str, str]) -> str:
+def progress_line(job: TrainingJob, job_id: str, shown: Mapping[str, str]) -> str:
     """`job 12 running on n[1-2], queued again 2 times  step 40/488  loss 5.321  2100 tokens/s  3:20 left`"""
     state, restarts = shown.get("JobState", "unknown").lower(), int(shown.get("Restarts", "0"))
     where = f" on {shown['NodeList']}" if shown.get("NodeList", "(null)") not in ("(null)", "") else ""
     why = f" ({shown['Reason']})" if state == "pending" and shown.get("Reason", "None") != "None" else ""
     again = f", queued again {restarts} times" if restarts > 1 else ", queued again once" if restarts else ""
-    head = f"job {job} {state}{why}{where}{again}"
+    head = f"job {job_id} {state}{why}{where}{again}"
     rows: list[dict[str, Any]] = []
     if state == "running":
-        # Rows from before the start belong to another training in this folder.
+        # Rows that are older than this start belong to another training in the same folder.
         with suppress(ValueError, KeyError, OSError):
-            rows = last_rows(work.checkpoints, datetime.fromisoformat(shown["StartTime"]).timestamp())
+            rows = last_rows(job.checkpoints, datetime.fromisoformat(shown["StartTime"]).timestamp())
     steps = [row for row in rows if "loss" in row]
     if not steps:
         return head
     row, rate = steps[-1], sum(row["tokens_per_second"] for row in steps) / len(steps)
     tokens = row["tokens"] / row["step"]
-    left = timedelta(seconds=round((work.steps - row["step"]) * tokens / rate))
-    return f"{head}  step {row['step']}/{work.steps}  loss {row['loss']:.3f}  {rate:.0f} tokens/s  {left} left"
+    remaining = timedelta(seconds=round((job.steps - row["step"]) * tokens / rate))
+    return f"{head}  step {row['step']}/{job.steps}  loss {row['loss']:.3f}  {rate:.0f} tokens/s  {remaining} left"
 
 
 def last_rows(checkpoints: Path, since: float, most: int = 20) -> list[dict[str, Any]]:
-    """The last rows of the metrics file that a training has written to since a time, seconds since 1970.
+    """The last rows of the metrics file that a training has changed since the time `since`, in seconds since 1970.
 
-    Raises OSError where it has just been removed, as it is at the end.
+    Returns at most `most` rows. Raises OSError if the file has just been removed, which happens at the end of a
+    training.
     """
     written = {path: path.stat().st_mtime for path in checkpoints.glob("*/metrics.jsonl")}
     files = [path for path, changed in written.items() if changed >= since]
@@ -57,32 +58,35 @@ def last_rows(checkpoints: Path, since: float, most: int = 20) -> list[dict[str,
 
 
 class MishapError(DemixError):
-    """A job ended by something that may not happen again: a killed rank, an error that is none of demix's own."""
+    """A job ended by a cause that may not recur: a killed rank, or an error that is none of demix's own."""
 
 
-def failure(work: TrainingJob, job: str, state: str, restarts: int) -> DemixError:
-    """What failed first: a rank that was killed, else the first that noted an error, else what SLURM says."""
+def failure(job: TrainingJob, job_id: str, state: str, restarts: int) -> DemixError:
+    """The error of a job that ended without results.
+
+    The error names a rank that was killed, else the rank that noted an error first, else the state that SLURM shows.
+    """
     cure = "mend the cause and rerun: training goes on from the last checkpoint"
-    logs = work.jobs
+    logs = job.jobs
     if state.startswith("CANCELLED"):
-        return DemixError(f"job {job}", "was cancelled", "rerun: training goes on from the last checkpoint")
+        return DemixError(f"job {job_id}", "was cancelled", "rerun: training goes on from the last checkpoint")
     if state == "TIMEOUT":
         cure = "raise cluster.grace_seconds, then rerun: training goes on from the last checkpoint"
-        return MishapError(f"job {job}", "reached its time limit before its state was saved", cure)
-    killed = [Failure(*one, killed=True) for one in _killed(logs / f"{job}_0_log.err")]
-    if first := first_failure(logs / f"{job}.{restarts}.notes", killed):
-        where, log = f"rank {first.rank} of {work.ranks} on {first.node}", logs / f"{job}_{first.rank}_log.err"
+        return MishapError(f"job {job_id}", "reached its time limit before its state was saved", cure)
+    killed = [Failure(*one, killed=True) for one in _killed(logs / f"{job_id}_0_log.err")]
+    if first := first_failure(logs / f"{job_id}.{restarts}.notes", killed):
+        where, log = f"rank {first.rank} of {job.ranks} on {first.node}", logs / f"{job_id}_{first.rank}_log.err"
         if first.killed:
             return MishapError(where, f"ended first ({first.message})", f"see {log}; {cure}")
         kind = DemixError if first.expected else MishapError
         return kind(where, first.message, f"log: {log}")
-    return MishapError(f"job {job}", f"ended as {state} without results", f"see {logs}/{job}_*_log.err; {cure}")
+    return MishapError(f"job {job_id}", f"ended as {state} without results", f"see {logs}/{job_id}_*_log.err; {cure}")
 
 
 def _killed(path: Path) -> list[tuple[int, str, str]]:
-    """Ranks that a signal ended, with their nodes and srun's words for it, in the order in which srun saw it.
+    """Ranks that a signal ended, with their nodes and srun's messages, in the order of srun's log.
 
-    Only of the last start of the job, since they share a log, and before srun itself began to end ranks.
+    All starts of a job share the log, so only the last start counts. Ranks that srun itself ended do not count.
     """
     try:
         lines = path.read_text(errors="replace").splitlines()
@@ -101,7 +105,7 @@ def _killed(path: Path) -> list[tuple[int, str, str]]:
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """1,3-5 as 1, 3, 4, 5."""
+    """The numbers in a list of ranges: 1,3-5 means 1, 3, 4, 5."""
     for part in text.split(","):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)

@@ -1,4 +1,4 @@
-"""Ending a process when the process that started it has been killed."""
+"""Ending a process when the process that started it has ended."""
 
 import os
 import select
@@ -9,18 +9,21 @@ from collections.abc import Callable
 
 from demix.files import is_alive
 
-# The variable in which the workflow names the snakemake that a command is a job of.
+# The environment variable in which the workflow passes the process id of snakemake to its jobs.
 VARIABLE = "DEMIX_SNAKEMAKE"
 
-# Set in the jobs of a snakemake.
+# Set in a job of snakemake.
 is_job = threading.Event()
-# Set when the process that this one works for has ended before it.
+# Set when the process that waits for this one has ended first.
 orphaned = threading.Event()
 
 
 def end_with_snakemake() -> None:
-    """In a job of snakemake: send this process SIGTERM, at which training saves its state, when snakemake is gone."""
-    # Child processes must not inherit the variable: this process ends its own children, and a SLURM job outlives it.
+    """In a job of snakemake, send this process SIGTERM when snakemake has ended.
+
+    At SIGTERM a training saves its state.
+    """
+    # Child processes must not inherit the variable: this process ends local ranks itself, and SLURM jobs must go on.
     pid = os.environ.pop(VARIABLE, "")
     if pid.isdigit():
         is_job.set()
@@ -34,7 +37,7 @@ def terminate() -> None:
 
 
 def when_ended(pid: int, act: Callable[[], None]) -> None:
-    """Call `act`, in a thread of its own, once the process `pid` has ended; `pid` need not be a child."""
+    """Call `act` in a thread of its own when the process `pid` has ended. `pid` need not be a child process."""
 
     def watch() -> None:
         _wait(pid)
@@ -49,7 +52,7 @@ def _wait(pid: int) -> None:
     except ProcessLookupError:
         return
     except (AttributeError, OSError):
-        # Not on Linux, or not allowed there.
+        # Only Linux has pidfd, and a container may forbid it.
         while is_alive(pid):
             time.sleep(1.0)
         return

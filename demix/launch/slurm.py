@@ -1,7 +1,8 @@
-"""Training as a SLURM job of one or more nodes, through submitit: submitted once, found again, watched to its end.
+"""Training as a SLURM job of one or more nodes, through submitit: submitting, finding, waiting, collecting results.
 
-What a job does is decided by files, and where it stands by the controller (squeue, scontrol), never by the accounting,
-which may be away. A job leaves its results below its checkpoints, and who waits for it puts them in place.
+Files decide what a job does, and the controller (squeue, scontrol) tells the job's state. The accounting database is
+never asked, because it may be down. A job leaves its results below its checkpoints, and the process that waits for the
+job puts the results in place.
 """
 
 import logging
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from demix.errors import DemixError
 from demix.files import exclusive, read_json, replacing, write_json
-from demix.launch.controller import SECONDS_BETWEEN_LOOKS, ask, show
+from demix.launch.controller import SECONDS_BETWEEN_POLLS, ask, show
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.outcome import MishapError, failure, progress_line
 from demix.launch.parents import is_job, orphaned, terminate, when_ended
@@ -32,119 +33,120 @@ log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_BETWEEN_LINES = 15.0
-# A job in one of these states has ended, unless SLURM is about to queue it again. In any other state it may still run.
+# A job in one of these states has ended, unless SLURM is about to queue it again. In other states it may still run.
 FINAL = {
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY",
     "REVOKED", "LAUNCH_FAILED", "gone",
 }  # fmt: skip
-# A final state counts only after this many polls in a row: SLURM may queue the job again, and a shared file system may
-# show the results late.
+# A final state counts only after this many polls in a row, because SLURM may queue the job again, and a shared file
+# system may show the results late.
 POLLS, POLLS_FOR_RESULTS = 6, 30
 
 
-def run(work: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], None]) -> None:
-    """Have `work` done by a SLURM job, whose ranks call `entry` with its command, and put its results in place.
+def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], None]) -> None:
+    """Have `job` done by a SLURM job, whose ranks call `entry` with the command, and put the results in place.
 
-    A job that was submitted before is waited for, one that has finished is collected, and else one is submitted: it
-    goes on from the last checkpoint. Raises DemixError that names what failed first. SIGINT and SIGTERM, and the end of
-    the process that started this one, leave the job or cancel it as `cluster.on_interrupt` says.
+    The results of a finished job are collected, and a job that is already submitted is waited for. Otherwise a new job
+    is submitted, which goes on from the last checkpoint. Raises DemixError that names the first failure. When SIGINT,
+    SIGTERM or SIGHUP arrives, or the process that started this one ends, `cluster.on_interrupt` decides whether the
+    SLURM job is left running or cancelled.
     """
-    with _alone(work.checkpoints), _interruptible():
+    with _waiting_alone(job.checkpoints), _interruptible():
         for retries_left in reversed(range(cluster.retries + 1)):
-            if _is_finished(work):
+            if _is_finished(job):
                 break
-            job = find(work)
-            if job is None and _is_finished(work):
+            job_id = find(job)
+            if job_id is None and _is_finished(job):
                 break
-            if job is None:
-                job = submit(work, cluster, entry)
-                _print_line(work, f"submitted job {job}")
+            if job_id is None:
+                job_id = submit(job, cluster, entry)
+                _print_line(job, f"submitted job {job_id}")
             else:
-                _print_line(work, f"goes on in job {job}, which was submitted before")
+                _print_line(job, f"goes on in job {job_id}, which was submitted before")
             try:
-                _wait(work, job)
+                _wait(job, job_id)
             except _InterruptedError as interrupted:
-                error = _interruption(job, cluster, str(interrupted))
-                # An interrupted snakemake shows no logs.
-                _print_line(work, str(error))
+                error = _interruption(job_id, cluster, str(interrupted))
+                # An interrupted snakemake shows no logs of its jobs.
+                _print_line(job, str(error))
                 raise error from None
             except MishapError as mishap:
                 if not retries_left:
                     raise
-                _print_line(work, f"{mishap}. Submitting it again, {retries_left} times at most")
-        _collect(work)
+                _print_line(job, f"{mishap}. Submitting the job again (at most {retries_left} more times)")
+        _collect(job)
 
 
-def submit(work: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], None]) -> str:
-    """Submit the job that does `work`; returns its id."""
+def submit(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], None]) -> str:
+    """Submit a SLURM job that does `job`; returns the SLURM job's id."""
     import submitit
 
-    for other in work.checkpoints.glob("finished-*"):
+    for other in job.checkpoints.glob("finished-*"):
         # The results of this same training must survive.
-        if other != work.finished:
+        if other != job.finished:
             shutil.rmtree(other, ignore_errors=True)
-    executor = _executor(work, cluster)
-    # A signal between the submission and the note would lose the job.
-    waiting = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    executor = _executor(job, cluster)
+    # A signal between the submission and the writing of job.json would lose the job.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         with submitit.helpers.clean_env():
-            job = executor.submit(Rank(work, entry, cluster.requeues)).job_id
-        write_json(work.jobs / "job.json", {"job": job, "name": work.name, "fingerprint": work.fingerprint})
+            job_id = executor.submit(Rank(job, entry, cluster.requeues)).job_id
+        write_json(job.jobs / "job.json", {"job": job_id, "name": job.name, "fingerprint": job.fingerprint})
     except DemixError:
         raise
     except Exception as error:
-        # submitit raises its own kinds, with sbatch's words in them.
+        # submitit raises exceptions of its own, whose last line is sbatch's message.
         last = [line for line in str(error).splitlines() if line.strip()][-1]
-        cure = "mend the section cluster of the config (sbatch --test-only says more), then rerun"
-        raise DemixError(f"job {work.name}", f"was not taken by SLURM ({last})", cure) from error
+        cure = "mend the section cluster of the config (sbatch --test-only gives details), then rerun"
+        raise DemixError(f"job {job.name}", f"was refused by SLURM ({last})", cure) from error
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
-    return job
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return job_id
 
 
-def sbatch_text(work: TrainingJob, cluster: Cluster) -> str:
-    """The file that `submit` would give to sbatch."""
-    return _executor(work, cluster)._make_submission_file_text("demix " + " ".join(work.command), "plan")
+def sbatch_text(job: TrainingJob, cluster: Cluster) -> str:
+    """The text of the file that `submit` gives to sbatch."""
+    return _executor(job, cluster)._make_submission_file_text("demix " + " ".join(job.command), "plan")
 
 
-def find(work: TrainingJob) -> str | None:
-    """The id of the job that does `work`, if one is pending or running.
+def find(job: TrainingJob) -> str | None:
+    """The id of the SLURM job that does `job`, if one is pending or running.
 
-    Raises DemixError when there is one that trains something else in the same place.
+    Raises DemixError if a SLURM job trains something else in the same place.
     """
-    command = ["squeue", "--noheader", "--user", str(os.getuid()), "--name", work.name, "--format", "%A %T %k"]
-    said = False
+    command = ["squeue", "--noheader", "--user", str(os.getuid()), "--name", job.name, "--format", "%A %T %k"]
+    announced = False
     while found := [line.split() for line in ask(command).splitlines() if line.strip()]:
-        # One that is ending is either queued again or gone in a moment, unless its node hangs.
-        ending = [job for job, state, *_ in found if state == "COMPLETING"]
+        # An ending job is soon queued again or gone, unless its node hangs.
+        ending = [job_id for job_id, state, *_ in found if state == "COMPLETING"]
         if not ending:
             break
-        if not said:
-            _print_line(work, f"job {ending[0]} is ending (COMPLETING): waiting until SLURM has cleared it")
-            said = True
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        if not announced:
+            _print_line(job, f"job {ending[0]} is ending (COMPLETING): waiting until SLURM has cleared it")
+            announced = True
+        time.sleep(SECONDS_BETWEEN_POLLS)
     with suppress(DemixError):
-        recorded = read_json(work.jobs / "job.json")
-        # Some sites change comments.
+        recorded = read_json(job.jobs / "job.json")
+        # Some sites change the comments of jobs, which hold the fingerprints.
         found = [
-            [job, state, recorded["fingerprint"]] if job == recorded["job"] else [job, state, *rest]
-            for job, state, *rest in found
+            [job_id, state, recorded["fingerprint"]] if job_id == recorded["job"] else [job_id, state, *rest]
+            for job_id, state, *rest in found
         ]
-    for job, _, *fingerprint in found:
-        if fingerprint != [work.fingerprint]:
-            cause = f"still trains {work.checkpoints.name} with other settings or data"
-            raise DemixError(f"job {job}", cause, f"wait for it, or `scancel {job}`, then rerun")
+    for job_id, _, *fingerprint in found:
+        if fingerprint != [job.fingerprint]:
+            cause = f"still trains {job.checkpoints.name} with other settings or data"
+            raise DemixError(f"job {job_id}", cause, f"wait for it, or `scancel {job_id}`, then rerun")
     return found[0][0] if found else None
 
 
-def _executor(work: TrainingJob, cluster: Cluster) -> "submitit.SlurmExecutor":
+def _executor(job: TrainingJob, cluster: Cluster) -> "submitit.SlurmExecutor":
     import submitit
 
-    nodes = cluster.nodes(work.ranks)
-    per_node = work.ranks // nodes
-    work.jobs.mkdir(parents=True, exist_ok=True)
+    nodes = cluster.nodes(job.ranks)
+    per_node = job.ranks // nodes
+    job.jobs.mkdir(parents=True, exist_ok=True)
     try:
-        executor = submitit.SlurmExecutor(folder=work.jobs.resolve(), max_num_timeout=cluster.requeues)
+        executor = submitit.SlurmExecutor(folder=job.jobs.resolve(), max_num_timeout=cluster.requeues)
     except RuntimeError:
         raise DemixError(
             "cluster.launch", "is slurm, but there is no srun here", "use local, or log in to the cluster"
@@ -158,16 +160,16 @@ def _executor(work: TrainingJob, cluster: Cluster) -> "submitit.SlurmExecutor":
         "constraint": cluster.constraint,
     }
     executor.update_parameters(
-        job_name=work.name,
-        comment=work.fingerprint,
+        job_name=job.name,
+        comment=job.fingerprint,
         nodes=nodes,
         ntasks_per_node=per_node,
-        cpus_per_task=work.threads,
+        cpus_per_task=job.threads,
         time=cluster.minutes,
         signal_delay_s=cluster.grace_seconds,
         setup=list(cluster.setup),
         srun_args=[
-            f"--cpus-per-task={work.threads}",
+            f"--cpus-per-task={job.threads}",
             # Every rank gets time to report its own error before SLURM ends it.
             "--kill-on-bad-exit=0",
             f"--wait={SECONDS_FOR_THE_OTHERS}",
@@ -179,42 +181,47 @@ def _executor(work: TrainingJob, cluster: Cluster) -> "submitit.SlurmExecutor":
     return executor
 
 
-def _wait(work: TrainingJob, job: str) -> None:
-    """Until the job has left the queue, showing how far it is. Raises DemixError when it left no results."""
-    last_line, said, final = 0.0, "", 0
+def _wait(job: TrainingJob, job_id: str) -> None:
+    """Wait until the SLURM job has finished, and show its progress.
+
+    Raises DemixError when the job has ended without results.
+    """
+    last_printed, printed, final = 0.0, "", 0
     while True:
-        shown = show(job)
+        shown = show(job_id)
         state = shown.get("JobState", "gone")
         final = final + 1 if state in FINAL else 0
-        if final > 1 and _is_finished(work):
-            _print_line(work, f"job {job} has finished")
+        if final > 1 and _is_finished(job):
+            _print_line(job, f"job {job_id} has finished")
             return
         if final == (POLLS_FOR_RESULTS if state in ("COMPLETED", "gone") else POLLS):
-            raise failure(work, job, state, int(shown.get("Restarts", "0")))
-        line = progress_line(work, job, shown)
+            raise failure(job, job_id, state, int(shown.get("Restarts", "0")))
+        line = progress_line(job, job_id, shown)
         now = time.monotonic()
-        if line != said and (now - last_line > SECONDS_BETWEEN_LINES or line.split("  ")[0] != said.split("  ")[0]):
-            _print_line(work, line)
-            said, last_line = line, now
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        if line != printed and (
+            now - last_printed > SECONDS_BETWEEN_LINES or line.split("  ")[0] != printed.split("  ")[0]
+        ):
+            _print_line(job, line)
+            printed, last_printed = line, now
+        time.sleep(SECONDS_BETWEEN_POLLS)
 
 
-def _is_finished(work: TrainingJob) -> bool:
-    """Whether all files that the job left are here."""
+def _is_finished(job: TrainingJob) -> bool:
+    """Whether all results of the job are visible here."""
     with suppress(DemixError, OSError, KeyError, AttributeError):
         # Listing the folder makes NFS refresh its cache.
-        os.listdir(work.finished)
-        sizes = read_json(work.finished / "done.json")["files"]
-        return all((work.finished / name).stat().st_size == size for name, size in sizes.items())
+        os.listdir(job.finished)
+        sizes = read_json(job.finished / "done.json")["files"]
+        return all((job.finished / name).stat().st_size == size for name, size in sizes.items())
     return False
 
 
-def _collect(work: TrainingJob) -> None:
-    """Put what the job left in its place: a model's folder file by file, its descriptions last."""
-    for option, place in work.outputs.items():
-        source = work.finished / option.strip("-")
+def _collect(job: TrainingJob) -> None:
+    """Put the results of the job in place, one file at a time, with the JSON files that describe others last."""
+    for option, place in job.outputs.items():
+        source = job.finished / option.strip("-")
         files = [source] if source.is_file() else [path for path in source.rglob("*") if path.is_file()]
-        # A JSON file says that what it describes is there.
+        # A JSON file promises that the files it describes are there.
         for path in sorted(files, key=lambda path: (path.suffix == ".json", path.name == "model.json", path)):
             with replacing(place / path.relative_to(source) if source.is_dir() else place) as temporary:
                 try:
@@ -227,19 +234,23 @@ class _InterruptedError(BaseException):
     """A signal arrived, or the process that waited for this one has ended."""
 
 
-def _interruption(job: str, cluster: Cluster, cause: str) -> DemixError:
+def _interruption(job_id: str, cluster: Cluster, cause: str) -> DemixError:
     if cluster.on_interrupt == "cancel":
         try:
-            subprocess.run(["scancel", job], check=True, capture_output=True, timeout=30)
+            subprocess.run(["scancel", job_id], check=True, capture_output=True, timeout=30)
         except (subprocess.SubprocessError, OSError):
-            return DemixError(f"job {job}", f"could not be cancelled ({cause})", f"it may still run: `scancel {job}`")
-        return DemixError(f"job {job}", f"was cancelled ({cause})", "rerun: training goes on from the last checkpoint")
-    return DemixError(f"job {job}", f"was left running ({cause})", f"rerun to wait for it, or `scancel {job}`")
+            return DemixError(
+                f"job {job_id}", f"could not be cancelled ({cause})", f"it may still run: `scancel {job_id}`"
+            )
+        return DemixError(
+            f"job {job_id}", f"was cancelled ({cause})", "rerun: training goes on from the last checkpoint"
+        )
+    return DemixError(f"job {job_id}", f"was left running ({cause})", f"rerun to wait for it, or `scancel {job_id}`")
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Signals, and the end of the process that started this one, raise _InterruptedError."""
+    """Raise _InterruptedError at a signal, and when the process that started this one has ended."""
     # nohup and `&` ignore some signals on purpose.
     numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     done = threading.Event()
@@ -248,10 +259,12 @@ def _interruptible() -> Iterator[None]:
         # A second signal must not interrupt the handling of the first.
         for other in numbers:
             signal.signal(other, signal.SIG_IGN)
-        raise _InterruptedError("who waited for it has ended" if orphaned.is_set() else signal.Signals(number).name)
+        raise _InterruptedError(
+            "the process that waited for it has ended" if orphaned.is_set() else signal.Signals(number).name
+        )
 
-    before = {number: signal.signal(number, interrupt) for number in numbers}
-    # A job of snakemake already ends with snakemake.
+    handlers = {number: signal.signal(number, interrupt) for number in numbers}
+    # A job of snakemake already ends when snakemake ends.
     if len(numbers) == len(SIGNALS) and not is_job.is_set():
         when_ended(os.getppid(), lambda: None if done.is_set() else terminate())
     try:
@@ -260,21 +273,24 @@ def _interruptible() -> Iterator[None]:
         raise DemixError("demix", f"was interrupted ({interrupted}); a job goes on", "rerun to wait for it") from None
     finally:
         done.set()
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def _alone(checkpoints: Path) -> Iterator[None]:
-    """Let only one process wait for a training; a process whose snakemake was killed ends a few seconds later."""
+def _waiting_alone(checkpoints: Path) -> Iterator[None]:
+    """Let only one process wait for a training.
+
+    A process whose snakemake was killed ends a few seconds later, and may hold the lock until then.
+    """
     with exclusive(checkpoints / "waiting.lock", "waits for this training", patience=30.0):
         yield
 
 
-def _print_line(work: TrainingJob, line: str) -> None:
-    """Print a line to standard output, which snakemake shows on the terminal; standard error goes to the log."""
+def _print_line(job: TrainingJob, line: str) -> None:
+    """Print a line to standard output, which snakemake shows on the terminal. Standard error goes to the log."""
     try:
-        print(f"{work.checkpoints.name}: {line}", flush=True)
+        print(f"{job.checkpoints.name}: {line}", flush=True)
     except OSError:
         # The terminal is gone. Flushing the buffer at exit must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

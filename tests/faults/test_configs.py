@@ -97,7 +97,7 @@ def in_both_lists(chance: random.Random) -> Mutation:
     config = given()
     name = chance.choice(list(config["domains"]["training"]))
     config["domains"]["novel"][name] = config["domains"]["training"][name]
-    return config, f"domains.novel.{name}", "is a training domain too", "name it in one list only"
+    return config, f"domains.novel.{name}", "is a training domain too", "name the domain in one list only"
 
 
 def negative_budget(chance: random.Random) -> Mutation:

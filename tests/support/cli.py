@@ -1,6 +1,9 @@
 """`demix` in this process."""
 
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest.mock import patch
 
 from typer.testing import CliRunner, Result
@@ -8,14 +11,27 @@ from typer.testing import CliRunner, Result
 from demix.commands import main as cli
 
 
+@contextmanager
+def levels_restored() -> Iterator[None]:
+    """A command may change what is logged until its process ends; here the process goes on with other tests."""
+    loggers = logging.getLogger(), logging.getLogger("demix")
+    levels = [logger.level for logger in loggers]
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
 def demix(*arguments: object) -> Result:
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    with levels_restored():
+        return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
 
 def said(arguments: list[str]) -> str | None:
     """Do what `demix` with these arguments does, in this process; returns the error's line, None without one."""
     try:
-        with patch.object(sys, "argv", ["demix", *arguments]):
+        with patch.object(sys, "argv", ["demix", *arguments]), levels_restored():
             cli.main()
     except SystemExit as ended:
         return None if ended.code in (0, None) else str(ended.code)

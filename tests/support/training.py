@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from demix.data.shards import TokenShard
+from demix.files import read_json_lines
 from demix.train.adapt import Adaptation
 from demix.train.stage import Training
 from support.cli import said
@@ -61,5 +62,4 @@ def train_until_killed(command: list[str], folder: Path, checkpoints: int = 1) -
 
 
 def losses(metrics: Path) -> list[tuple[int, float, float]]:
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [(row["step"], row["loss"], row["gradient_norm"]) for row in rows]
+    return [(row["step"], row["loss"], row["gradient_norm"]) for row in read_json_lines(metrics)]

@@ -1,5 +1,6 @@
 """What several test modules need: token shards, and a browser."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,10 @@ from selenium import webdriver
 
 from support.once import once
 from support.tokens import write_tokens
+
+# Several threads, of several test processes at once, cost a tiny model ten times what one does. torch reads this when
+# it is imported; processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

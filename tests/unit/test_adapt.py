@@ -14,7 +14,7 @@ from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.parent import choose_parent, own_dev_losses
 from demix.evaluate.score import Scoring, score
-from demix.files import read_json, read_json_lines, sha256_file
+from demix.files import read_json, read_json_lines, sha256_file, write_json
 from demix.model.checkpoint import expert_names, load_model
 from demix.model.scoring import log_probabilities
 from demix.train.adapt import adapt_dense, adapt_expert
@@ -111,7 +111,7 @@ def test_scoring_refuses_another_tokenizer(tokens: Path, trained: Path, tmp_path
     for path in (trained / "dense").rglob("*"):
         if path.is_file():
             (other / path.relative_to(trained / "dense")).write_bytes(path.read_bytes())
-    (other / "model.json").write_text(json.dumps(description | {"tokenizer_sha256": "0" * 64}))
+    write_json(other / "model.json", description | {"tokenizer_sha256": "0" * 64})
     with pytest.raises(DemixError, match="another tokenizer"):
         score(
             other,
@@ -134,7 +134,10 @@ def test_adaptation_on_several_ranks_is_that_of_one(tokens: Path, trained: Path,
     for number in (1, 2, 4):
         folder = tmp_path / str(number)
         more = ["--output", folder / "model", "--metrics", folder / "m.jsonl", "--checkpoints", folder / "checkpoints"]
-        subprocess.run([*command, *map(str, more), "--ranks", str(number)], check=True, capture_output=True)
+        if number == 1:
+            train_here([*command, *map(str, more)])
+        else:
+            subprocess.run([*command, *map(str, more), "--ranks", str(number)], check=True, capture_output=True)
         rows = read_json_lines(folder / "m.jsonl")
         found.append([value for row in rows for key, value in row.items() if "loss" in key or key == "step"])
     assert len(found[0]) > 40

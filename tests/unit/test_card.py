@@ -84,6 +84,7 @@ def test_the_card_says_what_the_files_hold(run: Path) -> None:
 
 
 def test_another_seed_has_a_card_of_its_own(run: Path) -> None:
+    write_run_config(run / "config.json", read_run_config(run) | {"seeds": [2]})
     results = pd.read_parquet(run / "results.parquet")
     other = results[results["model"] == "demix"].assign(seed=2, perplexity=lambda rows: rows["perplexity"] * 2)
     both = pa.Table.from_pandas(pd.concat([results, other]), preserve_index=False)

@@ -76,7 +76,7 @@ FAULTS: list[tuple[Callable[[Path], object], str, str]] = [
     (lambda m: (m / "experts" / "law.safetensors").write_bytes(b"x"), "law.safetensors", "differs from its recorded"),
     (lambda m: (m / "experts" / "law.safetensors").unlink(), "law.safetensors", "is missing"),
     (lambda m: (m / "experts" / "law.json").unlink(), "law.safetensors", "has no description"),
-    (lambda m: (m / "experts" / "law.json").write_text("{"), "law.json", "is not valid JSON"),
+    (lambda m: (m / "experts" / "law.json").write_text("{"), "law.json", "is damaged (Expecting property name"),
     (lambda m: change_json(m / "experts" / "law.json", shared_sha256="0"), "law.json", "other shared weights"),
     (lambda m: change_json(m / "experts" / "law.json", tokenizer_sha256="0"), "law.json", "of another tokenizer"),
     (lambda m: change_json(m / "experts" / "law.json", name="deeds"), "law.json", "describes the expert deeds"),

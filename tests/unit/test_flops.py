@@ -104,7 +104,7 @@ def test_the_documented_cost_of_scoring_is_the_computed_one() -> None:
     assert re.findall(r"^\| \d.*$", text, re.MULTILINE) == rows
     size = score_table_bytes(16, tokens)
     assert f"{size / 1e9:.2f} GB" in text
-    assert f"{size // tokens} bytes a token" in text
+    assert f"{size // tokens} bytes per token" in text
 
 
 def test_scoring_flops_are_those_that_torch_counts() -> None:

@@ -177,11 +177,11 @@ def test_what_a_source_needs_is_asked_for(tmp_path):
     config = copy.deepcopy(PAPER["paper-125m"])
     novel = config["domains"]["novel"]
     for domain, change, message in (
-        ("contracts", {"parts": 2}, r"contracts\.source\.parts: is 2 for 1 addresses; give at most one"),
-        ("contracts", {"path": "data/x.zip"}, r"contracts\.source\.path: is no address"),
+        ("contracts", {"parts": 2}, r"contracts\.source\.parts: is 2 for 1 addresses; set at most one"),
+        ("contracts", {"path": "data/x.zip"}, r"contracts\.source\.path: is not an address"),
         ("github", {"data_files": []}, r"github\.source\.data_files: is missing"),
         ("github", {"revision": None}, r"github\.source\.revision: is missing; pin a commit"),
-        ("github", {"bytes": {"a": 1}}, r"github\.source\.sha256: is for files and addresses; pin a commit"),
+        ("github", {"bytes": {"a": 1}}, r"github\.source\.sha256: is for the kinds files and url; pin a commit"),
         ("github", {"where": {"license": None}}, r"github\.source\.where\.license: is None"),
         ("github", {"sha256": {"a": "xyz"}}, r"github\.source\.sha256\.a: is 'xyz'"),
         ("github", {"kind": "s3"}, r"github\.source\.kind: is 's3'; allowed is one of"),

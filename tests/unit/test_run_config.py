@@ -49,11 +49,11 @@ def test_it_is_a_config_to_run_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("found", [None, 1, FORMAT + 1, "2", True])
 def test_another_version_is_refused_in_one_line(tmp_path: Path, found: object) -> None:
     write_json(tmp_path / "config.json", {"run": "a"} | ({} if found is None else {"format": found}))
-    told = "none" if found is None else repr(found)
+    version = "none" if found is None else repr(found)
     with pytest.raises(DemixError) as error:
         read_run_config(tmp_path)
     assert str(error.value) == (
-        f"{tmp_path}/config.json: is of a run of another version of demix (format {told}, not {FORMAT}); "
+        f"{tmp_path}/config.json: belongs to a run of another version of demix (format {version}, not {FORMAT}); "
         f"delete or rename {tmp_path}, then run the workflow again"
     )
 
@@ -79,7 +79,7 @@ def test_every_command_that_reads_a_run_refuses_another_version(tmp_path: Path) 
         "export": (run / "models" / "demix", "--expert", "law", "--tokenizer", experts, "--output", tmp_path / "hf"),
     }
     for command, arguments in commands.items():
-        assert f"{run}/config.json: is of a run of another version of demix" in said(command, *arguments), command
+        assert f"{run}/config.json: belongs to a run of another version of demix" in said(command, *arguments), command
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "nothing was written"
 
 
@@ -98,7 +98,7 @@ def test_the_workflow_refuses_to_go_on_with_a_run_of_another_version(tmp_path: P
     done = subprocess.run(command, check=False, **more)
     assert done.returncode == 1
     assert (
-        f"results/tiny/config.json: is of a run of another version of demix (format none, not {FORMAT}); "
+        f"results/tiny/config.json: belongs to a run of another version of demix (format none, not {FORMAT}); "
         "delete or rename results/tiny, then run the workflow again"
     ) in done.stdout + done.stderr
     place.rename(tmp_path / "results" / "old")

@@ -147,4 +147,4 @@ def test_the_commands_agree_on_several_ranks(tokens: Path, tmp_path: Path) -> No
     place = ["--output", "model", "--metrics", "demix.jsonl", "--learning-rate-from", "demix.json"]
     demix("train", "demix", *common, settings, *place)
     assert read_json(tmp_path / "model" / "model.json")["training"]["learning_rate"] == 2e-3
-    assert (tmp_path / "demix.jsonl").read_text().count("\n") == 20
+    assert len(read_json_lines(tmp_path / "demix.jsonl")) == 20

@@ -89,7 +89,7 @@ def test_a_row_can_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ({"demix": None}, r"models\.demix: is null; leave it"),
+        ({"demix": None}, r"models\.demix: is null; keep this row"),
         ({"dense": None}, r"models\.dense: is null"),
         ({"mine": {}}, r"models\.mine\.kind: is missing; use one of demix, dense"),
         ({"mine": {"kind": "moe"}}, r"models\.mine\.kind: is 'moe'; use one of"),

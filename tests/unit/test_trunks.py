@@ -40,7 +40,7 @@ def test_they_are_scored_and_mixed_alike(models: tuple[Path, Path], tokens: Path
     mixtures = [Mixture(method, experts, dev_blocks=5) for method in ("average", "uniform", "updating", "cached")]
     for number, model in enumerate(models):
         output = tmp_path / str(number)
-        score(model, experts, shards, Scoring(10, 300, "fp32", 1), output)
+        score(model, experts, shards, Scoring(dev_blocks=10, test_tokens=300, precision="fp32", threads=1), output)
         tables.append(read_scores(output / f"{NOVEL[0]}.test", experts))
         priors = cached_priors(read_scores(output / f"{NOVEL[0]}.dev", experts), mixtures)
         losses.append(document_losses(output / f"{NOVEL[0]}.test", experts, mixtures, priors))
