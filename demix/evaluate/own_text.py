@@ -124,7 +124,7 @@ def _scored(
     trunks: Sequence[GPT], text: Path, tokenizer: Path, limit: int | None = None
 ) -> tuple[TokenShard, np.ndarray, np.ndarray]:
     """The token shard of a text, its scores [B, T, E] in nats (0 at padding) and its mask [B, T]."""
-    nothing = DemixError(text, "holds no text", "name a file that holds some")
+    nothing = DemixError(text, "holds no text", "name a file that contains text")
     if not text.stat().st_size:
         raise nothing
     with TemporaryDirectory(prefix="demix.") as folder:

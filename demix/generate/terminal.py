@@ -1,4 +1,4 @@
-"""A continuation as it comes, and whose words they are, in a terminal or a pipe."""
+"""Generated text and the posterior over experts, printed to a terminal or a pipe."""
 
 import sys
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from demix.model.decode import Decoder, Posterior, decoded, generate
 from demix.model.gpt import GPT
 
 BAR = 40
-# A model has seen all kinds of text; none of it may steer the terminal.
+# A model may generate control codes, and these must not control the terminal.
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
@@ -26,7 +26,10 @@ def continued(
     top_p: float,
     seed: int,
 ) -> torch.Tensor:
-    """Print what follows `prompt`; returns log g [E] after it. A terminal is shown the prompt, and no control codes."""
+    """Print the continuation of `prompt`, token by token; returns log g [E] after the last token.
+
+    A terminal gets the prompt too, and control codes are replaced. A pipe gets the continuation as it is.
+    """
     shown = sys.stdout.isatty()
     posterior = Posterior(log_prior, trunks[0].architecture.context, decay=decay)
     decoder = Decoder(trunks, torch.tensor([tokenizer.end_of_text]), posterior)
@@ -48,7 +51,7 @@ def continued(
 
 
 def posterior_table(experts: Sequence[str], log_weights: torch.Tensor) -> Table:
-    """The posterior over experts, the likeliest first, with bars."""
+    """A table of the posterior over experts, likeliest first, with bars."""
     table = Table(title="Posterior over the experts", title_justify="left", box=None)
     table.add_column("expert")
     table.add_column("share", justify="right")

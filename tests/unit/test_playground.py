@@ -144,13 +144,13 @@ REFUSALS = {
     "another host": ("GET", "/model", None, {"Host": "evil.example:8501"}, 403, "open"),
     "no port": ("GET", "/", None, {"Host": "127.0.0.1"}, 403, "open"),
     "posted to another host": ("POST", "/analyse", LINK, {"Host": "evil.example"}, 403, "open"),
-    "another origin": ("POST", "/analyse", LINK, {"Origin": "https://evil.example"}, 403, "this page alone"),
-    "null origin": ("POST", "/analyse", LINK, {"Origin": "null"}, 403, "this page alone"),
-    "no origin": ("POST", "/generate", LINK, {"Origin": None}, 403, "this page alone"),
+    "another origin": ("POST", "/analyse", LINK, {"Origin": "https://evil.example"}, 403, "this page only"),
+    "null origin": ("POST", "/analyse", LINK, {"Origin": "null"}, 403, "this page only"),
+    "no origin": ("POST", "/generate", LINK, {"Origin": None}, 403, "this page only"),
     "a form": ("POST", "/analyse", LINK, {"Content_Type": "text/plain"}, 415, "application/json"),
-    "no length": ("POST", "/analyse", b"", {"Content_Length": None}, 411, "how long"),
-    "a negative length": ("POST", "/analyse", b"", {"Content_Length": "-1"}, 411, "how long"),
-    "chunks": ("POST", "/analyse", b"", {"Transfer_Encoding": "chunked"}, 411, "how long"),
+    "no length": ("POST", "/analyse", b"", {"Content_Length": None}, 411, "send the length"),
+    "a negative length": ("POST", "/analyse", b"", {"Content_Length": "-1"}, 411, "send the length"),
+    "chunks": ("POST", "/analyse", b"", {"Transfer_Encoding": "chunked"}, 411, "send the length"),
     "too much": ("POST", "/analyse", b" " * (MOST_BYTES + 1), {}, 413, "at most 262144 bytes"),
     "far too much": ("POST", "/analyse", b" " * DRAINED_BYTES, {}, 413, "at most"),
     "no JSON": ("POST", "/analyse", b"{", {}, 400, "not JSON"),
@@ -158,18 +158,18 @@ REFUSALS = {
     "nested": ("POST", "/analyse", b"[" * 200_000, {}, 400, "not JSON"),
     "a list": ("POST", "/analyse", [1], {}, 400, "no JSON object"),
     "a key less": ("POST", "/analyse", {"text": "a"}, {}, 400, "is missing"),
-    "a key more": ("POST", "/analyse", question(more=1), {}, 400, "question.more is not known"),
-    "a number": ("POST", "/analyse", question(text=1), {}, 400, "question.text is 1; allowed is string"),
-    "a long wrong value": ("POST", "/analyse", question(text=["x" * 9999]), {}, 400, "question.text is ['xxx"),
+    "a key more": ("POST", "/analyse", question(more=1), {}, 400, "request.more is not known"),
+    "a number": ("POST", "/analyse", question(text=1), {}, 400, "request.text is 1; allowed is string"),
+    "a long wrong value": ("POST", "/analyse", question(text=["x" * 9999]), {}, 400, "request.text is ['xxx"),
     "no such expert": ("POST", "/analyse", question(experts=["laws"]), {}, 400, "no expert"),
     "no expert": ("POST", "/analyse", question(experts=[]), {}, 400, "without weight"),
     "weight for none": ("POST", "/analyse", question(experts=["news"], prior="songs"), {}, 400, "without weight"),
     "no such prior": ("POST", "/analyse", question(prior="/etc/x.parquet"), {}, 400, "not known"),
     "too long a text": ("POST", "/analyse", question(text="x " * 30_000), {}, 400, f"at most {MOST_TOKENS}"),
-    "too many tokens": ("POST", "/generate", drawing(tokens=501), {}, 400, "give 1 to 500"),
-    "cold": ("POST", "/generate", drawing(temperature=-0.1), {}, 400, "give 0 to 10"),
+    "too many tokens": ("POST", "/generate", drawing(tokens=501), {}, 400, "from 1 to 500"),
+    "cold": ("POST", "/generate", drawing(temperature=-0.1), {}, 400, "from 0 to 10"),
     "no temperature": ("POST", "/generate", drawing(temperature=float("nan")), {}, 400, "temperature is nan"),
-    "no mass": ("POST", "/generate", drawing(top_p=0), {}, 400, "give 0.001 to 1"),
+    "no mass": ("POST", "/generate", drawing(top_p=0), {}, 400, "from 0.001 to 1"),
     "a wrong path": ("GET", "/../page.html", None, {}, 404, "nothing here"),
     "a wrong question": ("POST", "/", LINK, {}, 404, "nothing here"),
     "another method": ("PUT", "/", None, {}, 501, "Unsupported method"),
@@ -197,7 +197,7 @@ def test_one_text_is_written_at_a_time(server: Playground) -> None:
     with server.drawing:
         assert ask(server, "POST", "/generate", drawing())[:2] == (
             429,
-            "another text is being written; stop it first\n",
+            "another text is being generated; stop it first\n",
         )
         assert ask(server, "POST", "/analyse", question())[0] == 200, "reading goes on beside it"
     assert ask(server, "POST", "/generate", drawing())[0] == 200
@@ -246,8 +246,8 @@ def test_the_page_in_a_browser(server: Playground, browser: webdriver.Chrome) ->
     # By the keyboard alone: the third token, its numbers, and an expert off.
     find("#tokens")[0].send_keys(Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     pieces = [token.get_property("textContent") for token in find("#tokens span")]
-    assert json.dumps(pieces[2]) in text_of("#told")
-    assert "Token 3," in text_of("#told")
+    assert json.dumps(pieces[2]) in text_of("#details")
+    assert "Token 3," in text_of("#details")
     before = text_of("#count")
     find("#experts input")[0].send_keys(Keys.SPACE)
     wait.until(lambda _: text_of("#count") != before and find("#experts li.off"))

@@ -1,1 +1,1 @@
-"""A local page on which to try a model: whose words a text is made of, how surprising each is, what could follow."""
+"""A local web page to try a model: the experts behind each token, the bits of each token, and continuations."""

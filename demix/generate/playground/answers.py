@@ -1,4 +1,4 @@
-"""What the page asks: a text read by every expert, and a continuation, as plain values."""
+"""Answers to the page's requests as plain values: a text under every expert, and a continuation."""
 
 import math
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ BITS = 1 / math.log(2)
 
 @dataclass
 class Opened:
-    """A model, its tokenizer, the domains whose cached priors lie in its run, and the text that was read last."""
+    """A model, its tokenizer, the domains with a cached prior in its run, and the scores of the last text (`last`)."""
 
     directory: Path
     trunks: list[GPT]
@@ -35,18 +35,18 @@ class Opened:
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """All experts of the model, in the order of its scores."""
+        """All experts of the model, in the order of the scores."""
         return columns_of(self.trunks)
 
     @property
     def context(self) -> int:
-        """The length of a block."""
+        """The length of a block in tokens."""
         return self.trunks[0].architecture.context
 
 
 @settings()
 class Mixing:
-    """A text, the experts that are on, and the prior: updating, uniform or a domain."""
+    """A request to mix: a text, the experts in the mixture, and the prior (updating, uniform or a domain)."""
 
     text: Text
     experts: Items[Text]
@@ -55,7 +55,7 @@ class Mixing:
 
 @settings()
 class Drawing(Mixing):
-    """`tokens` to add to a text; see `demix.model.decode.generate`."""
+    """A request to continue a text by at most `tokens` tokens (for the rest see `demix.model.decode.generate`)."""
 
     tokens: Integer
     temperature: Number
@@ -64,7 +64,7 @@ class Drawing(Mixing):
 
 
 def opened(directory: Path, tokenizer: Path | None) -> Opened:
-    """The model in `directory`, ready to answer."""
+    """Open the model in `directory` for requests. Without `tokenizer`, the tokenizer of its run is read."""
     trunks, encoder = open_model(directory, None, tokenizer)
     priors, name = run_of(directory) / "priors.parquet", Path(directory).resolve().name
     rows = read_parquet(priors).to_pylist() if priors.is_file() else []
@@ -73,41 +73,45 @@ def opened(directory: Path, tokenizer: Path | None) -> Opened:
     return Opened(directory, trunks, encoder, tuple(domains))
 
 
-def about(given: Opened) -> dict[str, Any]:
-    """What the page shows of the model."""
+def model_facts(model: Opened) -> dict[str, Any]:
+    """The facts about the model that the page shows."""
     return {
-        "name": str(given.directory),
-        "experts": given.experts,
-        "context": given.context,
-        "domains": given.domains,
+        "name": str(model.directory),
+        "experts": model.experts,
+        "context": model.context,
+        "domains": model.domains,
         "most_tokens": MOST_TOKENS,
         "most_drawn": MOST_DRAWN,
     }
 
 
-def analyse(given: Opened, asked: Mixing) -> dict[str, Any]:
-    """Every token of a text: its bits under the mixture and under each expert, the weights that predicted it.
+def analyse(model: Opened, asked: Mixing) -> dict[str, Any]:
+    """For each token of a text: its bits under the mixture and under each expert, and the weights that predicted it.
 
-    `weights` has one row more, of the token that would follow. Forward passes are made once a text, whatever is mixed.
+    `weights` has one more row, for the token after the text. A request with the same text as the request before, but
+    another mixture, needs no forward pass.
     """
-    posterior = _posterior(given, asked)
-    with given.lock:
-        if given.last is None or given.last[0] != asked.text:
-            ids = _ids(given, asked.text)
-            unweighted = Posterior(torch.zeros(len(given.experts)), given.context)
-            decoder = Decoder(given.trunks, _start(given), unweighted)
-            given.last = asked.text, ids, decoder.read(torch.tensor([ids], dtype=torch.long))[0]
-        _, ids, scores = given.last
+    posterior = _posterior(model, asked)
+    with model.lock:
+        if model.last is None or model.last[0] != asked.text:
+            ids = _ids(model, asked.text)
+            unweighted = Posterior(torch.zeros(len(model.experts)), model.context)
+            decoder = Decoder(model.trunks, _start(model), unweighted)
+            model.last = asked.text, ids, decoder.read(torch.tensor([ids], dtype=torch.long))[0]
+        _, ids, scores = model.last
     log_weights = posterior.observe(scores)
     return {
-        "pieces": list(decoded(given.tokenizer, ids)),
+        "pieces": list(decoded(model.tokenizer, ids)),
         **_numbers(scores, log_weights),
         "weights": _rounded(torch.cat([log_weights[0], posterior.log_weights], 0).exp(), 4),
     }
 
 
-def draw(given: Opened, asked: Drawing) -> Iterator[dict[str, Any]]:
-    """The tokens that follow a text as they come, each with the values of `analyse` for it and the one after it."""
+def draw(model: Opened, asked: Drawing) -> Iterator[dict[str, Any]]:
+    """Generate the continuation of a text, token by token, with the bits of each token as in `analyse`.
+
+    `weights` are those after the token. Raises DemixError for a value out of range.
+    """
     for name, value, least, most in (
         ("tokens", asked.tokens, 1, MOST_DRAWN),
         ("temperature", asked.temperature, 0, 10),
@@ -115,11 +119,11 @@ def draw(given: Opened, asked: Drawing) -> Iterator[dict[str, Any]]:
         ("seed", asked.seed, 0, 2**62),
     ):
         if not least <= value <= most:
-            raise DemixError(name, f"is {value}", f"give {least} to {most}")
-    ids, posterior = _ids(given, asked.text), _posterior(given, asked)
+            raise DemixError(name, f"is {value}", f"give a value from {least} to {most}")
+    ids, posterior = _ids(model, asked.text), _posterior(model, asked)
 
     def steps() -> Iterator[dict[str, Any]]:
-        decoder = Decoder(given.trunks, _start(given), posterior)
+        decoder = Decoder(model.trunks, _start(model), posterior)
         decoder.read(torch.tensor([ids], dtype=torch.long))
         drawn: list[dict[str, Any]] = []
 
@@ -130,20 +134,20 @@ def draw(given: Opened, asked: Drawing) -> Iterator[dict[str, Any]]:
                 temperature=asked.temperature,
                 top_p=asked.top_p,
                 generator=torch.Generator().manual_seed(asked.seed),
-                end=given.tokenizer.end_of_text,
+                end=model.tokenizer.end_of_text,
             ):
                 after = _rounded(decoder.posterior.log_weights.exp(), 4)
                 drawn.append({**_numbers(scores, log_weights), "weights": after})
                 yield int(token)
 
-        for piece in decoded(given.tokenizer, tokens()):
+        for piece in decoded(model.tokenizer, tokens()):
             yield {"pieces": [piece], **drawn.pop()}
 
     return steps()
 
 
 def _numbers(scores: torch.Tensor, log_weights: torch.Tensor) -> dict[str, Any]:
-    """`bits` [N] under the mixture and `expert_bits` [N, E] of one text's scores [E, 1, N]."""
+    """`bits` [N] under the mixture and `expert_bits` [N, E], from the scores [E, 1, N] of one text."""
     by_expert = scores[:, 0].T
     mixed = (log_weights[0] + by_expert).logsumexp(-1)
     return {"bits": _rounded(-mixed * BITS, 3), "expert_bits": _rounded(-by_expert * BITS, 2)}
@@ -154,27 +158,27 @@ def _rounded(values: torch.Tensor, digits: int) -> list[Any]:
     return rounded
 
 
-def _posterior(given: Opened, asked: Mixing | Drawing) -> Posterior:
-    if asked.prior not in ("updating", "uniform", *given.domains):
-        raise DemixError("prior", f"{asked.prior!r:.40} is not known", "choose one that the page offers")
+def _posterior(model: Opened, asked: Mixing | Drawing) -> Posterior:
+    if asked.prior not in ("updating", "uniform", *model.domains):
+        raise DemixError("prior", f"{asked.prior!r:.40} is not known", "choose a prior that the page offers")
     for name in asked.experts:
-        if name not in given.experts:
+        if name not in model.experts:
             raise DemixError("experts", f"{name!r:.40} is no expert of this model", "choose one that the page shows")
-    log_prior, decay = named_prior(asked.prior, given.directory, given.experts)
-    weights = dict(zip(given.experts, log_prior.exp().tolist(), strict=True))
-    log_prior = log_prior_of(given.experts, {name: weights[name] for name in asked.experts})
-    return Posterior(log_prior, given.context, decay=decay)
+    log_prior, decay = named_prior(asked.prior, model.directory, model.experts)
+    weights = dict(zip(model.experts, log_prior.exp().tolist(), strict=True))
+    log_prior = log_prior_of(model.experts, {name: weights[name] for name in asked.experts})
+    return Posterior(log_prior, model.context, decay=decay)
 
 
-def _ids(given: Opened, text: str) -> list[int]:
+def _ids(model: Opened, text: str) -> list[int]:
     try:
-        ids: list[int] = given.tokenizer.encode(text).tolist()
+        ids: list[int] = model.tokenizer.encode(text).tolist()
     except UnicodeEncodeError:
         raise DemixError("text", "is not valid Unicode", "remove the unpaired surrogates") from None
     if len(ids) > MOST_TOKENS:
-        raise DemixError("text", f"has {len(ids)} tokens", f"give at most {MOST_TOKENS}")
+        raise DemixError("text", f"has {len(ids)} tokens", f"shorten it to at most {MOST_TOKENS}")
     return ids
 
 
-def _start(given: Opened) -> torch.Tensor:
-    return torch.tensor([given.tokenizer.end_of_text])
+def _start(model: Opened) -> torch.Tensor:
+    return torch.tensor([model.tokenizer.end_of_text])

@@ -1,4 +1,4 @@
-"""The page and its two questions over HTTP, to this machine's own browser and to nobody else."""
+"""The HTTP server of the page and its two requests, for browsers on this machine only."""
 
 import base64
 import hashlib
@@ -12,21 +12,21 @@ from threading import BoundedSemaphore, Lock
 from typing import Any
 
 from demix.errors import DemixError
-from demix.generate.playground.answers import Drawing, Mixing, Opened, about, analyse, draw
+from demix.generate.playground.answers import Drawing, Mixing, Opened, analyse, draw, model_facts
 from demix.settings import settings_from
 
 PAGE = Path(__file__).with_name("page.html")
 MOST_BYTES = 256 << 10
-# A body that is too long is still taken off the wire, up to so many bytes: else the browser sees no answer.
+# The server reads up to this many bytes of a body that is too long: otherwise the browser sees no answer.
 DRAINED_BYTES = 4 << 20
 CONNECTIONS = 32
 SECONDS = 20
-# An error may quote the question.
+# An error may quote the request, so its line is cut to this length.
 MOST_LINE = 300
 
 
 class Playground(ThreadingHTTPServer):
-    """Answers for one model, on 127.0.0.1 alone. `port` 0 takes a free one."""
+    """The server for one model, on 127.0.0.1 only. With `port` 0 the system chooses a free port."""
 
     daemon_threads = True
 
@@ -46,27 +46,27 @@ class Playground(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own; beyond CONNECTIONS at a time hang up."""
+        """Answer each request in its own thread. A connection beyond CONNECTIONS at a time is closed."""
         if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """As the base class, then make place for the next."""
+        """Answer a request as the base class does, then free its connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away is no error; what else goes wrong is told in the terminal."""
+        """Print an error to the terminal, unless a browser closed the connection."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
 
 class RefusedError(Exception):
-    """A request that is answered by a status and one line."""
+    """A request that the server refuses with a status and one line of text."""
 
     def __init__(self, status: int, line: str):
         self.status, self.line = status, line
@@ -74,7 +74,7 @@ class RefusedError(Exception):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request. An answer of unknown length ends with the connection, as HTTP/1.0 has it."""
+    """Handles one request. The end of the connection ends an answer of unknown length, as in HTTP/1.0."""
 
     server: Playground
     server_version, sys_version = "demix", ""
@@ -82,23 +82,23 @@ class Handler(BaseHTTPRequestHandler):
     _begun = False
 
     def do_GET(self) -> None:
-        """The page, or what it shows of the model."""
+        """Send the page, or the facts about the model."""
         self._answered(self._get)
 
     def do_POST(self) -> None:
-        """A question of the page."""
+        """Answer a request of the page."""
         self._answered(self._post)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Texts that are tried are nobody's business."""
+        """Log nothing, because requests contain private texts."""
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """One line instead of the base class's page, for what it refuses by itself."""
+        """Send one line where the base class, which refuses malformed requests itself, would send a page."""
         self._send(code, "text/plain; charset=utf-8", f"{message or 'refused'}\n".encode())
 
     def _answered(self, answer: Callable[[], None]) -> None:
         try:
-            # A foreign name that resolves to 127.0.0.1 is not ours (DNS rebinding).
+            # Another host name may resolve to 127.0.0.1 (DNS rebinding), so only the server's own names pass.
             hosts = self.headers.get_all("Host", [])
             if len(hosts) != 1 or hosts[0] not in self.server.hosts:
                 raise RefusedError(403, f"open {self.server.address}")
@@ -119,27 +119,27 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/":
             self._send(200, "text/html; charset=utf-8", self.server.page)
         elif self.path == "/model":
-            self._send_json(about(self.server.model))
+            self._send_json(model_facts(self.server.model))
         else:
             raise RefusedError(404, "there is nothing here")
 
     def _post(self) -> None:
         body = self._body()
         if self.headers.get("Origin") not in {f"http://{host}" for host in self.server.hosts}:
-            raise RefusedError(403, "questions are taken from this page alone")
+            raise RefusedError(403, "requests are accepted from this page only")
         if self.headers.get_content_type() != "application/json":
             raise RefusedError(415, "send application/json")
         try:
             asked = json.loads(body)
         except (ValueError, RecursionError):
-            raise RefusedError(400, "the question is not JSON") from None
+            raise RefusedError(400, "the request is not JSON") from None
         model = self.server.model
         if self.path == "/analyse":
-            self._send_json(analyse(model, settings_from(Mixing, _mapping(asked), "question")))
+            self._send_json(analyse(model, settings_from(Mixing, _mapping(asked), "request")))
         elif self.path == "/generate":
-            drawing = settings_from(Drawing, _mapping(asked), "question")
+            drawing = settings_from(Drawing, _mapping(asked), "request")
             if not self.server.drawing.acquire(timeout=1):
-                raise RefusedError(429, "another text is being written; stop it first")
+                raise RefusedError(429, "another text is being generated; stop it first")
             try:
                 self._stream(draw(model, drawing))
             finally:
@@ -150,16 +150,16 @@ class Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         length = self.headers.get("Content-Length", "")
         if not re.fullmatch(r"[0-9]{1,18}", length) or "Transfer-Encoding" in self.headers:
-            raise RefusedError(411, "say how long the question is")
+            raise RefusedError(411, "send the length of the request")
         if int(length) > MOST_BYTES:
             left = min(int(length), DRAINED_BYTES)
-            while left and (some := self.rfile.read(min(left, 1 << 16))):
-                left -= len(some)
-            raise RefusedError(413, f"a question has at most {MOST_BYTES} bytes")
+            while left and (piece := self.rfile.read(min(left, 1 << 16))):
+                left -= len(piece)
+            raise RefusedError(413, f"a request has at most {MOST_BYTES} bytes")
         return self.rfile.read(int(length))
 
     def _stream(self, values: Iterator[dict[str, Any]]) -> None:
-        """A JSON value a line, each as it comes."""
+        """Send one line of JSON per value, as soon as the value is there."""
         self._head(200, "application/x-ndjson")
         for value in values:
             self.wfile.write(json.dumps(value, allow_nan=False).encode() + b"\n")
@@ -191,7 +191,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def content_policy(page: str) -> str:
-    """The page's own script and style may run, by their hashes, and ask this server; nothing else may."""
+    """The Content-Security-Policy: only the page's own script and style run (by hash), and only this server answers."""
 
     def hashes(tag: str) -> str:
         parts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -206,13 +206,13 @@ def content_policy(page: str) -> str:
 
 def _mapping(asked: Any) -> dict[str, Any]:
     if not isinstance(asked, dict):
-        raise RefusedError(400, "the question is no JSON object")
+        raise RefusedError(400, "the request is no JSON object")
     return asked
 
 
 def serve(server: Playground) -> None:
-    """Answer until Ctrl-C."""
-    print(f"{server.model.directory}: {server.address} (Ctrl-C ends it)", flush=True)
+    """Answer requests until Ctrl-C."""
+    print(f"{server.model.directory}: {server.address} (stop it with Ctrl-C)", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:
