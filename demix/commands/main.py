@@ -1,4 +1,4 @@
-"""The command line as a whole: the stages of the workflow, then the commands for people."""
+"""The whole command line: the stages of the workflow, then the commands for people."""
 
 import logging
 import sys
@@ -22,14 +22,14 @@ app.add_typer(people.app)
 
 
 class _StandardError(logging.Handler):
-    """Write log lines to the current sys.stderr, which a progress bar replaces while it is shown."""
+    """Writes log lines to the current sys.stderr, because a progress bar replaces sys.stderr while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    """Run the command line; bad input ends in one line and exit status 1."""
+    """Run the command line. Bad input ends in a one-line error and exit status 1."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[_StandardError()])
     end_with_snakemake()
     try:

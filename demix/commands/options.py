@@ -6,19 +6,20 @@ from typing import Annotated
 import typer
 
 Ranks = Annotated[int, typer.Option(min=1, help="Processes of this machine that train together.")]
-Settings = Annotated[str, typer.Option(help="The stage's part of the config, as JSON.")]
+Settings = Annotated[str, typer.Option(help="The settings of the stage, as JSON.")]
 Files = Annotated[list[Path], typer.Argument(help="Input files.")]
-Output = Annotated[Path, typer.Option(help="Where the result goes.")]
+Output = Annotated[Path, typer.Option(help="Path of the result.")]
 Kind = Annotated[str, typer.Argument(help="demix, dense, dense_unbalanced or domain_token.")]
 TrainShards = Annotated[
-    list[Path], typer.Argument(help="tokens/<domain>/train.arrow of each training domain (and dev.arrow, for dev).")
+    list[Path],
+    typer.Argument(help="tokens/<domain>/train.arrow of each training domain; dev.arrow to evaluate on dev."),
 ]
-Metrics = Annotated[Path, typer.Option(help="Where the metrics go (JSON lines).")]
-Checkpoints = Annotated[Path, typer.Option(help="Folder for the state that a killed run resumes from.")]
-How = Annotated[
-    str, typer.Option(help="Settings that change nothing but time and memory: compile=true,keep_checkpoints=3.")
+Metrics = Annotated[Path, typer.Option(help="Path of the metrics (JSON lines).")]
+Checkpoints = Annotated[Path, typer.Option(help="Folder of the checkpoints from which a killed run resumes.")]
+ExecutionOverrides = Annotated[
+    str, typer.Option(help="Settings that change only time and memory, such as compile=true,keep_checkpoints=3.")
 ]
 Site = Annotated[
-    str, typer.Option("--cluster", help="The config's section cluster as JSON: where and how the ranks are started.")
+    str, typer.Option("--cluster", help="The config's section cluster, as JSON: where and how ranks are started.")
 ]
-Replicas = Annotated[str, typer.Option(help="Ranks of single domains, such as legal=2,novels=3.")]
+Replicas = Annotated[str, typer.Option(help="Number of ranks of single domains, such as legal=2,novels=3.")]

@@ -1,4 +1,4 @@
-"""The commands for people, beside those of the stages."""
+"""The commands for people, which the workflow does not run."""
 
 import logging
 import shlex
@@ -41,14 +41,16 @@ def config(
 def plan(
     file: Annotated[Path, typer.Argument(help="A config file.")],
     ranks: Annotated[
-        int | None, typer.Option(help="Processes that train a model together; by default as the config says.")
+        int | None, typer.Option(help="Processes that train one model together; by default those of the config.")
     ] = None,
-    hardware: Annotated[str, typer.Option(help="What each runs on: v100 (as the paper), a100, h100 or cpu.")] = "v100",
+    hardware: Annotated[
+        str, typer.Option(help="Hardware of each process: v100 (as in the paper), a100, h100 or cpu.")
+    ] = "v100",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write the files that sbatch would get, to results/<run>/sbatch/.")
+        bool, typer.Option("--dry-run", help="Write the files for sbatch to results/<run>/sbatch/.")
     ] = False,
 ) -> None:
-    """Print what a config asks for: words, disk; parameters, FLOPs, memory, hours; jobs, nodes. Nothing is fetched."""
+    """Print what a config needs: words, disk; parameters, FLOPs, memory, hours; jobs, nodes. Nothing is fetched."""
     from rich.console import Console
 
     from demix.config.check import load_config
@@ -65,7 +67,7 @@ def plan(
 
 @app.command()
 def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")]) -> None:
-    """Print the main table of a finished run and where to look further."""
+    """Print the main table of a finished run and where to find the other results."""
     from rich.console import Console
 
     from demix.config.run import read_run_config
@@ -84,16 +86,16 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
 @app.command("eval")
 def evaluate_own(
     model: Annotated[Path, typer.Option(help="A model directory, results/<run>/models/<model>.")],
-    text: Annotated[Path, typer.Option(help="A file of text, or of documents in a format that domains have.")],
+    text: Annotated[Path, typer.Option(help="A text file, or a file of documents in any format of a domain's source.")],
     dev: Annotated[
-        Path | None, typer.Option(help="More text of the same kind, from which the cached prior is taken.")
+        Path | None, typer.Option(help="Other text of the same kind, from which the cached prior is computed.")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="The run's tokenizer.json, where it is not found by itself.")
+        Path | None, typer.Option(help="tokenizer.json of the run, needed only outside a run's folder.")
     ] = (None),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Print the perplexity of a text of your own: each expert, each way to mix them, and which domain it resembles."""
+    """Print the perplexity of your own text by expert and by mixing method, and which domain the text resembles."""
     import dataclasses
     import json
 
@@ -101,7 +103,7 @@ def evaluate_own(
 
     from demix.evaluate.own_text import evaluate_text, run_tokenizer, tables
 
-    # The data stages log how they read a domain; here those lines are noise.
+    # Reading the text logs the steps of a data stage, which are noise here.
     logging.getLogger("demix").setLevel(logging.WARNING)
     found = evaluate_text(model, text, tokenizer or run_tokenizer(model), dev)
     if as_json:
@@ -114,14 +116,22 @@ def evaluate_own(
 @app.command()
 def mix(
     scores: Annotated[Path, typer.Argument(help="A split's score table, results/<run>/scores/<model>/<domain>.test.")],
-    experts: Annotated[str, typer.Option(help="Those to mix, separated by commas; by default all.")] = "",
-    methods: Annotated[str, typer.Option(help="Separated by commas.")] = "average,uniform,updating,cached",
-    weights: Annotated[str, typer.Option(help="history, released or a number of last tokens.")] = "history",
+    experts: Annotated[str, typer.Option(help="The experts to mix, separated by commas; by default all.")] = "",
+    methods: Annotated[
+        str, typer.Option(help="The mixing methods, separated by commas.")
+    ] = "average,uniform,updating,cached",
+    weights: Annotated[
+        str, typer.Option(help="Tokens that weight the experts: history, released or a number of last tokens.")
+    ] = "history",
     decay: Annotated[float, typer.Option(min=0.001, max=1, help="Lambda of the updating and cached priors.")] = DECAY,
-    dev_blocks: Annotated[int, typer.Option(min=1, help="Blocks of <domain>.dev that make the cached prior.")] = 100,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Mix only so many likeliest experts at each token.")] = None,
+    dev_blocks: Annotated[
+        int, typer.Option(min=1, help="Blocks of <domain>.dev from which the cached prior is computed.")
+    ] = 100,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Mix only this many likeliest experts at each token.")
+    ] = None,
 ) -> None:
-    """Mix any experts on a text that is scored: perplexity by method and the cached prior. No forward pass."""
+    """Mix any experts on a scored text: print the perplexity by method, and the cached prior. Runs no forward pass."""
     from rich.console import Console
     from rich.table import Table
 
@@ -149,16 +159,16 @@ def mix(
 def merge(
     model: Annotated[Path, typer.Argument(help="A model directory.")],
     output: Annotated[Path, typer.Option(help="The directory to write.")],
-    weights: Annotated[str | None, typer.Option(help="Weights by expert: parliament=0.5,novels=0.5")] = None,
+    weights: Annotated[str | None, typer.Option(help="Weights by expert, such as parliament=0.5,novels=0.5.")] = None,
     priors: Annotated[
-        Path | None, typer.Option(help="Take a cached prior for weights: evaluations/<domain>.priors.parquet.")
+        Path | None, typer.Option(help="evaluations/<domain>.priors.parquet, whose cached prior gives the weights.")
     ] = None,
-    domain: Annotated[str | None, typer.Option(help="The domain whose prior it is.")] = None,
-    experts: Annotated[str, typer.Option(help="The experts that were mixed: training, all, minus-<domain>.")] = (
-        "training"
-    ),
+    domain: Annotated[str | None, typer.Option(help="The domain of the cached prior.")] = None,
+    experts: Annotated[
+        str, typer.Option(help="The set of experts that were mixed: training, all or minus-<domain>.")
+    ] = ("training"),
 ) -> None:
-    """Average experts into one dense model, with weights by hand or by posterior."""
+    """Average experts into one dense model, with weights by hand or from a cached prior."""
     from demix.model.merge import merge_experts, parse_weights, prior_weights
 
     if weights is not None and priors is None:
@@ -178,7 +188,7 @@ def export(
     output: Annotated[Path, typer.Option(help="The directory to write.")],
     format: Annotated[str, typer.Option(help="hf: a Hugging Face GPT-2 directory.")] = "hf",
 ) -> None:
-    """Export one expert as a model of its own that other software loads."""
+    """Export one expert as a model of its own that other software can load."""
     from demix.model.export import export_hf
     from demix.report.card import model_card
 
@@ -190,31 +200,34 @@ def export(
     export_hf(model, expert, tokenizer, output, model_card(run, place.name) if of_run else None)
 
 
-Tokens = Annotated[Path | None, typer.Option("--tokenizer", help="By default that of the model's run.")]
+Tokens = Annotated[Path | None, typer.Option("--tokenizer", help="tokenizer.json; by default that of the model's run.")]
 
 
 @app.command()
 def generate(
     model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")],
+    prompt: Annotated[str, typer.Option(help="The text to continue.")],
     experts: Annotated[
         str | None, typer.Option(help="The experts to mix, separated by commas; by default all.")
     ] = None,
     prior: Annotated[
         str,
         typer.Option(
-            help="updating, uniform, weights (law=2,news=1), a domain of the run, or its <domain>.priors.parquet."
+            help="updating, uniform, weights (law=2,news=1), a domain of the run, or a <domain>.priors.parquet."
         ),
     ] = "updating",
-    tokens: Annotated[int, typer.Option(min=1, help="The most tokens to add.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0, max=100, help="0 takes the likeliest token.")] = 0.8,
+    tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=100, help="Temperature of sampling; 0 takes the likeliest token.")
+    ] = 0.8,
     top_p: Annotated[
-        float, typer.Option(min=0.001, max=1, help="Draw from the likeliest that have this share.")
+        float,
+        typer.Option(min=0.001, max=1, help="Sample from the likeliest tokens that together have this probability."),
     ] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 1,
     tokenizer: Tokens = None,
 ) -> None:
-    """Go on from a prompt with a mixture of experts; in a terminal the posterior over experts follows."""
+    """Continue a prompt with a mixture of experts. In a terminal, the posterior over experts follows the text."""
     from demix.generate.terminal import continued, posterior_table
     from demix.model.decode import named_prior, open_model
     from demix.model.scoring import columns_of
@@ -232,24 +245,24 @@ def generate(
 @app.command()
 def playground(
     model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="On 127.0.0.1; 0 takes a free one.")] = 8501,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 takes a free port.")] = 8501,
     tokenizer: Tokens = None,
 ) -> None:
-    """Serve a page to this machine's browser: whose words a text is made of, token by token, and what could follow."""
+    """Serve a page to this machine's browser: the experts' weights on a text by token, and likely next tokens."""
     from demix.generate.playground.answers import opened
     from demix.generate.playground.server import Playground, serve
 
     serve(Playground(opened(model, tokenizer), port))
 
 
-experts = typer.Typer(no_args_is_help=True, help="The experts of a model directory: list, verify, add, remove.")
+experts = typer.Typer(no_args_is_help=True, help="List, verify, add or remove the experts of a model directory.")
 app.add_typer(experts, name="experts")
 Model = Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")]
 
 
 @experts.command("list")
 def experts_list(model: Model) -> None:
-    """Show the experts of a model with their lineage; every file's bytes are checked."""
+    """Show the experts of a model with their lineage, after checking the bytes of every file."""
     from rich.console import Console
     from rich.table import Table
 
@@ -269,7 +282,7 @@ def experts_list(model: Model) -> None:
 
 @experts.command("verify")
 def experts_verify(model: Model) -> None:
-    """Check every file of a model against what is recorded of it: one line per fault; exit status 1 if any."""
+    """Check every file of a model against its record. Each fault is one line; with any fault the exit status is 1."""
     from demix.model.experts import find_faults
 
     faults = find_faults(model)
@@ -283,8 +296,12 @@ def experts_verify(model: Model) -> None:
 @experts.command("add")
 def experts_add(
     model: Model,
-    expert: Annotated[Path, typer.Argument(help="OTHER_MODEL/experts/NAME.safetensors, of the same shared weights.")],
-    name: Annotated[str | None, typer.Option(help="Its name here; by default the one it has.")] = None,
+    expert: Annotated[
+        Path, typer.Argument(help="OTHER_MODEL/experts/NAME.safetensors of a model with the same shared weights.")
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="Name of the expert in this model; by default its present name.")
+    ] = None,
 ) -> None:
     """Copy an expert of another model with the same shared weights."""
     from demix.model.experts import add_expert

@@ -1,4 +1,4 @@
-"""The stages: one command for each, as the Snakemake rules run it."""
+"""The stages: one command for each, as the rules of the workflow run them."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ app = typer.Typer()
 
 @settings(kw_only=True)
 class SplitSettings(SplitRecipe):
-    """What `split` needs of the config: word budgets, the kind of domain, the run's seed."""
+    """The settings that `split` takes: word budgets, the kind of domain, the run's seed."""
 
     training: Switch
     seed: Seed
@@ -26,7 +26,7 @@ class SplitSettings(SplitRecipe):
 
 @settings()
 class TrackingSettings:
-    """An MLflow store and the experiment in it."""
+    """An MLflow store, and an experiment in this store."""
 
     uri: Text
     experiment: Text
@@ -37,9 +37,9 @@ def download(
     domain: str,
     settings: Settings,
     output: Output,
-    part: Annotated[int, typer.Option(help="Which of source.parts, from 0.")] = 0,
+    part: Annotated[int, typer.Option(help="Number of the part, from 0 to source.parts - 1.")] = 0,
 ) -> None:
-    """Read a part of a domain's raw text from its source into a private Parquet file."""
+    """Read one part of a domain's raw text from its source into a private Parquet file."""
     from demix.data.sources import Source
     from demix.data.sources import download as run
 
@@ -50,11 +50,11 @@ def download(
 def anonymize(
     raw: Annotated[Path, typer.Argument(help="Raw text as Parquet.")],
     output: Output,
-    counts: Annotated[Path, typer.Option(help="Where the counts by category go.")],
-    enabled: Annotated[bool, typer.Option(help="Replace personal data, or only normalise.")] = True,
-    rules: Annotated[str, typer.Option(help="ours, or released: the rules published with the paper.")] = "ours",
+    counts: Annotated[Path, typer.Option(help="Path of the counts by category.")],
+    enabled: Annotated[bool, typer.Option(help="Replace personal data; otherwise only normalise.")] = True,
+    rules: Annotated[str, typer.Option(help="ours, or released (the rules published with the paper).")] = "ours",
 ) -> None:
-    """Normalise a part of a domain's text and replace personal data by dummy tokens."""
+    """Normalise one part of a domain's text and replace personal data by dummy tokens."""
     from demix.data.anonymize import anonymize_documents
 
     anonymize_documents(raw, output, counts, enabled=enabled, rules=rules)
@@ -62,7 +62,7 @@ def anonymize(
 
 @app.command()
 def deduplicate(documents: Files, output: Output) -> None:
-    """Give each text that the training domains hold to one of them (documents/<domain>/<part>.parquet)."""
+    """Assign each text that several training domains hold to one of them (documents/<domain>/<part>.parquet)."""
     from demix.data.duplicates import mark_duplicates
 
     mark_duplicates(_parts_by_domain(documents), output)
@@ -81,13 +81,13 @@ def split(
     domain: str,
     documents: Annotated[
         list[Path],
-        typer.Argument(help="Its documents/<domain>/<part>.parquet, the counts (.json) beside each."),
+        typer.Argument(help="documents/<domain>/<part>.parquet of the domain, each with its counts (.json) beside it."),
     ],
-    owners: Annotated[Path, typer.Option(help="Who keeps each text of the training domains.")],
+    owners: Annotated[Path, typer.Option(help="Table of the domain that keeps each text, from deduplicate.")],
     settings: Settings,
     output: Annotated[Path, typer.Option(help="Folder for train, dev and test.parquet and card.json.")],
 ) -> None:
-    """Drop duplicates and split a domain by content hash, dev and test first."""
+    """Drop duplicates, and split a domain by content hash; dev and test are filled first."""
     from demix.data.corpus import split as run
 
     values = settings_from(SplitSettings, settings)
@@ -108,7 +108,7 @@ def split(
 
 @app.command()
 def tokenizer(documents: Files, settings: Settings, output: Output) -> None:
-    """Train a byte-level BPE on the training domains' text, or take GPT-2's."""
+    """Train a byte-level BPE on the training domains' text, or write GPT-2's tokenizer."""
     from demix.data.tokenizer import gpt2_tokenizer, train_tokenizer
 
     values = settings_from(TokenizerSection, settings)
@@ -121,10 +121,10 @@ def tokenizer(documents: Files, settings: Settings, output: Output) -> None:
 @app.command()
 def tokenize(
     documents: Files,
-    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json")],
+    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json of the run.")],
     output: Annotated[Path, typer.Option(help="Folder for one .arrow shard per input.")],
 ) -> None:
-    """Turn corpus files into memory-mapped token shards."""
+    """Convert corpus files to memory-mapped token shards."""
     from demix.data.shards import tokenize as run
 
     for path in documents:
@@ -139,7 +139,7 @@ def score(
     output: Annotated[Path, typer.Option(help="The model's folder of score tables.")],
     experts: Annotated[str, typer.Option(help="Experts (or domain tokens) to score, separated by commas.")],
 ) -> None:
-    """Score texts under experts: one log-probability per token, written once."""
+    """Score texts under experts: write the log-probability of every token."""
     from demix.evaluate.score import Scoring
     from demix.evaluate.score import score as run
 
@@ -152,13 +152,13 @@ def evaluate(
     scores: Annotated[Path, typer.Option(help="The run's folder of score tables.")],
     settings: Settings,
     output: Output,
-    priors: Annotated[Path, typer.Option(help="Where the cached priors go.")],
-    differences: Annotated[Path, typer.Option(help="Where the differences between systems go.")],
-    posteriors: Annotated[Path, typer.Option(help="Where the posteriors block by block go.")],
-    losses: Annotated[Path, typer.Option(help="Where the losses by document go.")],
-    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json, to count bytes by.")] = None,
+    priors: Annotated[Path, typer.Option(help="Path of the cached priors.")],
+    differences: Annotated[Path, typer.Option(help="Path of the differences between systems.")],
+    posteriors: Annotated[Path, typer.Option(help="Path of the posteriors by block.")],
+    losses: Annotated[Path, typer.Option(help="Path of the losses by document.")],
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json, to count bytes per token.")] = None,
 ) -> None:
-    """Mix the score tables of one domain by every method; no forward pass."""
+    """Mix the score tables of one domain by every method. Runs no forward pass."""
     from demix.data.tokenizer import byte_lengths
     from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 
@@ -176,7 +176,7 @@ def audit(
     settings: Settings,
     output: Output,
 ) -> None:
-    """Continue documents of a removed domain: what is still known of them with its expert, without it, untrained."""
+    """Continue documents of a removed domain: by the model with and without its expert, and by the retrained model."""
     from demix.evaluate.memorization import Audit, audit_domain
 
     audit_domain(domain, models, tokens, priors, settings_from(Audit, settings), output)
@@ -184,7 +184,7 @@ def audit(
 
 @app.command()
 def join(tables: Files, output: Output) -> None:
-    """Join Parquet tables of the same columns, in the order given."""
+    """Join Parquet tables with the same columns, in the given order."""
     from demix.evaluate.domain import join as run
 
     run(tables, output)
@@ -193,11 +193,12 @@ def join(tables: Files, output: Output) -> None:
 @app.command()
 def overlap(
     shards: Annotated[
-        list[Path], typer.Argument(help="tokens/<domain>/train.arrow of experts, test.arrow of domains.")
+        list[Path],
+        typer.Argument(help="tokens/<domain>/train.arrow of training domains and test.arrow of all domains."),
     ],
     output: Output,
 ) -> None:
-    """Count the bigrams of each domain's test split that each training domain's train split holds too."""
+    """Count the bigrams of each domain's test split that also occur in each training domain's train split."""
     from demix.data.overlap import overlap as run
 
     run(shards, output)
@@ -205,7 +206,7 @@ def overlap(
 
 @app.command("run-config")
 def run_config(settings: Settings, output: Output) -> None:
-    """Write the run's completed config, so that its folder explains itself."""
+    """Write the run's completed config into its folder."""
     from demix.config.run import write_run_config
 
     write_run_config(output, json.loads(settings))
@@ -227,7 +228,9 @@ def report(
 def card(
     run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")],
     output: Annotated[Path, typer.Option(help="Folder for the cards, <model>.md.")],
-    models: Annotated[list[str] | None, typer.Argument(help="By default every model of the run.")] = None,
+    models: Annotated[
+        list[str] | None, typer.Argument(help="Names of models; by default all models of the run.")
+    ] = None,
 ) -> None:
     """Write the cards of a run's models: data, licences, training, lineage, results, limits."""
     from demix.files import write_text
@@ -241,9 +244,9 @@ def card(
 def track(
     run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")],
     settings: Settings,
-    output: Annotated[Path, typer.Option(help="A receipt: what was sent and where.")],
+    output: Annotated[Path, typer.Option(help="Path of a receipt: what was sent, and where.")],
 ) -> None:
-    """Send a run's parameters, metrics, tables and figures to MLflow; sending again changes nothing."""
+    """Send a run's parameters, metrics, tables and figures to MLflow. Sending them again changes nothing."""
     from demix.config.run import read_run_config
     from demix.track.store import track as send
 
@@ -253,7 +256,7 @@ def track(
 
 
 def _parts_by_domain(documents: list[Path]) -> dict[str, list[Path]]:
-    """documents/<domain>/<part>.parquet, grouped by domain."""
+    """The files documents/<domain>/<part>.parquet, grouped by domain."""
     parts: dict[str, list[Path]] = {}
     for path in documents:
         parts.setdefault(path.parent.name, []).append(path)

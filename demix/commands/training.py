@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from demix.commands.options import Checkpoints, How, Kind, Metrics, Output, Ranks, Replicas, Settings, Site, TrainShards
+from demix.commands.options import (
+    Checkpoints,
+    ExecutionOverrides,
+    Kind,
+    Metrics,
+    Output,
+    Ranks,
+    Replicas,
+    Settings,
+    Site,
+    TrainShards,
+)
 from demix.config.sections import fingerprinted
 from demix.errors import DemixError
 from demix.files import sha256_file
@@ -30,10 +41,10 @@ def train(
     checkpoints: Checkpoints,
     ranks: Ranks = 1,
     replicas: Replicas = "equal",
-    how: How = "",
+    how: ExecutionOverrides = "",
     cluster: Site = "",
     learning_rate_from: Annotated[
-        Path | None, typer.Option(help="Take the peak learning rate that choose-rate wrote, not that of the settings.")
+        Path | None, typer.Option(help="Output of choose-rate, whose learning rate replaces that of the settings.")
     ] = None,
 ) -> None:
     """Train one model from scratch, or resume its training."""
@@ -50,7 +61,7 @@ def sweep(
     checkpoints: Checkpoints,
     ranks: Ranks = 1,
     replicas: Replicas = "equal",
-    how: How = "",
+    how: ExecutionOverrides = "",
     cluster: Site = "",
 ) -> None:
     """Train a model with one learning rate of a sweep. Only the metrics are kept; divergence is not an error."""
@@ -62,7 +73,7 @@ def choose_rate(
     metrics: Annotated[list[Path], typer.Argument(help="Metrics of `demix sweep`, each <learning rate>.jsonl.")],
     output: Output,
 ) -> None:
-    """Choose the fastest learning rate of a sweep that does not diverge, and record why."""
+    """Choose the largest learning rate of a sweep that does not diverge, and record the reason."""
     from demix.train.sweep import choose_rate as run
 
     print(f"{output.stem}: {run(metrics, output)}")
@@ -77,12 +88,14 @@ def adapt(
     settings: Settings,
     metrics: Metrics,
     checkpoints: Checkpoints,
-    output: Annotated[Path | None, typer.Option(help="Where the expert goes; by default into the model.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the files of the expert; by default that of the model.")
+    ] = None,
     ranks: Ranks = 1,
-    how: How = "",
+    how: ExecutionOverrides = "",
     cluster: Site = "",
 ) -> None:
-    """DEMix-DAPT: add an expert for a novel domain, copied from the likeliest parent."""
+    """DEMix-DAPT: add an expert for a novel domain, initialised from the likeliest parent expert."""
     from demix.config.placement import place_experts
     from demix.evaluate.parent import choose_parent, own_dev_losses
     from demix.launch.local import Launched, world_size
@@ -95,7 +108,7 @@ def adapt(
     place_experts([train_shard.parent.name], adaptation.sequences, world_size(ranks))
     outputs = {"--output": output or model, "--metrics": metrics}
     names = training.split(",")
-    # The parent is chosen by the first tables; forgetting is measured against the second.
+    # The first tables choose the parent. Forgetting is measured against the losses of the second tables.
     read = [scores / f"{train_shard.parent.name}.dev" / f"{name}.parquet" for name in names]
     read += [scores / f"{name}.dev" / f"{name}.parquet" for name in names]
     about = ("demix", names, [sha256_file(path) for path in read if path.exists()])
@@ -122,10 +135,10 @@ def adapt_dense(
     metrics: Metrics,
     checkpoints: Checkpoints,
     ranks: Ranks = 1,
-    how: How = "",
+    how: ExecutionOverrides = "",
     cluster: Site = "",
 ) -> None:
-    """Dense-DAPT: go on training all parameters of a dense model on a novel domain."""
+    """Dense-DAPT: continue to train all parameters of a dense model on a novel domain."""
     from demix.config.placement import place_experts
     from demix.launch.local import Launched, world_size
     from demix.train.adapt import Adaptation
@@ -141,7 +154,7 @@ def adapt_dense(
 
 
 def run_command(arguments: Sequence[str]) -> None:
-    """Run one stage's command in this process; its errors are raised."""
+    """Run the command of one stage in this process. Errors are raised to the caller."""
     app(list(arguments), standalone_mode=False)
 
 
@@ -173,7 +186,7 @@ def _train(
     # A wrong number of ranks must be reported before any process starts.
     place(kind, domains, training.sequences, world_size(ranks), copies)
     outputs = {"--metrics": metrics} | ({"--output": output} if output is not None else {})
-    left = launched(
+    outcome = launched(
         cluster,
         ranks,
         training.threads,
@@ -184,7 +197,7 @@ def _train(
         steps=training.steps(len(domains)),
         entry=run_command,
     )
-    if left is Launched.HERE:
+    if outcome is Launched.HERE:
         train_model(kind, training, shards, output, metrics, checkpoints, copies)
 
 
@@ -216,7 +229,7 @@ def _launched_adaptation(
 
 
 def _merged(settings: str, how: str) -> dict[str, Any] | str:
-    """`settings` (JSON), overridden by the pairs key=value of `how`, whose values are JSON."""
+    """`settings` (JSON), overridden by the pairs key=value in `how`, whose values are JSON."""
     if not how:
         return settings
     try:
@@ -228,7 +241,7 @@ def _merged(settings: str, how: str) -> dict[str, Any] | str:
 
 
 def _numbers(text: str) -> dict[str, int]:
-    """legal=2,novels=3 as a mapping."""
+    """The mapping in a text such as legal=2,novels=3."""
     pairs = [entry.partition("=") for entry in text.split(",")]
     if not all(number.isdecimal() and int(number) for _, _, number in pairs):
         raise DemixError(f"--replicas {text}", "is no list of domains and ranks", "write legal=2,novels=3")

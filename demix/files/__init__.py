@@ -1,4 +1,4 @@
-"""How files are written and read between stages: whole or not at all, and checked when read."""
+"""Files that stages exchange: written completely or not at all, and checked when they are read."""
 
 from demix.files.atomic import (
     REMAKE,

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear completely or not at all."""
 
 import glob
 import os
@@ -24,7 +24,7 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{node}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_left(path, node)
+        _remove_leftovers(path, node)
         if directory:
             # A killed process with the same process id may have left this folder.
             shutil.rmtree(temporary, ignore_errors=True)
@@ -49,15 +49,15 @@ def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def scratch(path: str | Path) -> Iterator[Path]:
-    """Yield a folder beside `path` for what is needed while it is made, removed at the end.
+    """Yield a temporary folder beside `path` for use while `path` is made. The folder is removed at the end.
 
-    Raises DemixError naming `path` where it cannot be made or written to, as on a full disk.
+    Raises DemixError that names `path` if the folder cannot be made or written to, as on a full disk.
     """
     path = Path(path)
     node = os.uname().nodename
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_left(path, node)
+        _remove_leftovers(path, node)
         with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.{node}.{os.getpid()}.") as name:
             yield Path(name)
     except OSError as error:
@@ -68,25 +68,25 @@ def scratch(path: str | Path) -> Iterator[Path]:
         raise cannot_be_written(path, error) from error
 
 
-def _remove_left(path: Path, node: str) -> None:
-    """Remove what processes of this node left of `path` that were killed while they wrote it."""
+def _remove_leftovers(path: Path, node: str) -> None:
+    """Remove temporary files of `path` that killed processes of this node have left."""
     before = f".{path.name}.{node}."
-    for left in path.parent.glob(f"{glob.escape(before)}*"):
-        pid = left.name.removeprefix(before).partition(".")[0]
+    for leftover in path.parent.glob(f"{glob.escape(before)}*"):
+        pid = leftover.name.removeprefix(before).partition(".")[0]
         if pid.isdigit() and not is_alive(int(pid)):
-            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+            shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
 
 
 def cannot_be_written(path: Path, error: OSError) -> DemixError:
-    """The error in which writing `path` ended, in the common form."""
-    # Arrow's error.strerror is several sentences long.
+    """The DemixError for an `error` in writing `path`."""
+    # The strerror of Arrow's errors is several sentences long.
     reason = str(error) if error.errno is None else os.strerror(error.errno)
     cause = f"cannot be written ({reason})"
     return DemixError(path, cause, "free space or mend its permissions, then rerun")
 
 
 def refuse_used(output: Path) -> None:
-    """Raise DemixError unless `output` is free for a new directory: missing, or an empty folder."""
+    """Raise DemixError unless a new directory can be made at `output`: it is missing, or an empty folder."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise DemixError(output, "exists and is not empty", "name a new folder")
 
@@ -101,13 +101,13 @@ def fsync(path: Path) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write `text` as UTF-8, whole or not at all."""
+    """Write `text` as UTF-8, completely or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is a process of this number on this node."""
+    """Whether this node has a process with the number `pid`."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

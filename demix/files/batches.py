@@ -21,18 +21,21 @@ BATCH_BYTES = 8 << 20
 def read_batches(
     path: str | Path, columns: list[str] | None = None, rows: int = BATCH_ROWS
 ) -> Iterator[pa.RecordBatch]:
-    """The record batches, of at most `rows`, of a Parquet file made by an earlier stage, seal and checksums verified.
+    """The record batches, of at most `rows` rows, of a Parquet file that an earlier stage made.
 
-    Raises DemixError where the file is missing or damaged.
+    The seal is checked first, page checksums while reading. Raises DemixError if the file is missing or damaged.
     """
     with parquet_reader(path) as file:
-        # One row group at a time: `write_rows` bounds their bytes, a number of rows alone would not.
+        # `write_rows` bounds the bytes of a row group. A number of rows alone would not bound the bytes of a batch.
         for group in range(file.num_row_groups):
             yield from file.iter_batches(batch_size=rows, row_groups=[group], columns=columns)
 
 
 def counted(batches: Iterable[T], what: str, paths: Iterable[Path], size: Callable[[Any], int] = len) -> Iterator[T]:
-    """Batches of what the Parquet files `paths` hold, shown with how many of all their rows are dealt with."""
+    """Yield `batches`, which hold the rows of the Parquet files `paths`, and show progress under the name `what`.
+
+    `size` gives the number of rows in a batch. The total is the number of rows of all files.
+    """
     total = None
     # The reader of a damaged file reports the damage.
     with suppress(pa.ArrowException, OSError):
@@ -48,10 +51,10 @@ def write_rows(
     private: bool = False,
     footer: Callable[[], dict[str, str]] = dict,
 ) -> int:
-    """Write `rows` as sealed zstd Parquet with page checksums, whole or not at all; return their number.
+    """Write `rows` as sealed zstd Parquet with page checksums, completely or not at all; returns their number.
 
-    `private` makes the file readable by its owner only, from its first byte on. `footer` is called
-    after the last row and gives key-value metadata that the rows themselves decide.
+    With `private` only the owner can read the file, from its first byte on. `footer` is called after the last row and
+    returns key-value metadata, which may depend on the rows.
     """
     return write_batches(path, schema, _batches(schema, rows), private=private, footer=footer)
 
@@ -65,7 +68,7 @@ def write_batches(
     footer: Callable[[], dict[str, str]] = dict,
     **options: Any,
 ) -> int:
-    """`write_rows` of record batches, each of which becomes a row group and should be of bounded size.
+    """Like `write_rows`, but for record batches. Each batch becomes one row group and should be of bounded size.
 
     `options` are those of pq.ParquetWriter.
     """

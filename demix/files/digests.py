@@ -1,4 +1,4 @@
-"""Hashes of files, and seeds that are hashes of names."""
+"""Hashes of files and settings, and random seeds derived from names."""
 
 import hashlib
 import json
@@ -12,11 +12,11 @@ def sha256_file(path: str | Path) -> str:
 
 
 def seed_for(seed: int, *names: object) -> int:
-    """A 63-bit seed that depends on the run's `seed` and on `names` alone, never on order, time or `hash()`."""
+    """A 63-bit seed that depends only on the run's `seed` and on `names`, never on order, time or `hash()`."""
     digest = hashlib.sha256("\0".join([str(seed), *map(str, names)]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def fingerprint(description: object) -> str:
-    """16 hexadecimal digits that two descriptions share when they are the same as JSON, whatever the order of keys."""
+    """16 hexadecimal digits of a description's sha256, as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]

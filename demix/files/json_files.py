@@ -1,10 +1,10 @@
-"""JSON and JSON lines with a seal in sight, which is checked when they are read.
+"""JSON and JSON lines with a visible seal, which is checked when the files are read.
 
-The last key of an object is `seal`: the sha256 of the canonical JSON of the rest. JSON lines end in a line
-`{"rows": n, "seal": …}` over the list of all rows. Canonical JSON has sorted keys, no white space and escapes for all
-that is not ASCII; its numbers are written as Python's `repr` writes them, NaN and infinities as `NaN` and `Infinity`.
-White space, line ends, the order of keys and other spellings of one string or number (`1e-5`, `0.00001`) may therefore
-change. An integer and a float are two values: `1` in place of `1.0` is refused.
+The last key of an object is `seal`: the sha256 of the canonical JSON of all other keys. JSON lines end in a line
+`{"rows": n, "seal": …}`, whose seal is that of the list of all rows. Canonical JSON has sorted keys, no white space and
+escapes for all characters that are not ASCII. Its numbers are written as by Python's `repr`, NaN and infinities as
+`NaN` and `Infinity`. White space, line ends, the order of keys and the spelling of a string or number (`1e-5`,
+`0.00001`) may therefore change. An integer and a float are different values: `1` in place of `1.0` is refused.
 """
 
 import hashlib
@@ -21,13 +21,16 @@ UNKNOWN = "is damaged, of another version of demix, or not written by it"
 
 
 def digest(value: Any) -> str:
-    """The hexadecimal sha256 of the canonical JSON of a value as `json.loads` gives it."""
+    """The hexadecimal sha256 of the canonical JSON of a value that `json.loads` could return."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def write_json(path: str | Path, value: Mapping[str, Any], *, sort_keys: bool = True) -> None:
-    """Write `value` as indented JSON with its seal, whole or not at all. ValueError for NaN and for a key `seal`."""
-    # As it will be read: keys of other types become strings, tuples become lists.
+    """Write `value` as indented JSON with its seal, completely or not at all.
+
+    Raises ValueError for NaN, infinities and a key `seal`.
+    """
+    # The seal is that of the value as it will be read: keys become strings, tuples become lists.
     plain = json.loads(json.dumps(value, sort_keys=sort_keys, allow_nan=False))
     if SEAL in plain:
         raise ValueError(f"{path}: the key {SEAL} is taken")
@@ -35,7 +38,10 @@ def write_json(path: str | Path, value: Mapping[str, Any], *, sort_keys: bool = 
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The object in `path` without its seal; DemixError where the file is missing, has no seal or another value's."""
+    """The object in `path` without its seal.
+
+    Raises DemixError if the file is missing or damaged, or if its seal is missing or wrong.
+    """
     value = read_unsealed(path)
     seal = value.pop(SEAL, None)
     if seal is None:
@@ -45,20 +51,26 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def read_unsealed(path: str | Path) -> dict[str, Any]:
-    """The object in `path` as it stands there, its seal unchecked; DemixError where there is none."""
+    """The object in `path` with its seal unchecked. Raises DemixError if the file holds no JSON object."""
     (value,) = _objects(path, lines=False)
     return value
 
 
 def write_json_lines(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write `rows` as JSON lines with their number and seal in a last line, whole or not at all. NaN is allowed."""
+    """Write `rows` as JSON lines, completely or not at all. NaN is allowed.
+
+    A last line holds the number of rows and their seal.
+    """
     plain = [json.loads(json.dumps(row)) for row in rows]
     lines = [*plain, {"rows": len(plain), SEAL: digest(plain)}]
     write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The rows in `path` without the line that seals them; DemixError where one is missing, damaged or too many."""
+    """The rows in `path` without the line that seals them.
+
+    Raises DemixError if a row is missing, damaged or added.
+    """
     rows = _objects(path, lines=True)
     end = rows.pop() if rows else {}
     if set(end) != {"rows", SEAL}:
@@ -70,7 +82,7 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _objects(path: str | Path, *, lines: bool) -> list[dict[str, Any]]:
-    """The JSON object that a file is, or the one in each of its lines that is not blank."""
+    """The JSON object in a file, or with `lines` the object in each line that is not blank."""
     try:
         text = Path(path).read_bytes().decode()
         parts = [line for line in text.split("\n") if line.strip()] if lines else [text]

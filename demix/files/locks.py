@@ -1,4 +1,4 @@
-"""Locks that name their holder and end with the process that holds them."""
+"""Locks that name the process that holds them and end with it."""
 
 import logging
 import os
@@ -13,12 +13,13 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def exclusive(lock: Path, doing: str, patience: float = 0.0) -> Iterator[None]:
-    """Hold the file `lock`, which no second process can; DemixError says who holds it after `patience` seconds.
+    """Hold the file `lock`, which only one process at a time can hold.
 
-    `doing` is what the holder does, for the message. The lock ends with the process, however that ends. While it is
-    held, the file names the node and the process.
+    If another process still holds the lock after `patience` seconds, a DemixError names that process; `doing` completes
+    the message by what the holder does. A held lock file contains the node and the process id of its holder. The
+    operating system releases the lock when the process ends in any way.
     """
-    # Importing it takes 0.1 s, and few commands hold a lock.
+    # Importing filelock takes 0.1 s, and few commands hold a lock.
     from filelock import FileLock, Timeout
 
     file_lock = FileLock(lock, timeout=patience, poll_interval=0.5, fallback_to_soft=False)
@@ -29,9 +30,9 @@ def exclusive(lock: Path, doing: str, patience: float = 0.0) -> Iterator[None]:
         cause = f"another process ({lock.read_text().strip() or 'unknown'}) {doing}"
         raise DemixError(lock.parent, cause, "wait until it ends, or end it, then rerun") from None
     except (OSError, NotImplementedError) as error:
-        log.warning("%s: no lock here (%s); see to it that no second process %s", lock, error, doing)
+        log.warning("%s: cannot be locked (%s); make sure that no second process %s", lock, error, doing)
     try:
-        # On a full disk the lock still works; it only lacks the name of its holder.
+        # On a full disk the lock still works, but does not name its holder.
         with suppress(OSError):
             lock.write_text(f"{os.uname().nodename} {os.getpid()}\n")
         yield

@@ -1,4 +1,4 @@
-"""Parquet with page checksums and a digest over all bytes."""
+"""Parquet files with page checksums and a seal over all bytes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from demix.files.seals import BLANK, KEY, check_parquet, seal_parquet
 
 
 def write_parquet(table: pa.Table, path: str | Path, **options: Any) -> None:
-    """Write `table` as zstd Parquet, sealed, so that a flipped bit is found when it is read."""
+    """Write `table` as sealed zstd Parquet, so that reading finds any flipped bit."""
     with parquet_writer(path, table.schema) as writer:
         writer.write_table(table, **options)
 
@@ -24,9 +24,9 @@ def write_parquet(table: pa.Table, path: str | Path, **options: Any) -> None:
 def parquet_writer(
     path: str | Path, schema: pa.Schema, *, private: bool = False, **options: Any
 ) -> Iterator[pq.ParquetWriter]:
-    """A writer of zstd Parquet with page checksums and a seal over all bytes; the file appears whole or not at all.
+    """Yield a writer of zstd Parquet with page checksums; the file appears sealed and complete, or not at all.
 
-    `private` makes it readable by its owner only, from its first byte on; `options` are those of pq.ParquetWriter.
+    With `private` only the owner can read the file, from its first byte on. `options` are those of pq.ParquetWriter.
     """
     with replacing(path) as temporary:
         temporary.touch(0o600 if private else 0o666)
@@ -37,16 +37,17 @@ def parquet_writer(
 
 
 def read_parquet(path: str | Path, columns: list[str] | None = None) -> pa.Table:
-    """The table in `path`, its seal and page checksums verified."""
+    """The table in `path`, with seal and page checksums checked."""
     with parquet_reader(path) as file:
         return file.read(columns=columns)
 
 
 @contextmanager
 def parquet_reader(path: str | Path) -> Iterator[pq.ParquetFile]:
-    """A Parquet file made by an earlier stage, its seal verified and its page checksums as they are read.
+    """Yield a Parquet file that an earlier stage made, with its seal checked.
 
-    Raises DemixError where the file is missing or damaged, also when that shows inside the block.
+    Page checksums are checked while the file is read. Raises DemixError if the file is missing or damaged, also when
+    the damage shows only inside the `with` block.
     """
     try:
         check_parquet(path)
@@ -59,7 +60,10 @@ def parquet_reader(path: str | Path) -> Iterator[pq.ParquetFile]:
 
 
 def check_sealed(path: Path) -> None:
-    """Raise DemixError where a Parquet, JSON or JSON lines file of ours is not as it was written; others pass."""
+    """Raise DemixError if a sealed Parquet, JSON or JSON lines file is not as it was written.
+
+    Files of other types pass unchecked.
+    """
     match path.suffix:
         case ".parquet":
             with parquet_reader(path):

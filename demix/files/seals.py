@@ -1,7 +1,8 @@
-"""The seal of a Parquet file: a flipped bit or a missing end is found whatever byte it hits.
+"""The seal of a Parquet file, by which any flipped bit and any missing end is found.
 
-Parquet's page checksums leave out page headers and footer. A sealed file holds the sha256 of its own other bytes in its
-key-value metadata, where other readers do not look. A file of other software has no seal and is accepted unchecked.
+Parquet's page checksums do not cover page headers and the footer. The key-value metadata of a sealed file therefore
+hold the sha256 of all other bytes of the file; other readers ignore this entry. A file of other software has no seal
+and is accepted unchecked.
 """
 
 import hashlib
@@ -12,7 +13,8 @@ from typing import BinaryIO
 
 import pyarrow.parquet as pq
 
-# A key-value pair of the footer, as Thrift's compact protocol writes it: the digest follows, 64 hexadecimal digits.
+# The footer holds the key, then two bytes by which Thrift's compact protocol announces a string of 64 bytes, then the
+# digest in hexadecimal.
 KEY = "demix~digest~"
 BLANK = "0" * 64
 _MARK = KEY.encode() + b"\x18\x40"
@@ -22,17 +24,20 @@ _PIECE = 4 << 20
 
 
 def seal_parquet(path: Path) -> None:
-    """Fill in the digest of a Parquet file whose key-value metadata has the key `KEY` with the value `BLANK`."""
+    """Fill in the digest of a Parquet file whose key-value metadata map `KEY` to `BLANK`."""
     place = _place(path)
     if place is None:
-        raise RuntimeError(f"{path}: has no place for its digest")
+        raise RuntimeError(f"{path}: its metadata have no entry for the digest")
     with open(path, "r+b") as stream:
         stream.seek(place)
         stream.write(_digest(path, place))
 
 
 def check_parquet(path: str | Path) -> None:
-    """Raise ValueError where a sealed Parquet file is not as it was written. A process reads each file once for it."""
+    """Raise ValueError if a sealed Parquet file is not as it was written.
+
+    A process checks an unchanged file only once.
+    """
     found = Path(path).stat()
     _check(str(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
@@ -50,19 +55,22 @@ def _check(path: str, *_: int) -> None:
 
 
 def _place(path: Path) -> int | None:
-    """Where the digest of a Parquet file begins; None if it has none. ValueError where the footer is damaged."""
+    """The offset of the digest in a Parquet file; None if the file has no seal.
+
+    Raises ValueError if the footer is damaged.
+    """
     with open(path, "rb") as stream:
         size = stream.seek(0, 2)
         stream.seek(max(size - 8, 0))
         end = stream.read()
         start = size - 8 - int.from_bytes(end[:4], "little")
         if len(end) < 8 or end[4:] != b"PAR1" or start < 4:
-            raise ValueError("it is no Parquet file, or cut short")
+            raise ValueError("it is not a Parquet file, or it is cut short")
         stream.seek(start)
         footer = stream.read(size - 8 - start)
     at = footer.rfind(_MARK)
     if at < 0:
-        # Not looked for in the whole footer, which quotes the texts of the file.
+        # The search is over the keys alone, because the footer's statistics quote texts of the file.
         keys = pq.read_metadata(path).metadata or {}
         if any(half in key for key in keys for half in _HALVES):
             raise ValueError("its bytes changed: the digest that was written with them is damaged")
@@ -71,7 +79,7 @@ def _place(path: Path) -> int | None:
 
 
 def _digest(path: Path, place: int) -> bytes:
-    """The digest of a file whose bytes from `place` on are taken to be `BLANK`."""
+    """The digest of a file, computed as if `BLANK` stood at the offset `place`."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         for piece in _pieces(stream, place):
@@ -84,7 +92,7 @@ def _digest(path: Path, place: int) -> bytes:
 
 
 def _pieces(stream: BinaryIO, count: int | None) -> Iterator[bytes]:
-    """The next `count` bytes of a stream, or all that are left, in pieces."""
+    """The next `count` bytes of a stream in pieces; None reads to the end."""
     while piece := stream.read(_PIECE if count is None else min(_PIECE, count)):
         count = None if count is None else count - len(piece)
         yield piece

@@ -16,7 +16,10 @@ from demix.launch.rank import START
 
 
 def progress_line(job: TrainingJob, job_id: str, shown: Mapping[str, str]) -> str:
-    """`job 12 running on n[1-2], queued again 2 times  step 40/488  loss 5.321  2100 tokens/s  3:20 left`"""
+    """One line of progress, with loss and speed once a step of this start is done.
+
+    For example: `job 12 running on n[1-2], queued again 2 times step 40/488 loss 5.321 2100 tokens/s 3:20 left`
+    """
     state, restarts = shown.get("JobState", "unknown").lower(), int(shown.get("Restarts", "0"))
     where = f" on {shown['NodeList']}" if shown.get("NodeList", "(null)") not in ("(null)", "") else ""
     why = f" ({shown['Reason']})" if state == "pending" and shown.get("Reason", "None") != "None" else ""
