@@ -259,11 +259,6 @@ def trained(config: Mapping[str, Any]) -> tuple[Model, ...]:
     return tuple(model for model in planned(config) if not model.parent)
 
 
-def model_of(config: Mapping[str, Any], name: str) -> Model:
-    """The planned model called `name`."""
-    return next(model for model in planned(config) if model.name == name)
-
-
 def adaptations(config: Mapping[str, Any]) -> tuple[Adaptation, ...]:
     """The adaptations of a run: for each novel domain DEMix-DAPT, then Dense-DAPT."""
     return _adaptations(config, [model for model in trained(config) if model.name == model.row])
