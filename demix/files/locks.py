@@ -23,8 +23,11 @@ def exclusive(lock: Path, doing: str, patience: float = 0.0) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     file_lock = FileLock(lock, timeout=patience, poll_interval=0.5, fallback_to_soft=False)
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    # A file that cannot be opened is an error. Only a file system without locks is passed over below.
+    with open(lock, "a"):
+        pass
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
         file_lock.acquire()
     except Timeout:
         cause = f"another process ({lock.read_text().strip() or 'unknown'}) {doing}"
