@@ -11,7 +11,7 @@ import yaml
 
 from demix.config.check import complete
 from demix.config.rules import RunRules, as_json, given, source_files, swept_rates
-from demix.config.systems import Model, model_of
+from demix.config.systems import Model, planned
 
 CONFIG = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 
@@ -25,7 +25,7 @@ def rules(**sections: Any) -> RunRules:
 
 
 def row(one: RunRules, name: str) -> Model:
-    return model_of(one.config, name)
+    return next(model for model in planned(one.config) if model.name == name)
 
 
 def test_parts_follow_the_config() -> None:
