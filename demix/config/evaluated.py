@@ -85,12 +85,14 @@ class System:
         return replace(self, label=f"{self.label}, chosen on dev", variant="dev_choice")
 
 
-def systems_of(row: str, kind: Kind) -> tuple[System, ...]:
-    """The systems that a trained model forms with the experts (or domain tokens) of its training domains.
+def label_of(row: str, kind: Kind) -> str:
+    """The name of a row of `models` in tables: the paper's for a row that is named like its kind."""
+    return kind.label if row == kind.name else row
 
-    The labels are the paper's names where the row is named like its kind, and use the row's name otherwise.
-    """
-    label = kind.label if row == kind.name else row
+
+def systems_of(row: str, kind: Kind) -> tuple[System, ...]:
+    """The systems that a trained model forms with the experts (or domain tokens) of its training domains."""
+    label = label_of(row, kind)
     if kind.domain_tokens:
         return (System(label, row, "training", "naive"),)
     if not kind.has_experts:
@@ -143,11 +145,24 @@ def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
     return tuple(found)
 
 
+# The systems that differences.parquet subtracts, by their names in its column `against`.
+BASES = {
+    "dense_unbalanced": systems_of("dense_unbalanced", KINDS["dense_unbalanced"])[0],
+    "dense": systems_of("dense", KINDS["dense"])[0],
+    "demix_cached": systems_of("demix", KINDS["demix"])[-1],
+}
+
+
 def bases(config: Mapping[str, Any]) -> dict[str, System]:
-    """The baselines of the comparisons, by their names in differences.parquet."""
-    rows = model_rows(config)
-    found = {name: systems_of(name, rows[name][0])[0] for name in ("dense_unbalanced", "dense") if name in rows}
-    return found | {"demix_cached": systems_of("demix", KINDS["demix"])[-1]}
+    """Those of `BASES` that the config's models form."""
+    return {name: base for name, base in BASES.items() if base.model in model_rows(config)}
+
+
+def table_rows(config: Mapping[str, Any]) -> dict[str, Kind]:
+    """The kinds of the rows of `models` in the order of the tables: the paper's rows, then further rows."""
+    kinds = {name: kind for name, (kind, _) in model_rows(config).items()}
+    paper = ("dense_unbalanced", "dense", "domain_token", "demix")
+    return {name: kinds[name] for name in (*paper, *kinds) if name in kinds and (name in paper or name not in KINDS)}
 
 
 def compared(config: Mapping[str, Any], domain: str) -> tuple[System, ...]:
@@ -156,11 +171,15 @@ def compared(config: Mapping[str, Any], domain: str) -> tuple[System, ...]:
     These are the baselines and the methods of Tables 3 to 5 with one rule of weights, DEMix with the weights of the
     released code, the set of all experts, the removals of Table 7, and the systems of further rows.
     """
-    rows = model_rows(config)
-    paper = [name for name in ("dense_unbalanced", "dense", "domain_token", "demix") if name in rows]
     first, more = (
-        [system for name in names for system in systems_of(name, rows[name][0]) if system.method != "average"]
-        for names in (paper, [name for name in rows if name not in KINDS])
+        [
+            system
+            for row, kind in table_rows(config).items()
+            if (row in KINDS) == named
+            for system in systems_of(row, kind)
+            if system.method != "average"
+        ]
+        for named in (True, False)
     )
     receiver, whole = adapted_model(config).row, removal_model(config).row
     return (

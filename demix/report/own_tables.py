@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.config.evaluated import System
+from demix.config.evaluated import BASES, System
 from demix.report import read
 from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.cells import INTERVAL_NOTE, POSTERIOR_MIXTURES, kinds_of_domains, lowest, mean_of, percent
@@ -182,8 +182,8 @@ def full_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
 
 
 def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """Each system minus each of `read.BASES`, on the same documents of a domain."""
-    bases = {name: base.label for name, base in read.BASES.items()}
+    """Each system minus each of `BASES`, on the same documents of a domain."""
+    bases = {name: base.label for name, base in BASES.items()}
     rows = []
     for kind, domains in kinds_of_domains(config):
         for domain in domains:

@@ -7,8 +7,8 @@ from typing import Any
 import pandas as pd
 
 from demix.config import systems
-from demix.config.evaluated import System, systems_of
-from demix.config.systems import KINDS, adapted, adapted_model, left_out, model_rows, removal_model, trained_without
+from demix.config.evaluated import BASES, System, label_of, systems_of, table_rows
+from demix.config.systems import KINDS, adapted, adapted_model, left_out, removal_model, trained_without
 from demix.errors import DemixError
 from demix.files import read_json, read_json_lines, read_parquet
 
@@ -33,14 +33,12 @@ PRIOR_COLUMNS = ("model", "experts", "weights", "domain", "kind", "expert", "pri
 (DENSE,), (BALANCED,), (DOMAIN_TOKEN,), (NAIVE, AVERAGE, UNIFORM, UPDATING, CACHED) = (
     systems_of(name, KINDS[name]) for name in ("dense_unbalanced", "dense", "domain_token", "demix")
 )
-# The systems that differences.parquet subtracts, by the name in its column `against`.
-BASES = {"dense_unbalanced": DENSE, "dense": BALANCED, "demix_cached": CACHED}
 
 
 def added(config: dict[str, Any]) -> tuple[System, System]:
     """Two systems of the model with added experts, over all its experts: each domain's own expert, and the mixture."""
-    row, kind = adapted_model(config).row, adapted_model(config).kind
-    label = kind.label if row == kind.name else row
+    row = adapted_model(config).row
+    label = label_of(row, adapted_model(config).kind)
     return (
         System(f"{label}, all experts (naive)", row, "all", "naive"),
         System(f"{label}, all experts (cached)", row, "all", "cached", "history"),
@@ -78,9 +76,7 @@ def dense_adapted(domain: str) -> System:
 
 def trained_systems(config: dict[str, Any]) -> dict[str, tuple[System, ...]]:
     """The systems of every row of `models` over its training experts: first the paper's rows, then further rows."""
-    rows = model_rows(config)
-    paper = [name for name in ("dense_unbalanced", "dense", "domain_token", "demix") if name in rows]
-    return {name: systems_of(name, rows[name][0]) for name in (*paper, *(name for name in rows if name not in KINDS))}
+    return {row: systems_of(row, kind) for row, kind in table_rows(config).items()}
 
 
 def training_domains(config: dict[str, Any]) -> list[str]:

@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from demix.config.evaluated import BASES
 from demix.config.run import write_run_config
 from demix.files import write_json, write_json_lines, write_parquet
-from demix.report.read import BASES
 
 TRAINING, NOVEL = ("code", "law", "news"), ("wiki", "songs")
 # Domains with documents enough for an interval.
