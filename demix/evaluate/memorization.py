@@ -156,7 +156,7 @@ def _splits(domain: str, directory: Path, tokens: Path) -> Iterator[tuple[str, T
     for split in ("train", "test"):
         path = tokens / f"{split}.arrow"
         shard = TokenShard.open(path, verify=True)
-        refuse_other_tokenizer(directory, path, shard.tokenizer_sha256)
+        refuse_other_tokenizer(directory, path, shard.tokenizer_sha256, shard.vocab_size)
         seen = np.ones(-(-len(shard) // length), bool)
         if split == "train":
             drawn = expert_lineage(directory, domain)["tokens"] // length

@@ -230,7 +230,7 @@ def open_model(
     if not path.is_file():
         raise DemixError(path, "is missing", "name the run's tokenizer.json with --tokenizer")
     encoder = Tokenizer.load(path)
-    refuse_other_tokenizer(directory, path, encoder.sha256)
+    refuse_other_tokenizer(directory, path, encoder.sha256, encoder.vocab_size)
     trunks = load_experts(directory, None if experts is None else tuple(experts))
     refuse_domain_tokens(trunks)
     return [trunk.requires_grad_(False) for trunk in trunks], encoder

@@ -27,7 +27,7 @@ def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path, card:
     if description["domain_tokens"]:
         raise DemixError(directory, "is a domain-token model, which GPT-2's format cannot hold", "export another model")
     encoder = Tokenizer.load(tokenizer)
-    refuse_other_tokenizer(directory, tokenizer, encoder.sha256)
+    refuse_other_tokenizer(directory, tokenizer, encoder.sha256, encoder.vocab_size)
     model = load_model(directory, (expert,))
     sizes = model.architecture
     tensors: dict[str, Tensor] = {

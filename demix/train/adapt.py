@@ -144,7 +144,7 @@ def _adapt(
     world = world.placed(places)
     description, length = describe(directory), model.architecture.context
     train_shard = TokenShard.open(shards[0])
-    refuse_other_tokenizer(directory, shards[0], train_shard.tokenizer_sha256)
+    refuse_other_tokenizer(directory, shards[0], train_shard.tokenizer_sha256, train_shard.vocab_size)
     train_data, dev_data = (read_json(path.with_suffix(".json"))["sha256"] for path in shards)
     origin = origin | {"adaptation": dataclasses.asdict(adaptation)}
     identity = {"adaptation": fingerprinted(adaptation), "shared": description["shared_sha256"]}
