@@ -4,13 +4,13 @@ import hashlib
 import json
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from demix.errors import DemixError
 
 
-def opened(path: str | Path) -> BinaryIO:
+def opened(path: str | Path) -> BufferedReader:
     """Open the bytes of a regular file. Raises DemixError for a folder, and for a pipe or device, which could block."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

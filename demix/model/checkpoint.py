@@ -99,15 +99,13 @@ def refuse_other_tokenizer(directory: Path, subject: Path, sha256: str | None, v
     """
     description = describe(directory)
     own = description.get("tokenizer_sha256")
-    if vocab_size not in (None, description["vocab_size"]):
-        cause = f"has {vocab_size:,} ids, the model {directory} {description['vocab_size']:,}"
-        raise DemixError(subject, cause, "use the tokenizer that the model was trained with, or train the model again")
+    cure = "use the tokenizer that the model was trained with, or train the model again"
     if sha256 != own:
-        raise DemixError(
-            subject,
-            f"is of another tokenizer ({str(sha256)[:12]}) than the model {directory} ({str(own)[:12]})",
-            "use the tokenizer that the model was trained with, or train the model again",
-        )
+        cause = f"is of another tokenizer ({str(sha256)[:12]}) than the model {directory} ({str(own)[:12]})"
+        raise DemixError(subject, cause, cure)
+    if vocab_size not in (None, description["vocab_size"]):
+        cause = f"has {vocab_size:,} ids, and the model {directory} has {description['vocab_size']:,}"
+        raise DemixError(subject, cause, cure)
 
 
 def expert_files(directory: Path, name: str) -> tuple[Path, Path]:

@@ -137,6 +137,8 @@ class Decoder:
             logits = trunk.logits(states[-1][:, :, -1])
             predicted.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
         self._predicted = torch.cat(predicted)
+        if bool(self._predicted.isnan().any()):
+            raise DemixError("model", "gives tokens no probability", "train it again, or leave its experts out")
         return states
 
 
