@@ -70,13 +70,16 @@ def save_expert(
     write_json(description, lineage | belongs)
 
 
-def describe(directory: Path) -> dict[str, Any]:
-    """The `model.json` of a model directory. Raises DemixError if the file is missing or does not describe a model."""
-    return read_description(Path(directory) / "model.json")
+def describe(directory: Path, *needed: str) -> dict[str, Any]:
+    """The `model.json` of a model directory, with the keys `needed`.
+
+    Raises DemixError if the file is missing or does not describe a model.
+    """
+    return read_description(Path(directory) / "model.json", *needed)
 
 
-def expert_lineage(directory: Path, expert: str) -> dict[str, Any]:
-    """The description of an expert of the model in `directory`.
+def expert_lineage(directory: Path, expert: str, *needed: str) -> dict[str, Any]:
+    """The description of an expert of the model in `directory`, with the keys `needed`.
 
     Raises DemixError if the expert is missing, and if its shared weights or its tokenizer are not those of the model.
     """
@@ -84,7 +87,7 @@ def expert_lineage(directory: Path, expert: str) -> dict[str, Any]:
     if not path.exists():
         there = ", ".join(expert_names(directory)) or "none"
         raise DemixError(path, "is missing", f"choose one of the experts of this model: {there}")
-    lineage = read_lineage(path)
+    lineage = read_lineage(path, *needed)
     description = describe(directory)
     if lineage["shared_sha256"] != description["shared_sha256"]:
         raise DemixError(path, "belongs to other shared weights than the model's", "train or adapt it again")

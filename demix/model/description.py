@@ -44,8 +44,8 @@ Settings = dict[Text, Any]
 class Trained:
     """The settings of a training that later stages need."""
 
-    learning_rate: Annotated[Number, Field(gt=0, le=1e6)] | None = None
-    seed: Count | None = None
+    learning_rate: Annotated[Number, Field(gt=0, le=1e6)]
+    seed: Count
 
 
 @settings(kw_only=True, open=True)
@@ -56,10 +56,10 @@ class Learned:
     tokenizer_sha256: Digest | None = None
     parent: ModelName | None = None
     parent_sha256: Digest | None = None
-    steps: Count | None = None
-    tokens: Count | None = None
+    steps: Count = 0
+    tokens: Count = 0
     data_sha256: dict[ExpertName, Digest] = Field(default_factory=dict)
-    adaptation: Settings | None = None
+    adaptation: Settings = Field(default_factory=dict)
 
 
 @settings(kw_only=True, open=True)
@@ -70,9 +70,9 @@ class ModelDescription(Learned):
     vocab_size: Annotated[Integer, Field(ge=1, le=1 << 24)]
     domain_tokens: Annotated[Items[ExpertName], Field(max_length=10_000)]
     expert_scope: Literal["feedforward", "model"] = "feedforward"
-    kind: ModelName | None = None
-    shared_parameters: Count | None = None
-    expert_parameters: Count | None = None
+    kind: ModelName = "dense"
+    shared_parameters: Count = 0
+    expert_parameters: Count = 0
     training: Trained | None = None
 
 
@@ -89,25 +89,32 @@ class Lineage(Learned):
     """The description of an expert."""
 
     sha256: Digest
-    name: ExpertName | None = None
+    name: ExpertName = "dense"
     parents: dict[ExpertName, Origin] = Field(default_factory=dict)
-    parent_prior: Share | None = None
+    parent_prior: Share = 0.0
 
 
-def read_description(path: Path) -> dict[str, Any]:
-    """The content of `model.json`. Raises DemixError if the file is missing, damaged or describes no model."""
-    return _read(path, ModelDescription, "does not describe a model", "train the model again, or get it again")
+def read_description(path: Path, *needed: str) -> dict[str, Any]:
+    """The content of `model.json`, in which the keys `needed` must be, as well as those without a default.
+
+    Raises DemixError if the file is missing, damaged or describes no model.
+    """
+    return _read(path, ModelDescription, needed, "a model", "train the model again, or get it again")
 
 
-def read_lineage(path: Path) -> dict[str, Any]:
-    """The content of `experts/<name>.json`. Raises DemixError if the file is missing, damaged or of no expert."""
-    return _read(path, Lineage, "does not describe an expert", "train or adapt it again, or get it again")
+def read_lineage(path: Path, *needed: str) -> dict[str, Any]:
+    """The content of `experts/<name>.json`, as `read_description` reads that of `model.json`."""
+    return _read(path, Lineage, needed, "an expert", "train or adapt it again, or get it again")
 
 
-def _read(path: Path, form: type, cause: str, cure: str) -> dict[str, Any]:
+def _read(path: Path, form: type, needed: tuple[str, ...], what: str, cure: str) -> dict[str, Any]:
     content = read_json(path, MOST_BYTES)
     try:
         settings_from(form, content, "")
+        for key in needed:
+            if content.get(key) is None:
+                raise DemixError(key, "is missing", "this command needs it")
     except DemixError as error:
-        raise DemixError(path, f"{cause} ({error.subject.strip('.')} {error.cause}, {error.cure})", cure) from None
+        fault = f"{error.subject.strip('.')} {error.cause}, {error.cure}"
+        raise DemixError(path, f"does not describe {what} ({fault})", cure) from None
     return content

@@ -23,7 +23,7 @@ def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path, card:
     """
     output = output.resolve()
     refuse_used(output)
-    description = describe(directory)
+    description = describe(directory, "kind", "tokens", "steps")
     if description["domain_tokens"]:
         raise DemixError(directory, "is a domain-token model, which GPT-2's format cannot hold", "export another model")
     encoder = Tokenizer.load(tokenizer)

@@ -38,7 +38,9 @@ def model_card(run: Path, model: str) -> str:
     directory = run / "models" / model
     if not (directory / "model.json").is_file():
         raise DemixError(directory, "is not a model of the run", f"name one of {run / 'models'}")
-    config, description = read_run_config(run), read_description(directory / "model.json")
+    config = read_run_config(run)
+    needed = ("kind", "tokens", "steps", "shared_parameters", "expert_parameters")
+    description = read_description(directory / "model.json", *needed)
     experts = [read_lineage(path) | {"name": path.stem} for path in (directory / "experts").glob("*.json")]
     # The config's order; experts that the config does not name come last.
     order = [*training_domains(config), *novel_domains(config)]
@@ -127,9 +129,9 @@ def _training(description: dict[str, Any], experts: list[dict[str, Any]]) -> Ite
     adapted = [expert for expert in experts if "adaptation" in expert]
     if parent := description.get("parent"):
         yield f"{_text(parent)} was trained with:"
-        yield _table(("setting", "value"), _settings(description["training"]))
+        yield _table(("setting", "value"), _settings(description.get("training") or {}))
         yield f"and then adapted, with all its parameters, on {done}:"
-        yield _table(("setting", "value"), _settings(description["adaptation"]))
+        yield _table(("setting", "value"), _settings(description.get("adaptation") or {}))
         return
     yield f"{done}:"
     yield _table(("setting", "value"), _settings(description.get("training") or {}))
