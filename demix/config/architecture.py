@@ -14,7 +14,7 @@ from demix.settings import Integer, Positive, settings, settings_from
 class Architecture:
     """A GPT-3-like decoder: `layers` blocks of `width` units, `heads` attention heads, `context` positions."""
 
-    layers: Positive = Field(le=1024, description="Number of transformer blocks.")
+    layers: Positive = Field(le=256, description="Number of transformer blocks.")
     width: Positive = Field(
         le=65_536, description="Width of the residual stream; the feedforward layer is 4 times as wide."
     )
