@@ -1,5 +1,8 @@
 """Errors for bad input: one line that names the subject, the cause and the cure."""
 
+# An error may quote a value or a name of any length.
+MOST_CHARACTERS = 4000
+
 
 class DemixError(Exception):
     """Bad input or an unusable environment, reported in one line.
@@ -10,8 +13,16 @@ class DemixError(Exception):
 
     def __init__(self, subject: object, cause: str, cure: str):
         self.subject, self.cause, self.cure = str(subject), cause, cure
-        super().__init__(" ".join(f"{subject}: {cause}; {cure}".split()))
+        line = " ".join(f"{subject}: {cause}; {cure}".split())
+        super().__init__(printable(line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]} …"))
 
 
 class StoppedError(DemixError):
     """A signal ended training; the state is saved and the same command goes on from it."""
+
+
+def printable(text: str) -> str:
+    r"""`text` with escapes such as `\x1b` in place of all characters but line ends that could control a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

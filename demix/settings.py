@@ -64,9 +64,13 @@ DistinctItems = Annotated[Items[T], AfterValidator(_distinct), Field(json_schema
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))
-def settings(*, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
-    """Make a class of settings: a frozen dataclass that checks its values and refuses unknown keys."""
-    made: Any = dataclass(frozen=True, kw_only=kw_only, config=ConfigDict(extra="forbid"))
+def settings(*, kw_only: bool = False, open: bool = False) -> Callable[[type[T]], type[T]]:
+    """Make a class of settings: a frozen dataclass that checks its values.
+
+    It refuses unknown keys; with `open` it leaves them out.
+    """
+    config = ConfigDict(extra="ignore" if open else "forbid")
+    made: Any = dataclass(frozen=True, kw_only=kw_only, config=config)
     decorate: Callable[[type[T]], type[T]] = made
     return decorate
 
@@ -150,7 +154,7 @@ def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subje
         expected = allowed(_part(schema, place))
         if "number" in expected and isinstance(value, str):
             expected += " (YAML reads 1e-3 as text: write 1.0e-3)"
-        cause, cure = f"is {value!r}", f"allowed is {expected}"
+        cause, cure = f"is {value!r:.200}", f"allowed is {expected}"
     # A subject that ends in a space, such as "config key ", takes the key without a dot.
     return DemixError(f"{subject}.{'.'.join(map(str, place))}".replace(" .", " "), cause, cure)
 

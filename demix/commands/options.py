@@ -1,9 +1,16 @@
-"""The options that several commands share."""
+"""The options that several commands share, and the console that they print tables to."""
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from demix.errors import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
 
 Ranks = Annotated[int, typer.Option(min=1, help="Processes of this machine that train together.")]
 Settings = Annotated[str, typer.Option(help="The settings of the stage, as JSON.")]
@@ -23,3 +30,14 @@ Site = Annotated[
     str, typer.Option("--cluster", help="The config's section cluster, as JSON: where and how ranks are started.")
 ]
 Replicas = Annotated[str, typer.Option(help="Number of ranks of single domains, such as legal=2,novels=3.")]
+
+
+def terminal() -> "Console":
+    """A console that shows names and values of files as they are, never as markup or as codes for the terminal."""
+    from rich.console import Console
+
+    class Plain(Console):
+        def render_str(self, text: str, **how: Any) -> "Text":
+            return super().render_str(printable(text), **how | {"markup": False, "emoji": False})
+
+    return Plain(width=None if sys.stdout.isatty() else 150)

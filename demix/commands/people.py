@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from demix.commands.options import terminal
 from demix.config.sections import DECAY
 from demix.errors import DemixError
 
@@ -51,13 +52,11 @@ def plan(
     ] = False,
 ) -> None:
     """Print what a config needs: words, disk; parameters, FLOPs, memory, hours; jobs, nodes. Nothing is fetched."""
-    from rich.console import Console
-
     from demix.config.check import load_config
     from demix.plan.cost import plan_table, training_tables
     from demix.plan.jobs import jobs_table, write_sbatch_files
 
-    settings, console = load_config(file), Console(width=None if sys.stdout.isatty() else 150)
+    settings, console = load_config(file), terminal()
     tables = training_tables(settings, ranks, hardware)
     for table in (plan_table(settings), *tables, jobs_table(settings, hardware)):
         console.print(table)
@@ -68,14 +67,12 @@ def plan(
 @app.command()
 def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")]) -> None:
     """Print the main table of a finished run and where to find the other results."""
-    from rich.console import Console
-
     from demix.config.run import read_run_config
     from demix.report.all_tables import main_table
     from demix.report.read import read_results
 
     run_config = read_run_config(run)
-    Console().print(main_table(read_results(run / "results.parquet"), run_config))
+    terminal().print(main_table(read_results(run / "results.parquet"), run_config))
     print(f"Tables, figures, claims: {run / 'report'} (start with claims.html)")
     print(f"One page with all of it: snakemake --configfile {run / 'config.json'} --report report.html")
     uri = run_config["tracking"]["uri"]
@@ -99,8 +96,6 @@ def evaluate_own(
     import dataclasses
     import json
 
-    from rich.console import Console
-
     from demix.evaluate.own_text import evaluate_text, run_tokenizer, tables
 
     # Reading the text logs the steps of a data stage, which are noise here.
@@ -110,7 +105,7 @@ def evaluate_own(
         print(json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False))
     else:
         for table in tables(found):
-            Console(width=None if sys.stdout.isatty() else 150).print(table)
+            terminal().print(table)
 
 
 @app.command()
@@ -132,7 +127,6 @@ def mix(
     ] = None,
 ) -> None:
     """Mix any experts on a scored text: print the perplexity by method, and the cached prior. Runs no forward pass."""
-    from rich.console import Console
     from rich.table import Table
 
     from demix.evaluate.domain import mix_experts
@@ -151,7 +145,7 @@ def mix(
         bounds = "–" if low is None else f"{low:.2f} to {high:.2f}"
         weight = f"{prior[row['expert']]:.4f}" if row["expert"] in prior else ""
         table.add_row(row["expert"] or row["method"], f"{row['perplexity']:.2f}", bounds, weight)
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    terminal().print(table)
     print(f"{rows[0]['tokens']:,} tokens of {rows[0]['documents']:,} documents; no interval below 20 documents")
 
 
@@ -237,9 +231,7 @@ def generate(
     log_prior, decay = named_prior(prior, model, names)
     log_weights = continued(trunks, encoder, prompt, log_prior, decay, tokens, temperature, top_p, seed)
     if sys.stdout.isatty():
-        from rich.console import Console
-
-        Console().print(posterior_table(names, log_weights))
+        terminal().print(posterior_table(names, log_weights))
 
 
 @app.command()
@@ -263,7 +255,6 @@ Model = Annotated[Path, typer.Argument(help="A model directory, results/<run>/mo
 @experts.command("list")
 def experts_list(model: Model) -> None:
     """Show the experts of a model with their lineage, after checking the bytes of every file."""
-    from rich.console import Console
     from rich.table import Table
 
     from demix.model.checkpoint import describe
@@ -277,7 +268,7 @@ def experts_list(model: Model) -> None:
         numbers = ("?" if n is None else f"{n:,}" for n in (expert.steps, expert.tokens, expert.parameters))
         ok = "yes" if expert.fault is None else expert.fault.cause
         table.add_row(expert.name, expert.parent or "–", *numbers, expert.data or "?", f"{expert.bytes:,}", ok)
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    terminal().print(table)
 
 
 @experts.command("verify")

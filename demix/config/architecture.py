@@ -2,20 +2,24 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from pydantic import Field
+
 from demix.errors import DemixError
+from demix.settings import Integer, Positive, settings, settings_from
 
 
-@dataclass(frozen=True)
+@settings()
 class Architecture:
     """A GPT-3-like decoder: `layers` blocks of `width` units, `heads` attention heads, `context` positions."""
 
-    layers: int
-    width: int
-    heads: int
-    context: int
+    layers: Positive = Field(le=256, description="Number of transformer blocks.")
+    width: Positive = Field(
+        le=65_536, description="Width of the residual stream; the feedforward layer is 4 times as wide."
+    )
+    heads: Positive = Field(le=65_536, description="Number of attention heads; must divide the width.")
+    context: Integer = Field(ge=2, le=131_072, description="Tokens of one block (T), the longest context of the model.")
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -43,15 +47,7 @@ def architecture_from(section: Mapping[str, Any]) -> Architecture:
         if preset not in PRESETS:
             raise DemixError("architecture.preset", f"{preset} is not known", f"use one of {', '.join(PRESETS)}")
         sizes = dataclasses.asdict(PRESETS[preset]) | sizes
-    known = [field.name for field in dataclasses.fields(Architecture)]
-    if unknown := sizes.keys() - set(known):
-        raise DemixError(f"architecture.{min(unknown)}", "is not known", f"use preset, {', '.join(known)}")
-    missing = [name for name in known if name not in sizes]
-    if missing:
-        raise DemixError(
-            f"architecture.{missing[0]}", "is missing", "give layers, width, heads and context, or a preset"
-        )
-    return Architecture(**sizes)
+    return settings_from(Architecture, sizes, "architecture")
 
 
 def parameters(

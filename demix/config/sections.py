@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from demix.config.architecture import PRESETS
+from demix.config.architecture import PRESETS, Architecture
 from demix.config.domains import DomainsSection, TokenizerSection
 from demix.config.systems import KINDS
 from demix.launch.job import Cluster, Site
@@ -284,20 +284,15 @@ class RemovalSection:
     )
 
 
-@settings()
-class Sizes:
-    """The sizes of a model. `demix.config.architecture.architecture_from` fills in the sizes of a preset."""
-
-    preset: Literal[tuple(PRESETS)] = Field(  # type: ignore[valid-type]
-        description="One of the paper's four sizes (125M, 350M, 760M, 1.3B)."
-    )
-    layers: Positive = Field(description="Number of transformer blocks.")
-    width: Positive = Field(description="Width of the residual stream; the feedforward layer is 4 times as wide.")
-    heads: Positive = Field(description="Number of attention heads; must divide the width.")
-    context: Integer = Field(ge=2, description="Tokens of one block (T), the longest context of the model.")
-
-
-ArchitectureSection = partial("ArchitectureSection", Sizes)
+# `demix.config.architecture.architecture_from` fills in the sizes of a preset.
+ArchitectureSection = partial(
+    "ArchitectureSection",
+    Architecture,
+    preset=Annotated[
+        Literal[tuple(PRESETS)],  # type: ignore[valid-type]
+        Field(description="One of the paper's four sizes (125M, 350M, 760M, 1.3B)."),
+    ],
+)
 
 
 @settings()

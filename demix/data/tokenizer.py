@@ -63,7 +63,7 @@ class Tokenizer:
         try:
             vocabulary = content["model"]["vocab"]
             end = vocabulary.pop(END_OF_TEXT)
-            if sorted(vocabulary.values()) != list(range(end)):
+            if len(vocabulary) != end or sorted(vocabulary.values()) != list(range(end)):
                 raise ValueError(f"ids are not 0 to {end} with {END_OF_TEXT} last")
             encoding = tiktoken.Encoding(
                 name=str(path),

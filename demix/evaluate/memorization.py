@@ -151,15 +151,15 @@ def _continued(
 
 def _splits(domain: str, directory: Path, tokens: Path) -> Iterator[tuple[str, TokenShard, np.ndarray, int]]:
     """Each split with which of its blocks count, and their length: of train those that the model was trained on."""
-    description = describe(directory)
+    description = describe(directory, "training")
     length = description["architecture"]["context"]
     for split in ("train", "test"):
         path = tokens / f"{split}.arrow"
         shard = TokenShard.open(path, verify=True)
-        refuse_other_tokenizer(directory, path, shard.tokenizer_sha256)
+        refuse_other_tokenizer(directory, path, shard.tokenizer_sha256, shard.vocab_size)
         seen = np.ones(-(-len(shard) // length), bool)
         if split == "train":
-            drawn = expert_lineage(directory, domain)["tokens"] // length
+            drawn = expert_lineage(directory, domain, "tokens")["tokens"] // length
             trained = seen_blocks(shard, domain, length, description["training"]["seed"], drawn)
             seen = np.append(trained, np.zeros(len(seen) - len(trained), bool))
         yield split, shard, seen, length

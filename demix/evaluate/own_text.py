@@ -15,11 +15,11 @@ from demix.config.sections import DECAY
 from demix.data.anonymize import anonymize_documents
 from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.sources import Source, download
+from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.mix.mixtures import log_weights, mix
 from demix.evaluate.mix.priors import cached_log_prior, updating_log_priors
 from demix.evaluate.mix.rules import Chunk, History
-from demix.files import digest, read_json
 from demix.model.checkpoint import load_experts, refuse_other_tokenizer
 from demix.model.gpt import GPT
 from demix.model.scoring import columns_of, trunk_log_probabilities
@@ -89,7 +89,8 @@ def evaluate_text(model: Path, text: Path, tokenizer: Path, dev: Path | None = N
     for file in (tokenizer, text, *([dev] if dev else [])):
         if not file.is_file():
             raise DemixError(file, "is missing", "correct its name")
-    refuse_other_tokenizer(model, tokenizer, digest(read_json(tokenizer)))
+    encoder = Tokenizer.load(tokenizer)
+    refuse_other_tokenizer(model, tokenizer, encoder.sha256, encoder.vocab_size)
     loaded = load_experts(model)
     names = columns_of(loaded)
     shard, scores, mask = _scored(loaded, text, tokenizer)

@@ -17,7 +17,7 @@ from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.score_tables import row_groups, tokens_sha256, write_scores, write_tokens
 from demix.files import digest, fsync, read_parquet, write_parquet
-from demix.model.checkpoint import describe, expert_lineage, load_experts
+from demix.model.checkpoint import describe, expert_lineage, load_experts, refuse_other_tokenizer
 from demix.model.device import compute_type, own_device, set_threads
 from demix.model.scoring import trunk_log_probabilities
 from demix.progress import progress
@@ -63,8 +63,7 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
     for path in shards:
         domain, split = path.parent.name, path.stem
         shard = TokenShard.open(path, verify=True)
-        if shard.tokenizer_sha256 != description["tokenizer_sha256"]:
-            raise DemixError(path, f"was made with another tokenizer than {directory}", "tokenize or train again")
+        refuse_other_tokenizer(directory, path, shard.tokenizer_sha256, shard.vocab_size)
         limit = scoring.limit(split, length)
         ids = shard.read(0, len(shard) if limit is None else min(limit, len(shard)))
         if not len(ids):

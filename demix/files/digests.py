@@ -2,12 +2,26 @@
 
 import hashlib
 import json
+import os
+import stat
+from io import BufferedReader
 from pathlib import Path
+
+from demix.errors import DemixError
+
+
+def opened(path: str | Path) -> BufferedReader:
+    """Open the bytes of a regular file. Raises DemixError for a folder, and for a pipe or device, which could block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DemixError(path, "is no regular file", "put the file itself there")
+    return open(descriptor, "rb")
 
 
 def sha256_file(path: str | Path) -> str:
-    """The hexadecimal sha256 of a file's bytes."""
-    with open(path, "rb") as stream:
+    """The hexadecimal sha256 of a regular file's bytes."""
+    with opened(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

@@ -15,8 +15,12 @@ from typing import Any
 
 from demix.errors import DemixError
 from demix.files.atomic import REMAKE, write_text
+from demix.files.digests import opened
 
 SEAL = "seal"
+# The largest tokenizer has some 20 MiB. No file of demix has more than ten levels of lists and objects.
+MOST_BYTES = 64 << 20
+MOST_LEVELS = 100
 UNKNOWN = "is damaged, of another version of demix, or not written by it"
 
 
@@ -37,12 +41,13 @@ def write_json(path: str | Path, value: Mapping[str, Any], *, sort_keys: bool = 
     write_text(path, json.dumps(plain | {SEAL: digest(plain)}, indent=2) + "\n")
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
+def read_json(path: str | Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """The object in `path` without its seal.
 
-    Raises DemixError if the file is missing or damaged, or if its seal is missing or wrong.
+    Raises DemixError if the file is missing, damaged, no regular file or larger than `most_bytes`, and if its seal is
+    missing or wrong.
     """
-    value = read_unsealed(path)
+    value = read_unsealed(path, most_bytes)
     seal = value.pop(SEAL, None)
     if seal is None:
         raise DemixError(path, f"{UNKNOWN} (it has no seal)", REMAKE)
@@ -50,9 +55,9 @@ def read_json(path: str | Path) -> dict[str, Any]:
     return value
 
 
-def read_unsealed(path: str | Path) -> dict[str, Any]:
+def read_unsealed(path: str | Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """The object in `path` with its seal unchecked. Raises DemixError if the file holds no JSON object."""
-    (value,) = _objects(path, lines=False)
+    (value,) = _objects(path, lines=False, most_bytes=most_bytes)
     return value
 
 
@@ -81,12 +86,18 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _objects(path: str | Path, *, lines: bool) -> list[dict[str, Any]]:
+def _objects(path: str | Path, *, lines: bool, most_bytes: int = -1) -> list[dict[str, Any]]:
     """The JSON object in a file, or with `lines` the object in each line that is not blank."""
     try:
-        text = Path(path).read_bytes().decode()
+        with opened(path) as stream:
+            content = stream.read(most_bytes)
+            if stream.read(1):
+                raise DemixError(path, f"has more than {most_bytes:,} bytes", REMAKE)
+        text = content.decode()
         parts = [line for line in text.split("\n") if line.strip()] if lines else [text]
         values = [json.loads(part, object_pairs_hook=_distinct) for part in parts]
+        if _is_deep(values):
+            raise ValueError(f"it has more than {MOST_LEVELS} levels")
     except FileNotFoundError:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
     except (ValueError, RecursionError) as error:
@@ -94,6 +105,16 @@ def _objects(path: str | Path, *, lines: bool) -> list[dict[str, Any]]:
     if not all(isinstance(value, dict) for value in values):
         raise DemixError(path, f"is damaged ({'a line' if lines else 'it'} is no JSON object)", REMAKE)
     return values
+
+
+def _is_deep(values: list[Any]) -> bool:
+    """Whether `values` has so many levels that recursive functions could fail on it."""
+    levels = 0
+    while values and levels <= MOST_LEVELS:
+        containers = [value for value in values if isinstance(value, dict | list)]
+        values = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
+        levels += 1
+    return levels > MOST_LEVELS
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,18 +10,26 @@ import dataclasses
 import hashlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
 from demix.config.architecture import Architecture
 from demix.errors import DemixError
-from demix.files import read_json, replacing, sha256_file, write_json
+from demix.files import opened, replacing, sha256_file, write_json
+from demix.model.description import NO_NAME, is_expert_name, read_description, read_lineage
 from demix.model.gpt import GPT
+
+# Training moves a weight by at most about the learning rate at each step, so no training reaches this.
+LARGEST_WEIGHT = 1e6
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+Shapes = dict[str, tuple[int, ...]]
 
 
 def save_shared(model: GPT, directory: Path, description: dict[str, Any]) -> None:
@@ -55,35 +63,31 @@ def save_expert(
     files go below `output`, by default `directory`.
     """
     name = name or expert
-    path = (output or directory) / "experts" / f"{name}.safetensors"
+    description, path = expert_files(output or directory, name)
     _, experts = model.parted({key: tensor.detach() for key, tensor in model.expert_tensors().items()})
     _save(experts[expert], path)
     belongs = {"name": name, "sha256": sha256_file(path), "shared_sha256": describe(directory)["shared_sha256"]}
-    write_json(path.with_suffix(".json"), lineage | belongs)
+    write_json(description, lineage | belongs)
 
 
-def describe(directory: Path) -> dict[str, Any]:
-    """The `model.json` of a model directory. Raises DemixError if the file is missing or does not describe a model."""
-    path = Path(directory) / "model.json"
-    description = read_json(path)
-    needed = ("architecture", "vocab_size", "domain_tokens", "shared_sha256")
-    if not isinstance(description, dict) or any(key not in description for key in needed):
-        raise DemixError(path, "does not describe a model", "train the model again")
-    return description
+def describe(directory: Path, *needed: str) -> dict[str, Any]:
+    """The `model.json` of a model directory, with the keys `needed`.
+
+    Raises DemixError if the file is missing or does not describe a model.
+    """
+    return read_description(Path(directory) / "model.json", *needed)
 
 
-def expert_lineage(directory: Path, expert: str) -> dict[str, Any]:
-    """The description of an expert of the model in `directory`.
+def expert_lineage(directory: Path, expert: str, *needed: str) -> dict[str, Any]:
+    """The description of an expert of the model in `directory`, with the keys `needed`.
 
     Raises DemixError if the expert is missing, and if its shared weights or its tokenizer are not those of the model.
     """
-    path = Path(directory) / "experts" / f"{expert}.json"
-    if not path.is_file():
+    path, _ = expert_files(directory, expert)
+    if not path.exists():
         there = ", ".join(expert_names(directory)) or "none"
         raise DemixError(path, "is missing", f"choose one of the experts of this model: {there}")
-    lineage = read_json(path)
-    if not isinstance(lineage, dict) or not {"sha256", "shared_sha256"} <= lineage.keys():
-        raise DemixError(path, "does not describe an expert", "train or adapt it again")
+    lineage = read_lineage(path, *needed)
     description = describe(directory)
     if lineage["shared_sha256"] != description["shared_sha256"]:
         raise DemixError(path, "belongs to other shared weights than the model's", "train or adapt it again")
@@ -91,15 +95,28 @@ def expert_lineage(directory: Path, expert: str) -> dict[str, Any]:
     return lineage
 
 
-def refuse_other_tokenizer(directory: Path, subject: Path, sha256: str | None) -> None:
-    """Raise DemixError unless `sha256`, the tokenizer of `subject`, is that of the model in `directory`."""
-    own = describe(directory).get("tokenizer_sha256")
+def refuse_other_tokenizer(directory: Path, subject: Path, sha256: str | None, vocab_size: int | None = None) -> None:
+    """Raise DemixError unless `sha256`, the tokenizer of `subject`, is that of the model in `directory`.
+
+    The `vocab_size` of the tokenizer, where `subject` gives it, must be that of the model too.
+    """
+    description = describe(directory)
+    own = description.get("tokenizer_sha256")
+    cure = "use the tokenizer that the model was trained with, or train the model again"
     if sha256 != own:
-        raise DemixError(
-            subject,
-            f"is of another tokenizer ({str(sha256)[:12]}) than the model {directory} ({str(own)[:12]})",
-            "use the tokenizer that the model was trained with, or train the model again",
-        )
+        cause = f"is of another tokenizer ({str(sha256)[:12]}) than the model {directory} ({str(own)[:12]})"
+        raise DemixError(subject, cause, cure)
+    if vocab_size not in (None, description["vocab_size"]):
+        cause = f"has {vocab_size:,} ids, and the model {directory} has {description['vocab_size']:,}"
+        raise DemixError(subject, cause, cure)
+
+
+def expert_files(directory: Path, name: str) -> tuple[Path, Path]:
+    """The paths of an expert's description and weights. Raises DemixError for a name that is no expert's name."""
+    path = Path(directory) / "experts" / f"{name}.json"
+    if not is_expert_name(name):
+        raise DemixError(path, *NO_NAME)
+    return path, path.with_suffix(".safetensors")
 
 
 def expert_names(directory: Path) -> tuple[str, ...]:
@@ -139,20 +156,21 @@ def load_experts(directory: str | Path, experts: tuple[str, ...] | None = None) 
 def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) -> GPT:
     """The model in `directory` with `experts` stacked in that order (by default all experts of the directory).
 
-    The sha256 of every file is checked before the file is used. Raises DemixError, which names the file.
+    The sizes in every file's header and its sha256 are checked before the file is used, and the values of its tensors
+    after. Raises DemixError, which names the file.
     """
     directory = Path(directory)
     description = describe(directory)
     experts = expert_names(directory) if experts is None else tuple(experts)
     if not experts:
         raise DemixError(directory / "experts", "holds no expert", "train the model first")
+    lineages = {expert: expert_lineage(directory, expert) for expert in experts}
     model = blueprint(directory, experts)
-    shared = load_verified(directory / "shared.safetensors", description["shared_sha256"])
+    of_shared, of_expert = shapes_of(model)
+    shared = _load_weights(directory / "shared.safetensors", description["shared_sha256"], of_shared)
     own = {
-        expert: load_verified(
-            directory / "experts" / f"{expert}.safetensors", expert_lineage(directory, expert)["sha256"]
-        )
-        for expert in experts
+        expert: _load_weights(expert_files(directory, expert)[1], lineage["sha256"], of_expert)
+        for expert, lineage in lineages.items()
     }
     try:
         model.load_state_dict(model.stacked(shared, own), assign=True)
@@ -161,15 +179,81 @@ def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) ->
     return model
 
 
+def shapes_of(model: GPT) -> tuple[Shapes, Shapes]:
+    """The shapes of the tensors that the experts of `model` share, and of those that each expert owns."""
+    shared, experts = model.parted(dict(model.named_parameters()))
+    own = next(iter(experts.values()))
+    return tuple({name: tuple(tensor.shape) for name, tensor in part.items()} for part in (shared, own))  # type: ignore[return-value]
+
+
+def tensor_shapes(path: Path) -> Shapes:
+    """The shapes of the tensors in a safetensors file by name, read from the header alone."""
+    try:
+        # safetensors maps the file, and a mapping of a pipe would wait for a writer.
+        opened(path).close()
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            types = {name: part.get_dtype() for name, part in slices.items()}
+            if wrong := [name for name, dtype in types.items() if dtype not in FLOATS]:
+                raise DemixError(path, f"holds {wrong[0]} of type {types[wrong[0]]}", f"use {', '.join(FLOATS)}")
+            return {name: tuple(part.get_shape()) for name, part in slices.items()}
+    except FileNotFoundError:
+        raise DemixError(path, "is missing", "run the stage that makes it") from None
+    except SafetensorError as error:
+        cure = "delete it and rerun the stage that makes it"
+        raise DemixError(path, f"is not a safetensors file ({error})", cure) from None
+
+
+def check_shapes(path: Path, wanted: Shapes) -> None:
+    """Raise DemixError unless the header of a safetensors file has exactly the tensors `wanted`."""
+    found = tensor_shapes(path)
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            cause = f"holds {name} as {found.get(name)}, of which the architecture makes {wanted.get(name)}"
+            raise DemixError(path, cause, "delete it and rerun the stage that makes it")
+
+
+def check_values(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise DemixError if one of the named `tensors` of the file `path` holds NaN or a number beyond LARGEST_WEIGHT."""
+    for name, tensor in tensors:
+        low, high = (float(bound) for bound in tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
+        # A comparison with NaN is false.
+        if not -LARGEST_WEIGHT <= low <= high <= LARGEST_WEIGHT:
+            cause = f"holds numbers from {low:g} to {high:g} in {name}, which no training makes"
+            raise DemixError(path, cause, "train it again, or get it again")
+
+
+def check_weights(path: Path, sha256: str, shapes: Shapes) -> None:
+    """Raise DemixError unless a safetensors file has the sha256, these shapes and usable values.
+
+    One tensor is in memory at a time.
+    """
+    check_sha256(path, sha256)
+    check_shapes(path, shapes)
+    with safe_open(path, "pt") as file:
+        check_values(path, ((name, file.get_tensor(name)) for name in shapes))
+
+
+def _load_weights(path: Path, sha256: str, shapes: Shapes) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, checked as by `check_weights`."""
+    check_shapes(path, shapes)
+    tensors = load_verified(path, sha256)
+    check_values(path, tensors.items())
+    return tensors
+
+
 def load_verified(path: Path, sha256: str) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file whose bytes have the given sha256. The file is read once.
 
     Raises DemixError if the file is missing, has another sha256 or is no safetensors file.
     """
     try:
-        content = path.read_bytes()
+        with opened(path) as stream:
+            content = stream.read()
     except FileNotFoundError:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
+    except MemoryError:
+        raise DemixError(path, "does not fit into memory", "use a machine with more of it") from None
     if hashlib.sha256(content).hexdigest() != sha256:
         raise DemixError(path, "differs from its recorded sha256", "delete it and rerun the stage that makes it")
     try:
@@ -182,9 +266,11 @@ def load_verified(path: Path, sha256: str) -> dict[str, torch.Tensor]:
 
 def check_sha256(path: Path, sha256: str) -> None:
     """Raise DemixError unless the file `path` has the given sha256. The file is never in memory as a whole."""
-    if not path.is_file():
-        raise DemixError(path, "is missing", "run the stage that makes it")
-    if sha256_file(path) != sha256:
+    try:
+        found = sha256_file(path)
+    except FileNotFoundError:
+        raise DemixError(path, "is missing", "run the stage that makes it") from None
+    if found != sha256:
         raise DemixError(path, "differs from its recorded sha256", "delete it and rerun the stage that makes it")
 
 

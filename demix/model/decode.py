@@ -137,6 +137,8 @@ class Decoder:
             logits = trunk.logits(states[-1][:, :, -1])
             predicted.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
         self._predicted = torch.cat(predicted)
+        if bool(self._predicted.isnan().any()):
+            raise DemixError("model", "gives tokens no probability", "train it again, or leave its experts out")
         return states
 
 
@@ -230,7 +232,7 @@ def open_model(
     if not path.is_file():
         raise DemixError(path, "is missing", "name the run's tokenizer.json with --tokenizer")
     encoder = Tokenizer.load(path)
-    refuse_other_tokenizer(directory, path, encoder.sha256)
+    refuse_other_tokenizer(directory, path, encoder.sha256, encoder.vocab_size)
     trunks = load_experts(directory, None if experts is None else tuple(experts))
     refuse_domain_tokens(trunks)
     return [trunk.requires_grad_(False) for trunk in trunks], encoder

@@ -1,23 +1,34 @@
 """The experts of a model directory: listing them, finding faults, adding and removing one."""
 
 import math
-import re
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from demix.errors import DemixError
-from demix.files import read_json, replacing, sha256_file, write_json
-from demix.model.checkpoint import blueprint, check_sha256, describe, expert_lineage, expert_names
+from demix.files import exclusive, replacing, write_json
+from demix.model.checkpoint import (
+    Shapes,
+    blueprint,
+    check_sha256,
+    check_shapes,
+    check_weights,
+    describe,
+    expert_files,
+    expert_lineage,
+    expert_names,
+    shapes_of,
+    tensor_shapes,
+)
+from demix.model.description import NO_NAME, is_expert_name, read_lineage
 
-NAME = re.compile(r"[a-z0-9_]+")
 # `tokens` is a file beside the columns of a score table, `dense` the one expert of a dense model.
 RESERVED = ("tokens", "dense")
-
-Shapes = dict[str, tuple[int, ...]]
+LOCK = ".lock"
+# Copying an expert takes seconds.
+LOCK_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,12 +55,12 @@ def read_experts(directory: Path) -> list[Expert]:
 
 
 def _read_expert(directory: Path, name: str) -> Expert:
-    description, weights = _files(directory, name)
+    files = [directory / "experts" / f"{name}{suffix}" for suffix in (".json", ".safetensors")]
+    description, weights = files
     try:
-        lineage = read_json(description)
+        lineage = read_lineage(description)
     except DemixError:
-        lineage = None
-    lineage = lineage if isinstance(lineage, dict) else {}
+        lineage = {}
     try:
         parameters = sum(math.prod(shape) for shape in tensor_shapes(weights).values())
     except DemixError:
@@ -65,7 +76,7 @@ def _read_expert(directory: Path, name: str) -> Expert:
         lineage.get("tokens"),
         parameters,
         f"{len(data)} domains" if len(data) > 1 else data[0][:12] if data else None,
-        sum(path.stat().st_size for path in (description, weights) if path.exists()),
+        sum(path.stat().st_size for path in files if path.exists()),
         expert_fault(directory, name),
     )
 
@@ -73,18 +84,17 @@ def _read_expert(directory: Path, name: str) -> Expert:
 def find_faults(directory: Path) -> list[DemixError]:
     """All faults of a model directory, at most one per file. Every byte is read."""
     try:
-        description, model = describe(directory), blueprint(directory, ("any",))
+        description, (shapes, _) = describe(directory), _shapes(directory)
     except DemixError as error:
         return [error]
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.shared_tensors().items()}
     shared = directory / "shared.safetensors"
-    faults = [_raised(lambda: _check_file(shared, description["shared_sha256"], shapes))]
+    faults = [_raised(lambda: check_weights(shared, description["shared_sha256"], shapes))]
     names = expert_names(directory)
     if not names:
         faults.append(DemixError(directory / "experts", "holds no expert", "add one, or train the model"))
     faults += [expert_fault(directory, name) for name in names]
-    known = {directory / "model.json", shared, directory / "experts"}
-    known |= {path for name in names for path in _files(directory, name)}
+    known = {directory / "model.json", shared, directory / "experts", directory / LOCK}
+    known |= {directory / "experts" / f"{name}{suffix}" for name in names for suffix in (".json", ".safetensors")}
     faults += [
         _stray(path) for path in sorted([*directory.glob("*"), *directory.glob("experts/*")]) if path not in known
     ]
@@ -103,10 +113,9 @@ def expert_fault(directory: Path, name: str) -> DemixError | None:
     """The first fault of an expert of the model in `directory` (lineage, bytes, shapes, name), or None."""
 
     def check() -> None:
-        description, weights = _files(directory, name)
+        description, weights = expert_files(directory, name)
         lineage = expert_lineage(directory, name)
-        _check_file(weights, lineage["sha256"], _expert_shapes(directory))
-        _check_name(description, name)
+        check_weights(weights, lineage["sha256"], _shapes(directory)[1])
         if lineage.get("name") != name:
             raise DemixError(description, f"describes the expert {lineage.get('name')}", "give it its name back")
 
@@ -118,16 +127,15 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
 
     Raises DemixError if the two models differ in their trunk (shared weights, architecture, tokenizer), if the file is
     damaged, and if the name is taken, reserved or invalid. The description is written last, so that an interrupted copy
-    leaves no expert.
+    leaves no expert. One process at a time changes the experts of a model.
     """
     if source.suffix != ".safetensors" or source.parent.name != "experts":
         raise DemixError(source, "is no expert of a model", "give OTHER_MODEL/experts/NAME.safetensors")
     other, name = source.parent.parent, name or source.stem
-    _check_name(f"--name {name}", name)
+    if not is_expert_name(name):
+        raise DemixError(f"--name {name}", *NO_NAME)
     if name in RESERVED:
         raise DemixError(f"--name {name}", "is reserved", "give another --name")
-    if name in expert_names(directory):
-        raise DemixError(f"--name {name}", f"is an expert of {directory} already", "give another --name, or remove it")
     lineage, ours, theirs = expert_lineage(other, source.stem), describe(directory), describe(other)
     parts = {
         "architecture": "architecture",
@@ -140,16 +148,19 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
         if ours.get(key) != theirs.get(key):
             cause = f"belongs to a model of other {part} than {directory}"
             raise DemixError(source, cause, "an expert fits the model that it was trained or adapted with")
-    description, weights = _files(directory, name)
-    with replacing(weights) as temporary:
-        try:
+    _, shapes = _shapes(directory)
+    check_shapes(source, shapes)
+    check_weights(source, lineage["sha256"], shapes)
+    description, weights = expert_files(directory, name)
+    with _locked(directory):
+        if description.exists():
+            cause = f"is an expert of {directory} already"
+            raise DemixError(f"--name {name}", cause, "give another --name, or remove it")
+        with replacing(weights) as temporary:
             shutil.copyfile(source, temporary)
-        except FileNotFoundError:
-            raise DemixError(source, "is missing", "name an expert that is there") from None
-        if sha256_file(temporary) != lineage["sha256"]:
-            raise DemixError(source, "differs from its recorded sha256", "get the file again")
-        _check_shapes(source, tensor_shapes(temporary), _expert_shapes(directory))
-    write_json(description, lineage | {"name": name})
+            # The file may have changed since the checks above.
+            check_sha256(temporary, lineage["sha256"])
+        write_json(description, lineage | {"name": name})
     return name
 
 
@@ -160,54 +171,23 @@ def remove_expert(directory: Path, name: str) -> None:
     first, so that a listed expert never lacks its weights.
     """
     describe(directory)
-    description, weights = _files(directory, name)
-    names = expert_names(directory)
-    if name not in names and not weights.exists():
-        raise DemixError(description, "is missing", f"choose among {', '.join(names) or 'none'}")
-    if names == (name,):
-        raise DemixError(description, "is the last expert of its model", "delete the model's folder instead")
-    description.unlink(missing_ok=True)
-    weights.unlink(missing_ok=True)
+    description, weights = expert_files(directory, name)
+    with _locked(directory):
+        names = expert_names(directory)
+        if name not in names and not weights.exists():
+            raise DemixError(description, "is missing", f"choose among {', '.join(names) or 'none'}")
+        if names == (name,):
+            raise DemixError(description, "is the last expert of its model", "delete the model's folder instead")
+        description.unlink(missing_ok=True)
+        weights.unlink(missing_ok=True)
 
 
-def tensor_shapes(path: Path) -> Shapes:
-    """The shapes of the tensors in a safetensors file by name, read from the header alone."""
-    try:
-        with safe_open(path, "pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise DemixError(path, "is missing", "run the stage that makes it") from None
-    except SafetensorError as error:
-        cure = "delete it and rerun the stage that makes it"
-        raise DemixError(path, f"is not a safetensors file ({error})", cure) from None
+def _locked(directory: Path) -> AbstractContextManager[None]:
+    return exclusive(directory / LOCK, "changes the experts of this model", LOCK_SECONDS)
 
 
-def _files(directory: Path, name: str) -> tuple[Path, Path]:
-    """The paths of an expert's description and weights."""
-    return directory / "experts" / f"{name}.json", directory / "experts" / f"{name}.safetensors"
-
-
-def _expert_shapes(directory: Path) -> Shapes:
-    model = blueprint(directory, ("any",))
-    _, experts = model.parted(dict(model.named_parameters()))
-    return {name: tuple(tensor.shape) for name, tensor in experts["any"].items()}
-
-
-def _check_file(path: Path, sha256: str, shapes: Shapes) -> None:
-    check_sha256(path, sha256)
-    _check_shapes(path, tensor_shapes(path), shapes)
-
-
-def _check_shapes(path: Path, found: Shapes, wanted: Shapes) -> None:
-    for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name):
-            cause = f"holds {name} as {found.get(name)}, of which the architecture makes {wanted.get(name)}"
-            raise DemixError(path, cause, "delete it and rerun the stage that makes it")
-
-
-def _check_name(subject: str | Path, name: str) -> None:
-    if not NAME.fullmatch(name):
-        raise DemixError(subject, "is no usable name of an expert", "use lower-case letters, digits and _")
+def _shapes(directory: Path) -> tuple[Shapes, Shapes]:
+    return shapes_of(blueprint(directory, ("any",)))
 
 
 def _raised(check: Callable[[], None]) -> DemixError | None:

@@ -23,11 +23,11 @@ def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path, card:
     """
     output = output.resolve()
     refuse_used(output)
-    description = describe(directory)
+    description = describe(directory, "kind", "tokens", "steps")
     if description["domain_tokens"]:
         raise DemixError(directory, "is a domain-token model, which GPT-2's format cannot hold", "export another model")
     encoder = Tokenizer.load(tokenizer)
-    refuse_other_tokenizer(directory, tokenizer, encoder.sha256)
+    refuse_other_tokenizer(directory, tokenizer, encoder.sha256, encoder.vocab_size)
     model = load_model(directory, (expert,))
     sizes = model.architecture
     tensors: dict[str, Tensor] = {

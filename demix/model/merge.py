@@ -10,7 +10,15 @@ from safetensors import safe_open
 
 from demix.errors import DemixError
 from demix.files import read_parquet, refuse_used, replacing, sha256_file, write_json
-from demix.model.checkpoint import check_sha256, describe, expert_lineage, save_tensors
+from demix.model.checkpoint import (
+    blueprint,
+    check_weights,
+    describe,
+    expert_files,
+    expert_lineage,
+    save_tensors,
+    shapes_of,
+)
 
 
 def merge_experts(directory: Path, weights: dict[str, float], output: Path) -> None:
@@ -25,10 +33,11 @@ def merge_experts(directory: Path, weights: dict[str, float], output: Path) -> N
     description = describe(directory)
     # Zero times an infinite parameter would be NaN, so an expert with weight zero is left out.
     parents = {name: expert_lineage(directory, name) for name, weight in weights.items() if weight}
-    files = {name: directory / "experts" / f"{name}.safetensors" for name in parents}
+    files = {name: expert_files(directory, name)[1] for name in parents}
+    of_shared, of_expert = shapes_of(blueprint(directory, ("any",)))
     for name, path in files.items():
-        check_sha256(path, parents[name]["sha256"])
-    check_sha256(directory / "shared.safetensors", description["shared_sha256"])
+        check_weights(path, parents[name]["sha256"], of_expert)
+    check_weights(directory / "shared.safetensors", description["shared_sha256"], of_shared)
 
     def weighted(name: str, key: str) -> torch.Tensor:
         with safe_open(files[name], "pt") as file:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from demix.errors import DemixError
 from demix.model.gpt import GPT
 
 # Tokens x experts in one forward pass: enough to keep a core busy, little enough to stay in memory.
@@ -26,9 +27,16 @@ def trunk_log_probabilities(
 ) -> np.ndarray:
     """`log_probabilities` of all trunks of a model: [E, tokens] in the order of `columns_of`.
 
-    `advance` is called with the number of tokens that were scored since its last call.
+    `advance` is called with the number of tokens that were scored since its last call. Raises DemixError for an expert
+    whose log-probabilities are not all finite.
     """
-    return np.concatenate([log_probabilities(trunk, inputs, targets, mask, dtype, advance) for trunk in trunks])
+    scores = np.concatenate([log_probabilities(trunk, inputs, targets, mask, dtype, advance) for trunk in trunks])
+    for name, row in zip(columns_of(trunks), scores, strict=True):
+        if not np.isfinite(row).all():
+            raise DemixError(
+                f"expert {name}", "gives tokens no finite log-probability", "train it again, or leave it out"
+            )
+    return scores
 
 
 @torch.no_grad()

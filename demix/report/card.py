@@ -14,6 +14,7 @@ from demix.config.sections import Execution
 from demix.config.systems import KINDS, left_out, planned
 from demix.errors import DemixError
 from demix.files import read_json
+from demix.model.description import read_description, read_lineage
 from demix.report.read import novel_domains, read_results, training_domains
 from demix.settings import names_of
 
@@ -37,8 +38,10 @@ def model_card(run: Path, model: str) -> str:
     directory = run / "models" / model
     if not (directory / "model.json").is_file():
         raise DemixError(directory, "is not a model of the run", f"name one of {run / 'models'}")
-    config, description = read_run_config(run), read_json(directory / "model.json")
-    experts = [read_json(path) | {"name": path.stem} for path in (directory / "experts").glob("*.json")]
+    config = read_run_config(run)
+    needed = ("kind", "tokens", "steps", "shared_parameters", "expert_parameters")
+    description = read_description(directory / "model.json", *needed)
+    experts = [read_lineage(path) | {"name": path.stem} for path in (directory / "experts").glob("*.json")]
     # The config's order; experts that the config does not name come last.
     order = [*training_domains(config), *novel_domains(config)]
     experts.sort(key=lambda one: (order.index(one["name"]) if one["name"] in order else len(order), one["name"]))
@@ -92,7 +95,7 @@ def _data(
         read |= source.get("data_sha256") or {}
     if parent := description.get("parent"):
         yield f"It went on from the model {_text(parent)}, whose data is among this."
-        read |= read_json(run / "models" / parent / "model.json").get("data_sha256") or {}
+        read |= read_description(run / "models" / parent / "model.json").get("data_sha256") or {}
     learned = [name for name in domains if name in read]
     cards = {name: read_json(run / "corpus" / name / "card.json") for name in learned}
     hidden = {name for name in learned if domains[name].get("anonymize", True)}
@@ -126,9 +129,9 @@ def _training(description: dict[str, Any], experts: list[dict[str, Any]]) -> Ite
     adapted = [expert for expert in experts if "adaptation" in expert]
     if parent := description.get("parent"):
         yield f"{_text(parent)} was trained with:"
-        yield _table(("setting", "value"), _settings(description["training"]))
+        yield _table(("setting", "value"), _settings(description.get("training") or {}))
         yield f"and then adapted, with all its parameters, on {done}:"
-        yield _table(("setting", "value"), _settings(description["adaptation"]))
+        yield _table(("setting", "value"), _settings(description.get("adaptation") or {}))
         return
     yield f"{done}:"
     yield _table(("setting", "value"), _settings(description.get("training") or {}))

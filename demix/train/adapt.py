@@ -142,9 +142,9 @@ def _adapt(
     """
     places = place_experts([domain := shards[0].parent.name], adaptation.sequences, world.size)
     world = world.placed(places)
-    description, length = describe(directory), model.architecture.context
+    description, length = describe(directory, "training"), model.architecture.context
     train_shard = TokenShard.open(shards[0])
-    refuse_other_tokenizer(directory, shards[0], train_shard.tokenizer_sha256)
+    refuse_other_tokenizer(directory, shards[0], train_shard.tokenizer_sha256, train_shard.vocab_size)
     train_data, dev_data = (read_json(path.with_suffix(".json"))["sha256"] for path in shards)
     origin = origin | {"adaptation": dataclasses.asdict(adaptation)}
     identity = {"adaptation": fingerprinted(adaptation), "shared": description["shared_sha256"]}

@@ -60,7 +60,9 @@ def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
             if name == "demix":
                 change(model)
             own = {"tokenizer_sha256": encoder.sha256}
-            save_shared(model, folder / name, own | {"kind": "demix", "training": {"seed": SEED}})
+            save_shared(
+                model, folder / name, own | {"kind": "demix", "training": {"seed": SEED, "learning_rate": 1e-3}}
+            )
             for expert in experts:
                 save_expert(model, expert, folder / name, own | {"parent": None, "tokens": trained})
         rows = [

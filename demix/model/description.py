@@ -1,0 +1,120 @@
+"""What the descriptions in a model directory may hold: `model.json`, and `experts/<name>.json` of each expert.
+
+A model directory may come from anybody. Names end in paths, tables and cards, and sizes in allocations, so each value
+has a form and a bound. A description may hold more keys than those declared here.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from demix.config.architecture import Architecture
+from demix.errors import DemixError
+from demix.files import read_json
+from demix.settings import Integer, Items, Number, Text, settings, settings_from
+
+# A description has a few lines for each domain.
+MOST_BYTES = 4 << 20
+
+NO_NAME = ("is no usable name of an expert", "use lower-case letters, digits and _, at most 200")
+
+
+def _expert_name(name: str) -> str:
+    if not is_expert_name(name):
+        raise ValueError(*NO_NAME)
+    return name
+
+
+def is_expert_name(name: str) -> bool:
+    """Whether `name` can name an expert, its files, and its row in tables."""
+    return re.fullmatch("[a-z0-9_]{1,200}", name) is not None
+
+
+ExpertName = Annotated[Text, AfterValidator(_expert_name)]
+ModelName = Annotated[Text, Field(pattern="^[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}$")]
+Digest = Annotated[Text, Field(pattern="^[0-9a-z]{1,64}$")]
+Count = Annotated[Integer, Field(ge=0, le=10**18)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Settings = dict[Text, Any]
+
+
+@settings(kw_only=True, open=True)
+class Trained:
+    """The settings of a training that later stages need."""
+
+    learning_rate: Annotated[Number, Field(gt=0, le=1e6)]
+    seed: Count
+
+
+@settings(kw_only=True, open=True)
+class Learned:
+    """The part that the description of a model and that of an expert have in common."""
+
+    shared_sha256: Digest
+    tokenizer_sha256: Digest | None = None
+    parent: ModelName | None = None
+    parent_sha256: Digest | None = None
+    steps: Count = 0
+    tokens: Count = 0
+    data_sha256: dict[ExpertName, Digest] = Field(default_factory=dict)
+    adaptation: Settings = Field(default_factory=dict)
+
+
+@settings(kw_only=True, open=True)
+class ModelDescription(Learned):
+    """The content of `model.json`."""
+
+    architecture: Architecture
+    vocab_size: Annotated[Integer, Field(ge=1, le=1 << 24)]
+    domain_tokens: Annotated[Items[ExpertName], Field(max_length=10_000)]
+    expert_scope: Literal["feedforward", "model"] = "feedforward"
+    kind: ModelName = "dense"
+    shared_parameters: Count = 0
+    expert_parameters: Count = 0
+    training: Trained | None = None
+
+
+@settings(kw_only=True, open=True)
+class Origin:
+    """The part of one parent in a merged expert."""
+
+    weight: Share
+    sha256: Digest
+
+
+@settings(kw_only=True, open=True)
+class Lineage(Learned):
+    """The description of an expert."""
+
+    sha256: Digest
+    name: ExpertName = "dense"
+    parents: dict[ExpertName, Origin] = Field(default_factory=dict)
+    parent_prior: Share = 0.0
+
+
+def read_description(path: Path, *needed: str) -> dict[str, Any]:
+    """The content of `model.json`, in which the keys `needed` must be, as well as those without a default.
+
+    Raises DemixError if the file is missing, damaged or describes no model.
+    """
+    return _read(path, ModelDescription, needed, "a model", "train the model again, or get it again")
+
+
+def read_lineage(path: Path, *needed: str) -> dict[str, Any]:
+    """The content of `experts/<name>.json`, as `read_description` reads that of `model.json`."""
+    return _read(path, Lineage, needed, "an expert", "train or adapt it again, or get it again")
+
+
+def _read(path: Path, form: type, needed: tuple[str, ...], what: str, cure: str) -> dict[str, Any]:
+    content = read_json(path, MOST_BYTES)
+    try:
+        settings_from(form, content, "")
+        for key in needed:
+            if content.get(key) is None:
+                raise DemixError(key, "is missing", "this command needs it")
+    except DemixError as error:
+        fault = f"{error.subject.strip('.')} {error.cause}, {error.cure}"
+        raise DemixError(path, f"does not describe {what} ({fault})", cure) from None
+    return content
