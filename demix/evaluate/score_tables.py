@@ -108,11 +108,16 @@ def _holds(path: Path, schema: pa.Schema, count: int, rows: Callable[[int, int],
         return False
 
 
-def write_scores(path: Path, pieces: Iterable[np.ndarray], metadata: dict[str, str]) -> None:
-    """Write the column of one expert: float32 log p of each token, in nats. Each piece becomes a row group."""
+def write_scores(
+    path: Path, pieces: Iterable[np.ndarray], metadata: dict[str, str], at: Path | None = None
+) -> None:
+    """Write the column of one expert: float32 log p of each token, in nats. Each piece becomes a row group.
+
+    `at` is the path to which the file is going to be renamed.
+    """
     schema = pa.schema({"log_probability": pa.float32()}, metadata)
     batches = (pa.record_batch([pa.array(piece.astype(np.float32))], schema=schema) for piece in pieces)
-    write_batches(path, schema, batches, use_dictionary=False, column_encoding="BYTE_STREAM_SPLIT")
+    write_batches(path, schema, batches, at=at, use_dictionary=False, column_encoding="BYTE_STREAM_SPLIT")
 
 
 def read_scores(directory: Path, experts: Sequence[str]) -> ScoreTable:
