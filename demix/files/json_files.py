@@ -2,14 +2,17 @@
 
 The last key of an object is `seal`: the sha256 of the canonical JSON of all other keys. JSON lines end in a line
 `{"rows": n, "seal": …}`, whose seal is that of the list of all rows. A file of a run also has the key `place` (see
-`demix.files.places`) beside the seal: in JSON lines, `{"place": …}` is sealed as if it were a last row. Canonical JSON
-has sorted keys, no white space and escapes for all characters that are not ASCII. Its numbers are written as by Python's `repr`, NaN and infinities as
-`NaN` and `Infinity`. White space, line ends, the order of keys and the spelling of a string or number (`1e-5`,
-`0.00001`) may therefore change. An integer and a float are different values: `1` in place of `1.0` is refused.
+`demix.files.places`) beside the seal: in JSON lines, `{"place": …}` is sealed as if it were a last row.
+
+Canonical JSON has sorted keys, no white space and escapes for all characters that are not ASCII. Its numbers are
+written as by Python's `repr`, NaN and infinities as `NaN` and `Infinity`. White space, line ends, the order of keys and
+the spelling of a string or number (`1e-5`, `0.00001`) may therefore change. An integer and a float are different
+values: `1` in place of `1.0` is refused.
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,15 @@ UNKNOWN = "is damaged, of another version of demix, or not written by it"
 def digest(value: Any) -> str:
     """The hexadecimal sha256 of the canonical JSON of a value that `json.loads` could return."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def without_nan(value: Any) -> Any:
+    """`value` with None in place of NaN and infinities, which are no JSON."""
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(

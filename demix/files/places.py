@@ -42,9 +42,9 @@ def refuse_misplaced(path: str | Path, said: str | None) -> None:
     place = place_of(path)
     if said is None or place is None or said == place:
         return
-    top, name, *_ = parts = PurePath(place).parts + ("",)
-    run = Path(os.path.abspath(path)).parents[len(parts) - 2]
-    if top == "models" and not (run / "metrics" / f"{name}.jsonl").exists():
+    parts = place.split("/")
+    run = Path(os.path.abspath(path)).parents[len(parts) - 1]
+    if parts[0] == "models" and not (run / "metrics" / f"{parts[1]}.jsonl").exists():
         return
     cure = f"put the file back that belongs there, or {REMAKE}"
     raise MisplacedError(path, f"is another file of the run: it was written as {said}", cure)

@@ -23,6 +23,9 @@ from demix.errors import DemixError
 from demix.files import read_json, replacing, sha256_file, write_json
 from demix.model.gpt import GPT
 
+# Far above any weight that a training leaves, and far below what overflows in a product of two.
+LARGEST = 1e6
+
 
 def save_shared(model: GPT, directory: Path, description: dict[str, Any]) -> None:
     """Write `model.json` (architecture, `description`) and `shared.safetensors` below `directory`."""
@@ -84,6 +87,8 @@ def expert_lineage(directory: Path, expert: str) -> dict[str, Any]:
     lineage = read_json(path)
     if not isinstance(lineage, dict) or not {"sha256", "shared_sha256"} <= lineage.keys():
         raise DemixError(path, "does not describe an expert", "train or adapt it again")
+    if lineage.get("name", expert) != expert:
+        raise DemixError(path, f"describes the expert {lineage['name']}", "give it its name back")
     description = describe(directory)
     if lineage["shared_sha256"] != description["shared_sha256"]:
         raise DemixError(path, "belongs to other shared weights than the model's", "train or adapt it again")
@@ -139,7 +144,7 @@ def load_experts(directory: str | Path, experts: tuple[str, ...] | None = None) 
 def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) -> GPT:
     """The model in `directory` with `experts` stacked in that order (by default all experts of the directory).
 
-    The sha256 of every file is checked before the file is used. Raises DemixError, which names the file.
+    The sha256 and the values of every file are checked before the file is used. Raises DemixError that names the file.
     """
     directory = Path(directory)
     description = describe(directory)
@@ -147,9 +152,9 @@ def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) ->
     if not experts:
         raise DemixError(directory / "experts", "holds no expert", "train the model first")
     model = blueprint(directory, experts)
-    shared = load_verified(directory / "shared.safetensors", description["shared_sha256"])
+    shared = _load_weights(directory / "shared.safetensors", description["shared_sha256"])
     own = {
-        expert: load_verified(
+        expert: _load_weights(
             directory / "experts" / f"{expert}.safetensors", expert_lineage(directory, expert)["sha256"]
         )
         for expert in experts
@@ -159,6 +164,20 @@ def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) ->
     except (RuntimeError, KeyError) as error:
         raise DemixError(directory, f"does not fit its model.json ({error})", "train the model again") from None
     return model
+
+
+def _load_weights(path: Path, sha256: str) -> dict[str, torch.Tensor]:
+    tensors = load_verified(path, sha256)
+    for name, tensor in tensors.items():
+        refuse_wild(path, name, tensor)
+    return tensors
+
+
+def refuse_wild(path: Path, name: str, tensor: torch.Tensor) -> None:
+    """Raise DemixError if a tensor of the file `path` holds a value that is not finite or is beyond `LARGEST`."""
+    if tensor.numel() and not (tensor.min() >= -LARGEST and tensor.max() <= LARGEST):
+        value = tensor.flatten()[~(tensor.flatten().abs() <= LARGEST)][0].item()
+        raise DemixError(path, f"holds {value:g} in the tensor {name}, which is no trained weight", "train it again")
 
 
 def load_verified(path: Path, sha256: str) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from demix.errors import DemixError
 from demix.files import read_json, replacing, sha256_file, write_json
-from demix.model.checkpoint import blueprint, check_sha256, describe, expert_lineage, expert_names
+from demix.model.checkpoint import blueprint, check_sha256, describe, expert_lineage, expert_names, refuse_wild
 
 NAME = re.compile(r"[a-z0-9_]+")
 # `tokens` is a file beside the columns of a score table, `dense` the one expert of a dense model.
@@ -104,11 +104,8 @@ def expert_fault(directory: Path, name: str) -> DemixError | None:
 
     def check() -> None:
         description, weights = _files(directory, name)
-        lineage = expert_lineage(directory, name)
-        _check_file(weights, lineage["sha256"], _expert_shapes(directory))
+        _check_file(weights, expert_lineage(directory, name)["sha256"], _expert_shapes(directory))
         _check_name(description, name)
-        if lineage.get("name") != name:
-            raise DemixError(description, f"describes the expert {lineage.get('name')}", "give it its name back")
 
     return _raised(check)
 
@@ -149,6 +146,7 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
         if sha256_file(temporary) != lineage["sha256"]:
             raise DemixError(source, "differs from its recorded sha256", "get the file again")
         _check_shapes(source, tensor_shapes(temporary), _expert_shapes(directory))
+        _check_values(source, temporary)
     write_json(description, lineage | {"name": name})
     return name
 
@@ -196,6 +194,13 @@ def _expert_shapes(directory: Path) -> Shapes:
 def _check_file(path: Path, sha256: str, shapes: Shapes) -> None:
     check_sha256(path, sha256)
     _check_shapes(path, tensor_shapes(path), shapes)
+    _check_values(path, path)
+
+
+def _check_values(subject: Path, path: Path) -> None:
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            refuse_wild(subject, name, file.get_tensor(name))
 
 
 def _check_shapes(path: Path, found: Shapes, wanted: Shapes) -> None:

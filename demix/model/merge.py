@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from demix.errors import DemixError
 from demix.files import read_parquet, refuse_used, replacing, sha256_file, write_json
-from demix.model.checkpoint import check_sha256, describe, expert_lineage, save_tensors
+from demix.model.checkpoint import check_sha256, describe, expert_lineage, refuse_wild, save_tensors
 
 
 def merge_experts(directory: Path, weights: dict[str, float], output: Path) -> None:
@@ -33,6 +33,7 @@ def merge_experts(directory: Path, weights: dict[str, float], output: Path) -> N
     def weighted(name: str, key: str) -> torch.Tensor:
         with safe_open(files[name], "pt") as file:
             tensor: torch.Tensor = file.get_tensor(key)
+        refuse_wild(files[name], key, tensor)
         return weights[name] * tensor.double()
 
     with safe_open(next(iter(files.values())), "pt") as first:
