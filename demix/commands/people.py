@@ -97,12 +97,13 @@ def evaluate_own(
     import json
 
     from demix.evaluate.own_text import evaluate_text, run_tokenizer, tables
+    from demix.files.json_files import without_nan
 
     # Reading the text logs the steps of a data stage, which are noise here.
     logging.getLogger("demix").setLevel(logging.WARNING)
     found = evaluate_text(model, text, tokenizer or run_tokenizer(model), dev)
     if as_json:
-        print(json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False))
+        print(json.dumps(without_nan(dataclasses.asdict(found)), indent=2, ensure_ascii=False, allow_nan=False))
     else:
         for table in tables(found):
             terminal().print(table)

@@ -289,7 +289,7 @@ ArchitectureSection = partial(
     "ArchitectureSection",
     Architecture,
     preset=Annotated[
-        Literal[tuple(PRESETS)],  # type: ignore[valid-type]
+        Literal[tuple(PRESETS)],
         Field(description="One of the paper's four sizes (125M, 350M, 760M, 1.3B)."),
     ],
 )

@@ -19,7 +19,8 @@ import torch
 
 from demix.config.sections import AuditRecipe, Threads
 from demix.data.shards import TokenShard
-from demix.files import write_parquet
+from demix.errors import DemixError
+from demix.files import read_json, write_parquet
 from demix.model.checkpoint import describe, expert_lineage, load_experts, refuse_other_tokenizer
 from demix.model.decode import Decoder, Posterior, generate, log_prior_of
 from demix.model.device import own_device, set_threads
@@ -159,7 +160,12 @@ def _splits(domain: str, directory: Path, tokens: Path) -> Iterator[tuple[str, T
         refuse_other_tokenizer(directory, path, shard.tokenizer_sha256, shard.vocab_size)
         seen = np.ones(-(-len(shard) // length), bool)
         if split == "train":
-            drawn = expert_lineage(directory, domain, "tokens")["tokens"] // length
+            lineage = expert_lineage(directory, domain, "tokens")
+            read, taught = read_json(path.with_suffix(".json"))["sha256"], lineage.get("data_sha256", {}).get(domain)
+            if taught not in (None, read):
+                cause = f"is not the text that the expert {domain} was trained on"
+                raise DemixError(path, cause, "tokenize the domain or train the model again")
+            drawn = lineage["tokens"] // length
             trained = seen_blocks(shard, domain, length, description["training"]["seed"], drawn)
             seen = np.append(trained, np.zeros(len(seen) - len(trained), bool))
         yield split, shard, seen, length

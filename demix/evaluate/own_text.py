@@ -97,7 +97,8 @@ def evaluate_text(model: Path, text: Path, tokenizer: Path, dev: Path | None = N
     size, tokens = int(shard.document_bytes.sum()), int(mask.sum())
 
     def figures(log_p: float) -> tuple[float, float]:
-        return math.exp(-log_p / tokens), -log_p / math.log(2) / size
+        with np.errstate(over="ignore"):
+            return float(np.exp(-log_p / tokens)), float(-log_p / math.log(2) / size)
 
     mixtures = []
     if len(names) > 1:

@@ -107,7 +107,8 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
                 "expert_sha256": hashes[expert if expert in hashes else "dense"],
                 "precision": scoring.precision,
             }
-            write_scores(folder / f"{expert}.parquet", _column(pieces, expert), metadata)
+            name = f"{expert}.parquet"
+            write_scores(folder / name, _column(pieces, expert), metadata, place / name)
         write_tokens(place, ids, shard.offsets, length)
         for expert in experts:
             os.replace(folder / f"{expert}.parquet", place / f"{expert}.parquet")

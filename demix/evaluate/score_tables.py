@@ -14,6 +14,7 @@ from demix.files.batches import read_batches, write_batches
 
 # The approximate size of a row group: small in memory under all experts, and quick to score again after a kill.
 ROW_GROUP_TOKENS = 1 << 16
+ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,21 @@ def _holds(path: Path, schema: pa.Schema, count: int, rows: Callable[[int, int],
         return False
 
 
-def write_scores(path: Path, pieces: Iterable[np.ndarray], metadata: dict[str, str]) -> None:
-    """Write the column of one expert: float32 log p of each token, in nats. Each piece becomes a row group."""
+def write_scores(path: Path, pieces: Iterable[np.ndarray], metadata: dict[str, str], at: Path | None = None) -> None:
+    """Write the column of one expert: float32 log p of each token, in nats. Each piece becomes a row group.
+
+    `at` is the path to which the file is going to be renamed. Raises DemixError for a value that is no log p.
+    """
     schema = pa.schema({"log_probability": pa.float32()}, metadata)
-    batches = (pa.record_batch([pa.array(piece.astype(np.float32))], schema=schema) for piece in pieces)
-    write_batches(path, schema, batches, use_dictionary=False, column_encoding="BYTE_STREAM_SPLIT")
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        row = 0
+        for piece in pieces:
+            _refuse_impossible(at or path, piece, row, "train the model again: it gives no probabilities")
+            row += len(piece)
+            yield pa.record_batch([pa.array(piece.astype(np.float32))], schema=schema)
+
+    write_batches(path, schema, batches(), at=at, use_dictionary=False, column_encoding="BYTE_STREAM_SPLIT")
 
 
 def read_scores(directory: Path, experts: Sequence[str]) -> ScoreTable:
@@ -139,7 +150,8 @@ def stream_scores(
     """The columns of `experts` in the order of the text: an even number of blocks at a time, about `at_once` tokens.
 
     The columns of `beside` come with the scores of the same tokens. Raises DemixError if two columns were scored with
-    different shared weights or, after the last block, if a file belongs to other tokens than those of tokens.parquet.
+    different shared weights, if a value is no log p or, after the last block, if a file belongs to other tokens than
+    those of tokens.parquet.
     """
     beside = beside or {}
     paths = [directory / f"{expert}.parquet" for expert in experts]
@@ -159,13 +171,16 @@ def stream_scores(
     size = 2 * length * max(1, at_once // (2 * length))
     sources = [(path, ["log_probability"]) for path in paths]
     sources += [(table.path, list(table.columns)) for table in beside.values()]
-    digest = hashlib.sha256()
+    digest, row = hashlib.sha256(), 0
     for (ids, documents), *pieces in zip(
         _pieces(directory / "tokens.parquet", ["token", "document"], size),
         *(_pieces(path, names, size) for path, names in sources),
         strict=True,
     ):
         digest.update(ids.astype("<u4").tobytes())
+        for path, (piece,) in zip(paths, pieces, strict=False):
+            _refuse_impossible(path, piece, row, "score the domain again")
+        row += len(ids)
         blocks = -(-len(ids) // length)
         mask = (np.arange(blocks * length) < len(ids)).reshape(blocks, length)
         scores = _in_blocks([piece for (piece,) in pieces[: len(paths)]], blocks, length)
@@ -178,6 +193,17 @@ def stream_scores(
         if besides[name].tokens_sha256 != digest.hexdigest():
             tokens = directory / "tokens.parquet"
             raise DemixError(table.path, f"belongs to other tokens than {tokens} holds", "make it again")
+
+
+def _refuse_impossible(path: Path, piece: np.ndarray, row: int, cure: str) -> None:
+    """Raise DemixError for the first of the values [N], which are rows `row` and following of `path`, that is no log p.
+
+    A log p is finite, and above 0 by no more than the rounding error of float32.
+    """
+    possible = (piece <= ROUNDING) & (piece > -np.inf)
+    if not possible.all():
+        first = int(possible.argmin())
+        raise DemixError(path, f"holds {piece[first]:g} in row {row + first}, which is no log p", cure)
 
 
 def _in_blocks(columns: Sequence[np.ndarray], blocks: int, length: int) -> np.ndarray:

@@ -1,14 +1,18 @@
 """JSON and JSON lines with a visible seal, which is checked when the files are read.
 
 The last key of an object is `seal`: the sha256 of the canonical JSON of all other keys. JSON lines end in a line
-`{"rows": n, "seal": …}`, whose seal is that of the list of all rows. Canonical JSON has sorted keys, no white space and
-escapes for all characters that are not ASCII. Its numbers are written as by Python's `repr`, NaN and infinities as
-`NaN` and `Infinity`. White space, line ends, the order of keys and the spelling of a string or number (`1e-5`,
-`0.00001`) may therefore change. An integer and a float are different values: `1` in place of `1.0` is refused.
+`{"rows": n, "seal": …}`, whose seal is that of the list of all rows. A file of a run also has the key `place` (see
+`demix.files.places`) beside the seal: in JSON lines, `{"place": …}` is sealed as if it were a last row.
+
+Canonical JSON has sorted keys, no white space and escapes for all characters that are not ASCII. Its numbers are
+written as by Python's `repr`, NaN and infinities as `NaN` and `Infinity`. White space, line ends, the order of keys and
+the spelling of a string or number (`1e-5`, `0.00001`) may therefore change. An integer and a float are different
+values: `1` in place of `1.0` is refused.
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from typing import Any
 from demix.errors import DemixError
 from demix.files.atomic import REMAKE, write_text
 from demix.files.digests import opened
+from demix.files.places import PLACE, place_of, refuse_misplaced
 
 SEAL = "seal"
 # The largest tokenizer has some 20 MiB. No file of demix has more than ten levels of lists and objects.
@@ -29,29 +34,43 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def write_json(path: str | Path, value: Mapping[str, Any], *, sort_keys: bool = True) -> None:
-    """Write `value` as indented JSON with its seal, completely or not at all.
+def without_nan(value: Any) -> Any:
+    """`value` with None in place of NaN and infinities, which are no JSON."""
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    Raises ValueError for NaN, infinities and a key `seal`.
+
+def write_json(
+    path: str | Path, value: Mapping[str, Any], *, sort_keys: bool = True, at: str | Path | None = None
+) -> None:
+    """Write `value` as indented JSON with its place and seal, completely or not at all.
+
+    `at` is the path to which the file is going to be renamed. Raises ValueError for NaN, infinities, and the keys
+    `place` and `seal`.
     """
     # The seal is that of the value as it will be read: keys become strings, tuples become lists.
     plain = json.loads(json.dumps(value, sort_keys=sort_keys, allow_nan=False))
-    if SEAL in plain:
-        raise ValueError(f"{path}: the key {SEAL} is taken")
+    if taken := {PLACE, SEAL} & plain.keys():
+        raise ValueError(f"{path}: the key {min(taken)} is taken")
+    plain |= _said(at or path)
     write_text(path, json.dumps(plain | {SEAL: digest(plain)}, indent=2) + "\n")
 
 
 def read_json(path: str | Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The object in `path` without its seal.
+    """The object in `path` without its place and seal.
 
-    Raises DemixError if the file is missing, damaged, no regular file or larger than `most_bytes`, and if its seal is
-    missing or wrong.
+    Raises DemixError if the file is missing, damaged, misplaced, no regular file or larger than `most_bytes`, and if
+    its seal is missing or wrong.
     """
     value = read_unsealed(path, most_bytes)
     seal = value.pop(SEAL, None)
     if seal is None:
         raise DemixError(path, f"{UNKNOWN} (it has no seal)", REMAKE)
     _check(path, value, seal)
+    refuse_misplaced(path, value.pop(PLACE, None))
     return value
 
 
@@ -64,26 +83,33 @@ def read_unsealed(path: str | Path, most_bytes: int = MOST_BYTES) -> dict[str, A
 def write_json_lines(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write `rows` as JSON lines, completely or not at all. NaN is allowed.
 
-    A last line holds the number of rows and their seal.
+    A last line holds the number of rows, the place of the file and the seal.
     """
-    plain = [json.loads(json.dumps(row)) for row in rows]
-    lines = [*plain, {"rows": len(plain), SEAL: digest(plain)}]
+    plain, said = [json.loads(json.dumps(row)) for row in rows], _said(path)
+    lines = [*plain, {"rows": len(plain), **said, SEAL: digest([*plain, said] if said else plain)}]
     write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     """The rows in `path` without the line that seals them.
 
-    Raises DemixError if a row is missing, damaged or added.
+    Raises DemixError if a row is missing, damaged or added, and if the file is misplaced.
     """
     rows = _objects(path, lines=True)
     end = rows.pop() if rows else {}
+    said = {key: end.pop(key) for key in (PLACE,) if key in end}
     if set(end) != {"rows", SEAL}:
         raise DemixError(path, f"{UNKNOWN} (its last line is no seal)", REMAKE)
     if end["rows"] != len(rows):
         raise DemixError(path, f"is damaged (it holds {len(rows)} rows of {end['rows']})", REMAKE)
-    _check(path, rows, end[SEAL])
+    _check(path, [*rows, said] if said else rows, end[SEAL])
+    refuse_misplaced(path, said.get(PLACE))
     return rows
+
+
+def _said(path: str | Path) -> dict[str, str]:
+    """What a file that is read at `path` says of itself."""
+    return {} if (place := place_of(path)) is None else {PLACE: place}
 
 
 def _objects(path: str | Path, *, lines: bool, most_bytes: int = -1) -> list[dict[str, Any]]:

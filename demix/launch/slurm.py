@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from demix.errors import DemixError
-from demix.files import exclusive, read_json, replacing, write_json
+from demix.files import exclusive, read_json, read_json_lines, replacing, write_json, write_json_lines
 from demix.launch.controller import SECONDS_BETWEEN_POLLS, ask, show
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.outcome import MishapError, failure, progress_line
@@ -223,11 +223,18 @@ def _collect(job: TrainingJob) -> None:
         files = [source] if source.is_file() else [path for path in source.rglob("*") if path.is_file()]
         # A JSON file promises that the files it describes are there.
         for path in sorted(files, key=lambda path: (path.suffix == ".json", path.name == "model.json", path)):
-            with replacing(place / path.relative_to(source) if source.is_dir() else place) as temporary:
-                try:
-                    os.link(path, temporary)
-                except OSError:
-                    shutil.copyfile(path, temporary)
+            target = place / path.relative_to(source) if source.is_dir() else place
+            # Written anew, a description says that it belongs to its place in the run.
+            if target.suffix == ".json":
+                write_json(target, read_json(path))
+            elif target.suffix == ".jsonl":
+                write_json_lines(target, read_json_lines(path))
+            else:
+                with replacing(target) as temporary:
+                    try:
+                        os.link(path, temporary)
+                    except OSError:
+                        shutil.copyfile(path, temporary)
 
 
 class _InterruptedError(BaseException):

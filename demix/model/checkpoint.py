@@ -88,6 +88,8 @@ def expert_lineage(directory: Path, expert: str, *needed: str) -> dict[str, Any]
         there = ", ".join(expert_names(directory)) or "none"
         raise DemixError(path, "is missing", f"choose one of the experts of this model: {there}")
     lineage = read_lineage(path, *needed)
+    if lineage.get("name", expert) != expert:
+        raise DemixError(path, f"describes the expert {lineage['name']}", "give it its name back")
     description = describe(directory)
     if lineage["shared_sha256"] != description["shared_sha256"]:
         raise DemixError(path, "belongs to other shared weights than the model's", "train or adapt it again")

@@ -55,7 +55,7 @@ def merge_experts(directory: Path, weights: dict[str, float], output: Path) -> N
     data = {domain: sha256 for lineage in parents.values() for domain, sha256 in lineage.get("data_sha256", {}).items()}
     with replacing(output.resolve(), directory=True) as temporary:
         shutil.copyfile(directory / "shared.safetensors", temporary / "shared.safetensors")
-        write_json(temporary / "model.json", description | {"kind": "merged"})
+        write_json(temporary / "model.json", description | {"kind": "merged"}, at=output / "model.json")
         (temporary / "experts").mkdir()
         path = temporary / "experts" / "dense.safetensors"
         save_tensors(merged, path)
@@ -70,7 +70,7 @@ def merge_experts(directory: Path, weights: dict[str, float], output: Path) -> N
             "shared_sha256": description["shared_sha256"],
             "sha256": sha256_file(path),
         }
-        write_json(path.with_suffix(".json"), lineage)
+        write_json(path.with_suffix(".json"), lineage, at=output / "experts" / "dense.json")
 
 
 def parse_weights(text: str, option: str = "--weights") -> dict[str, float]:

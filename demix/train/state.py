@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from demix.errors import DemixError
-from demix.files import exclusive, fsync, read_json, sha256_file, write_json
+from demix.files import MisplacedError, exclusive, fsync, read_json, sha256_file, write_json
 from demix.launch.parents import is_job
 from demix.model.checkpoint import load_verified, save_tensors
 from demix.train.parallel import World
@@ -79,7 +79,8 @@ def save_state(directory: Path, state: State, world: World, keep: int, steps: Se
         world.wait()
         if world.rank == 0:
             sha256 = {file.name: sha256_file(file) for file in sorted(temporary.iterdir())}
-            write_json(temporary / "manifest.json", {"step": state.step, "dev_loss": state.dev_loss, "sha256": sha256})
+            manifest = {"step": state.step, "dev_loss": state.dev_loss, "sha256": sha256}
+            write_json(temporary / "manifest.json", manifest, at=path / "manifest.json")
             fsync(temporary)
             if path.exists():
                 # A readable checkpoint would have been resumed from, so this one could not be read.
@@ -97,12 +98,15 @@ def newest_state(directory: Path, experts: tuple[str, ...], world: World) -> Sta
     """The newest complete checkpoint below `directory` with the named experts; None if there is none.
 
     A checkpoint without a manifest was never finished and is ignored. A checkpoint whose bytes changed is skipped with
-    a warning. All ranks choose the same checkpoint.
+    a warning. All ranks choose the same checkpoint. A checkpoint of another training or step raises MisplacedError:
+    what is skipped is deleted later, and this one may be the only copy.
     """
     for path in reversed(_steps(directory)):
         state = None
         try:
             state = _load(path, experts)
+        except MisplacedError:
+            raise
         except DemixError as error:
             log.warning("%s; going back to the checkpoint before", error)
         if world.sum([state is None])[0] == 0:

@@ -34,8 +34,8 @@ SCORES = f"{RUN}/scores/demix/fantasy.test"
 # Each artefact, and what the command that reads it holds.
 READERS = {
     "documents": (f"{RUN}/documents/licenses/0000.parquet", "split licenses"),
-    "documents, by owners": (f"{RUN}/documents/licenses/0000.parquet", "owners "),
-    "documents, by shared": (f"{RUN}/documents/fantasy/0000.parquet", "shared "),
+    "documents, by owners": (f"{RUN}/documents/licenses/0000.parquet", "deduplicate "),
+    "documents, by shared": (f"{RUN}/documents/fantasy/0000.parquet", "novel-duplicates "),
     "counts": (f"{RUN}/documents/licenses/0000.json", "split licenses"),
     "owners": (f"{RUN}/corpus/owners.parquet", "split licenses"),
     "corpus, by tokenizer": (f"{RUN}/corpus/licenses/train.parquet", "tokenizer "),

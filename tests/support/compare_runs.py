@@ -145,7 +145,7 @@ def json_differs(old: Path, new: Path) -> str | None:
 def json_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of JSON lines but for times; a last line of a seal is no row."""
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    if rows and "seal" in rows[-1] and rows[-1].keys() <= {"rows", "seal"}:
+    if rows and "seal" in rows[-1] and rows[-1].keys() <= {"rows", "place", "seal"}:
         rows.pop()
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 

@@ -24,7 +24,7 @@ from demix.data.tokenizer import Tokenizer
 from demix.evaluate.domain import Evaluation
 from demix.evaluate.memorization import Audit
 from demix.evaluate.score import Scoring, score
-from demix.files import write_parquet
+from demix.files import read_json, write_json, write_parquet
 from demix.model.checkpoint import expert_names
 from demix.settings import settings_from
 from demix.train.adapt import Adaptation
@@ -84,6 +84,8 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.rmtree(run / "models" / "demix")
     write_model(run / "models" / "demix", TRAINING + NOVEL, encoder.sha256, encoder.vocab_size)
     shutil.copytree(tokens / "tokens" / "fantasy", run / "tokens" / "wiki")
+    for path in (run / "tokens" / "wiki").glob("*.json"):
+        write_json(path, read_json(tokens / "tokens" / "fantasy" / path.name))
     shards = [run / "tokens" / "wiki" / f"{split}.arrow" for split in ("dev", "test")]
     score(
         run / "models" / "demix", TRAINING + NOVEL, shards, Scoring(5, 500, "fp32", threads=1), run / "scores" / "demix"

@@ -1,7 +1,6 @@
 """Tracking writes to a real MLflow store in SQLite, and is read back through MLflow's own client."""
 
 import json
-import shutil
 import subprocess
 from collections import Counter
 from importlib.metadata import version
@@ -143,7 +142,7 @@ def test_settings_are_those_of_the_kind_of_model(uri: str, tmp_path: Path) -> No
     for model in ("demix", "dense"):
         trials = [{"learning_rate": 5e-4, "diverged": None, "parts": [4.0]}]
         write_json(run.path / "sweep" / f"{model}.json", {"learning_rate": 5e-4, "margin": 0.1, "trials": trials})
-    shutil.copyfile(run.path / "metrics" / "demix.jsonl", run.path / "metrics" / "demix-seed2.jsonl")
+    write_json_lines(run.path / "metrics" / "demix-seed2.jsonl", read_json_lines(run.path / "metrics" / "demix.jsonl"))
     overrides = {"demix": {"sweep": {"learning_rates": [5e-4], "tokens": 8192}}}
     track(run.path, run.config | {"seeds": [1, 2], "models": overrides}, uri, "swept")
     found = stored(uri, "swept")

@@ -1,6 +1,7 @@
 """The whole DAG on a tiny config, run for real, and what a change to the config runs again."""
 
 import copy
+import json
 import math
 import re
 import shutil
@@ -69,6 +70,27 @@ def changed(**changes: object) -> dict:
 
 def test_a_finished_run_has_nothing_to_do(finished: Path) -> None:
     assert planned(finished) == {}
+
+
+def test_every_file_says_which_file_of_the_run_it_is(finished: Path) -> None:
+    run = finished / "results" / "tiny"
+    names = {path: path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
+    sealed = {
+        path: name
+        for path, name in names.items()
+        if path.suffix in (".json", ".jsonl", ".parquet")
+        and name not in ("config.json", "tokenizer.json", "tracked.json")
+        and not name.startswith((".", "checkpoints/", "mlartifacts/", "report/"))
+    }
+    assert {name.split("/")[0] for name in sealed.values()} >= {"corpus", "tokens", "models", "metrics", "scores"}
+    for path, name in sealed.items():
+        if path.suffix == ".parquet":
+            said = pq.read_metadata(path).metadata[b"place"].decode()
+        else:
+            said = json.loads(path.read_text() if path.suffix == ".json" else path.read_text().splitlines()[-1])[
+                "place"
+            ]
+        assert said == name
 
 
 def test_a_learning_rate_of_dapt_reruns_adaptation_and_what_follows(finished: Path) -> None:

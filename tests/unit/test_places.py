@@ -1,0 +1,210 @@
+"""A whole file in the place of another one of its kind: each file says whose it is, and each reader compares it."""
+
+import shutil
+from itertools import combinations
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+
+from demix.data.shards import TokenShard
+from demix.errors import DemixError
+from demix.evaluate.score import Scoring, score
+from demix.evaluate.score_tables import read_scores
+from demix.files import (
+    MisplacedError,
+    read_json,
+    read_json_lines,
+    read_parquet,
+    write_json,
+    write_json_lines,
+    write_parquet,
+)
+from demix.files.places import _PATTERNS, place_of, refuse_misplaced
+from demix.model.checkpoint import expert_names, load_model
+from demix.model.experts import add_expert, expert_fault
+from demix.model.merge import merge_experts
+from demix.train.parallel import World
+from demix.train.state import State, newest_state, save_state
+from support.models import write_model
+
+# Files of one kind whose swap must not pass: other domains, splits, parts, models, experts, trainings, steps, tables.
+KINDS = {
+    "raw text": ("raw/law/0000.parquet", "raw/law/0001.parquet", "raw/news/0000.parquet"),
+    "documents": ("documents/law/0000.parquet", "documents/law/0001.parquet", "documents/wiki/0000.parquet"),
+    "counts": ("documents/law/0000.json", "documents/law/0001.json", "documents/news/0000.json"),
+    "corpus": ("corpus/law/train.parquet", "corpus/law/test.parquet", "corpus/news/train.parquet"),
+    "corpus cards": ("corpus/law/card.json", "corpus/news/card.json"),
+    "owners and overlap": ("corpus/owners.parquet", "corpus/overlap.parquet"),
+    "shared": ("corpus/shared.json", "corpus/law/card.json"),
+    "tokens": ("tokens/law/train.json", "tokens/law/test.json", "tokens/news/train.json"),
+    "rates": ("sweep/dense.json", "sweep/dense_unbalanced.json"),
+    "metrics": ("metrics/demix.jsonl", "metrics/dense.jsonl"),
+    "trials": ("metrics/sweep/dense/0.1.jsonl", "metrics/sweep/dense/0.2.jsonl", "metrics/sweep/demix/0.1.jsonl"),
+    "models": ("models/demix/model.json", "models/dense/model.json"),
+    "experts": ("models/demix/experts/law.json", "models/demix/experts/news.json", "models/dense/experts/dense.json"),
+    "dev columns": ("scores/demix/law.dev/law.parquet", "scores/demix/law.dev/news.parquet"),
+    "test columns": ("scores/dense/law.test/dense.parquet", "scores/dense_unbalanced/law.test/dense.parquet"),
+    "splits' columns": ("scores/demix/law.dev/law.parquet", "scores/demix/law.test/law.parquet"),
+    "domains' columns": ("scores/demix/law.dev/law.parquet", "scores/demix/news.dev/law.parquet"),
+    "scored tokens": ("scores/demix/law.dev/tokens.parquet", "scores/demix/news.dev/tokens.parquet"),
+    "evaluations": ("evaluations/law.parquet", "evaluations/news.parquet", "results.parquet"),
+    "priors": ("evaluations/law.priors.parquet", "evaluations/news.priors.parquet", "priors.parquet"),
+    "differences": ("evaluations/law.differences.parquet", "differences.parquet"),
+    "posteriors": ("evaluations/law.posteriors.parquet", "posteriors.parquet"),
+    "audits": ("evaluations/law.audit.parquet", "evaluations/news.audit.parquet", "audit.parquet"),
+    "states": ("checkpoints/dense/0a/step-00000010/manifest.json", "checkpoints/dense/0a/step-00000020/manifest.json"),
+    "trainings": ("checkpoints/a/0a/step-00000010/manifest.json", "checkpoints/b/1b/step-00000010/manifest.json"),
+    "jobs' results": ("checkpoints/a/finished-0a/done.json", "checkpoints/b/finished-1b/done.json"),
+}
+WRITE = {
+    ".json": lambda path, name: write_json(path, {"value": name}),
+    ".jsonl": lambda path, name: write_json_lines(path, [{"value": name}]),
+    ".parquet": lambda path, name: write_parquet(pa.table({"value": [name]}), path),
+}
+READ = {".json": read_json, ".jsonl": read_json_lines, ".parquet": read_parquet}
+
+
+def swap(one: Path, other: Path) -> None:
+    aside = one.with_name(".aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_two_files_of_a_kind_can_be_swapped(kind: str, tmp_path: Path) -> None:
+    run = tmp_path / "results" / "old"
+    for model in ("demix", "dense"):
+        write_json_lines(run / "metrics" / f"{model}.jsonl", [])
+    for name in KINDS[kind]:
+        WRITE[Path(name).suffix](run / name, name)
+    for names in combinations(KINDS[kind], 2):
+        swap(*(run / name for name in names))
+        for name, other in (names, names[::-1]):
+            with pytest.raises(MisplacedError, match="put the file back") as refused:
+                READ[Path(name).suffix](run / name)
+            assert refused.value.subject == str(run / name)
+            assert place_of(other) in str(refused.value)
+        swap(*(run / name for name in names))
+    run.rename(tmp_path / "archived")
+    for name in KINDS[kind]:
+        assert name in str(READ[Path(name).suffix](tmp_path / "archived" / name))
+        # Elsewhere a file may be anything.
+        free = shutil.copy(tmp_path / "archived" / name, tmp_path / f"free{Path(name).suffix}")
+        READ[free.suffix](free)
+
+
+def test_every_pattern_has_a_kind() -> None:
+    names = [Path(name) for names in KINDS.values() for name in names]
+    assert [pattern for pattern in _PATTERNS if not any(name.match(pattern) for name in names)] == []
+
+
+@pytest.mark.parametrize("name", ["sweep", "metrics", "corpus", "experts", "models", "evaluations", "scores"])
+def test_a_domain_may_be_called_like_a_folder(name: str) -> None:
+    for split in ("train", "dev"):
+        assert place_of(f"results/x/tokens/{name}/{split}.json") == f"tokens/{name}/{split}.json"
+        assert place_of(f"results/x/corpus/{name}/{split}.parquet") == f"corpus/{name}/{split}.parquet"
+    assert place_of(f"results/x/scores/{name}/{name}.dev/{name}.parquet") == f"scores/{name}/{name}.dev/{name}.parquet"
+    assert place_of(f"results/x/evaluations/{name}.priors.parquet") == f"evaluations/{name}.priors.parquet"
+
+
+def test_the_place_in_json_lines_is_sealed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics" / "demix.jsonl"
+    write_json_lines(path, [{"step": 1}])
+    path.write_text(path.read_text().replace("metrics/demix", "metrics/dense"))
+    with pytest.raises(DemixError, match="do not have the seal"):
+        read_json_lines(path)
+
+
+@pytest.mark.parametrize("path", ["tokens/law/dev.json", "config.json"])
+def test_a_file_without_a_place_is_read(path: str, tmp_path: Path) -> None:
+    refuse_misplaced(tmp_path / path, None)
+    with pytest.raises(ValueError, match="place is taken"):
+        write_json(tmp_path / path, {"place": "here"})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with two models of equal shapes."""
+    run = tmp_path / "run"
+    for seed, name in enumerate(("demix", "other")):
+        write_model(run / "models" / name, seed=seed)
+        write_json_lines(run / "metrics" / f"{name}.jsonl", [])
+    return run
+
+
+def test_models_of_a_run_cannot_be_swapped(run: Path) -> None:
+    swap(run / "models" / "demix", run / "models" / "other")
+    with pytest.raises(MisplacedError, match=r"models/demix/model.json: .*written as models/other/model.json"):
+        load_model(run / "models" / "demix")
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_experts_of_a_model_cannot_be_swapped(copied: bool, run: Path, tmp_path: Path) -> None:
+    model = run / "models" / "demix"
+    if copied:
+        model = shutil.copytree(model, tmp_path / "elsewhere")
+    for kind in ("json", "safetensors"):
+        swap(*(model / "experts" / f"{name}.{kind}" for name in ("law", "news")))
+    with pytest.raises(DemixError, match="describes the expert news" if copied else "written as .*/news.json"):
+        load_model(model, ("law",))
+    assert expert_fault(model, "law") is not None
+
+
+def test_copied_and_merged_models_stand_on_their_own(run: Path, tmp_path: Path) -> None:
+    model = run / "models" / "demix"
+    shared = model / "shared.safetensors"
+    for place in (tmp_path / "mine", tmp_path / "models" / "mine", run / "models" / "mine"):
+        copy = shutil.copytree(model, place)
+        assert load_model(copy).experts == expert_names(model)
+        assert add_expert(copy, model / "experts" / "law.safetensors", "again") == "again"
+        assert load_model(copy, ("again",)).experts == ("again",)
+        merged = place.with_name("merged")
+        merge_experts(copy, {"law": 0.5, "news": 0.5}, merged)
+        shutil.copytree(merged, place.with_name("merged-again"))
+        assert load_model(place.with_name("merged-again")).experts == ("dense",)
+    assert shared.exists()
+
+
+def test_tokens_of_two_domains_cannot_be_swapped(tokens: Path, tmp_path: Path) -> None:
+    shutil.copytree(tokens / "tokens", tmp_path / "tokens")
+    law, news = tmp_path / "tokens" / "parliament", tmp_path / "tokens" / "licenses"
+    swap(law, news)
+    with pytest.raises(MisplacedError, match=r"written as tokens/licenses/dev.json"):
+        TokenShard.open(law / "dev.arrow", verify=True)
+    swap(law, news)
+    for suffix in ("arrow", "documents.arrow", "json"):
+        swap(law / f"train.{suffix}", law / f"test.{suffix}")
+    with pytest.raises(MisplacedError, match=r"written as tokens/parliament/train.json"):
+        TokenShard.open(law / "test.arrow", verify=True)
+
+
+def test_columns_of_scores_cannot_be_swapped(tokens: Path, tmp_path: Path) -> None:
+    tokenizer, size = (read_json(tokens / "tokens/fantasy/dev.json")[key] for key in ("tokenizer_sha256", "vocab_size"))
+    write_model(tmp_path / "model", tokenizer=tokenizer, vocab_size=size)
+    shard, settings = tokens / "tokens" / "fantasy" / "dev.arrow", Scoring(threads=1, dev_blocks=4)
+    score(tmp_path / "model", ("law", "news"), [shard], settings, tmp_path / "scores" / "demix")
+    table = tmp_path / "scores" / "demix" / "fantasy.dev"
+    assert read_scores(table, ("law", "news")).tokens == 64
+    swap(table / "law.parquet", table / "news.parquet")
+    with pytest.raises(MisplacedError, match=r"law.parquet: .*written as scores/demix/fantasy.dev/news.parquet"):
+        read_scores(table, ("law", "news"))
+
+
+def test_the_state_of_another_training_is_neither_resumed_nor_deleted(tmp_path: Path) -> None:
+    for name in ("dense", "dense_unbalanced"):
+        for step in (1, 2):
+            state = State(step, {"a": torch.full((2,), float(step))}, {}, [])
+            save_state(tmp_path / name / f"{name}-settings", state, World(), keep=2)
+    ours, theirs = (tmp_path / name / f"{name}-settings" / "step-00000002" for name in ("dense", "dense_unbalanced"))
+    assert newest_state(ours.parent, (), World()).step == 2
+    swap(ours, theirs)
+    with pytest.raises(MisplacedError, match="written as dense_unbalanced-settings/step-00000002"):
+        newest_state(ours.parent, (), World())
+    assert ours.exists()
+    swap(ours, theirs)
+    swap(ours, ours.with_name("step-00000001"))
+    with pytest.raises(MisplacedError, match="written as dense-settings/step-00000001"):
+        newest_state(ours.parent, (), World())

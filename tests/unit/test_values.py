@@ -1,0 +1,115 @@
+"""Numbers that no stage writes, in files with the right digest: refused by the file's name and the first bad place."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from safetensors.torch import load_file, save_file
+
+from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError
+from demix.evaluate.score_tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
+from demix.files import read_json, read_parquet, sha256_file, write_json, write_parquet
+from demix.files.json_files import without_nan
+from demix.model.checkpoint import load_model
+from demix.model.experts import add_expert, expert_fault, find_faults
+from demix.model.merge import merge_experts
+from support.cli import demix
+from support.models import write_model
+from support.tokens import TRAINING
+
+SIZE, LENGTH, BAD = 100, 8, 83
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """A score table of two experts."""
+    ids = np.arange(SIZE, dtype=np.uint16)
+    write_tokens(tmp_path, ids, np.array([0, 50]), LENGTH)
+    for name in ("law", "news"):
+        write_scores(tmp_path / f"{name}.parquet", [np.full(SIZE, -3.0)], {"tokens_sha256": tokens_sha256(ids)})
+    return tmp_path
+
+
+@pytest.mark.parametrize("value", [math.nan, 5.0, -math.inf, math.inf])
+def test_a_score_that_is_no_log_p_is_refused_by_its_row(value: float, table: Path) -> None:
+    path = table / "news.parquet"
+    whole = read_parquet(path)
+    column = whole["log_probability"].to_numpy().copy()
+    column[[BAD, SIZE - 1]] = value
+    write_parquet(pa.table([column], schema=whole.schema), path, row_group_size=30)
+    # In pieces, too, rows are counted from the start of the file.
+    for at_once in (LENGTH, 1 << 14):
+        with pytest.raises(DemixError, match=rf"news.parquet: holds {value:g} in row {BAD}, which is no log p; score"):
+            list(stream_scores(table, ("law", "news"), at_once))
+    assert read_scores(table, ("law",)).tokens == SIZE
+    with pytest.raises(DemixError, match=rf"holds {value:g} in row {BAD}"):
+        write_scores(table / "new.parquet", np.split(column, 2), {})
+    assert not (table / "new.parquet").exists()
+
+
+def test_rounding_above_zero_is_a_log_p(table: Path) -> None:
+    write_scores(
+        table / "law.parquet", [np.full(SIZE, 1e-6)], dict(read_parquet(table / "law.parquet").schema.metadata)
+    )
+    assert read_scores(table, ("law",)).scores.max() > 0
+
+
+def spoil(weights: Path, description: Path, key: str, value: float) -> str:
+    """Put a value into a tensor in the middle of a weights file and give it the right digest; the tensor's name."""
+    tensors = load_file(weights)
+    name = sorted(tensors)[len(tensors) // 2]
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, weights)
+    write_json(description, read_json(description) | {key: sha256_file(weights)})
+    return name
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e30])
+def test_weights_that_no_training_leaves_are_refused_by_their_tensor(value: float, tmp_path: Path) -> None:
+    model, other, shared = tmp_path / "model", tmp_path / "other", tmp_path / "shared"
+    for directory in (model, other, shared):
+        write_model(directory)
+    weights = model / "experts" / "news.safetensors"
+    name = spoil(weights, weights.with_suffix(".json"), "sha256", value)
+    said = rf"news.safetensors: holds {value:g} in the tensor {name}".replace("+", r"\+")
+    with pytest.raises(DemixError, match=said):
+        load_model(model)
+    with pytest.raises(DemixError, match=said):
+        merge_experts(model, {"law": 0.5, "news": 0.5}, tmp_path / "merged")
+    with pytest.raises(DemixError, match=said):
+        add_expert(other, weights, "new")
+    assert not (tmp_path / "merged").exists()
+    assert not [*(other / "experts").glob("new.*")]
+    assert f"holds {value:g}" in str(expert_fault(model, "news"))
+    assert load_model(model, ("law", "code")).experts == ("law", "code")
+    name = spoil(shared / "shared.safetensors", shared / "model.json", "shared_sha256", value)
+    assert [fault.subject for fault in find_faults(shared) if name in str(fault)] == [
+        str(shared / "shared.safetensors")
+    ]
+
+
+def test_json_of_an_evaluation_holds_no_nan(tokens: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(tokens / "tokenizer.json")
+    write_model(tmp_path / "model", TRAINING, tokenizer.sha256, tokenizer.vocab_size)
+    # Weights that are allowed, under which a perplexity is beyond the largest number.
+    shared = tmp_path / "model" / "shared.safetensors"
+    tensors = load_file(shared)
+    tensors["token_embedding"] *= 1e5
+    save_file(tensors, shared)
+    for path in [tmp_path / "model" / "model.json", *(tmp_path / "model" / "experts").glob("*.json")]:
+        write_json(path, read_json(path) | {"shared_sha256": sha256_file(shared)})
+    (tmp_path / "text.txt").write_text("It is a truth universally acknowledged. " * 9)
+    asked = ("--model", tmp_path / "model", "--text", tmp_path / "text.txt", "--tokenizer", tokens / "tokenizer.json")
+    done = demix("eval", *asked, "--json")
+    assert done.exit_code == 0, done.exception
+    found = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert {line["perplexity"] for line in found["experts"]} == {None}
+
+
+def test_nulls_take_the_place_of_what_is_no_json() -> None:
+    value = {"a": [1.5, math.nan, (math.inf, 2)], "b": {"c": -math.inf, "d": "nan"}, "e": True}
+    assert without_nan(value) == {"a": [1.5, None, [None, 2]], "b": {"c": None, "d": "nan"}, "e": True}
