@@ -113,7 +113,7 @@ class TrainingJob:
     def finished(self) -> Path:
         """The folder where the job leaves its results.
 
-        The results stay there, as hard links to the collected files, until another job is submitted.
+        The results stay there, the weights as hard links to the collected files, until another job is submitted.
         """
         return self.checkpoints / f"finished-{self.fingerprint}"
 

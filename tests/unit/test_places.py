@@ -22,6 +22,8 @@ from demix.files import (
     write_parquet,
 )
 from demix.files.places import _PATTERNS, place_of, refuse_misplaced
+from demix.launch.job import TrainingJob
+from demix.launch.slurm import _collect
 from demix.model.checkpoint import expert_names, load_model
 from demix.model.experts import add_expert, expert_fault
 from demix.model.merge import merge_experts
@@ -208,3 +210,22 @@ def test_the_state_of_another_training_is_neither_resumed_nor_deleted(tmp_path: 
     swap(ours, ours.with_name("step-00000001"))
     with pytest.raises(MisplacedError, match="written as dense-settings/step-00000001"):
         newest_state(ours.parent, (), World())
+
+
+def test_what_a_slurm_job_leaves_says_where_it_was_put(tmp_path: Path) -> None:
+    run = tmp_path / "results" / "tiny"
+    outputs = {"--output": run / "models" / "dense", "--metrics": run / "metrics" / "dense.jsonl"}
+    job = TrainingJob((), "0a", outputs, 1, 1, run / "checkpoints" / "dense", 1)
+    write_model(job.finished / "output", ("dense",))
+    write_json_lines(job.finished / "metrics", [{"step": 1, "loss": float("nan")}])
+    _collect(job)
+    assert load_model(run / "models" / "dense").experts == ("dense",)
+    (row,) = read_json_lines(run / "metrics" / "dense.jsonl")
+    assert row["step"] == 1
+    write_json_lines(run / "metrics" / "other.jsonl", [])
+    (run / "models" / "dense").rename(run / "models" / "other")
+    with pytest.raises(MisplacedError, match="written as models/dense/"):
+        load_model(run / "models" / "other")
+    shutil.copy(run / "metrics" / "dense.jsonl", run / "metrics" / "other.jsonl")
+    with pytest.raises(MisplacedError, match=r"written as metrics/dense.jsonl"):
+        read_json_lines(run / "metrics" / "other.jsonl")
