@@ -1,0 +1,217 @@
+"""Numbers that tell who somebody is: cards, social security numbers, telephones, DART identifiers.
+
+Every number is looked for in one run of digits and separators, from bounded patterns that read at most 64 characters
+to either side of it: time is linear in the text.
+"""
+
+import re
+from collections.abc import Iterator
+
+import regex
+
+from demix.data import cues
+from demix.data.dialling import is_international, is_written_at_home
+from demix.data.dummies import NUMBER_TOKEN, TOKEN, Span
+
+_BLANK = r" \u00a0\u2007\u2009\u202f"
+_DASH = r"\-\u2010-\u2015"
+_BETWEEN = rf"{_BLANK}\t()./{_DASH}"
+# Text with fewer than seven digits this close together holds none of the numbers below. On plain sets of characters
+# the standard library is twice as fast as `regex`.
+_RUN = re.compile(rf"[0-9](?=[0-9{_BETWEEN}]{{6}})(?:[{_BETWEEN}]{{0,3}}+[0-9]){{6,}}+")
+_FREE = rf"(?<![\w+])(?<![\w)][./{_DASH}])(?<!{TOKEN}[./{_DASH}]?)"
+_END = rf"(?![\w])(?![./{_DASH}]?+(?:(?<=[./{_DASH}])[0-9]|{TOKEN}))"
+
+_DART = regex.compile(r"(?<![0-9A-Za-z])[0-9]{10}-[0-9A-Fa-f]{53}(?![0-9A-Za-z])")
+# A number in a row of numbers (a table, a list of pages) is no phone.
+_ALONE = rf"(?<!(?:[0-9]|{NUMBER_TOKEN})(?:[ \u00a0]|,))"
+_ROW = regex.compile(rf"[ \u00a0,](?:[0-9]|{NUMBER_TOKEN})")
+_NOT_IN_A_ROW = f"(?!{_ROW.pattern})"
+_CARD = regex.compile(
+    rf"{_FREE}(?:[0-9]{{12,19}}+"
+    rf"|[0-9]{{4}}([{_BLANK}{_DASH}])[0-9]{{4}}\1[0-9]{{4}}\1[0-9]{{1,4}}+(?:\1[0-9]{{1,3}}+)?"
+    rf"|[0-9]{{4}}([{_BLANK}{_DASH}])[0-9]{{6}}\2[0-9]{{4,5}}+"
+    rf"|{_ALONE}(?:[0-9]{{4}}([{_BLANK}{_DASH}])[0-9]{{4}}\3[0-9]{{4}}|[0-9]{{6}}[{_BLANK}{_DASH}][0-9]{{6,13}}+)"
+    rf"{_NOT_IN_A_ROW}){_END}"
+)
+# Prefixes and lengths of issuers (ISO/IEC 7812): Visa, Mastercard, Mir, American Express, Diners, JCB, Discover,
+# UnionPay, RuPay, Troy, and Maestro from 13 digits.
+_ISSUER = regex.compile(
+    r"4[0-9]{12}(?:[0-9]{3}){0,2}|(?:5[1-5]|2[2-7])[0-9]{14}|3[47][0-9]{13}|3(?:0[0-5]|[689][0-9])[0-9]{11}"
+    r"|35[0-9]{14}|(?:2131|1800)[0-9]{11}|6[0-9]{15,18}|5[06-9][0-9]{11,17}|(?:8[12]|9792)[0-9]{12,14}(?<=^.{16})"
+    # Of twelve digits one in fifty would do: Maestro's own ranges alone.
+    r"|(?:5018|5020|5038|5[67][0-9]{2}|5893|6304|6390|67[0-9]{2})[0-9]{8}"
+)
+_ANY_ISSUER = regex.compile(r"[2-6][0-9]{11,18}|0604[0-9]{8,15}")
+# An International Bank Account Number (ISO 13616), in groups of four.
+_IBAN = regex.compile(r"\b[A-Z]{2}[0-9]{2}(?:[ \u00a0-][0-9A-Z]{4}){2,7}(?:[ \u00a0-][0-9A-Z]{1,3})?\b")
+
+_SSN = regex.compile(rf"{_FREE}(?!000|666|9)[0-9]{{3}}([{_DASH}])(?!00)[0-9]{{2}}\1(?!0000)[0-9]{{4}}{_END}")
+_SSN_LOOSE = regex.compile(rf"(?!000|666|9)[0-9]{{3}}([{_BLANK}.{_DASH}]?)(?!00)[0-9]{{2}}\1(?!0000)[0-9]{{4}}{_END}")
+
+_ZIP = regex.compile(r"[0-9]{5}-[0-9]{4}(?![0-9])")
+_PHONE = regex.compile(
+    rf"""
+    {_FREE}(?:
+      (?:\+?1[ .\-\u00a0]?)?\([2-9][0-9]{{2}}\)[{_BLANK}]?[2-9][0-9]{{2}}[{_BLANK}.{_DASH}][0-9]{{4}}
+    | (?:\+?1[./{_DASH}{_BLANK}])?[2-9][0-9]{{2}}(?:/[2-9][0-9]{{2}}-|([.{_DASH}])[2-9][0-9]{{2}}\1)[0-9]{{4}}
+    | {_ALONE}(?:1[{_BLANK}])?[2-9][0-9]{{2}}[{_BLANK}][2-9][0-9]{{2}}[{_BLANK}{_DASH}][0-9]{{4}}{_NOT_IN_A_ROW}
+    | {_ALONE}\((?:0[0-9]{{1,4}}|(?!19|20)[1-9][0-9]{{1,2}})\)[{_BLANK}]?[0-9]{{3,4}}[{_BLANK}{_DASH}][0-9]{{3,4}}
+      {_NOT_IN_A_ROW}
+    | 0[1-9](?:\.[0-9]{{2}}){{4}}
+    | {_ALONE}(?=(?:[{_BLANK}/{_DASH}]?[0-9]){{9,11}}{_END}{_NOT_IN_A_ROW})(?!{_ZIP.pattern})
+      0[1-9][0-9]{{0,3}}[{_BLANK}/{_DASH}](?:[0-9]{{2,9}}[{_BLANK}{_DASH}]){{0,4}}[0-9]{{2,9}}{_NOT_IN_A_ROW}
+    )(?:[ ]?(?:x|ext\.?)[ ]?[0-9]{{1,5}})?{_END}
+    """,
+    regex.VERBOSE,
+)
+_PLUS = regex.compile(rf"(?r)(?<![\w)+~])(?<!\w-)(?<!{TOKEN}-?)(?:\(\+|\+\(?)")
+_ABROAD = regex.compile(rf"{_FREE}{_ALONE}(?:00|011|0011|010)(?:[{_BLANK}{_DASH}()]{{0,2}}[1-9])")
+_DOUBLE_ZERO = regex.compile(rf"{_FREE}{_ALONE}00[1-9][0-9]{{0,2}}[{_BLANK}/{_DASH}()]")
+_HOME = regex.compile(rf"{_FREE}{_ALONE}\(?(?=[0-9])")
+_GROUP = re.compile(r"[0-9]++")
+_DECIMAL = regex.compile(r"[0-9]{1,3}\.[0-9]++")
+_YEARS = regex.compile(r"(?:1[5-9]|20)[0-9]{2}\D{1,3}(?:1[5-9]|20)[0-9]{2}(?![0-9])")
+_DATE = regex.compile(
+    r"(?:1[5-9]|20)[0-9]{2}[.\-/ ][01]?[0-9][.\-/ ][0-3]?[0-9](?![0-9])|[0-3]?[0-9][./][01]?[0-9][./](?:19|20)[0-9]{2}"
+)
+
+
+def find(text: str) -> Iterator[Span]:
+    """The spans of numbers in `text`; some overlap."""
+    for run in _RUN.finditer(text):
+        yield from _in_run(text, *run.span())
+
+
+def _in_run(text: str, start: int, end: int) -> Iterator[Span]:
+    """The spans in one run of digits and separators, best category first."""
+    groups = [match.span() for match in _GROUP.finditer(text, start, end)]
+    low = max(start - 64, 0)
+    left = total = sum(last - first for first, last in groups)
+    taken = start
+    for place, (first, last) in enumerate(groups):
+        length = last - first
+        if length == 10 and text.startswith("-", last) and (match := _DART.match(text, first)):
+            yield (*match.span(), "DART")
+        if length >= 4 and left >= 12 and (match := _CARD.match(text, first)) and _is_card(text, *match.span()):
+            yield (*match.span(), "CREDIT_CARD_NUMBER")
+        if length == 3 and left >= 9 and (match := _SSN.match(text, first)):
+            yield (*match.span(), "SSN")
+        if left < 8:
+            break
+        before = text[first - 1] if first else ""
+        if (
+            place + 1 < len(groups)
+            and first >= taken
+            and (length == 3 or text[first] == "0" or before == "(" or (length == 1 and text[first] == "1"))
+        ):
+            match = (before in ("(", "+") and _PHONE.match(text, first - 1)) or _PHONE.match(text, first)
+            if match and not _in_iban(text, *match.span()):
+                taken = _extended(text, match.end())
+                yield (match.start(), taken, "PHONE_NUMBER")
+        left -= length
+    if total >= 9 and cues.SSN.match(text, low, start) and (loose := _SSN_LOOSE.match(text, start)):
+        yield (*loose.span(), "SSN")
+    if phone := _phone(text, start, end, groups):
+        yield (phone[0], _extended(text, phone[1]), "PHONE_NUMBER")
+
+
+def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """The telephone number with which a run of digits starts, as its beginning, its country code or a cue tells."""
+    seen, low = text[start - 1 : start], max(start - 64, 0)
+    if seen in ("+", "(") and text[start] != "0" and (plus := _PLUS.match(text, low, start)):
+        last = _whole(text, groups, 8, 15)
+        if last and (not _DECIMAL.fullmatch(text, start, last) or is_international(_digits(text, start, last))):
+            return (start - len(plus.group()) + (plus.group() == "(+" and ")" not in text[start:last]), last)
+    if text[start] == "0" and (abroad := _from_abroad(text, start, groups)):
+        return abroad
+    if (text[start] in "08" or seen == "(") and 1 < len(groups) < 7 and (home := _from_home(text, start, end, groups)):
+        return home
+    last = _whole(text, groups, 7, 15)
+    if last is None:
+        return None
+    parted = text[start] == "0" or last > groups[0][1]
+    if cues.may_end(text[low:start]):
+        cue = cues.PHONE.match(text, low, start)
+        if cue is None and parted and not _DECIMAL.fullmatch(text, start, last) and not _YEARS.match(text, start):
+            cue = cues.MAYBE.match(text, low, start)
+        if cue:
+            return None if _DATE.match(text, start) else (start - _opening(cue.group()), last)
+    if last == end and cues.AFTER.match(text, last) and not (_DATE.match(text, start) or _YEARS.match(text, start)):
+        return None if _in_iban(text, start, end) else (start - (seen in ("(", "+")), last)
+    return None
+
+
+def _opening(cue: str) -> int:
+    """How many of a cue's last characters belong to the number: a plus, an opening parenthesis."""
+    return len(cue) - len(cue.rstrip("+("))
+
+
+def _from_abroad(text: str, start: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """A number after the digits dialled to leave a country: 00, or 011, 0011 and 010 if the rest is a number in use."""
+    last = None
+    if _DOUBLE_ZERO.match(text, start) and (last := _whole(text, groups, 10, 16)):
+        # Dumps of memory have groups of one length.
+        lengths = {end - first for first, end in groups if end <= last}
+        if len(lengths) == 1 or _ROW.match(text, last):
+            last = None
+    if last is None and (prefix := _ABROAD.match(text, start)) and (last := _whole(text, groups, 10, 19)):
+        used = is_international(_digits(text, prefix.end() - 1, last))
+        last = last if used and not _ROW.match(text, last) else None
+    if last is None:
+        return None
+    return (start - (text[start - 1 : start] == "(" and ")" in text[start:last]), last)
+
+
+def _from_home(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """A number in the groups of a country, if the run holds nothing else."""
+    first = start - (text[start - 1 : start] == "(")
+    if _whole(text, groups, 9, 12) != end or not _HOME.match(text, first) or _ROW.match(text, end):
+        return None
+    if _ZIP.fullmatch(text, start, end):
+        return None
+    return (first, end) if is_written_at_home(text[first:end]) and not _in_iban(text, start, end) else None
+
+
+def _extended(text: str, last: int) -> int:
+    extension = cues.EXTENSION.match(text, last)
+    return extension.end() if extension else last
+
+
+def _digits(text: str, start: int, end: int) -> str:
+    return "".join(_GROUP.findall(text, start, end))
+
+
+def _whole(text: str, groups: list[tuple[int, int]], low: int, high: int) -> int | None:
+    """Where the leading whole groups of digits end that hold `low` to `high` digits in all."""
+    digits, last = 0, None
+    for first, end in groups:
+        digits += end - first
+        if digits > high:
+            break
+        if digits >= low:
+            last = end
+    if last and text[last : last + 1].isalnum() and not cues.EXTENSION.match(text, last):
+        return None
+    return last
+
+
+def _is_card(text: str, start: int, end: int) -> bool:
+    digits = _digits(text, start, end)
+    if not (12 <= len(digits) <= 19):
+        return False
+    total = 0
+    for place, digit in enumerate(map(int, reversed(digits))):
+        total += digit if place % 2 == 0 else (2 * digit - 9 if digit > 4 else 2 * digit)
+    if total % 10 or _in_iban(text, start, end):
+        return False
+    if _ISSUER.fullmatch(digits):
+        return True
+    return bool(_ANY_ISSUER.fullmatch(digits) and cues.CARD.search(text, max(start - 40, 0), start))
+
+
+def _in_iban(text: str, start: int, end: int) -> bool:
+    """Whether a number is a part of a bank account's."""
+    return any(
+        match.start() < start and match.end() >= end for match in _IBAN.finditer(text, max(start - 40, 0), end + 40)
+    )
