@@ -7,7 +7,7 @@ What each category means here, and where it differs from the code published with
   so does emphasis around it. A local part in quotes too. Not `git@host:`, which is nobody's.
 - DART: as published, ten digits, a dash and 53 hexadecimal digits, but not inside a longer word.
 - FB_USERID: as published, a mention in Facebook's markup, `@[100001:2048:A Name]`; also the address of a profile
-  (`facebook.com/profile.php?id=…`, `facebook.com/a.name`, `facebook.com/groups/…/user/…`), but not of Facebook's own pages.
+  (`facebook.com/profile.php?id=…`, `facebook.com/a.name`, `facebook.com/groups/…/user/…`), but not of its own pages.
 - CREDIT_CARD_NUMBER: 12 to 19 digits, plain or in an issuer's groups parted by one kind of separator, with an issuer's
   prefix and length and a valid Luhn digit; after a word such as "card" any prefix. Not a part of an IBAN.
 - SSN: three, two and four digits parted by dashes, area and group as issued since 2011; after "SSN" or "social
@@ -19,8 +19,8 @@ What each category means here, and where it differs from the code published with
 - USER: `@handle`, the whole of it but no trailing dot; not a decorator, a documentation tag, a package scope, a key of
   JSON-LD or a command of a batch file.
 
-Text is read once, and what stands beside a match decides about it alike before and after it is replaced: time is linear
-in the text, and a second pass changes nothing.
+Text is read once, or where matches touch one another up to four times, by patterns that read each character a bounded
+number of times: time is linear in the text. A second pass changes nothing.
 """
 
 import hashlib
@@ -28,6 +28,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import regex
 
 from demix.data import mentions, numbers, released
 from demix.data.dummies import CATEGORIES, Span
@@ -50,6 +52,12 @@ SCHEMA = pa.schema(
     [("id", pa.string()), ("text", pa.large_string()), ("n_words", pa.int64()), ("metadata", pa.large_string())]
 )
 
+_start = itemgetter(0)
+_ROUNDS = 4
+_BEFORE = regex.compile(r"(?r)(?:[\w)+]|[0-9][ \t\u00a0\u2007\u2009\u202f()./\-\u2010-\u2015]{1,3}+)")
+_AFTER = regex.compile(
+    r"[\w(+]|[./\-\u2010-\u2015]\w|(?<=[0-9])[,\s]?[0-9+]|[ \t\u00a0\u2007\u2009\u202f()./\-\u2010-\u2015]{1,3}+[0-9+]"
+)
 _PRIORITY = {
     name: rank
     for rank, name in enumerate(("FB_USERID", "DART", "EMAIL", "CREDIT_CARD_NUMBER", "SSN", "PHONE_NUMBER", "USER"))
@@ -75,27 +83,44 @@ def anonymize(text: str) -> tuple[str, dict[str, int]]:
     Applying it again changes nothing.
     """
     counts = dict.fromkeys(CATEGORIES, 0)
-    parts, last = [], 0
-    for start, end, category in _spans(text):
-        parts += [text[last:start], f"<{category}>"]
-        counts[category] += 1
-        last = end
-    return ("".join([*parts, text[last:]]) if parts else text), counts
+    # What is left of a match that lost to another may match anew, and so may what a match ran into.
+    for _ in range(_ROUNDS):
+        spans, lost = _spans(text)
+        parts, last = [], 0
+        for start, end, category in spans:
+            parts += [text[last:start], f"<{category}>"]
+            counts[category] += 1
+            last = end
+            lost = lost or _touches(text, start, end)
+        if not parts:
+            break
+        text = "".join([*parts, text[last:]])
+        if not lost:
+            break
+    return text, counts
 
 
-def _spans(text: str) -> list[Span]:
-    """Non-overlapping spans of personal data in order; of two that overlap the one of the better category stays."""
+def _touches(text: str, start: int, end: int) -> bool:
+    """Whether another match may have run into the one at [start, end), so that its replacement uncovers that one."""
+    if _BEFORE.match(text, max(start - 4, 0), start) or _AFTER.match(text, end):
+        return True
+    # A run of digits goes on into an address or a handle.
+    return text[start].isdigit() and "@" in text[start:end]
+
+
+def _spans(text: str) -> tuple[list[Span], bool]:
+    """Non-overlapping spans of personal data in order, and whether some were left out for others."""
     taken = [*mentions.find(text), *numbers.find(text)]
     if len(taken) < 2:
-        return taken
+        return taken, False
     kept: list[Span] = []
-    for span in sorted(taken, key=lambda each: each[0]):
+    for span in sorted(taken, key=_start):
         if kept and span[0] < kept[-1][1]:
             if _PRIORITY[span[2]] < _PRIORITY[kept[-1][2]]:
                 kept[-1] = span
         else:
             kept.append(span)
-    return kept
+    return kept, len(kept) < len(taken)
 
 
 def anonymize_texts(texts: pa.Array) -> tuple[pa.Array, dict[str, int]]:

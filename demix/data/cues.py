@@ -10,16 +10,17 @@ import regex
 
 _DEVICE = (
     "(?:tele|smart)?phones?|mobiles?|cell(?:phone)?|telefax|fax|tel|telephones?|whatsapp|viber|sms|hotline|helpline"
-    "|landline|voicemail|pager|switchboard|handy|telefono|teléfono|telefone|téléphone|telefon|telefonnummer|telefoon"
+    "|landline|reception|voicemail|pager|switchboard|handy|telefono|teléfono|telefone|téléphone|telefon|telefonnummer|telefoon"
     "|puhelin|puh|tlf|tfno|tél|móvil|celular|gsm|portable|телефон|тел|моб|τηλ|τηλέφωνο|電話|电话|手机|전화"
 )
 _WHOSE = "my|his|her|its|your|our|their"
 _PLACE = "home|work|office|desk|direct|contact|emergency|business|daytime|evening|personal|private|customer service"
-_BETWEEN = r"""(?:[ \u00a0]?[.:#=|\u2013\u2014]{1,2}|[ ]-(?=[ ]))?\s{0,4}[*_"'\[]{0,2}\+?\(?\+?"""
+_BETWEEN = r"""(?:[ \u00a0]?[.:#=|\u2013\u2014]{1,2}|[ ]-(?=[ ]))?[*_]{0,2}\s{0,4}[*_"'\[]{0,2}\+?\(?\+?"""
 
 # After these any groups of digits are a telephone number.
 PHONE = regex.compile(
-    rf"(?r)\b(?:(?:(?:{_DEVICE})(?: ?(?:numbers?|no\.?|nr\.?|num\.?|line|#))?(?:,? (?:is|at|on|was|under))?(?: now)?"
+    rf"(?r)\b(?:(?:(?:{_DEVICE})(?: ?(?:numbers?|no\.?|nr\.?|num\.?|line|#))?"
+    r"(?:,? (?:is|at|on|was|under|below|above|follows)){0,2}(?: now)?"
     r"|(?:call|dial)(?: \w{1,12}){0,2}|(?:ring|phone|text|fax|reach|message|contact|buzz)(?: \w{1,12}){1,3} (?:on|at)"
     r"|(?:a|me|us) (?:call|ring|bell|buzz|shout|text|message|line) (?:on|at)"
     rf"|(?:{_WHOSE}) (?:(?:new|old|other|{_PLACE}) ){{0,2}}number(?:'s| is| was)|ph)"
@@ -58,7 +59,10 @@ CARD = regex.compile(
 )
 
 # A quick look before PHONE and MAYBE: the last words of cues that no free word ends, and verbs that one may follow.
-_OTHER = "number|numbers|number's|no|nr|num|line|is|at|on|was|under|now|via|to|from|ph|mob|cel|contact|contacts|t|f|m|p"
+_OTHER = (
+    "number|numbers|number's|no|nr|num|line|is|at|on|was|under|below|above|follows|now|via|to|from|ph|mob|cel|contact"
+    "|contacts|t|f|m|p"
+)
 _LAST = frozenset(
     f"{_DEVICE}|{_PLACE}|{_OTHER}".replace("customer service", "service")
     .replace("(?:tele|smart)?phones?", "telephone|smartphone|smartphones|phone|phones")

@@ -60,7 +60,7 @@ _USER = regex.compile(
     r"\w++(?:[.-]++\w++)*+(?<!\.(?:com|edu|gov|io|net|org))(?![({\\`=@]|/\w)",
     regex.IGNORECASE,
 )
-_BARE = regex.compile(rf"(?<![\w@\\`&$%*=+]|\w[.'-])(?<!{TOKEN})")
+_BARE = regex.compile(rf"(?<![\w@\\`&$%*=+]|\w[.'-])(?<!{TOKEN}[.'-]?)")
 # Emphasis of Markdown before the @, which the same characters close.
 _EMPHASIS = regex.compile(r"(?r)(?<![\w*/@])(?:\*{1,3}+|_{1,3}+)")
 _LINE_END = regex.compile(r"[^\S\n]*+(?:#[^\n]*+)?\n[^\S\n]*+")

@@ -6,6 +6,7 @@ to either side of it: time is linear in the text.
 
 import re
 from collections.abc import Iterator
+from string import digits as DIGITS
 
 import regex
 
@@ -69,6 +70,9 @@ _PLUS = regex.compile(rf"(?r)(?<![\w)+~])(?<!\w-)(?<!{TOKEN}-?)(?:\(\+|\+\(?)")
 _ABROAD = regex.compile(rf"{_FREE}{_ALONE}(?:00|011|0011|010)(?:[{_BLANK}{_DASH}()]{{0,2}}[1-9])")
 _DOUBLE_ZERO = regex.compile(rf"{_FREE}{_ALONE}00[1-9][0-9]{{0,2}}[{_BLANK}/{_DASH}()]")
 _HOME = regex.compile(rf"{_FREE}{_ALONE}\(?(?=[0-9])")
+# Where a number beside it was replaced, what is left of a run is judged as a part of that run, as before.
+_CUT_BEFORE = regex.compile(rf"(?r){NUMBER_TOKEN}[{_BETWEEN}]{{0,3}}+")
+_CUT_AFTER = regex.compile(rf"[{_BETWEEN}]{{0,3}}+{NUMBER_TOKEN}")
 _GROUP = re.compile(r"[0-9]++")
 _DECIMAL = regex.compile(r"[0-9]{1,3}\.[0-9]++")
 _YEARS = regex.compile(r"(?:1[5-9]|20)[0-9]{2}\D{1,3}(?:1[5-9]|20)[0-9]{2}(?![0-9])")
@@ -110,6 +114,8 @@ def _in_run(text: str, start: int, end: int) -> Iterator[Span]:
                 taken = _extended(text, match.end())
                 yield (match.start(), taken, "PHONE_NUMBER")
         left -= length
+    if _CUT_BEFORE.match(text, low, start):
+        return
     if total >= 9 and cues.SSN.match(text, low, start) and (loose := _SSN_LOOSE.match(text, start)):
         yield (*loose.span(), "SSN")
     if phone := _phone(text, start, end, groups):
@@ -120,7 +126,8 @@ def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tu
     """The telephone number with which a run of digits starts, as its beginning, its country code or a cue tells."""
     seen, low = text[start - 1 : start], max(start - 64, 0)
     if seen in ("+", "(") and text[start] != "0" and (plus := _PLUS.match(text, low, start)):
-        last = _whole(text, groups, 8, 15)
+        # A trunk prefix in parentheses is no part of the fifteen digits of E.164.
+        last = _whole(text, groups, 8, 15 + ("(0" in text[start : start + 6]))
         if last and (not _DECIMAL.fullmatch(text, start, last) or is_international(_digits(text, start, last))):
             return (start - len(plus.group()) + (plus.group() == "(+" and ")" not in text[start:last]), last)
     if text[start] == "0" and (abroad := _from_abroad(text, start, groups)):
@@ -130,6 +137,7 @@ def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tu
     last = _whole(text, groups, 7, 15)
     if last is None:
         return None
+    alone = last == end and not _CUT_AFTER.match(text, end)
     parted = text[start] == "0" or last > groups[0][1]
     if cues.may_end(text[low:start]):
         cue = cues.PHONE.match(text, low, start)
@@ -137,7 +145,7 @@ def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tu
             cue = cues.MAYBE.match(text, low, start)
         if cue:
             return None if _DATE.match(text, start) else (start - _opening(cue.group()), last)
-    if last == end and cues.AFTER.match(text, last) and not (_DATE.match(text, start) or _YEARS.match(text, start)):
+    if alone and cues.AFTER.match(text, last) and not (_DATE.match(text, start) or _YEARS.match(text, start)):
         return None if _in_iban(text, start, end) else (start - (seen in ("(", "+")), last)
     return None
 
@@ -166,9 +174,11 @@ def _from_abroad(text: str, start: int, groups: list[tuple[int, int]]) -> tuple[
 def _from_home(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
     """A number in the groups of a country, if the run holds nothing else."""
     first = start - (text[start - 1 : start] == "(")
-    if _whole(text, groups, 9, 12) != end or not _HOME.match(text, first) or _ROW.match(text, end):
+    # Eight digits in pairs are also a date, a time, a row of bytes.
+    even = first == start and not text.startswith("0800", start) and len(set(text[start:end]) - set(DIGITS)) == 1
+    if _whole(text, groups, 9 if even else 8, 14) != end or not _HOME.match(text, first) or _ROW.match(text, end):
         return None
-    if _ZIP.fullmatch(text, start, end):
+    if _CUT_AFTER.match(text, end) or _ZIP.fullmatch(text, start, end):
         return None
     return (first, end) if is_written_at_home(text[first:end]) and not _in_iban(text, start, end) else None
 

@@ -1,0 +1,139 @@
+"""What the anonymizer finds beyond the labelled texts: numbers of many countries, other words, hostile repetition."""
+
+import time
+from collections import Counter
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from demix.data import cues
+from demix.data.anonymize import CATEGORIES, anonymize
+from demix.data.dialling import COUNTRIES, is_written_at_home
+from support.numbering import AFTER, BEFORE, EXTENSIONS, every_country, sentences, written
+
+NUMBERS = list(every_country())
+TOLD = [number for country in COUNTRIES for how, number in written(country) if how not in ("cue", "extension")]
+WORDS = st.text("abcdefghijklmnopqrstuvwxyzé ,;", max_size=30)
+
+
+@pytest.mark.parametrize("country", COUNTRIES)
+def test_numbers_of_each_country_in_every_way_they_are_written(country):
+    cases = list(sentences(country))
+    found = [anonymize(text)[0] == text.replace(number, "<PHONE_NUMBER>") for _, text, number in cases]
+    assert sum(found) / len(cases) >= 0.95, [case for case, right in zip(cases, found, strict=True) if not right]
+
+
+@settings(deadline=None)
+@given(st.sampled_from(TOLD), WORDS, WORDS)
+def test_a_number_in_any_prose_goes_whole(number, before, after):
+    text = f"{before}x {number} y{after}"
+    # Bytes in pairs look like a number in pairs.
+    if not regex.fullmatch(r"0\d(?:(\D)\d\d)(?:\1\d\d){2}", number):
+        assert anonymize(text) == (
+            text.replace(number, "<PHONE_NUMBER>"), dict.fromkeys(CATEGORIES, 0) | {"PHONE_NUMBER": 1}
+        )  # fmt: skip
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from(NUMBERS), min_size=1, max_size=4), st.sampled_from(["", " ", "-", "/", "\n", ", ", ") ("])
+)
+def test_twice_is_once(cases, between):
+    once, _ = anonymize(between.join(case[2] for case in cases))
+    assert anonymize(once) == (once, dict.fromkeys(CATEGORIES, 0))
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(TOLD + list(EXTENSIONS + BEFORE + AFTER)) | st.text("0123456789 -+()@./", max_size=9)))
+def test_twice_is_once_for_numbers_side_by_side(pieces):
+    once, _ = anonymize("".join(pieces))
+    assert anonymize(once) == (once, dict.fromkeys(CATEGORIES, 0))
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([*BEFORE, "no ", "call ", "it ", "to ", "x: ", "T:", "number's", "ph "]), max_size=4))
+def test_the_quick_look_before_a_cue_misses_none(pieces):
+    before = "".join(pieces)[-64:]
+    for cue in (cues.PHONE, cues.MAYBE):
+        assert cues.may_end(before) or cue.match(before, 0, len(before)) is None
+
+
+def test_groups_of_a_country_are_known_and_others_are_not():
+    for text in ("020 7946 0958", "8 (301) 123-45-67", "(06 1) 234 5678", "(0212) 345 67 89", "(11) 96123-4567"):
+        assert is_written_at_home(text), text
+    for text in ("0000 1234 567", "020 79460 958", "2020 7946 0958", "(2003) 125-130", "0" * 5000):
+        assert not is_written_at_home(text), text
+
+
+OTHER_WORDS = [
+    ("see _jane.doe@example.org_ or __j@x.example__", "see _<EMAIL>_ or __<EMAIL>__"),
+    ('to "jane doe"@example.org, "x y"', 'to <EMAIL>, "x y"'),
+    ("**@janedoe** *@jane.d* _@jane_", "**<USER>** *<USER>* _<USER>_"),
+    ("* @octocat made this\n  * @hub too", "* <USER> made this\n  * <USER> too"),
+    ("@janedoe\nclass is cancelled", "<USER>\nclass is cancelled"),
+    ("@janedoe\npublic holidays are near", "<USER>\npublic holidays are near"),
+    ("@janedoe\nfun was had (a lot)", "<USER>\nfun was had (a lot)"),
+    ("facebook.com/groups/cats.now/user/100001234/", "<FB_USERID>/"),
+    ("(0044) 20 7946 0958", "<PHONE_NUMBER>"),
+    ("00442079460958", "<PHONE_NUMBER>"),
+    ("tel:+44-20-7946-0958;ext=12", "tel:<PHONE_NUMBER>"),
+    ("+1.2015550123", "<PHONE_NUMBER>"),
+    ("card 6762 3456 7896 and 676234567896", "card <CREDIT_CARD_NUMBER> and <CREDIT_CARD_NUMBER>"),
+    ("Visa 4111\u00a01111\u00a01111\u00a01111", "Visa <CREDIT_CARD_NUMBER>"),
+    ("4111\u20111111\u20111111\u20111111", "<CREDIT_CARD_NUMBER>"),
+    ("460\u201189\u20119847", "<SSN>"),
+]
+NO_DATA = [
+    "git@github.com:owner/name.git", "ssh://git@example.org/name", '{"@type": "Person", "@id": 3}', "@echo off\ncd x",
+    "\t@echo done", "+1.5000000000", "at +40.712776, -74.005974", "T: 1234567 steps", "c. 1900–1910", "F: 2003 2004",
+    "DE89 3704 0044 0532 0130 00 and GB29 NWBK 6016 1331 9268 19", "FR14 2004 1010 0505 0001 3M02 606",
+    "FI21 4111 1111 1111 1111", "Boston, MA  02110-1301", "@cached\nclass Foo(Bar):", "@Inject\nprivate final Foo foo;",
+    "@Test\nfun foo() {", "/**\n * @octocat x\n */", "* @param x", "08-12-34-56", "1234567 is the number of users",
+    "| 2001 | 1234567 | 7654321 |", "x = [1000000, 2000000, 0123456]", "line 1234567", "rows 1 200 300 to 4 500 600",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), OTHER_WORDS)
+def test_other_words_and_places(text, expected):
+    assert anonymize(text)[0] == expected
+
+
+@pytest.mark.parametrize("text", NO_DATA)
+def test_nobodys_data_stays(text):
+    assert anonymize(text)[0] == text
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(NUMBERS), min_size=1, max_size=3), WORDS)
+def test_each_match_is_one_token(cases, between):
+    text = f"{between}\n".join(case[2] for case in cases)
+    anonymized, counts = anonymize(text)
+    assert Counter(regex.findall("<(" + "|".join(CATEGORIES) + ")>", anonymized)) == Counter(counts) - Counter()
+
+
+FAMILIES = [
+    "@ab-", "+442079460958-", "a.", "a@a.", "x@a.b", "_", "_a@", '"', '"a', '@"', "@a_", "\n* @a", "**@ab", "(+", "(0",
+    "0(", "1 ", "1.", "1-2/", "00", "001 ", "011 44 ", "4111 1111 ", "4111-", "(06 1) ", "8 (301) ", "DE89 ",
+    "DE89 3704 ", "AB12-", "tel ", "call a ", "x1", "5551234 ext ", "5551234x", "is my number ", "+1.5 ", "fb.com/a.",
+    "facebook.com/groups/", "@[1:1:a", "git@a.b:", "<USER>", "<SSN>-", "123-45-",
+    "\u20111", "@a\nclass ", "@a\n", " \n", "public a ",
+]  # fmt: skip
+# What stands once before the repetition: a repetition may be harmless by itself.
+ONCE = {"a.": "x@", "-": "@ab"}
+
+
+@pytest.mark.parametrize("unit", FAMILIES)
+def test_time_is_linear_in_repetition(unit):
+    def seconds(size):
+        text = ONCE.get(unit, "") + (unit * (size // len(unit) + 1))[:size]
+        times = []
+        for _ in range(2):
+            start = time.process_time()
+            anonymize(text)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    # Sixteen times the text takes sixteen times as long, or 256 times where time is quadratic.
+    assert seconds(64_000) < 60 * max(seconds(4_000), 0.002)
