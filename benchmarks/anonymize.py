@@ -3,9 +3,9 @@
     python benchmarks/anonymize.py [--labelled ../shared/pii/labelled.jsonl] [--json rows.json]
 
 Precision and recall of exact spans on labelled texts; recall on example numbers of each country, in all the ways in
-which they are written, inside prose (tests/support/numbering.py), by country and by what tells the number; MB per second of CPU time, one core, on the sample corpus against
-seven sequential `re.sub` of the published patterns. No newspaper is in the sample: politics, parliament and wiki are
-the prose nearest to one.
+which they are written, inside prose (tests/support/numbering.py), by country and by what tells the number; MB per
+second of CPU time, one core, on the sample corpus against seven sequential `re.sub` of the published patterns. No
+newspaper is in the sample: politics, parliament and wiki are the prose nearest to one.
 """
 
 import argparse
@@ -21,14 +21,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tables import show
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tests"))
-
 from demix.data import released
 from demix.data.anonymize import CATEGORIES, anonymize, anonymize_texts
 from demix.data.sources import Source, download
-from support.numbering import every_country
 
+ROOT = Path(__file__).parents[1]
 DOMAINS = ("politics", "parliament", "wiki", "novels", "packages", "fortunes", "changelogs")
 
 
@@ -72,6 +69,9 @@ def quality(path: Path) -> list[dict]:
 
 def numbers() -> list[dict]:
     """Recall of whole telephone numbers, by country and by what tells each."""
+    sys.path.append(str(ROOT / "tests"))
+    from support.numbering import every_country
+
     systems = {
         "ours": (anonymize, "<PHONE_NUMBER>"),
         "peer": (released.anonymize, released.PATTERNS["PHONE_NUMBER"][1]),

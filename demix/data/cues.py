@@ -46,6 +46,13 @@ AFTER = regex.compile(
     r"|(?:reaches|gets) (?:me|us|him|her|them))\b)",
     regex.IGNORECASE,
 )
+# And a number in the groups of its country, wherever one of these stands on its line near it.
+NEAR = re.compile(
+    rf"\b(?:{_DEVICE}|voice ?mail|help ?desk|front desk|call(?:ed|ing|s)?|dial(?:l?ed|l?ing|s)?|phon(?:ed|ing)|texted"
+    r"|rang|ring|text|reach|contact|kontakt|llám\w*|llama\w*|appel\w*|anruf\w*|ruf\w*|chiam\w*|handynummer|rufnummer"
+    r"|hit me up|her number|the number you)\b",
+    re.IGNORECASE,
+)
 EXTENSION = regex.compile(
     r"[)]?(?:[ \u00a0,]{0,2}(?:x|ext(?:ension|n)?\.?|anexo|poste|durchwahl|dw\.?|доб\.?|wewn\.?)"
     r"[ \u00a0.:#]{0,2}|;ext=|[ ]#)[0-9]{1,6}(?![\w])(?![.][0-9])",

@@ -29,35 +29,36 @@ def is_international(digits: str) -> bool:
         return False
 
 
-def is_written_at_home(text: str) -> bool:
+def is_written_at_home(text: str, bare: bool = False) -> bool:
     """Whether the whole of `text` is a number with its trunk prefix or area code, in the groups of its country.
 
-    Any separators may part the groups. Text of more than 24 characters is no number.
+    With `bare` also numbers that have neither, whose groups alone tell little. Any separators may part the groups.
+    Text of more than 24 characters is no number.
     """
     if len(text) > 24:
         return False
     digits = "".join(filter(str.isdigit, text))
     groups = _SEPARATORS.sub(" ", text.replace("(", " (").replace(")", ") ")).strip()
-    return _forms().fullmatch(f"{digits} {groups}") is not None
+    return _forms(bare).fullmatch(f"{digits} {groups}") is not None
 
 
 @cache
-def _forms() -> regex.Pattern[str]:
+def _forms(bare: bool) -> regex.Pattern[str]:
     forms: dict[str, None] = {}
     for country in COUNTRIES:
         metadata: Any = PhoneMetadata.metadata_for_region(country)
         for form in metadata.number_format:
-            if pattern := _form(form, metadata.general_desc.national_number_pattern):
+            if pattern := _form(form, metadata.general_desc.national_number_pattern, bare):
                 forms[pattern] = None
     return regex.compile("|".join(forms))
 
 
-def _form(form: Any, national: str) -> str | None:
+def _form(form: Any, national: str, bare: bool) -> str | None:
     """A pattern for one way to write numbers: all digits, a space and the groups; None where nothing tells a phone."""
     rule = form.national_prefix_formatting_rule or r"\1"
     prefix = "".join(filter(str.isdigit, rule.replace(r"\1", "")))
     leading = form.leading_digits_pattern[-1] if form.leading_digits_pattern else ""
-    if not prefix and "(" not in rule and not leading.startswith("0"):
+    if not bare and not prefix and "(" not in rule and not leading.startswith("0"):
         return None
     groups = _GROUP.findall(form.pattern)
     # Parentheses around an area code after a trunk prefix are a matter of taste.

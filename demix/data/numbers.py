@@ -76,6 +76,9 @@ _CUT_AFTER = regex.compile(rf"[{_BETWEEN}]{{0,3}}+{NUMBER_TOKEN}")
 _GROUP = re.compile(r"[0-9]++")
 _DECIMAL = regex.compile(r"[0-9]{1,3}\.[0-9]++")
 _YEARS = regex.compile(r"(?:1[5-9]|20)[0-9]{2}\D{1,3}(?:1[5-9]|20)[0-9]{2}(?![0-9])")
+_HOST = regex.compile(r"[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![0-9])")
+# Two more hexadecimal digits: bytes of a dump.
+_DUMP = regex.compile(r"[ ]{1,2}[0-9A-Fa-f]{2}(?![\w])")
 _DATE = regex.compile(
     r"(?:1[5-9]|20)[0-9]{2}[.\-/ ][01]?[0-9][.\-/ ][0-3]?[0-9](?![0-9])|[0-3]?[0-9][./][01]?[0-9][./](?:19|20)[0-9]{2}"
 )
@@ -137,22 +140,55 @@ def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tu
     last = _whole(text, groups, 7, 15)
     if last is None:
         return None
-    alone = last == end and not _CUT_AFTER.match(text, end)
     parted = text[start] == "0" or last > groups[0][1]
     if cues.may_end(text[low:start]):
         cue = cues.PHONE.match(text, low, start)
-        if cue is None and parted and not _DECIMAL.fullmatch(text, start, last) and not _YEARS.match(text, start):
+        if (
+            cue is None
+            and parted
+            and not _DECIMAL.fullmatch(text, start, last)
+            and not (_YEARS.match(text, start) or _HOST.match(text, start))
+        ):
             cue = cues.MAYBE.match(text, low, start)
         if cue:
-            return None if _DATE.match(text, start) else (start - _opening(cue.group()), last)
-    if alone and cues.AFTER.match(text, last) and not (_DATE.match(text, start) or _YEARS.match(text, start)):
-        return None if _in_iban(text, start, end) else (start - (seen in ("(", "+")), last)
+            return None if _DATE.match(text, start) else (start - _opening(cue.group(), text[start:last]), last)
+    if last != end:
+        return None
+    if (
+        cues.AFTER.match(text, last)
+        and not _CUT_AFTER.match(text, end)
+        and not (_DATE.match(text, start) or _YEARS.match(text, start))
+    ):
+        return (
+            None
+            if _in_iban(text, start, end)
+            else (start - (seen == "+" or (seen == "(" and ")" in text[start:end])), last)
+        )
+    if parted and len(groups) < 7 and _near_a_word(text, start, end):
+        return (start - (seen == "(" and ")" in text[start:end]), end)
     return None
 
 
-def _opening(cue: str) -> int:
-    """How many of a cue's last characters belong to the number: a plus, an opening parenthesis."""
-    return len(cue) - len(cue.rstrip("+("))
+def _near_a_word(text: str, start: int, end: int) -> bool:
+    """Whether a number in the groups of some country has a word about telephones near it on its line."""
+    shown = text[start:end]
+    # No country writes a number with two kinds of separators and no area code in parentheses.
+    if not 8 <= len(shown) <= 20 or (")" not in shown and len(set(shown).difference(DIGITS)) > 1):
+        return False
+    if not _HOME.match(text, start) or any(other.match(text, end) for other in (_ROW, _DUMP, _CUT_AFTER)):
+        return False
+    before, after = text[max(start - 48, 0) : start].rsplit("\n", 1)[-1], text[end : end + 40].split("\n", 1)[0]
+    if not (cues.NEAR.search(before) or cues.NEAR.search(after)):
+        return False
+    if any(other.match(text, start) for other in (_DATE, _YEARS, _HOST, _ZIP)) or _in_iban(text, start, end):
+        return False
+    return is_written_at_home("(" + shown if ")" in shown else shown, bare=True)
+
+
+def _opening(cue: str, number: str) -> int:
+    """How many of a cue's last characters belong to the number: a plus, a parenthesis that closes in the number."""
+    length = len(cue) - len(cue.rstrip("+("))
+    return length - (cue[-length:].startswith("(") and ")" not in number) if length else 0
 
 
 def _from_abroad(text: str, start: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:

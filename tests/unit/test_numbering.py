@@ -60,6 +60,21 @@ def test_the_quick_look_before_a_cue_misses_none(pieces):
         assert cues.may_end(before) or cue.match(before, 0, len(before)) is None
 
 
+NEAR = [
+    "You can text {} any time.", "Emergency contact {}", "Sent from my phone ({})", "she gave me {} as her mobile",
+    "Try {} instead, that's her landline.", "Our helpdesk ({}) is open", "<tel>{}</tel>", "llámame al {}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", NEAR)
+def test_a_bare_number_near_a_word_about_telephones(sentence):
+    for number in ("512 345 678", "91 234 56 78", "612 34 56 78", "32 12 34 56"):
+        assert anonymize(sentence.format(number))[0] == sentence.format("<PHONE_NUMBER>")
+    # Not in the groups of any country, or bytes of a dump.
+    for other in ("5 1 2 3 4 5 6 7 8", "12 34567 1", "85 10 00 00 ff call"):
+        assert anonymize(sentence.format(other))[0] == sentence.format(other)
+
+
 def test_groups_of_a_country_are_known_and_others_are_not():
     for text in ("020 7946 0958", "8 (301) 123-45-67", "(06 1) 234 5678", "(0212) 345 67 89", "(11) 96123-4567"):
         assert is_written_at_home(text), text
@@ -89,7 +104,9 @@ NO_DATA = [
     "git@github.com:owner/name.git", "ssh://git@example.org/name", '{"@type": "Person", "@id": 3}', "@echo off\ncd x",
     "\t@echo done", "+1.5000000000", "at +40.712776, -74.005974", "T: 1234567 steps", "c. 1900–1910", "F: 2003 2004",
     "DE89 3704 0044 0532 0130 00 and GB29 NWBK 6016 1331 9268 19", "FR14 2004 1010 0505 0001 3M02 606",
-    "FI21 4111 1111 1111 1111", "Boston, MA  02110-1301", "@cached\nclass Foo(Bar):", "@Inject\nprivate final Foo foo;",
+    "2: 85 10 00 00 ff ff call -1", "P-t-P:192.168.255.1  Mask",
+    "FI21 4111 1111 1111 1111", "Boston, MA  02110-1301",
+    "@cached\nclass Foo(Bar):", "@Inject\nprivate final Foo foo;",
     "@Test\nfun foo() {", "/**\n * @octocat x\n */", "* @param x", "08-12-34-56", "1234567 is the number of users",
     "| 2001 | 1234567 | 7654321 |", "x = [1000000, 2000000, 0123456]", "line 1234567", "rows 1 200 300 to 4 500 600",
 ]  # fmt: skip
