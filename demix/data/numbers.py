@@ -154,18 +154,12 @@ def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tu
             return None if _DATE.match(text, start) else (start - _opening(cue.group(), text[start:last]), last)
     if last != end:
         return None
-    if (
-        cues.AFTER.match(text, last)
-        and not _CUT_AFTER.match(text, end)
-        and not (_DATE.match(text, start) or _YEARS.match(text, start))
-    ):
-        return (
-            None
-            if _in_iban(text, start, end)
-            else (start - (seen == "+" or (seen == "(" and ")" in text[start:end])), last)
-        )
+    closed = seen == "(" and ")" in text[start:end]
+    after = cues.AFTER.match(text, last) and not _CUT_AFTER.match(text, end)
+    if after and not any(other.match(text, start) for other in (_DATE, _YEARS)) and not _in_iban(text, start, end):
+        return (start - (seen == "+" or closed), last)
     if parted and len(groups) < 7 and _near_a_word(text, start, end):
-        return (start - (seen == "(" and ")" in text[start:end]), end)
+        return (start - closed, end)
     return None
 
 
