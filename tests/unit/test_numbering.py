@@ -52,6 +52,19 @@ def test_twice_is_once_for_numbers_side_by_side(pieces):
     assert anonymize(once) == (once, dict.fromkeys(CATEGORIES, 0))
 
 
+RUNNING_INTO_ANOTHER = [
+    "+41–21–234–56–78a@b.example", "+1234567 44 800 123 4567a@b.example", "011 61 412 345 678(07400–123456",
+    "+353\u202f22\u202f12345-m.facebook.com/profile.php?id=100001234", "+541123456789(0032) 450 00 12 34",
+    "see 1234567890-" + "0aF" * 17 + "12.J.Smith@example.com",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", RUNNING_INTO_ANOTHER)
+def test_twice_is_once_where_one_runs_into_another(text):
+    once, _ = anonymize(text)
+    assert anonymize(once) == (once, dict.fromkeys(CATEGORIES, 0))
+
+
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([*BEFORE, "no ", "call ", "it ", "to ", "x: ", "T:", "number's", "ph "]), max_size=4))
 def test_the_quick_look_before_a_cue_misses_none(pieces):
