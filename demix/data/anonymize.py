@@ -25,6 +25,7 @@ number of times: time is linear in the text. A second pass changes nothing.
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -58,6 +59,8 @@ _BEFORE = regex.compile(r"(?r)(?:[\w)+]|[0-9][ \t\u00a0\u2007\u2009\u202f()./\-\
 _AFTER = regex.compile(
     r"[\w(+]|[./\-\u2010-\u2015]\w|(?<=[0-9])[,\s]?[0-9+]|[ \t\u00a0\u2007\u2009\u202f()./\-\u2010-\u2015]{1,3}+[0-9+]"
 )
+# Seven digits that separators part, in UTF-8.
+_DIGITS_NEAR = re.compile(rb"[0-9](?:[ \t()./\x80-\xff-]{0,9}[0-9]){6}")
 _PRIORITY = {
     name: rank
     for rank, name in enumerate(("FB_USERID", "DART", "EMAIL", "CREDIT_CARD_NUMBER", "SSN", "PHONE_NUMBER", "USER"))
@@ -154,9 +157,11 @@ def _places(data: np.ndarray, edges: np.ndarray) -> np.ndarray:
     # ".com/" after the last letter of facebook or fb, in any case (the Kelvin sign is a k).
     for back, letters in ((1, b"mM"), (2, b"oO"), (3, b"cC"), (4, b"."), (5, b"kKbB\xaa")):
         slash = slash[np.isin(data[slash - back], np.frombuffer(letters, np.uint8))]
+    if len(at) + len(runs) + len(slash) < len(data) // 1000:
+        view = data.data
+        runs = np.array([place for place in runs.tolist() if _DIGITS_NEAR.match(view, place)], at.dtype)
+        return np.sort(np.concatenate([at, runs, slash]))
     found = np.sort(np.concatenate([at, runs, slash]))
-    if len(found) < len(data) // 1000:
-        return found
     line = np.searchsorted(np.flatnonzero(data == ord("\n")), found)
     text = np.searchsorted(edges, found, side="right")
     new = np.ones(len(found), bool)

@@ -40,7 +40,7 @@ _TAGS = regex.compile(
     r"@(?:access|alias|api|arg(?:ument)?|async|augments|category|class|const(?:ant|ructor|ructs)?|def(?:ault|group)?"
     r"|description|details|enum|event|examples?|exception|extends|external|fires|function|global|group|hidden|hideconstructor"
     r"|ignore|implements|in|ingroup|internal|kind|lends|license|listens|member(?:of)?|mixes|module|name|note|package|post"
-    r"|pre|prop|readonly|remarks|requires|retval|sa|serial\w*|static|subpackage|summary|this|throw|tparam|tutorial|type"
+    r"|pre|prop|readonly|remarks|requires|retval|sa|serial\w*|stable|static|subpackage|summary|this|throw|tparam|tutorial|type"
     r"|typeparam|uses|val|value|var|warning|yields?)\b",
     regex.IGNORECASE,
 )
@@ -63,6 +63,8 @@ _USER = regex.compile(
 _BARE = regex.compile(rf"(?<![\w@\\`&$%*=+]|\w[.'-])(?<!{TOKEN}[.'-]?)")
 # Emphasis of Markdown before the @, which the same characters close.
 _EMPHASIS = regex.compile(r"(?r)(?<![\w*/@])(?:\*{1,3}+|_{1,3}+)")
+# The end of a comment on the line after.
+_CLOSED = regex.compile(r"[^\n]{0,200}+\n[ \t]{0,40}+\*{1,2}/")
 _LINE_END = regex.compile(r"[^\S\n]*+(?:#[^\n]*+)?\n[^\S\n]*+")
 _NAME = r"[^\W\d]\w*+"
 _DEFINITION = regex.compile(
@@ -145,11 +147,21 @@ def _users(text: str, handles: list[tuple[int, int]]) -> Iterator[Span]:
             if _COMMAND.match(text, start):
                 continue
         # A comment's leader or Python's prompt before it: a documentation tag or an example.
-        if line not in ("/**", "///", ">>>") and not (line == "*" and _is_tag(text, lead, start)):
+        if line not in ("/**", "///", ">>>") and not (line == "*" and _is_tag(text, lead, start, end)):
             yield (start, end, "USER")
 
 
-def _is_tag(text: str, lead: str, start: int) -> bool:
-    """Whether what follows a star is documentation: a block's stars stand one space off, a list's items do not."""
-    before = lead[: lead.index("*")]
-    return (len(before) - len(before.rstrip(" "))) % 2 == 1 or _TAGS.match(text, start) is not None
+def _is_tag(text: str, lead: str, start: int, end: int) -> bool:
+    """Whether what follows a star is documentation: a list's items stand one space off theirs, in even columns.
+
+    People on lists are GitHub's, whose names have no underscore.
+    """
+    before, _, after = lead.partition("*")
+    odd = (len(before) - len(before.rstrip(" "))) % 2 == 1
+    return (
+        odd
+        or "_" in text[start:end]
+        or text.startswith(" ->", end)
+        or after != " "
+        or any(other.match(text, at) for other, at in ((_TAGS, start), (_CLOSED, end)))
+    )

@@ -11,7 +11,7 @@ from string import digits as DIGITS
 import regex
 
 from demix.data import cues
-from demix.data.dialling import is_international, is_written_at_home
+from demix.data.dialling import is_dialled_at_home, is_international, is_written_at_home
 from demix.data.dummies import NUMBER_TOKEN, TOKEN, Span
 
 _BLANK = r" \u00a0\u2007\u2009\u202f"
@@ -20,7 +20,7 @@ _BETWEEN = rf"{_BLANK}\t()./{_DASH}"
 # Text with fewer than seven digits this close together holds none of the numbers below. On plain sets of characters
 # the standard library is twice as fast as `regex`.
 _RUN = re.compile(rf"[0-9](?=[0-9{_BETWEEN}]{{6}})(?:[{_BETWEEN}]{{0,3}}+[0-9]){{6,}}+")
-_FREE = rf"(?<![\w+])(?<![\w)][./{_DASH}])(?<!{TOKEN}[./{_DASH}]?)"
+_FREE = rf"(?<![\w+])(?<![\w)][./{_DASH}])(?<![0-9]:)(?<!{TOKEN}[./{_DASH}]?)"
 _END = rf"(?![\w])(?![./{_DASH}]?+(?:(?<=[./{_DASH}])[0-9]|{TOKEN}))"
 
 _DART = regex.compile(r"(?<![0-9A-Za-z])[0-9]{10}-[0-9A-Fa-f]{53}(?![0-9A-Za-z])")
@@ -32,17 +32,19 @@ _CARD = regex.compile(
     rf"{_FREE}(?:[0-9]{{12,19}}+"
     rf"|[0-9]{{4}}([{_BLANK}{_DASH}])[0-9]{{4}}\1[0-9]{{4}}\1[0-9]{{1,4}}+(?:\1[0-9]{{1,3}}+)?"
     rf"|[0-9]{{4}}([{_BLANK}{_DASH}])[0-9]{{6}}\2[0-9]{{4,5}}+"
-    rf"|{_ALONE}(?:[0-9]{{4}}([{_BLANK}{_DASH}])[0-9]{{4}}\3[0-9]{{4}}|[0-9]{{6}}[{_BLANK}{_DASH}][0-9]{{6,13}}+)"
+    rf"|{_ALONE}(?:[0-9]{{4}}([{_BLANK}{_DASH}])[0-9]{{4}}\3[0-9]{{4,5}}+|[0-9]{{6}}[{_BLANK}{_DASH}][0-9]{{6,13}}+)"
     rf"{_NOT_IN_A_ROW}){_END}"
 )
 # Prefixes and lengths of issuers (ISO/IEC 7812): Visa, Mastercard, Mir, American Express, Diners, JCB, Discover,
 # UnionPay, RuPay, Troy, and Maestro from 13 digits.
 _ISSUER = regex.compile(
     r"4[0-9]{12}(?:[0-9]{3}){0,2}|(?:5[1-5]|2[2-7])[0-9]{14}|3[47][0-9]{13}|3(?:0[0-5]|[689][0-9])[0-9]{11}"
-    r"|35[0-9]{14}|(?:2131|1800)[0-9]{11}|6[0-9]{15,18}|5[06-9][0-9]{11,17}|(?:8[12]|9792)[0-9]{12,14}(?<=^.{16})"
+    r"|3095[0-9]{10}|35[0-9]{14}|(?:2131|1800)[0-9]{11}|6[0-9]{15,18}|5[06-9][0-9]{11,17}|(?:8[12]|9792)[0-9]{12,14}(?<=^.{16})"
     # Of twelve digits one in fifty would do: Maestro's own ranges alone.
     r"|(?:5018|5020|5038|5[67][0-9]{2}|5893|6304|6390|67[0-9]{2})[0-9]{8}"
 )
+# In groups, more digits of Maestro's.
+_MAESTRO = regex.compile(r"(?:6304|6390|67[0-9]{2})[0-9]{9,11}")
 _ANY_ISSUER = regex.compile(r"[2-6][0-9]{11,18}|0604[0-9]{8,15}")
 # An International Bank Account Number (ISO 13616), in groups of four.
 _IBAN = regex.compile(r"\b[A-Z]{2}[0-9]{2}(?:[ \u00a0-][0-9A-Z]{4}){2,7}(?:[ \u00a0-][0-9A-Z]{1,3})?\b")
@@ -69,14 +71,21 @@ _PHONE = regex.compile(
 _PLUS = regex.compile(rf"(?r)(?<![\w)+~])(?<!\w-)(?<!{TOKEN}-?)(?:\(\+|\+\(?)")
 _ABROAD = regex.compile(rf"{_FREE}{_ALONE}(?:00|011|0011|010)(?:[{_BLANK}{_DASH}()]{{0,2}}[1-9])")
 _DOUBLE_ZERO = regex.compile(rf"{_FREE}{_ALONE}00[1-9][0-9]{{0,2}}[{_BLANK}/{_DASH}()]")
+_JOINED = regex.compile(rf"[{_DASH}]\w")
+_SLASH = re.compile(r"(?<=[0-9)]) / (?=[0-9(])")
 _HOME = regex.compile(rf"{_FREE}{_ALONE}\(?(?=[0-9])")
 # Where a number beside it was replaced, what is left of a run is judged as a part of that run, as before.
 _CUT_BEFORE = regex.compile(rf"(?r){NUMBER_TOKEN}[{_BETWEEN}]{{0,3}}+")
 _CUT_AFTER = regex.compile(rf"[{_BETWEEN}]{{0,3}}+{NUMBER_TOKEN}")
 _GROUP = re.compile(r"[0-9]++")
 _DECIMAL = regex.compile(r"[0-9]{1,3}\.[0-9]++")
+# Digits one by one, decimal fractions in a row.
+_SINGLE = regex.compile(r"[0-9](?:[^\w][0-9]){2}(?![0-9])")
+_DECIMALS = regex.compile(r"[0-9]++\.[0-9]++[ \t]")
 _YEARS = regex.compile(r"(?:1[5-9]|20)[0-9]{2}\D{1,3}(?:1[5-9]|20)[0-9]{2}(?![0-9])")
 _HOST = regex.compile(r"[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![0-9])")
+# Hexadecimal numbers beside one: a table of characters, a dump of memory.
+_HEXADECIMAL = re.compile(r"(?<!\w)(?=[0-9A-F]{0,4}[A-F])(?=[A-F]{0,4}[0-9])[0-9A-F]{4,5}(?!\w)")
 # Two more hexadecimal digits: bytes of a dump.
 _DUMP = regex.compile(r"[ ]{1,2}[0-9A-Fa-f]{2}(?![\w])")
 _DATE = regex.compile(
@@ -86,15 +95,34 @@ _DATE = regex.compile(
 
 def find(text: str) -> Iterator[Span]:
     """The spans of numbers in `text`; some overlap."""
+    phone = -1
     for run in _RUN.finditer(text):
-        yield from _in_run(text, *run.span())
+        shown, span = run.group(), run.span()
+        for start, end in _numbers(text, *span) if " (" in shown or " / " in shown else (span,):
+            for span in _in_run(text, start, end, phone):
+                if span[2] == "PHONE_NUMBER":
+                    phone = span[1]
+                yield span
 
 
-def _in_run(text: str, start: int, end: int) -> Iterator[Span]:
-    """The spans in one run of digits and separators, best category first."""
+def _numbers(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """The parts of a run that a slash between spaces, or a parenthesis that does not close, parts."""
+    for slash in _SLASH.finditer(text, start, end):
+        yield from _numbers(text, start, slash.start())
+        start = slash.end()
+    opened = text.rfind(" (", start, end)
+    if opened > start and text.find(")", opened, end) < 0:
+        yield start, opened
+        start = opened + 2
+    if start < end:
+        yield start, end
+
+
+def _in_run(text: str, start: int, end: int, phone: int) -> Iterator[Span]:
+    """The spans in one run of digits and separators, best category first; the last telephone number ended at `phone`."""
     groups = [match.span() for match in _GROUP.finditer(text, start, end)]
-    low = max(start - 64, 0)
-    left = total = sum(last - first for first, last in groups)
+    low = start - 64 if start > 64 else 0
+    left = total = len(_digits(text, start, end))
     taken = start
     for place, (first, last) in enumerate(groups):
         length = last - first
@@ -121,8 +149,17 @@ def _in_run(text: str, start: int, end: int) -> Iterator[Span]:
         return
     if total >= 9 and cues.SSN.match(text, low, start) and (loose := _SSN_LOOSE.match(text, start)):
         yield (*loose.span(), "SSN")
-    if phone := _phone(text, start, end, groups):
-        yield (phone[0], _extended(text, phone[1]), "PHONE_NUMBER")
+    if found := _phone(text, start, end, groups) or _second(text, start, end, phone):
+        yield (found[0], _extended(text, found[1]), "PHONE_NUMBER")
+
+
+def _second(text: str, start: int, end: int, phone: int) -> tuple[int, int] | None:
+    """A number in the groups of a country, where a telephone number and no more than "or" stand before it."""
+    if not (0 <= phone <= start <= phone + 8 and cues.AND.fullmatch(text, phone, start)):
+        return None
+    opened = text[start - 1] == "(" and ")" in text[start:end]
+    home = is_written_at_home(text[start - opened : end], bare=True) or is_dialled_at_home(text[start:end])
+    return (start - opened, end) if home else None
 
 
 def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
@@ -135,19 +172,23 @@ def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tu
             return (start - len(plus.group()) + (plus.group() == "(+" and ")" not in text[start:last]), last)
     if text[start] == "0" and (abroad := _from_abroad(text, start, groups)):
         return abroad
-    if (text[start] in "08" or seen == "(") and 1 < len(groups) < 7 and (home := _from_home(text, start, end, groups)):
+    if (
+        ((text[start] in "08" and text[start + 1] != "0") or seen == "(")
+        and 1 < len(groups) < 7
+        and (home := _from_home(text, start, end, groups))
+    ):
         return home
     last = _whole(text, groups, 7, 15)
     if last is None:
         return None
     parted = text[start] == "0" or last > groups[0][1]
-    if cues.may_end(text[low:start]):
+    if cues.may_hold(text[low:start]):
         cue = cues.PHONE.match(text, low, start)
         if (
             cue is None
             and parted
             and not _DECIMAL.fullmatch(text, start, last)
-            and not (_YEARS.match(text, start) or _HOST.match(text, start))
+            and not any(other.match(text, start) for other in (_YEARS, _HOST, _SINGLE, _DECIMALS))
         ):
             cue = cues.MAYBE.match(text, low, start)
         if cue:
@@ -156,9 +197,11 @@ def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tu
         return None
     closed = seen == "(" and ")" in text[start:end]
     after = cues.AFTER.match(text, last) and not _CUT_AFTER.match(text, end)
+    if parted and not after:
+        after = cues.AFTER_MAYBE.match(text, last) and not _CUT_AFTER.match(text, end)
     if after and not any(other.match(text, start) for other in (_DATE, _YEARS)) and not _in_iban(text, start, end):
         return (start - (seen == "+" or closed), last)
-    if parted and len(groups) < 7 and _near_a_word(text, start, end):
+    if (parted and len(groups) < 7) and _near_a_word(text, start, end):
         return (start - closed, end)
     return None
 
@@ -166,17 +209,32 @@ def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tu
 def _near_a_word(text: str, start: int, end: int) -> bool:
     """Whether a number in the groups of some country has a word about telephones near it on its line."""
     shown = text[start:end]
-    # No country writes a number with two kinds of separators and no area code in parentheses.
-    if not 8 <= len(shown) <= 20 or (")" not in shown and len(set(shown).difference(DIGITS)) > 1):
+    # Seven digits are a local number, or anything. None without an area code has two kinds of separators.
+    kinds = len(set(shown).difference(DIGITS))
+    if not 9 <= len(shown) <= 20 or (shown[0] != "0" and ")" not in shown and kinds > 1):
         return False
     if not _HOME.match(text, start) or any(other.match(text, end) for other in (_ROW, _DUMP, _CUT_AFTER)):
         return False
     before, after = text[max(start - 48, 0) : start].rsplit("\n", 1)[-1], text[end : end + 40].split("\n", 1)[0]
-    if not (cues.NEAR.search(before) or cues.NEAR.search(after)):
+    likely = [beside for beside in (before, after) if cues.may_hold(beside)]
+    if not likely:
         return False
     if any(other.match(text, start) for other in (_DATE, _YEARS, _HOST, _ZIP)) or _in_iban(text, start, end):
         return False
-    return is_written_at_home("(" + shown if ")" in shown else shown, bare=True)
+    home = is_written_at_home("(" + shown if ")" in shown else shown, bare=True) or is_dialled_at_home(shown)
+    return home and not _in_a_table(text, start, end) and any(cues.NEAR.search(beside) for beside in likely)
+
+
+def _in_fours(text: str, start: int, end: int) -> bool:
+    """Whether digits stand in groups of four, as in tables of characters and dumps of memory."""
+    return all(len(group) == 4 for group in _GROUP.findall(text, start, end))
+
+
+def _in_a_table(text: str, start: int, end: int) -> bool:
+    """Whether hexadecimal numbers stand beside a number in groups of four digits."""
+    if not _in_fours(text, start, end):
+        return False
+    return any(_HEXADECIMAL.search(beside) for beside in (text[max(start - 48, 0) : start], text[end : end + 48]))
 
 
 def _opening(cue: str, number: str) -> int:
@@ -189,13 +247,11 @@ def _from_abroad(text: str, start: int, groups: list[tuple[int, int]]) -> tuple[
     """A number after the digits dialled to leave a country: 00, or 011, 0011 and 010 if the rest is a number in use."""
     last = None
     if _DOUBLE_ZERO.match(text, start) and (last := _whole(text, groups, 10, 16)):
-        # Dumps of memory have groups of one length.
-        lengths = {end - first for first, end in groups if end <= last}
-        if len(lengths) == 1 or _ROW.match(text, last):
+        if _in_fours(text, start, last) or _ROW.match(text, last):
             last = None
     if last is None and (prefix := _ABROAD.match(text, start)) and (last := _whole(text, groups, 10, 19)):
         used = is_international(_digits(text, prefix.end() - 1, last))
-        last = last if used and not _ROW.match(text, last) else None
+        last = last if used and not (_ROW.match(text, last) or _in_fours(text, start, last)) else None
     if last is None:
         return None
     return (start - (text[start - 1 : start] == "(" and ")" in text[start:last]), last)
@@ -210,7 +266,14 @@ def _from_home(text: str, start: int, end: int, groups: list[tuple[int, int]]) -
         return None
     if _CUT_AFTER.match(text, end) or _ZIP.fullmatch(text, start, end):
         return None
-    return (first, end) if is_written_at_home(text[first:end]) and not _in_iban(text, start, end) else None
+    if (
+        _JOINED.match(text, end)
+        or not is_written_at_home(text[first:end])
+        or _in_iban(text, start, end)
+        or _in_a_table(text, start, end)
+    ):
+        return None
+    return (first, end)
 
 
 def _extended(text: str, last: int) -> int:
@@ -243,9 +306,9 @@ def _is_card(text: str, start: int, end: int) -> bool:
     total = 0
     for place, digit in enumerate(map(int, reversed(digits))):
         total += digit if place % 2 == 0 else (2 * digit - 9 if digit > 4 else 2 * digit)
-    if total % 10 or _in_iban(text, start, end):
+    if total % 10 or _in_iban(text, start, end) or _in_a_table(text, start, end):
         return False
-    if _ISSUER.fullmatch(digits):
+    if _ISSUER.fullmatch(digits) or (end - start > len(digits) and _MAESTRO.fullmatch(digits)):
         return True
     return bool(_ANY_ISSUER.fullmatch(digits) and cues.CARD.search(text, max(start - 40, 0), start))
 
