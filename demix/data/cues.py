@@ -10,8 +10,10 @@ import regex
 
 # What a telephone number belongs to, in scripts that part words by spaces.
 _DEVICES = (
-    "phone phones telephone telephones smartphone smartphones handphone freephone payphone mobile mobiles cell cellphone"
-    " telefax fax facsimile tel whatsapp viber sms hotline helpline landline reception voicemail pager beeper switchboard"
+    "phone phones telephone telephones smartphone smartphones handphone freephone payphone mobile mobiles cell"
+    " cellphone"
+    " telefax fax facsimile tel whatsapp viber sms hotline helpline landline reception voicemail pager beeper"
+    " switchboard"
     " msisdn telefon telefonnummer telefoon telefoonnummer telefono teléfono teléfonos telefone telefones téléphone tél"
     " mobiltelefon mobilnummer mobil mobiel handy handynummer rufnummer telefonisch festnetz fon fone puhelin puh"
     " matkapuhelin puhelinnumero tlf tfno tfn móvil celular cellulare telemóvel gsm portable télécopie télécopieur faks"
@@ -28,15 +30,21 @@ _PLACE = "home|work|office|desk|direct|contact|emergency|business|daytime|evenin
 # To phone somebody, where English has a preposition or nothing before the number.
 _INVITE = (
     "appele[zr](?:-nous)?(?: le| au)?|joignable au|llam[ae](?:nos)?(?: al)?|llám[ae](?:nos|me)(?: al)?|ligue para"
-    "|chiam(?:a|ate|are|i)(?: il| lo| al)?|bel(?:len)?(?: op| naar)?|soita|zadzwoń|dzwoń|volejte|hívjon|hívja|sunați(?: la)?"
-    "|nazovite|pozovite|pokličite|arayın|звоните|дзвоніть|обадете се на|καλέστε(?: στο)?|اتصل على|gọi|hubungi|anruf(?:en)?"
+    "|chiam(?:a|ate|are|i)(?: il| lo| al)?|bel(?:len)?(?: op| naar)?|soita|zadzwoń|dzwoń|volejte|hívjon|hívja"
+    "|sunați(?: la)?"
+    "|nazovite|pozovite|pokličite|arayın|звоните|дзвоніть|обадете се на|καλέστε(?: στο)?|اتصل على|gọi|hubungi"
+    "|anruf(?:en)?"
     "|erreichbar unter|rufen sie (?:uns|mich) an|ruf(?:t)? (?:mich|uns) an(?: unter)?|unter der nummer|slå nummer"
 )
-_NUMBER = r"(?:[ ._-]?(?:numbers?|nos?|nr|num|line|nummer|número|numéro|numero|номер(?:у|а)?|číslo|kom)\.?|[ ]?[#№]| (?:enquiries|inquiries|support|sales|orders|bookings))"
+_NUMBER = (
+    r"(?:[ ._-]?(?:numbers?|nos?|nr|num|line|nummer|número|numéro|numero|номер(?:у|а)?|číslo|kom)\.?|[ ]?[#№]"
+    r"| (?:enquiries|inquiries|support|sales|orders|bookings))"
+)
 _TAG = r"(?:</?[a-z][^<>\n]{0,40}>\s{0,2})"
 # What may stand between a word and a number: marks that close, a tag's rest, a sign, tags, white space, marks that open.
 _BETWEEN = (
-    r"""(?:\(s\)|[ ]?\([^()0-9\n]{1,20}\))?(?:;[a-z;=,-]{1,24}(?=:))?[:.]?["'*_`\])}]{0,3}(?: \w{1,12}="[^"<>\n]{0,20}"){0,2}"""
+    r"""(?:\(s\)|[ ]?\([^()0-9\n]{1,20}\))?(?:;[a-z;=,-]{1,24}(?=:))?[:.]?"""
+    r"""["'*_`\])}]{0,3}(?: \w{1,12}="[^"<>\n]{0,20}"){0,2}"""
     rf"""{_TAG}{{0,2}}"""
     r"""(?:(?<=["']),(?= ?["'])|[ \u00a0\t]?(?:[.:#=|>\u2013\u2014\uff1a]{1,2}|\.{3,24}:?)|[ ]-(?=[ ]))?"""
     rf"""[*_]{{0,2}}\s{{0,4}}{_TAG}{{0,3}}[*_"'`\[({{]{{0,2}}\+?\(?\+?"""
@@ -59,7 +67,8 @@ PHONE = regex.compile(
 # After these only those in more than one group or with a leading 0.
 MAYBE = regex.compile(
     rf"(?r)(?<![^\W_])(?:(?:{_PLACE}|direct line|line|mob|cel|hp|kom|contacts?)(?: (?:numbers?|no\.?|is))?[.:#]"
-    r"|(?:get|got|speak|spoke|talk|reach(?:ed|able)?|available|dial(?:l?ed)?|called|rang|phoned|texted|faxed|calls?|texts?"
+    r"|(?:get|got|speak|spoke|talk|reach(?:ed|able)?|available|dial(?:l?ed)?|called|rang|phoned|texted|faxed"
+    r"|calls?|texts?"
     r"|messages?|bookings?|enquir(?:y|ies)|inquir(?:y|ies)|reservations?|appointments?|call(?:ing)?|dial(?:l?ing)?"
     r"|ring(?:ing)?|texting|phoning)(?: \w{1,12}){0,4} (?:on|at|via|to|from)"
     r"|(?:dial(?:l?ed|l?ing)?|rang|ring|phoned|texted|calling|callers?|ringing|texting|txt|mob|rsvp|bookings?"
@@ -84,8 +93,10 @@ AFTER_MAYBE = regex.compile(
 )
 # And a number in the groups of its country, wherever one of these stands on its line near it.
 NEAR = regex.compile(
-    rf"(?<![^\W_])(?!portable|handy|fon\b)(?:{_DEVICE}|voice ?mail|help ?desk|front desk|call(?:ed|ing|s|er|ers)?|dial(?:l?ed|l?ing|s)?|phon(?:ed|ing)"
-    r"|texted|rang|ring|text|txt|reach|contact|kontakt|llamar?|llamad[ao]s?|llám\w*|appels?|anrufe|ruf|ph|rsvp|bookings?"
+    rf"(?<![^\W_])(?!portable|handy|fon\b)(?:{_DEVICE}|voice ?mail|help ?desk|front desk|call(?:ed|ing|s|er"
+    rf"|ers)?|dial(?:l?ed|l?ing|s)?|phon(?:ed|ing)"
+    r"|texted|rang|ring|text|txt|reach|contact|kontakt|llamar?|llamad[ao]s?|llám\w*|appels?|anrufe|ruf|ph|rsvp"
+    r"|bookings?"
     rf"|reservations?|enquir(?:y|ies)|hit me up|her number|the number you|{_INVITE})(?![^\W_])|{_UNPARTED}",
     regex.IGNORECASE,
 )
@@ -109,12 +120,16 @@ CARD = regex.compile(
 # A quick look before PHONE, MAYBE and NEAR: each of them holds one of these words, or one in another script.
 _WORDS = frozenset(
     f"{_DEVICES} {_PLACE.replace('|', ' ')} service number call calls called calling caller callers dial dialed dialled"
-    " dialing dialling ring rang ringing phoned phoning text texts texted texting txt faxed reach reached reachable message"
-    " messages contacts buzz bell shout line ph mob cel hp kom get got speak spoke talk available booking bookings enquiry"
+    " dialing dialling ring rang ringing phoned phoning text texts texted texting txt faxed reach reached"
+    " reachable message"
+    " messages contacts buzz bell shout line ph mob cel hp kom get got speak spoke talk available booking"
+    " bookings enquiry"
     " enquiries inquiry inquiries reservation reservations appointment appointments signal telegram rsvp hours t f m p"
-    " whats appelez appeler joignable llama llame llamanos llamenos ligue chiama chiamate chiamare chiami bel bellen soita volejte"
+    " whats appelez appeler joignable llama llame llamanos llamenos ligue chiama chiamate chiamare chiami bel"
+    " bellen soita volejte"
     " nazovite pozovite hubungi anruf anrufen erreichbar rufen ruf ruft nummer"
-    " voice voicemail help helpdesk desk front called dials kontakt llamar llamada llamadas llamado llamados appel appels anrufe hit her".split()
+    " voice voicemail help helpdesk desk front called dials kontakt llamar llamada llamadas llamado llamados"
+    " appel appels anrufe hit her".split()
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 

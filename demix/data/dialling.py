@@ -82,15 +82,13 @@ def _in_use(country: str) -> regex.Pattern[str]:
 @cache
 def _with_trunk(length: int) -> list[tuple[str, str]]:
     """Countries where a trunk prefix and a number have `length` digits together, and their prefix."""
-    known = [(country, PhoneMetadata.metadata_for_region(country)) for country in COUNTRIES]
-    prefixes = [
-        (country, metadata.national_prefix, metadata.general_desc.possible_length) for country, metadata in known
-    ]
-    return [
-        (country, prefix)
-        for country, prefix, lengths in prefixes
-        if prefix in ("0", "06", "8") and length - len(prefix) in lengths
-    ]
+    found = []
+    for country in COUNTRIES:
+        metadata: Any = PhoneMetadata.metadata_for_region(country)
+        prefix = metadata.national_prefix
+        if prefix in ("0", "06", "8") and length - len(prefix) in metadata.general_desc.possible_length:
+            found.append((country, prefix))
+    return found
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ _BETWEEN = rf"{_BLANK}\t()./{_DASH}"
 # Text with fewer than seven digits this close together holds none of the numbers below. On plain sets of characters
 # the standard library is twice as fast as `regex`.
 _RUN = re.compile(rf"[0-9](?=[0-9{_BETWEEN}]{{6}})(?:[{_BETWEEN}]{{0,3}}+[0-9]){{6,}}+")
-_FREE = rf"(?<![\w+])(?<![\w)][./{_DASH}])(?<![0-9]:)(?<!{TOKEN}[./{_DASH}]?)"
-_END = rf"(?![\w])(?![./{_DASH}]?+(?:(?<=[./{_DASH}])[0-9]|{TOKEN}))"
+# Underscores are emphasis but inside a name.
+_FREE = rf"(?<![^\W_]|\+|\w_)(?<![\w)][./{_DASH}])(?<![0-9]:)(?<!{TOKEN}[./{_DASH}]?)"
+_END = rf"(?![^\W_]|_\w)(?![./{_DASH}]?+(?:(?<=[./{_DASH}])[0-9]|{TOKEN}))"
 
 _DART = regex.compile(r"(?<![0-9A-Za-z])[0-9]{10}-[0-9A-Fa-f]{53}(?![0-9A-Za-z])")
 # A number in a row of numbers (a table, a list of pages) is no phone.
@@ -68,7 +69,7 @@ _PHONE = regex.compile(
     """,
     regex.VERBOSE,
 )
-_PLUS = regex.compile(rf"(?r)(?<![\w)+~])(?<!\w-)(?<!{TOKEN}-?)(?:\(\+|\+\(?)")
+_PLUS = regex.compile(rf"(?r)(?<![^\W_]|[)+~]|\w_)(?<!\w-)(?<!{TOKEN}-?)(?:\(\+|\+\(?)")
 _ABROAD = regex.compile(rf"{_FREE}{_ALONE}(?:00|011|0011|010)(?:[{_BLANK}{_DASH}()]{{0,2}}[1-9])")
 _DOUBLE_ZERO = regex.compile(rf"{_FREE}{_ALONE}00[1-9][0-9]{{0,2}}[{_BLANK}/{_DASH}()]")
 _JOINED = regex.compile(rf"[{_DASH}]\w")
@@ -97,8 +98,8 @@ def find(text: str) -> Iterator[Span]:
     """The spans of numbers in `text`; some overlap."""
     phone = -1
     for run in _RUN.finditer(text):
-        shown, span = run.group(), run.span()
-        for start, end in _numbers(text, *span) if " (" in shown or " / " in shown else (span,):
+        shown, whole = run.group(), run.span()
+        for start, end in _numbers(text, *whole) if " (" in shown or " / " in shown else (whole,):
             for span in _in_run(text, start, end, phone):
                 if span[2] == "PHONE_NUMBER":
                     phone = span[1]
@@ -119,7 +120,7 @@ def _numbers(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _in_run(text: str, start: int, end: int, phone: int) -> Iterator[Span]:
-    """The spans in one run of digits and separators, best category first; the last telephone number ended at `phone`."""
+    """The spans in one run of digits and separators, best category first; a telephone number ended at `phone`."""
     groups = [match.span() for match in _GROUP.finditer(text, start, end)]
     low = start - 64 if start > 64 else 0
     left = total = len(_digits(text, start, end))
@@ -247,8 +248,7 @@ def _from_abroad(text: str, start: int, groups: list[tuple[int, int]]) -> tuple[
     """A number after the digits dialled to leave a country: 00, or 011, 0011 and 010 if the rest is a number in use."""
     last = None
     if _DOUBLE_ZERO.match(text, start) and (last := _whole(text, groups, 10, 16)):
-        if _in_fours(text, start, last) or _ROW.match(text, last):
-            last = None
+        last = None if _in_fours(text, start, last) or _ROW.match(text, last) else last
     if last is None and (prefix := _ABROAD.match(text, start)) and (last := _whole(text, groups, 10, 19)):
         used = is_international(_digits(text, prefix.end() - 1, last))
         last = last if used and not (_ROW.match(text, last) or _in_fours(text, start, last)) else None
