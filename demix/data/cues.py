@@ -41,7 +41,7 @@ _NUMBER = (
     r"| (?:enquiries|inquiries|support|sales|orders|bookings))"
 )
 _TAG = r"(?:</?[a-z][^<>\n]{0,40}>\s{0,2})"
-# What may stand between a word and a number: marks that close, a tag's rest, a sign, tags, white space, marks that open.
+# What may stand between a word and a number: marks that close, a tag's rest, a sign, tags, space, marks that open.
 _BETWEEN = (
     r"""(?:\(s\)|[ ]?\([^()0-9\n]{1,20}\))?(?:;[a-z;=,-]{1,24}(?=:))?[:.]?"""
     r"""["'*_`\])}]{0,3}(?: \w{1,12}="[^"<>\n]{0,20}"){0,2}"""
@@ -52,8 +52,10 @@ _BETWEEN = (
 _SO = r"(?:,? (?:is|are|at|on|to|from|was|under|unter|below|above|follows)){0,2}(?: now)?"
 
 _DEVICE = "|".join(_DEVICES.split())
+# A dummy token is no cue.
+_NO_TOKEN = r"(?-i:(?!PHONE_NUMBER>))"
 # A word that starts, or that a capital letter starts in a name such as `homePhone`.
-_STARTS = r"(?:(?<![^\W_])|(?<=[a-z])(?-i:(?=[A-Z])))"
+_STARTS = rf"(?:(?<![^\W_])|(?<=[a-z])(?-i:(?=[A-Z]))){_NO_TOKEN}"
 
 # After these any groups of digits are a telephone number.
 PHONE = regex.compile(
@@ -93,7 +95,7 @@ AFTER_MAYBE = regex.compile(
 )
 # And a number in the groups of its country, wherever one of these stands on its line near it.
 NEAR = regex.compile(
-    rf"(?<![^\W_])(?!portable|handy|fon\b)(?:{_DEVICE}|voice ?mail|help ?desk|front desk|call(?:ed|ing|s|er"
+    rf"(?<![^\W_]){_NO_TOKEN}(?!portable|handy|fon\b)(?:{_DEVICE}|voice ?mail|help ?desk|front desk|call(?:ed|ing|s|er"
     rf"|ers)?|dial(?:l?ed|l?ing|s)?|phon(?:ed|ing)"
     r"|texted|rang|ring|text|txt|reach|contact|kontakt|llamar?|llamad[ao]s?|llám\w*|appels?|anrufe|ruf|ph|rsvp"
     r"|bookings?"

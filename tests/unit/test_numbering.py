@@ -64,6 +64,7 @@ def test_twice_is_once_for_numbers_side_by_side(pieces):
 
 
 RUNNING_INTO_ANOTHER = [
+    "+97122345678" * 6, "<PHONE_NUMBER> 2015550123",
     "+41–21–234–56–78a@b.example", "+1234567 44 800 123 4567a@b.example", "011 61 412 345 678(07400–123456",
     "+353\u202f22\u202f12345-m.facebook.com/profile.php?id=100001234", "+541123456789(0032) 450 00 12 34",
     "see 1234567890-" + "0aF" * 17 + "12.J.Smith@example.com",
