@@ -1,0 +1,141 @@
+"""Words beside a number that tell what it is, in the languages of the countries whose numbers are known.
+
+Each pattern that ends where a number starts is read backwards (`(?r)`), so that it fails at the first character that
+no cue ends in. All are bounded.
+"""
+
+import re
+
+import regex
+
+# What a telephone number belongs to, in scripts that part words by spaces.
+_DEVICES = (
+    "phone phones telephone telephones smartphone smartphones handphone freephone payphone mobile mobiles cell"
+    " cellphone"
+    " telefax fax facsimile tel whatsapp viber sms hotline helpline landline reception voicemail pager beeper"
+    " switchboard"
+    " msisdn telefon telefonnummer telefoon telefoonnummer telefono teléfono teléfonos telefone telefones téléphone tél"
+    " mobiltelefon mobilnummer mobil mobiel handy handynummer rufnummer telefonisch festnetz fon fone puhelin puh"
+    " matkapuhelin puhelinnumero tlf tfno tfn móvil celular cellulare telemóvel gsm portable télécopie télécopieur faks"
+    " telefonszám telefonu telefona mobitel komórka cep телефон телефону телефона тел моб мобильный мобільний факс"
+    " τηλ τηλέφωνο κινητό φαξ telepon telp đt sđt"
+)
+# And in those that do not.
+_UNPARTED = (
+    "電話|电话|電話番号|手机|手機|携帯|传真|傳真|전화|전화번호|휴대폰|핸드폰|연락처|팩스|โทร|โทรศัพท์|มือถือ|แฟกซ์|טלפון|נייד|טל|פקס"
+    "|هاتف|جوال|موبايل|فاكس|تلفون|điện thoại|di động|[☎✆📞📱📠]\ufe0f?"
+)
+_WHOSE = "my|his|her|its|your|our|their"
+_PLACE = "home|work|office|desk|direct|contact|emergency|business|daytime|evening|personal|private|customer service"
+# To phone somebody, where English has a preposition or nothing before the number.
+_INVITE = (
+    "appele[zr](?:-nous)?(?: le| au)?|joignable au|llam[ae](?:nos)?(?: al)?|llám[ae](?:nos|me)(?: al)?|ligue para"
+    "|chiam(?:a|ate|are|i)(?: il| lo| al)?|bel(?:len)?(?: op| naar)?|soita|zadzwoń|dzwoń|volejte|hívjon|hívja"
+    "|sunați(?: la)?"
+    "|nazovite|pozovite|pokličite|arayın|звоните|дзвоніть|обадете се на|καλέστε(?: στο)?|اتصل على|gọi|hubungi"
+    "|anruf(?:en)?"
+    "|erreichbar unter|rufen sie (?:uns|mich) an|ruf(?:t)? (?:mich|uns) an(?: unter)?|unter der nummer|slå nummer"
+)
+_NUMBER = (
+    r"(?:[ ._-]?(?:numbers?|nos?|nr|num|line|nummer|número|numéro|numero|номер(?:у|а)?|číslo|kom)\.?|[ ]?[#№]"
+    r"| (?:enquiries|inquiries|support|sales|orders|bookings))"
+)
+_TAG = r"(?:</?[a-z][^<>\n]{0,40}>\s{0,2})"
+# What may stand between a word and a number: marks that close, a tag's rest, a sign, tags, space, marks that open.
+_BETWEEN = (
+    r"""(?:\(s\)|[ ]?\([^()0-9\n]{1,20}\))?(?:;[a-z;=,-]{1,24}(?=:))?[:.]?"""
+    r"""["'*_`\])}]{0,3}(?: \w{1,12}="[^"<>\n]{0,20}"){0,2}"""
+    rf"""{_TAG}{{0,2}}"""
+    r"""(?:(?<=["']),(?= ?["'])|[ \u00a0\t]?(?:[.:#=|>\u2013\u2014\uff1a]{1,2}|\.{3,24}:?)|[ ]-(?=[ ]))?"""
+    rf"""[*_]{{0,2}}\s{{0,4}}{_TAG}{{0,3}}[*_"'`\[({{]{{0,2}}\+?\(?\+?"""
+)
+_SO = r"(?:,? (?:is|are|at|on|to|from|was|under|unter|below|above|follows)){0,2}(?: now)?"
+
+_DEVICE = "|".join(_DEVICES.split())
+# A dummy token is no cue.
+_NO_TOKEN = r"(?-i:(?!PHONE_NUMBER>))"
+# A word that starts, or that a capital letter starts in a name such as `homePhone`.
+_STARTS = rf"(?:(?<![^\W_])|(?<=[a-z])(?-i:(?=[A-Z]))){_NO_TOKEN}"
+
+# After these any groups of digits are a telephone number.
+PHONE = regex.compile(
+    rf"(?r)(?:{_STARTS}(?:(?:{_DEVICE})\.?{_NUMBER}?{_SO}"
+    r"|(?:call|dial)(?: \w{1,12}){0,2}|(?:ring|phone|text|fax|reach|message|contact|buzz)(?: \w{1,12}){1,3} (?:on|at)"
+    r"|(?:a|me|us) (?:call|ring|bell|buzz|shout|text|message|line) (?:on|at)"
+    rf"|(?:{_WHOSE}) (?:(?:new|old|other|{_PLACE}) ){{0,2}}number(?:'s| is| was)|ph(?=[.:#\s])"
+    rf"|(?:{_INVITE}){_NUMBER}?)|(?:{_UNPARTED}){_NUMBER}?){_BETWEEN}",
+    regex.IGNORECASE,
+)
+# After these only those in more than one group or with a leading 0.
+MAYBE = regex.compile(
+    rf"(?r)(?<![^\W_])(?:(?:{_PLACE}|direct line|line|mob|cel|hp|kom|contacts?)(?: (?:numbers?|no\.?|is))?[.:#]"
+    r"|(?:get|got|speak|spoke|talk|reach(?:ed|able)?|available|dial(?:l?ed)?|called|rang|phoned|texted|faxed"
+    r"|calls?|texts?"
+    r"|messages?|bookings?|enquir(?:y|ies)|inquir(?:y|ies)|reservations?|appointments?|call(?:ing)?|dial(?:l?ing)?"
+    r"|ring(?:ing)?|texting|phoning)(?: \w{1,12}){0,4} (?:on|at|via|to|from)"
+    r"|(?:dial(?:l?ed|l?ing)?|rang|ring|phoned|texted|calling|callers?|ringing|texting|txt|mob|rsvp|bookings?"
+    r"|enquir(?:y|ies)|inquir(?:y|ies)|reservations?|appointments?|signal|telegram|after hours)(?: \w{1,12})?"
+    rf"|number(?:'s| is|:)|[tfmp](?=:)){_BETWEEN}",
+    regex.IGNORECASE,
+)
+# And before these, which stand after it.
+AFTER = regex.compile(
+    rf"[)\]\"'*_]{{0,2}}(?:[ \u00a0]?[(\[](?:(?:{_PLACE}) )?(?:{_DEVICE}|mob|cel|home|work|office|direct|[tfmhw])\b"
+    rf"|,? (?:is|was|will be|'s|being) (?:{_WHOSE}|the)(?: \w{{1,12}}){{0,2}} (?:numbers?|{_DEVICE}|line)\b(?! of)"
+    r"|,? (?:is|was) (?:where|how|the best way) (?:\w{1,12} ){1,4}(?:reach|call|ring|phone|text)"
+    r"|,? (?:to (?:reach|speak|talk|call|book)|(?:will|should|always) (?:reach|get) (?:me|us|him|her|them)"
+    r"|(?:reaches|gets) (?:me|us|him|her|them))\b)",
+    regex.IGNORECASE,
+)
+# And before these only those in more than one group or with a leading 0.
+AFTER_MAYBE = regex.compile(
+    r"[)\]\"'*_]{0,2}(?:[ ]?[,(\u2013\u2014-][ ]?(?:please |pls )?(?:call|phone|ring|text|txt|dial|whatsapp|ask for)\b"
+    rf"|(?:[ ]?[\u2013\u2014,-]|[ ]<-{{1,2}})?[ ](?:(?:{_WHOSE}) )?(?:{_DEVICE})\b(?=[ ]?(?:[.,;)\]|\n]|$)))",
+    regex.IGNORECASE,
+)
+# And a number in the groups of its country, wherever one of these stands on its line near it.
+NEAR = regex.compile(
+    rf"(?<![^\W_]){_NO_TOKEN}(?!portable|handy|fon\b)(?:{_DEVICE}|voice ?mail|help ?desk|front desk|call(?:ed|ing|s|er"
+    rf"|ers)?|dial(?:l?ed|l?ing|s)?|phon(?:ed|ing)"
+    r"|texted|rang|ring|text|txt|reach|contact|kontakt|llamar?|llamad[ao]s?|llám\w*|appels?|anrufe|ruf|ph|rsvp"
+    r"|bookings?"
+    rf"|reservations?|enquir(?:y|ies)|hit me up|her number|the number you|{_INVITE})(?![^\W_])|{_UNPARTED}",
+    regex.IGNORECASE,
+)
+# Between two numbers of one owner.
+AND = regex.compile(r"[ ]?(?:[,;/|&]|or|and|oder|und|ou|et|y|o|e)?[ ]\(?", regex.IGNORECASE)
+EXTENSION = regex.compile(
+    r"[ \u00a0]\((?:x|ext(?:ension|n)?\.?|durchwahl|dw\.?|доб\.?|wewn\.?)[ .:]{0,2}[0-9]{1,6}\)"
+    r"|[)]?(?:[ \u00a0,]{0,2}(?:x|ext(?:ension|n)?\.?|anexo|poste|durchwahl|dw\.?|доб\.?|wewn\.?)"
+    r"[ \u00a0.:#]{0,2}|;ext=|[ ]#)[0-9]{1,6}(?![\w])(?![.][0-9])",
+    regex.IGNORECASE,
+)
+SSN = regex.compile(
+    r"(?r)(?:\b(?:ssns?(?:/\w{3,4})?|ss#|soc(?:ial|\.)?[ -]sec(?:urity|\.)?))(?:[ -]?(?:number|no\.?|#))?"
+    r"""(?:'s| is| was)?["']?[\s:#=]{0,3}["']?""",
+    regex.IGNORECASE,
+)
+CARD = regex.compile(
+    r"\b(?:cards?|visa|mastercard|maestro|amex|american express|discover|diners|cc|pan)\b", regex.IGNORECASE
+)
+
+# A quick look before PHONE, MAYBE and NEAR: each of them holds one of these words, or one in another script.
+_WORDS = frozenset(
+    f"{_DEVICES} {_PLACE.replace('|', ' ')} service number call calls called calling caller callers dial dialed dialled"
+    " dialing dialling ring rang ringing phoned phoning text texts texted texting txt faxed reach reached"
+    " reachable message"
+    " messages contacts buzz bell shout line ph mob cel hp kom get got speak spoke talk available booking"
+    " bookings enquiry"
+    " enquiries inquiry inquiries reservation reservations appointment appointments signal telegram rsvp hours t f m p"
+    " whats appelez appeler joignable llama llame llamanos llamenos ligue chiama chiamate chiamare chiami bel"
+    " bellen soita volejte"
+    " nazovite pozovite hubungi anruf anrufen erreichbar rufen ruf ruft nummer"
+    " voice voicemail help helpdesk desk front called dials kontakt llamar llamada llamadas llamado llamados"
+    " appel appels anrufe hit her".split()
+)
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+
+
+def may_hold(beside: str) -> bool:
+    """Whether a cue may stand in `beside`: false only where none of PHONE, MAYBE and NEAR does."""
+    return not beside.isascii() or not _WORDS.isdisjoint(map(str.lower, _WORD.findall(beside)))

@@ -1,0 +1,167 @@
+"""What an @ or an address of Facebook tells: e-mail addresses, Facebook's users, handles.
+
+Each @ is looked at once, and what is read to either side of it holds no other @: time is linear in the text.
+"""
+
+from collections.abc import Iterator
+
+import regex
+
+from demix.data.dummies import TOKEN, Span
+
+# Backwards from the @. Joiners come at most two at a time.
+_LOCAL = regex.compile(r"(?r)(?:\w++[.%+'-]{1,2}+)*+\w++[.%+'-]{0,2}+")
+_QUOTED = regex.compile(r'(?r)(?<![\w"])"[^"\\@\n]{1,64}+"')
+# The last label holds letters only. Emphasis may close an address that it opened (`_ann@x.example_`).
+_HOST = regex.compile(
+    r"(?:\w{1,63}+(?:-{1,4}+\w{1,63}+){0,16}+\.){1,16}(?:[^\W\d_]{2,24}|xn--\w{1,59}+)(?:(?!-?\w)|(?=(_{1,3}+)(?!\w)))"
+)
+# The user as whom Git and its kin are reached: `git@github.com:owner/name`.
+_SERVICES = ("git", "hg", "svn", "gitea", "gitlab", "aur")
+_MENTION = regex.compile(r"@\[[0-9]{1,20}:[0-9]{1,20}:(?:[^\]\\\n]|\\.){1,256}+\]")
+_ADDRESS = regex.compile(
+    r"(?<![\w.-])(?:https?://)?(?:[a-z-]{1,16}\.)?(?:facebook|fb)\.com/"
+    r"(?:profile\.php\?(?:[\w=-]{1,64}&){0,8}id=[0-9]++|people/[^/\s]{1,128}/[0-9]++|groups/[^/\s]{1,128}/user/[0-9]++"
+    r"|(?!(?:about|ads|apps|business|careers|dialog|docs|developers?|events?|games|gaming|groups?|hashtag|help|home|legal"
+    r"|login|marketplace|media|messages|notes?|pages?|people|permalink|photos?|plugins|policies|policy|privacy|public|reel"
+    r"|search|settings|sharer?|stories|story|terms|videos?|watch)(?![\w])|\w++\.php)[a-z0-9](?:\.?[a-z0-9]){4,49}+(?!\w))",
+    regex.IGNORECASE,
+)
+
+# Words after an @ that documentation tools, style sheets, cron and programming languages give a meaning of their own.
+_KEYWORDS = (
+    "abstractmethod|annually|argv|author|brief|cached_property|charset|classmethod|code|contextmanager|copyright|daily"
+    "|dataclass|deprecated|export(?:_ok)?|file|font-face|hourly|import|inc|include|inheritdoc|interface|isa|keyframes|link"
+    "|media|method|midnight|mixin|monthly|namespace|node|overload|override|params?|private|property|protected|public"
+    "|reboot|returns?|see|since|staticmethod|supports|template|throws|todo|typedef|version|weekly|wraps|yearly"
+)
+# Those of documentation alone, after a comment's leader at the margin, where a list's item looks the same.
+_TAGS = regex.compile(
+    r"@(?:access|alias|api|arg(?:ument)?|async|augments|category|class|const(?:ant|ructor|ructs)?|def(?:ault|group)?"
+    r"|description|details|enum|event|examples?|exception|extends|external|fires|function|global|group|hidden|hideconstructor"
+    r"|ignore|implements|in|ingroup|internal|kind|lends|license|listens|member(?:of)?|mixes|module|name|note|package|post"
+    r"|pre|prop|readonly|remarks|requires|retval|sa|serial\w*|stable|static|subpackage|summary|this|throw|tparam|tutorial|type"
+    r"|typeparam|uses|val|value|var|warning|yields?)\b",
+    regex.IGNORECASE,
+)
+# Commands whose echo a batch file or a recipe of make turns off.
+_COMMAND = regex.compile(
+    r"@(?:echo|rem|set|if|for|call|exit|goto|pause|cd|rm|mkdir|cp|mv|printf|touch|test|sed|cat|install|ln|find|python3?|make)"
+    r"(?=[ \t])",
+    regex.IGNORECASE,
+)
+# Words in quotes that JSON-LD gives a meaning of its own.
+_KEY = regex.compile(
+    r"@(?:type|context|id|graph|value|language|list|set|vocab|base|container|reverse|index)(?=[\"'])", regex.IGNORECASE
+)
+_USER = regex.compile(
+    r"@(?=\w{2})(?=_{0,2}[^\W\d_]|[0-9]++[^\W\d]{4})"
+    rf"(?!(?:{_KEYWORDS})\b|[0-9a-f]{{40}}\b)"
+    r"\w++(?:[.-]++\w++)*+(?<!\.(?:com|edu|gov|io|net|org))(?![({\\`=@]|/\w)",
+    regex.IGNORECASE,
+)
+_BARE = regex.compile(rf"(?<![\w@\\`&$%*=+]|\w[.'-])(?<!{TOKEN}[.'-]?)")
+# Emphasis of Markdown before the @, which the same characters close.
+_EMPHASIS = regex.compile(r"(?r)(?<![\w*/@])(?:\*{1,3}+|_{1,3}+)")
+# The end of a comment on the line after.
+_CLOSED = regex.compile(r"[^\n]{0,200}+\n[ \t]{0,40}+\*{1,2}/")
+_LINE_END = regex.compile(r"[^\S\n]*+(?:#[^\n]*+)?\n[^\S\n]*+")
+_NAME = r"[^\W\d]\w*+"
+_DEFINITION = regex.compile(
+    rf"@[\w.]++\(|@(?:{_KEYWORDS})\b"
+    r"|(?:(?:async|export|default|final|private|protected|public|static|abstract|open|override|data|sealed)[ ]+){0,4}"
+    rf"(?:(?:async[ ]+)?(?:def|fun|func|function)[ ]*\*?[ ]*(?:<[^<>\n]{{1,64}}>[ ]*)?[\w.]*+\("
+    rf"|(?:class|interface|enum|struct|object|trait|record)[ ]+{_NAME}(?:[ ]*[:(<{{]|[ ]+(?:extends|implements)\b"
+    rf"|(?<=[ ]\p{{Lu}}\w{{0,64}})[ ]*$))"
+    r"|(?:async|export|final|private|protected|public|static|void)[ ]+(?:[\w.<>\[\],?&*]++[ ]+){0,5}"
+    r"[\w<>\[\],.*&]++(?:\(|[ ]*[;={])|(?:export|final|private|protected|public)[ ]+(?:va[lr]|readonly|const|let)\b",
+    regex.MULTILINE,
+)
+
+
+def find(text: str) -> Iterator[Span]:
+    """The spans of e-mail addresses, Facebook's users and handles in `text`; Facebook's may overlap others."""
+    if "facebook.com/" in (lower := text.lower()) or "fb.com/" in lower:
+        for match in _ADDRESS.finditer(text):
+            yield (*match.span(), "FB_USERID")
+    handles: list[tuple[int, int]] = []
+    at, last = text.find("@"), 0
+    while at >= 0:
+        if text.startswith("[", at + 1) and (mention := _MENTION.match(text, at)):
+            last = mention.end()
+            yield (at, last, "FB_USERID")
+        elif address := _address(text, at, last):
+            last = address[1]
+            yield (*address, "EMAIL")
+        elif handle := _handle(text, at):
+            handles.append(handle)
+        at = text.find("@", max(at + 1, last))
+    yield from _users(text, handles)
+
+
+def _address(text: str, at: int, last: int) -> tuple[int, int] | None:
+    """The e-mail address around an @, which does not begin before `last`."""
+    host = _HOST.match(text, at + 1)
+    if host is None:
+        return None
+    local = _LOCAL.match(text, last, at) or _QUOTED.match(text, max(last, at - 66), at)
+    if local is None:
+        return None
+    start = local.start()
+    if closing := host.group(1):
+        if not text.startswith(closing, start):
+            return None
+        start += len(closing)
+    if start == at or (text.startswith((":", "/"), host.end()) and text[start:at].lower() in _SERVICES):
+        return None
+    return (start, host.end())
+
+
+def _handle(text: str, at: int) -> tuple[int, int] | None:
+    match = _USER.match(text, at)
+    if match is None:
+        return None
+    end = match.end()
+    if _BARE.match(text, at):
+        return None if text[at - 1 : at] in ('"', "'") and _KEY.match(text, at) else (at, end)
+    emphasis = _EMPHASIS.match(text, max(at - 4, 0), at)
+    if emphasis is None:
+        return None
+    mark = emphasis.group()
+    if mark[0] == "*":
+        return (at, end) if text.startswith(mark, end) else None
+    return (at, end - len(mark)) if match.group().endswith(mark) else None
+
+
+def _users(text: str, handles: list[tuple[int, int]]) -> Iterator[Span]:
+    """The spans of handles. At the start of a line, a name above a definition or above a decorator is a decorator."""
+    decorator = -1
+    for start, end in reversed(handles):
+        lead = text[max(text.rfind("\n", max(start - 81, 0), start) + 1, start - 80) : start]
+        line = lead.strip()
+        if line == "":
+            follow = _LINE_END.match(text, end)
+            if follow and (follow.end() == decorator or _DEFINITION.match(text, follow.end())):
+                decorator = start
+                continue
+            if _COMMAND.match(text, start):
+                continue
+        # A comment's leader or Python's prompt before it: a documentation tag or an example.
+        if line not in ("/**", "///", ">>>") and not (line == "*" and _is_tag(text, lead, start, end)):
+            yield (start, end, "USER")
+
+
+def _is_tag(text: str, lead: str, start: int, end: int) -> bool:
+    """Whether what follows a star is documentation: a list's items stand one space off theirs, in even columns.
+
+    People on lists are GitHub's, whose names have no underscore.
+    """
+    before, _, after = lead.partition("*")
+    odd = (len(before) - len(before.rstrip(" "))) % 2 == 1
+    return (
+        odd
+        or "_" in text[start:end]
+        or text.startswith(" ->", end)
+        or after != " "
+        or any(other.match(text, at) for other, at in ((_TAGS, start), (_CLOSED, end)))
+    )

@@ -1,0 +1,320 @@
+"""Numbers that tell who somebody is: cards, social security numbers, telephones, DART identifiers.
+
+Every number is looked for in one run of digits and separators, from bounded patterns that read at most 64 characters
+to either side of it: time is linear in the text.
+"""
+
+import re
+from collections.abc import Iterator
+from string import digits as DIGITS
+
+import regex
+
+from demix.data import cues
+from demix.data.dialling import is_dialled_at_home, is_international, is_written_at_home
+from demix.data.dummies import NUMBER_TOKEN, TOKEN, Span
+
+_BLANK = r" \u00a0\u2007\u2009\u202f"
+_DASH = r"\-\u2010-\u2015"
+_BETWEEN = rf"{_BLANK}\t()./{_DASH}"
+# Text with fewer than seven digits this close together holds none of the numbers below. On plain sets of characters
+# the standard library is twice as fast as `regex`.
+_RUN = re.compile(rf"[0-9](?=[0-9{_BETWEEN}]{{6}})(?:[{_BETWEEN}]{{0,3}}+[0-9]){{6,}}+")
+# Underscores are emphasis but inside a name.
+_FREE = rf"(?<![^\W_]|\+|\w_)(?<![\w)][./{_DASH}])(?<![0-9]:)(?<!{TOKEN}[./{_DASH}]?)"
+_END = rf"(?![^\W_]|_\w)(?![./{_DASH}]?+(?:(?<=[./{_DASH}])[0-9]|{TOKEN}))"
+
+_DART = regex.compile(r"(?<![0-9A-Za-z])[0-9]{10}-[0-9A-Fa-f]{53}(?![0-9A-Za-z])")
+# A number in a row of numbers (a table, a list of pages) is no phone.
+_ALONE = rf"(?<!(?:[0-9]|{NUMBER_TOKEN})(?:[ \u00a0]|,))"
+_ROW = regex.compile(rf"[ \u00a0,](?:[0-9]|{NUMBER_TOKEN})")
+_NOT_IN_A_ROW = f"(?!{_ROW.pattern})"
+_CARD = regex.compile(
+    rf"{_FREE}(?:[0-9]{{12,19}}+"
+    rf"|[0-9]{{4}}([{_BLANK}{_DASH}])[0-9]{{4}}\1[0-9]{{4}}\1[0-9]{{1,4}}+(?:\1[0-9]{{1,3}}+)?"
+    rf"|[0-9]{{4}}([{_BLANK}{_DASH}])[0-9]{{6}}\2[0-9]{{4,5}}+"
+    rf"|{_ALONE}(?:[0-9]{{4}}([{_BLANK}{_DASH}])[0-9]{{4}}\3[0-9]{{4,5}}+|[0-9]{{6}}[{_BLANK}{_DASH}][0-9]{{6,13}}+)"
+    rf"{_NOT_IN_A_ROW}){_END}"
+)
+# Prefixes and lengths of issuers (ISO/IEC 7812): Visa, Mastercard, Mir, American Express, Diners, JCB, Discover,
+# UnionPay, RuPay, Troy, and Maestro from 13 digits.
+_ISSUER = regex.compile(
+    r"4[0-9]{12}(?:[0-9]{3}){0,2}|(?:5[1-5]|2[2-7])[0-9]{14}|3[47][0-9]{13}|3(?:0[0-5]|[689][0-9])[0-9]{11}"
+    r"|3095[0-9]{10}|35[0-9]{14}|(?:2131|1800)[0-9]{11}|6[0-9]{15,18}|5[06-9][0-9]{11,17}|(?:8[12]|9792)[0-9]{12,14}(?<=^.{16})"
+    # Of twelve digits one in fifty would do: Maestro's own ranges alone.
+    r"|(?:5018|5020|5038|5[67][0-9]{2}|5893|6304|6390|67[0-9]{2})[0-9]{8}"
+)
+# In groups, more digits of Maestro's.
+_MAESTRO = regex.compile(r"(?:6304|6390|67[0-9]{2})[0-9]{9,11}")
+_ANY_ISSUER = regex.compile(r"[2-6][0-9]{11,18}|0604[0-9]{8,15}")
+# An International Bank Account Number (ISO 13616), in groups of four.
+_IBAN = regex.compile(r"\b[A-Z]{2}[0-9]{2}(?:[ \u00a0-][0-9A-Z]{4}){2,7}(?:[ \u00a0-][0-9A-Z]{1,3})?\b")
+
+_SSN = regex.compile(rf"{_FREE}(?!000|666|9)[0-9]{{3}}([{_DASH}])(?!00)[0-9]{{2}}\1(?!0000)[0-9]{{4}}{_END}")
+_SSN_LOOSE = regex.compile(rf"(?!000|666|9)[0-9]{{3}}([{_BLANK}.{_DASH}]?)(?!00)[0-9]{{2}}\1(?!0000)[0-9]{{4}}{_END}")
+
+_ZIP = regex.compile(r"[0-9]{5}-[0-9]{4}(?![0-9])")
+_PHONE = regex.compile(
+    rf"""
+    {_FREE}(?:
+      (?:\+?1[ .\-\u00a0]?)?\([2-9][0-9]{{2}}\)[{_BLANK}]?[2-9][0-9]{{2}}[{_BLANK}.{_DASH}][0-9]{{4}}
+    | (?:\+?1[./{_DASH}{_BLANK}])?[2-9][0-9]{{2}}(?:/[2-9][0-9]{{2}}-|([.{_DASH}])[2-9][0-9]{{2}}\1)[0-9]{{4}}
+    | {_ALONE}(?:1[{_BLANK}])?[2-9][0-9]{{2}}[{_BLANK}][2-9][0-9]{{2}}[{_BLANK}{_DASH}][0-9]{{4}}{_NOT_IN_A_ROW}
+    | {_ALONE}\((?:0[0-9]{{1,4}}|(?!19|20)[1-9][0-9]{{1,2}})\)[{_BLANK}]?[0-9]{{3,4}}[{_BLANK}{_DASH}][0-9]{{3,4}}
+      {_NOT_IN_A_ROW}
+    | 0[1-9](?:\.[0-9]{{2}}){{4}}
+    | {_ALONE}(?=(?:[{_BLANK}/{_DASH}]?[0-9]){{9,11}}{_END}{_NOT_IN_A_ROW})(?!{_ZIP.pattern})
+      0[1-9][0-9]{{0,3}}[{_BLANK}/{_DASH}](?:[0-9]{{2,9}}[{_BLANK}{_DASH}]){{0,4}}[0-9]{{2,9}}{_NOT_IN_A_ROW}
+    )(?:[ ]?(?:x|ext\.?)[ ]?[0-9]{{1,5}})?{_END}
+    """,
+    regex.VERBOSE,
+)
+_PLUS = regex.compile(rf"(?r)(?<![^\W_]|[)+~]|\w_)(?<!\w-)(?<!{TOKEN}-?)(?:\(\+|\+\(?)")
+_ABROAD = regex.compile(rf"{_FREE}{_ALONE}(?:00|011|0011|010)(?:[{_BLANK}{_DASH}()]{{0,2}}[1-9])")
+_DOUBLE_ZERO = regex.compile(rf"{_FREE}{_ALONE}00[1-9][0-9]{{0,2}}[{_BLANK}/{_DASH}()]")
+_JOINED = regex.compile(rf"[{_DASH}]\w")
+_SLASH = re.compile(r"(?<=[0-9)]) / (?=[0-9(])")
+_HOME = regex.compile(rf"{_FREE}{_ALONE}\(?(?=[0-9])")
+# Where a number beside it was replaced, what is left of a run is judged as a part of that run, as before.
+_CUT_BEFORE = regex.compile(rf"(?r){NUMBER_TOKEN}[{_BETWEEN}]{{0,3}}+")
+_CUT_AFTER = regex.compile(rf"[{_BETWEEN}]{{0,3}}+{NUMBER_TOKEN}")
+_GROUP = re.compile(r"[0-9]++")
+_DECIMAL = regex.compile(r"[0-9]{1,3}\.[0-9]++")
+# Digits one by one, decimal fractions in a row.
+_SINGLE = regex.compile(r"[0-9](?:[^\w][0-9]){2}(?![0-9])")
+_DECIMALS = regex.compile(r"[0-9]++\.[0-9]++[ \t]")
+_YEARS = regex.compile(r"(?:1[5-9]|20)[0-9]{2}\D{1,3}(?:1[5-9]|20)[0-9]{2}(?![0-9])")
+_HOST = regex.compile(r"[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![0-9])")
+# Hexadecimal numbers beside one: a table of characters, a dump of memory.
+_HEXADECIMAL = re.compile(r"(?<!\w)(?=[0-9A-F]{0,4}[A-F])(?=[A-F]{0,4}[0-9])[0-9A-F]{4,5}(?!\w)")
+# Two more hexadecimal digits: bytes of a dump.
+_DUMP = regex.compile(r"[ ]{1,2}[0-9A-Fa-f]{2}(?![\w])")
+_DATE = regex.compile(
+    r"(?:1[5-9]|20)[0-9]{2}[.\-/ ][01]?[0-9][.\-/ ][0-3]?[0-9](?![0-9])|[0-3]?[0-9][./][01]?[0-9][./](?:19|20)[0-9]{2}"
+)
+
+
+def find(text: str) -> Iterator[Span]:
+    """The spans of numbers in `text`; some overlap."""
+    phone = -1
+    for run in _RUN.finditer(text):
+        shown, whole = run.group(), run.span()
+        for start, end in _numbers(text, *whole) if " (" in shown or " / " in shown else (whole,):
+            for span in _in_run(text, start, end, phone):
+                if span[2] == "PHONE_NUMBER":
+                    phone = span[1]
+                yield span
+
+
+def _numbers(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """The parts of a run that a slash between spaces, or a parenthesis that does not close, parts."""
+    for slash in _SLASH.finditer(text, start, end):
+        yield from _numbers(text, start, slash.start())
+        start = slash.end()
+    opened = text.rfind(" (", start, end)
+    if opened > start and text.find(")", opened, end) < 0:
+        yield start, opened
+        start = opened + 2
+    if start < end:
+        yield start, end
+
+
+def _in_run(text: str, start: int, end: int, phone: int) -> Iterator[Span]:
+    """The spans in one run of digits and separators, best category first; a telephone number ended at `phone`."""
+    groups = [match.span() for match in _GROUP.finditer(text, start, end)]
+    low = start - 64 if start > 64 else 0
+    left = total = len(_digits(text, start, end))
+    taken = start
+    for place, (first, last) in enumerate(groups):
+        length = last - first
+        if length == 10 and text.startswith("-", last) and (match := _DART.match(text, first)):
+            yield (*match.span(), "DART")
+        if length >= 4 and left >= 12 and (match := _CARD.match(text, first)) and _is_card(text, *match.span()):
+            yield (*match.span(), "CREDIT_CARD_NUMBER")
+        if length == 3 and left >= 9 and (match := _SSN.match(text, first)):
+            yield (*match.span(), "SSN")
+        if left < 8:
+            break
+        before = text[first - 1] if first else ""
+        if (
+            place + 1 < len(groups)
+            and first >= taken
+            and (length == 3 or text[first] == "0" or before == "(" or (length == 1 and text[first] == "1"))
+        ):
+            match = (before in ("(", "+") and _PHONE.match(text, first - 1)) or _PHONE.match(text, first)
+            if match and not _in_iban(text, *match.span()):
+                taken = _extended(text, match.end())
+                yield (match.start(), taken, "PHONE_NUMBER")
+        left -= length
+    if _CUT_BEFORE.match(text, low, start):
+        return
+    if total >= 9 and cues.SSN.match(text, low, start) and (loose := _SSN_LOOSE.match(text, start)):
+        yield (*loose.span(), "SSN")
+    if found := _phone(text, start, end, groups) or _second(text, start, end, phone):
+        yield (found[0], _extended(text, found[1]), "PHONE_NUMBER")
+
+
+def _second(text: str, start: int, end: int, phone: int) -> tuple[int, int] | None:
+    """A number in the groups of a country, where a telephone number and no more than "or" stand before it."""
+    if not (0 <= phone <= start <= phone + 8 and cues.AND.fullmatch(text, phone, start)):
+        return None
+    opened = text[start - 1] == "(" and ")" in text[start:end]
+    home = is_written_at_home(text[start - opened : end], bare=True) or is_dialled_at_home(text[start:end])
+    return (start - opened, end) if home else None
+
+
+def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """The telephone number with which a run of digits starts, as its beginning, its country code or a cue tells."""
+    seen, low = text[start - 1 : start], max(start - 64, 0)
+    if seen in ("+", "(") and text[start] != "0" and (plus := _PLUS.match(text, low, start)):
+        # A trunk prefix in parentheses is no part of the fifteen digits of E.164.
+        last = _whole(text, groups, 8, 15 + ("(0" in text[start : start + 6]))
+        if last and (not _DECIMAL.fullmatch(text, start, last) or is_international(_digits(text, start, last))):
+            return (start - len(plus.group()) + (plus.group() == "(+" and ")" not in text[start:last]), last)
+    if text[start] == "0" and (abroad := _from_abroad(text, start, groups)):
+        return abroad
+    if (
+        ((text[start] in "08" and text[start + 1] != "0") or seen == "(")
+        and 1 < len(groups) < 7
+        and (home := _from_home(text, start, end, groups))
+    ):
+        return home
+    last = _whole(text, groups, 7, 15)
+    if last is None:
+        return None
+    parted = text[start] == "0" or last > groups[0][1]
+    if cues.may_hold(text[low:start]):
+        cue = cues.PHONE.match(text, low, start)
+        if (
+            cue is None
+            and parted
+            and not _DECIMAL.fullmatch(text, start, last)
+            and not any(other.match(text, start) for other in (_YEARS, _HOST, _SINGLE, _DECIMALS))
+        ):
+            cue = cues.MAYBE.match(text, low, start)
+        if cue:
+            return None if _DATE.match(text, start) else (start - _opening(cue.group(), text[start:last]), last)
+    if last != end:
+        return None
+    closed = seen == "(" and ")" in text[start:end]
+    after = cues.AFTER.match(text, last) and not _CUT_AFTER.match(text, end)
+    if parted and not after:
+        after = cues.AFTER_MAYBE.match(text, last) and not _CUT_AFTER.match(text, end)
+    if after and not any(other.match(text, start) for other in (_DATE, _YEARS)) and not _in_iban(text, start, end):
+        return (start - (seen == "+" or closed), last)
+    if (parted and len(groups) < 7) and _near_a_word(text, start, end):
+        return (start - closed, end)
+    return None
+
+
+def _near_a_word(text: str, start: int, end: int) -> bool:
+    """Whether a number in the groups of some country has a word about telephones near it on its line."""
+    shown = text[start:end]
+    # Seven digits are a local number, or anything. None without an area code has two kinds of separators.
+    kinds = len(set(shown).difference(DIGITS))
+    if not 9 <= len(shown) <= 20 or (shown[0] != "0" and ")" not in shown and kinds > 1):
+        return False
+    if not _HOME.match(text, start) or any(other.match(text, end) for other in (_ROW, _DUMP, _CUT_AFTER)):
+        return False
+    before, after = text[max(start - 48, 0) : start].rsplit("\n", 1)[-1], text[end : end + 40].split("\n", 1)[0]
+    likely = [beside for beside in (before, after) if cues.may_hold(beside)]
+    if not likely:
+        return False
+    if any(other.match(text, start) for other in (_DATE, _YEARS, _HOST, _ZIP)) or _in_iban(text, start, end):
+        return False
+    home = is_written_at_home("(" + shown if ")" in shown else shown, bare=True) or is_dialled_at_home(shown)
+    return home and not _in_a_table(text, start, end) and any(cues.NEAR.search(beside) for beside in likely)
+
+
+def _in_fours(text: str, start: int, end: int) -> bool:
+    """Whether digits stand in groups of four, as in tables of characters and dumps of memory."""
+    return all(len(group) == 4 for group in _GROUP.findall(text, start, end))
+
+
+def _in_a_table(text: str, start: int, end: int) -> bool:
+    """Whether hexadecimal numbers stand beside a number in groups of four digits."""
+    if not _in_fours(text, start, end):
+        return False
+    return any(_HEXADECIMAL.search(beside) for beside in (text[max(start - 48, 0) : start], text[end : end + 48]))
+
+
+def _opening(cue: str, number: str) -> int:
+    """How many of a cue's last characters belong to the number: a plus, a parenthesis that closes in the number."""
+    length = len(cue) - len(cue.rstrip("+("))
+    return length - (cue[-length:].startswith("(") and ")" not in number) if length else 0
+
+
+def _from_abroad(text: str, start: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """A number after the digits dialled to leave a country: 00, or 011, 0011 and 010 if the rest is a number in use."""
+    last = None
+    if _DOUBLE_ZERO.match(text, start) and (last := _whole(text, groups, 10, 16)):
+        last = None if _in_fours(text, start, last) or _ROW.match(text, last) else last
+    if last is None and (prefix := _ABROAD.match(text, start)) and (last := _whole(text, groups, 10, 19)):
+        used = is_international(_digits(text, prefix.end() - 1, last))
+        last = last if used and not (_ROW.match(text, last) or _in_fours(text, start, last)) else None
+    if last is None:
+        return None
+    return (start - (text[start - 1 : start] == "(" and ")" in text[start:last]), last)
+
+
+def _from_home(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """A number in the groups of a country, if the run holds nothing else."""
+    first = start - (text[start - 1 : start] == "(")
+    # Eight digits in pairs are also a date, a time, a row of bytes.
+    even = first == start and not text.startswith("0800", start) and len(set(text[start:end]) - set(DIGITS)) == 1
+    if _whole(text, groups, 9 if even else 8, 14) != end or not _HOME.match(text, first) or _ROW.match(text, end):
+        return None
+    if _CUT_AFTER.match(text, end) or _ZIP.fullmatch(text, start, end):
+        return None
+    if (
+        _JOINED.match(text, end)
+        or not is_written_at_home(text[first:end])
+        or _in_iban(text, start, end)
+        or _in_a_table(text, start, end)
+    ):
+        return None
+    return (first, end)
+
+
+def _extended(text: str, last: int) -> int:
+    extension = cues.EXTENSION.match(text, last)
+    return extension.end() if extension else last
+
+
+def _digits(text: str, start: int, end: int) -> str:
+    return "".join(_GROUP.findall(text, start, end))
+
+
+def _whole(text: str, groups: list[tuple[int, int]], low: int, high: int) -> int | None:
+    """Where the leading whole groups of digits end that hold `low` to `high` digits in all."""
+    digits, last = 0, None
+    for first, end in groups:
+        digits += end - first
+        if digits > high:
+            break
+        if digits >= low:
+            last = end
+    if last and text[last : last + 1].isalnum() and not cues.EXTENSION.match(text, last):
+        return None
+    return last
+
+
+def _is_card(text: str, start: int, end: int) -> bool:
+    digits = _digits(text, start, end)
+    if not (12 <= len(digits) <= 19):
+        return False
+    total = 0
+    for place, digit in enumerate(map(int, reversed(digits))):
+        total += digit if place % 2 == 0 else (2 * digit - 9 if digit > 4 else 2 * digit)
+    if total % 10 or _in_iban(text, start, end) or _in_a_table(text, start, end):
+        return False
+    if _ISSUER.fullmatch(digits) or (end - start > len(digits) and _MAESTRO.fullmatch(digits)):
+        return True
+    return bool(_ANY_ISSUER.fullmatch(digits) and cues.CARD.search(text, max(start - 40, 0), start))
+
+
+def _in_iban(text: str, start: int, end: int) -> bool:
+    """Whether a number is a part of a bank account's."""
+    return any(
+        match.start() < start and match.end() >= end for match in _IBAN.finditer(text, max(start - 40, 0), end + 40)
+    )

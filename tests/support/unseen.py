@@ -1,0 +1,177 @@
+"""Texts with personal data to measure the anonymizer on, made without a look at its words and patterns.
+
+Numbers come from the rules of numbering: the `phonenumbers` package's example numbers of 64 countries with other last
+digits, and payment cards from ranges of issuers. Every second template belongs to the half "seen", whose misses were
+looked at when rules were mended; the other half was only measured. In a template ⟦…⟧ marks what is to be replaced.
+"""
+
+import random
+import re
+import tomllib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import cycle, pairwise
+from pathlib import Path
+
+import phonenumbers
+from phonenumbers import PhoneNumber, PhoneNumberFormat, PhoneNumberType
+
+from demix.data.dialling import COUNTRIES
+
+TYPES = (PhoneNumberType.FIXED_LINE, PhoneNumberType.MOBILE)
+
+_TEMPLATES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CARDS = {  # prefixes, lengths, groupings
+    "Visa": (["4"], [16], ["4 4 4 4"]),
+    "Visa of 13 or 19 digits": (["4"], [13, 19], ["13", "19", "4 4 4 4 3"]),
+    "Mastercard": (["51", "52", "53", "54", "55", "2221", "2345", "2720"], [16], ["4 4 4 4"]),
+    "American Express": (["34", "37"], [15], ["4 6 5"]),
+    "Diners Club": (["300", "305", "3095", "36", "38", "39"], [14], ["4 6 4"]),
+    "Discover": (["6011", "644", "649", "65"], [16], ["4 4 4 4"]),
+    "JCB": (["3528", "3589"], [16], ["4 4 4 4"]),
+    "UnionPay": (["62"], [16, 17, 18, 19], ["4 4 4 4", "4 4 4 4 3", "6 13"]),
+    "Maestro": (["5018", "5020", "5038", "5893", "6304", "6759", "6761", "6763"], [12, 13, 14, 15, 16, 18, 19],
+                ["4 4 4", "4 4 5", "4 6 5", "4 4 4 4", "4 4 4 4 3"]),
+    "Mir": (["2200", "2204"], [16], ["4 4 4 4"]),
+    "RuPay": (["60", "65", "81", "82", "508"], [16], ["4 4 4 4"]),
+    "Verve": (["5061", "6500"], [16, 18, 19], ["4 4 4 4", "4 4 4 4 3"]),
+    "Troy": (["9792"], [16], ["4 4 4 4"]),
+    "Elo": (["636297", "650031", "509000"], [16], ["4 4 4 4"]),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A text, what it becomes, and what it is a case of; `country` of telephones, the issuer of cards."""
+
+    half: str
+    category: str
+    kind: str
+    country: str
+    text: str
+    wanted: str
+
+
+def _templates(name: str) -> list[str]:
+    text: str = _TEMPLATES[name]
+    return text.split("\n")
+
+
+def telephones(country: str, draw: random.Random) -> Iterator[PhoneNumber]:
+    """Valid numbers of a country, its examples with other last digits, fixed and mobile in turn."""
+    for kind in cycle(TYPES):
+        example = phonenumbers.example_number_for_type(country, kind)
+        digits = phonenumbers.national_significant_number(example)
+        for _ in range(50):
+            other = phonenumbers.parse(f"+{example.country_code}{digits[:-4]}{draw.randrange(10**4):04}")
+            if phonenumbers.is_valid_number(other):
+                example = other
+                break
+        yield example
+
+
+def at_home(number: PhoneNumber, draw: random.Random) -> str:
+    """A number as it is written in its own country."""
+    national = phonenumbers.format_number(number, PhoneNumberFormat.NATIONAL)
+    parted = re.sub(r"\D+", " ", national).strip()
+    return draw.choice(
+        [national] * 4
+        + [parted, parted.replace(" ", "-"), parted.replace(" ", "."), re.sub(r"\D", "", national)]
+        + [re.sub("[ -]", draw.choice("\u00a0\u2013\u2011"), national), national.replace(" ", "-", 1)]
+    )
+
+
+def abroad(number: PhoneNumber, draw: random.Random) -> str:
+    """A number with its country code."""
+    shown = phonenumbers.format_number(number, PhoneNumberFormat.INTERNATIONAL)
+    code, rest = shown.split(" ", 1)
+    trunk = phonenumbers.PhoneMetadata.metadata_for_region(
+        phonenumbers.region_code_for_number(number) or "US"
+    ).national_prefix
+    ways = [shown, shown, phonenumbers.format_number(number, PhoneNumberFormat.E164), shown.replace("-", " ")]
+    ways += [shown.replace(" ", sign) for sign in (".", "-", "\u00a0")]
+    ways += [re.sub("[ -]", sign, shown) for sign in ("\u2013", "\u2011")]
+    ways += [
+        f"00{code[1:]} {rest}",
+        f"00 {code[1:]} {rest}",
+        f"(00{code[1:]}) {rest}",
+        f"({code}) {rest}",
+        f"{code}-{rest}",
+    ]
+    if trunk == "0":
+        ways += [f"{code} (0){rest}", f"{code} (0) {rest}", f"{code}(0){rest}"]
+    return draw.choice(ways)
+
+
+def card(prefix: str, length: int, draw: random.Random) -> str:
+    digits = prefix + "".join(str(draw.randrange(10)) for _ in range(length - len(prefix) - 1))
+    total = sum(int(d) if place % 2 else sum(divmod(2 * int(d), 10)) for place, d in enumerate(reversed(digits)))
+    return digits + str(-total % 10)
+
+
+def _grouped(digits: str, draw: random.Random, groupings: list[str]) -> str:
+    fitting = [g for g in groupings if sum(map(int, g.split())) == len(digits)]
+    if not fitting or draw.random() < 0.3:
+        return digits
+    parts, sign = draw.choice(fitting).split(), draw.choice("  -\u00a0\u2011\u2013")
+    edges = [sum(map(int, parts[:place])) for place in range(len(parts) + 1)]
+    return sign.join(digits[low:high] for low, high in pairwise(edges))
+
+
+def _cases(template: str, fill: dict[str, str], category: str) -> tuple[str, str]:
+    """The text and what it becomes: letters n, i, c and s that stand alone, or first, in a mark are filled."""
+
+    def value(match: re.Match[str]) -> str:
+        inside = match[1]
+        name = re.match(r"(n2?|i2?|c|s)(?=x\d|[^a-z]|$)", inside) if fill else None
+        return fill[name[1]] + inside[name.end() :] if name else inside
+
+    template = template.replace("¶", "\n").replace("→", "\t")
+    return re.sub("⟦(.+?)⟧", value, template), re.sub("⟦(.+?)⟧", f"<{category}>", template)
+
+
+def unseen(seed: int = 1, known: Collection[str] = COUNTRIES) -> Iterator[Case]:
+    """All cases of both halves, with the telephones of the `known` countries."""
+    draw = random.Random(seed)
+    streams = {country: telephones(country, draw) for country in known}
+    halves = ("seen", "unseen")
+
+    def phones(kind: str, templates: list[str], countries: list[str]) -> Iterator[Case]:
+        for place, template in enumerate(templates):
+            for country in countries if template else ():
+                if country not in known:
+                    continue
+                first, second = next(streams[country]), next(streams[country])
+                fill = {"n": at_home(first, draw), "n2": at_home(second, draw)}
+                fill |= {"i": abroad(first, draw), "i2": abroad(second, draw)}
+                text, wanted = _cases(template, fill, "PHONE_NUMBER")
+                yield Case(halves[place % 2], "PHONE_NUMBER", kind, country, text, wanted)
+
+    yield from phones("word before", _templates("before"), COUNTRIES)
+    yield from phones("word after", _templates("after"), COUNTRIES)
+    yield from phones("record", _templates("records"), COUNTRIES)
+    yield from phones("country code", _templates("plain"), COUNTRIES)
+    yield from phones("extension", _templates("extended"), COUNTRIES)
+    for countries, templates in _TEMPLATES["languages"].items():
+        for _ in range(3):
+            yield from phones("other language", templates.split("\n"), countries.split())
+    for place, template in enumerate(_templates("card_texts")):
+        for issuer, (prefixes, lengths, groupings) in CARDS.items():
+            for _ in range(3):
+                number = card(draw.choice(prefixes), draw.choice(lengths), draw)
+                text, wanted = _cases(template, {"c": _grouped(number, draw, groupings)}, "CREDIT_CARD_NUMBER")
+                yield Case(halves[place % 2], "CREDIT_CARD_NUMBER", "card", issuer, text, wanted)
+    for place, template in enumerate(_templates("ssns")):
+        for sign in "-- \u2013\u2011.":
+            area = draw.choice([*range(1, 666), *range(667, 900)])
+            number = f"{area:03}{sign}{draw.randrange(1, 100):02}{sign}{draw.randrange(1, 10000):04}"
+            text, wanted = _cases(template, {"s": number}, "SSN")
+            yield Case(halves[place % 2], "SSN", "SSN", "", text, wanted)
+    for category, templates in (
+        ("EMAIL", _templates("mails")),
+        ("USER", _templates("users")),
+        ("FB_USERID", _templates("facebook")),
+    ):
+        for place, template in enumerate(templates):
+            text, wanted = _cases(template, {}, category)
+            yield Case(halves[place % 2], category, category, "", text, wanted)
