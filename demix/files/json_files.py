@@ -10,6 +10,7 @@ escapes for all characters that are not ASCII. Its numbers are written as by Pyt
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def write_json(path: str | Path, value: Mapping[str, Any], *, sort_keys: bool = 
 def read_json(path: str | Path) -> dict[str, Any]:
     """The object in `path` without its seal.
 
-    Raises DemixError if the file is missing or damaged, or if its seal is missing or wrong.
+    Raises DemixError if the file is missing or damaged, or if its seal is missing or wrong. The object itself raises
+    DemixError where a key is asked for that it or an object in it lacks.
     """
     value = read_unsealed(path)
     seal = value.pop(SEAL, None)
@@ -86,7 +88,7 @@ def _objects(path: str | Path, *, lines: bool) -> list[dict[str, Any]]:
     try:
         text = Path(path).read_bytes().decode()
         parts = [line for line in text.split("\n") if line.strip()] if lines else [text]
-        values = [json.loads(part, object_pairs_hook=_distinct) for part in parts]
+        values = [json.loads(part, object_pairs_hook=partial(_Object, path)) for part in parts]
     except FileNotFoundError:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
     except (ValueError, RecursionError) as error:
@@ -96,11 +98,23 @@ def _objects(path: str | Path, *, lines: bool) -> list[dict[str, Any]]:
     return values
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise ValueError("a key stands twice in an object")
-    return value
+class _MissingError(DemixError, KeyError):
+    """A key that an object lacks; code that has an answer to that catches KeyError."""
+
+    __str__ = Exception.__str__
+
+
+class _Object(dict[str, Any]):
+    """A JSON object of the file `path`."""
+
+    def __init__(self, path: str | Path, pairs: list[tuple[str, Any]]):
+        super().__init__(pairs)
+        self._path = path
+        if len(self) < len(pairs):
+            raise ValueError("a key stands twice in an object")
+
+    def __missing__(self, key: str) -> Any:
+        raise _MissingError(self._path, f"{UNKNOWN} (it has no {key})", REMAKE)
 
 
 def _check(path: str | Path, value: Any, seal: Any) -> None:
