@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import sqlite3
 import subprocess
@@ -124,8 +125,8 @@ def _alone(uri: str) -> AbstractContextManager[None]:
     """Wait for other processes that write to a SQLite `uri`. Other databases and servers handle concurrent writers."""
     if not uri.startswith(SQLITE):
         return nullcontext()
-    name = _sqlite_path(uri).name
-    return exclusive(_sqlite_folder(uri) / f".{name}.lock", f"writes to {name}", PATIENCE_SECONDS)
+    path = _sqlite_path(uri)
+    return exclusive(path.with_name(f".{path.name}.lock"), f"writes to {path.name}", PATIENCE_SECONDS)
 
 
 def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
@@ -195,8 +196,8 @@ def _experiment(client: "MlflowClient", uri: str, name: str, results: Path) -> s
     found = client.get_experiment_by_name(name)
     if found is not None:
         if found.lifecycle_stage == "deleted":
-            cure = f"run `mlflow experiments restore --experiment-id {found.experiment_id}` or choose another name"
-            raise DemixError("tracking.experiment", f"{name} was deleted in {uri}", cure)
+            restore = f"mlflow experiments restore --experiment-id {shlex.quote(found.experiment_id)}"
+            raise DemixError(f"experiment {name}", f"was deleted in {uri}", f"run `{restore}` or choose another name")
         return found.experiment_id
     location = None
     if re.split(r"[:+]", uri)[0] in DATABASES:
