@@ -106,9 +106,10 @@ def is_made(path: Path) -> bool:
         return True
     for place in (path, *path.parents):
         if os.path.lexists(place):
-            if place == path or not place.is_dir():
-                cause = "is empty" if place.is_file() else f"is no {'file' if place == path else 'folder'}"
-                raise DemixError(place, cause, REMAKE)
+            if place == path:
+                raise DemixError(path, "is empty" if path.is_file() else "is no file", REMAKE)
+            if not place.is_dir():
+                raise DemixError(place, "is no folder", REMAKE)
             break
     return False
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
-from typing import Any
+from typing import Any, cast
 
 from demix.errors import DemixError
 from demix.generate.playground.answers import Drawing, Mixing, Opened, analyse, draw, model_facts
@@ -120,8 +120,10 @@ class Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         """Limit the time of all reads and writes together: that of each would let a slow sender stay for hours."""
         self.connection = self.request
-        self.wfile = _Connection(self.connection, SECONDS)
-        self.rfile = io.BufferedReader(self.wfile)
+        limited = _Connection(self.connection, SECONDS)
+        self.rfile = io.BufferedReader(limited)
+        # The base class writes without a buffer, too.
+        self.wfile = cast(io.BufferedIOBase, limited)
 
     def do_GET(self) -> None:
         """Send the page, or the facts about the model."""
