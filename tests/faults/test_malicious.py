@@ -234,12 +234,13 @@ def test_markup_in_names_is_shown_as_text(tmp_path: Path, note: Note) -> None:
     shown = 0
     for path in pages:
         text = path.read_text()
+        if path.suffix == ".tex":
+            assert "^^" not in text, path
+            continue
         assert not re.search(r"<img[^>]+onerror", text, re.IGNORECASE), path
         assert "<script>alert" not in text, path
         if path.suffix == ".md":
             assert not re.search(r"(?<!\\)`|(?<!\\)\]\(|:(?=//)|www(?=\.)", text), path
-        if path.suffix == ".tex":
-            assert "^^" not in text, path
         shown += "&lt;img" in text
     assert shown > 5
 
