@@ -5,6 +5,8 @@ URI := sqlite:///results/mlflow.db
 PORT := 5000
 # Where the server keeps the files that a run sends.
 ARTIFACTS := results/mlartifacts
+# The shell gets these as they are: a recipe that held their text would run what stands in them.
+export URI PORT ARTIFACTS
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := true
@@ -52,10 +54,10 @@ docs: $(VENV)/installed
 # URI is the config's `tracking.uri` where that is a database: make ui URI=postgresql://me@host/demix
 ui: $(VENV)/installed
 	@mkdir -p results
-	@echo "MLflow starts at http://127.0.0.1:$(PORT): choose Model training at the top left, then the experiment"
-	mlflow server --app-name demix --host 127.0.0.1 --port $(PORT) --workers 1 --backend-store-uri '$(URI)' \
-		--artifacts-destination '$(ARTIFACTS)' \
-		--allowed-hosts '127.0.0.1:$(PORT),localhost:$(PORT)' --cors-allowed-origins 'http://127.0.0.1:$(PORT)'
+	@echo "MLflow starts at http://127.0.0.1:$$PORT: choose Model training at the top left, then the experiment"
+	mlflow server --app-name demix --host 127.0.0.1 --port "$$PORT" --workers 1 --backend-store-uri "$$URI" \
+		--artifacts-destination "$$ARTIFACTS" \
+		--allowed-hosts "127.0.0.1:$$PORT,localhost:$$PORT" --cors-allowed-origins "http://127.0.0.1:$$PORT"
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "demix needs Python 3.11 to 3.13: make PYTHON=python3.11 demo")'

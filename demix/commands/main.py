@@ -1,6 +1,7 @@
 """The whole command line: the stages of the workflow, then the commands for people."""
 
 import logging
+import os
 import sys
 
 import typer
@@ -30,6 +31,10 @@ class _StandardError(logging.Handler):
 
 def main() -> None:
     """Run the command line. Bad input ends in a one-line error and exit status 1."""
+    # Python has None for a closed stream, and the next file that is opened would get the number of the stream.
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[_StandardError()])
     end_with_snakemake()
     try:
@@ -38,6 +43,24 @@ def main() -> None:
         sys.exit(f"demix: error: {error}")
     except OSError as error:
         if error.filename is None:
+            _write_out("\n")
             raise
         name = printable(str(error.filename))
         sys.exit(f"demix: error: {name}: {error.strerror}; mend the path or its permissions and rerun")
+    finally:
+        _write_out()
+
+
+def _write_out(text: str = "") -> None:
+    """Print `text` and write out all that was printed. Ends the process if that fails, silently if nobody reads."""
+    try:
+        # To write no text at all fails on a full disk, too.
+        if text:
+            sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        # The interpreter would try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        cure = "free space or redirect it elsewhere, then rerun"
+        line = f"demix: error: standard output: cannot be written ({error.strerror}); {cure}"
+        sys.exit(1 if isinstance(error, BrokenPipeError) else line)

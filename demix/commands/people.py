@@ -1,6 +1,7 @@
 """The commands for people, which the workflow does not run."""
 
 import logging
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -74,10 +75,12 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     run_config = read_run_config(run)
     terminal().print(main_table(read_results(run / "results.parquet"), run_config))
     print(f"Tables, figures, claims: {run / 'report'} (start with claims.html)")
-    print(f"One page with all of it: snakemake --configfile {run / 'config.json'} --report report.html")
-    uri = run_config["tracking"]["uri"]
-    show = "make ui" if uri == "sqlite:///results/mlflow.db" else f"make ui URI={shlex.quote(uri)}"
-    print(f"Runs and curves: {uri if uri.startswith('http') else show}")
+    print(f"One page with all of it: snakemake --configfile {shlex.quote(f'{run}/config.json')} --report report.html")
+    uri = str(run_config["tracking"]["uri"])
+    # The line is pasted: the shell reads it first, then make, to which $ begins a variable or a command.
+    show = "make ui" if uri == "sqlite:///results/mlflow.db" else f"make ui URI={shlex.quote(uri.replace('$', '$$'))}"
+    show = show if uri.isprintable() else "in the store that the key tracking.uri of config.json names"
+    print(f"Runs and curves: {uri if re.fullmatch(r'https?://[A-Za-z0-9.:/_~-]+', uri) else show}")
 
 
 @app.command("eval")

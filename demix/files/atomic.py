@@ -100,6 +100,20 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def is_made(path: Path) -> bool:
+    """Whether the file `path` is there. Raises DemixError for an empty file, a folder, a dangling link and the like."""
+    if path.is_file() and path.stat().st_size:
+        return True
+    for place in (path, *path.parents):
+        if os.path.lexists(place):
+            if place == path:
+                raise DemixError(path, "is empty" if path.is_file() else "is no file", REMAKE)
+            if not place.is_dir():
+                raise DemixError(place, "is no folder", REMAKE)
+            break
+    return False
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Write `text` as UTF-8, completely or not at all."""
     with replacing(path) as temporary:

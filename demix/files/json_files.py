@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ def read_json(path: str | Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """The object in `path` without its place and seal.
 
     Raises DemixError if the file is missing, damaged, misplaced, no regular file or larger than `most_bytes`, and if
-    its seal is missing or wrong.
+    its seal is missing or wrong. The object itself raises DemixError where a key is asked for that it or an
+    object in it lacks.
     """
     value = read_unsealed(path, most_bytes)
     seal = value.pop(SEAL, None)
@@ -121,7 +123,7 @@ def _objects(path: str | Path, *, lines: bool, most_bytes: int = -1) -> list[dic
                 raise DemixError(path, f"has more than {most_bytes:,} bytes", REMAKE)
         text = content.decode()
         parts = [line for line in text.split("\n") if line.strip()] if lines else [text]
-        values = [json.loads(part, object_pairs_hook=_distinct) for part in parts]
+        values = [json.loads(part, object_pairs_hook=partial(_Object, path)) for part in parts]
         if _is_deep(values):
             raise ValueError(f"it has more than {MOST_LEVELS} levels")
     except FileNotFoundError:
@@ -143,11 +145,23 @@ def _is_deep(values: list[Any]) -> bool:
     return levels > MOST_LEVELS
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise ValueError("a key stands twice in an object")
-    return value
+class _MissingError(DemixError, KeyError):
+    """A key that an object lacks; code that has an answer to that catches KeyError."""
+
+    __str__ = Exception.__str__
+
+
+class _Object(dict[str, Any]):
+    """A JSON object of the file `path`."""
+
+    def __init__(self, path: str | Path, pairs: list[tuple[str, Any]]):
+        super().__init__(pairs)
+        self._path = path
+        if len(self) < len(pairs):
+            raise ValueError("a key stands twice in an object")
+
+    def __missing__(self, key: str) -> Any:
+        raise _MissingError(self._path, f"{UNKNOWN} (it has no {key})", REMAKE)
 
 
 def _check(path: str | Path, value: Any, seal: Any) -> None:

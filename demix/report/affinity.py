@@ -18,7 +18,7 @@ class Relation:
 
     Values are NaN where pairs are too few, incomplete or constant. `spearman_p` and `pearson_p` assume independent
     pairs; pairs are dependent, since each domain and each expert is in several pairs. `permutation_p` is the p value of
-    `spearman` under permutations of whole domains.
+    `spearman` under permutations of whole domains, NaN for one domain, which has no other order.
     """
 
     kind: str
@@ -84,8 +84,10 @@ def _relation(kind: str, ratio: np.ndarray, shared: np.ndarray, *, square: bool)
         moved = rows[:, order.astype(int)] if square else rows
         return float(np.corrcoef(others, moved[used])[0, 1])
 
-    test = stats.permutation_test(
-        (np.arange(domains),), permuted, permutation_type="pairings", n_resamples=PERMUTATIONS, rng=0
-    )
-    values = (spearman.statistic, spearman.pvalue, pearson.statistic, pearson.pvalue, test.pvalue)
+    permutation_p = float("nan")
+    if domains > 1:
+        permutation_p = stats.permutation_test(
+            (np.arange(domains),), permuted, permutation_type="pairings", n_resamples=PERMUTATIONS, rng=0
+        ).pvalue
+    values = (spearman.statistic, spearman.pvalue, pearson.statistic, pearson.pvalue, permutation_p)
     return Relation(kind, domains, count, *map(float, values))

@@ -1,7 +1,5 @@
 """The card of a model, as Hugging Face's hub shows it: data, training, lineage of experts, results and limits."""
 
-import html
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from demix.errors import DemixError
 from demix.files import read_json
 from demix.model.description import read_description, read_lineage
 from demix.report.read import novel_domains, read_results, training_domains
+from demix.report.render import as_markdown
 from demix.settings import names_of
 
 # The headings of the sets of experts, by the name of a set in the results.
@@ -54,7 +53,7 @@ def model_card(run: Path, model: str) -> str:
     }
     parts = [
         "---\n" + yaml.safe_dump(front, sort_keys=False, allow_unicode=True).rstrip() + "\n---",
-        f"# {_text(model)}",
+        f"# {as_markdown(model)}",
         _about(model, config, description, experts),
         "## Data",
         *_data(run, config, description, experts),
@@ -76,12 +75,12 @@ def _about(model: str, config: dict[str, Any], description: dict[str, Any], expe
     if len(experts) > 1:
         size += f": {shared:,} that all share, and {len(experts)} experts of {own:,}"
     return (
-        f"A language model of kind {_text(description['kind'])}, of run {_text(config['run'])}, seed "
+        f"A language model of kind {as_markdown(description['kind'])}, of run {as_markdown(config['run'])}, seed "
         f"{_planned(model, config)[1]}. It has {size}; {architecture['layers']} layers of width "
         f"{architecture['width']}; "
         f"it reads blocks of {architecture['context']:,} tokens of {description['vocab_size']:,} types.\n\n"
         "Every number here stands in the run's files: `config.json`, `corpus/<domain>/card.json`, `results.parquet` "
-        f"and those of `models/{_text(model)}/`."
+        f"and those of `models/{as_markdown(model)}/`."
     )
 
 
@@ -94,7 +93,7 @@ def _data(
     for source in (description, *experts):
         read |= source.get("data_sha256") or {}
     if parent := description.get("parent"):
-        yield f"It went on from the model {_text(parent)}, whose data is among this."
+        yield f"It went on from the model {as_markdown(parent)}, whose data is among this."
         read |= read_description(run / "models" / parent / "model.json").get("data_sha256") or {}
     learned = [name for name in domains if name in read]
     cards = {name: read_json(run / "corpus" / name / "card.json") for name in learned}
@@ -128,7 +127,7 @@ def _training(description: dict[str, Any], experts: list[dict[str, Any]]) -> Ite
     done = f"{description['tokens']:,} tokens in {description['steps']:,} steps"
     adapted = [expert for expert in experts if "adaptation" in expert]
     if parent := description.get("parent"):
-        yield f"{_text(parent)} was trained with:"
+        yield f"{as_markdown(parent)} was trained with:"
         yield _table(("setting", "value"), _settings(description.get("training") or {}))
         yield f"and then adapted, with all its parameters, on {done}:"
         yield _table(("setting", "value"), _settings(description.get("adaptation") or {}))
@@ -208,7 +207,7 @@ def _shown(results: pd.DataFrame, config: dict[str, Any]) -> Iterator[str]:
     )
     kinds = {"training": training_domains(config), "novel": novel_domains(config)}
     for name, rows in results.groupby("set", sort=False):
-        yield f"### {SETS.get(str(name), _text(name))}"
+        yield f"### {SETS.get(str(name), as_markdown(name))}"
         methods, best = [method for method in METHODS if method in set(rows["method"])], _best(rows)
         heads = ("domain", "documents", "tokens", *methods, f"{best}: 95% interval", f"{best}: bits per byte")
         lines = []
@@ -260,11 +259,5 @@ def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     heads, rows = list(heads), [list(row) for row in rows]
     if not rows:
         return ""
-    head, *body = ([_text(cell) for cell in line] for line in (heads, *rows))
+    head, *body = ([as_markdown(cell) for cell in line] for line in (heads, *rows))
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))
-
-
-def _text(value: object) -> str:
-    """`value` as plain text in Markdown: no markup, no HTML, no link, no end of a line or cell."""
-    line = html.escape(" ".join(str(value).split()), quote=False)
-    return re.sub(r"([\\`*_\[\]|#~$!])|(?<=:)(?=//)", lambda found: f"\\{found[1]}" if found[1] else "\u200b", line)

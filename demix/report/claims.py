@@ -362,4 +362,4 @@ def write_claims(
     write_text(Path(output_dir) / "claims.html", html)
     lines = [f"# {title}", "", summary.capitalize(), "", _RULE, ""]
     lines += [f"- **{claim.verdict}**: {as_markdown(claim.statement)} {as_markdown(claim.numbers)}" for claim in judged]
-    write_text(Path(output_dir) / "claims.md", "\n".join([*lines, "", f"*{note}*"]) + "\n")
+    write_text(Path(output_dir) / "claims.md", "\n".join([*lines, "", f"*{as_markdown(note)}*"]) + "\n")

@@ -97,14 +97,10 @@ def _scatters(pairs: pd.DataFrame) -> alt.HConcatChart:
         ]
         told = f"{relation.kind} domains" + (", own expert left out" if relation.kind == "training" else "")
         if np.isfinite(relation.spearman):
-            told += (
-                (
-                    f": Spearman {relation.spearman:+.2f} over {relation.pairs} pairs of {relation.domains} domains "
-                    f"(p = {relation.permutation_p:.2g}, domains permuted)"
-                )
-                .replace("+-", "−")
-                .replace("-0.", "−0.")
-            )
+            told += f": Spearman {relation.spearman:+.2f} over {relation.pairs} pairs of {relation.domains} domains"
+            told = told.replace("-0.", "−0.")
+        if np.isfinite(relation.permutation_p):
+            told += f" (p = {relation.permutation_p:.2g}, domains permuted)"
         panels.append(
             alt.Chart(alt.InlineData(values=values))
             .mark_point(size=45, filled=True, opacity=0.75, color=COLOURS[0])

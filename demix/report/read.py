@@ -10,7 +10,7 @@ from demix.config import systems
 from demix.config.evaluated import BASES, System, label_of, systems_of, table_rows
 from demix.config.systems import KINDS, adapted, adapted_model, left_out, removal_model, trained_without
 from demix.errors import DemixError
-from demix.files import read_json, read_json_lines, read_parquet
+from demix.files import is_made, read_json, read_json_lines, read_parquet
 
 RESULT_COLUMNS = (
     *("model", "experts", "n_experts", "method", "weights", "top_k", "domain", "kind", "split", "expert"),
@@ -95,41 +95,48 @@ def read_results(path: str | Path) -> pd.DataFrame:
 
 
 def read_priors(path: str | Path) -> pd.DataFrame:
-    """The rows of `priors.parquet`. Raises DemixError if a column is missing."""
-    return _read(path, PRIOR_COLUMNS)
+    """The rows of `priors.parquet`. Raises DemixError if a column is missing or a row is doubled."""
+    return _read(path, PRIOR_COLUMNS, ("model", "experts", "weights", "domain", "expert", "seed"))
 
 
 def read_overlap(path: str | Path) -> pd.DataFrame:
-    """The rows of `corpus/overlap.parquet`. Raises DemixError if a column is missing."""
-    return _read(path, OVERLAP_COLUMNS)
+    """The rows of `corpus/overlap.parquet`. Raises DemixError if a column is missing or a row is doubled."""
+    return _read(path, OVERLAP_COLUMNS, ("domain", "expert"))
 
 
 def read_differences(path: str | Path) -> pd.DataFrame:
-    """The rows of `differences.parquet`. Raises DemixError if a column is missing."""
-    return _read(path, DIFFERENCE_COLUMNS)
+    """The rows of `differences.parquet`. Raises DemixError if a column is missing or a row is doubled."""
+    return _read(path, DIFFERENCE_COLUMNS, ("model", "experts", "method", "weights", "against", "domain", "seed"))
 
 
 def read_posteriors(path: str | Path) -> pd.DataFrame:
-    """The rows of `posteriors.parquet`. Raises DemixError if a column is missing."""
-    return _read(path, POSTERIOR_COLUMNS)
+    """The rows of `posteriors.parquet`. Raises DemixError if a column is missing or a row is doubled."""
+    key = ("model", "experts", "weights", "decay", "domain", "split", "block", "expert", "seed")
+    return _read(path, POSTERIOR_COLUMNS, key)
 
 
 def read_audit(path: str | Path) -> pd.DataFrame:
     """The rows of `audit.parquet`; none where the run removes no domain and has no such file."""
-    return _read(path, AUDIT_COLUMNS) if Path(path).exists() else pd.DataFrame(columns=list(AUDIT_COLUMNS))
+    return _read(path, AUDIT_COLUMNS) if is_made(Path(path)) else pd.DataFrame(columns=list(AUDIT_COLUMNS))
 
 
-def _read(path: str | Path, columns: tuple[str, ...]) -> pd.DataFrame:
+def _read(path: str | Path, columns: tuple[str, ...], key: tuple[str, ...] = ()) -> pd.DataFrame:
+    """The rows of a table. Raises DemixError if one of `columns` is missing or two rows agree in all columns `key`."""
     table = read_parquet(path)
     if missing := [name for name in columns if name not in table.column_names]:
         raise DemixError(path, f"has no column {', '.join(missing)}", "rerun the evaluation with this version of demix")
-    return table.to_pandas()
+    rows = table.to_pandas()
+    if key and (doubled := rows.duplicated(list(key))).any():
+        domain = rows.loc[doubled, "domain"].iloc[0]
+        cause = f"holds rows of {domain} twice: the evaluation of one domain lies in the place of another's"
+        raise DemixError(path, cause, f"delete {Path(path).parent / 'evaluations'} and the file, then rerun")
+    return rows
 
 
 def read_metrics(path: str | Path) -> Iterable[dict[str, Any]]:
     """The rows of a metrics file; nothing if the run has no such file. Raises DemixError on a row without tokens."""
     path = Path(path)
-    if not path.exists():
+    if not is_made(path):
         return
     for number, row in enumerate(read_json_lines(path), start=1):
         if "tokens" not in row:
@@ -269,7 +276,7 @@ def read_parents(experts: str | Path, novel: list[str]) -> dict[str, str]:
     Domains without such a file are left out.
     """
     lineages = {domain: Path(experts) / f"{domain}.json" for domain in novel}
-    return {domain: read_json(path)["parent"] for domain, path in lineages.items() if path.is_file()}
+    return {domain: read_json(path)["parent"] for domain, path in lineages.items() if is_made(path)}
 
 
 def prior_table(priors: pd.DataFrame, model: str, training: list[str], domains: list[str]) -> pd.DataFrame:

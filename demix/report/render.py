@@ -1,5 +1,7 @@
 """A table of a report: its numbers (pandas), what a reader must know of them, and it as HTML, Markdown and LaTeX."""
 
+import html
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -103,7 +105,7 @@ def _html(table: Table) -> str:
 
 
 def _markdown(table: Table) -> str:
-    text, bold, beneath = table.text().map(as_markdown), table.bold(), table.second_lines().map(as_markdown)
+    text, bold, beneath = table.text().map(as_markdown), table.bold(), table.second_lines()
     text = text.mask(bold, "**" + text + "**") + beneath.mask(beneath != "", "<br>" + beneath)
     text.index = [as_markdown(label) for label in text.index]
     text.columns = [as_markdown(column) for column in text.columns]
@@ -114,8 +116,11 @@ def _markdown(table: Table) -> str:
 
 
 def as_markdown(text: object) -> str:
-    """`text` escaped for a cell of a Markdown table: HTML in a name is not rendered."""
-    return str(text).replace("|", r"\|").replace("<", "&lt;")
+    """`text` as plain text in Markdown: no markup, no HTML, no link, no end of a line or cell."""
+    line = html.escape(" ".join(str(text).split()), quote=False)
+    # Without a break GitHub makes links of addresses.
+    line = re.sub(r"(?<=:)(?=//)|(?<=www)(?=\.)|(?=@)", "\u200b", line, flags=re.IGNORECASE)
+    return re.sub(r"([\\`*_\[\]|#~$!])", r"\\\1", line)
 
 
 def _latex(table: Table) -> str:
@@ -159,6 +164,8 @@ def _escape(text: str) -> str:
         ("”", "''"),
         ("’", "'"),
         ("…", r"\ldots{}"),
+        ("^", r"\textasciicircum{}"),
+        ("~", r"\textasciitilde{}"),
     ):
         text = text.replace(character, command)
     return text

@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import sqlite3
 import subprocess
@@ -24,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import psutil
 
-from demix.config.systems import Adaptation, Model, adaptations, folder_of, trained
+from demix.config.systems import Adaptation, Model, adaptations, folder_of, planned, trained
 from demix.errors import DemixError
-from demix.files import check_sealed, digest, exclusive, read_json, replacing, sha256_file
+from demix.files import check_sealed, digest, exclusive, is_made, read_json, replacing, sha256_file
+from demix.report import REPORT_FILES
 from demix.report.read import novel_domains, read_metrics, read_results, training_domains
 
 if TYPE_CHECKING:
@@ -123,8 +125,8 @@ def _alone(uri: str) -> AbstractContextManager[None]:
     """Wait for other processes that write to a SQLite `uri`. Other databases and servers handle concurrent writers."""
     if not uri.startswith(SQLITE):
         return nullcontext()
-    name = Path(uri.removeprefix(SQLITE).partition("?")[0]).name
-    return exclusive(_sqlite_folder(uri) / f".{name}.lock", f"writes to {name}", PATIENCE_SECONDS)
+    path = _sqlite_path(uri)
+    return exclusive(path.with_name(f".{path.name}.lock"), f"writes to {path.name}", PATIENCE_SECONDS)
 
 
 def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
@@ -152,7 +154,8 @@ def _client(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
         if uri.startswith(SQLITE) and not _sqlite_path(uri).stat().st_size:
             # MLflow creates tables one by one and refuses a database with only some of them: a kill must leave none.
             with replacing(_sqlite_path(uri)) as temporary:
-                MlflowClient(tracking_uri=f"{SQLITE}{temporary}")
+                # A "?" in the path of the working folder would begin the options of an address.
+                MlflowClient(tracking_uri=f"{SQLITE}{os.path.relpath(temporary)}")
         return MlflowClient(tracking_uri=uri), errors
     except errors as error:
         cause = str(error).strip().split("\n")[0]
@@ -193,8 +196,8 @@ def _experiment(client: "MlflowClient", uri: str, name: str, results: Path) -> s
     found = client.get_experiment_by_name(name)
     if found is not None:
         if found.lifecycle_stage == "deleted":
-            cure = f"run `mlflow experiments restore --experiment-id {found.experiment_id}` or choose another name"
-            raise DemixError("tracking.experiment", f"{name} was deleted in {uri}", cure)
+            restore = f"mlflow experiments restore --experiment-id {shlex.quote(found.experiment_id)}"
+            raise DemixError(f"experiment {name}", f"was deleted in {uri}", f"run `{restore}` or choose another name")
         return found.experiment_id
     location = None
     if re.split(r"[:+]", uri)[0] in DATABASES:
@@ -314,27 +317,38 @@ def _packages() -> str:
 
 
 def _pipeline(run_dir: Path, config: dict[str, Any]) -> Record:
-    """The parent run: the whole config, the tables, the report and the corpus cards."""
+    """The parent run: the whole config, the tables, the report and the corpus cards.
+
+    Raises DemixError if a part of the report is missing.
+    """
     files = [(run_dir / name, "") for name in TABLES]
-    report = run_dir / "report"
     cards = [run_dir / "corpus" / name / "card.json" for kind in config["domains"].values() for name in kind]
-    files += [(path, path.parent.relative_to(run_dir).as_posix()) for path in report.rglob("*") if path.is_file()]
     files += [(path, f"cards/{path.parent.name}") for path in cards]
-    artifacts = tuple(sorted((path, folder) for path, folder in files if path.is_file()))
-    for path, _ in artifacts:
-        # The report is for other software, and no file of it has a seal.
-        if not path.is_relative_to(report):
-            check_sealed(path)
+    sealed = [(path, folder) for path, folder in files if is_made(path)]
+    for path, _ in sealed:
+        check_sealed(path)
+    # The report is for other software, and no file of it has a seal.
+    report = [run_dir / "report" / name for name in REPORT_FILES]
+    shown = [path for path in report if is_made(path)]
+    if shown and len(shown) < len(report):
+        missing = next(path for path in report if path not in shown)
+        raise DemixError(missing, "is missing", "run `demix report` again")
+    shown += [path for model in planned(config) if is_made(path := _card(run_dir, model.name))]
+    artifacts = tuple(sorted([*sealed, *((path, path.parent.relative_to(run_dir).as_posix()) for path in shown)]))
     return Record("pipeline", "pipeline", flatten(config), artifacts=artifacts)
+
+
+def _card(run_dir: Path, model: str) -> Path:
+    return run_dir / "report" / "cards" / f"{model}.md"
 
 
 def _trainings(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
     """One record per metrics file: a model trained from scratch, or an adaptation."""
     for model in trained(config):
-        if (run_dir / "metrics" / f"{model.name}.jsonl").is_file():
+        if is_made(run_dir / "metrics" / f"{model.name}.jsonl"):
             yield _training(run_dir, config, model)
     for one in adaptations(config):
-        if (run_dir / "metrics" / f"{one.name}.jsonl").is_file():
+        if is_made(run_dir / "metrics" / f"{one.name}.jsonl"):
             yield _adaptation(run_dir, config, one)
 
 
@@ -344,18 +358,18 @@ def _training(run_dir: Path, config: dict[str, Any], model: Model) -> Record:
     settings["models"] = {model.base: (config.get("models") or {}).get(model.base) or {}}
     chosen = run_dir / "sweep" / f"{model.base}.json"
     # The file may be left over from a sweep that the config no longer asks for.
-    if model.settings.get("sweep") and chosen.is_file():
+    if model.settings.get("sweep") and is_made(chosen):
         settings["sweep"] = read_json(chosen)
     files = [directory / "model.json", *sorted((directory / "experts").glob("*.json"))]
     # Experts added later have a run of their own.
-    files = [file for file in files if file.is_file() and "adaptation" not in read_json(file)]
+    files = [file for file in files if is_made(file) and "adaptation" not in read_json(file)]
     return _learned(run_dir, config, f"training/{model.name}", settings, files)
 
 
 def _adaptation(run_dir: Path, config: dict[str, Any], one: Adaptation) -> Record:
     directory = run_dir / "models" / one.model
     file = directory / "experts" / f"{one.expert}.json" if one.adds_expert else directory / "model.json"
-    files = [file] if file.is_file() else []
+    files = [file] if is_made(file) else []
     return _learned(run_dir, config, f"adaptation/{one.name}", {"adaptation": config.get("adaptation") or {}}, files)
 
 
@@ -382,16 +396,15 @@ def _learned(
         read = model.get("data_sha256") or {}
         domains = [name for name in (*training_domains(config), *novel_domains(config)) if name in read]
         corpora = {name: run_dir / "corpus" / name / "card.json" for name in domains}
-    card = run_dir / "report" / "cards" / f"{name}.md"
-    files = [(metrics, ""), (card, "")]
+    files = [(metrics, ""), (_card(run_dir, name), "")]
     files += [(file, "model" if file.name == "model.json" else "model/experts") for file in described]
     return Record(
         key,
         kind,
         flatten(settings),
         points,
-        tuple((path, folder) for path, folder in files if path.is_file()),
-        {name: path for name, path in corpora.items() if path.is_file()},
+        tuple((path, folder) for path, folder in files if is_made(path)),
+        {name: path for name, path in corpora.items() if is_made(path)},
     )
 
 

@@ -1,4 +1,6 @@
-"""MLflow's server with requests of bounded size; `make ui` starts it by `mlflow server --app-name demix`."""
+"""MLflow's server for this machine's browser alone; `make ui` starts it by `mlflow server --app-name demix`."""
+
+import asyncio
 
 from mlflow.server.fastapi_app import app as mlflow_app
 from starlette.exceptions import HTTPException
@@ -7,43 +9,85 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # MLflow holds a whole request in memory. The largest requests of `track` are a figure and a table.
 MOST_BYTES = 256 << 20
+MOST_BODIES = 4
+# A request with a body waits so long in all for the other side to send or to take bytes.
+SECONDS = 60.0
 
 
-class Bounded:
-    """An application that answers 413 to a request of more than `most` bytes, with or without a Content-Length."""
+class Guarded:
+    """An application that serves its own pages alone, and at most so many request bodies of at most `most` bytes.
 
-    def __init__(self, app: ASGIApp, most: int):
-        self.app, self.most = app, most
+    The answer is 403 to a request for another host or by a page of another origin, whatever the path, and 413 to a
+    body of more bytes, with or without a Content-Length. At most `bodies` requests with a body are under way at a time;
+    others wait. Such a request ends after `seconds` of waiting for its sender.
+    """
+
+    def __init__(self, app: ASGIApp, most: int, bodies: int, seconds: float):
+        self.app, self.most, self.seconds = app, most, seconds
+        self.places = asyncio.Semaphore(bodies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        too_much = f"a request has at most {self.most} bytes"
-        # The server in front refuses a length that is no number.
-        if int(dict(scope["headers"]).get(b"content-length", b"0")) > self.most:
-            await PlainTextResponse(too_much, 413)(scope, receive, send)
+        if scope["type"] != "http":
+            await send({"type": "websocket.close"})
             return
-        received, refused = 0, False
+        named = [(name, value.decode("latin-1")) for name, value in scope["headers"]]
+        hosts, origins = ([value for name, value in named if name == wanted] for wanted in (b"host", b"origin"))
+        own = {f"{name}:{scope['server'][1]}" for name in ("127.0.0.1", "localhost")}
+        if len(hosts) != 1 or not own.issuperset(hosts) or not {f"http://{host}" for host in own}.issuperset(origins):
+            await PlainTextResponse("only this server's own pages are served", 403)(scope, receive, send)
+            return
+        headers = dict(named)
+        # The server in front refuses a length that is no number.
+        length = int(headers.get(b"content-length", "0"))
+        if length > self.most:
+            await PlainTextResponse(self._too_much, 413)(scope, receive, send)
+        elif length or b"transfer-encoding" in headers:
+            async with self.places:
+                await self._with_body(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    @property
+    def _too_much(self) -> str:
+        return f"a request has at most {self.most} bytes"
+
+    async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        left, received, whole, refused = self.seconds, 0, False, False
+        clock = asyncio.get_running_loop().time
 
         async def counted() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal left, received, whole
+            if whole:
+                return await receive()
+            start = clock()
+            try:
+                async with asyncio.timeout(left):
+                    message = await receive()
+            except TimeoutError:
+                message = {"type": "http.disconnect"}
+            left -= clock() - start
+            whole = not message.get("more_body", False)
             received += len(message.get("body", b""))
             if received > self.most:
-                raise HTTPException(413, too_much)
+                raise HTTPException(413, self._too_much)
             return message
 
         async def answered(message: Message) -> None:
-            nonlocal refused
+            nonlocal left, refused
             # MLflow turns the exception into an internal error (500), which must not reach the client.
             if received > self.most and message["type"] == "http.response.start":
                 refused = True
-                await PlainTextResponse(too_much, 413)(scope, receive, send)
+                await PlainTextResponse(self._too_much, 413)(scope, receive, send)
             elif not refused:
-                await send(message)
+                start = clock()
+                async with asyncio.timeout(left):
+                    await send(message)
+                left -= clock() - start
 
         await self.app(scope, counted, answered)
 
 
-app = Bounded(mlflow_app, MOST_BYTES)
+app = Guarded(mlflow_app, MOST_BYTES, MOST_BODIES, SECONDS)

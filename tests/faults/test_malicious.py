@@ -37,6 +37,7 @@ from support.disturbed import TINY
 from support.synthetic_run import build_run
 
 MARKUP = "<img src=x onerror=alert(1)>"
+LINK = "![a](http://evil.example) `b` **c** www.evil.example ^^5cinput"
 Times = Callable[[int, int], int]
 
 
@@ -225,16 +226,21 @@ def test_arrow_with_absurd_lengths(tmp_path: Path, times: Times, chance: random.
 
 def test_markup_in_names_is_shown_as_text(tmp_path: Path, note: Note) -> None:
     """The config allows no such domain; here they come from files of a run that somebody else made."""
-    run = build_run(tmp_path / "run", training=(MARKUP, "law", "news"), novel=("wiki", "<script>alert(2);"))
+    run = build_run(tmp_path / "run", training=(MARKUP, "law", LINK), novel=("wiki", "<script>alert(2);"))
     with note.timed("markup in domain names", "shown as text in the report"):
         write_report(run.path, run.config, tmp_path / "report")
-    pages = [path for path in (tmp_path / "report").rglob("*") if path.suffix in (".html", ".svg", ".md")]
+    pages = [path for path in (tmp_path / "report").rglob("*") if path.suffix in (".html", ".svg", ".md", ".tex")]
     assert len([path for path in pages if path.suffix == ".html"]) > 5
     shown = 0
     for path in pages:
         text = path.read_text()
+        if path.suffix == ".tex":
+            assert "^^" not in text, path
+            continue
         assert not re.search(r"<img[^>]+onerror", text, re.IGNORECASE), path
         assert "<script>alert" not in text, path
+        if path.suffix == ".md":
+            assert not re.search(r"(?<!\\)`|(?<!\\)\]\(|:(?=//)|www(?=\.)", text), path
         shown += "&lt;img" in text
     assert shown > 5
 

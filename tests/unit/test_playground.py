@@ -5,6 +5,7 @@ import json
 import shutil
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
@@ -21,9 +22,10 @@ from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.mix.mixtures import mix
 from demix.generate.playground.answers import MOST_TOKENS, opened
-from demix.generate.playground.server import DRAINED_BYTES, MOST_BYTES, Playground
+from demix.generate.playground.server import CONNECTIONS, DRAINED_BYTES, MOST_BYTES, Playground
 from demix.model.checkpoint import load_model
 from support.decoding import in_blocks, whole, write_run
+from support.disturbed import until
 from support.models import THREE
 
 TEXT = "And the Lord said unto Noah: “naïve” <b>b</b> & <script>alert(1)</script>\n  two spaces"
@@ -212,6 +214,27 @@ def test_a_reader_who_leaves_makes_place_for_the_next(server: Playground) -> Non
         assert connection.recv(12) == b"HTTP/1.0 200"
     assert server.drawing.acquire(timeout=30)
     server.drawing.release()
+
+
+def test_slow_senders_are_hung_up_on(server: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They send a byte now and then; the limit is of the whole request."""
+    monkeypatch.setattr("demix.generate.playground.server.SECONDS", 1)
+    slow = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(CONNECTIONS)]
+    for each in slow:
+        each.sendall(b"POST /analyse HTTP/1.1\r\nX: ")
+
+    def answers() -> bool:
+        for each in slow:
+            with suppress(OSError):
+                each.sendall(b"a")
+        with suppress(OSError, http.client.HTTPException):
+            return ask(server, "GET", "/model")[0] == 200
+        return False
+
+    # Those before it take every place.
+    until(answers, 15)
+    for each in slow:
+        each.close()
 
 
 def test_a_port_in_use_is_refused(server: Playground) -> None:

@@ -1,7 +1,9 @@
 """What `make ui` starts: MLflow's pages in a real browser, and what it refuses."""
 
+import asyncio
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,13 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support import expected_conditions
 from selenium.webdriver.support.ui import WebDriverWait
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from demix.files import read_json_lines
 from demix.track.store import track
-from demix.track.ui import MOST_BYTES
+from demix.track.ui import MOST_BYTES, Guarded
 from support.mlflow_ui import PATIENCE, Served, first_line, serving, status
 from support.synthetic_run import TRAINING, build_run
 
@@ -35,7 +40,58 @@ def test_other_hosts_and_origins_are_refused(served: Served) -> None:
         assert status(served, "GET", "/", Host=foreign) == 403, foreign
     search, json_ = "/api/2.0/mlflow/experiments/search", {"Content_Type": "application/json"}
     assert status(served, "POST", search, Origin=served.address, **json_) == 200
-    assert status(served, "POST", search, Origin="http://evil.example", **json_) == 403
+    # Another port of this machine is another origin.
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:1", "http://localhost", f"https://{own}"):
+        for method, path in (("POST", search), ("GET", "/"), ("GET", "/health"), ("GET", "/version"), ("OPTIONS", "/")):
+            assert status(served, method, path, Origin=origin, **json_) == 403, (origin, path)
+
+
+async def meets(bodies: int, *, stays: bool = False) -> tuple[int, list[int]]:
+    """The most bodies that an application saw at a time, and the statuses, of three requests with a body in two parts.
+
+    The second part comes once all requests that may be under way are, or never if it `stays` away.
+    """
+    under_way, most, statuses = 0, 0, []
+    released = asyncio.Event()
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        if under_way == bodies:
+            released.set()
+        with suppress(ClientDisconnect):
+            await Request(scope, receive).body()
+            await PlainTextResponse("taken")(scope, receive, send)
+        under_way -= 1
+
+    async def one() -> None:
+        parts = [{"type": "http.request", "body": b"a", "more_body": True}]
+
+        async def receive() -> Message:
+            if parts:
+                return parts.pop()
+            await (asyncio.Event() if stays else released).wait()
+            return {"type": "http.request", "body": b"b"}
+
+        async def send(message: Message) -> None:
+            statuses.extend([message["status"]] if "status" in message else [])
+
+        headers = [(b"host", b"127.0.0.1:5000"), (b"transfer-encoding", b"chunked")]
+        scope = {"type": "http", "method": "POST", "path": "/", "server": ("127.0.0.1", 5000), "headers": headers}
+        await guarded(scope, receive, send)
+
+    guarded = Guarded(application, 10, bodies, 0.2 if stays else 60)
+    await asyncio.wait_for(asyncio.gather(*(one() for _ in range(3))), 30)
+    return most, statuses
+
+
+def test_a_bounded_number_of_bodies_is_held_at_once() -> None:
+    assert asyncio.run(meets(2)) == (2, [200] * 3)
+
+
+def test_a_body_that_never_ends_makes_place_for_the_next() -> None:
+    assert asyncio.run(meets(1, stays=True)) == (1, [])
 
 
 def test_requests_are_of_bounded_size(served: Served) -> None:

@@ -2,14 +2,18 @@
 
 import base64
 import hashlib
+import io
 import json
 import re
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
-from typing import Any
+from typing import Any, cast
 
 from demix.errors import DemixError
 from demix.generate.playground.answers import Drawing, Mixing, Opened, analyse, draw, model_facts
@@ -20,6 +24,7 @@ MOST_BYTES = 256 << 10
 # The server reads up to this many bytes of a body that is too long: otherwise the browser sees no answer.
 DRAINED_BYTES = 4 << 20
 CONNECTIONS = 32
+# A request waits so long in all for the other side to send or to take bytes.
 SECONDS = 20
 # An error may quote the request, so its line is cut to this length.
 MOST_LINE = 300
@@ -65,6 +70,38 @@ class Playground(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+class _Connection(io.RawIOBase):
+    """The bytes of a connection. Raises TimeoutError once its reads and writes took so many seconds in all."""
+
+    def __init__(self, connection: socket.socket, seconds: float):
+        self._connection, self._left = connection, seconds
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read what is there, waiting for the first byte."""
+        with self._waiting():
+            return self._connection.recv_into(buffer)
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`."""
+        with self._waiting():
+            self._connection.sendall(data)
+        return len(data)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        start = time.monotonic()
+        # A limit of zero would mean not to wait.
+        self._connection.settimeout(max(self._left, 0.001))
+        try:
+            yield
+        finally:
+            self._left -= time.monotonic() - start
+
+
 class RefusedError(Exception):
     """A request that the server refuses with a status and one line of text."""
 
@@ -78,8 +115,15 @@ class Handler(BaseHTTPRequestHandler):
 
     server: Playground
     server_version, sys_version = "demix", ""
-    timeout = SECONDS
     _begun = False
+
+    def setup(self) -> None:
+        """Limit the time of all reads and writes together: that of each would let a slow sender stay for hours."""
+        self.connection = self.request
+        limited = _Connection(self.connection, SECONDS)
+        self.rfile = io.BufferedReader(limited)
+        # The base class writes without a buffer, too.
+        self.wfile = cast(io.BufferedIOBase, limited)
 
     def do_GET(self) -> None:
         """Send the page, or the facts about the model."""

@@ -1,0 +1,101 @@
+"""The last stages of a run with every small number of domains: from score tables to the report, cards and MLflow."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from demix.config.check import complete
+from demix.config.evaluated import bases, compared, evaluated
+from demix.config.run import write_run_config
+from demix.config.sections import MixingRecipe, taken
+from demix.config.systems import planned
+from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain, join
+from demix.evaluate.score_tables import tokens_sha256, write_scores, write_tokens
+from demix.report import REPORT_FILES
+from demix.settings import settings_from
+from support.breaking import Note
+from support.cli import demix
+from support.synthetic_run import build_run
+
+TRAINING, NOVEL = ("code", "law", "news", "talks"), ("wiki", "songs", "plays")
+TABLES = ("results", "priors", "differences", "posteriors")
+# The replacement of a removed domain is a novel one.
+CELLS = [(t, n, removal) for t in range(1, 5) for n in range(4) for removal in ((False, True) if n else (False,))]
+# Both ends, and the one novel domain that no order of domains can be drawn for.
+ALWAYS = ((1, 0, False), (3, 1, True))
+
+
+def completed(training: tuple[str, ...], novel: tuple[str, ...], removal: bool) -> dict[str, Any]:
+    source = {"source": {"kind": "files", "path": "made-up.jsonl"}}
+    return complete({
+        "run": "made-up",
+        "seed": 1,
+        "domains": {"training": dict.fromkeys(training, source), "novel": dict.fromkeys(novel, source)},
+        "tokenizer": {"kind": "bpe", "vocab_size": 512},
+        "architecture": {"layers": 2, "width": 32, "heads": 2, "context": 16},
+        "training": {"tokens": 4096, "sequences": 4, "learning_rate": 0.001},
+        "removal": {"retrain_without": [training[0]], "replacement": novel[0]} if removal else {},
+    })  # fmt: skip
+
+
+def write_table(folder: Path, columns: tuple[str, ...], seed: int) -> None:
+    """A score table of 30 documents, the same ones for every model."""
+    tokens = np.arange(600, dtype=np.uint16) % 300
+    write_tokens(folder, tokens, np.arange(0, 600, 20), 16)
+    for number, column in enumerate(columns):
+        scores = -np.random.default_rng([seed, number]).exponential(3, len(tokens))
+        write_scores(
+            folder / f"{column}.parquet", [scores], {"tokens_sha256": tokens_sha256(tokens), "shared_sha256": "0"}
+        )
+
+
+def evaluate(run: Path, config: dict[str, Any], domain: str, kind: str) -> Outputs:
+    """Evaluate made-up score tables of a domain as the rule `evaluate` does."""
+    tables = evaluated(config, domain)
+    for number, table in enumerate(tables):
+        for split in ("dev", "test") if table.sets else ("test",):
+            write_table(run / "scores" / table.folder / f"{domain}.{split}", table.columns, number)
+    evaluation = settings_from(Evaluation, taken(MixingRecipe, config["evaluation"]) | {
+        "kind": kind, "tables": tables, "compared": [system.key for system in compared(config, domain)],
+        "against": [(name, *system.key) for name, system in bases(config).items()], "seed": config["seed"],
+    })  # fmt: skip
+    outputs = Outputs(*(run / "evaluations" / f"{domain}.{name}.parquet" for name in (*TABLES, "losses")))
+    evaluate_domain(run / "scores", domain, evaluation, outputs)
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("training", "novel", "removal"),
+    [pytest.param(*cell, marks=() if cell in ALWAYS else pytest.mark.faults) for cell in CELLS],
+)
+def test_every_small_number_of_domains_has_a_report(
+    training: int, novel: int, removal: bool, tmp_path: Path, note: Note
+) -> None:
+    run, old, new = tmp_path / "run", TRAINING[:training], NOVEL[:novel]
+    build_run(run, training=old, novel=new, retrained=old[:1] if removal else (), steps=2)
+    config = completed(old, new, removal)
+    write_run_config(run / "config.json", config)
+    with note.timed("1 to 4 training and 0 to 3 novel domains, with and without removal", "report, cards, tracked"):
+        kinds = dict.fromkeys(old, "training") | dict.fromkeys(new, "novel")
+        found = [evaluate(run, config, domain, kind) for domain, kind in kinds.items()]
+        for name in TABLES:
+            join([getattr(one, name) for one in found], run / f"{name}.parquet")
+        models = [model.name for model in planned(config)]
+        settings = f'{{"uri": "sqlite:///{tmp_path}/mlflow.db", "experiment": "few"}}'
+        for arguments in (
+            ("report", run, "--output", run / "report"),
+            ("card", run, *models, "--output", run / "report" / "cards"),
+            ("track", run, "--settings", settings, "--output", run / "tracked.json"),
+            ("summary", run),
+        ):
+            done = demix(*arguments)
+            assert done.exit_code == 0, (arguments, done.output, done.exception)
+    assert f"{training} training domains" in done.output
+    pages = [run / "report" / name for name in (*REPORT_FILES, *(f"cards/{model}.md" for model in models))]
+    for path in pages:
+        content = path.read_bytes()
+        assert content, path
+        if path.suffix in (".md", ".html", ".tex") and "figures" not in path.parts:
+            assert b"nan" not in content.lower().replace(b"number.isnan", b""), path

@@ -1,0 +1,56 @@
+"""Where printed text goes: a full disk, a closed stream, a reader who left; and names that a shell would run."""
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from demix.config.run import read_run_config, write_run_config
+from support.cli import demix
+from support.synthetic_run import build_run
+
+MAKEFILE = Path(__file__).parents[2] / "Makefile"
+FULL = "demix: error: standard output: cannot be written (No space left on device); "
+
+
+@pytest.mark.parametrize(
+    ("words", "end", "status", "told"),
+    [
+        ("config --reference", "> /dev/full", 1, FULL),
+        ("config --help", "> /dev/full", 1, FULL),
+        ("config /nowhere.yaml", "> /dev/full", 1, "demix: error: /nowhere.yaml: does not exist; "),
+        ("config config/sample.yaml", ">&- 2>&- <&-", 0, ""),
+        ("config --reference", "| true; exit ${PIPESTATUS[0]}", 1, ""),
+    ],
+)
+def test_text_that_cannot_be_printed_is_one_line(words: str, end: str, status: int, told: str) -> None:
+    line = f"{sys.executable} -m demix {words} {end}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert done.stderr.startswith(told)
+    assert done.stderr.count("\n") == bool(told), done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@pytest.mark.parametrize("text", ["$(shell touch made)", "';touch made;'", '`touch made` $$ ${HOME} a#b \\ "c" %2F'])
+def test_a_printed_command_runs_nothing_that_a_file_holds(text: str, tmp_path: Path) -> None:
+    """The line is pasted into a shell; a make with the Makefile's variables says what it got."""
+    run = build_run(tmp_path / "a $(touch made) 'b'", novel=(), retrained=(), steps=1)
+    config = read_run_config(run.path) | {"tracking": {"uri": f"sqlite:///{text}", "experiment": ""}}
+    write_run_config(run.path / "config.json", config)
+    lines = demix("summary", run.path).output.splitlines()
+    page, ui = (next(line for line in lines if line.startswith(begin)) for begin in ("One page", "Runs and curves"))
+    variables = [line for line in MAKEFILE.read_text().splitlines() if line.startswith(("URI", "export URI"))]
+    recipe = ["ui:", "\t@printf '%s' \"$$URI\""]
+    (tmp_path / "Makefile").write_text("\n".join([*variables, *recipe, ""]))
+    got = subprocess.run(ui.partition(": ")[2], shell=True, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert got.stdout == f"sqlite:///{text}"
+    words = shlex.split(page.partition(": ")[2])
+    assert words[:3] == ["snakemake", "--configfile", str(run.path / "config.json")]
+    assert "$(URI)" not in MAKEFILE.read_text()
+    assert not list(tmp_path.glob("**/made"))
+    write_run_config(run.path / "config.json", config | {"tracking": {"uri": "http://x\x1b[2J`a`\n$(b)"}})
+    assert "\x1b" not in demix("summary", run.path).output
