@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import re
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -10,6 +9,7 @@ import yaml
 from pydantic_core import to_jsonable_python
 
 from demix.config import placement
+from demix.config.addresses import LOG_IN, refuse_secrets
 from demix.config.architecture import architecture_from
 from demix.config.run import BESIDE
 from demix.config.sections import Config
@@ -150,12 +150,11 @@ def _check_across(config: dict[str, Any]) -> None:
         )
     if "history" not in config["evaluation"]["weights"]:
         raise DemixError("config key evaluation.weights", "lacks history, which the report's tables use", "add history")
-    if re.search(r"://[^/@]*:[^/@]+@", config["tracking"]["uri"]):
-        raise DemixError(
-            "config key tracking.uri",
-            "holds a password, which logs and records would show",
-            "leave it out and set PGPASSWORD or MLFLOW_TRACKING_PASSWORD in the environment",
-        )
+    refuse_secrets(
+        "config key tracking.uri",
+        config["tracking"]["uri"],
+        "leave it out and set PGPASSWORD, MLFLOW_TRACKING_PASSWORD or MLFLOW_TRACKING_TOKEN in the environment",
+    )
 
 
 def site_of(config: dict[str, Any], stage: str) -> dict[str, Any]:
@@ -167,6 +166,9 @@ def site_of(config: dict[str, Any], stage: str) -> dict[str, Any]:
 
 def _check_source(place: str, source: dict[str, Any]) -> None:
     paths = source["path"] if isinstance(source["path"], list) else [source["path"]]
+    for path in paths:
+        if "://" in path:
+            refuse_secrets(f"{place}.path", path, LOG_IN)
     if source["kind"] == "url" and source["parts"] > len(paths):
         raise DemixError(
             f"{place}.parts",

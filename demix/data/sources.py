@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 
+from demix.config.addresses import LOG_IN, refuse_secrets
 from demix.config.domains import SourceSection
 from demix.data import readers
 from demix.data.fetch import fetch
@@ -240,6 +241,7 @@ def _urls(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row
 
 
 def _name(url: str) -> str:
+    refuse_secrets("an address in source.path", url, LOG_IN)
     parts = urlsplit(url)
     name = PurePosixPath(unquote(parts.path)).name
     if parts.scheme not in ("http", "https") or name in ("", ".."):
