@@ -1,6 +1,8 @@
-"""Addresses in a config hold no credentials: a run records its config, and logs show it."""
+"""Where sources are: in addresses without credentials, which records and logs show, and at commits, which stay."""
 
 import re
+from pathlib import Path
+from typing import Any
 from urllib.parse import unquote_plus, urlsplit
 
 from demix.errors import DemixError
@@ -13,6 +15,7 @@ _SECRET = re.compile(
 
 # Between the words of accessToken and AWSAccessKeyId.
 _INSIDE = re.compile("(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+COMMIT = re.compile("[0-9a-f]{40}")
 LOG_IN = (
     "leave it out: ~/.netrc (or the file in NETRC) gives user and password of a host, HF_TOKEN the token of the hub"
 )
@@ -49,3 +52,18 @@ def refuse_secrets(subject: str, address: str, cure: str) -> None:
         raise DemixError(subject, "is no address", "write http(s)://host/…/file.suffix") from None
     if found:
         raise DemixError(subject, f"holds {found}, which logs and records would show", cure)
+
+
+def moving(config: dict[str, Any]) -> dict[str, str]:
+    """The revisions in a completed config that are branches or tags, by the config key of their source."""
+    return {
+        f"domains.{kind}.{name}.source": source["revision"]
+        for kind, domains in config["domains"].items()
+        for name, source in ((name, domain["source"]) for name, domain in domains.items())
+        if source["kind"] == "hub" and not COMMIT.fullmatch(source["revision"] or "") and not local(source["path"])
+    }
+
+
+def local(path: str | list[str] | tuple[str, ...]) -> bool:
+    """Whether the data sets of a hub source are folders of this machine."""
+    return all(Path(each).is_dir() for each in ([path] if isinstance(path, str) else path))

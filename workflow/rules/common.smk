@@ -3,6 +3,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from demix.config.addresses import moving
 from demix.config.check import complete
 from demix.config.rules import RunRules, source_files, swept_rates
 from demix.config.run import refuse_other_format
