@@ -1,19 +1,28 @@
 """Errors for bad input: one line that names the subject, the cause and the cure."""
 
+import re
+
 # An error may quote a value or a name of any length.
 MOST_CHARACTERS = 4000
+_USER = re.compile(r"(?<=://)[^/\s'\"]*@")
+_QUERY = re.compile(r"[?#][^\s?'\"<>]*=[^\s'\"<>]*")
+
+
+def masked(text: str) -> str:
+    """`text` without the users, passwords and queries of the addresses in it, which may be secret."""
+    return _QUERY.sub("?***", _USER.sub("***@", text))
 
 
 class DemixError(Exception):
     """Bad input or an unusable environment, reported in one line.
 
     `subject` is the file, config key or option at fault, `cause` what is wrong with it and `cure`
-    what the user can do. The command line prints the line and exits with status 1.
+    what the user can do. The command line prints the line and exits with status 1. The line shows no credentials.
     """
 
     def __init__(self, subject: object, cause: str, cure: str):
         self.subject, self.cause, self.cure = str(subject), cause, cure
-        line = " ".join(f"{subject}: {cause}; {cure}".split())
+        line = masked(" ".join(f"{subject}: {cause}; {cure}".split()))
         super().__init__(printable(line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]} …"))
 
 

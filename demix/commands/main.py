@@ -7,7 +7,7 @@ import sys
 import typer
 
 from demix.commands import people, stages, training
-from demix.errors import DemixError, printable
+from demix.errors import DemixError, masked, printable
 from demix.launch.parents import end_with_snakemake
 
 app = typer.Typer(
@@ -26,7 +26,7 @@ class _StandardError(logging.Handler):
     """Writes log lines to the current sys.stderr, because a progress bar replaces sys.stderr while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(printable(self.format(record)), file=sys.stderr, flush=True)
+        print(printable(masked(self.format(record))), file=sys.stderr, flush=True)
 
 
 def main() -> None:

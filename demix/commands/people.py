@@ -40,6 +40,39 @@ def config(
 
 
 @app.command()
+def pin(file: Annotated[Path, typer.Argument(help="A config file.")]) -> None:
+    """Print what pins a config's sources, ready to paste: digests of files, which are fetched once, and commits."""
+    import textwrap
+
+    import yaml
+
+    from demix.config.check import load_config
+    from demix.data.pins import pins
+    from demix.data.sources import Source
+    from demix.files import scratch
+    from demix.settings import settings_from
+
+    config, failed, above = load_config(file, allow_branches=True), False, ""
+    with scratch(Path("results") / config["run"] / "pins") as folder:
+        for kind, domains in config["domains"].items():
+            for name, domain in domains.items():
+                try:
+                    found = pins(settings_from(Source, domain["source"]), folder)
+                except DemixError as error:
+                    failed = True
+                    logging.getLogger("demix").error("%s: %s", name, error)
+                    continue
+                if found:
+                    # Each domain is printed at once: those after it may take hours.
+                    heads = ("" if above else "domains:\n") + ("" if above == kind else f"  {kind}:\n")
+                    text = yaml.safe_dump({name: {"source": found}}, width=120)
+                    print(heads + textwrap.indent(text, "    "), end="", flush=True)
+                    above = kind
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
 def plan(
     file: Annotated[Path, typer.Argument(help="A config file.")],
     ranks: Annotated[

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import re
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -10,6 +9,7 @@ import yaml
 from pydantic_core import to_jsonable_python
 
 from demix.config import placement
+from demix.config.addresses import LOG_IN, local, moving, refuse_secrets
 from demix.config.architecture import architecture_from
 from demix.config.run import BESIDE
 from demix.config.sections import Config
@@ -18,9 +18,12 @@ from demix.errors import DemixError
 from demix.settings import settings_from
 
 
-def load_config(path: str | Path) -> dict[str, Any]:
-    """The config in the YAML file `path`: merged with its base, checked, and completed with all defaults."""
-    return complete(_read(Path(path)), Path(path).parent)
+def load_config(path: str | Path, **instead: Any) -> dict[str, Any]:
+    """The config in the YAML file `path`: merged with its base, checked, and completed with all defaults.
+
+    The keys of `instead` replace those of the file.
+    """
+    return complete(_read(Path(path)) | instead, Path(path).parent)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -114,6 +117,10 @@ def _check_across(config: dict[str, Any]) -> None:
     for kind, domains in config["domains"].items():
         for name, domain in domains.items():
             _check_source(f"config key domains.{kind}.{name}.source", domain["source"])
+    for key, revision in moving(config).items() if not config["allow_branches"] else ():
+        cause = f"is {revision}, which is no commit: its text can change"
+        cure = "put in what `demix pin CONFIG` prints, or set allow_branches: true"
+        raise DemixError(f"config key {key}.revision", cause, cure)
     architecture = architecture_from(config["architecture"])
     for model in (model for model in trained(config) if model.name == model.base):
         settings = model.settings
@@ -150,12 +157,11 @@ def _check_across(config: dict[str, Any]) -> None:
         )
     if "history" not in config["evaluation"]["weights"]:
         raise DemixError("config key evaluation.weights", "lacks history, which the report's tables use", "add history")
-    if re.search(r"://[^/@]*:[^/@]+@", config["tracking"]["uri"]):
-        raise DemixError(
-            "config key tracking.uri",
-            "holds a password, which logs and records would show",
-            "leave it out and set PGPASSWORD or MLFLOW_TRACKING_PASSWORD in the environment",
-        )
+    refuse_secrets(
+        "config key tracking.uri",
+        config["tracking"]["uri"],
+        "leave it out and set PGPASSWORD, MLFLOW_TRACKING_PASSWORD or MLFLOW_TRACKING_TOKEN in the environment",
+    )
 
 
 def site_of(config: dict[str, Any], stage: str) -> dict[str, Any]:
@@ -167,6 +173,9 @@ def site_of(config: dict[str, Any], stage: str) -> dict[str, Any]:
 
 def _check_source(place: str, source: dict[str, Any]) -> None:
     paths = source["path"] if isinstance(source["path"], list) else [source["path"]]
+    for path in paths:
+        if "://" in path:
+            refuse_secrets(f"{place}.path", path, LOG_IN)
     if source["kind"] == "url" and source["parts"] > len(paths):
         raise DemixError(
             f"{place}.parts",
@@ -181,5 +190,5 @@ def _check_source(place: str, source: dict[str, Any]) -> None:
         raise DemixError(f"{place}.data_files", "is missing", 'name files of the data set, such as ["data/*.parquet"]')
     if source["kind"] == "hub" and (source["sha256"] or source["bytes"]):
         raise DemixError(f"{place}.sha256", "is for the kinds files and url", "pin a commit by revision instead")
-    if source["kind"] == "hub" and not source["revision"] and not all(Path(path).is_dir() for path in paths):
+    if source["kind"] == "hub" and not source["revision"] and not local(source["path"]):
         raise DemixError(f"{place}.revision", "is missing", "pin a commit, or name a branch such as main")

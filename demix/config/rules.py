@@ -5,24 +5,18 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from glob import glob
+from pathlib import Path
 from typing import Any
 
 from demix.config.check import site_of
 from demix.config.evaluated import evaluated
 from demix.config.sections import Execution, TrainingRecipe, taken
 from demix.config.systems import Model
+from demix.files import fingerprint, write_json
 from demix.settings import names_of
 
-
-def as_json(*parts: Mapping[str, Any], **more: Any) -> str:
-    """The part of the config that a stage uses, as one JSON argument. A change to it reruns that stage alone."""
-    merged = {key: value for part in (*parts, more) for key, value in part.items()}
-    return json.dumps(merged, sort_keys=True)
-
-
-def given(settings: Mapping[str, Any]) -> str:
-    """Settings as JSON without the empty ones. A stage treats an absent setting like an empty one."""
-    return as_json({key: value for key, value in settings.items() if value not in (None, "", [], {})})
+# The bytes of the longest argument that Linux passes to a program, less the NUL at its end.
+LONGEST_ARGUMENT = 128 * 1024 - 1
 
 
 def source_files(source: Mapping[str, Any]) -> list[str]:
@@ -62,6 +56,27 @@ class RunRules:
         """The training domains and then the novel ones, by name."""
         domains: dict[str, dict[str, dict[str, Any]]] = self.config["domains"]
         return domains["training"] | domains["novel"]
+
+    def as_json(self, *parts: Mapping[str, Any], **more: Any) -> str:
+        """The part of the config that a stage uses, as one argument. A change to it reruns that stage alone."""
+        merged = {key: value for part in (*parts, more) for key, value in part.items()}
+        return self.argument(json.dumps(merged, sort_keys=True))
+
+    def given(self, settings: Mapping[str, Any]) -> str:
+        """Settings as one argument without the empty ones. A stage treats an absent setting like an empty one."""
+        return self.as_json({key: value for key, value in settings.items() if value not in (None, "", [], {})})
+
+    def argument(self, text: str) -> str:
+        """JSON as one argument: itself, or @ and the path of a file that holds it, where it is too long for one.
+
+        The name of the file is a digest of the JSON, so that the argument changes if and only if a setting does.
+        """
+        if len(text.encode()) <= LONGEST_ARGUMENT:
+            return text
+        path = Path(self.run) / "settings" / f"{fingerprint(text)}.json"
+        if not path.exists():
+            write_json(path, json.loads(text), sort_keys=False)
+        return f"@{path}"
 
     def parts(self, domains: Iterable[str], *kinds: str) -> list[str]:
         """The files of the anonymized parts of domains, in order. The config sets the parts of each domain."""
@@ -115,7 +130,7 @@ class RunRules:
             "threads": self.config["threads"],
             "architecture": self.config["architecture"],
         }
-        return as_json(kept, **(more | changes))
+        return self.as_json(kept, **(more | changes))
 
     def chosen_rate(self, model: Model) -> list[str]:
         """The file with the learning rate that a sweep chose for a model and all its seeds; empty without one."""
@@ -143,7 +158,7 @@ class RunRules:
         settings of time and memory must rerun nothing. The domain that replaces the domain `removed` gets the ranks of
         `removed`.
         """
-        cluster = shlex.quote(json.dumps(site_of(self.config, stage)))
+        cluster = shlex.quote(self.argument(json.dumps(site_of(self.config, stage))))
         overrides = ",".join(f"{key}={json.dumps(settings[key])}" for key in names_of(Execution))
         replacements = {removed: self.config["removal"]["replacement"]}
         numbers = [

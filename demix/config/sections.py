@@ -343,6 +343,11 @@ class Config:
         "spread over seeds. Adaptation and removal use `seed` alone.",
     )
     threads: Threads = Field(default=1)
+    allow_branches: Switch = Field(
+        default=False,
+        description="Accept sources of kind hub whose revision is no commit. Branches and tags can move, and the text "
+        "of the run with them. `demix pin CONFIG` prints the commits.",
+    )
     domains: DomainsSection = Field(
         description="The text domains by name, in the order in which tables and figures show them."
     )

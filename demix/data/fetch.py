@@ -11,8 +11,8 @@ import requests
 from urllib3.exceptions import HTTPError, MaxRetryError, ProtocolError
 from urllib3.util import Retry
 
-from demix.errors import DemixError
-from demix.files import sha256_file
+from demix.errors import DemixError, masked
+from demix.files import fsync, sha256_file
 from demix.progress import progress
 
 RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -35,7 +35,7 @@ def fetch(
     What was fetched stays beside `path` under another name until it is complete, so that this call, or a later one,
     goes on from there if the server's ETag (or date) still is the same. After `ATTEMPTS` failures in a row without a
     new byte, each waited for `backoff` seconds times a power of two or as the server asks, DemixError is raised.
-    `timeout` in seconds is for the connection and for each read.
+    `timeout` in seconds is for the connection and for each read. User and password come from the netrc file alone.
     """
     partial, note = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.etag")
     shown = _shown(url)
@@ -50,8 +50,11 @@ def fetch(
                     if response is None:
                         break
                     problem: Exception | None = None
+                except (ValueError, requests.TooManyRedirects) as error:
+                    # The address, or one that it leads to, cannot be fetched at any time.
+                    raise DemixError(shown, f"cannot be fetched ({error})", "correct the address") from None
                 except (requests.RequestException, HTTPError) as error:
-                    response, problem = None, ProtocolError(str(error))
+                    response, problem = None, ProtocolError(masked(str(error)))
                 except OSError as error:
                     raise DemixError(path, f"cannot be written ({error.strerror})", "free space, then rerun") from None
                 if _size(partial) > had:
@@ -65,7 +68,9 @@ def fetch(
                 retry.sleep(response)
     _check(partial if not path.exists() else path, shown, size, sha256)
     if not path.exists():
+        fsync(partial)
         partial.replace(path)
+        fsync(path.parent)
         note.unlink(missing_ok=True)
 
 

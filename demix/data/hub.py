@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from demix.config.addresses import COMMIT
 from demix.data.readers import Row
 from demix.data.selection import column
 from demix.errors import DemixError
@@ -15,7 +16,6 @@ from demix.errors import DemixError
 # JSON lines are read as lines of text: the builder "json" wants one schema of all files, and refuses a nested field of
 # another shape even where nobody asked for it.
 BUILDERS = {".parquet": "parquet", ".jsonl": "text", ".json": "json", ".csv": "csv"}
-_COMMIT = re.compile("[0-9a-f]{40}")
 
 _log = logging.getLogger(__name__)
 
@@ -54,12 +54,28 @@ def hub_rows(
         raise
     # The libraries below it raise nearly anything for a broken file or connection.
     except Exception as error:
-        reason = str(error).strip().splitlines() or [""]
-        raise DemixError(
-            f"data set {repository}",
-            f"cannot be read ({type(error).__name__}: {reason[0][:300]})",
-            "check path, revision and data_files, the network, and whether terms must be accepted (then set HF_TOKEN)",
-        ) from error
+        raise _unreadable(repository, error) from error
+
+
+def commit_of(repository: str, revision: str | None) -> str:
+    """The commit that a revision of a data set is today. Raises DemixError if the hub does not say."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return str(HfApi().dataset_info(repository, revision=revision).sha)
+    # A connection that fails is an OSError, a name that can be no data set's a ValueError.
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise _unreadable(repository, error) from error
+
+
+def _unreadable(repository: str, error: Exception) -> DemixError:
+    reason = str(error).strip().splitlines() or [""]
+    return DemixError(
+        f"data set {repository}",
+        f"cannot be read ({type(error).__name__}: {reason[0][:300]})",
+        "check path, revision and data_files, the network, and whether terms must be accepted (then set HF_TOKEN)",
+    )
 
 
 def _object(line: str, place: str) -> dict[str, Any]:
@@ -75,11 +91,9 @@ def _object(line: str, place: str) -> dict[str, Any]:
 def _root(repository: str, revision: str | None) -> str:
     if Path(repository).is_dir():
         return str(Path(repository).resolve())
-    if not _COMMIT.fullmatch(revision or ""):
-        from huggingface_hub import HfApi
-
-        commit = HfApi().dataset_info(repository, revision=revision).sha
-        _log.info("%s: %s is %s today; put this in the config to pin it", repository, revision or "main", commit)
+    if not COMMIT.fullmatch(revision or ""):
+        commit = commit_of(repository, revision)
+        _log.warning("%s: %s is %s today and can change; `demix pin` prints it", repository, revision or "main", commit)
         revision = commit
     return f"hf://datasets/{repository}@{revision}"
 

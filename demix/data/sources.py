@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 
+from demix.config.addresses import LOG_IN, refuse_secrets
 from demix.config.domains import SourceSection
 from demix.data import readers
 from demix.data.fetch import fetch
@@ -220,10 +221,10 @@ def _check_names(source: Source, domain: str, names: set[str]) -> None:
 
 
 def _urls(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]:
-    _check_names(source, domain, {_name(url) for url in source.locations})
+    _check_names(source, domain, {file_name(url) for url in source.locations})
     _make_private(fetched)
     for url in source.locations[part :: source.parts]:
-        name = _name(url)
+        name = file_name(url)
         # Two addresses may end in the same name, and a changed address must not take up the old one's bytes.
         path = fetched / hashlib.sha256(url.encode()).hexdigest()[:12] / name
         _make_private(path.parent)
@@ -239,7 +240,9 @@ def _urls(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row
             raise
 
 
-def _name(url: str) -> str:
+def file_name(url: str) -> str:
+    """The name by which `sha256` and `bytes` know the file at an address. Raises DemixError for other addresses."""
+    refuse_secrets("an address in source.path", url, LOG_IN)
     parts = urlsplit(url)
     name = PurePosixPath(unquote(parts.path)).name
     if parts.scheme not in ("http", "https") or name in ("", ".."):

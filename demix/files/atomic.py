@@ -1,12 +1,14 @@
 """Files and folders that appear completely or not at all."""
 
+import enum
+import fcntl
 import glob
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 
 from demix.errors import DemixError
 
@@ -15,36 +17,27 @@ REMAKE = "delete it and rerun the stage that makes it"
 
 @contextmanager
 def replacing(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
-    """Yield a temporary name beside `path`; on success fsync it and rename it to `path`.
+    """Yield a temporary name on the same disk; on success fsync it and rename it to `path`.
 
     On any exception the temporary file (or directory) is removed and `path` stays as it was.
     """
     path = Path(path)
-    node = os.uname().nodename
-    temporary = path.with_name(f".{path.name}.{node}.{os.getpid()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(path, node)
-        if directory:
-            # A killed process with the same process id may have left this folder.
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-        yield temporary
-        for written in [*temporary.rglob("*"), temporary] if directory else [temporary]:
-            fsync(written)
-        if directory and path.exists():
-            shutil.rmtree(path)
-        os.replace(temporary, path)
-        fsync(path.parent)
+        with _reserved(path) as folder:
+            temporary = folder / path.name
+            if directory:
+                temporary.mkdir()
+            yield temporary
+            for written in [*temporary.rglob("*"), temporary] if directory else [temporary]:
+                fsync(written)
+            if directory and path.exists():
+                shutil.rmtree(path)
+            os.replace(temporary, path)
+            fsync(path.parent)
     except OSError as error:
         if error.errno is None or isinstance(error, DemixError):
             raise
         raise cannot_be_written(path, error) from error
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        elif temporary.exists():
-            temporary.unlink()
 
 
 @contextmanager
@@ -54,12 +47,9 @@ def scratch(path: str | Path) -> Iterator[Path]:
     Raises DemixError that names `path` if the folder cannot be made or written to, as on a full disk.
     """
     path = Path(path)
-    node = os.uname().nodename
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(path, node)
-        with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.{node}.{os.getpid()}.") as name:
-            yield Path(name)
+        with _reserved(path) as folder:
+            yield folder
     except OSError as error:
         # An error about a file elsewhere already names that file.
         elsewhere = error.filename is not None and Path(error.filename).parent.parent != path.parent
@@ -68,13 +58,61 @@ def scratch(path: str | Path) -> Iterator[Path]:
         raise cannot_be_written(path, error) from error
 
 
-def _remove_leftovers(path: Path, node: str) -> None:
-    """Remove temporary files of `path` that killed processes of this node have left."""
-    before = f".{path.name}.{node}."
+@contextmanager
+def _reserved(path: Path) -> Iterator[Path]:
+    """Yield a new folder beside `path`, which this process has locked; remove it and those that killed processes left.
+
+    A lock tells the folder of a live process also where this process cannot see the other, as in a container.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = f".{path.name}.{os.uname().nodename}."
     for leftover in path.parent.glob(f"{glob.escape(before)}*"):
         pid = leftover.name.removeprefix(before).partition(".")[0]
-        if pid.isdigit() and not is_alive(int(pid)):
-            shutil.rmtree(leftover, ignore_errors=True) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+        if pid.isdigit():
+            with _locked(leftover) as found:
+                if found is _Lock.HELD or (found is _Lock.NONE and not is_alive(int(pid))):
+                    _remove(leftover)
+    while True:
+        folder = Path(mkdtemp(dir=path.parent, prefix=f"{before}{os.getpid()}.", suffix=".partial"))
+        with _locked(folder) as found:
+            # Another process may have taken the new folder for a leftover before it was locked.
+            if found is _Lock.TAKEN or not folder.exists():
+                continue
+            try:
+                yield folder
+            finally:
+                _remove(folder)
+            return
+
+
+class _Lock(enum.Enum):
+    """Whether this process has the lock of a file or folder."""
+
+    HELD = "this process holds it"
+    TAKEN = "another process holds it, or has removed the file"
+    NONE = "the file system has no locks"
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[_Lock]:
+    """Try to lock a file or folder until the end of the block, or of this process."""
+    with ExitStack() as stack:
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = _Lock.HELD
+        except (BlockingIOError, FileNotFoundError):
+            found = _Lock.TAKEN
+        except OSError:
+            found = _Lock.NONE
+        yield found
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def cannot_be_written(path: Path, error: OSError) -> DemixError:

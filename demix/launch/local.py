@@ -93,9 +93,17 @@ def launched(
 def world_size(ranks: int) -> int:
     """The number of processes that train together: `ranks`, or what torchrun or a batch system has set.
 
-    Raises DemixError if the two differ.
+    Raises DemixError if the two differ, or if the variables of such a launcher are not all set.
     """
-    size = int(os.environ.get("WORLD_SIZE", ranks))
+    if "WORLD_SIZE" not in os.environ:
+        return ranks
+    numbers = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "MASTER_PORT")}
+    wrong = [name for name, number in numbers.items() if not number.isdecimal()]
+    wrong += [] if os.environ.get("MASTER_ADDR") else ["MASTER_ADDR"]
+    size = 0 if wrong else int(numbers["WORLD_SIZE"])
+    if wrong or int(numbers["RANK"]) >= size:
+        cause = f"is {os.environ['WORLD_SIZE']}, and {' and '.join(wrong or ['RANK'])} does not fit"
+        raise DemixError("the environment variable WORLD_SIZE", cause, "unset it, or start the ranks with torchrun")
     if ranks not in (1, size):
         raise DemixError("ranks", f"is {ranks}, but WORLD_SIZE is {size}", "leave --ranks out, or unset WORLD_SIZE")
     return size

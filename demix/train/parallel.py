@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from demix.config.placement import Placement
+from demix.errors import DemixError
 from demix.launch.local import watched
 from demix.model.device import own_device
+
+log = logging.getLogger(__name__)
 
 # Bytes of gradients per all-reduce: few enough to start during backward, and enough to make latency negligible.
 BUCKET_BYTES = 25 << 20
@@ -94,8 +97,18 @@ def joined() -> Iterator[World]:
         return
     if rank:
         logging.getLogger().setLevel(logging.WARNING)
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if not os.environ.keys() & {"DEMIX_LAUNCHER", "DEMIX_FINGERPRINT"}:
+        # A variable that some other program left would make this process wait for ranks that nobody starts.
+        told = "rank %d of WORLD_SIZE=%d waits at %s for the others, %d minutes at most; without any, unset WORLD_SIZE"
+        log.warning(told, rank, size, place, TIMEOUT.total_seconds() / 60)
     with watched():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+        try:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+        except dist.DistError as error:
+            cause = f"did not meet the other ranks at {place} ({str(error).splitlines()[0]})"
+            cure = "start all ranks; if none should be, unset WORLD_SIZE"
+            raise DemixError(f"rank {rank} of {size}", cause, cure) from error
         yield World(rank, size, device)
         # After an error the group is not destroyed: the other ranks may wait for this rank, which must exit at once.
         dist.destroy_process_group()

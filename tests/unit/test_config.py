@@ -1,6 +1,7 @@
 """The config: defaults, wrong keys named with the nearest right one, and files that must say the same."""
 
 import copy
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from demix.config.check import complete, load_config
 from demix.config.reference import editor_schema, reference
@@ -122,6 +125,16 @@ def test_what_stands_in_a_base_is_merged_and_what_names_it_wins(tmp_path: Path) 
         mine.write_text(f"base: {base}\n")
         with pytest.raises(DemixError, match=message):
             load_config(mine)
+
+
+def test_the_lock_file_has_a_version_of_each_requirement_within_its_bounds() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    lock = (REPOSITORY / "requirements.lock").read_text()
+    locked = dict(re.findall(r"^([\w.-]+)(?:\[.*\])?==(\S+) \\\n    --hash=sha256:[0-9a-f]{64}", lock, re.MULTILINE))
+    assert len(locked) == len(re.findall(r"==", lock)), "a package has no hash"
+    for text in project["dependencies"] + project["optional-dependencies"]["dev"]:
+        requirement = Requirement(text)
+        assert locked[canonicalize_name(requirement.name)] in requirement.specifier, text
 
 
 def test_environment_yml_takes_what_pyproject_says() -> None:

@@ -1,7 +1,9 @@
 """Fetching from a real server on loopback that fails in every way that servers do."""
 
+import base64
 import gzip
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -296,3 +298,45 @@ def test_addresses_that_name_no_file(tmp_path):
         with pytest.raises(DemixError, match="is no address of a file"):
             download(Source("url", url), "d", tmp_path / "d" / "0.parquet")
     assert sources.KINDS.keys() == {"files", "url", "hub"}
+
+
+@pytest.mark.parametrize("place", ["file:///etc/passwd", "ftp://127.0.0.1/f", "http://127.0.0.1:99999/f", "/data.bin"])
+def test_where_an_answer_leads_is_not_tried_again(serve, tmp_path, place):
+    site = serve(lambda handler, number: handler.send(b"", 302, Location=place, Connection="close"))
+    with pytest.raises(DemixError, match=r"data\.bin: cannot be fetched \(.*\); correct the address"):
+        get(site, tmp_path / "f")
+    assert len(site.requests) < (40 if place == "/data.bin" else 2)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999/f", "http://127.0.0.1:port/f", "http://a..b/f"])
+def test_an_address_that_cannot_be_is_not_tried_again(tmp_path, url):
+    with pytest.raises(DemixError, match=r"cannot be fetched.*; correct the address"):
+        fetch(url, tmp_path / "f", backoff=1000)
+
+
+def test_a_fetched_file_is_on_disk_before_it_has_its_name(serve, tmp_path, monkeypatch):
+    site, synced, fsync = serve(lambda handler, number: ranged(handler)), [], os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino, (tmp_path / "f").exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    get(site, tmp_path / "f")
+    assert synced == [((tmp_path / "f").stat().st_ino, False), (tmp_path.stat().st_ino, True)]
+
+
+def test_user_and_password_are_those_of_netrc(serve, tmp_path, monkeypatch):
+    site = serve(lambda handler, number: ranged(handler))
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password hunter2\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    get(site, tmp_path / "f")
+    assert site.requests[0]["authorization"] == f"Basic {base64.b64encode(b'me:hunter2').decode()}"
+
+
+def test_where_nobody_listens_no_query_is_shown(tmp_path, caplog):
+    caplog.set_level("INFO")
+    with pytest.raises(DemixError) as caught:
+        fetch("http://127.0.0.1:9/f?signature=hunter2", tmp_path / "f", backoff=0.001)
+    assert "hunter" not in caplog.text + str(caught.value)
+    assert "trying again" in caplog.text

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ from demix.config.systems import KINDS
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import read_json_lines
+from demix.launch.local import world_size
+from demix.train import parallel
 from demix.train.batches import balanced_batches, mixed_batches
 from demix.train.parallel import synced_bytes
 from demix.train.stage import Training, train_model
@@ -297,3 +300,31 @@ def children(pid: int) -> list[int]:
         if int(fields[1]) == pid:
             found.append(int(path.parent.name))
     return sorted(found)
+
+
+LAUNCHED = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*((name, None) for name in LAUNCHED if name != "WORLD_SIZE"), ("RANK", "2"), ("RANK", "-1"), ("WORLD_SIZE", "x")],
+)
+def test_a_stray_world_size_is_refused(launched: pytest.MonkeyPatch, name: str, value: str | None) -> None:
+    assert world_size(1) == world_size(2) == 2
+    launched.delenv(name) if value is None else launched.setenv(name, value)
+    with pytest.raises(DemixError, match=rf"variable WORLD_SIZE: is .*{name} does not fit; unset it, or start"):
+        world_size(1)
+
+
+def test_a_rank_without_others_says_so_and_ends(launched: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    launched.setattr(parallel, "TIMEOUT", timedelta(seconds=1))
+    with pytest.raises(DemixError, match="rank 0 of 2: did not meet the other ranks at 127"), parallel.joined():
+        pytest.fail("the work began without the other rank")
+    assert "rank 0 of WORLD_SIZE=2 waits at 127.0.0.1:0 for the others" in caplog.text

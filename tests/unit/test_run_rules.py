@@ -3,15 +3,19 @@
 import copy
 import json
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from demix.commands.main import app
 from demix.config.check import complete
-from demix.config.rules import RunRules, as_json, given, source_files, swept_rates
+from demix.config.rules import LONGEST_ARGUMENT, RunRules, source_files, swept_rates
+from demix.config.run import read_run_config
 from demix.config.systems import Model, planned
+from demix.errors import DemixError
 
 CONFIG = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 
@@ -108,8 +112,34 @@ def test_a_replacement_has_the_ranks_of_the_removed_domain() -> None:
 
 
 def test_settings_as_arguments() -> None:
-    assert as_json({"b": 1, "a": 0}, b=2) == '{"a": 0, "b": 2}'
-    assert given({"a": 0, "b": "", "c": [], "d": None, "e": False}) == '{"a": 0, "e": false}'
+    assert rules().as_json({"b": 1, "a": 0}, b=2) == '{"a": 0, "b": 2}'
+    assert rules().given({"a": 0, "b": "", "c": [], "d": None, "e": False}) == '{"a": 0, "e": false}'
+
+
+def test_the_longest_argument_is_that_of_this_machine() -> None:
+    assert subprocess.run(["true", "x" * LONGEST_ARGUMENT], check=False).returncode == 0
+    with pytest.raises(OSError, match="Argument list too long"):
+        subprocess.run(["true", "x" * (LONGEST_ARGUMENT + 1)], check=False)
+
+
+def test_settings_too_long_for_an_argument_go_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(argument: str) -> None:
+        app(["run-config", "--settings", argument, "--output", "config.json"], standalone_mode=False)
+
+    monkeypatch.chdir(tmp_path)
+    one, config = rules(), {"z": "x" * LONGEST_ARGUMENT, "a": 1}
+    argument = one.argument(json.dumps(config))
+    assert argument.startswith("@results/tiny/settings/")
+    assert one.argument(json.dumps(config)) == argument != one.argument(json.dumps(config | {"a": 2}))
+    assert not one.argument("x" * LONGEST_ARGUMENT).startswith("@"), "the argument of older runs must not change"
+    write(argument)
+    assert list(read_run_config(Path()).items()) == list(config.items())
+    Path(argument[1:]).write_text(Path(argument[1:]).read_text().replace('"a": 1', '"a": 2'))
+    with pytest.raises(DemixError, match=r"settings/\w+\.json: is damaged"):
+        write(argument)
+    Path("mine.json").write_text('{"a": 3}')
+    write("@mine.json")
+    assert read_run_config(Path()) == {"a": 3}
 
 
 def test_local_files_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

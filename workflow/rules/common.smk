@@ -3,8 +3,9 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from demix.config.addresses import moving
 from demix.config.check import complete
-from demix.config.rules import RunRules, as_json, given, source_files, swept_rates
+from demix.config.rules import RunRules, source_files, swept_rates
 from demix.config.run import refuse_other_format
 from demix.config.evaluated import bases, compared, evaluated
 from demix.config.sections import AdaptationRecipe, MixingRecipe, ScoringRecipe, taken
@@ -32,7 +33,7 @@ try:
 except DemixError as error:
     raise WorkflowError(str(error)) from None
 
-RUN = RULES.run
+RUN, as_json, given = RULES.run, RULES.as_json, RULES.given
 parts, tokens, experts, scores = RULES.parts, RULES.tokens, RULES.experts, RULES.scores
 evaluated_scores, train_inputs, chosen_rate = RULES.evaluated_scores, RULES.train_inputs, RULES.chosen_rate
 training_settings, cores, site, run_options = RULES.training_settings, RULES.cores, RULES.site, RULES.run_options

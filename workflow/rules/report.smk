@@ -71,7 +71,7 @@ rule run_config:
         "../../environment.yml"
     params:
         # The cluster does not define the run.
-        settings=json.dumps({key: value for key, value in config.items() if key != "cluster"}),
+        settings=RULES.argument(json.dumps({key: value for key, value in config.items() if key != "cluster"})),
     shell:
         "demix run-config --settings {params.settings:q} --output {output} 2> {log}"
 

@@ -1,0 +1,69 @@
+"""Where sources are: in addresses without credentials, which records and logs show, and at commits, which stay."""
+
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_plus, urlsplit
+
+from demix.errors import DemixError
+
+# Keys of queries whose values are credentials (also in signed addresses), in lower case with words joined by _.
+_SECRET = re.compile(
+    "(^|_)(tokens?|password|passwd|pwd|secret|signature|sig|credentials?|auth|authorization|jwt|bearer|sas|sessionid|"
+    "apikey|accesskey|accesstoken|authtoken|(api|access|private|secret|subscription|account|auth)_key|key_pair)(_|$)|^key$"
+)
+
+# Between the words of accessToken and AWSAccessKeyId.
+_INSIDE = re.compile("(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+COMMIT = re.compile("[0-9a-f]{40}")
+LOG_IN = (
+    "leave it out: ~/.netrc (or the file in NETRC) gives user and password of a host, HF_TOKEN the token of the hub"
+)
+
+
+def secret_in(address: str) -> str | None:
+    """What credential an address holds, in words without its value; None if it holds none.
+
+    A user name alone is a credential of http(s), where a token may stand in its place, but not of a database. Raises
+    ValueError for what is no address.
+    """
+    parts = urlsplit(address)
+    if parts.password:
+        return "a password"
+    if parts.username and parts.scheme in ("http", "https"):
+        return "a user name"
+    for pair in re.split("[&;]", f"{parts.query}&{parts.fragment}"):
+        key, _, value = pair.partition("=")
+        words = re.sub(
+            "[^a-z0-9]+", "_", re.sub("(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", unquote_plus(key)).lower()
+        )
+        if value and _SECRET.search(words):
+            return f"the credential {unquote_plus(key)!r}"
+    return None
+
+
+def refuse_secrets(subject: str, address: str, cure: str) -> None:
+    """Raise DemixError that names `subject`, not the address, if an address holds credentials or cannot be read."""
+    try:
+        found = secret_in(address)
+        # Reading a port that is no number fails, as what follows a password with a slash in it.
+        _ = urlsplit(address).port
+    except ValueError:
+        raise DemixError(subject, "is no address", "write http(s)://host/…/file.suffix") from None
+    if found:
+        raise DemixError(subject, f"holds {found}, which logs and records would show", cure)
+
+
+def moving(config: dict[str, Any]) -> dict[str, str]:
+    """The revisions in a completed config that are branches or tags, by the config key of their source."""
+    return {
+        f"domains.{kind}.{name}.source": source["revision"]
+        for kind, domains in config["domains"].items()
+        for name, source in ((name, domain["source"]) for name, domain in domains.items())
+        if source["kind"] == "hub" and not COMMIT.fullmatch(source["revision"] or "") and not local(source["path"])
+    }
+
+
+def local(path: str | list[str] | tuple[str, ...]) -> bool:
+    """Whether the data sets of a hub source are folders of this machine."""
+    return all(Path(each).is_dir() for each in ([path] if isinstance(path, str) else path))

@@ -1,0 +1,51 @@
+"""What pins the sources of a config: the digests of files, the commits of data sets."""
+
+import glob
+from pathlib import Path
+from typing import Any
+
+from demix.config.addresses import COMMIT, local
+from demix.data.fetch import fetch
+from demix.data.hub import commit_of
+from demix.data.sources import Source, file_name
+from demix.errors import DemixError
+from demix.files import sha256_file
+
+
+def pins(source: Source, folder: Path) -> dict[str, Any]:
+    """The keys of a source and their values that pin its text: `sha256` or `revision`; empty if they are there.
+
+    A file with an address is fetched to `folder` and then removed. Raises DemixError for what cannot be read, and for a
+    source that one value cannot pin.
+    """
+    if source.kind == "hub":
+        if COMMIT.fullmatch(source.revision or "") or local(source.locations):
+            return {}
+        commits = {commit_of(repository, source.revision) for repository in source.locations}
+        if len(commits) > 1:
+            raise DemixError("source.revision", "cannot pin several data sets", "make each a domain of its own")
+        return {"revision": commits.pop()}
+    places = source.locations
+    if source.kind == "files":
+        places = tuple(sorted({file for place in places for file in glob.glob(place, recursive=True)}))
+        if not places:
+            raise DemixError("source.path", f"no file matches {source.path!r}", source.instructions or "mend the path")
+    digests: dict[str, str] = {}
+    if all(_name(source, place) in source.sha256 for place in places):
+        return {}
+    for place in places:
+        name = _name(source, place)
+        path = Path(place)
+        if source.kind == "url":
+            path = folder / name
+            fetch(place, path)
+        digest = sha256_file(path)
+        if digests.setdefault(name, digest) != digest:
+            raise DemixError(f"source.sha256.{name}", "is the name of several files", "make each a domain of its own")
+        if source.kind == "url":
+            path.unlink()
+    return {"sha256": digests}
+
+
+def _name(source: Source, place: str) -> str:
+    return file_name(place) if source.kind == "url" else Path(place).name

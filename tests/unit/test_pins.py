@@ -1,0 +1,120 @@
+"""`demix pin`: digests and commits, ready to paste into a config; and revisions that can move."""
+
+import copy
+import functools
+import hashlib
+import http.server
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import yaml
+
+from demix.commands.main import app
+from demix.config.check import complete, load_config
+from demix.errors import DemixError
+
+CONFIG = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+HUB = {"kind": "hub", "path": "owner/name", "revision": "main", "data_files": ["*.parquet"]}
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of two files, and of a hub whose data set owner/name has one branch."""
+    files = {
+        "a.jsonl": "a",
+        "b.jsonl": "b",
+        "api/datasets/owner/name/revision/main": {"id": "owner/name", "sha": COMMIT},
+    }
+    for name, content in files.items():
+        (tmp_path / "site" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "site" / name).write_text(json.dumps(content))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "site"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.chdir(tmp_path)
+        yield address
+        server.shutdown()
+
+
+def with_sources(**sources: Any) -> dict[str, Any]:
+    config = copy.deepcopy(CONFIG)
+    for name, source in sources.items():
+        config["domains"]["novel" if name == "fantasy" else "training"][name]["source"] = source
+    config["domains"]["novel"].pop("fortunes")
+    return config
+
+
+def pin(config: dict[str, Any]) -> Any:
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    return app(["pin", "config.yaml"], standalone_mode=False)
+
+
+def test_what_is_printed_pins_every_source(site: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("fortunes", "licenses"):
+        Path(f"{name}.jsonl").write_text(name)
+    pin(
+        with_sources(
+            parliament={"kind": "url", "path": [f"{site}/a.jsonl", f"{site}/b.jsonl"]},
+            scripture=HUB,
+            licenses={"kind": "files", "path": "*.jsonl"},
+            fantasy={"kind": "files", "path": "licenses.jsonl"},
+        )
+    )
+    printed = capsys.readouterr().out
+
+    def digests(**contents: str) -> dict[str, Any]:
+        return {
+            "source": {
+                "sha256": {
+                    f"{name}.jsonl": hashlib.sha256(content.encode()).hexdigest() for name, content in contents.items()
+                }
+            }
+        }
+
+    assert yaml.safe_load(printed)["domains"] == {
+        "training": {
+            "parliament": digests(a='"a"', b='"b"'),
+            "scripture": {"source": {"revision": COMMIT}},
+            "licenses": digests(fortunes="fortunes", licenses="licenses"),
+        },
+        "novel": {"fantasy": digests(licenses="licenses")},
+    }
+    Path("pinned.yaml").write_text("base: config.yaml\n" + printed)
+    assert load_config("pinned.yaml")["domains"]["training"]["scripture"]["source"]["revision"] == COMMIT
+    app(["pin", "pinned.yaml"], standalone_mode=False)
+    assert capsys.readouterr().out == ""
+    assert not [path for path in Path("results").rglob("*") if path.is_file()]
+
+
+def test_what_cannot_be_read_is_named_beside_the_rest(
+    site: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    licenses = {"kind": "files", "path": "none.jsonl", "instructions": "ask its owner"}
+    fantasy = {"kind": "url", "path": f"{site}/a.jsonl"}
+    parliament = HUB | {"path": "owner/none"}
+    config = with_sources(parliament=parliament, licenses=licenses, scripture=HUB, fantasy=fantasy)
+    with caplog.at_level(logging.ERROR):
+        assert pin(config) == 1
+    found = yaml.safe_load(capsys.readouterr().out)["domains"]
+    assert (list(found["training"]), list(found["novel"])) == (["scripture"], ["fantasy"])
+    assert "licenses: source.path: no file matches 'none.jsonl'; ask its owner" in caplog.text
+    assert "parliament: data set owner/none: cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("revision", ["main", "v1.0", "refs/convert/parquet", COMMIT[:7], COMMIT.upper()])
+def test_a_revision_that_can_move_must_be_allowed(revision: str) -> None:
+    config = with_sources(fantasy=HUB | {"revision": revision})
+    with pytest.raises(DemixError, match=r"novel\.fantasy\.source\.revision: is .* no commit.*`demix pin CONFIG`"):
+        complete(copy.deepcopy(config))
+    assert complete(config | {"allow_branches": True})["allow_branches"]
+    complete(with_sources(fantasy=HUB | {"revision": COMMIT}))
