@@ -270,12 +270,14 @@ def _write_cards(path: Path, training: tuple[str, ...], novel: tuple[str, ...], 
     for model in [*models, *(f"dense-dapt-{name}" for name in novel)]:
         # Those of other models are left out, as is some of what a model.json holds.
         read = {"data_sha256": dict.fromkeys(training, "1" * 64)} if model == "demix" else {}
-        architecture = {"layers": 3, "width": 128, "context": 256}
+        architecture = {"layers": 3, "width": 128, "heads": 4, "context": 256}
         kind = "demix" if model.startswith("without-") else model.split("-")[0]
         counts = {"shared_parameters": 100, "expert_parameters": 23, "vocab_size": 4096, "tokens": 2457600, "steps": 30}
-        made = {"architecture": architecture, "kind": kind, "parameters": 123, "training": {}, **counts, **read}
+        made = {"architecture": architecture, "kind": kind, "parameters": 123, "shared_sha256": "2" * 64}
+        made |= {"training": {"learning_rate": 1e-3, "seed": 1}, "domain_tokens": [], **counts, **read}
         write_json(path / "models" / model / "model.json", made)
     for name in (*training, *novel):
         card = {"sha256": "0" * 64, "parent": parent_of(name, training, novel) if name in novel else None, "steps": 50}
         card |= {"adaptation": {"tokens": 10240}} if name in novel else {}
+        card |= {"name": name, "shared_sha256": "2" * 64}
         write_json(path / "models" / "demix" / "experts" / f"{name}.json", card)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,7 @@ def test_weights_that_no_training_leaves_are_refused_by_their_tensor(value: floa
         write_model(directory)
     weights = model / "experts" / "news.safetensors"
     name = spoil(weights, weights.with_suffix(".json"), "sha256", value)
-    said = rf"news.safetensors: holds {value:g} in the tensor {name}".replace("+", r"\+")
+    said = rf"news.safetensors: holds numbers from .*{value:g}.* in {name}".replace("+", r"\+")
     with pytest.raises(DemixError, match=said):
         load_model(model)
     with pytest.raises(DemixError, match=said):
@@ -84,7 +85,7 @@ def test_weights_that_no_training_leaves_are_refused_by_their_tensor(value: floa
         add_expert(other, weights, "new")
     assert not (tmp_path / "merged").exists()
     assert not [*(other / "experts").glob("new.*")]
-    assert f"holds {value:g}" in str(expert_fault(model, "news"))
+    assert re.search(said, str(expert_fault(model, "news")))
     assert load_model(model, ("law", "code")).experts == ("law", "code")
     name = spoil(shared / "shared.safetensors", shared / "model.json", "shared_sha256", value)
     assert [fault.subject for fault in find_faults(shared) if name in str(fault)] == [
