@@ -12,7 +12,6 @@ _SECRET = re.compile(
     "(^|_)(tokens?|password|passwd|pwd|secret|signature|sig|credentials?|auth|authorization|jwt|bearer|sas|sessionid|"
     "apikey|accesskey|accesstoken|authtoken|(api|access|private|secret|subscription|account|auth)_key|key_pair)(_|$)|^key$"
 )
-
 # Between the words of accessToken and AWSAccessKeyId.
 _INSIDE = re.compile("(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -34,9 +33,7 @@ def secret_in(address: str) -> str | None:
         return "a user name"
     for pair in re.split("[&;]", f"{parts.query}&{parts.fragment}"):
         key, _, value = pair.partition("=")
-        words = re.sub(
-            "[^a-z0-9]+", "_", re.sub("(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", unquote_plus(key)).lower()
-        )
+        words = re.sub("[^a-z0-9]+", "_", _INSIDE.sub("_", unquote_plus(key)).lower())
         if value and _SECRET.search(words):
             return f"the credential {unquote_plus(key)!r}"
     return None
