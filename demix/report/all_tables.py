@@ -140,7 +140,6 @@ def main_table(results: pd.DataFrame, config: dict[str, Any]) -> "rich.table.Tab
     previous token only (`released`, the code released with the paper).
     """
     import rich.table
-    from rich.markup import escape
 
     results = read.of_seed(comparable(results), config)
     groups = [(kind, domains) for kind, domains in kinds_of_domains(config) if domains]
@@ -161,7 +160,7 @@ def main_table(results: pd.DataFrame, config: dict[str, Any]) -> "rich.table.Tab
         for kind, domains in groups:
             oracle = kind == "novel" and system.method == "naive"
             cells.append(cell(mean_of(perplexities(results, system, domains)), "{:.2f}") + (" *" if oracle else "  "))
-        table.add_row(escape(named.label), system.weights, *cells)
+        table.add_row(named.label, system.weights, *cells)
     if novel_domains(config):
         table.caption = "* oracle: the best single token or expert, chosen on the test data"
     return table
