@@ -22,8 +22,10 @@ demo: $(VENV)/installed
 	@snakemake --configfile config/sample.yaml --logger demix
 	@demix summary results/sample
 
+# Tests that wait for processes and browsers leave room for one more worker than there are cores.
+WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 test: $(VENV)/installed lint
-	pytest -n auto --dist loadfile --no-loadscope-reorder
+	pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Disturbs trainings on a real SLURM in every way, in about half an hour. Needs root and the packages of .ci/run.
 test-slurm: $(VENV)/installed
