@@ -31,7 +31,7 @@ def patterns() -> dict[str, re.Pattern[str]]:
 
 # Gone when all is done, or made only where a config or an option asks for it.
 FLEETING = {"raw/<domain>/<part>.parquet", "checkpoints/<model>/…", "sbatch/…"}
-FLEETING |= {"sweep/<model>.json", "metrics/sweep/<model>/<rate>.jsonl"}
+FLEETING |= {"sweep/<model>.json", "metrics/sweep/<model>/<rate>.jsonl", "settings/<digest>.json"}
 
 
 def assert_documented(run: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_full_disk_leaves_nothing_and_a_rerun_is_clean(tmp_path, mounted):
     assert [path for path in disk.rglob("*") if path.is_file()] == []
     subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
     assert _download(source, output).returncode == 0
-    good = tmp_path / "raw" / "0000.parquet"
+    good = tmp_path / "raw" / "d" / "0000.parquet"
     assert _download(source, good).returncode == 0
     assert sha256_file(output) == sha256_file(good)
 
