@@ -110,6 +110,9 @@ def settings_from(kind: type[T], values: Mapping[str, Any] | str, subject: str =
             ) from None
     if not isinstance(values, Mapping):
         raise DemixError(subject, f"is {type(values).__name__}, not a mapping", f"give the fields of {kind.__name__}")
+    for key in values:
+        if not isinstance(key, str):
+            raise DemixError(f"{subject}.{key}".replace(" .", " "), "is no name of a setting", "write names as text")
     try:
         found: T = _adapter(kind).validate_python(values)  # type: ignore[arg-type]
     except ValidationError as error:

@@ -274,3 +274,8 @@ def test_a_fingerprint_leaves_out_what_only_time_and_memory_depend_on() -> None:
             assert changed != given
             same = fingerprint(fingerprinted(changed)) == fingerprint(fingerprinted(given))
             assert same == (key in left_out), key
+
+
+def test_a_key_that_is_no_text_is_refused() -> None:
+    with pytest.raises(DemixError, match="config key None: is no name of a setting"):
+        complete({None: None})
