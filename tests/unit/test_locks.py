@@ -5,7 +5,6 @@ import fcntl
 import os
 import subprocess
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -42,6 +41,11 @@ def test_the_file_of_a_writer_in_another_container_is_left_alone(
         assert [path.read_text() for path in tmp_path.iterdir()] == ["theirs"]
 
 
+def without_locks(descriptor: int, operation: int) -> None:
+    """What `fcntl.flock` does on a file system without locks."""
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
 @pytest.mark.parametrize("locks", [True, False])
 def test_what_a_killed_writer_left_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: int, locks: bool
@@ -51,7 +55,7 @@ def test_what_a_killed_writer_left_is_removed(
         folder.mkdir()
         (folder / "file").write_text("half")
     if not locks:
-        monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+        monkeypatch.setattr(fcntl, "flock", without_locks)
     write_text(tmp_path / "file", "whole")
     # Without locks only the process id can tell.
     assert set(tmp_path.iterdir()) == {tmp_path / "file", *left[1:]} - (set(left) if locks else set())
