@@ -37,7 +37,7 @@ def write_model(
     seen = {"tokens": 90, "steps": 9, "tokenizer_sha256": tokenizer}
     save_shared(model, directory, {"kind": "demix"} | counts | seen)
     for number, expert in enumerate(experts):
-        lineage = {"parent": None, "steps": 9, "tokens": 30 + number, "data_sha256": {expert: f"{number:064}"}}
+        lineage = {"parent": None, "steps": 9, "tokens": 30 + number, "data_sha256": {expert: f"{number:x}" * 64}}
         save_expert(model, expert, directory, lineage | {"tokenizer_sha256": tokenizer})
     return model
 
