@@ -4,9 +4,10 @@
 
 A made-up table in blocks of 1,024 tokens, documents of 600 on average, written to a temporary folder (60 bytes a token)
 and removed. Mixed: every method by the weights `history`, `released` and a window of 32, with and without top-k, with a
-grid of four decays and five priors, and the released scorer; for each of them the sums by document. The peer is log
-weights and logsumexp of scipy for one mixture at a time, on a table that is in memory whole, at a size where it fits.
-Each side is a process of its own. The pass is also timed apart from its reading. About three minutes on two cores.
+grid of four decays and five priors, the released scorer, `tempered`, the prior `fitted`, and apart from these
+`switching`; for each of them the sums by document. The peer is log weights and logsumexp of scipy for one mixture at a
+time, on a table that is in memory whole, at a size where it fits. Each side is a process of its own. The pass is also
+timed apart from its reading. About three minutes on two cores.
 """
 
 import argparse
@@ -24,9 +25,9 @@ from scipy.special import logsumexp
 from tables import show
 
 from demix.evaluate.domain import Evaluation, ExpertSet, planned_mixtures
-from demix.evaluate.losses import Mixture, cached_priors, document_losses
-from demix.evaluate.mix.mixtures import keep_top, log_weights, mixing_rule
-from demix.evaluate.mix.priors import cached_log_prior, log_prior_path
+from demix.evaluate.losses import Mixture, dev_priors, document_losses
+from demix.evaluate.mix.mixtures import FLOORS, keep_top, log_weights
+from demix.evaluate.mix.priors import log_prior_path
 from demix.evaluate.mix.rules import Chunk
 from demix.evaluate.score_tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
 
@@ -48,11 +49,16 @@ def write_table(folder: Path, experts: tuple[str, ...], tokens: int, seed: int) 
 
 def mixtures(experts: tuple[str, ...]) -> list[Mixture]:
     evaluation = Evaluation(
-        training=experts, novel=(), without={}, decay=0.3, dev_blocks=DEV_BLOCKS, weights=("history", "released", 32),
-        top_k=(2,), decays=(0.1, 0.3, 0.5, 1.0), prior_blocks=(1, 5, 10, 50, 100), seed=1,
+        kind="training", tables=(), compared=(), against=(), seed=1, decay=0.3, dev_blocks=DEV_BLOCKS,
+        weights=("history", "released", 32, "tempered(0.1,0.99)"), top_k=(2,), decays=(0.1, 0.3, 0.5, 1.0),
+        prior_blocks=(1, 5, 10, 50, 100),
     )  # fmt: skip
     planned = planned_mixtures(evaluation, ExpertSet("training", experts, variants=True), DEV_BLOCKS)
-    return list(dict.fromkeys(mixture for mixture, _ in planned))
+    return [mixture for mixture in dict.fromkeys(mixture for mixture, _ in planned) if mixture.method not in FLOORS]
+
+
+def switching(experts: tuple[str, ...]) -> list[Mixture]:
+    return [Mixture("fitted", experts, "switching(0.2)", dev_blocks=DEV_BLOCKS)]
 
 
 def ours(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict[Mixture, float]]:
@@ -61,27 +67,33 @@ def ours(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict
     for _ in stream_scores(folder / "x.test", experts):
         pass
     read = time.perf_counter()
-    planned = mixtures(experts)
-    priors = cached_priors(read_scores(folder / "x.dev", experts), planned)
+    planned, chain = mixtures(experts), switching(experts)
+    priors = dev_priors(read_scores(folder / "x.dev", experts), [*planned, *chain])
     traced = replace(planned[0], method="updating", weights="history", top_k=None)
-    cpu = time.process_time()
+    began, cpu = time.perf_counter(), time.process_time()
     totals = document_losses(folder / "x.test", experts, planned, priors, None, traced)
-    times = {"read": read - started, "pass": time.perf_counter() - read, "cpu": time.process_time() - cpu}
-    return times, {mixture: float(nll.sum()) for mixture, nll in totals.mixtures.items()}
+    ended, cpu_ended = time.perf_counter(), time.process_time()
+    chained = document_losses(folder / "x.test", experts, chain, priors)
+    times = {
+        "read": read - started, "pass": ended - began, "cpu": cpu_ended - cpu,
+        "switching": time.perf_counter() - ended, "switching cpu": time.process_time() - cpu_ended,
+    }  # fmt: skip
+    return times, {mixture: float(nll.sum()) for mixture, nll in (totals.mixtures | chained.mixtures).items()}
 
 
 def plain(folder: Path, experts: tuple[str, ...]) -> tuple[dict[str, float], dict[Mixture, float]]:
     started, cpu = time.perf_counter(), time.process_time()
     test, dev = (read_scores(folder / f"x.{split}", experts) for split in ("test", "dev"))
     nlls = {}
-    for mixture in mixtures(experts):
+    priors = dev_priors(dev, [*mixtures(experts), *switching(experts)])
+    for mixture in [*mixtures(experts), *switching(experts)]:
         log_priors = np.full((len(test.mask), len(experts)), -np.log(len(experts)))
-        how = {"decay": mixture.decay, "scorer": mixture.scorer}
-        if mixture.method == "cached":
-            log_priors[:] = cached_log_prior(dev.scores, dev.mask, mixture.weights, blocks=mixture.dev_blocks, **how)
+        if mixture in priors:
+            log_priors[:] = priors[mixture]
         elif mixture.method == "updating":
+            how = {"decay": mixture.decay, "scorer": mixture.scorer}
             log_priors = log_prior_path(test.scores, test.mask, mixture.weights, **how)[:-1]
-        rule = mixing_rule(mixture.method, mixture.weights, mixture.scorer)
+        rule = mixture.weights_rule
         evidence, _ = rule.evidence(Chunk(test.scores, test.mask), rule.begin(log_priors[0]))
         log_g = log_weights(log_priors, evidence, rule.uniform_start)
         log_g = log_g if mixture.top_k is None else keep_top(log_g, mixture.top_k)
@@ -113,20 +125,23 @@ def main() -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
         print(json.dumps(times | {"peak": peak, "nlls": list(nlls.values()), "mixtures": len(nlls)}))
         return
+    plain_tokens = min(PLAIN_TOKENS, arguments.tokens)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         big, small = Path(name) / "big", Path(name) / "small"
-        for folder, tokens in ((big, arguments.tokens), (small, PLAIN_TOKENS)):
+        for folder, tokens in ((big, arguments.tokens), (small, plain_tokens)):
             write_table(folder / "x.test", experts, tokens, 0)
             write_table(folder / "x.dev", experts, DEV_BLOCKS * LENGTH, 1)
         large, few = (measured("ours", folder, len(experts)) for folder in (big, small))
         peer = measured("plain", small, len(experts))
     apart = max(abs(a / b - 1) for a, b in zip(sorted(few["nlls"]), sorted(peer["nlls"]), strict=True))
-    size, smaller = f"{arguments.tokens / 1e6:g}M tokens", f"{PLAIN_TOKENS / 1e6:g}M tokens"
+    size, smaller = f"{arguments.tokens / 1e6:g}M tokens", f"{plain_tokens / 1e6:g}M tokens"
     rows = [
         row(f"{large['mixtures']} mixtures, {size} x {len(experts)}: seconds", large["pass"], None, "s"),
         row("  CPU", large["cpu"], None, "s"),
         row("  of which reading, alone", large["read"], None, "s"),
         row("  peak memory", large["peak"], None, "GiB"),
+        row("switching, fitted prior, alone", large["switching"], None, "s"),
+        row("  CPU", large["switching cpu"], None, "s"),
         row(f"the same, {smaller}: seconds", few["pass"], peer["pass"], "s"),
         row("  CPU", few["cpu"], peer["cpu"], "s"),
         row("  peak memory", few["peak"], peer["peak"], "GiB"),

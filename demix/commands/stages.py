@@ -146,6 +146,21 @@ def score(
     run(model, tuple(experts.split(",")), shards, settings_from(Scoring, settings), output)
 
 
+@app.command("choose-mixing")
+def choose_mixing(
+    scores: Annotated[Path, typer.Argument(help="The model's folder of score tables, results/<run>/scores/<model>.")],
+    domains: Annotated[str, typer.Option(help="The training domains, separated by commas.")],
+    experts: Annotated[str, typer.Option(help="The experts to mix, separated by commas.")],
+    output: Output,
+) -> None:
+    """Choose the parameters of the rule tempered for a model, on the dev splits of its training domains."""
+    from demix.evaluate.mix.choice import write_mixing
+    from demix.evaluate.score_tables import read_scores
+
+    names = domains.split(",")
+    write_mixing(output, {domain: read_scores(scores / f"{domain}.dev", experts.split(",")) for domain in names})
+
+
 @app.command()
 def evaluate(
     domain: str,

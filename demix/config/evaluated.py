@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from demix.config.mixing import METHODS, parsed_weights
 from demix.config.systems import (
     KINDS,
     Kind,
@@ -15,25 +16,23 @@ from demix.config.systems import (
     novel_domains,
     planned,
     removal_model,
+    trained,
     trained_without,
     training_domains,
 )
-
-# How experts are mixed (docs/concepts.md, "Ways to mix"). `naive` is not listed, because it takes a single expert.
-METHODS = ("average", "uniform", "updating", "cached")
 
 
 @dataclass(frozen=True)
 class ExpertSet:
     """Experts of a model that are mixed together by `methods`; results show the set under `label`.
 
-    With `alone` each expert also gets a row of its own. With `variants` the grids of settings, the released scorer and
-    the posterior of every block are evaluated too.
+    The method `naive` takes the expert of the domain, or the best one. With `alone` each expert also gets a row of its
+    own. With `variants` the grids of settings, the released scorer and the posterior of every block are evaluated too.
     """
 
     label: str
     experts: tuple[str, ...]
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = ("naive", *METHODS)
     alone: bool = False
     variants: bool = False
 
@@ -107,6 +106,18 @@ def systems_of(row: str, kind: Kind) -> tuple[System, ...]:
     )
 
 
+def stream_systems(row: str, kind: Kind, config: Mapping[str, Any]) -> tuple[System, ...]:
+    """The systems of a model beyond the paper: one per rule of `evaluation.weights` that sees earlier blocks."""
+    named = (config.get("evaluation") or {}).get("weights") or ()
+    rules = [(str(weights), parsed_weights(weights).rules) for weights in named]
+    return tuple(
+        System(f"{label_of(row, kind)} ({weights})", row, "training", method, weights)
+        for weights, family in rules
+        if kind.has_experts and family.refused
+        for method in family.evaluated
+    )
+
+
 def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
     """The score tables and sets of experts to evaluate on `domain`, further seeds last.
 
@@ -118,6 +129,9 @@ def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
     def sets(model: Model) -> Iterator[ExpertSet]:
         if model.removed:
             yield ExpertSet("training", model.columns, methods=("cached",))
+            return
+        if model.kind.domain_tokens:
+            yield ExpertSet("training", training, methods=("naive",))
             return
         own = model.seed == config["seed"]
         adds = model == receiver and bool(novel)
@@ -143,6 +157,13 @@ def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
         mixed = [table for model, table in tables if table.sets and not model.kind.domain_tokens]
         found += [*single, *tokens, *mixed]
     return tuple(found)
+
+
+def chosen_on_dev(config: Mapping[str, Any]) -> tuple[Model, ...]:
+    """The models with a mixing.json: those mixed by `tempered` with parameters that the config leaves open."""
+    if not any(weights == "tempered" for weights in config["evaluation"]["weights"]):
+        return ()
+    return tuple(model for model in trained(config) if model.kind.has_experts and not model.removed)
 
 
 # The systems that differences.parquet subtracts, by their names in its column `against`.
@@ -176,7 +197,7 @@ def compared(config: Mapping[str, Any], domain: str) -> tuple[System, ...]:
             system
             for row, kind in table_rows(config).items()
             if (row in KINDS) == named
-            for system in systems_of(row, kind)
+            for system in (*systems_of(row, kind), *stream_systems(row, kind, config))
             if system.method != "average"
         ]
         for named in (True, False)

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field
 
 from demix.config.architecture import PRESETS, Architecture
 from demix.config.domains import DomainsSection, TokenizerSection
+from demix.config.mixing import parsed_weights
 from demix.config.systems import KINDS
 from demix.launch.job import Cluster, Site
 from demix.settings import DistinctItems, Integer, Number, Positive, Switch, Text, names_of, partial, settings
@@ -41,6 +42,14 @@ def _row_name(name: str) -> str:
 
 
 RowName = Annotated[Text, AfterValidator(_row_name)]
+
+
+def _weights_name(weights: str | int) -> str | int:
+    parsed_weights(weights)
+    return weights
+
+
+WeightsName = Annotated[Text | Positive, AfterValidator(_weights_name)]
 
 
 @settings()
@@ -234,12 +243,13 @@ class MixingRecipe(DevBlocks):
         "Where 100 blocks are asked for, the scorer released with the paper takes 202; score 202 blocks "
         "to compare with the paper's numbers.",
     )
-    weights: DistinctItems[Literal["history", "released"] | Positive] = Field(
-        default=("history", "released"),
+    weights: DistinctItems[WeightsName] = Field(
+        default=("history", "released", "tempered", "switching"),
         min_length=1,
-        description="Tokens of the current block from which the experts' weights are computed: history (all tokens "
-        "so far, Eq. 7-8), released (only the last token, as in the code published with the paper), or "
-        "a number of last tokens.",
+        description="Rules that compute the experts' weights from the text so far. Of the current block: history (all "
+        "tokens so far, Eq. 5-6), released (only the last token, as in the code published with the paper), or a number "
+        "of last tokens. Of all text so far: tempered and switching, which the paper does not have. Their parameters "
+        "are chosen on dev, or given as in `tempered(0.2,0.98)` (beta, gamma) and `switching(0.2)` (alpha).",
     )
     top_k: DistinctItems[Positive] = Field(
         default=(),

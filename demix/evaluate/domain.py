@@ -10,11 +10,21 @@ import numpy as np
 import pyarrow as pa
 
 from demix.config.evaluated import Evaluated, ExpertSet
+from demix.config.mixing import parsed_weights
 from demix.config.sections import MixingRecipe, Seed
 from demix.errors import DemixError
 from demix.evaluate.intervals import FEWEST, bounds, resampled_sums
-from demix.evaluate.losses import DocumentLosses, Mixture, cached_priors, document_losses
-from demix.evaluate.mix.priors import RELEASED_DECAY, blocks_used, log_prior_path, posterior_trace
+from demix.evaluate.losses import DocumentLosses, Mixture, dev_priors, document_losses
+from demix.evaluate.mix.choice import mixing_of, switching_on_dev
+from demix.evaluate.mix.mixtures import FLOORS
+from demix.evaluate.mix.priors import (
+    RELEASED_DECAY,
+    blocks_used,
+    fitted_log_prior,
+    log_prior_path,
+    posterior_trace,
+)
+from demix.evaluate.mix.rules import WeightsRule
 from demix.evaluate.score_tables import ScoreTable, read_scores
 from demix.files import read_parquet, seed_for, write_parquet
 from demix.settings import Items, Text, settings
@@ -53,7 +63,9 @@ class Outputs:
 # results.parquet. `variant` is empty in the rows of the tables; others say what varies in theirs: decay and dev_blocks
 # (a whole grid, the config's own value too), dev_choice (an expert chosen on dev, not by the test's oracle) and
 # released_scorer (the paper's published code, by `scorer` too: paper or released). `chosen_on` is the split on which
-# `naive` chose an expert for a novel domain. Bounds are of the 95% interval over documents, null below 20 of them.
+# `naive` chose an expert for a novel domain. `beta`, `gamma` and `alpha` are the parameters of `tempered` and
+# `switching`. The methods best_block and best_token are no mixtures but floors, in hindsight. Bounds are of the 95%
+# interval over documents, null below 20 of them.
 COLUMNS = {
     "model": pa.string(),
     "experts": pa.string(),
@@ -62,6 +74,9 @@ COLUMNS = {
     "weights": pa.string(),
     "top_k": pa.int32(),
     "decay": pa.float64(),
+    "beta": pa.float64(),
+    "gamma": pa.float64(),
+    "alpha": pa.float64(),
     "dev_blocks": pa.int32(),
     "domain": pa.string(),
     "kind": pa.string(),
@@ -154,8 +169,9 @@ def evaluate_domain(
 ) -> None:
     """Evaluate every model on the test split of `domain`, in one pass over each model's score table.
 
-    `scores` is the run's folder scores/. `byte_lengths` are the lengths in bytes of the tokenizer's ids. `COLUMNS` and
-    docs/concepts.md explain the rows. Raises DemixError if the models were scored on different tokens.
+    `scores` is the run's folder scores/, with models/<model>/mixing.json beside it. `byte_lengths` are the lengths in
+    bytes of the tokenizer's ids. `COLUMNS` and docs/concepts.md explain the rows. Raises DemixError if the models were
+    scored on different tokens.
     """
     common = {"domain": domain, "kind": evaluation.kind, "seed": evaluation.seed}
     rows: list[Row] = []
@@ -175,9 +191,15 @@ def evaluate_domain(
     def add_mixed(table: Evaluated) -> None:
         folder = scores / table.folder
         dev = read_scores(folder / f"{domain}.dev", table.columns)
-        planned = {some: list(planned_mixtures(evaluation, some, len(dev.mask))) for some in table.sets}
+        planned: dict[ExpertSet, list[tuple[Mixture, str]]] = {}
+        for some in table.sets:
+            rules = _chosen(evaluation.weights, dev, some.experts, scores.parent / "models" / table.folder)
+            planned[some] = [
+                (replace(mixture, rule=rules.get(mixture.weights)), variant)
+                for mixture, variant in planned_mixtures(evaluation, some, len(dev.mask))
+            ]
         mixtures = [mixture for entries in planned.values() for mixture, _ in entries]
-        log_priors = cached_priors(dev, mixtures)
+        log_priors = dev_priors(dev, mixtures)
         traced = next((_traced(evaluation, some) for some in table.sets if some.variants), None)
         test = folder / f"{domain}.test"
         totals = document_losses(test, table.columns, mixtures, log_priors, byte_lengths, traced)
@@ -217,16 +239,22 @@ def evaluate_domain(
 
 
 def mix_experts(test: Path, mixture: Mixture, methods: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Rows of each expert alone and of `mixture` by each of `methods`, on a score table; the cached prior by expert.
+    """Rows of each expert alone and of `mixture` by each of `methods`, on a score table; the prior by expert.
 
-    The prior, empty unless `cached` is asked for, comes from the table <domain>.dev beside `test`.
+    The prior, empty unless `cached` or `fitted` is asked for, comes from the table <domain>.dev beside `test`. Weights
+    with open parameters take those of the model's mixing.json, or choose them on that table.
     """
-    dev = test.with_suffix(".dev")
-    # Equal weights have no likeliest experts.
+    dev = None
+    if {"cached", "fitted"} & {*methods} or mixture.weights == "switching":
+        dev = read_scores(test.with_suffix(".dev"), mixture.experts)
+    model = test.resolve().parents[2] / "models" / test.resolve().parent.name
+    mixture = replace(mixture, rule=_chosen([mixture.weights], dev, mixture.experts, model).get(mixture.weights))
     mixtures = [
-        replace(mixture, method=method, top_k=None if method == "average" else mixture.top_k) for method in methods
+        # Equal weights have no likeliest experts.
+        replace(mixture, method=method, top_k=None if method == "average" else mixture.top_k)
+        for method in methods
     ]
-    priors = cached_priors(read_scores(dev, mixture.experts), mixtures) if "cached" in methods else {}
+    priors = dev_priors(dev, mixtures) if dev else {}
     totals = document_losses(test, mixture.experts, mixtures, priors)
     about = {"model": test.parent.name, "experts": ""}
     rows = [_row(about | {"method": "expert"}, totals, nll, expert=name) for name, nll in totals.experts.items()]
@@ -234,6 +262,19 @@ def mix_experts(test: Path, mixture: Mixture, methods: Sequence[str]) -> tuple[l
     found, _ = _with_intervals(rows, totals, {"domain": test.stem}, None)
     prior: list[float] = next((np.exp(value).tolist() for value in priors.values()), [])
     return found, dict(zip(mixture.experts, prior, strict=False))
+
+
+def _chosen(
+    weights: Sequence[str | int], dev: ScoreTable | None, experts: tuple[str, ...], model: Path
+) -> dict[str | int, WeightsRule]:
+    """The rules of those of `weights` whose parameters are chosen on dev, for the folder of a model and its experts."""
+    rules: dict[str | int, WeightsRule] = {}
+    if "tempered" in weights:
+        rules["tempered"] = mixing_of(model)
+    if "switching" in weights and dev:
+        part = dev.select(experts)
+        rules["switching"] = switching_on_dev(part, fitted_log_prior(part.scores, part.mask))
+    return rules
 
 
 def table_schema(columns: dict[str, pa.DataType]) -> pa.Schema:
@@ -257,17 +298,23 @@ def _traced(evaluation: Evaluation, some: ExpertSet) -> Mixture:
 def planned_mixtures(evaluation: Evaluation, some: ExpertSet, scored: int) -> Iterator[tuple[Mixture, str]]:
     """All mixtures of a set of experts, each with the variant that it is a row of; `scored` dev blocks are there."""
     main = Mixture("cached", some.experts, decay=evaluation.decay, dev_blocks=min(evaluation.dev_blocks, scored))
+    named = [(weights, parsed_weights(weights).rules.evaluated) for weights in evaluation.weights]
     for top_k in (None, *(k for k in evaluation.top_k if k < len(some.experts))):
         for method in some.methods:
-            if method != "average":
-                for weights in evaluation.weights:
+            for weights, evaluated in named:
+                if method in evaluated:
                     yield replace(main, method=method, weights=weights, top_k=top_k), ""
-            elif top_k is None:
-                # It has no posterior, hence neither weights rules nor likeliest experts.
-                yield replace(main, method=method), ""
+            # The prior alone: equal weights have no likeliest experts.
+            if method == "fitted" or (method == "average" and top_k is None):
+                yield replace(main, method=method, weights="", top_k=top_k), ""
+    if "average" in some.methods:
+        for method in FLOORS:
+            yield replace(main, method=method, weights=""), ""
     if not some.variants:
         return
-    for weights in evaluation.weights:
+    for weights, evaluated in named:
+        if "cached" not in evaluated:
+            continue
         for decay in sorted({*evaluation.decays, evaluation.decay}):
             for method in ("updating", "cached"):
                 yield replace(main, method=method, weights=weights, decay=decay), "decay"
@@ -294,7 +341,7 @@ def _expert_rows(
     some: ExpertSet, domain: str, about: dict[str, Any], totals: DocumentLosses, dev: ScoreTable
 ) -> Iterator[Row]:
     """The naive expert, where all methods are asked for: a domain's own, else the best on test and that on dev."""
-    if "average" in some.methods:
+    if "naive" in some.methods:
         nlls = {expert: totals.experts[expert] for expert in some.experts}
         naive = about | {"method": "naive"}
         if domain in nlls:
@@ -315,8 +362,12 @@ def _mixture_rows(
     for mixture, variant in entries:
         more: dict[str, Any] = {"method": mixture.method, "top_k": mixture.top_k}
         more |= {"variant": variant, "scorer": mixture.scorer}
-        if mixture.method != "average":
+        if mixture.method in FLOORS:
+            more |= {"oracle": True, "chosen_on": "test"}
+        elif mixture.method != "average":
             more["weights"] = str(mixture.weights)
+            rule = vars(mixture.weights_rule)
+            more |= {name: rule[name] for name in ("beta", "gamma", "alpha") if name in rule}
         if mixture.method in ("updating", "cached"):
             more["decay"] = mixture.decay
         if mixture.method == "cached":

@@ -8,8 +8,8 @@ import numpy as np
 
 from demix.config.sections import DECAY
 from demix.errors import DemixError
-from demix.evaluate.mix.mixtures import log_mixtures, mixing_rule
-from demix.evaluate.mix.priors import cached_log_prior, log_prior_path, posterior_trace
+from demix.evaluate.mix.mixtures import FLOORS, floor, log_mixtures, mixing_rule
+from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior, log_prior_path, posterior_trace
 from demix.evaluate.mix.rules import Chunk, State, WeightsRule
 from demix.evaluate.score_tables import Beside, Blocks, ScoreTable, scored_sha256, stream_scores
 from demix.files.batches import counted
@@ -20,7 +20,10 @@ _Path = tuple[tuple[str, ...], str | int, str]
 
 @dataclass(frozen=True)
 class Mixture:
-    """One way to mix `experts`; see `demix.evaluate.mix.mixtures.mix`. `dev_blocks` make the prior of `cached`."""
+    """One way to mix `experts`; see `demix.evaluate.mix.mixtures.mix`. `dev_blocks` make the prior of `cached`.
+
+    `rule` is what `weights` stand for, where these leave parameters open that were chosen on dev.
+    """
 
     method: str
     experts: tuple[str, ...]
@@ -29,6 +32,12 @@ class Mixture:
     dev_blocks: int = 100
     top_k: int | None = None
     scorer: str = "paper"
+    rule: WeightsRule | None = None
+
+    @property
+    def weights_rule(self) -> WeightsRule:
+        """The rule that weights the experts. Raises DemixError where the weights leave parameters open."""
+        return mixing_rule(self.method, self.rule or self.weights, self.scorer)
 
 
 @dataclass(frozen=True)
@@ -49,16 +58,21 @@ class DocumentLosses:
     posteriors: np.ndarray | None
 
 
-def cached_priors(dev: ScoreTable, mixtures: Iterable[Mixture]) -> dict[Mixture, np.ndarray]:
-    """The log prior [E] of each `cached` one of `mixtures`, from a domain's dev split."""
-    priors = {}
+def dev_priors(dev: ScoreTable, mixtures: Iterable[Mixture]) -> dict[Mixture, np.ndarray]:
+    """The log prior [E] of each `cached` or `fitted` one of `mixtures`, from a domain's dev split."""
+    priors: dict[Mixture, np.ndarray] = {}
+    fitted: dict[tuple[str, ...], np.ndarray] = {}
     for mixture in mixtures:
+        part = dev.select(mixture.experts)
         if mixture.method == "cached":
-            part = dev.select(mixture.experts)
             priors[mixture] = cached_log_prior(
                 part.scores, part.mask, mixture.weights, decay=mixture.decay, blocks=mixture.dev_blocks,
                 scorer=mixture.scorer,
             )  # fmt: skip
+        elif mixture.method == "fitted":
+            if mixture.experts not in fitted:
+                fitted[mixture.experts] = fitted_log_prior(part.scores, part.mask)
+            priors[mixture] = fitted[mixture.experts]
     return priors
 
 
@@ -73,11 +87,14 @@ def document_losses(
 ) -> DocumentLosses:
     """Sum the scores of `experts` in `directory` and the log p of all `mixtures` of them, document by document.
 
-    `priors` holds the log prior of each `cached` mixture; `traced` is one whose method is `updating`; `byte_lengths`
+    `priors` holds the log prior of each `cached` or `fitted` mixture. A mixture with a method of `FLOORS` is the best
+    expert in hindsight. `traced` is one whose method is `updating`; `byte_lengths`
     are those of the tokenizer's ids; `beside` is what the weights rules read besides scores. The table is streamed, so
     memory grows with the number of documents and mixtures, not with the number of tokens.
     """
     mixtures = list(dict.fromkeys(mixtures if traced is None else (*mixtures, traced)))
+    floors = [mixture for mixture in mixtures if mixture.method in FLOORS]
+    mixtures = [mixture for mixture in mixtures if mixture.method not in FLOORS]
     groups = _groups(mixtures)
     states: dict[_Group, State] = {}
     after: dict[_Path, np.ndarray] = {}
@@ -86,7 +103,7 @@ def document_losses(
     what, files = f"{directory.parent.name} on {directory.name}: tokens", [directory / "tokens.parquet"]
     stream = stream_scores(directory, experts, beside=beside)
     for chunk in counted(stream, what, files, lambda chunk: len(chunk.documents)):
-        parts = {group.experts: _columns(chunk, experts, group.experts) for group in groups}
+        parts = {some: _columns(chunk, experts, some) for some in {one.experts for one in (*mixtures, *floors)}}
         log_priors = _updating(parts, chunk.mask, mixtures, after, seen) | _fixed(parts, mixtures, priors or {})
         seen += len(chunk.mask)
         sums = [_by_document(chunk, chunk.scores.transpose(0, 2, 1))]
@@ -99,6 +116,8 @@ def document_losses(
             for top_k, members in by_top_k.items():
                 stacked = np.stack([log_priors[member] for member in members], axis=1)
                 sums.append(_by_document(chunk, log_mixtures(part, stacked, evidence, rule.uniform_start, top_k)))
+        for one in floors:
+            sums.append(_by_document(chunk, floor(parts[one.experts], one.method)[:, None]))
         numbers, counts = np.unique(chunk.documents, return_counts=True)
         pieces.append((numbers, counts, np.concatenate(sums)))
         if byte_lengths is not None:
@@ -119,7 +138,7 @@ def document_losses(
         every,
         tokens,
         dict(zip(experts, totals, strict=False)),
-        dict(zip(ordered, totals[len(experts) :], strict=True)),
+        dict(zip([*ordered, *floors], totals[len(experts) :], strict=True)),
         byte_count if byte_lengths is not None else None,
         scored_sha256(directory, experts),
         np.concatenate(trace) if trace else None,
@@ -139,7 +158,7 @@ def _groups(mixtures: Iterable[Mixture]) -> dict[_Group, dict[int | None, list[M
     """The mixtures by what they share, and by top-k within."""
     groups: dict[_Group, dict[int | None, list[Mixture]]] = {}
     for mixture in mixtures:
-        rule = mixing_rule(mixture.method, mixture.weights, mixture.scorer)
+        rule = mixture.weights_rule
         group = _Group(mixture.experts, rule, replace(mixture, top_k=None) if rule.by_prior else None)
         groups.setdefault(group, {}).setdefault(mixture.top_k, []).append(mixture)
     return groups
@@ -159,7 +178,8 @@ def _fixed(
     for mixture in mixtures:
         if mixture.method != "updating":
             blocks, _, experts = parts[mixture.experts].shape
-            prior = priors[mixture] if mixture.method == "cached" else np.full(experts, -np.log(experts))
+            known = mixture.method in ("cached", "fitted")
+            prior = priors[mixture] if known else np.full(experts, -np.log(experts))
             fixed[mixture] = np.broadcast_to(prior, (blocks, experts))
     return fixed
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from demix.config.evaluated import METHODS
+from demix.config.mixing import METHODS
 from demix.config.sections import DECAY
 from demix.data.anonymize import anonymize_documents
 from demix.data.shards import TokenShard, blocks, tokenize

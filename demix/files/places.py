@@ -15,7 +15,8 @@ _PATTERNS = (
     *("raw/*/*.parquet", "documents/*/*.parquet", "documents/*/*.json"),
     *("corpus/*/*.parquet", "corpus/*/card.json", "corpus/owners.parquet", "corpus/overlap.parquet"),
     *("corpus/shared.json", "tokens/*/*.json", "sweep/*.json", "metrics/*.jsonl", "metrics/sweep/*/*.jsonl"),
-    *("models/*/model.json", "models/*/experts/*.json", "scores/*/*.dev/*.parquet", "scores/*/*.test/*.parquet"),
+    *("models/*/model.json", "models/*/mixing.json", "models/*/experts/*.json"),
+    *("scores/*/*.dev/*.parquet", "scores/*/*.test/*.parquet"),
     *("evaluations/*.parquet", "results.parquet", "priors.parquet", "differences.parquet", "posteriors.parquet"),
     *("audit.parquet", "*/step-*/manifest.json", "finished-*/done.json"),
 )

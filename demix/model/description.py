@@ -94,6 +94,20 @@ class Lineage(Learned):
     parent_prior: Share = 0.0
 
 
+@settings(kw_only=True, open=True)
+class Mixing:
+    """The content of `mixing.json`: the parameters of the rule `tempered`, chosen for a model."""
+
+    beta: Annotated[Number, Field(ge=0, le=10)]
+    gamma: Share
+
+
+def read_mixing(path: Path) -> tuple[float, float]:
+    """β and γ in `mixing.json`. Raises DemixError if the file is missing, damaged or holds no such parameters."""
+    content = _read(path, Mixing, (), "a mixture", "run `demix choose-mixing` again, or remove the file")
+    return float(content["beta"]), float(content["gamma"])
+
+
 def read_description(path: Path, *needed: str) -> dict[str, Any]:
     """The content of `model.json`, in which the keys `needed` must be, as well as those without a default.
 

@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from demix.config.check import site_of
+from demix.config.evaluated import chosen_on_dev
 from demix.config.systems import adaptations, scoring_jobs, trained
 from demix.files import write_text
 from demix.launch.job import Cluster, TrainingJob
@@ -71,6 +72,7 @@ def plan_jobs(config: dict[str, Any], hardware: str) -> list[Jobs]:
         rules = {job.rule: job.jobs for job in scoring_jobs(config) if job.added == added}
         return Jobs("score", name, rules, sites["score"], 1, threads)
 
+    chosen = len(chosen_on_dev(config))
     once = {"results": 1, "run_config": 1, "report": 1, "card": 1, "track": 1}
     jobs = [
         Jobs("download", "download", {"download": parts}, sites["download"]),
@@ -86,7 +88,7 @@ def plan_jobs(config: dict[str, Any], hardware: str) -> list[Jobs]:
         of_scoring("score", added=False),
         *(of_training("adapt", plan) for plan in plans if plan.rule in adapting),
         of_scoring("score what was adapted", added=True),
-        Jobs("evaluate", "evaluate", {"evaluate": number}, sites["evaluate"]),
+        Jobs("evaluate", "evaluate", {"choose_mixing": chosen, "evaluate": number}, sites["evaluate"]),
         Jobs("score", "audit", {f"audit_{name}": 1 for name in removed}, sites["score"], 1, threads),
         Jobs("", "join, report, track", once | {"audit": int(bool(removed)), "choose_rate": len(swept)}, None),
     ]

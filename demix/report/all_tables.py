@@ -136,8 +136,8 @@ def write_tables(
 def main_table(results: pd.DataFrame, config: dict[str, Any]) -> "rich.table.Table":
     """Mean test perplexity of every system on the training and on the novel domains, for the terminal.
 
-    Each mixture has one row per rule of weights: all earlier tokens of the block (`history`, the paper) and the
-    previous token only (`released`, the code released with the paper).
+    Each mixture of the paper has one row per rule of weights: all earlier tokens of the block (`history`, the paper)
+    and the previous token only (`released`, the code released with the paper). The rules beyond the paper come last.
     """
     import rich.table
 
@@ -152,9 +152,10 @@ def main_table(results: pd.DataFrame, config: dict[str, Any]) -> "rich.table.Tab
     lines = [(system, system) for system in systems if not system.weights]
     lines += [
         (system, variant)
-        for system in (*(system for system in systems if system.weights), read.added(config)[1])
+        for system in (*(system for system in systems if system.weights == "history"), read.added(config)[1])
         for variant in (system, system.with_weights("released"))
     ]
+    lines += [(system, system) for system in systems if system.weights not in ("", "history")]
     for named, system in lines:
         cells = []
         for kind, domains in groups:

@@ -20,8 +20,10 @@ ORACLE_NOTE = (
     "could have known it."
 )
 WEIGHTS_NOTE = (
-    "Rows without a remark weight experts by all earlier tokens of the block (Eq. 7 and 8 of the paper); "
-    "'released weights' looks at the previous token only, as the code published with the paper does."
+    "Rows without a remark weight experts by all earlier tokens of the block (Eq. 5 and 6 of the paper); "
+    "'released weights' looks at the previous token only, as the code published with the paper does. The paper has "
+    "neither 'tempered' (a sum over all earlier text, in which older tokens count less) nor 'switching' (a chain that "
+    "may change its expert at each token; it is told the domain by a prior fitted on dev, as 'cached' is)."
 )
 INTERVAL_NOTE = (
     "Below a perplexity its 95% interval from resampling the domain's test documents, and “–” where the domain has "
@@ -30,12 +32,15 @@ INTERVAL_NOTE = (
 
 
 def in_domain(config: dict[str, Any]) -> list[System]:
-    """The systems of Tables 3 and 4: each model's only system, or the naive and the cached one of each model."""
+    """The systems of Tables 3 and 4.
+
+    These are each model's only system, or its naive expert, its cached prior and its rules beyond the paper.
+    """
     return [
         system
         for systems in read.trained_systems(config).values()
         for system in systems
-        if system.method in ("dense", "naive", "cached")
+        if system.method in ("dense", "naive", "cached") or system.weights not in ("", "history")
     ]
 
 

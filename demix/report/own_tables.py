@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.config.evaluated import BASES, System
+from demix.config.evaluated import BASES, System, stream_systems
+from demix.config.systems import KINDS
 from demix.report import read
 from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.cells import INTERVAL_NOTE, POSTERIOR_MIXTURES, kinds_of_domains, lowest, mean_of, percent
@@ -49,25 +50,38 @@ def overlap_table(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str
 
 
 def weights_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """Means over domains of every evaluated rule of weights and of the released code's scorer, by method."""
-    rules = list(dict.fromkeys(results.loc[results["method"].isin(["uniform", "updating", "cached"]), "weights"]))
+    """Means over domains by every rule of weights, the released code's scorer, and two floors in hindsight."""
+    rules = list(dict.fromkeys(results.loc[results["method"].isin(["updating", "cached"]), "weights"]))
     lines = {}
     for base in POSTERIOR_MIXTURES:
         for rule in rules:
             lines[base.label.removesuffix(")") + f", {_rule(rule)})"] = (base, replace(base, weights=rule))
         released = replace(base, weights="released", variant="released_scorer")
         lines[base.label.removesuffix(")") + ", released scorer)"] = (base, released)
+    beyond = stream_systems("demix", KINDS["demix"], config)
+    beyond += (System("DEMix (fitted, static)", "demix", "training", "fitted"),)
+    lines |= {one.label: (read.CACHED if one.method == "fitted" else read.UNIFORM, one) for one in beyond}
+    for label, method in (("block", "best_block"), ("token", "best_token")):
+        floor = System(f"Best expert of each {label}, in hindsight", "demix", "training", method)
+        lines[floor.label] = (read.UNIFORM, floor)
     frame = _against_history(results, lines, config)
     return Table(
         "weights",
-        "How experts are weighted: all of the block, its last tokens, or as in the released code",
+        "How experts are weighted: by the block, by its last tokens, by all text, or as in the released code",
         "Mean test perplexity of DEMix by the tokens that a token's weights look at, and how much higher it is than "
-        "with all earlier tokens of the block (the paper's Eq. 7 and 8). Lower is better.",
+        "with all earlier tokens of the block (the paper's Eq. 5 and 6). Lower is better.",
         frame,
         notes=(
             "Released weights: the previous token only, and equal weights at a block's start whatever the prior. "
             "Released scorer: besides, the posterior of a block is taken at its last position, averaged over the "
             "released code's batches, and its running mean over-weights the first block and decays by 0.7.",
+            "Tempered: all earlier text, in which older tokens count less and no expert is left alone; its parameters "
+            "are chosen on the dev splits of the training domains, with and without the domain's own expert, so that "
+            "it is not told the domain. Switching: a chain that may change its expert at each token. Fitted: the best "
+            "static weights. Both are told the domain by its dev split, as the cached prior is. These are compared "
+            "with history under the cached prior, all others with history under the same prior.",
+            "The best expert of each block in hindsight is the floor of history alone, which picks one expert; the "
+            "best of each token is the floor of every rule.",
         ),
         formats={column: "{:+.2f}" for column in frame if column.endswith("%")},
     )
@@ -269,7 +283,7 @@ def _every_system(domain: str, kind: str, config: dict[str, Any]) -> list[System
         mixed += [system for system in systems if system.method not in ("dense", "naive")]
     oracle = [replace(system, label=f"{system.label}, oracle") for system in naive]
     single = naive if kind == "training" else [*oracle, *(system.chosen_on_dev() for system in naive)]
-    released = [system.with_weights("released") for system in mixed if system.weights]
+    released = [system.with_weights("released") for system in mixed if system.weights == "history"]
     removed = [
         replace(read.without_expert(config)(domain), label="DEMix without its expert (cached)"),
         replace(read.without_domain(domain), label="DEMix never trained on it (cached)"),

@@ -95,7 +95,7 @@ def table5(results: pd.DataFrame, config: dict[str, Any]) -> Table:
                 lines |= {oracle: system, on_dev: system.chosen_on_dev()}
             else:
                 lines[system.label] = system
-    mixed = [system for system in lines.values() if system.weights]
+    mixed = [system for system in lines.values() if system.weights == "history"]
     lines |= {released.label: released for released in (system.with_weights("released") for system in mixed)}
     found = {label: evaluations(results, system, domains) for label, system in lines.items()}
     frame = pd.DataFrame({label: one["perplexity"] for label, one in found.items()}).T.reindex(columns=domains)

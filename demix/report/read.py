@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from demix.config import systems
-from demix.config.evaluated import BASES, System, label_of, systems_of, table_rows
+from demix.config.evaluated import BASES, System, label_of, stream_systems, systems_of, table_rows
 from demix.config.systems import KINDS, adapted, adapted_model, left_out, removal_model, trained_without
 from demix.errors import DemixError
 from demix.files import is_made, read_json, read_json_lines, read_parquet
@@ -76,7 +76,7 @@ def dense_adapted(domain: str) -> System:
 
 def trained_systems(config: dict[str, Any]) -> dict[str, tuple[System, ...]]:
     """The systems of every row of `models` over its training experts: first the paper's rows, then further rows."""
-    return {row: systems_of(row, kind) for row, kind in table_rows(config).items()}
+    return {row: systems_of(row, kind) + stream_systems(row, kind, config) for row, kind in table_rows(config).items()}
 
 
 def training_domains(config: dict[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from demix.config.mixing import METHODS
 from demix.data.anonymize import CATEGORIES, anonymize, anonymize_texts
 from demix.data.corpus import Budget, split
 from demix.data.duplicates import mark_duplicates
@@ -22,7 +23,7 @@ from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.sources import Source, download
 from demix.data.tokenizer import Tokenizer, train_tokenizer
 from demix.errors import DemixError
-from demix.evaluate.mix.mixtures import METHODS, log_mixtures, log_weights, mix
+from demix.evaluate.mix.mixtures import log_mixtures, log_weights, mix
 from demix.evaluate.mix.priors import updating_log_priors
 from demix.evaluate.mix.rules import Chunk, weights_rule
 from demix.files import digest, read_json, read_json_lines, write_json, write_json_lines

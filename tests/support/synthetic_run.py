@@ -20,7 +20,9 @@ MANY = ("law", "wiki")
 
 # In every rule below a higher factor is a worse prediction; 1.0 is the domain's own expert.
 FACTORS = {"dense_unbalanced": 1.4, "dense": 1.3, "domain_token": 1.2}
-METHODS = {"naive": 1.0, "average": 1.5, "uniform": 1.05, "updating": 1.02, "cached": 1.01}
+METHODS = {"naive": 1.0, "average": 1.5, "uniform": 1.05, "updating": 1.02, "cached": 1.01, "fitted": 1.03}
+METHODS |= {"best_block": 0.9, "best_token": 0.5}
+WEIGHTS = {"released": 1.03, "tempered": 0.97, "switching": 0.96}
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def perplexity(key: Key, training: tuple[str, ...] = TRAINING, novel: tuple[str,
         factor = FACTORS[key.model]
     else:
         factor = FACTORS.get(key.model, 1.0) * METHODS.get(key.method, 1.7)
-        factor *= 1.03 if key.weights == "released" else 1.0
+        factor *= WEIGHTS.get(key.weights, 1.0)
         if key.model == "demix" and new and key.experts == "training":
             factor *= 1.25 if key.method == "naive" else 1.15
     return base(key.domain, training, novel) * factor
@@ -100,7 +102,11 @@ def build_run(
         "architecture": {"layers": 3, "width": 128, "heads": 4, "context": 256},
         "tokenizer": {"kind": "bpe", "vocab_size": 4096},
         "training": {"tokens": 2457600, "sequences": 4, "learning_rate": 0.001},
-        "evaluation": {"dev_blocks": 100, "decay": 0.3},
+        "evaluation": {
+            "dev_blocks": 100,
+            "decay": 0.3,
+            "weights": ["history", "released", "tempered", "switching"],
+        },
         "removal": {"retrain_without": list(retrained), "replacement": "songs"},
     }
     kinds = {**dict.fromkeys(training, "training"), **dict.fromkeys(novel, "novel")}
@@ -215,6 +221,10 @@ def _keys(training: tuple[str, ...], novel: tuple[str, ...], retrained: tuple[st
                 for method in ("uniform", "updating", "cached")
                 for weights in ("history", "released")
             ]
+            if model == "demix":
+                beyond = {"uniform": "tempered", "fitted": "switching", "best_block": "", "best_token": ""}
+                keys += [Key(model, experts, method, weights, domain, kind) for method, weights in beyond.items()]
+                keys += [Key(model, experts, "fitted", "", domain, kind)]
             if experts == "all" or model == "domain_token":
                 names = kinds if experts == "all" else training
                 keys += [Key(model, experts, "expert", "", domain, kind, name) for name in names]

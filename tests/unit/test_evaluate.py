@@ -18,13 +18,16 @@ from typer.testing import CliRunner
 from demix.commands.main import app
 from demix.config.evaluated import bases, compared
 from demix.config.evaluated import evaluated as evaluated_tables
+from demix.config.mixing import METHODS
 from demix.data.tokenizer import Tokenizer, byte_lengths, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
 from demix.evaluate.domain import COLUMNS, Evaluation, Outputs, evaluate_domain, join
 from demix.evaluate.intervals import bounds, resampled_sums
-from demix.evaluate.losses import Mixture, cached_priors, document_losses
-from demix.evaluate.mix.mixtures import METHODS, mix
-from demix.evaluate.mix.priors import cached_log_prior
+from demix.evaluate.losses import Mixture, dev_priors, document_losses
+from demix.evaluate.mix.choice import switching_on_dev, tempered_on_dev, write_mixing
+from demix.evaluate.mix.mixtures import mix
+from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior
+from demix.evaluate.mix.rules import Switching, Tempered
 from demix.evaluate.score_tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
 from demix.files import write_parquet
 
@@ -36,6 +39,7 @@ CONFIG = {
     "domains": {"training": dict.fromkeys(TRAINING), "novel": dict.fromkeys(NOVEL)},
     "removal": {"retrain_without": ["law"], "replacement": "songs"},
 }
+WEIGHTS = ("history", "released", 3, "tempered", "tempered(0.5,0.9)", "switching", "switching(0.2)")
 
 
 def evaluation(domain: str, **changes: Any) -> Evaluation:
@@ -45,7 +49,7 @@ def evaluation(domain: str, **changes: Any) -> Evaluation:
         kind="training" if domain in TRAINING else "novel", tables=evaluated_tables(config, domain),
         compared=tuple(system.key for system in compared(config, domain)),
         against=tuple((name, *system.key) for name, system in bases(config).items()), decay=0.3, dev_blocks=6,
-        weights=("history", "released", 3), top_k=(2,), decays=(0.1, 0.3), prior_blocks=(1, 4, 50), seed=7,
+        weights=WEIGHTS, top_k=(2,), decays=(0.1, 0.3), prior_blocks=(1, 4, 50), seed=7,
     )  # fmt: skip
 
 
@@ -140,7 +144,7 @@ def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: i
     mixtures = [
         Mixture(method, some, weights, decay, 5, top_k, scorer)
         for some in (experts, experts[1:])
-        for method in METHODS
+        for method in ("average", "uniform", "updating", "cached", "fitted")
         for weights in ("history", "released", 3)
         for decay in (0.3, 1.0)
         for top_k in ((None, 2) if method != "average" else (None,))
@@ -148,7 +152,7 @@ def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: i
     ]
     dev, test = (read_scores(tmp_path / name, experts) for name in ("x.dev", "x.test"))
     traced = Mixture("updating", experts[1:], decay=0.3)
-    totals = document_losses(tmp_path / "x.test", experts, mixtures, cached_priors(dev, mixtures), None, traced)
+    totals = document_losses(tmp_path / "x.test", experts, mixtures, dev_priors(dev, mixtures), None, traced)
     if documents == 2500:
         assert test.tokens > 2 * (1 << 14)
     numbers = pq.read_table(tmp_path / "x.test" / "tokens.parquet")["document"].to_numpy()
@@ -159,7 +163,10 @@ def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: i
     for mixture in mixtures if documents < 2500 else mixtures[:: len(METHODS) + 1]:
         part, part_dev = test.select(mixture.experts), dev.select(mixture.experts)
         rules = {"decay": mixture.decay, "scorer": mixture.scorer}
-        prior = cached_log_prior(part_dev.scores, part_dev.mask, mixture.weights, blocks=5, **rules)
+        if mixture.method == "fitted":
+            prior = fitted_log_prior(part_dev.scores, part_dev.mask)
+        else:
+            prior = cached_log_prior(part_dev.scores, part_dev.mask, mixture.weights, blocks=5, **rules)
         mixed = mix(
             part.scores, part.mask, mixture.method, mixture.weights, log_prior=prior, top_k=mixture.top_k, **rules
         )
@@ -275,9 +282,45 @@ def test_rows_have_all_columns_and_agree_with_themselves(evaluated: Path) -> Non
         assert all(value == [1, 4, 6, min(50, scored)] for value in blocks)
     removed = rows(evaluated, "law").query("variant == '' and method == 'cached' and top_k.isna()")
     assert {*zip(removed.model, removed.experts, strict=True)} == {
-        ("domain_token", "training"), ("demix", "training"), ("demix", "all"), ("demix", "minus-law"),
-        ("without-law", "training"),
+        ("demix", "training"), ("demix", "all"), ("demix", "minus-law"), ("without-law", "training"),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("domain", ["law", "songs"])
+def test_rows_beyond_the_paper_are_those_of_the_formulas(tmp_path: Path, domain: str) -> None:
+    """With parameters from the model's mixing.json, from the domain's dev split and from the config."""
+    scores = tmp_path / "scores"
+    write_run(scores, domain)
+    chosen = {name: read_scores(scores / "demix" / f"{domain}.dev", TRAINING) for name in ("law", "news")}
+    write_mixing(tmp_path / "models" / "demix" / "mixing.json", chosen)
+    evaluate_domain(scores, domain, evaluation(domain), outputs(tmp_path / domain), np.full(300, 3))
+    found = rows(tmp_path, domain).query("model == 'demix' and experts == 'training' and top_k.isna()")
+    test, dev = (read_scores(scores / "demix" / f"{domain}.{split}", TRAINING) for split in ("test", "dev"))
+    known = {"log_prior": fitted_log_prior(dev.scores, dev.mask)}
+    best, alpha = tempered_on_dev(chosen)[0].rule, switching_on_dev(dev, known["log_prior"])
+    expected = {
+        ("uniform", "tempered"): (mix(test.scores, test.mask, "uniform", best), vars(best)),
+        ("uniform", "tempered(0.5,0.9)"): (
+            mix(test.scores, test.mask, "uniform", Tempered(0.5, 0.9)), {"beta": 0.5, "gamma": 0.9},
+        ),
+        ("fitted", "switching"): (mix(test.scores, test.mask, "fitted", alpha, **known), vars(alpha)),
+        ("fitted", "switching(0.2)"): (
+            mix(test.scores, test.mask, "fitted", Switching(0.2), **known), {"alpha": 0.2},
+        ),
+        ("fitted", ""): (mix(test.scores, test.mask, "fitted", "", **known), {}),
+        ("best_token", ""): (test.scores.max(axis=2), {}),
+    }  # fmt: skip
+    for (method, weights), (log_p, parameters) in expected.items():
+        (row,) = found[(found.method == method) & (found.weights == weights)].to_dict("records")
+        assert row["nll"] == pytest.approx(-log_p.sum(), rel=1e-9), (method, weights)
+        for name in ("beta", "gamma", "alpha"):
+            assert row[name] == pytest.approx(parameters.get(name, float("nan")), nan_ok=True)
+    (floor,) = found[found.method == "best_block"].nll
+    assert found[found.method == "best_token"].nll.item() < floor
+    assert floor <= found[found.weights == "history"].nll.min()
+    # The parameters of all experts are those of the training experts.
+    every = rows(tmp_path, domain).query("experts == 'all' and weights == 'tempered' and top_k.isna()")
+    assert every.beta.tolist() == [best.beta]
 
 
 @pytest.mark.parametrize("domain", ["law", "songs"])
@@ -425,7 +468,7 @@ def test_any_experts_are_mixed_by_one_command(evaluated: Path) -> None:
     assert done.exit_code == 0, done.output
     test, dev = (read_scores(table.with_name(f"songs.{split}"), ("news", "wiki")) for split in ("test", "dev"))
     prior = cached_log_prior(dev.scores, dev.mask, "history", decay=0.3, blocks=5)
-    for method in METHODS:
+    for method in ("average", "uniform", "updating", "cached"):
         mixed = mix(test.scores, test.mask, method, log_prior=prior)
         assert f"{np.exp(-mixed.sum() / test.tokens):.2f}" in done.output
     assert f"{np.exp(prior[0]):.4f}" in done.output

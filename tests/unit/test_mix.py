@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax, logsumexp
 
+from demix.config.mixing import METHODS
 from demix.errors import DemixError
-from demix.evaluate.mix.mixtures import METHODS, log_mixtures, log_weights, mix
+from demix.evaluate.mix.mixtures import log_mixtures, log_weights, mix
 from demix.evaluate.mix.priors import (
     cached_log_prior,
     log_prior_path,
@@ -19,12 +20,7 @@ from demix.evaluate.mix.priors import (
     updating_log_priors,
 )
 from demix.evaluate.mix.rules import Chunk, PriorAlone, weights_rule
-
-
-def normalised(logs: list[float]) -> list[float]:
-    top = max(logs)
-    total = top + math.log(math.fsum(math.exp(value - top) for value in logs))
-    return [value - total for value in logs]
+from support.mixing import as_blocks, normalised, tables
 
 
 def slow_block(
@@ -80,30 +76,9 @@ def slow_mix(blocks: list, method: str, weights, decay: float, log_prior, top_k)
         "uniform": lambda: [uniform] * len(blocks),
         "updating": lambda: slow_priors(blocks, weights, decay),
         "cached": lambda: [log_prior] * len(blocks),
+        "fitted": lambda: [log_prior] * len(blocks),
     }[method]()
     return [slow_block(block, prior, weights, top_k)[0] for block, prior in zip(blocks, priors, strict=False)]
-
-
-@st.composite
-def tables(draw, scales=(0.1, 3.0, 400.0)):
-    """Random score tables, some with gaps between experts of over 700 nats a block; the last block may be short."""
-    experts = draw(st.integers(1, 5))
-    length = draw(st.integers(1, 7))
-    full, last = draw(st.integers(0, 5)), draw(st.integers(1, length))
-    scale = draw(st.sampled_from(scales))
-    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    rows = -generator.exponential(scale, (full * length + last, experts))
-    padded = np.zeros(((full + 1) * length, experts))
-    padded[: len(rows)] = rows
-    mask = np.arange(len(padded)) < len(rows)
-    return padded.reshape(full + 1, length, experts), mask.reshape(full + 1, length)
-
-
-def as_blocks(scores: np.ndarray, mask: np.ndarray) -> list:
-    return [
-        [row.tolist() for row, real in zip(block, kept, strict=True) if real]
-        for block, kept in zip(scores, mask, strict=True)
-    ]
 
 
 rules = st.one_of(st.sampled_from(["history", "released"]), st.integers(1, 8))

@@ -12,7 +12,6 @@ from scipy.special import logsumexp
 
 from demix.errors import DemixError
 from demix.evaluate.losses import Mixture, document_losses
-from demix.evaluate.mix import rules
 from demix.evaluate.mix.mixtures import mix
 from demix.evaluate.mix.rules import Chunk, State, WeightsRule
 from demix.evaluate.score_tables import Beside, stream_scores, tokens_sha256, write_scores, write_tokens
@@ -113,13 +112,12 @@ def write_beside(path: Path, values: np.ndarray, sha256: str) -> None:
 
 
 @pytest.mark.parametrize("rule", [Decaying(0.9), Returning(0.05), Near()])
-def test_a_new_rule_is_one_row(table, rule: WeightsRule, monkeypatch) -> None:
+def test_a_new_rule_is_a_class(table, rule: WeightsRule) -> None:
     """Mixtures by it, of different priors, streamed with mixtures by other rules, are those of the definition."""
     folder, scores, documents, distances = table
-    monkeypatch.setitem(rules.RULES, "new", rule)
     old = Mixture("uniform", EXPERTS, "history")
-    new = [Mixture("uniform", EXPERTS, "new")]
-    new += [Mixture("cached", EXPERTS, "new", dev_blocks=blocks) for blocks in (1, 2)]
+    new = [Mixture("uniform", EXPERTS, "new", rule=rule)]
+    new += [Mixture("cached", EXPERTS, "new", dev_blocks=blocks, rule=rule) for blocks in (1, 2)]
     fixed = dict(zip(new, np.log([[1 / 3, 1 / 3, 1 / 3], [0.7, 0.2, 0.1], [0.1, 0.3, 0.6]]), strict=True))
     priors = fixed | {replace(mixture, top_k=2): log_prior for mixture, log_prior in fixed.items()}
     beside = {"distances": Beside(folder / "distances.parquet", EXPERTS)}
@@ -136,12 +134,6 @@ def test_a_new_rule_is_one_row(table, rule: WeightsRule, monkeypatch) -> None:
     (chunk,) = stream_scores(folder, EXPERTS, at_once=1 << 20)
     alone = mix(chunk.scores, chunk.mask, "uniform")[chunk.mask]
     np.testing.assert_allclose(found.mixtures[old], np.bincount(documents, -alone), rtol=1e-9)
-
-
-def test_rules_that_see_more_than_a_block_have_no_updating_prior(table, monkeypatch) -> None:
-    monkeypatch.setitem(rules.RULES, "new", Decaying(0.9))
-    with pytest.raises(DemixError, match="more than one block"):
-        document_losses(table[0], EXPERTS, [Mixture("updating", EXPERTS, "new")])
 
 
 def test_losses_keep_the_numbers_of_the_documents(table) -> None:

@@ -7,7 +7,7 @@ from demix.config.addresses import moving
 from demix.config.check import complete
 from demix.config.rules import RunRules, source_files, swept_rates
 from demix.config.run import refuse_other_format
-from demix.config.evaluated import bases, compared, evaluated
+from demix.config.evaluated import bases, chosen_on_dev, compared, evaluated
 from demix.config.sections import AdaptationRecipe, MixingRecipe, ScoringRecipe, taken
 from demix.config.systems import (
     adaptations,

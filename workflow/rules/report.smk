@@ -1,9 +1,34 @@
 # Arithmetic on the score tables: mixtures, tables, figures, tracking.
 
 
+rule choose_mixing:
+    input:
+        lambda wildcards: scores(wildcards.model, TRAINING, [*MODELS[wildcards.model].columns, "tokens"], ["dev"]),
+    output:
+        f"{RUN}/models/{{model}}/mixing.json",
+    log:
+        f"{RUN}/logs/choose_mixing/{{model}}.log",
+    benchmark:
+        f"{RUN}/benchmarks/choose_mixing/{{model}}.tsv"
+    wildcard_constraints:
+        model="|".join(model.name for model in chosen_on_dev(config)) or "none",
+    conda:
+        "../../environment.yml"
+    resources:
+        **site("evaluate"),
+    params:
+        folder=below_run("scores/{model}"),
+        domains=",".join(TRAINING),
+        experts=lambda wildcards: ",".join(MODELS[wildcards.model].columns),
+    shell:
+        "demix choose-mixing {params.folder} --domains {params.domains} --experts {params.experts}"
+        " --output {output} 2> {log}"
+
+
 rule evaluate:
     input:
         lambda wildcards: evaluated_scores(wildcards.domain),
+        mixing=[f"{RUN}/models/{model.name}/mixing.json" for model in chosen_on_dev(config)],
         tokenizer=f"{RUN}/tokenizer.json",
     output:
         results=f"{RUN}/evaluations/{{domain}}.parquet",

@@ -3,13 +3,15 @@
 import numpy as np
 from scipy.special import log_softmax, logsumexp
 
-from demix.config.evaluated import METHODS
+from demix.config.mixing import METHODS
 from demix.config.sections import DECAY
 from demix.errors import DemixError
 from demix.evaluate.mix.priors import log_prior_path
 from demix.evaluate.mix.rules import Chunk, PriorAlone, WeightsRule, weights_rule
 
 SCORERS = ("paper", "released")
+# In hindsight, no mixtures: the floor of `history`, which picks one expert for a block, and that of every rule.
+FLOORS = ("best_block", "best_token")
 # A sum of products of weights below this has lost precision to underflow.
 _SMALL = 1e-290
 
@@ -18,7 +20,7 @@ def mix(
     scores: np.ndarray,
     mask: np.ndarray,
     method: str,
-    weights: str | int = "history",
+    weights: str | int | WeightsRule = "history",
     *,
     decay: float = DECAY,
     log_prior: np.ndarray | None = None,
@@ -28,16 +30,17 @@ def mix(
     """log p [B, T] in nats of each token under the mixture of experts (paper, Eq. 4).
 
     `scores` [B, T, E] and `mask` [B, T] are as in `demix.evaluate.mix.priors`; the result is 0 at padding. `method` is
-    `average` (equal weights, no posterior), or a posterior with the prior `uniform`, `updating` (with `decay`) or
-    `cached` (`log_prior` [E], from `cached_log_prior`). With the scorer `released`, the weights and the updating prior
-    are those of the paper's published code. Raises DemixError for an unknown method or scorer, or a missing prior.
+    `average` (equal weights, no posterior), or a posterior with the prior `uniform`, `updating` (with `decay`),
+    `cached` or `fitted` (`log_prior` [E], from `cached_log_prior` or `fitted_log_prior`). With the scorer `released`,
+    the weights and the updating prior are those of the paper's published code. Raises DemixError for an unknown method
+    or scorer, for a missing prior, and for an updating prior with weights that see earlier blocks.
     """
     blocks, _, experts = scores.shape
     rule = mixing_rule(method, weights, scorer)
     log_priors = np.full((blocks, experts), -np.log(experts))
-    if method == "cached":
+    if method in ("cached", "fitted"):
         if log_prior is None:
-            raise DemixError("method cached", "was given no prior", "compute one with cached_log_prior")
+            raise DemixError(f"method {method}", "was given no prior", f"compute one with {method}_log_prior")
         log_priors[:] = log_prior
     elif method == "updating":
         log_priors = log_prior_path(scores, mask, weights, decay, scorer)[:-1]
@@ -46,7 +49,7 @@ def mix(
     return np.where(mask, mixed, 0.0)
 
 
-def mixing_rule(method: str, weights: str | int, scorer: str = "paper") -> WeightsRule:
+def mixing_rule(method: str, weights: str | int | WeightsRule, scorer: str = "paper") -> WeightsRule:
     """The weights rule of a method and a scorer: the rule that `weights` names, or the prior alone for `average`."""
     if method not in METHODS:
         raise DemixError(f"method {method}", "is not known", f"use one of {', '.join(METHODS)}")
@@ -54,6 +57,19 @@ def mixing_rule(method: str, weights: str | int, scorer: str = "paper") -> Weigh
         raise DemixError(f"scorer {scorer}", "is not known", f"use one of {', '.join(SCORERS)}")
     rule = weights_rule("released" if scorer == "released" else weights)
     return PriorAlone() if method == "average" else rule
+
+
+def floor(scores: np.ndarray, method: str) -> np.ndarray:
+    """log p [B, T] of each token under the expert that is best in hindsight, in its block or at the token itself.
+
+    `scores` are as in `mix`; `method` is one of `FLOORS`.
+    """
+    if method == "best_token":
+        highest: np.ndarray = scores.max(axis=2)
+        return highest
+    best = scores.sum(axis=1).argmax(axis=1)
+    chosen: np.ndarray = np.take_along_axis(scores, best[:, None, None], axis=2)[..., 0]
+    return chosen
 
 
 def log_weights(log_priors: np.ndarray, evidence: np.ndarray, uniform_start: bool = False) -> np.ndarray:

@@ -1,21 +1,29 @@
 """Weights rules: the evidence of the text so far about each expert (docs/concepts.md), without the prior.
 
 A rule computes the log evidence L [B, T, E] in nats. The weights that predict token t are g[t, j] ∝ π[j]·exp(L[t, j]),
-with the prior π of the block (paper, Eq. 5-6). A new rule needs a class here. A rule that a config names also needs a
-row of RULES.
+with the prior π of the block (paper, Eq. 5-6). A new rule needs a class and a row of CLASSES here, and a row of
+`demix.config.mixing.FAMILIES`. The rules of the paper see one block. `Tempered` and `Switching` see the stream: all
+tokens before t, across blocks and documents.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
+from scipy.signal import lfilter
 
+from demix.config.mixing import parsed_weights
 from demix.errors import DemixError
 
 # What a rule keeps of the text before a chunk. Rules whose evidence starts anew in each block keep nothing.
 State = tuple[np.ndarray, ...]
+# Stretches of a chunk that `Switching` scans side by side; with some 128 the scan of 10M tokens takes least time.
+_STRETCHES = 128
+_SMALLEST = float(np.finfo(np.float64).tiny)
+# The 8th power of a smaller number, and with it a product of 8 probabilities, may underflow.
+_RARE = 1e-33
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class WeightsRule(ABC):
 
         A rule that sees earlier blocks raises DemixError: an updating or cached prior would count their evidence twice.
         """
-        raise DemixError(f"weights {self}", "see more than one block", "use them with a uniform prior")
+        raise DemixError(f"weights {self}", "see more than one block", "use them with the prior uniform or fitted")
 
 
 @dataclass(frozen=True)
@@ -114,21 +122,163 @@ class Released(Window):
     tokens: int = 1
 
 
-# The rules that a config names. A positive number is a window in tokens.
-RULES: dict[str, WeightsRule] = {"history": History(), "released": Released()}
+@dataclass(frozen=True)
+class Tempered(WeightsRule):
+    """The evidence is β times the sum of the scores of all earlier tokens, a token u tokens back counting γ^(u-1).
+
+    With β = 1 and γ = 0 only the last token counts. With β = γ = 1 all text so far counts in full. The scan is
+    S ← γ·S + ℓ[t].
+    """
+
+    beta: float
+    gamma: float
+
+    def begin(self, log_prior: np.ndarray) -> State:
+        """See `WeightsRule.begin`."""
+        return (np.zeros_like(log_prior),)
+
+    def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
+        """See `WeightsRule.evidence`."""
+        (before,) = state
+        rows = _rows(chunk)
+        sums, _ = lfilter([1.0], [1.0, -self.gamma], rows, axis=1, zi=self.gamma * before[:, None])
+        found = np.concatenate([before[:, None], sums[:, :-1]], axis=1)
+        return _chunked(self.beta * found, chunk), (sums[:, -1],)
 
 
-def weights_rule(weights: str | int) -> WeightsRule:
-    """The rule that a value of `evaluation.weights` stands for. Raises DemixError for an unknown value."""
-    if isinstance(weights, str) and weights in RULES:
-        return RULES[weights]
-    if isinstance(weights, int) and weights > 0:
-        return Window(weights)
-    known = ", ".join(RULES)
-    raise DemixError(f"evaluation.weights {weights!r}", "is not known", f"use {known} or a positive window")
+@dataclass(frozen=True)
+class Switching(WeightsRule):
+    """The weights are the posterior of a hidden chain of experts ("fixed share", Herbster and Warmuth 1998).
+
+    At each token the chain keeps its expert with probability 1 - α, and else draws one from the prior π: g[1] = π, and
+    g[t+1, j] = (1 - α)·g[t, j]·exp ℓ[t, j] / Σ_i g[t, i]·exp ℓ[t, i] + α·π[j]. α = 1 is the prior alone. α = 0 is the
+    sum of all scores so far.
+    """
+
+    by_prior: ClassVar[bool] = True
+    alpha: float
+
+    def begin(self, log_prior: np.ndarray) -> State:
+        """See `WeightsRule.begin`."""
+        return log_prior, log_prior
+
+    def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
+        """See `WeightsRule.evidence`.
+
+        The scan is sequential, and yet stretches of the chunk are scanned side by side: a first pass finds for each
+        stretch the matrix [E, E] from the weights before the stretch to those after it, and a second pass starts every
+        stretch from its own weights.
+        """
+        log_prior, log_g = state
+        rows = _rows(chunk)
+        # How much less than the best expert those give a token that the prior allows.
+        lowest = ((rows + log_prior[:, None]).max(axis=0) - rows.max(axis=0)).min()
+        if self.alpha * np.exp(lowest) < _RARE:
+            found, after = self._by_logarithms(rows, log_prior, log_g)
+            return _chunked(found, chunk), (log_prior, after)
+        experts, tokens = rows.shape
+        length = -(-tokens // _STRETCHES)
+        stretches = -(-tokens // length)
+        likelihood = np.ones((experts, stretches * length))
+        np.exp(rows - rows.max(axis=0), out=likelihood[:, :tokens])
+        # [L, E, C]: stretch c has the tokens from c·L to (c + 1)·L.
+        steps = np.ascontiguousarray(likelihood.reshape(experts, stretches, length).transpose(2, 0, 1))
+        prior = np.exp(log_prior)
+        g = np.empty((experts, stretches))
+        g[:, 0] = np.exp(log_g)
+        for number, (matrix, logs) in enumerate(self._transfers(steps[..., :-1], prior)):
+            ended = (g[:, number] * np.exp(logs - logs.max())) @ matrix
+            g[:, number + 1] = ended / ended.sum()
+        drawn = self.alpha * prior[:, None]
+        weights = np.empty_like(steps)
+        for before, step in zip(weights, steps, strict=True):
+            before[:] = g
+            joint = g * step
+            g = joint * ((1 - self.alpha) / joint.sum(axis=0)) + drawn
+        by_token = weights.transpose(1, 2, 0).reshape(experts, -1)[:, :tokens]
+        joint = by_token[:, -1] * likelihood[:, tokens - 1]
+        with np.errstate(divide="ignore"):
+            after = np.log((1 - self.alpha) * joint / joint.sum() + self.alpha * prior)
+            found = np.log(by_token, out=np.zeros_like(by_token), where=prior[:, None] > 0)
+        found[prior > 0] -= log_prior[prior > 0, None]
+        return _chunked(found, chunk), (log_prior, after)
+
+    def _by_logarithms(
+        self, rows: np.ndarray, log_prior: np.ndarray, log_g: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """log g - log π [E, N] of N tokens and log g after them, one token after the other; no weight underflows."""
+        found = np.zeros_like(rows)
+        with np.errstate(divide="ignore"):
+            kept, drawn = np.log1p(-self.alpha), np.log(self.alpha) + log_prior
+        for number, scores in enumerate(rows.T):
+            np.subtract(log_g, log_prior, out=found[:, number], where=log_prior > -np.inf)
+            joint = log_g + scores
+            log_g = np.logaddexp(kept + joint - np.logaddexp.reduce(joint), drawn)
+        return found, log_g
+
+    def _transfers(self, steps: np.ndarray, prior: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Of each of C stretches, whose likelihoods are `steps` [L, E, C]: a matrix [E, E], and logarithms [E].
+
+        Row j of the matrix has the weights after the stretch of the chain that began with expert j alone, up to a
+        factor. The logarithm of the probability of the stretch under this chain has the factor as its other part.
+        """
+        _, experts, stretches = steps.shape
+        followed = np.repeat(np.eye(experts)[..., None], stretches, axis=2)
+        logs = np.zeros((experts, stretches))
+        drawn = self.alpha * prior[:, None]
+        for number, step in enumerate(steps):
+            followed *= step
+            total = followed.sum(axis=1, keepdims=True)
+            followed *= 1 - self.alpha
+            followed += total * drawn
+            if number % 8 == 7:
+                total = np.maximum(followed.sum(axis=1, keepdims=True), _SMALLEST)
+                followed /= total
+                logs += np.log(total[:, 0])
+        yield from zip(followed.transpose(2, 0, 1), logs.T, strict=True)
+
+
+CLASSES: dict[str, type[WeightsRule]] = {
+    "history": History,
+    "released": Released,
+    "tempered": Tempered,
+    "switching": Switching,
+}
+
+
+def weights_rule(weights: str | int | WeightsRule) -> WeightsRule:
+    """The rule that a value of `evaluation.weights` stands for; "" is the prior alone, a rule stands for itself.
+
+    Raises DemixError for an unknown value, and for one that leaves parameters open.
+    """
+    if isinstance(weights, WeightsRule):
+        return weights
+    if weights == "":
+        return PriorAlone()
+    try:
+        parsed = parsed_weights(weights)
+    except ValueError as error:
+        raise DemixError(f"weights {weights}", *error.args) from None
+    if parsed.open:
+        form = f"{parsed.family}({','.join(parsed.rules.parameters)})"
+        raise DemixError(f"weights {weights}", "leave parameters open", f"give them as {form}")
+    return Window(parsed.window) if parsed.window else CLASSES[parsed.family](*parsed.parameters)
 
 
 def _before(sums: np.ndarray) -> np.ndarray:
     before = np.zeros_like(sums)
     before[:, 1:] = sums[:, :-1]
     return before
+
+
+def _rows(chunk: Chunk) -> np.ndarray:
+    """The scores [E, N] of the N tokens of a chunk that are not padding, which only the last block has, at its end."""
+    return chunk.scores.transpose(2, 0, 1).reshape(chunk.scores.shape[2], -1)[:, : int(chunk.mask.sum())]
+
+
+def _chunked(rows: np.ndarray, chunk: Chunk) -> np.ndarray:
+    """Values [E, N] of the tokens of a chunk as [B, T, E], 0 at padding."""
+    blocks, length, experts = chunk.scores.shape
+    filled = np.zeros((experts, blocks * length))
+    filled[:, : rows.shape[1]] = rows
+    return filled.reshape(experts, blocks, length).transpose(1, 2, 0)

@@ -1,0 +1,80 @@
+"""How experts are mixed: the methods, the rules that weight experts by the text so far, and which go together."""
+
+import re
+from dataclasses import dataclass
+
+# `naive` is not listed, because it takes a single expert. Apart from `average`, a method is named by its prior.
+METHODS = ("average", "uniform", "updating", "cached", "fitted")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Rules for the weights of experts that differ in `parameters` alone (docs/concepts.md, "Ways to mix").
+
+    `parameters` are names with the bounds of their values. Parameters that a config leaves open are chosen on dev.
+    `evaluated` are the methods of the tables, and `refused` those that do not go with the rules.
+    """
+
+    parameters: dict[str, tuple[float, float]]
+    evaluated: tuple[str, ...]
+    refused: tuple[str, ...] = ()
+
+
+IN_BLOCK = Family({}, ("uniform", "updating", "cached"))
+# These rules see earlier blocks. A prior that is made of posteriors would count the evidence of these blocks twice.
+TWICE = ("updating", "cached")
+FAMILIES = {
+    "history": IN_BLOCK,
+    "released": IN_BLOCK,
+    "tempered": Family({"beta": (0, 10), "gamma": (0, 1)}, ("uniform",), TWICE),
+    "switching": Family({"alpha": (0, 1)}, ("fitted",), TWICE),
+}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A parsed value of `evaluation.weights`: a family, or a window of `window` tokens.
+
+    `parameters` are in the order of the family's. They are empty where they are to be chosen on dev.
+    """
+
+    family: str
+    parameters: tuple[float, ...] = ()
+    window: int = 0
+
+    @property
+    def rules(self) -> Family:
+        """The family of the weights; windows have that of `history`."""
+        return FAMILIES.get(self.family, IN_BLOCK)
+
+    @property
+    def open(self) -> bool:
+        """Whether parameters are to be chosen on dev."""
+        return len(self.rules.parameters) > len(self.parameters)
+
+
+def parsed_weights(weights: str | int) -> Weights:
+    """The meaning of a value of `evaluation.weights`, such as history, 32, tempered or tempered(0.2,0.98).
+
+    Raises ValueError(cause, cure) for any other value.
+    """
+    if isinstance(weights, int) and weights > 0:
+        return Weights("", window=weights)
+    known = ", ".join(FAMILIES)
+    found = re.fullmatch(r"([a-z]+)(?:\(([^()]*)\))?", str(weights))
+    if not found or found[1] not in FAMILIES:
+        raise ValueError("is not known", f"use one of {known}, or a positive number of tokens")
+    allowed = FAMILIES[found[1]].parameters
+    if found[2] is None:
+        return Weights(found[1])
+    form = f"{found[1]}({','.join(allowed)})" if allowed else found[1]
+    try:
+        numbers = tuple(float(number) for number in found[2].split(","))
+    except ValueError:
+        numbers = ()
+    if not allowed or len(numbers) != len(allowed):
+        raise ValueError("has other parameters than its rule", f"use {form}")
+    for number, (name, (least, most)) in zip(numbers, allowed.items(), strict=True):
+        if not least <= number <= most:
+            raise ValueError(f"has {name} {number:g}", f"use {form} with {name} from {least} to {most}")
+    return Weights(found[1], numbers)

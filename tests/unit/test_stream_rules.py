@@ -1,0 +1,230 @@
+"""Rules beyond the paper, `tempered`, `switching` and the prior `fitted`, against the definitions token by token."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+from scipy.special import log_softmax, logsumexp
+
+from demix.errors import DemixError
+from demix.evaluate.losses import Mixture, dev_priors, document_losses
+from demix.evaluate.mix.choice import ALPHAS, BETAS, GAMMAS, switching_on_dev, tempered_on_dev
+from demix.evaluate.mix.mixtures import floor, mix
+from demix.evaluate.mix.priors import FITTED, fitted_log_prior
+from demix.evaluate.mix.rules import Chunk, Released, Switching, Tempered, weights_rule
+from demix.evaluate.score_tables import ScoreTable, read_scores, tokens_sha256, write_scores, write_tokens
+from support.mixing import normalised, tables
+
+priors = st.tuples(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 30.0, 1000.0]))
+
+
+def log_prior_of(drawn: tuple[int, float], experts: int) -> np.ndarray:
+    seed, scale = drawn
+    return log_softmax(scale * np.random.default_rng(seed).normal(size=experts))
+
+
+def slow_weights(rows: list[list[float]], rule: Tempered | Switching, log_prior: list[float]) -> list[list[float]]:
+    """log g before each token of a text, by the formulas."""
+    experts = range(len(log_prior))
+    if isinstance(rule, Tempered):
+        weights = []
+        for t in range(len(rows)):
+            # 0 ** 0 is 1.
+            sums = [math.fsum(rule.gamma ** (t - 1 - s) * rows[s][j] for s in range(t)) for j in experts]
+            weights.append(normalised([log_prior[j] + rule.beta * sums[j] for j in experts]))
+        return weights
+    kept = math.log1p(-rule.alpha) if rule.alpha < 1 else -math.inf
+    drawn = math.log(rule.alpha) if rule.alpha else -math.inf
+    weights = [log_prior]
+    for row in rows[:-1]:
+        posterior = normalised([weights[-1][j] + row[j] for j in experts])
+        weights.append([float(np.logaddexp(kept + posterior[j], drawn + log_prior[j])) for j in experts])
+    return weights
+
+
+rules = st.one_of(
+    st.builds(Tempered, st.floats(0, 2), st.sampled_from([0.0, 0.3, 0.98, 1.0])),
+    st.builds(Switching, st.sampled_from([0.0, 1e-9, 0.001, 0.2, 1.0])),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(tables(), rules, priors, st.data())
+def test_mixtures_equal_the_formulas(table, rule, drawn, data) -> None:
+    scores, mask = table
+    experts = scores.shape[-1]
+    top_k = data.draw(st.one_of(st.none(), st.integers(1, experts)))
+    log_prior = log_prior_of(drawn, experts)
+    log_g = np.array(slow_weights(scores[mask].tolist(), rule, log_prior.tolist()))
+    if top_k is not None:
+        order = np.argsort(-log_g, axis=1, kind="stable")
+        np.put_along_axis(log_g, order[:, top_k:], -np.inf, axis=1)
+        log_g = log_softmax(log_g, axis=1)
+        # Which of two experts with nearly the same weight is kept depends on rounding.
+        edge = np.take_along_axis(log_g, order[:, top_k - 1 : top_k], axis=1)
+        ranked = np.array(slow_weights(scores[mask].tolist(), rule, log_prior.tolist()))
+        near = np.abs(ranked - np.take_along_axis(ranked, order[:, top_k - 1 : top_k], axis=1)) < 1e-6
+        clear = (near.sum(axis=1) == 1) & np.isfinite(edge[:, 0])
+    else:
+        clear = np.ones(len(log_g), bool)
+    mixed = mix(scores, mask, "fitted", rule, log_prior=log_prior, top_k=top_k)
+    expected = logsumexp(log_g + scores[mask], axis=1)
+    np.testing.assert_allclose(mixed[mask][clear], expected[clear], rtol=1e-9, atol=1e-9)
+    assert (mixed[~mask] == 0).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(tables(), rules, priors, st.integers(1, 5))
+def test_chunks_do_not_matter(table, rule, drawn, size) -> None:
+    scores, mask = table
+    log_prior = log_prior_of(drawn, scores.shape[-1])
+    whole, _ = rule.evidence(Chunk(scores, mask), rule.begin(log_prior))
+    state = rule.begin(log_prior)
+    for start in range(0, len(scores), size):
+        part = slice(start, start + size)
+        evidence, state = rule.evidence(Chunk(scores[part], mask[part]), state)
+        np.testing.assert_allclose(evidence, whole[part], rtol=1e-9, atol=1e-8)
+
+
+@settings(max_examples=50, deadline=None)
+@given(tables(), priors)
+def test_identities(table, drawn) -> None:
+    scores, mask = table
+    experts = scores.shape[-1]
+    log_prior = log_prior_of(drawn, experts)
+
+    def equal(one: np.ndarray, other: np.ndarray) -> None:
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
+
+    for number in range(len(scores)):
+        one = slice(number, number + 1)
+        equal(mix(scores[one], mask[one], "uniform", Tempered(1, 1)), mix(scores[one], mask[one], "uniform"))
+    last, released = (mix(scores, mask, "uniform", rule) for rule in (Tempered(1, 0), Released()))
+    equal(last[:, 1:], released[:, 1:])
+    equal(last[0], released[0])
+    known = {"log_prior": log_prior}
+    equal(mix(scores, mask, "fitted", Switching(1), **known), mix(scores, mask, "fitted", "", **known))
+    text = scores.reshape(1, -1, experts)
+    history = mix(text, mask.reshape(1, -1), "cached", "history", **known).reshape(mask.shape)
+    equal(mix(scores, mask, "fitted", Switching(0), **known), history)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tables(scales=(0.1, 3.0)))
+def test_the_fitted_prior_is_at_least_as_good_as_any_expert(table) -> None:
+    scores, mask = table
+    log_prior = fitted_log_prior(scores, mask)
+    assert np.exp(log_prior).sum() == pytest.approx(1)
+    mixed = mix(scores, mask, "fitted", "", log_prior=log_prior).sum() / mask.sum()
+    assert mixed >= scores.sum(axis=(0, 1)).max() / mask.sum() - FITTED
+
+
+def test_the_fitted_prior_is_the_optimum_that_scipy_finds() -> None:
+    generator = np.random.default_rng(3)
+    scores = -generator.exponential(2, (6, 50, 4)) - [0.5, 0, 0.2, 3]
+    mask = np.ones(scores.shape[:2], bool)
+
+    def loss(logits: np.ndarray) -> float:
+        return -logsumexp(log_softmax(logits) + scores, axis=2).mean()
+
+    found = minimize(loss, np.zeros(4), method="BFGS", options={"gtol": 1e-10})
+    log_prior = fitted_log_prior(scores, mask)
+    assert loss(log_prior) == pytest.approx(found.fun, abs=2 * FITTED)
+    np.testing.assert_allclose(np.exp(log_prior), np.exp(log_softmax(found.x)), atol=0.01)
+
+
+def table_of(experts: tuple[str, ...], generator: np.random.Generator, best: str) -> ScoreTable:
+    scores = -generator.exponential(2, (3, 40, len(experts)))
+    scores[..., experts.index(best)] *= 0.5
+    return ScoreTable(scores, np.ones((3, 40), bool), experts, 3, "0")
+
+
+def test_tempered_is_chosen_over_the_grid_with_and_without_the_own_expert() -> None:
+    generator = np.random.default_rng(0)
+    experts = ("law", "news", "code")
+    # No expert has the name of the second domain, so that the best one, code, counts as its own.
+    dev = {"law": table_of(experts, generator, "law"), "songs": table_of(experts, generator, "code")}
+    grid = tempered_on_dev(dev)
+    assert {(tried.rule.beta, tried.rule.gamma) for tried in grid} == {(b, g) for b in BETAS for g in GAMMAS}
+    assert [tried.nats for tried in grid] == sorted(tried.nats for tried in grid)
+    for tried in (grid[0], grid[30], grid[-1]):
+        expected = 0.0
+        for domain, own in (("law", "law"), ("songs", "code")):
+            rest = dev[domain].select([expert for expert in experts if expert != own])
+            for part in (dev[domain], rest):
+                uniform = [-math.log(len(part.experts))] * len(part.experts)
+                rows = part.scores.reshape(-1, len(part.experts))
+                log_g = np.array(slow_weights(rows.tolist(), tried.rule, uniform))
+                expected -= logsumexp(log_g + rows, axis=1).mean() / 2
+        assert tried.nats == pytest.approx(expected, rel=1e-12)
+    assert tempered_on_dev({"law": dev["law"].select(("law", "news"))}) == []
+
+
+def test_switching_is_chosen_on_dev() -> None:
+    """A text whose best expert changes every 25 tokens wants an α near 0.04."""
+    generator = np.random.default_rng(1)
+    scores = -generator.exponential(1, (8, 250, 2))
+    scores[:, :, 0] -= 3 * (np.arange(250) // 25 % 2)
+    scores[:, :, 1] -= 3 * (np.arange(250) // 25 % 2 == 0)
+    dev = ScoreTable(scores, np.ones((8, 250), bool), ("law", "news"), 1, "0")
+    prior = np.log([0.5, 0.5])
+    chosen = switching_on_dev(dev, prior)
+    losses = {alpha: -mix(scores, dev.mask, "fitted", Switching(alpha), log_prior=prior).sum() for alpha in ALPHAS}
+    assert chosen.alpha == min(losses, key=losses.get)
+    assert 0.01 <= chosen.alpha <= 0.1
+
+
+def test_floors_lie_below_what_they_bound(tmp_path: Path) -> None:
+    """The best expert of a block bounds `history`, the best of a token bounds every rule; both by document."""
+    generator = np.random.default_rng(2)
+    experts, length, tokens = ("law", "news", "code"), 16, 1000
+    scores = -generator.exponential(2, (tokens, 3)).astype(np.float32)
+    ids = np.arange(tokens).astype(np.uint16)
+    for split in ("test", "dev"):
+        folder = tmp_path / f"x.{split}"
+        write_tokens(folder, ids, np.array([0, 300, 301]), length)
+        for number, expert in enumerate(experts):
+            metadata = {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"}
+            write_scores(folder / f"{expert}.parquet", [scores[:, number]], metadata)
+    block, token = (Mixture(method, experts, "") for method in ("best_block", "best_token"))
+    bounded = [Mixture("uniform", experts), Mixture("uniform", experts, "tempered(0.5,0.9)")]
+    bounded.append(Mixture("fitted", experts, "switching(0.1)"))
+    priors = dev_priors(read_scores(tmp_path / "x.dev", experts), bounded)
+    found = document_losses(tmp_path / "x.test", experts, [block, *bounded, token], priors).mixtures
+    wide = scores.astype(np.float64)
+    np.testing.assert_allclose(found[token], -np.add.reduceat(wide.max(axis=1), [0, 300, 301]), rtol=1e-9)
+    best = [part.sum(axis=0).argmax() for part in np.split(wide, range(length, tokens, length))]
+    chosen = wide[np.arange(tokens), np.repeat(best, length)[:tokens]]
+    np.testing.assert_allclose(found[block], -np.add.reduceat(chosen, [0, 300, 301]), rtol=1e-9)
+    assert found[block].sum() <= found[bounded[0]].sum() + 1e-9
+    assert all((found[token] <= found[mixture]).all() for mixture in bounded)
+    assert floor(np.zeros((1, 2, 3)), "best_block").shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("weights", "fault"),
+    [
+        ("tempered", "leave parameters open"),
+        ("tempered(0.2)", r"has other parameters than its rule; use tempered\(beta,gamma\)"),
+        ("tempered(0.2,1.5)", r"has gamma 1.5; use tempered\(beta,gamma\) with gamma from 0 to 1"),
+        ("switching(nan)", "has alpha nan"),
+        ("history(1)", "has other parameters"),
+        ("likely", "is not known"),
+    ],
+)
+def test_a_wrong_rule_is_refused(weights: str, fault: str) -> None:
+    with pytest.raises(DemixError, match=fault):
+        weights_rule(weights)
+
+
+def test_evidence_is_not_counted_twice() -> None:
+    mixture = Mixture("cached", ("law", "news"), "tempered(0.2,0.98)")
+    dev = ScoreTable(np.zeros((1, 4, 2)), np.ones((1, 4), bool), mixture.experts, 1, "0")
+    with pytest.raises(DemixError, match="see more than one block"):
+        dev_priors(dev, [mixture])
+    with pytest.raises(DemixError, match="see more than one block"):
+        mix(dev.scores, dev.mask, "updating", mixture.weights)
