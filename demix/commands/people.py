@@ -150,10 +150,17 @@ def mix(
     scores: Annotated[Path, typer.Argument(help="A split's score table, results/<run>/scores/<model>/<domain>.test.")],
     experts: Annotated[str, typer.Option(help="The experts to mix, separated by commas; by default all.")] = "",
     methods: Annotated[
-        str, typer.Option(help="The mixing methods, separated by commas.")
-    ] = "average,uniform,updating,cached",
+        str,
+        typer.Option(
+            help="average, uniform, updating, cached, fitted, separated by commas; by default those of the weights."
+        ),
+    ] = "",
     weights: Annotated[
-        str, typer.Option(help="Tokens that weight the experts: history, released or a number of last tokens.")
+        str,
+        typer.Option(
+            help="Rule for the experts' weights: history, released, a number of last tokens, tempered or switching, "
+            "the last two also with parameters: tempered(0.2,0.98), switching(0.2)."
+        ),
     ] = "history",
     decay: Annotated[float, typer.Option(min=0.001, max=1, help="Lambda of the updating and cached priors.")] = DECAY,
     dev_blocks: Annotated[
@@ -166,16 +173,22 @@ def mix(
     """Mix any experts on a scored text: print the perplexity by method, and the cached prior. Runs no forward pass."""
     from rich.table import Table
 
+    from demix.config.mixing import parsed_weights
     from demix.evaluate.domain import mix_experts
     from demix.evaluate.losses import Mixture
 
     chosen = experts.split(",") if experts else [path.stem for path in sorted(scores.glob("*.parquet"))]
     chosen = [name for name in chosen if name != "tokens"]
     rule = int(weights) if weights.isdecimal() else weights
+    try:
+        family = parsed_weights(rule).rules
+    except ValueError as error:
+        raise DemixError(f"--weights {weights:.40}", *error.args) from None
     mixture = Mixture("", tuple(chosen), rule, decay, dev_blocks, top_k)
-    rows, prior = mix_experts(scores, mixture, methods.split(","))
+    asked = methods.split(",") if methods else ["average", *family.evaluated]
+    rows, prior = mix_experts(scores, mixture, asked)
     table = Table(title=f"{scores.parent.name} on {scores.name}")
-    for head in ("", "perplexity", "95% interval", "cached prior"):
+    for head in ("", "perplexity", "95% interval", "prior"):
         table.add_column(head, justify="left" if head == "" else "right")
     for row in rows:
         low, high = row["perplexity_low"], row["perplexity_high"]
@@ -241,12 +254,20 @@ def generate(
     experts: Annotated[
         str | None, typer.Option(help="The experts to mix, separated by commas; by default all.")
     ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="Rule for the experts' weights: tempered, switching, history or released. tempered takes the "
+            "parameters that were chosen for the model; others are given as in tempered(0.2,0.98) or switching(0.2)."
+        ),
+    ] = "tempered",
     prior: Annotated[
         str,
         typer.Option(
-            help="updating, uniform, weights (law=2,news=1), a domain of the run, or a <domain>.priors.parquet."
+            help="uniform, updating (the default with history and released), weights (law=2,news=1), a domain of the "
+            "run, or a <domain>.priors.parquet."
         ),
-    ] = "updating",
+    ] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 100,
     temperature: Annotated[
         float, typer.Option(min=0, max=100, help="Temperature of sampling; 0 takes the likeliest token.")
@@ -260,13 +281,16 @@ def generate(
 ) -> None:
     """Continue a prompt with a mixture of experts. In a terminal, the posterior over experts follows the text."""
     from demix.generate.terminal import continued, posterior_table
-    from demix.model.decode import named_prior, open_model
+    from demix.model.decode import named_prior, open_model, weights_of
+    from demix.model.posterior import posterior_by
     from demix.model.scoring import columns_of
 
     trunks, encoder = open_model(model, experts.split(",") if experts else None, tokenizer)
     names = columns_of(trunks)
-    log_prior, decay = named_prior(prior, model, names)
-    log_weights = continued(trunks, encoder, prompt, log_prior, decay, tokens, temperature, top_p, seed)
+    rule = weights_of(weights, model)
+    log_prior, decay = named_prior(prior, model, names, rule)
+    posterior = posterior_by(rule, log_prior, trunks[0].architecture.context, decay=decay)
+    log_weights = continued(trunks, encoder, prompt, posterior, tokens, temperature, top_p, seed)
     if sys.stdout.isatty():
         terminal().print(posterior_table(names, log_weights))
 

@@ -30,6 +30,9 @@ FAMILIES = {
     "switching": Family({"alpha": (0, 1)}, ("fitted",), TWICE),
 }
 
+# Parameters where none were chosen on dev.
+DEFAULTS = {"tempered": (0.1, 0.99), "switching": (0.2,)}
+
 
 @dataclass(frozen=True)
 class Weights:

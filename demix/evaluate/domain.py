@@ -118,7 +118,7 @@ DIFFERENCES = {
     "tokens_sha256": pa.string(),
     "seed": pa.int32(),
 }
-# priors.parquet: the cached priors of the tables' rows.
+# priors.parquet: the cached priors of the tables' rows by their weights, and the fitted priors (weights: fitted).
 PRIORS = {
     "model": pa.string(),
     "experts": pa.string(),
@@ -379,9 +379,11 @@ def _prior_rows(
     entries: Iterable[tuple[Mixture, str]], about: dict[str, Any], log_priors: dict[Mixture, np.ndarray]
 ) -> Iterator[dict[str, Any]]:
     for mixture, variant in entries:
-        if mixture.method == "cached" and mixture.top_k is None and not variant:
+        fitted = mixture.method == "fitted" and mixture.weights == ""
+        if (fitted or mixture.method == "cached") and mixture.top_k is None and not variant:
             for expert, prior in zip(mixture.experts, np.exp(log_priors[mixture]).tolist(), strict=True):
-                row = about | {"weights": str(mixture.weights), "expert": expert, "prior": prior}
+                weights = "fitted" if fitted else str(mixture.weights)
+                row = about | {"weights": weights, "expert": expert, "prior": prior}
                 yield {name: row[name] for name in PRIORS}
 
 

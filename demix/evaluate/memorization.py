@@ -22,10 +22,11 @@ from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import read_json, write_parquet
 from demix.model.checkpoint import describe, expert_lineage, load_experts, refuse_other_tokenizer
-from demix.model.decode import Decoder, Posterior, generate, log_prior_of
+from demix.model.decode import Decoder, generate, log_prior_of
 from demix.model.device import own_device, set_threads
 from demix.model.gpt import GPT
 from demix.model.merge import prior_weights
+from demix.model.posterior import Posterior
 from demix.progress import progress
 from demix.settings import Items, Text, settings
 from demix.train.batches import seen_blocks

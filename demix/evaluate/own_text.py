@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from demix.config.mixing import METHODS
 from demix.config.sections import DECAY
 from demix.data.anonymize import anonymize_documents
 from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.sources import Source, download
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
+from demix.evaluate.mix.choice import mixing_of, switching_on_dev
 from demix.evaluate.mix.mixtures import log_weights, mix
-from demix.evaluate.mix.priors import cached_log_prior, updating_log_priors
+from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior, updating_log_priors
 from demix.evaluate.mix.rules import Chunk, History
+from demix.evaluate.score_tables import ScoreTable
 from demix.model.checkpoint import load_experts, refuse_other_tokenizer
 from demix.model.gpt import GPT
 from demix.model.scoring import columns_of, trunk_log_probabilities
@@ -45,10 +46,10 @@ class Line:
 
 @dataclass(frozen=True)
 class ExpertLine(Line):
-    """The figures of one expert alone, and its weights in the mixture with the updating prior.
+    """The figures of one expert alone, and its weights in mixtures.
 
-    `weight` is the mean of the expert's weight over all tokens. `posterior` is the expert's updating prior after the
-    text (paper, Eq. 7).
+    `weight` is the mean of the expert's `tempered` weight over all tokens. `posterior` is the expert's updating prior
+    after the text (paper, Eq. 7).
     """
 
     weight: float
@@ -81,10 +82,11 @@ def evaluate_text(model: Path, text: Path, tokenizer: Path, dev: Path | None = N
     """Perplexity and bits per byte of `text` under each expert of `model` and under each method that mixes them.
 
     The text is read, tokenized and cut into blocks like the text of a domain, but it is not anonymized. A file whose
-    format is not among STRUCTURED is one document of plain text. All experts score the text in one pass. Mixtures use
-    `history` weights and the decay DECAY. With `dev`, a text from the same domain, the mixtures include the cached
-    prior of its first DEV_BLOCKS blocks. Raises DemixError if a file is missing or holds no text, or if the tokenizer
-    is not the model's.
+    format is not among STRUCTURED is one document of plain text. All experts score the text in one pass. `tempered`,
+    with the model's parameters, is the default rule; the paper's mixtures use `history` weights and the decay DECAY.
+    With `dev`, a text from the same domain, the mixtures include the cached and fitted priors of its first DEV_BLOCKS
+    blocks, and `switching`. Raises DemixError if a file is missing or holds no text, or if the tokenizer is not the
+    model's.
     """
     for file in (tokenizer, text, *([dev] if dev else [])):
         if not file.is_file():
@@ -100,21 +102,26 @@ def evaluate_text(model: Path, text: Path, tokenizer: Path, dev: Path | None = N
         with np.errstate(over="ignore"):
             return float(np.exp(-log_p / tokens)), float(-log_p / math.log(2) / size)
 
-    mixtures = []
+    mixtures, tempered = [], mixing_of(model)
     if len(names) > 1:
         best = scores.sum(axis=(0, 1)).argmax()
         mixtures.append(Line(f"best single ({names[best]}), an oracle", *figures(scores[..., best].sum())))
-        log_prior = None
+        mixed = {"tempered (uniform prior)": mix(scores, mask, "uniform", tempered)}
+        mixed |= {method: mix(scores, mask, method, decay=DECAY) for method in ("average", "uniform", "updating")}
         if dev is not None:
-            _, before, known = _scored(loaded, dev, tokenizer, DEV_BLOCKS * scores.shape[1])
-            log_prior = cached_log_prior(before, known, "history", decay=DECAY, blocks=DEV_BLOCKS)
-        for method in METHODS if log_prior is not None else METHODS[:-1]:
-            mixed = mix(scores, mask, method, decay=DECAY, log_prior=log_prior)
-            mixtures.append(Line(method, *figures(mixed.sum())))
-    history = History()
-    log_priors = updating_log_priors(history.block_evidence(scores, mask), DECAY)
-    evidence, _ = history.evidence(Chunk(scores, mask), history.begin(log_priors[0]))
-    weights = np.exp(log_weights(log_priors[:-1], evidence))[mask].mean(axis=0)
+            shard_dev, before, known = _scored(loaded, dev, tokenizer, DEV_BLOCKS * scores.shape[1])
+            cached = cached_log_prior(before, known, "history", decay=DECAY, blocks=DEV_BLOCKS)
+            fitted = fitted_log_prior(before, known)
+            table = ScoreTable(before, known, names, len(shard_dev.offsets), "")
+            switching = switching_on_dev(table, fitted)
+            mixed["cached"] = mix(scores, mask, "cached", log_prior=cached)
+            mixed["fitted"] = mix(scores, mask, "fitted", "", log_prior=fitted)
+            mixed["switching (fitted prior)"] = mix(scores, mask, "fitted", switching, log_prior=fitted)
+        mixtures += [Line(name, *figures(log_p.sum())) for name, log_p in mixed.items()]
+    log_priors = updating_log_priors(History().block_evidence(scores, mask), DECAY)
+    equal = np.full((len(mask), len(names)), -math.log(len(names)))
+    evidence, _ = tempered.evidence(Chunk(scores, mask), tempered.begin(equal[0]))
+    weights = np.exp(log_weights(equal, evidence))[mask].mean(axis=0)
     lines = tuple(
         ExpertLine(name, *figures(scores[..., number].sum()), float(weight), math.exp(log_posterior))
         for number, (name, weight, log_posterior) in enumerate(zip(names, weights, log_priors[-1], strict=True))
@@ -170,7 +177,7 @@ def tables(result: OwnText) -> list["rich.table.Table"]:
         shares = [f"{line.weight:.3f}", f"{line.posterior:.3f}"] if several else []
         experts.add_row(*_cells(line), *shares, style="bold" if several and not experts.rows else None)
     if several:
-        experts.caption = "weight: mean over all tokens with the updating prior; posterior: prior after the last block"
+        experts.caption = "weight: mean over all tokens by tempered; posterior: updating prior after the last block"
         experts.caption_justify = "left"
     return [mixtures, experts] if several else [experts]
 

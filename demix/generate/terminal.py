@@ -7,8 +7,9 @@ import torch
 from rich.table import Table
 
 from demix.data.tokenizer import Tokenizer
-from demix.model.decode import Decoder, Posterior, decoded, generate
+from demix.model.decode import Decoder, decoded, generate
 from demix.model.gpt import GPT
+from demix.model.posterior import Posterior
 
 BAR = 40
 # A model may generate control codes, and these must not control the terminal.
@@ -19,8 +20,7 @@ def continued(
     trunks: Sequence[GPT],
     tokenizer: Tokenizer,
     prompt: str,
-    log_prior: torch.Tensor,
-    decay: float | None,
+    posterior: Posterior,
     tokens: int,
     temperature: float,
     top_p: float,
@@ -31,7 +31,6 @@ def continued(
     A terminal gets the prompt too, and control codes are replaced. A pipe gets the continuation as it is.
     """
     shown = sys.stdout.isatty()
-    posterior = Posterior(log_prior, trunks[0].architecture.context, decay=decay)
     decoder = Decoder(trunks, torch.tensor([tokenizer.end_of_text]), posterior)
     decoder.read(torch.from_numpy(tokenizer.encode(prompt).astype("int64"))[None])
     if shown:

@@ -2,68 +2,28 @@
 
 Texts are cut into blocks (docs/concepts.md), as in training and scoring. When a block fills the model's context, the
 next block starts with the last token as its only context. An updating prior carries the evidence about the domain from
-block to block. Generated and given tokens get the probabilities that `demix.evaluate.mix` computes with `history`
+block to block. Generated and given tokens get the probabilities that `demix.evaluate.mix` computes with the same
 weights.
 """
 
 import codecs
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from demix.config.mixing import DEFAULTS, Weights, parsed_weights
 from demix.config.sections import DECAY
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.model.checkpoint import load_experts, refuse_other_tokenizer
+from demix.model.description import read_mixing
 from demix.model.gpt import GPT
 from demix.model.merge import parse_weights, prior_weights
-
-
-class Posterior:
-    """The weights of E experts on B growing texts, cut into blocks of `length` tokens.
-
-    `log_weights` [B, E] float64 are log g, the weights that predict the next token (paper, Eq. 5-6). Without `decay`,
-    every block begins with the prior `log_prior` [E]. With `decay`, only the first block does, and the priors of later
-    blocks follow the updating rule (paper, Eq. 7).
-    """
-
-    def __init__(self, log_prior: Tensor, length: int, texts: int = 1, decay: float | None = None):
-        self.length, self.decay = length, decay
-        self.log_weights = log_prior.double().log_softmax(0).expand(texts, -1)
-        self._given, self._log_prior = self.log_weights, self.log_weights
-        # The evidence of the current block, and the log of the decayed sum of the posteriors of earlier blocks.
-        self._evidence, self._total = torch.zeros_like(self.log_weights), torch.full_like(self.log_weights, -torch.inf)
-        self.seen = 0
-
-    @property
-    def room(self) -> int:
-        """The number of tokens that still fit into the block. It is at least 1, because a full block ends at once."""
-        return self.length - self.seen % self.length
-
-    def observe(self, scores: Tensor) -> Tensor:
-        """Take log p [E, B, N] of the next N tokens; returns log g [B, N, E], the weights that predicted each token."""
-        used = []
-        while scores.shape[2]:
-            piece, scores = scores[:, :, : self.room], scores[:, :, self.room :]
-            sums = self._evidence[:, None] + piece.double().permute(1, 2, 0).cumsum(1)  # [B, n, E]
-            logits = self._log_prior[:, None] + torch.cat([self._evidence[:, None], sums], 1)
-            log_weights = logits.log_softmax(-1)
-            used.append(log_weights[:, :-1])
-            self._evidence, self.log_weights = sums[:, -1], log_weights[:, -1]
-            ends = piece.shape[2] == self.room
-            self.seen += piece.shape[2]
-            if ends:
-                self._end_block()
-        return torch.cat(used, 1) if used else self.log_weights.new_empty(len(self.log_weights), 0, len(self._given[0]))
-
-    def _end_block(self) -> None:
-        if self.decay is not None:
-            self._total = math.log(self.decay) + torch.logaddexp(self._total, self.log_weights)
-        self._log_prior = self._given if self.decay is None else self._total.log_softmax(-1)
-        self.log_weights, self._evidence = self._log_prior, torch.zeros_like(self._evidence)
+from demix.model.posterior import Posterior
 
 
 class Decoder:
@@ -198,12 +158,34 @@ def log_prior_of(experts: Sequence[str], weights: dict[str, float]) -> Tensor:
     return torch.tensor([weights.get(name, 0.0) / total for name in experts], dtype=torch.float64).log()
 
 
-def named_prior(name: str, directory: Path, experts: Sequence[str]) -> tuple[Tensor, float | None]:
+def weights_of(name: str, directory: Path) -> Weights:
+    """The rule for the experts' weights that `name` stands for, with the parameters of the model in `directory`.
+
+    `name` is a value of `evaluation.weights` other than a number of tokens. Where it leaves parameters open, those of
+    `tempered` come from the model's mixing.json; a model without that file, and `switching`, have those of `DEFAULTS`.
+    """
+    try:
+        weights = parsed_weights(name)
+    except ValueError as error:
+        raise DemixError(f"--weights {name:.40}", *error.args) from None
+    mixing = Path(directory) / "mixing.json"
+    if name == "tempered" and mixing.exists():
+        return replace(weights, parameters=read_mixing(mixing))
+    return replace(weights, parameters=weights.parameters or DEFAULTS.get(weights.family, ()))
+
+
+def named_prior(name: str, directory: Path, experts: Sequence[str], weights: Weights) -> tuple[Tensor, float | None]:
     """The prior that `name` stands for, over `experts` of the model in `directory`: (log prior [E], decay).
 
-    `name` is `updating`, `uniform`, weights such as law=2,news=1, a domain whose cached prior is in the run of the
-    model, or the path of an evaluation's <domain>.priors.parquet. A prior over more experts is restricted to `experts`.
+    `name` is `updating`, `uniform`, weights such as law=2,news=1, a domain whose prior is in the run of the model, or
+    the path of an evaluation's <domain>.priors.parquet. The prior of a domain is `cached`, or `fitted` where `weights`
+    see earlier blocks. "" is `updating`, or `uniform` where `weights` see earlier blocks. A prior over more experts is
+    restricted to `experts`.
     """
+    refused = weights.rules.refused
+    name = name or ("uniform" if refused else "updating")
+    if name in refused:
+        raise DemixError(f"--prior {name}", f"counts the evidence of {weights.family} twice", "use uniform or a domain")
     if name in ("updating", "uniform"):
         return log_prior_of(experts, dict.fromkeys(experts, 1.0)), DECAY if name == "updating" else None
     if "=" in name:
@@ -211,11 +193,11 @@ def named_prior(name: str, directory: Path, experts: Sequence[str]) -> tuple[Ten
     path, domain = run_of(directory) / "priors.parquet", name
     if name.endswith(".parquet"):
         path, domain = Path(name), Path(name).name.partition(".")[0]
-    model = Path(directory).resolve().name
-    weights = prior_weights(path, model, domain, "training")
-    if not set(experts) <= weights.keys():
-        weights = prior_weights(path, model, domain, "all")
-    return log_prior_of(experts, {expert: weights[expert] for expert in experts if expert in weights}), None
+    model, kind = Path(directory).resolve().name, "fitted" if refused else "history"
+    found = prior_weights(path, model, domain, "training", kind)
+    if not set(experts) <= found.keys():
+        found = prior_weights(path, model, domain, "all", kind)
+    return log_prior_of(experts, {expert: found[expert] for expert in experts if expert in found}), None
 
 
 def open_model(

@@ -88,19 +88,21 @@ def parse_weights(text: str, option: str = "--weights") -> dict[str, float]:
     return weights
 
 
-def prior_weights(path: Path, model: str, domain: str, experts: str) -> dict[str, float]:
-    """The cached prior (weights `history`) of a domain over the experts of a model, from a table of priors.
+def prior_weights(path: Path, model: str, domain: str, experts: str, kind: str = "history") -> dict[str, float]:
+    """The prior of a domain over the experts of a model, from a table of priors.
+
+    `kind` is the column weights: `history` of the cached prior with these weights, or `fitted`.
 
     `path` is evaluations/<domain>.priors.parquet or a run's priors.parquet. `experts` is the label of the set of
     experts: training, all or minus-<domain>. Raises DemixError if the table has no such prior.
     """
     rows = read_parquet(path).to_pylist()
-    wanted = {"model": model, "domain": domain, "experts": experts, "weights": "history"}
+    wanted = {"model": model, "domain": domain, "experts": experts, "weights": kind}
     found = {row["expert"]: row["prior"] for row in rows if wanted.items() <= row.items()}
     if not found:
         there = sorted({f"{row['model']}/{row['experts']} on {row['domain']}" for row in rows})
         listed = ", ".join(there[:6]) + (", …" if len(there) > 6 else "")
-        raise DemixError(path, f"holds no prior of {model}/{experts} on {domain}", f"it has {listed}")
+        raise DemixError(path, f"holds no prior of {model}/{experts} on {domain} ({kind})", f"it has {listed}")
     return found
 
 

@@ -24,7 +24,8 @@ from demix.files import digest, exclusive, read_json, sha256_file, write_json, w
 from demix.generate.playground.answers import opened
 from demix.model import experts
 from demix.model.checkpoint import load_model
-from demix.model.decode import Decoder, Posterior
+from demix.model.decode import Decoder
+from demix.model.posterior import Posterior
 from demix.model.scoring import trunk_log_probabilities
 from support.breaking import Note
 from support.cli import demix, said

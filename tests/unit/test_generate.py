@@ -14,8 +14,9 @@ from demix.errors import DemixError
 from demix.evaluate.mix.mixtures import mix
 from demix.files import read_json, write_json
 from demix.model.checkpoint import load_model
-from demix.model.decode import Decoder, Posterior, choose, decoded, generate, log_prior_of, nucleus
+from demix.model.decode import Decoder, choose, decoded, generate, log_prior_of, nucleus, weights_of
 from demix.model.export import export_hf
+from demix.model.posterior import Posterior, posterior_by
 from support.cli import demix
 from support.decoding import LENGTH, in_blocks, whole, write_run
 from support.models import THREE, model_of, write_model
@@ -64,6 +65,34 @@ def test_mixtures_of_generated_texts_equal_mix(method: str, log_prior: torch.Ten
     for text in range(len(BEFORE)):
         table, mask = in_blocks(expected[:, text])
         ours = mix(table, mask, method, "history", decay=decay or 0.3, log_prior=PRIOR.numpy())[mask]
+        np.testing.assert_allclose(mixed[text], ours, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("weights", "method", "decay"),
+    [
+        ("tempered(0.3,0.9)", "fitted", None),
+        ("tempered(1,0)", "uniform", None),
+        ("switching(0.2)", "fitted", None),
+        ("switching(0)", "uniform", None),
+        ("switching(1)", "fitted", None),
+        ("released", "cached", None),
+        ("released", "updating", 0.3),
+    ],
+)
+@pytest.mark.parametrize("pieces", [[37], [3, 13, 1, 15, 5]], ids=str)
+def test_every_rule_gives_the_mixtures_of_whole_texts(weights: str, method: str, decay: float | None, pieces) -> None:
+    model, known = model_of(THREE, torch.float64), method in ("cached", "fitted")
+    rule = weights_of(weights, Path())
+    posterior = posterior_by(rule, PRIOR if known else torch.zeros(3), LENGTH, len(BEFORE), decay)
+    decoder = Decoder([model], BEFORE, posterior)
+    scores, log_weights = (torch.cat(parts, axis) for axis, parts in zip(
+        (2, 1), zip(*(decoder.read(piece) for piece in TOKENS.split(pieces, 1)), strict=True), strict=True
+    ))  # fmt: skip
+    mixed = (log_weights + scores.permute(1, 2, 0)).logsumexp(-1).numpy()
+    for text in range(len(BEFORE)):
+        table, mask = in_blocks(scores[:, text].numpy())
+        ours = mix(table, mask, method, weights, decay=decay or 0.3, log_prior=PRIOR.numpy())[mask]
         np.testing.assert_allclose(mixed[text], ours, atol=1e-10, rtol=0)
 
 
@@ -184,6 +213,14 @@ def test_the_command_prints_a_continuation(run: Path, tmp_path: Path) -> None:
     }
     assert outputs["law"] == outputs["given"] == outputs["songs"]
     assert outputs["file"] == outputs["wiki"] != outputs["law"]
+    rules = {
+        weights: demix("generate", model, *options, "--weights", weights).stdout
+        for weights in ("tempered", "tempered(0.1,0.99)", "tempered(0.4,0.5)", "history", "switching(0.9)")
+    }
+    assert rules["tempered"] == rules["tempered(0.1,0.99)"] == first.stdout
+    write_json(model / "mixing.json", {"beta": 0.4, "gamma": 0.5})
+    assert demix("generate", model, *options).stdout == rules["tempered(0.4,0.5)"]
+    (model / "mixing.json").unlink()
     shutil.copytree(model, tmp_path / "elsewhere")
     assert isinstance(demix("generate", tmp_path / "elsewhere", *options).exception, DemixError)
     told = demix("generate", tmp_path / "elsewhere", *options, "--tokenizer", run / "tokenizer.json")
@@ -198,6 +235,8 @@ def test_what_generation_cannot_do_is_refused(run: Path, tmp_path: Path) -> None
         (["--experts", "law,laws"], "laws"),
         (["--experts", "law,law"], "twice"),
         (["--prior", "film"], "no prior"),
+        (["--prior", "updating"], "counts the evidence of tempered twice"),
+        (["--weights", "last"], "--weights last: is not known"),
         (["--prior", "law=1,film=1"], "no expert"),
         (["--tokenizer", other], "another tokenizer"),
     ):

@@ -9,8 +9,10 @@ import pytest
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
+from demix.evaluate.mix.choice import switching_on_dev
 from demix.evaluate.mix.mixtures import mix
-from demix.evaluate.mix.priors import cached_log_prior
+from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior
+from demix.evaluate.mix.rules import Tempered
 from demix.evaluate.own_text import DECAY, DEV_BLOCKS, run_tokenizer
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
@@ -57,6 +59,15 @@ def test_the_numbers_are_those_of_the_pipeline(model: Path, tokens: Path, tmp_pa
     for method in ("average", "uniform", "updating", "cached"):
         mixed = mix(test.scores, test.mask, method, decay=DECAY, log_prior=log_prior)
         assert by_name[method] == pytest.approx(perplexity(mixed), rel=1e-6), method
+    fitted = fitted_log_prior(dev.scores, dev.mask)
+    rule = switching_on_dev(dev, fitted)
+    mixtures = {
+        "tempered (uniform prior)": mix(test.scores, test.mask, "uniform", Tempered(0.1, 0.99)),
+        "fitted": mix(test.scores, test.mask, "fitted", "", log_prior=fitted),
+        "switching (fitted prior)": mix(test.scores, test.mask, "fitted", rule, log_prior=fitted),
+    }
+    for name, mixed in mixtures.items():
+        assert by_name[name] == pytest.approx(perplexity(mixed), rel=1e-6), name
     best = min(found["experts"], key=lambda line: line["perplexity"])
     assert by_name[f"best single ({best['name']}), an oracle"] == best["perplexity"]
     for share in ("weight", "posterior"):

@@ -63,16 +63,22 @@ def ask(
 
 
 def question(**changes: object) -> dict:
-    return {"text": TEXT, "experts": list(THREE), "prior": "updating"} | changes
+    return {"text": TEXT, "experts": list(THREE), "weights": "history", "prior": "updating"} | changes
 
 
 def drawing(**changes: object) -> dict:
     return question(tokens=20, temperature=1.0, top_p=0.9, seed=1) | changes
 
 
-@pytest.mark.parametrize(("prior", "method"), [("updating", "updating"), ("uniform", "uniform"), ("wiki", "cached")])
-def test_an_analysis_is_what_mix_says(server: Playground, prior: str, method: str) -> None:
-    status, text, _ = ask(server, "POST", "/analyse", question(prior=prior))
+@pytest.mark.parametrize(
+    ("weights", "prior", "method"),
+    [
+        ("history", "updating", "updating"), ("history", "uniform", "uniform"), ("history", "wiki", "cached"),
+        ("tempered(0.1,0.99)", "", "uniform"), ("switching(0.2)", "wiki", "fitted"),
+    ],
+)  # fmt: skip
+def test_an_analysis_is_what_mix_says(server: Playground, weights: str, prior: str, method: str) -> None:
+    status, text, _ = ask(server, "POST", "/analyse", question(weights=weights, prior=prior))
     assert status == 200, text
     found = json.loads(text)
     assert "".join(found["pieces"]) == TEXT
@@ -81,7 +87,7 @@ def test_an_analysis_is_what_mix_says(server: Playground, prior: str, method: st
     ids = torch.from_numpy(encoder.encode(TEXT).astype(np.int64))[None]
     scores = whole(load_model(directory, THREE), ids, torch.tensor([encoder.end_of_text]))[:, 0]
     table, mask = in_blocks(scores)
-    expected = mix(table, mask, method, "history", log_prior=np.log([0.1, 0.2, 0.7]))[mask]
+    expected = mix(table, mask, method, weights, log_prior=np.log([0.1, 0.2, 0.7]))[mask]
     np.testing.assert_allclose(found["bits"], -expected / np.log(2), atol=2e-3)
     order = [server.model.experts.index(name) for name in THREE]
     np.testing.assert_allclose(np.array(found["expert_bits"])[:, order].T, -scores / np.log(2), atol=2e-2)
@@ -140,7 +146,7 @@ def test_the_page_may_run_its_own_script_alone(server: Playground) -> None:
     assert ask(server, "GET", "/model", Host=f"localhost:{server.server_port}")[0] == 200
 
 
-LINK = {"text": "a", "experts": ["law"], "prior": "uniform"}
+LINK = {"text": "a", "experts": ["law"], "weights": "tempered", "prior": "uniform"}
 REFUSALS = {
     "no host": ("GET", "/", None, {"Host": None}, 403, "open http://127.0.0.1"),
     "another host": ("GET", "/model", None, {"Host": "evil.example:8501"}, 403, "open"),
@@ -167,6 +173,8 @@ REFUSALS = {
     "no expert": ("POST", "/analyse", question(experts=[]), {}, 400, "without weight"),
     "weight for none": ("POST", "/analyse", question(experts=["news"], prior="songs"), {}, 400, "without weight"),
     "no such prior": ("POST", "/analyse", question(prior="/etc/x.parquet"), {}, 400, "not known"),
+    "no such rule": ("POST", "/analyse", question(weights="last"), {}, 400, "is not known"),
+    "evidence twice": ("POST", "/analyse", question(weights="tempered"), {}, 400, "twice"),
     "too long a text": ("POST", "/analyse", question(text="x " * 30_000), {}, 400, f"at most {MOST_TOKENS}"),
     "too many tokens": ("POST", "/generate", drawing(tokens=501), {}, 400, "from 1 to 500"),
     "cold": ("POST", "/generate", drawing(temperature=-0.1), {}, 400, "from 0 to 10"),
@@ -191,7 +199,8 @@ def test_what_is_refused_is_told_in_one_line(server: Playground, case: tuple) ->
 
 
 def test_unpaired_surrogates_do_no_harm(server: Playground) -> None:
-    status, text, _ = ask(server, "POST", "/analyse", b'{"text": "a\\ud800b", "experts": ["law"], "prior": "uniform"}')
+    asked = b'{"text": "a\\ud800b", "experts": ["law"], "weights": "tempered", "prior": "uniform"}'
+    status, text, _ = ask(server, "POST", "/analyse", asked)
     assert status in (200, 400), text
 
 

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from demix.evaluate.losses import Mixture, cached_priors, document_losses
+from demix.evaluate.losses import Mixture, dev_priors, document_losses
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.generate.playground.answers import Drawing, Mixing, analyse, draw, opened
 from demix.model.checkpoint import load_experts
-from demix.model.decode import Decoder, Posterior, generate
+from demix.model.decode import Decoder, generate
+from demix.model.posterior import Posterior
 from support.cli import demix
 from support.decoding import LENGTH, whole, write_run
 from support.models import THREE, model_of, randomise, write_trunks
@@ -42,7 +43,7 @@ def test_they_are_scored_and_mixed_alike(models: tuple[Path, Path], tokens: Path
         output = tmp_path / str(number)
         score(model, experts, shards, Scoring(dev_blocks=10, test_tokens=300, precision="fp32", threads=1), output)
         tables.append(read_scores(output / f"{NOVEL[0]}.test", experts))
-        priors = cached_priors(read_scores(output / f"{NOVEL[0]}.dev", experts), mixtures)
+        priors = dev_priors(read_scores(output / f"{NOVEL[0]}.dev", experts), mixtures)
         losses.append(document_losses(output / f"{NOVEL[0]}.test", experts, mixtures, priors))
     np.testing.assert_allclose(tables[1].scores, tables[0].scores, rtol=1e-6)
     assert not np.allclose(tables[0].scores[..., 0], tables[0].scores[..., 1], atol=0.1)
@@ -100,10 +101,10 @@ def test_the_terminal_and_the_page_show_the_same(models: tuple[Path, Path]) -> N
     assert written[0].output == written[1].output != ""
     stacked, apart = (opened(model, None) for model in models)
     assert (stacked.experts, stacked.context) == (apart.experts, apart.context)
-    asked = Mixing(TEXT, THREE[:2], "updating")
+    asked = Mixing(TEXT, THREE[:2], "tempered", "")
     answers = [analyse(model, asked) for model in (stacked, apart)]
     for key in ("bits", "expert_bits", "weights"):
         np.testing.assert_allclose(answers[1][key], answers[0][key], atol=1.1e-2 if key == "expert_bits" else 1.1e-3)
-    drawing = Drawing(TEXT, THREE, "wiki", 20, 1.0, 0.9, 3)
+    drawing = Drawing(TEXT, THREE, "history", "wiki", 20, 1.0, 0.9, 3)
     texts = ["".join(line["pieces"][0] for line in draw(model, drawing)) for model in (stacked, apart)]
     assert texts[0] == texts[1] != ""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from demix.config.mixing import DEFAULTS
 from demix.evaluate.mix.mixtures import mix
 from demix.evaluate.mix.rules import Switching, Tempered
 from demix.evaluate.score_tables import ScoreTable
@@ -19,7 +20,7 @@ BETAS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 GAMMAS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
 ALPHAS = (0.001, 0.003, 0.01, 0.03, 0.06, 0.1, 0.2, 0.35, 0.6, 1.0)
 # For two experts or fewer: without a domain's own expert there is nothing to mix.
-DEFAULT = Tempered(0.1, 0.99)
+DEFAULT = Tempered(*DEFAULTS["tempered"])
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,18 @@ import torch
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_parquet
-from demix.model.decode import Decoder, Posterior, decoded, generate, log_prior_of, named_prior, open_model, run_of
+from demix.model.decode import (
+    Decoder,
+    decoded,
+    generate,
+    log_prior_of,
+    named_prior,
+    open_model,
+    run_of,
+    weights_of,
+)
 from demix.model.gpt import GPT
+from demix.model.posterior import Posterior, posterior_by
 from demix.model.scoring import columns_of
 from demix.settings import Integer, Items, Number, Text, settings
 
@@ -46,10 +56,15 @@ class Opened:
 
 @settings()
 class Mixing:
-    """A request to mix: a text, the experts in the mixture, and the prior (updating, uniform or a domain)."""
+    """A request to mix: a text, the experts in the mixture, and how.
+
+    `weights` names the rule of the weights (`demix.model.decode.weights_of`), and `prior` is "" (the rule's default),
+    updating, uniform or a domain.
+    """
 
     text: Text
     experts: Items[Text]
+    weights: Text
     prior: Text
 
 
@@ -159,15 +174,18 @@ def _rounded(values: torch.Tensor, digits: int) -> list[Any]:
 
 
 def _posterior(model: Opened, asked: Mixing | Drawing) -> Posterior:
-    if asked.prior not in ("updating", "uniform", *model.domains):
+    if asked.prior not in ("", "updating", "uniform", *model.domains):
         raise DemixError("prior", f"{asked.prior!r:.40} is not known", "choose a prior that the page offers")
     for name in asked.experts:
         if name not in model.experts:
             raise DemixError("experts", f"{name!r:.40} is no expert of this model", "choose one that the page shows")
-    log_prior, decay = named_prior(asked.prior, model.directory, model.experts)
+    rule = weights_of(asked.weights, model.directory)
+    if rule.window:
+        raise DemixError("weights", "are a number of tokens", "choose a rule that the page offers")
+    log_prior, decay = named_prior(asked.prior, model.directory, model.experts, rule)
     weights = dict(zip(model.experts, log_prior.exp().tolist(), strict=True))
     log_prior = log_prior_of(model.experts, {name: weights[name] for name in asked.experts})
-    return Posterior(log_prior, model.context, decay=decay)
+    return posterior_by(rule, log_prior, model.context, decay=decay)
 
 
 def _ids(model: Opened, text: str) -> list[int]:
