@@ -87,6 +87,7 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in (run / "tokens" / "wiki").glob("*.json"):
         write_json(path, read_json(tokens / "tokens" / "fantasy" / path.name))
     shards = [run / "tokens" / "wiki" / f"{split}.arrow" for split in ("dev", "test")]
+    shards.append(tokens / "tokens" / "parliament" / "dev.arrow")
     score(
         run / "models" / "demix", TRAINING + NOVEL, shards, Scoring(5, 500, "fp32", threads=1), run / "scores" / "demix"
     )
