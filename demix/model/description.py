@@ -54,7 +54,6 @@ class Learned:
 
     shared_sha256: Digest
     tokenizer_sha256: Digest | None = None
-    parent: ModelName | None = None
     parent_sha256: Digest | None = None
     steps: Count = 0
     tokens: Count = 0
@@ -124,6 +123,7 @@ class Lineage(Learned):
 
     sha256: Digest
     name: ExpertName = "dense"
+    parent: ModelName | None = None
     parents: dict[ExpertName, Origin] = Field(default_factory=dict)
     parent_prior: Share = 0.0
 

@@ -113,7 +113,7 @@ def train_model(
                 optimization(training, steps, training.learning_rate, (*keep, *([until] if until else []))),
                 state,
                 world=world,
-                first=seed and branched(seed.load(), domains),
+                first=None if seed is None else branched(seed.load(), domains),
                 until=until,
                 evaluate=evaluate,
             )
