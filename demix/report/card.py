@@ -246,8 +246,8 @@ def _limits(description: dict[str, Any]) -> str:
     if isinstance(description.get("parent"), dict):
         limits.insert(
             2,
-            "Every expert began as a copy of a model that had read all training domains. Removing an expert leaves what "
-            "that model had learned of its domain in all the others.",
+            "Every expert began as a copy of a model that had read all training domains. Removing an expert leaves "
+            "what that model had learned of its domain in all the others.",
         )
     if kind and kind.has_experts:
         limits.insert(
