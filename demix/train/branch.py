@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ def keep_seed(checkpoint: Path, output: Path, identity: Mapping[str, Any]) -> No
             linked(checkpoint / name, temporary / name)
         write_json(temporary / MANIFEST, manifest, at=output / MANIFEST)
     shutil.rmtree(checkpoint)
+    with suppress(OSError):
+        checkpoint.parent.rmdir()
 
 
 def read_seed(directory: Path, identity: Mapping[str, Any]) -> SeedState:

@@ -40,7 +40,7 @@ def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert take_seed(
             "dense", TRAIN, shard_paths(tokens), step, folder / "checkpoints" / "dense", seed(folder, step)
         )
-    assert not list((folder / "checkpoints" / "dense").glob("*/step-*")), "what was kept is moved"
+    assert not list((folder / "checkpoints" / "dense").iterdir()), "what was kept is moved"
     return folder
 
 
