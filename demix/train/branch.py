@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,8 +63,9 @@ def keep_seed(checkpoint: Path, output: Path, identity: Mapping[str, Any]) -> No
             linked(checkpoint / name, temporary / name)
         write_json(temporary / MANIFEST, manifest, at=output / MANIFEST)
     shutil.rmtree(checkpoint)
-    with suppress(OSError):
-        checkpoint.parent.rmdir()
+    if not any(checkpoint.parent.glob("step-*")):
+        # The lock of the training, which has ended, is left.
+        shutil.rmtree(checkpoint.parent, ignore_errors=True)
 
 
 def read_seed(directory: Path, identity: Mapping[str, Any]) -> SeedState:
