@@ -244,6 +244,19 @@ def export(
     export_hf(model, expert, tokenizer, output, model_card(run, place.name) if of_run else None)
 
 
+@app.command("import")
+def import_(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A folder with config.json and model.safetensors of a GPT-2 model of Hugging Face.")
+    ],
+    output: Annotated[Path, typer.Option(help="The model directory to write, with its tokenizer.json.")],
+) -> None:
+    """Make a dense model of a GPT-2 checkpoint. Nothing is unpickled or fetched."""
+    from demix.model.import_hf import import_hf
+
+    import_hf(checkpoint, output)
+
+
 Tokens = Annotated[Path | None, typer.Option("--tokenizer", help="tokenizer.json; by default that of the model's run.")]
 
 

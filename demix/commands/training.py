@@ -1,6 +1,7 @@
 """The commands that train: from scratch, with the learning rates of a sweep, and on novel domains."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
+RateFrom = Annotated[
+    Path | None, typer.Option(help="Output of choose-rate, whose learning rate replaces that of the settings.")
+]
+
 
 @app.command()
 def train(
@@ -43,13 +48,47 @@ def train(
     replicas: Replicas = "equal",
     how: ExecutionOverrides = "",
     cluster: Site = "",
-    learning_rate_from: Annotated[
-        Path | None, typer.Option(help="Output of choose-rate, whose learning rate replaces that of the settings.")
+    learning_rate_from: RateFrom = None,
+    branch: Annotated[
+        Path | None, typer.Option(help="Output of seed, the state of a dense training with which this one begins.")
     ] = None,
+    keep: Annotated[
+        str,
+        typer.Option(help="Numbers of updates, separated by commas, after which the state is kept for `demix seed`."),
+    ] = "",
 ) -> None:
-    """Train one model from scratch, or resume its training."""
-    merged = _merged(settings, how)
-    _train(kind, shards, merged, output, metrics, checkpoints, ranks, replicas, cluster, learning_rate_from)
+    """Train one model from scratch or from a seed, or resume its training."""
+    outputs = {"--metrics": metrics, "--output": output}
+    _train(
+        kind, shards, _merged(settings, how), outputs, checkpoints, ranks, replicas, cluster, learning_rate_from,
+        branch=branch, keep=_steps(keep),
+    )  # fmt: skip
+
+
+@app.command()
+def seed(
+    kind: Kind,
+    shards: TrainShards,
+    settings: Settings,
+    step: Annotated[int, typer.Option(min=1, help="Number of updates of the training after which the state is taken.")],
+    output: Annotated[Path, typer.Option(help="The folder of the state, seeds/<model>/step-<n>.")],
+    kept: Annotated[Path, typer.Option(help="Checkpoints of the training, where `train --keep` left the state.")],
+    checkpoints: Checkpoints,
+    ranks: Ranks = 1,
+    replicas: Replicas = "equal",
+    how: ExecutionOverrides = "",
+    cluster: Site = "",
+    learning_rate_from: RateFrom = None,
+) -> None:
+    """Move the kept state of a dense training to a place of its own, for other trainings to begin with.
+
+    Without such a state the training is done again up to that step.
+    """
+    outputs = {"--output": output}
+    _train(
+        kind, shards, _merged(settings, how), outputs, checkpoints, ranks, replicas, cluster, learning_rate_from,
+        until=step, kept=kept,
+    )  # fmt: skip
 
 
 @app.command()
@@ -65,7 +104,7 @@ def sweep(
     cluster: Site = "",
 ) -> None:
     """Train a model with one learning rate of a sweep. Only the metrics are kept; divergence is not an error."""
-    _train(kind, shards, _merged(settings, how), None, metrics, checkpoints, ranks, replicas, cluster)
+    _train(kind, shards, _merged(settings, how), {"--metrics": metrics}, checkpoints, ranks, replicas, cluster)
 
 
 @app.command("choose-rate")
@@ -162,18 +201,23 @@ def _train(
     kind: str,
     shards: list[Path],
     settings: Mapping[str, Any] | str,
-    output: Path | None,
-    metrics: Path,
+    outputs: dict[str, Path],
     checkpoints: Path,
     ranks: int,
     replicas: str,
     cluster: str,
     learning_rate_from: Path | None = None,
+    *,
+    branch: Path | None = None,
+    keep: tuple[int, ...] = (),
+    until: int | None = None,
+    kept: Path | None = None,
 ) -> None:
     from demix.config.placement import place
     from demix.config.systems import KINDS
     from demix.launch.local import Launched, launched, world_size
-    from demix.train.stage import Training, train_model
+    from demix.train.branch import read_seed
+    from demix.train.stage import Training, identity_of, take_seed, train_model
     from demix.train.sweep import chosen_rate
 
     if kind not in KINDS:
@@ -182,23 +226,35 @@ def _train(
     if learning_rate_from is not None:
         training = replace(training, learning_rate=chosen_rate(learning_rate_from))
     copies = _numbers(replicas) if replicas != "equal" else {}
-    domains = [path.parent.name for path in shards if path.stem != "dev"]
+    read = [path for path in shards if path.stem != "dev"]
+    domains = [path.parent.name for path in read]
     # A wrong number of ranks must be reported before any process starts.
     place(kind, domains, training.sequences, world_size(ranks), copies)
-    outputs = {"--metrics": metrics} | ({"--output": output} if output is not None else {})
+    about: tuple[object, ...] = (kind, fingerprinted(training), domains)
+    if branch is not None:
+        about = (*about, read_seed(branch, identity_of(kind, training, read)).origin)
+    steps = training.steps(len(domains))
+    if until is not None and kept is not None:
+        if until > steps:
+            raise DemixError(f"--step {until}", f"is beyond the {steps} updates of the training", "lower it")
+        about, steps = (*about, until), until
+        # Ranks that a launcher has started train, because there was no state to take.
+        if "WORLD_SIZE" not in os.environ and take_seed(kind, training, read, until, kept, outputs["--output"]):
+            return
     outcome = launched(
         cluster,
         ranks,
         training.threads,
         checkpoints,
-        fingerprinted=(kind, fingerprinted(training), domains),
+        fingerprinted=about,
         shards=shards,
         outputs=outputs,
-        steps=training.steps(len(domains)),
+        steps=steps,
         entry=run_command,
     )
     if outcome is Launched.HERE:
-        train_model(kind, training, shards, output, metrics, checkpoints, copies)
+        output, metrics = outputs.get("--output"), outputs.get("--metrics")
+        train_model(kind, training, shards, output, metrics, checkpoints, copies, branch=branch, keep=keep, until=until)
 
 
 def _launched_adaptation(
@@ -238,6 +294,14 @@ def _merged(settings: str, how: str) -> dict[str, Any] | str:
     except (ValueError, TypeError) as error:
         cause = f"does not fit the settings ({error})"
         raise DemixError(f"--how {how}", cause, "copy both from the command that snakemake prints") from None
+
+
+def _steps(text: str) -> tuple[int, ...]:
+    """The numbers of updates in a text such as 61,122; none in an empty one."""
+    steps = [step for step in text.split(",") if step]
+    if not all(step.isdecimal() and int(step) for step in steps):
+        raise DemixError(f"--keep {text}", "is no list of numbers of updates", "write 61,122")
+    return tuple(map(int, steps))
 
 
 def _numbers(text: str) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -20,12 +20,21 @@ class Architecture:
     )
     heads: Positive = Field(le=65_536, description="Number of attention heads; must divide the width.")
     context: Integer = Field(ge=2, le=131_072, description="Tokens of one block (T), the longest context of the model.")
+    activation: Literal["gelu", "gelu_new"] = Field(
+        default="gelu",
+        description="Activation of the feedforward: gelu (exact, also where the key is absent) or gelu_new (GPT-2's).",
+    )
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise DemixError(
                 "architecture.heads", f"{self.heads} does not divide the width {self.width}", "choose a divisor"
             )
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The sizes as JSON, with `activation` only where it is not gelu: older descriptions do not have it."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if (key, value) != ("activation", "gelu")}
 
 
 # Sizes of GPT-3 (Brown et al. 2020, table 2.1) with the head counts of fairseq's transformer_lm_gpt3_*.

@@ -12,8 +12,8 @@ from demix.config import placement
 from demix.config.addresses import LOG_IN, local, moving, refuse_secrets
 from demix.config.architecture import architecture_from
 from demix.config.run import BESIDE
-from demix.config.sections import Config
-from demix.config.systems import KINDS, trained
+from demix.config.sections import Config, TrainingRecipe, taken
+from demix.config.systems import KINDS, Model, model_rows, trained
 from demix.errors import DemixError
 from demix.settings import settings_from
 
@@ -128,7 +128,9 @@ def _check_across(config: dict[str, Any]) -> None:
             placement.place(model.kind, list(training), settings["sequences"], settings["ranks"], settings["replicas"])
         except DemixError as error:
             raise DemixError(f"config key training.{error.subject}", error.cause, error.cure) from None
-        step_tokens = len(training) * settings["sequences"] * architecture.context
+        step_tokens = model.step_tokens(architecture.context)
+        if model.parent:
+            _check_branch(config, model, step_tokens)
         if settings["sweep"] and settings["sweep"]["tokens"] < step_tokens:
             cause = f"is {settings['sweep']['tokens']}, less than the {step_tokens} tokens of one step of {model.name}"
             raise DemixError("config key training.sweep.tokens", cause, "raise it")
@@ -162,6 +164,20 @@ def _check_across(config: dict[str, Any]) -> None:
         config["tracking"]["uri"],
         "leave it out and set PGPASSWORD, MLFLOW_TRACKING_PASSWORD or MLFLOW_TRACKING_TOKEN in the environment",
     )
+
+
+def _check_branch(config: dict[str, Any], model: Model, step_tokens: int) -> None:
+    """Refuse settings of a row with a seed phase that would change its parent's schedule or data."""
+    given, parents = config["models"][model.name], model_rows(config)[model.parent][1]
+    for key in (*taken(TrainingRecipe, parents), "sweep"):
+        if key != "dev_blocks" and key in given and given[key] != parents[key]:
+            cause = f"is {given[key]} where its parent {model.parent} has {parents[key]}"
+            raise DemixError(
+                f"config key models.{model.name}.{key}", cause, "leave it out: a branch takes its parent's"
+            )
+    if 0 < model.settings["seed_tokens"] < step_tokens:
+        cause = f"is {model.settings['seed_tokens']}, less than the {step_tokens} tokens of one step"
+        raise DemixError(f"config key models.{model.name}.seed_tokens", cause, "raise it, or give 0")
 
 
 def site_of(config: dict[str, Any], stage: str) -> dict[str, Any]:

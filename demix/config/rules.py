@@ -8,10 +8,11 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from demix.config.architecture import architecture_from
 from demix.config.check import site_of
 from demix.config.evaluated import evaluated
 from demix.config.sections import Execution, TrainingRecipe, taken
-from demix.config.systems import Model
+from demix.config.systems import DENSE_EXPERT, Model, seeds
 from demix.files import fingerprint, write_json
 from demix.settings import names_of
 
@@ -134,7 +135,33 @@ class RunRules:
 
     def chosen_rate(self, model: Model) -> list[str]:
         """The file with the learning rate that a sweep chose for a model and all its seeds; empty without one."""
-        return [f"{self.run}/sweep/{model.base}.json"] if swept_rates(model) else []
+        return [f"{self.run}/sweep/{model.rates_from}.json"] if swept_rates(model) else []
+
+    @property
+    def context(self) -> int:
+        """The tokens of a block."""
+        return architecture_from(self.config["architecture"]).context
+
+    def seed_files(self, parent: str, step: int | str) -> list[str]:
+        """The files of the state that the model `parent` had after `step` updates; none for 0 updates."""
+        names = ("manifest.json", "shared.safetensors", f"expert-{DENSE_EXPERT}.safetensors")
+        folder = f"step-{step:08d}" if isinstance(step, int) else f"step-{step}"
+        return [f"{self.run}/seeds/{parent}/{folder}/{name}" for name in names] if step else []
+
+    def seed_of(self, model: Model) -> list[str]:
+        """The files of the state that `model` begins with; none for a model that is trained from scratch."""
+        return self.seed_files(model.parent, model.seed_step(self.context))
+
+    def train_options(self, model: Model) -> str:
+        """The options of a training that are a resource: those of `run_options`, and which states are kept."""
+        kept = ",".join(str(step) for parent, step in seeds(self.config, self.context) if parent == model.name)
+        options = self.run_options("train", model.settings, model.removed)
+        return f"{options} --keep {kept}" if kept else options
+
+    def beginning(self, model: Model) -> str:
+        """The options of a training that say with which learning rate and which state it begins."""
+        given = [f" --learning-rate-from {path}" for path in self.chosen_rate(model)]
+        return "".join([*given, *(f" --branch {Path(path).parent}" for path in self.seed_of(model)[:1])])
 
     def cores(self, settings: Mapping[str, Any]) -> int:
         """The cores that a training takes on this machine: those of all ranks, or one if the job only waits."""

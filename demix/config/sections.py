@@ -161,6 +161,22 @@ ModelRow = partial(
         Literal[tuple(KINDS)],
         Field(description="Kind of the model. A row that is named like a kind may omit this key."),
     ],
+    parent=Annotated[
+        RowName,
+        Field(
+            description="A row of kind dense. The model begins with the state that this row's model had after "
+            "`seed_tokens` tokens (a seed phase): the dense feedforward is copied into every expert, and training "
+            "goes on. A branch has all its parent's settings; those of time and memory can differ, and dev_blocks."
+        ),
+    ],
+    seed_tokens=Annotated[
+        Integer,
+        Field(
+            ge=0,
+            description="Tokens of the seed phase, rounded down to whole steps. They are a part of the model's "
+            "`tokens`. 0 trains from scratch.",
+        ),
+    ],
 )
 
 

@@ -58,8 +58,9 @@ class Model:
     `row` is the model's name in results, the same for every seed. `base` is the row of the config's `models` that
     configures the training. `domains` are the domains that the model learns from, in order. `settings` are the config's
     section `training` with the row's own values, or for an adapted model the section `adaptation`. `removed` is the
-    domain that the model is trained without. An adapted model has the name of its `parent` and the novel domain
-    `adapted_to`. `scored` are the domains that the model is scored on, `splits` the splits of these domains.
+    domain that the model is trained without. `parent` is the folder of the model that this one goes on from: with a
+    seed phase (docs/concepts.md), or adapted to the novel domain `adapted_to`. `scored` are the domains that the model
+    is scored on, `splits` the splits of these domains.
     """
 
     name: str
@@ -89,6 +90,24 @@ class Model:
     def rule(self) -> str:
         """The model's name as a part of the names of rules."""
         return self.name.replace("-", "_")
+
+    @property
+    def rates_from(self) -> str:
+        """The row whose sweep chooses the model's learning rate: a branch goes on with the schedule of its parent."""
+        return str(self.settings.get("parent", self.base))
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether the model has a sweep of its own; further seeds, branches and removals take that of another."""
+        return self.name == self.rates_from and bool(self.settings["sweep"])
+
+    def step_tokens(self, context: int) -> int:
+        """The tokens of one optimizer step with blocks of `context` tokens."""
+        return int(len(self.domains) * self.settings["sequences"] * context)
+
+    def seed_step(self, context: int) -> int:
+        """The number of its parent's updates with which the model begins; 0 for one that is trained from scratch."""
+        return int(self.settings.get("seed_tokens", 0)) // self.step_tokens(context) if self.parent else 0
 
 
 @dataclass(frozen=True)
@@ -184,10 +203,11 @@ def adapted(row: str, domain: str) -> str:
 def model_rows(config: Mapping[str, Any]) -> dict[str, tuple[Kind, dict[str, Any]]]:
     """The rows of a completed config's `models` with the kind and section `training` of each, the paper's four first.
 
-    Raises DemixError for a row of an unknown kind, and where demix or dense is left out.
+    A row with a seed phase has its parent's settings, and the keys `parent` and `seed_tokens` among them. Raises
+    DemixError for a row of an unknown kind, where demix or dense is left out, and for a parent that does not fit.
     """
     given = config.get("models") or {}
-    rows = {}
+    rows: dict[str, tuple[Kind, dict[str, Any]]] = {}
     for name in (*KINDS, *(name for name in given if name not in KINDS)):
         overrides = given.get(name, {})
         if overrides is None:
@@ -204,7 +224,35 @@ def model_rows(config: Mapping[str, Any]) -> dict[str, tuple[Kind, dict[str, Any
             raise DemixError(f"config key models.{name}.kind", f"is {kind}", "use this kind in a row of another name")
         own = {key: value for key, value in overrides.items() if key != "kind"}
         rows[name] = (KINDS[kind], (config.get("training") or {}) | own)
+    for name, (row_kind, settings) in rows.items():
+        _check_seed_phase(name, row_kind, settings, rows)
+        if parent := settings.get("parent"):
+            own = {key: value for key, value in given[name].items() if key != "kind"}
+            rows[name] = (row_kind, rows[parent][1] | own)
     return rows
+
+
+def _check_seed_phase(
+    name: str, kind: Kind, settings: Mapping[str, Any], rows: Mapping[str, tuple[Kind, dict[str, Any]]]
+) -> None:
+    """Raise DemixError unless the row `name` has no seed phase, or one that its kind and its parent allow."""
+    key, parent = f"config key models.{name}", settings.get("parent")
+    if (parent is None) != (settings.get("seed_tokens") is None):
+        missing, there = ("parent", "seed_tokens") if parent is None else ("seed_tokens", "parent")
+        raise DemixError(f"{key}.{missing}", f"is missing beside {there}", "give both, or neither")
+    if parent is None:
+        return
+    cure = f"name one of {', '.join(row for row, (kind, _) in rows.items() if kind == KINDS['dense'])}"
+    if kind.batches != "by_domain":
+        raise DemixError(f"{key}.parent", f"is given to a row of kind {kind.name}", "use kind: demix, or leave it out")
+    if parent not in rows:
+        raise DemixError(f"{key}.parent", f"is {parent}, which is no row of models", cure)
+    if rows[parent][0] != KINDS["dense"]:
+        cause = f"is {parent} of kind {rows[parent][0].name}, which draws other blocks or has other parameters"
+        raise DemixError(f"{key}.parent", cause, cure)
+    if settings["seed_tokens"] > rows[parent][1]["tokens"]:
+        cause = f"is {settings['seed_tokens']}, more than the {rows[parent][1]['tokens']} tokens of {parent}"
+        raise DemixError(f"{key}.seed_tokens", cause, "lower it")
 
 
 def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
@@ -215,7 +263,17 @@ def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
     """
     training, novel = training_domains(config), novel_domains(config)
     first = [
-        Model(name, name, name, kind, config["seed"], training, training + novel, settings=settings)
+        Model(
+            name,
+            name,
+            name,
+            kind,
+            config["seed"],
+            training,
+            training + novel,
+            settings=settings,
+            parent=settings.get("parent", ""),
+        )
         for name, (kind, settings) in model_rows(config).items()
     ]
     removal = config.get("removal") or {}
@@ -232,7 +290,12 @@ def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
         for removed in removal.get("retrain_without") or ()
     ]
     again = [
-        replace(model, name=folder_of(model.row, seed, config["seed"]), seed=seed)
+        replace(
+            model,
+            name=folder_of(model.row, seed, config["seed"]),
+            seed=seed,
+            parent=model.parent and folder_of(model.parent, seed, config["seed"]),
+        )
         for seed in further_seeds(config)
         for model in first
     ]
@@ -255,8 +318,15 @@ def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
 
 
 def trained(config: Mapping[str, Any]) -> tuple[Model, ...]:
-    """The models that a run trains from scratch."""
-    return tuple(model for model in planned(config) if not model.parent)
+    """The models that a run trains from scratch, or from a seed."""
+    return tuple(model for model in planned(config) if not model.adapted_to)
+
+
+def seeds(config: Mapping[str, Any], context: int) -> dict[tuple[str, int], Model]:
+    """The parents of seed phases by folder and number of updates, with blocks of `context` tokens."""
+    models = {model.name: model for model in trained(config)}
+    begun = {(model.parent, model.seed_step(context)) for model in models.values()}
+    return {(parent, step): models[parent] for parent, step in sorted(begun) if step}
 
 
 def adaptations(config: Mapping[str, Any]) -> tuple[Adaptation, ...]:

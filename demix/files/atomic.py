@@ -129,6 +129,14 @@ def refuse_used(output: Path) -> None:
         raise DemixError(output, "exists and is not empty", "name a new folder")
 
 
+def linked(source: Path, target: Path) -> None:
+    """Make `target` a second name of the file `source`, or a copy where the file system has no such names."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def fsync(path: Path) -> None:
     """Wait until a file or folder is on disk."""
     descriptor = os.open(path, os.O_RDONLY)

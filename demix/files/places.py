@@ -18,7 +18,7 @@ _PATTERNS = (
     *("models/*/model.json", "models/*/mixing.json", "models/*/experts/*.json"),
     *("scores/*/*.dev/*.parquet", "scores/*/*.test/*.parquet"),
     *("evaluations/*.parquet", "results.parquet", "priors.parquet", "differences.parquet", "posteriors.parquet"),
-    *("audit.parquet", "*/step-*/manifest.json", "finished-*/done.json"),
+    *("audit.parquet", "seeds/*/step-*/manifest.json", "*/step-*/manifest.json", "finished-*/done.json"),
 )
 # The longest first: a domain, too, may be called sweep or metrics.
 _LONGEST = sorted(((len(PurePath(pattern).parts), pattern) for pattern in _PATTERNS), reverse=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from demix.errors import DemixError
-from demix.files import exclusive, read_json, read_json_lines, replacing, write_json, write_json_lines
+from demix.files import exclusive, linked, read_json, read_json_lines, replacing, write_json, write_json_lines
 from demix.launch.controller import SECONDS_BETWEEN_POLLS, ask, show
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.outcome import MishapError, failure, progress_line
@@ -231,10 +231,7 @@ def _collect(job: TrainingJob) -> None:
                 write_json_lines(target, read_json_lines(path))
             else:
                 with replacing(target) as temporary:
-                    try:
-                        os.link(path, temporary)
-                    except OSError:
-                        shutil.copyfile(path, temporary)
+                    linked(path, temporary)
 
 
 class _InterruptedError(BaseException):

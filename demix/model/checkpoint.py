@@ -6,7 +6,6 @@ expert exists when its description (`.json`) exists: the description is written 
 owns its feedforwards alone.
 """
 
-import dataclasses
 import hashlib
 import os
 import re
@@ -40,7 +39,7 @@ def save_shared(model: GPT, directory: Path, description: dict[str, Any]) -> Non
         directory / "model.json",
         description
         | {
-            "architecture": dataclasses.asdict(model.architecture),
+            "architecture": model.architecture.described,
             "vocab_size": model.vocab_size,
             "domain_tokens": list(model.domain_tokens),
             "shared_sha256": sha256_file(shared),

@@ -54,7 +54,6 @@ class Learned:
 
     shared_sha256: Digest
     tokenizer_sha256: Digest | None = None
-    parent: ModelName | None = None
     parent_sha256: Digest | None = None
     steps: Count = 0
     tokens: Count = 0
@@ -63,9 +62,43 @@ class Learned:
 
 
 @settings(kw_only=True, open=True)
-class ModelDescription(Learned):
-    """The content of `model.json`."""
+class Branched:
+    """The state of another model with which a training began (`demix.train.branch`)."""
 
+    model: ModelName
+    step: Count
+    tokens: Count
+    state_sha256: Digest
+
+
+@settings(kw_only=True, open=True)
+class SeedManifest:
+    """The content of `seeds/<model>/step-<n>/manifest.json`: the state of a training after `step` updates.
+
+    `training` are the settings that identify the training, `data_sha256` the tokens that it read by domain, `sha256`
+    the hashes of the state's files. `loss_scale` is that of the next update in fp16.
+    """
+
+    step: Count
+    tokens: Count
+    training: Settings
+    tokenizer_sha256: Digest
+    data_sha256: dict[ExpertName, Digest]
+    sha256: dict[Text, Digest]
+    loss_scale: Number | None = None
+
+
+@settings(kw_only=True, open=True)
+class ModelDescription(Learned):
+    """The content of `model.json`.
+
+    `parent` is the name of the model that was adapted, or says with which state of which model a branch began.
+    `tokens` counts those of the seed phase (`tokens_seed`) and those of the branch (`tokens_branch`).
+    """
+
+    parent: ModelName | Branched | None = None
+    tokens_seed: Count = 0
+    tokens_branch: Count = 0
     architecture: Architecture
     vocab_size: Annotated[Integer, Field(ge=1, le=1 << 24)]
     domain_tokens: Annotated[Items[ExpertName], Field(max_length=10_000)]
@@ -90,6 +123,7 @@ class Lineage(Learned):
 
     sha256: Digest
     name: ExpertName = "dense"
+    parent: ModelName | None = None
     parents: dict[ExpertName, Origin] = Field(default_factory=dict)
     parent_prior: Share = 0.0
 
@@ -119,6 +153,11 @@ def read_description(path: Path, *needed: str) -> dict[str, Any]:
 def read_lineage(path: Path, *needed: str) -> dict[str, Any]:
     """The content of `experts/<name>.json`, as `read_description` reads that of `model.json`."""
     return _read(path, Lineage, needed, "an expert", "train or adapt it again, or get it again")
+
+
+def read_seed_manifest(path: Path) -> SeedManifest:
+    """The manifest of a seed. Raises DemixError if the file is missing or damaged."""
+    return settings_from(SeedManifest, _read(path, SeedManifest, (), "a seed", "delete its folder, then rerun"))
 
 
 def _read(path: Path, form: type, needed: tuple[str, ...], what: str, cure: str) -> dict[str, Any]:

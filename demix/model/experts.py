@@ -93,7 +93,7 @@ def find_faults(directory: Path) -> list[DemixError]:
     if not names:
         faults.append(DemixError(directory / "experts", "holds no expert", "add one, or train the model"))
     faults += [expert_fault(directory, name) for name in names]
-    known = {directory / "model.json", shared, directory / "experts", directory / LOCK}
+    known = {directory / name for name in ("model.json", "experts", "tokenizer.json", LOCK)} | {shared}
     known |= {directory / "experts" / f"{name}{suffix}" for name in names for suffix in (".json", ".safetensors")}
     faults += [
         _stray(path) for path in sorted([*directory.glob("*"), *directory.glob("experts/*")]) if path not in known

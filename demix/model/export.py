@@ -1,6 +1,7 @@
 """Exporting one expert as a GPT-2 model of Hugging Face."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -11,53 +12,64 @@ from demix.errors import DemixError
 from demix.files import refuse_used, replacing
 from demix.model.checkpoint import describe, load_model, refuse_other_tokenizer
 
+# A block's tensors: their names here and in GPT-2, and whether they are transposed (Conv1D keeps weights as [in, out]).
+_BLOCK = (
+    ("attention_norm.weight", "ln_1.weight", False),
+    ("attention_norm.bias", "ln_1.bias", False),
+    ("attention.qkv.weight", "attn.c_attn.weight", True),
+    ("attention.qkv.bias", "attn.c_attn.bias", False),
+    ("attention.out.weight", "attn.c_proj.weight", True),
+    ("attention.out.bias", "attn.c_proj.bias", False),
+    ("feedforward_norm.weight", "ln_2.weight", False),
+    ("feedforward_norm.bias", "ln_2.bias", False),
+    ("feedforward.up", "mlp.c_fc.weight", True),
+    ("feedforward.up_bias", "mlp.c_fc.bias", False),
+    ("feedforward.down", "mlp.c_proj.weight", True),
+    ("feedforward.down_bias", "mlp.c_proj.bias", False),
+)
+_OUTSIDE = (
+    ("token_embedding", "wte.weight", False),
+    ("position_embedding", "wpe.weight", False),
+    ("final_norm.weight", "ln_f.weight", False),
+    ("final_norm.bias", "ln_f.bias", False),
+)
+
+
+def gpt2_names(layers: int) -> Iterator[tuple[str, str, bool]]:
+    """Each tensor's name here, its name in GPT-2 without the prefix `transformer.`, and whether GPT-2 transposes it."""
+    yield from _OUTSIDE
+    for number in range(layers):
+        for ours, theirs, transposed in _BLOCK:
+            yield f"blocks.{number}.{ours}", f"h.{number}.{theirs}", transposed
+
 
 def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path, card: str | None = None) -> None:
     """Write one expert of a model, with the tokenizer, as a Hugging Face GPT-2 directory.
 
     README.md names the expert and then holds `card`, the card of the whole model.
 
-    The architecture is that of GPT-2 with the exact GELU, and `GPT2LMHeadModel` gives the same log-probabilities.
+    The architecture is that of GPT-2, and `GPT2LMHeadModel` gives the same log-probabilities.
     Raises DemixError for a domain-token model (GPT-2 has no domain token as first input), for another tokenizer than
     that of the model, and for an `output` that is not empty.
     """
     output = output.resolve()
     refuse_used(output)
-    description = describe(directory, "kind", "tokens", "steps")
+    description = describe(directory, "kind")
     if description["domain_tokens"]:
         raise DemixError(directory, "is a domain-token model, which GPT-2's format cannot hold", "export another model")
     encoder = Tokenizer.load(tokenizer)
     refuse_other_tokenizer(directory, tokenizer, encoder.sha256, encoder.vocab_size)
     model = load_model(directory, (expert,))
     sizes = model.architecture
-    tensors: dict[str, Tensor] = {
-        "transformer.wte.weight": model.token_embedding,
-        "transformer.wpe.weight": model.position_embedding,
-        "transformer.ln_f.weight": model.final_norm.weight,
-        "transformer.ln_f.bias": model.final_norm.bias,
-    }
-    for number, block in enumerate(model.blocks):
-        own = dict(block.named_parameters())
-        # GPT-2's Conv1D keeps its weights as [in, out].
-        part = {
-            "ln_1.weight": own["attention_norm.weight"],
-            "ln_1.bias": own["attention_norm.bias"],
-            "attn.c_attn.weight": own["attention.qkv.weight"].T,
-            "attn.c_attn.bias": own["attention.qkv.bias"],
-            "attn.c_proj.weight": own["attention.out.weight"].T,
-            "attn.c_proj.bias": own["attention.out.bias"],
-            "ln_2.weight": own["feedforward_norm.weight"],
-            "ln_2.bias": own["feedforward_norm.bias"],
-            "mlp.c_fc.weight": own["feedforward.up"][0].T,
-            "mlp.c_fc.bias": own["feedforward.up_bias"][0],
-            "mlp.c_proj.weight": own["feedforward.down"][0].T,
-            "mlp.c_proj.bias": own["feedforward.down_bias"][0],
-        }
-        tensors |= {f"transformer.h.{number}.{name}": tensor for name, tensor in part.items()}
+    own = dict(model.named_parameters())
+    tensors: dict[str, Tensor] = {}
+    for ours, theirs, transposed in gpt2_names(sizes.layers):
+        tensor = own[ours][0] if ".feedforward." in ours else own[ours]
+        tensors[f"transformer.{theirs}"] = tensor.T if transposed else tensor
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "activation_function": "gelu",
+        "activation_function": sizes.activation,
         "n_layer": sizes.layers,
         "n_embd": sizes.width,
         "n_head": sizes.heads,
@@ -88,7 +100,9 @@ def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path, card:
             text = json.dumps(value, indent=2, sort_keys=True) + "\n"
             (temporary / f"{name}.json").write_text(text, encoding="utf-8")
         (temporary / "tokenizer.json").write_text(encoder.definition + "\n", encoding="utf-8")
-        origin = {"expert": expert} | {key: description[key] for key in ("kind", "tokens", "steps")}
+        origin = {"expert": expert} | {
+            key: description[key] for key in ("kind", "tokens", "steps") if key in description
+        }
         heading = (
             f"# {directory.resolve().name}: expert {expert}\n\n"
             "One expert of a DEMix language model, exported as GPT-2.\n\n"

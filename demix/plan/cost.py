@@ -124,7 +124,8 @@ class TrainingPlan:
     floating-point operations per update. `state`: bytes of weights, gradients and optimizer per rank. `activations`
     and `recomputed`: bytes of activations per rank, without and with activation checkpointing. `checkpoint`: bytes of
     one checkpoint on disk. `jobs`: the number of jobs of the workflow's `rule`. `tokens`: the most, since an adaptation
-    may stop early.
+    may stop early. `begin` of the `steps` are those of a seed phase, which another training does: `hours` leaves them
+    out.
     """
 
     name: str
@@ -145,6 +146,7 @@ class TrainingPlan:
     checkpoint: int
     hours: float
     jobs: int = 1
+    begin: int = 0
 
     @property
     def rank_hours(self) -> float:
@@ -160,14 +162,20 @@ def plan_training(config: dict[str, Any], ranks: int | None, hardware: Hardware)
     """
     domains, models = len(config["domains"]["training"]), trained(config)
     runs = [
-        _plan_run(config, one.name, f"train_{one.rule}", one.kind, one.settings, domains, ranks, hardware)
+        _plan_run(
+            config,
+            one.name,
+            f"train_{one.rule}",
+            one.kind,
+            one.settings,
+            domains,
+            ranks,
+            hardware,
+            begin=one.seed_step(architecture_from(config["architecture"]).context),
+        )
         for one in models
     ]
-    sweeps = [
-        _plan_sweep(config, one, domains, ranks, hardware)
-        for one in models
-        if one.name == one.base and one.settings["sweep"]
-    ]
+    sweeps = [_plan_sweep(config, one, domains, ranks, hardware) for one in models if one.sweeps]
     section = config["adaptation"]
     usable = min(ranks or section["ranks"], section["sequences"])
     adapted = [
@@ -206,6 +214,7 @@ def _plan_run(
     hardware: Hardware,
     *,
     adapts: bool = False,
+    begin: int = 0,
 ) -> TrainingPlan:
     ranks = ranks or settings["ranks"]
     architecture = architecture_from(config["architecture"])
@@ -252,7 +261,8 @@ def _plan_run(
         activations=activations,
         recomputed=recomputed,
         checkpoint=checkpoint_bytes(own, own) if adapts else checkpoint_bytes(shared + experts * expert),
-        hours=hours(flops, steps, ranks, achieved_tflops(hardware, architecture, demix=kind.has_experts)),
+        begin=begin,
+        hours=hours(flops, steps - begin, ranks, achieved_tflops(hardware, architecture, demix=kind.has_experts)),
     )
 
 
@@ -268,10 +278,15 @@ def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) ->
     plans = plan_training(config, ranks, HARDWARE[hardware])
     work = Table(
         title=f"Training of {config['run']}",
-        caption="FLOPs: 96·B·s·l·h²·(1 + s/6h + V/16lh) (Narayanan et al. 2021); adaptations stop early, so at most",
+        caption="FLOPs: 96·B·s·l·h²·(1 + s/6h + V/16lh) (Narayanan et al. 2021); adaptations stop early, so at most"
+        + (
+            "; a seed phase counts for its parent and for each model that begins with it, and once in the total"
+            if any(plan.begin for plan in plans)
+            else ""
+        ),
         show_footer=True,
     )
-    total = _flops(sum(plan.steps * plan.flops for plan in plans) / 1e15)
+    total = _flops(sum((plan.steps - plan.begin) * plan.flops for plan in plans) / 1e15)
     for head in (
         "model",
         "domains",

@@ -6,9 +6,10 @@ from typing import Any
 
 from rich.table import Table
 
+from demix.config.architecture import architecture_from
 from demix.config.check import site_of
 from demix.config.evaluated import chosen_on_dev
-from demix.config.systems import adaptations, scoring_jobs, trained
+from demix.config.systems import adaptations, scoring_jobs, seeds, trained
 from demix.files import write_text
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.slurm import sbatch_text
@@ -63,7 +64,8 @@ def plan_jobs(config: dict[str, Any], hardware: str) -> list[Jobs]:
     plans, adapting = plan_training(config, None, HARDWARE[hardware]), {one.rule for one in adaptations(config)}
     models, threads = trained(config), config["threads"]
     removed = [model.removed for model in models if model.removed]
-    swept = [model for model in models if model.name == model.base and model.settings["sweep"]]
+    swept = [model for model in models if model.sweeps]
+    kept = seeds(config, architecture_from(config["architecture"]).context)
 
     def of_training(stage: str, plan: TrainingPlan) -> Jobs:
         return Jobs(stage, plan.name, {plan.rule: plan.jobs}, sites[stage], plan.ranks, threads, plan.hours)
@@ -85,6 +87,7 @@ def plan_jobs(config: dict[str, Any], hardware: str) -> list[Jobs]:
         ),
         Jobs("corpus", "split, tokenize", {"split": number, "tokenize": number}, sites["corpus"]),
         *(of_training("train", plan) for plan in plans if plan.rule not in adapting),
+        Jobs("train", "keep seeds", {"seed": len(kept)}, sites["train"], 1, threads),
         of_scoring("score", added=False),
         *(of_training("adapt", plan) for plan in plans if plan.rule in adapting),
         of_scoring("score what was adapted", added=True),

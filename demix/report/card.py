@@ -92,7 +92,11 @@ def _data(
     read: dict[str, str] = {}
     for source in (description, *experts):
         read |= source.get("data_sha256") or {}
-    if parent := description.get("parent"):
+    parent = description.get("parent")
+    if isinstance(parent, dict):
+        begun = f"{as_markdown(parent['model'])} after {parent['tokens']:,} tokens"
+        yield f"It went on from the model {begun}, which had read text of all the domains that every expert names."
+    elif parent:
         yield f"It went on from the model {as_markdown(parent)}, whose data is among this."
         read |= read_description(run / "models" / parent / "model.json").get("data_sha256") or {}
     learned = [name for name in domains if name in read]
@@ -126,7 +130,10 @@ def _data(
 def _training(description: dict[str, Any], experts: list[dict[str, Any]]) -> Iterator[str]:
     done = f"{description['tokens']:,} tokens in {description['steps']:,} steps"
     adapted = [expert for expert in experts if "adaptation" in expert]
-    if parent := description.get("parent"):
+    parent = description.get("parent")
+    if isinstance(parent, dict):
+        done += f", the first {parent['tokens']:,} tokens as the model {as_markdown(parent['model'])}"
+    elif parent:
         yield f"{as_markdown(parent)} was trained with:"
         yield _table(("setting", "value"), _settings(description.get("training") or {}))
         yield f"and then adapted, with all its parameters, on {done}:"
@@ -136,7 +143,7 @@ def _training(description: dict[str, Any], experts: list[dict[str, Any]]) -> Ite
     yield _table(("setting", "value"), _settings(description.get("training") or {}))
     # One run adapts all its experts with the same settings.
     if adapted:
-        yield f"The {len(adapted)} experts with a parent were added later, each trained alone from a copy of it:"
+        yield f"{len(adapted)} experts were added later, each trained alone from a copy of it:"
         yield _table(("setting", "value"), _settings(adapted[0]["adaptation"]))
 
 
@@ -236,6 +243,12 @@ def _limits(description: dict[str, Any]) -> str:
         "A licence above is what the config says of the text. Where it says none, ask the source.",
     ]
     kind = KINDS.get(description["kind"])
+    if isinstance(description.get("parent"), dict):
+        limits.insert(
+            2,
+            "Every expert began as a copy of a model that had read all training domains. Removing an expert leaves "
+            "what that model had learned of its domain in all the others.",
+        )
     if kind and kind.has_experts:
         limits.insert(
             2,

@@ -269,6 +269,7 @@ def audit_table(audit: pd.DataFrame, config: dict[str, Any]) -> Table:
         notes=(
             "Train above test by more than chance means that training documents were memorized; without the domain's "
             "expert, by what all experts share.",
+            *read.seed_note(config),
         ),
         formats=dict.fromkeys(counts, "{:.0f}"),
     )

@@ -188,6 +188,7 @@ def table7(results: pd.DataFrame, config: dict[str, Any]) -> Table:
             + (f" ({replacement})" if replacement else "")
             + " in the domain's place and trains for the same steps; it is run for "
             + (f"{len(complete)} of the {len(domains)} domains." if len(complete) else "none of the domains."),
+            *read.seed_note(config),
             *notes,
         ),
         formats={"Documents": "{:.0f}"},

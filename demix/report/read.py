@@ -69,6 +69,17 @@ def without_domain(domain: str) -> System:
     return System("−Domain", trained_without(domain), "training", "cached", "history")
 
 
+def seed_note(config: dict[str, Any]) -> tuple[str, ...]:
+    """What the seed phase of the model of the removal experiments does to them; nothing without a seed phase."""
+    model = removal_model(config)
+    if not model.settings.get("seed_tokens"):
+        return ()
+    return (
+        f"{model.row} and −Domain began with what the model {model.parent} had learned of every domain in its first "
+        f"{model.settings['seed_tokens']:,} tokens: a seed that has seen a domain weakens its removal.",
+    )
+
+
 def dense_adapted(domain: str) -> System:
     """The dense model after Dense-DAPT to `domain`: Table 13."""
     return System("Dense-DAPT", adapted("dense", domain), "dense", "dense")

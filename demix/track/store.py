@@ -356,7 +356,7 @@ def _training(run_dir: Path, config: dict[str, Any], model: Model) -> Record:
     directory = run_dir / "models" / model.name
     settings = {part: config.get(part) or {} for part in ("architecture", "tokenizer", "training")}
     settings["models"] = {model.base: (config.get("models") or {}).get(model.base) or {}}
-    chosen = run_dir / "sweep" / f"{model.base}.json"
+    chosen = run_dir / "sweep" / f"{model.rates_from}.json"
     # The file may be left over from a sweep that the config no longer asks for.
     if model.settings.get("sweep") and is_made(chosen):
         settings["sweep"] = read_json(chosen)

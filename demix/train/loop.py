@@ -82,6 +82,7 @@ def train(
     *,
     world: World | None = None,
     first: State | None = None,
+    until: int | None = None,
     only: Callable[[str], bool] = lambda name: True,
     evaluate: Evaluation | None = None,
     stopping: EarlyStopping | None = None,
@@ -90,9 +91,9 @@ def train(
 
     Returns the rows of metrics, one per step and one per evaluation. Training resumes from the newest complete
     checkpoint below `checkpoints`. Without a checkpoint it begins with the state `first` at the step of that state, or
-    with the model as it is. `only` chooses the trained parameters by name; all other parameters keep their exact bits.
-    `evaluate` is called at every checkpoint, or, with `stopping`, every `stopping.every` steps. With `stopping`, the
-    model ends with the parameters of the lowest loss.
+    with the model as it is. It ends after `until` updates, by default after all. `only` chooses the trained parameters
+    by name; all other parameters keep their exact bits. `evaluate` is called at every checkpoint, or, with `stopping`,
+    every `stopping.every` steps. With `stopping`, the model ends with the parameters of the lowest loss.
 
     Raises DivergedError on every rank when a loss or gradient is not finite; the update is then not applied. Raises
     StoppedError after SIGTERM, SIGUSR2 or SIGINT, with the state saved.
@@ -123,7 +124,7 @@ def train(
             best_loss, since_best = _best_so_far(metrics)
             scales = [scale, *(row["loss_scale"] for row in metrics if "loss_scale" in row)]
             scale, unscathed = scales[-1], next(iter(np.flatnonzero(np.diff(scales[::-1])).tolist()), len(scales) - 1)
-            log.info("resuming at step %d of %d", begin, optimization.steps)
+            log.info("resuming at step %d of %d", begin, until or optimization.steps)
 
         record = _recorder(metrics, checkpoints / "metrics.jsonl" if world.rank == 0 else None)
 
@@ -135,15 +136,10 @@ def train(
             whole = State(step, shared | updates, experts, metrics, dev_loss)
             save_state(checkpoints, whole, world, optimization.keep_checkpoints, optimization.keep)
 
-        sent, saved = 0, resumed.step if resumed else None
-        advance = running.enter_context(progress("step", optimization.steps, begin))
-        for step in range(begin, optimization.steps + 1):
-            if (
-                evaluate
-                and stopping
-                and (step % stopping.every == 0 or step == optimization.steps)
-                and not _evaluated(metrics, step)
-            ):
+        sent, saved, end = 0, resumed.step if resumed else None, until or optimization.steps
+        advance = running.enter_context(progress("step", end, begin))
+        for step in range(begin, end + 1):
+            if evaluate and stopping and (step % stopping.every == 0 or step == end) and not _evaluated(metrics, step):
                 loss, more = evaluate(model)
                 record({"step": step, "tokens": _tokens(metrics), "early_stopping_loss": loss} | more)
                 since_best += 1
@@ -153,7 +149,7 @@ def train(
                 if since_best >= stopping.patience:
                     log.info("stopping at step %d: no better dev loss in %d evaluations", step, since_best)
                     break
-            last, due = step == optimization.steps, step > begin and step % optimization.checkpoint_every == 0
+            last, due = step == end, step > begin and step % optimization.checkpoint_every == 0
             dev_loss = None
             if evaluate and not stopping and (last or due):
                 dev_loss, more = evaluate(model)

@@ -29,9 +29,10 @@ from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.settings import Integer, Text, names_of, settings
 from demix.train.batches import batches_of
+from demix.train.branch import SeedState, branched, keep_seed, read_seed
 from demix.train.loop import DivergedError, Evaluation, Optimization, train, write_metrics
 from demix.train.parallel import World, joined
-from demix.train.state import State, remove_states
+from demix.train.state import remove_states, step_folder
 
 log = logging.getLogger(__name__)
 
@@ -59,20 +60,23 @@ def train_model(
     training: Training,
     shards: list[Path],
     output: Path | None,
-    metrics: Path,
+    metrics: Path | None,
     checkpoints: Path,
     replicas: Mapping[str, int] | None = None,
     *,
-    first: State | None = None,
+    branch: Path | None = None,
     keep: tuple[int, ...] = (),
+    until: int | None = None,
 ) -> None:
     """Train one model of `kind` (`demix.config.systems.KINDS`) on the domains of `shards`.
 
     `shards` are one tokens/<domain>/train.arrow per domain, and every domain's dev.arrow if `dev_blocks` is above 0.
     The model directory `output` and the `metrics` file are written at the end. Checkpoints go below `checkpoints`,
-    where the states after `keep` updates stay. Training begins with the state `first`, or from scratch. Every rank of
-    a world (`demix.train.parallel.joined`) calls this function and trains its own placement. `replicas` gives the
-    experts of some domains more ranks (`demix.config.placement.place`); by default all experts have equally many.
+    where the states after `keep` updates stay. Training begins with the seed in the folder `branch`, if it is given. It
+    ends after `until` updates, if that is given; `output` is then the seed that other trainings begin with
+    (`demix.train.branch`). Every rank of a world (`demix.train.parallel.joined`) calls this function and trains its own
+    placement. `replicas` gives the experts of some domains more ranks (`demix.config.placement.place`); by default all
+    experts have equally many.
 
     Without `output` only the metrics are kept, as a sweep of learning rates needs. A run that diverges then raises no
     error: its last row of metrics has the cause under `diverged`.
@@ -90,14 +94,11 @@ def train_model(
         batches = batches_of(row, opened, domains, training.sequences, architecture.context, training.seed, placement)
         model = _initial(row, architecture, opened[0].vocab_size, domains, placement).initialise(training.seed)
 
-        sha256 = [read_json(path.with_suffix(".json"))["sha256"] for path in shards]
-        data = dict(zip(domains, sha256, strict=True))
-        tokenizer_sha256 = opened[0].tokenizer_sha256
+        seed = None if branch is None else read_seed(branch, identity_of(kind, training, shards))
+        identity = identity_of(kind, training, shards, seed)
+        tokenizer_sha256, data = identity["tokenizer_sha256"], identity["data"]
         lineage = {"training": dataclasses.asdict(training), "tokenizer_sha256": tokenizer_sha256, "kind": kind}
-        # The order of the domains counts too, because it is the order of the stacked experts.
-        state = checkpoints / fingerprint(
-            lineage | {"training": fingerprinted(training), "data": data, "domains": domains}
-        )
+        state = checkpoints / fingerprint(identity)
         if not state.exists() and any(checkpoints.glob("*/step-*")):
             log.info("%s: holds states of other settings, data or tokenizers, which are left alone", checkpoints)
         log.info(
@@ -109,10 +110,11 @@ def train_model(
                 model,
                 batches,
                 domains,
-                optimization(training, steps, training.learning_rate, keep),
+                optimization(training, steps, training.learning_rate, (*keep, *([until] if until else []))),
                 state,
                 world=world,
-                first=first,
+                first=None if seed is None else branched(seed.load(), domains),
+                until=until,
                 evaluate=evaluate,
             )
         except DivergedError as error:
@@ -122,11 +124,43 @@ def train_model(
             tokens = error.metrics[-1]["tokens"] if error.metrics else 0
             rows = [*error.metrics, {"step": error.step, "tokens": tokens, "diverged": error.cause}]
 
-        if output is not None:
-            _write_model(row, model, lineage, data, steps, rows[-1]["tokens"], output, world)
+        if output is not None and not until:
+            _write_model(row, model, lineage, data, steps, rows[-1]["tokens"], output, world, seed)
         if world.rank == 0:
-            write_metrics(metrics, rows)
+            if output is not None and until:
+                keep_seed(state / step_folder(until), output, identity)
+            if metrics is not None:
+                write_metrics(metrics, rows)
             remove_states(state, keep)
+
+
+def identity_of(kind: str, training: Training, shards: list[Path], seed: SeedState | None = None) -> dict[str, Any]:
+    """What identifies a training on the train.arrow of `shards`: the same identity is the same training."""
+    manifests = {path.parent.name: read_json(path.with_suffix(".json")) for path in shards}
+    return {
+        "kind": kind,
+        "training": fingerprinted(training),
+        "tokenizer_sha256": manifests[shards[0].parent.name]["tokenizer_sha256"],
+        "data": {domain: manifest["sha256"] for domain, manifest in manifests.items()},
+        # The order of the domains counts too, because it is the order of the stacked experts.
+        "domains": list(manifests),
+    } | ({} if seed is None else {"parent": seed.origin})
+
+
+def take_seed(kind: str, training: Training, shards: list[Path], step: int, kept: Path, output: Path) -> bool:
+    """Move the state after `step` updates that a training kept below `kept` to `output`; returns whether there was one.
+
+    `shards` are those of `train_model` without dev.
+    """
+    identity = identity_of(kind, training, shards)
+    checkpoint = kept / fingerprint(identity) / step_folder(step)
+    try:
+        keep_seed(checkpoint, output, identity)
+    except DemixError as error:
+        again = f"{kept.name}: training it again to step {step}, after which it kept no state ({error.cause})"
+        print(again, flush=True)
+        return False
+    return True
 
 
 def _initial(
@@ -149,18 +183,27 @@ def _write_model(
     tokens: int,
     output: Path,
     world: World,
+    seed: SeedState | None,
 ) -> None:
     """Write a trained model to `output`: rank 0 the shared tensors, and one rank per expert the expert's own."""
     shared, own = parameters(model.architecture, model.vocab_size, len(model.domain_tokens), model.expert_scope)
-    seen = {"steps": steps, "tokens": tokens, "data_sha256": data}
+    # All experts have learned from what the seed has seen.
+    before = {} if seed is None else seed.manifest.data_sha256
+    seen = {"steps": steps, "tokens": tokens, "data_sha256": before | data}
     if world.rank == 0:
         counts = {"shared_parameters": shared, "expert_parameters": own}
+        if seed is not None:
+            begun = seed.manifest.tokens
+            lineage = lineage | {"parent": seed.origin, "tokens_seed": begun, "tokens_branch": tokens - begun}
         save_shared(model, output, lineage | counts | seen)
     world.wait()
     for expert in model.experts if world.writes_experts else ():
         if kind.batches == "by_domain":
-            seen = seen | {"tokens": tokens // len(data), "data_sha256": {expert: data[expert]}}
-        save_expert(model, expert, output, {"parent": None} | seen | {"tokenizer_sha256": lineage["tokenizer_sha256"]})
+            seen = seen | {"tokens": tokens // len(data), "data_sha256": before | {expert: data[expert]}}
+        parent = None if seed is None else DENSE_EXPERT
+        save_expert(
+            model, expert, output, {"parent": parent} | seen | {"tokenizer_sha256": lineage["tokenizer_sha256"]}
+        )
     world.wait()
 
 

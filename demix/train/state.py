@@ -24,6 +24,16 @@ log = logging.getLogger(__name__)
 SHARED = "shared.safetensors"
 
 
+def step_folder(step: int) -> str:
+    """The name of the folder of the state after `step` updates."""
+    return f"step-{step:08d}"
+
+
+def expert_file(name: str) -> str:
+    """The name of the file with the state of an expert, beside `SHARED`."""
+    return f"expert-{name}.safetensors"
+
+
 @dataclass(frozen=True)
 class State:
     """The part of a run's state after `step` updates that one rank holds.
@@ -61,7 +71,7 @@ def save_state(directory: Path, state: State, world: World, keep: int, steps: Se
     The manifest with the sha256 of all files is written last; then the folder gets its name. Older checkpoints are
     removed, except the newest `keep`, the one with the lowest loss on dev, and those of `steps`.
     """
-    path = directory / f"step-{state.step:08d}"
+    path = directory / step_folder(state.step)
     temporary = path.with_name(f".{path.name}.partial")
     try:
         if world.rank == 0:
@@ -70,7 +80,7 @@ def save_state(directory: Path, state: State, world: World, keep: int, steps: Se
         world.wait()
         if world.writes_experts:
             for name, tensors in state.experts.items():
-                _save(tensors, temporary / f"expert-{name}.safetensors")
+                _save(tensors, temporary / expert_file(name))
         if world.rank == 0:
             _save(state.shared, temporary / SHARED)
             lines = "".join(json.dumps(row) + "\n" for row in state.metrics)
@@ -104,7 +114,7 @@ def newest_state(directory: Path, experts: tuple[str, ...], world: World) -> Sta
     for path in reversed(_steps(directory)):
         state = None
         try:
-            state = _load(path, experts)
+            state = load_state(path, experts)
         except MisplacedError:
             raise
         except DemixError as error:
@@ -133,11 +143,12 @@ def remove_states(directory: Path, steps: Sequence[int] = ()) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _load(path: Path, experts: tuple[str, ...]) -> State:
+def load_state(path: Path, experts: tuple[str, ...]) -> State:
+    """The checkpoint in the folder `path` with the named experts. Raises DemixError if it is missing or damaged."""
     manifest = read_json(path / "manifest.json")
     try:
         sha256, step, dev_loss = manifest["sha256"], int(manifest["step"]), manifest["dev_loss"]
-        files = [SHARED, *(f"expert-{name}.safetensors" for name in experts)]
+        files = [SHARED, *map(expert_file, experts)]
         shared, *own = [load_verified(path / file, sha256[file]) for file in files]
         if sha256_file(path / "metrics.jsonl") != sha256["metrics.jsonl"]:
             raise DemixError(path / "metrics.jsonl", "differs from its recorded sha256", "delete this checkpoint")

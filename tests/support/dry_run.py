@@ -1,4 +1,4 @@
-"""What `snakemake -n` says that it would run."""
+"""Snakemake run to its end, and what `snakemake -n` says that it would run."""
 
 import os
 import re
@@ -15,8 +15,13 @@ def dry_run(folder: Path, config: Path, *arguments: str) -> str:
     """What `snakemake -n` prints in `folder`, where the sample's texts are linked."""
     if not (folder / "resources").exists():
         (folder / "resources").symlink_to(REPOSITORY / "resources")
+    return ran(folder, config, "-n", *arguments)
+
+
+def ran(folder: Path, config: Path | str, *arguments: str) -> str:
+    """What snakemake prints that is run in `folder`."""
     command = [
-        "snakemake", "-n", "--snakefile", str(REPOSITORY / "workflow" / "Snakefile"), "--configfile", str(config),
+        "snakemake", "--snakefile", str(REPOSITORY / "workflow" / "Snakefile"), "--configfile", str(config),
         "--workflow-profile", str(REPOSITORY / "profiles" / "default"), *arguments,
     ]  # fmt: skip
     done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)

@@ -62,6 +62,14 @@ WRONG = {
     "a password": ("tracking.uri", "postgresql://me:secret@host/db", r"tracking\.uri: holds a password"),
     "a sweep below a step": ("training.sweep", {"learning_rates": [1e-3], "tokens": 9}, r"sweep\.tokens: is 9, less"),
     "a sweep of nothing": ("training.sweep", {"learning_rates": [], "tokens": 9999}, r"sweep\.learning_rates: is \[\]"),
+    "another rate than the seed's": (
+        "models.mine", {"kind": "demix", "parent": "dense", "seed_tokens": 300000, "learning_rate": 1e-3},
+        r"models\.mine\.learning_rate: is 0\.001 where its parent dense has 0\.002; leave it out: a branch takes",
+    ),
+    "a seed below a step": (
+        "models.mine", {"kind": "demix", "parent": "dense", "seed_tokens": 9},
+        r"models\.mine\.seed_tokens: is 9, less than the 2048 tokens of one step; raise it, or give 0",
+    ),
     "a decay above one": ("evaluation.decay", 1.5, r"evaluation\.decay: is 1\.5; allowed is number > 0 ≤ 1"),
 }  # fmt: skip
 
@@ -84,7 +92,7 @@ def test_wrong_configs_are_refused_with_key_and_cure(
     *path, last = key.split(".")
     place = config
     for part in path:
-        place = place[part]
+        place = place.setdefault(part, {})
     place[last] = value
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))

@@ -58,6 +58,10 @@ KINDS = {
     "audits": ("evaluations/law.audit.parquet", "evaluations/news.audit.parquet", "audit.parquet"),
     "states": ("checkpoints/dense/0a/step-00000010/manifest.json", "checkpoints/dense/0a/step-00000020/manifest.json"),
     "trainings": ("checkpoints/a/0a/step-00000010/manifest.json", "checkpoints/b/1b/step-00000010/manifest.json"),
+    "seeds": (
+        *("seeds/dense/step-00000010/manifest.json", "seeds/dense/step-00000020/manifest.json"),
+        *("seeds/dense-seed2/step-00000010/manifest.json", "checkpoints/dense/0a/step-00000010/manifest.json"),
+    ),
     "jobs' results": ("checkpoints/a/finished-0a/done.json", "checkpoints/b/finished-1b/done.json"),
 }
 WRITE = {

@@ -147,6 +147,24 @@ def test_a_model_plans_with_its_own_settings():
         plan_training(config, 1, HARDWARE["cpu"])
 
 
+def test_a_seed_counts_for_each_model_that_begins_with_it_and_is_trained_once():
+    config = copy.deepcopy(load_config(REPOSITORY / "config" / "sample.yaml"))
+    without = {plan.name: plan for plan in plan_training(config, 1, HARDWARE["cpu"])}
+    config["models"]["branch"] = {"kind": "demix", "parent": "dense", "seed_tokens": 250_000}
+    plans = {plan.name: plan for plan in plan_training(config, 1, HARDWARE["cpu"])}
+    branch, demix = plans["branch"], plans["demix"]
+    assert (branch.tokens, branch.steps, branch.flops) == (demix.tokens, demix.steps, demix.flops)
+    assert branch.begin == 250_000 // (8 * 256)
+    assert branch.hours == pytest.approx(demix.hours * (demix.steps - branch.begin) / demix.steps)
+    assert {name: plans[name] for name in without} == without
+    total = sum(plan.flops * plan.steps for plan in without.values()) + demix.flops * (demix.steps - branch.begin)
+    # With further rows of a seed phase in the sample, their seeds are left out too.
+    total -= sum(plan.flops * plan.begin for plan in without.values())
+    work, _ = training_tables(config, 1, "cpu")
+    assert float(work.columns[-1].footer) == pytest.approx(total / 1e15, abs=0.006)
+    assert "once in the total" in work.caption
+
+
 def test_wrong_options_of_the_plan_are_told():
     with pytest.raises(DemixError, match=r"--hardware tpu.*v100, a100, h100, cpu"):
         training_tables(PAPER["paper-125m"], None, "tpu")

@@ -111,6 +111,28 @@ def test_a_replacement_has_the_ranks_of_the_removed_domain() -> None:
     assert json.loads(options[options.index("--cluster") + 1])["launch"] == "local"
 
 
+def test_a_seed_is_kept_by_its_parent_and_begins_its_branches() -> None:
+    seeded = {"kind": "demix", "parent": "dense", "seed_tokens": 6000}
+    sweep = {"learning_rates": [1e-3, 0.5], "tokens": 7680}
+    one = rules(
+        seeds=[1, 5], models={"dense": {"sweep": sweep}, "half": seeded, "all": seeded | {"seed_tokens": 12288}}
+    )
+    folder = "results/tiny/seeds/dense-seed5/step-00000015"
+    assert one.seed_of(row(one, "half-seed5")) == [
+        f"{folder}/{name}" for name in ("manifest.json", "shared.safetensors", "expert-dense.safetensors")
+    ]
+    assert one.seed_of(row(one, "demix")) == one.seed_of(row(one, "dense")) == []
+    begins = f" --learning-rate-from results/tiny/sweep/dense.json --branch {folder}"
+    assert one.beginning(row(one, "half-seed5")) == begins
+    assert one.beginning(row(one, "demix")) == ""
+    assert shlex.split(one.train_options(row(one, "dense-seed5")))[-2:] == ["--keep", "15,32"]
+    assert "--keep" not in one.train_options(row(one, "half"))
+    # What is kept is no setting of a training, and a branch has those of its parent.
+    plain = rules(models={"dense": {"sweep": sweep}})
+    assert one.training_settings(row(one, "dense")) == plain.training_settings(row(plain, "dense"))
+    assert one.training_settings(row(one, "half")) == one.training_settings(row(one, "dense"))
+
+
 def test_settings_as_arguments() -> None:
     assert rules().as_json({"b": 1, "a": 0}, b=2) == '{"a": 0, "b": 2}'
     assert rules().given({"a": 0, "b": "", "c": [], "d": None, "e": False}) == '{"a": 0, "e": false}'

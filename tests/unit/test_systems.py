@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from demix.config.evaluated import bases, compared, evaluated, systems_of
-from demix.config.systems import KINDS, adaptations, planned, scoring_jobs, trained
+from demix.config.systems import KINDS, adaptations, planned, scoring_jobs, seeds, trained
 from demix.errors import DemixError
 
 TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")
@@ -77,6 +77,54 @@ def test_adaptation_and_removal_follow_the_rows_that_they_name() -> None:
     assert sets["demix"] == ["training"]
     added = [job for job in scoring_jobs(rows) if job.rule.startswith("score_adapted_") and "dense" not in job.rule]
     assert {job.model for job in added} == {"other"}
+
+
+SEEDED = {"kind": "demix", "parent": "dense", "seed_tokens": 500}
+SETTINGS = {"tokens": 1000, "learning_rate": 1e-3, "sweep": None, "sequences": 2}
+
+
+def test_a_row_with_a_seed_phase_follows_its_parent() -> None:
+    rows = with_rows(dense={"learning_rate": 5e-4}, seeded=SEEDED | {"ranks": 3}) | {"training": SETTINGS}
+    by_name = {model.name: model for model in trained(rows)}
+    seeded = by_name["seeded"]
+    assert seeded.settings == SETTINGS | {"learning_rate": 5e-4, "parent": "dense", "seed_tokens": 500, "ranks": 3}
+    assert (seeded.parent, seeded.seed_step(8), seeded.rates_from) == ("dense", 500 // 48, "dense")
+    assert by_name["seeded-seed9"].parent == "dense-seed9", "each seed branches off from its own dense model"
+    assert (by_name["dense"].parent, by_name["dense"].seed_step(8)) == ("", 0)
+    again = rows | {"models": rows["models"] | {"late": SEEDED, "never": SEEDED | {"seed_tokens": 0}}}
+    assert {place: model.name for place, model in seeds(again, 8).items()} == {
+        ("dense", 10): "dense", ("dense-seed9", 10): "dense-seed9",
+    }  # fmt: skip
+    # In tables and differences it stands beside the paper's DEMix.
+    assert [some.label for table in evaluated(rows, "wiki") if table.model == "seeded" for some in table.sets] == [
+        "training", "training",
+    ]  # fmt: skip
+    assert ("seeded", "cached") in {(system.model, system.method) for system in compared(rows, "wiki")}
+    # Its model without a domain begins with the same seed, which has seen the domain.
+    removing = rows | {"removal": rows["removal"] | {"model": "seeded"}}
+    without = next(model for model in trained(removing) if model.removed)
+    assert (without.parent, without.seed_step(8), without.base) == ("dense", 10, "seeded")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"mine": {"kind": "demix", "parent": "dense"}}, r"models\.mine\.seed_tokens: is missing beside parent"),
+        ({"mine": {"kind": "demix", "seed_tokens": 5}}, r"models\.mine\.parent: is missing beside seed_tokens"),
+        ({"mine": SEEDED | {"parent": "old"}}, r"mine\.parent: is old, which is no row of models; name one of dense"),
+        ({"mine": SEEDED | {"parent": "domain_token"}}, r"mine\.parent: is domain_token of kind domain_token, which"),
+        (
+            {"mine": SEEDED | {"parent": "dense_unbalanced"}},
+            r"is dense_unbalanced of kind dense_unbalanced, which draws",
+        ),
+        ({"mine": SEEDED | {"parent": "yours"}, "yours": SEEDED}, r"mine\.parent: is yours of kind demix, which"),
+        ({"mine": SEEDED | {"kind": "dense"}}, r"mine\.parent: is given to a row of kind dense; use kind: demix"),
+        ({"mine": SEEDED | {"seed_tokens": 1001}}, r"mine\.seed_tokens: is 1001, more than the 1000 tokens of dense"),
+    ],
+)
+def test_seed_phases_that_are_refused(rows: dict[str, Any], message: str) -> None:
+    with pytest.raises(DemixError, match=message):
+        planned(with_rows(**rows))
 
 
 def test_a_row_can_be_left_out() -> None:

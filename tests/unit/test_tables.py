@@ -110,6 +110,15 @@ def test_table6_compares_few_and_many_experts(run: Run) -> None:
     )
 
 
+def test_table7_tells_of_a_seed_that_has_seen_the_domain(run: Run) -> None:
+    rows = {"seeded": {"kind": "demix", "parent": "dense", "seed_tokens": 500}}
+    config = run.config | {"models": rows, "training": {"tokens": 1000}}
+    removing = {**run.config.get("removal", {}), "model": "seeded"}
+    weakens = "seeded and −Domain began with what the model dense had learned of every domain in its first 500 tokens"
+    assert sum(weakens in note for note in table7(run.results, config | {"removal": removing}).notes) == 1
+    assert not any("seed that has seen" in note for note in table7(run.results, config).notes)
+
+
 def test_table7_averages_only_what_can_be_compared(run: Run) -> None:
     table = table7(run.results, run.config)
     frame = table.frame

@@ -31,6 +31,7 @@ def test_the_plan_counts_the_jobs_of_the_workflow(name: str, tmp_path: Path) -> 
 def test_every_rule_asks_for_the_resources_of_its_stage(tmp_path: Path) -> None:
     config = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())
     config["models"] = {"demix": {"sweep": {"learning_rates": [1e-3, 2e-3], "tokens": 7680}}}
+    config["models"] |= {"seeded": {"kind": "demix", "parent": "dense", "seed_tokens": 6000}}
     config["cluster"] = {"stages": {stage: {"partition": f"for-{stage}", "gpus": 1} for stage in STAGES}}
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))

@@ -18,7 +18,7 @@ from demix.config.check import load_config
 from demix.config.systems import KINDS
 from demix.files import check_sealed, read_json, sha256_file
 from support.documented import assert_documented
-from support.dry_run import ENVIRONMENT, REPOSITORY, dry_run, jobs_by_rule
+from support.dry_run import ENVIRONMENT, REPOSITORY, dry_run, jobs_by_rule, ran
 from support.once import once, run_with_progress
 
 TINY = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())
@@ -30,13 +30,7 @@ pytestmark = pytest.mark.workflow
 def snakemake(folder: Path, *arguments: str, config: dict | None = None) -> str:
     """Run snakemake in `folder`, with the tiny config or another; returns what it printed."""
     (folder / "config.yaml").write_text(yaml.safe_dump(config or TINY, sort_keys=False))
-    command = [
-        "snakemake", "--snakefile", str(REPOSITORY / "workflow" / "Snakefile"), "--configfile", "config.yaml",
-        "--workflow-profile", str(REPOSITORY / "profiles" / "default"), *arguments,
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    return ran(folder, "config.yaml", *arguments)
 
 
 def planned(folder: Path, config: dict | None = None) -> dict[str, int]:

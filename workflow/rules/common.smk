@@ -17,6 +17,7 @@ from demix.config.systems import (
     planned,
     removal_model,
     scoring_jobs,
+    seeds,
     trained,
     trained_without,
 )
@@ -37,6 +38,9 @@ RUN, as_json, given = RULES.run, RULES.as_json, RULES.given
 parts, tokens, experts, scores = RULES.parts, RULES.tokens, RULES.experts, RULES.scores
 evaluated_scores, train_inputs, chosen_rate = RULES.evaluated_scores, RULES.train_inputs, RULES.chosen_rate
 training_settings, cores, site, run_options = RULES.training_settings, RULES.cores, RULES.site, RULES.run_options
+beginning, seed_files, seed_of, train_options = RULES.beginning, RULES.seed_files, RULES.seed_of, RULES.train_options
+# The parents of seed phases, by folder.
+SEEDS = {parent: model for (parent, _), model in seeds(config, RULES.context).items()}
 # The snakemake that works on the run holds the lock until it ends.
 HELD, LOCK = ExitStack(), Path(RUN) / ".lock"
 TRAINING, NOVEL = list(config["domains"]["training"]), list(config["domains"]["novel"])

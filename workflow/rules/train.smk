@@ -11,7 +11,7 @@ rule sweep:
     benchmark:
         f"{RUN}/benchmarks/sweep/{{model}}.{{rate}}.tsv"
     wildcard_constraints:
-        model="|".join(model.name for model in trained(config) if model.name == model.base),
+        model="|".join(model.name for model in trained(config) if model.name == model.rates_from),
         rate="[0-9.e+-]+",
     priority: 110
     localrule: SUBMITTED
@@ -54,6 +54,44 @@ rule choose_rate:
         "demix choose-rate {input} --output {output} 2> {log}"
 
 
+# A training keeps the states that others begin with among its checkpoints, and this rule moves them. A training that ended
+# before a state was asked for kept none: its model is then trained again to that step, here and not in its own rule,
+# so that what was made of the model stays.
+rule seed:
+    input:
+        model=f"{RUN}/models/{{model}}/model.json",
+        rate=lambda wildcards: chosen_rate(SEEDS[wildcards.model]),
+        tokens=lambda wildcards: train_inputs(SEEDS[wildcards.model]),
+    output:
+        seed_files("{model}", "{step}"),
+    log:
+        f"{RUN}/logs/seed/{{model}}.{{step}}.log",
+    benchmark:
+        f"{RUN}/benchmarks/seed/{{model}}.{{step}}.tsv"
+    wildcard_constraints:
+        model="|".join(SEEDS) or "none",
+        step="[0-9]+",
+    priority: 90
+    localrule: SUBMITTED
+    conda:
+        "../../environment.yml"
+    threads: lambda wildcards: cores(SEEDS[wildcards.model].settings)
+    resources:
+        **site("train"),
+        options=lambda wildcards: run_options("train", SEEDS[wildcards.model].settings),
+    params:
+        kind=lambda wildcards: SEEDS[wildcards.model].kind.name,
+        settings=lambda wildcards: training_settings(SEEDS[wildcards.model]),
+        beginning=lambda wildcards: beginning(SEEDS[wildcards.model]),
+        step=lambda wildcards: int(wildcards.step),
+        kept=below_run("checkpoints/{model}"),
+        checkpoints=below_run("checkpoints/{model}-step-{step}"),
+        folder=below_run("seeds/{model}/step-{step}"),
+    shell:
+        "demix seed {params.kind} {input.tokens} --settings {params.settings:q}{params.beginning} --step {params.step}"
+        " --output {params.folder} --kept {params.kept} --checkpoints {params.checkpoints} {resources.options} 2> {log}"
+
+
 # One rule per model: the outputs list the experts, which wildcards cannot.
 for model in trained(config):
 
@@ -63,6 +101,7 @@ for model in trained(config):
         input:
             rate=chosen_rate(model),
             tokens=train_inputs(model),
+            seed=seed_of(model),
         output:
             experts(model.name, model.experts),
             metrics=f"{RUN}/metrics/{model.name}.jsonl",
@@ -78,14 +117,14 @@ for model in trained(config):
         threads: cores(model.settings)
         resources:
             **site("train"),
-            options=run_options("train", model.settings, model.removed),
+            options=train_options(model),
         params:
             kind=model.kind.name,
             settings=training_settings(model),
-            rate="".join(f" --learning-rate-from {path}" for path in chosen_rate(model)),
+            beginning=beginning(model),
             model=below_run(f"models/{model.name}"),
             checkpoints=below_run(f"checkpoints/{model.name}"),
         shell:
-            "demix train {params.kind} {input.tokens} --settings {params.settings:q}{params.rate}"
+            "demix train {params.kind} {input.tokens} --settings {params.settings:q}{params.beginning}"
             " --output {params.model} --metrics {output.metrics} --checkpoints {params.checkpoints}"
             " {resources.options} 2> {log}"

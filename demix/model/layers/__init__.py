@@ -15,4 +15,4 @@ def feedforward(architecture: Architecture, layer: int, experts: int) -> nn.Modu
 
     `auxiliary` is a list to which the feedforward may append losses (`GPT.forward`).
     """
-    return DEMixLayer(experts, architecture.width)
+    return DEMixLayer(experts, architecture.width, architecture.activation)

@@ -19,21 +19,26 @@ class DEMixLayer(nn.Module):
     The weights of all experts are stacked: `up` [E, 4D, D], `down` [E, D, 4D].
     """
 
-    def __init__(self, experts: int, width: int):
+    def __init__(self, experts: int, width: int, activation: str = "gelu"):
         super().__init__()
+        self.approximate = {"gelu": "none", "gelu_new": "tanh"}[activation]
         self.up = nn.Parameter(torch.empty(experts, 4 * width, width))
         self.up_bias = nn.Parameter(torch.empty(experts, 4 * width))
         self.down = nn.Parameter(torch.empty(experts, width, 4 * width))
         self.down_bias = nn.Parameter(torch.empty(experts, width))
 
     def forward(self, x: Tensor, auxiliary: list[Tensor] | None = None) -> Tensor:
-        """Map `x` [E, B, T, D] to [E, B, T, D] with the exact (erf) GELU. Every expert gets an `x` of [1, B, T, D].
+        """Map `x` [E, B, T, D] to [E, B, T, D] with the exact (erf) GELU, or with that by tanh for `gelu_new`.
+
+        Every expert gets an `x` of [1, B, T, D].
 
         The layer adds nothing to `auxiliary`: the domain chooses the expert, so there is no router to train.
         """
         E, (_, B, T, D) = len(self.up), x.shape
         linear: Callable[[Tensor, Tensor, Tensor], Tensor] = _ExpertLinear.apply
-        inner = F.gelu(linear(x.expand(E, B, T, D).reshape(E, B * T, D), self.up, self.up_bias))
+        inner = F.gelu(
+            linear(x.expand(E, B, T, D).reshape(E, B * T, D), self.up, self.up_bias), approximate=self.approximate
+        )
         return linear(inner, self.down, self.down_bias).view(E, B, T, D)
 
 

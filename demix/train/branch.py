@@ -1,0 +1,100 @@
+"""A seed phase: a model with experts begins with the state that a dense training had after some of its tokens."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from demix.config.systems import DENSE_EXPERT
+from demix.errors import DemixError
+from demix.files import digest, linked, read_json, replacing, write_json
+from demix.model.checkpoint import load_verified
+from demix.model.description import SeedManifest, read_seed_manifest
+from demix.train.state import SHARED, State, expert_file, load_state
+
+MANIFEST, EXPERT = "manifest.json", expert_file(DENSE_EXPERT)
+# A branch may measure its loss on dev more or less often than its parent.
+FREE = {"dev_blocks"}
+
+
+@dataclass(frozen=True)
+class SeedState:
+    """A kept state of a dense training: the folder seeds/<model>/step-<n> and its manifest."""
+
+    directory: Path
+    manifest: SeedManifest
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What a model that begins with the state records of it: the content of `Branched`."""
+        model, about = self.directory.resolve().parent.name, self.manifest
+        return {"model": model, "step": about.step, "tokens": about.tokens, "state_sha256": digest(about.sha256)}
+
+    def load(self) -> State:
+        """The state. Its metrics are one row. Raises DemixError if a file is missing or damaged."""
+        about = self.manifest
+        shared, own = (load_verified(self.directory / name, about.sha256.get(name, "")) for name in (SHARED, EXPERT))
+        row = {"step": about.step, "tokens": about.tokens, "branched_from": self.origin["model"]}
+        row |= {} if about.loss_scale is None else {"loss_scale": about.loss_scale}
+        return State(about.step, shared, {DENSE_EXPERT: own}, [row])
+
+
+def keep_seed(checkpoint: Path, output: Path, identity: Mapping[str, Any]) -> None:
+    """Move the training state `checkpoint` of a dense model to the folder `output`.
+
+    `identity` is that of the training (`demix.train.stage.identity_of`). Raises DemixError, and moves nothing, if the
+    state is missing or damaged.
+    """
+    state = load_state(checkpoint, (DENSE_EXPERT,))
+    sha256 = {name: read_json(checkpoint / MANIFEST)["sha256"][name] for name in (SHARED, EXPERT)}
+    scales = [row["loss_scale"] for row in state.metrics if "loss_scale" in row]
+    manifest = {
+        "step": state.step,
+        "tokens": state.metrics[-1]["tokens"],
+        "training": identity["training"],
+        "tokenizer_sha256": identity["tokenizer_sha256"],
+        "data_sha256": identity["data"],
+        "sha256": sha256,
+        "loss_scale": scales[-1] if scales else None,
+    }
+    with replacing(output, directory=True) as temporary:
+        for name in sha256:
+            linked(checkpoint / name, temporary / name)
+        write_json(temporary / MANIFEST, manifest, at=output / MANIFEST)
+    shutil.rmtree(checkpoint)
+    if not any(checkpoint.parent.glob("step-*")):
+        # The lock of the training, which has ended, is left.
+        shutil.rmtree(checkpoint.parent, ignore_errors=True)
+
+
+def read_seed(directory: Path, identity: Mapping[str, Any]) -> SeedState:
+    """The seed in the folder seeds/<model>/step-<n> for a training of this `identity`, which goes on from there.
+
+    Raises DemixError if its manifest is missing or damaged, and if the parent was trained with other settings or
+    another tokenizer: the schedule of the learning rate and the order of the data are the parent's.
+    """
+    seed = SeedState(directory, read_seed_manifest(directory / MANIFEST))
+    own = {**identity["training"], "tokenizer": identity["tokenizer_sha256"]}
+    parents = {**seed.manifest.training, "tokenizer": seed.manifest.tokenizer_sha256}
+    for key in sorted((own.keys() | parents.keys()) - FREE):
+        if own.get(key) != parents.get(key):
+            cause = f"is of a training with {key} {parents.get(key)}, and this one has {own.get(key)}"
+            raise DemixError(directory, cause, "train both with the same settings")
+    return seed
+
+
+def branched(state: State, experts: Sequence[str]) -> State:
+    """The state of a dense model as that of a model with `experts`, each a copy of the dense feedforwards.
+
+    Shared tensors stay as they are. Both of Adam's moments of an expert are divided by E, the number of experts. The
+    loss is the mean over all domains. With G the mean gradient on one domain and σ² its variance, the gradient of the
+    dense feedforward is the mean of E of these, of variance σ²/E, and that of an expert is G/E, of variance σ²/E². Its
+    mean and its square, which noise rules, are both an E-th.
+    """
+    (dense,) = state.experts.values()
+    own = {
+        name: tensor / len(experts) if name.startswith("optimizer/exp_avg") else tensor
+        for name, tensor in dense.items()
+    }
+    return State(state.step, state.shared, dict.fromkeys(experts, own), state.metrics)
