@@ -77,6 +77,11 @@ class System:
         """The same system with another rule for the experts' weights."""
         return replace(self, label=f"{self.label}, {weights} weights", weights=weights)
 
+    def released_scorer(self) -> "System":
+        """The same mixture by the released code's scorer, which for a uniform prior is its rule of weights alone."""
+        variant = "" if self.method == "uniform" else "released_scorer"
+        return replace(self, label=f"{self.label}, released scorer", weights="released", variant=variant)
+
     def chosen_on_dev(self) -> "System":
         """The same system with the expert or domain token that was chosen on dev.
 

@@ -4,7 +4,6 @@ A comparison holds only if the mean over domains and more than half of the domai
 scored on the same documents, the sentence also counts the domains whose whole interval supports the claim.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from demix.files import write_text
 from demix.report import read
 from demix.report.all_tables import scale_note
 from demix.report.page import render
-from demix.report.read import comparable, expert_perplexities, novel_domains, perplexities, training_domains
+from demix.report.read import comparable, each, expert_perplexities, novel_domains, perplexities, training_domains
 from demix.report.render import as_markdown
 
 # A mixture of more experts pays for a less certain prior π: up to −ln π/T nats per token. Half a percent is no harm.
@@ -198,7 +197,7 @@ def claims(
             "Leaving a domain's expert out at test time raises the perplexity of its domain (Table 7).",
             _compare(
                 "−Expert",
-                _each(results, without_expert, training),
+                each(results, without_expert, training),
                 "+Expert",
                 on(whole, training),
                 higher=True,
@@ -229,12 +228,6 @@ def claims(
             ),
         ),
     ]
-
-
-def _each(results: pd.DataFrame, system: Callable[[str], System], domains: list[str]) -> pd.Series:
-    """Perplexity on each domain of the system that belongs to it."""
-    values = [perplexities(results, system(name), [name])[name] for name in domains]
-    return pd.Series(values, index=domains, dtype="float64")
 
 
 def _demix_adaptation(
@@ -299,8 +292,8 @@ def _removal_level(results: pd.DataFrame, config: dict[str, Any], training: list
     rows = pd.DataFrame(
         {
             "with": perplexities(results, read.before_removal(config), training),
-            "without": _each(results, read.without_expert(config), training),
-            "never": _each(results, read.without_domain, training),
+            "without": each(results, read.without_expert(config), training),
+            "never": each(results, read.without_domain, training),
         }
     ).dropna()
     if rows.empty:

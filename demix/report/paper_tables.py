@@ -9,6 +9,7 @@ from demix.config.evaluated import System
 from demix.report import read
 from demix.report.cells import (
     ORACLE_NOTE,
+    POSTERIOR_MIXTURES,
     WEIGHTS_NOTE,
     always,
     by_domain,
@@ -17,6 +18,7 @@ from demix.report.cells import (
     lowest,
     mean_of,
     percent,
+    released_means,
     second_lines,
     seeds_of,
 )
@@ -77,7 +79,7 @@ def table4(results: pd.DataFrame, config: dict[str, Any]) -> Table:
 
 
 def table5(results: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """Table 5: test perplexity on each novel domain, of baselines and mixtures; mixtures with `released` weights last.
+    """Table 5: test perplexity on each novel domain, of baselines and mixtures; mixtures as in the released code last.
 
     The single token or expert of a novel domain is chosen on the dev split, or by an oracle on the test split.
     """
@@ -96,7 +98,11 @@ def table5(results: pd.DataFrame, config: dict[str, Any]) -> Table:
             else:
                 lines[system.label] = system
     mixed = [system for system in lines.values() if system.weights]
-    lines |= {released.label: released for released in (system.with_weights("released") for system in mixed)}
+    released = (
+        system.released_scorer() if system in POSTERIOR_MIXTURES else system.with_weights("released")
+        for system in mixed
+    )
+    lines |= {system.label: system for system in released}
     found = {label: evaluations(results, system, domains) for label, system in lines.items()}
     frame = pd.DataFrame({label: one["perplexity"] for label, one in found.items()}).T.reindex(columns=domains)
     frame["Mean"] = [mean_of(values) for _, values in frame.iterrows()]
@@ -128,7 +134,7 @@ def table5(results: pd.DataFrame, config: dict[str, Any]) -> Table:
 def table6(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     """Table 6: test perplexity with the training experts, and with the adapted experts added; cached prior."""
     training, novel = training_domains(config), novel_domains(config)
-    few, many = f"{len(training)} experts", f"{len(training) + len(novel)} experts{'' if novel else ', none added'}"
+    few, many = "Training experts", "With the added experts"
     (_, before), (_, after) = read.before_adding(config), read.added(config)
     parts, lines, summaries, notes = [], [], [], ()
     for kind, domains in (("training", training), ("novel", novel)):
@@ -138,6 +144,8 @@ def table6(results: pd.DataFrame, config: dict[str, Any]) -> Table:
         part, beneath, told = by_domain(results, systems, domains)
         summaries.append(f"Mean of {len(domains)} {kind}")
         part.loc[summaries[-1]] = [mean_of(part[few]), mean_of(part[many]), np.nan]
+        summaries.append(f"{summaries[-1]}, released weights")
+        part.loc[summaries[-1]] = [*released_means(results, systems, domains), np.nan]
         parts.append(part)
         lines += [beneath] if beneath is not None else []
         # The note that no domain has an interval is kept only if it holds for both kinds.
@@ -172,6 +180,8 @@ def table7(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     every = f"Mean of all {len(domains)}"
     summaries = [every]
     frame.loc[every] = [*(mean_of(frame[column]) for column in systems), np.nan]
+    summaries.append(f"{every}, released weights")
+    frame.loc[summaries[-1]] = [*released_means(results, systems, domains), np.nan]
     if 0 < len(complete) < len(domains):
         summaries.append(f"Mean of the {len(complete)} that have all three")
         frame.loc[summaries[-1]] = [*complete.mean(), np.nan]

@@ -190,6 +190,12 @@ def perplexities(results: pd.DataFrame, system: System, domains: Iterable[str]) 
     return evaluations(results, system, domains)["perplexity"]
 
 
+def each(results: pd.DataFrame, system: Callable[[str], System], domains: Iterable[str]) -> pd.Series:
+    """Test perplexity on each domain of the system that belongs to it."""
+    values = {name: perplexities(results, system(name), [name])[name] for name in domains}
+    return pd.Series(values, dtype="float64")
+
+
 def paired(
     differences: pd.DataFrame, system: Callable[[str], System], base: System, domains: Iterable[str]
 ) -> pd.DataFrame:

@@ -27,7 +27,7 @@ from demix.report.own_tables import (
     overlap_table,
     weights_table,
 )
-from demix.report.paper import SIZES, Printed, printed
+from demix.report.paper import SIZES, printed
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
 from demix.report.read import comparable, read_audit, read_parents, read_results
 from support.synthetic_run import DECAYS, DEV_BLOCKS, NOVEL, RELEASED_SCORER, TRAINING, Run, base, build_run
@@ -58,10 +58,11 @@ def test_table3_is_the_plain_mean_over_training_domains(run: Run) -> None:
             "+ Domain Token": 110 * 1.2,
             "DEMix (naive)": 110.0,
             "DEMix (cached prior)": 110 * 1.01,
+            "DEMix (cached prior), released scorer": 110 * 1.01 * 1.03 * RELEASED_SCORER,
         }
     )
     assert frame.loc["DEMix (naive)", "Against Dense (Balanced), %"] == pytest.approx(100 * (1 / 1.3 - 1))
-    assert frame["Domains better than Dense (Balanced)"].tolist() == ["0 of 3", "", "3 of 3", "3 of 3", "3 of 3"]
+    assert frame["Domains better than Dense (Balanced)"].tolist() == ["0 of 3", "", *["3 of 3"] * 3, "0 of 3"]
 
 
 def test_table4_shows_every_training_domain_and_its_mean(run: Run) -> None:
@@ -71,7 +72,7 @@ def test_table4_shows_every_training_domain_and_its_mean(run: Run) -> None:
     assert frame["DEMix (cached prior)"].tolist() == pytest.approx([101.0, 111.1, 121.2, 111.1])
 
 
-def test_table5_has_ten_systems_and_the_released_weights(run: Run) -> None:
+def test_table5_has_ten_systems_and_the_released_scorer(run: Run) -> None:
     table = table5(run.results, run.config)
     assert len(table.frame) == 10 + 3
     assert list(table.frame.columns) == [*NOVEL, "Mean"]
@@ -84,7 +85,8 @@ def test_table5_has_ten_systems_and_the_released_weights(run: Run) -> None:
         "DEMix (uniform prior)": 1.05 * 1.15,
         "DEMix (updating prior)": 1.02 * 1.15,
         "DEMix (cached prior)": 1.01 * 1.15,
-        "DEMix (cached prior), released weights": 1.01 * 1.15 * 1.03,
+        "DEMix (uniform prior), released scorer": 1.05 * 1.15 * 1.03,
+        "DEMix (cached prior), released scorer": 1.01 * 1.15 * 1.03 * RELEASED_SCORER,
     }
     for label, factor in expected.items():
         assert table.frame.loc[label].tolist() == pytest.approx([130 * factor, 140 * factor, 135 * factor]), label
@@ -99,7 +101,14 @@ def test_table5_never_prints_an_oracle_bold(tmp_path: Path) -> None:
 
 def test_table6_compares_few_and_many_experts(run: Run) -> None:
     frame = table6(run.results, run.config).frame
-    assert list(frame.index) == [*TRAINING, "Mean of 3 training", *NOVEL, "Mean of 2 novel"]
+    assert list(frame.index) == [
+        *TRAINING,
+        "Mean of 3 training",
+        "Mean of 3 training, released weights",
+        *NOVEL,
+        "Mean of 2 novel",
+        "Mean of 2 novel, released weights",
+    ]
     assert frame.loc["law"].tolist() == pytest.approx([111.1, 111.1, 0.0, 50])
     assert frame.loc["Mean of 2 novel"].tolist()[:3] == pytest.approx(
         [135 * 1.01 * 1.15, 135 * 1.01, 100 * (1 / 1.15 - 1)]
@@ -161,7 +170,7 @@ def test_an_interval_or_a_dash_stands_beneath(run: Run) -> None:
     table = table4(run.results, run.config)
     assert table.second_lines().loc["law", "Dense"] == "[138.60, 184.80]"
     assert table.second_lines().loc["news", "Dense"] == "–"
-    assert table.second_lines().loc["Mean of 3"].tolist() == [""] * 6
+    assert table.second_lines().loc["Mean of 3"].tolist() == [""] * 7
     assert table.frame["Documents"].tolist()[:3] == [7, 50, 7]
     assert table5(run.results, run.config).second_lines().loc["Dense"].tolist() == ["[163.80, 218.40]", "–", ""]
     none = run.results.assign(perplexity_low=math.nan, perplexity_high=math.nan)
@@ -238,39 +247,66 @@ def paper_config(run: Run, preset: str = "gpt3-small", **sizes: int) -> dict:
 
 
 def test_the_papers_numbers_stand_beside_a_run_of_its_size(run: Run) -> None:
-    table = beside_paper(table7(run.results, run.config), paper_config(run))
-    assert table.frame.loc["Paper, 125M", ["+Expert", "−Expert", "−Domain"]].tolist() == [18.18, 28.53, 30.64]
-    assert table.text().loc["Paper, 125M", "Documents"] == "–"
-    for preset, sizes in (("gpt3-medium", {}), ("gpt3-small", {"layers": 3})):
-        other = beside_paper(table7(run.results, run.config), paper_config(run, preset, **sizes))
-        assert not other.frame.index.str.startswith("Paper").any()
-    assert "none of its numbers" in beside_paper(table7(run.results, run.config), run.config).notes[-1]
-    assert "13.79, 13.84, 13.40, of which" in beside_paper(table4(run.results, run.config), paper_config(run)).notes[-1]
+    """In a column by system, the mixtures beside the released scorer; the smallest size beside another run."""
+    five = table5(run.results, run.config)
+    for preset, sizes, label, value in (
+        ("gpt3-small", {}, "Paper, 125M", 21.4),
+        ("gpt3-xl", {}, "Paper, 1.3B", 17.0),
+        ("gpt3-xl", {"layers": 3}, "Paper, 125M", 21.4),
+    ):
+        found = beside_paper(five, paper_config(run, preset, **sizes))
+        assert found.frame.loc["DEMix (cached prior), released scorer", label] == value
+        assert pd.isna(found.frame.loc["DEMix (cached prior)", label])
+        assert found.frame[label].notna().sum() == 8
+        assert found.text()[label].tolist().count("–") == len(five.frame) - 8
+        assert ("this run has none of its sizes" in found.notes[-2]) == bool(sizes)
+        assert "8^(1/1024) = 1.002 in perplexity" in found.notes[-1]
+    three = beside_paper(table3(run.results, run.config), paper_config(run))
+    assert three.frame["Paper, 125M"].dropna().tolist() == [20.6, 19.9, 19.2, 18.4, 17.8]
 
 
-def test_the_papers_numbers_go_where_a_table_has_its_systems(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In rows for Table 5; beside a column of words for Table 13."""
-    found = (
-        Printed("table5", "gpt3-small", {"Dense": 25.5}, "made up"),
-        Printed("table13", "gpt3-small", {"Dense-DAPT: own domain": -7.0}, "made up"),
-    )
-    monkeypatch.setattr("demix.report.all_tables.printed", lambda: found)
-    five = beside_paper(table5(run.results, run.config), paper_config(run))
-    assert five.frame["Paper, 125M"].dropna().to_dict() == {"Dense": 25.5}
+def test_the_papers_rows_stand_below_the_runs_own(run: Run) -> None:
+    seven = beside_paper(table7(run.results, run.config), paper_config(run))
+    assert seven.frame.loc["Paper, 125M: mean", ["+Expert", "−Expert", "−Domain"]].tolist() == [18.2, 28.5, 30.6]
+    assert seven.frame.loc["Paper, 125M: 1b", "−Domain"] == 30.4
+    assert seven.text().loc["Paper, 125M: mean", "Documents"] == "–"
+    assert {label for label in seven.summaries if label.startswith("Paper")} == {"Paper, 125M: mean"}
+    four = beside_paper(table4(run.results, run.config), paper_config(run))
+    assert four.frame.loc["Paper, 1.3B: mean"].dropna().tolist() == [13.8, 13.8, 13.4]
+    assert "the only size of this table" in four.notes[-2]
+    six = beside_paper(table6(run.results, run.config), paper_config(run, "gpt3-large"))
+    assert six.frame.loc["Paper, 760M: mean, novel"].dropna().tolist() == [17.4, 13.5]
     thirteen = beside_paper(table13(run.results, run.config, run.parents), paper_config(run))
-    assert thirteen.text().loc["Paper, 125M"].tolist() == ["–", "−7.0", "–", "–", " "]
+    assert thirteen.text().loc["Paper, 125M: mean"].tolist() == ["+70.1", "−55.1", "–", "–", " "]
 
 
-def test_what_is_known_of_the_paper_names_its_source() -> None:
-    """The numbers are those of the print: the means of Tables 4 and 7, as the paper has them."""
-    assert {(entry.table, entry.preset): entry.means for entry in printed()} == {
-        ("table7", "gpt3-small"): {"+Expert": 18.18, "−Expert": 28.53, "−Domain": 30.64},
-        ("table4", None): {"first": 13.79, "second": 13.84, "third": 13.40},
+def test_every_printed_number_has_its_place(run: Run) -> None:
+    """Each size of each table, with labels of the run's own tables; the printed means are those of the printed rows."""
+    tables = {
+        one.name: one for one in (make(run.results, run.config) for make in (table3, table4, table5, table6, table7))
     }
-    for entry in printed():
-        assert entry.table in PAPER_TABLES
-        assert entry.preset is None or entry.preset in SIZES
-        assert entry.source
+    tables["table13"] = table13(run.results, run.config, run.parents)
+    sizes = {name: [one.preset for one in printed() if one.table == name] for name in PAPER_TABLES}
+    assert sizes == {name: list(SIZES) for name in PAPER_TABLES} | {"table4": ["gpt3-xl"], "table7": ["gpt3-small"]}
+    for one in printed():
+        frame = tables[one.table].frame
+        assert set(one.column) <= set(frame.index)
+        for values in one.rows.values():
+            assert set(values) <= set(frame.columns)
+        if len(one.rows) > 2:
+            rows = pd.DataFrame(one.rows).T
+            assert (rows.drop(index="mean").mean() - rows.loc["mean"]).abs().max() < 0.06
+
+
+def test_sums_of_released_weights_stand_where_the_paper_mixes(run: Run) -> None:
+    frame = table7(run.results, run.config).frame
+    label = "Mean of all 3, released weights"
+    assert frame.loc[label, "+Expert"] == pytest.approx(110 * 1.01 * 1.03)
+    assert pd.isna(frame.loc[label, "−Domain"])
+    six = table6(run.results, run.config).frame
+    assert six.loc["Mean of 2 novel, released weights"].tolist()[:2] == pytest.approx(
+        [135 * 1.01 * 1.15 * 1.03, 135 * 1.01 * 1.03]
+    )
 
 
 def test_the_audit_sets_train_beside_test(run: Run, tmp_path: Path) -> None:
@@ -354,7 +390,7 @@ def test_files_are_the_same_bytes_again_and_hold_the_numbers(run: Run, tmp_path:
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
     html = (first / "tables" / "table4.html").read_text()
     row = re.search(r'<th scope="row" data-key="1">law</th>(.*?)</tr>', html).group(1)
-    assert re.findall(r"<td[^>]*>([^<]+)", row) == ["154.00", "143.00", "132.00", "110.00", "111.10", "50"]
+    assert re.findall(r"<td[^>]*>([^<]+)", row) == ["154.00", "143.00", "132.00", "110.00", "111.10", "171.65", "50"]
     assert '154.00<span class="beneath">[138.60, 184.80]</span>' in row
     assert not re.search(r"(src|href)=|https?://", html)
     assert "**110.00**" in (first / "tables" / "table4.md").read_text()
