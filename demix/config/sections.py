@@ -17,7 +17,7 @@ from demix.config.systems import KINDS
 from demix.launch.job import Cluster, Site
 from demix.settings import DistinctItems, Integer, Number, Positive, Switch, Text, names_of, partial, settings
 
-# Default lambda of the updating and cached priors (Eq. 9).
+# Default lambda of the updating and cached priors (Eq. 7).
 DECAY = 0.3
 
 Decay = Annotated[Number, Field(gt=0, le=1)]
@@ -185,7 +185,7 @@ class AdaptationRecipe(Execution, Optimizer):
         "computed. At most evaluation.dev_blocks, because no more blocks are scored.",
     )
     parent_decay: Decay = Field(
-        default=DECAY, description="Lambda of the posterior that chooses the parent expert (Eq. 9)."
+        default=DECAY, description="Lambda of the posterior that chooses the parent expert (Eq. 7)."
     )
 
 
@@ -224,7 +224,7 @@ class ScoringRecipe(DevBlocks):
 class MixingRecipe(DevBlocks):
     """The settings of the section `evaluation` that mixing takes."""
 
-    decay: Decay = Field(default=DECAY, description="Lambda of the updating and cached priors (Eq. 9).")
+    decay: Decay = Field(default=DECAY, description="Lambda of the updating and cached priors (Eq. 7).")
     decays: DistinctItems[Decay] = Field(
         default=(0.1, 0.3, 0.5, 1.0), description="Further lambdas to evaluate; the paper's tables use `decay`."
     )
@@ -238,7 +238,7 @@ class MixingRecipe(DevBlocks):
         default=("history", "released"),
         min_length=1,
         description="Tokens of the current block from which the experts' weights are computed: history (all tokens "
-        "so far, Eq. 7-8), released (only the last token, as in the code published with the paper), or "
+        "so far, Eq. 5-6), released (only the last token, as in the code published with the paper), or "
         "a number of last tokens.",
     )
     top_k: DistinctItems[Positive] = Field(

@@ -142,9 +142,9 @@ def figure4(priors: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
     )
     return finish(
         chart,
-        "Figure 4: which experts the posterior chooses for each domain",
-        "Cached prior: the posterior over the training experts (columns) after reading the domain's dev split (rows). "
-        "Each row sums to 1."
+        "Figure 4: which experts the cached prior chooses for each domain",
+        "Cached prior over the training experts (columns) for each domain (rows): the mean of the posteriors after "
+        "each of the first dev blocks, in which a block weighs λ times as much as the next. Each row sums to 1."
         + ("" if any(row["value"] is not None for row in rows) else " This run has none of these numbers."),
     )
 

@@ -62,7 +62,7 @@ def weights_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
         "weights",
         "How experts are weighted: all of the block, its last tokens, or as in the released code",
         "Mean test perplexity of DEMix by the tokens that a token's weights look at, and how much higher it is than "
-        "with all earlier tokens of the block (the paper's Eq. 7 and 8). Lower is better.",
+        "with all earlier tokens of the block (the paper's Eq. 5 and 6). Lower is better.",
         frame,
         notes=(
             "Released weights: the previous token only, and equal weights at a block's start whatever the prior. "
@@ -108,7 +108,7 @@ def decay_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     return Table(
         "decay",
         "The decay λ of the prior",
-        "Mean test perplexity of DEMix over its training experts by the decay λ of Eq. 9, for the updating prior and "
+        "Mean test perplexity of DEMix over its training experts by the decay λ of Eq. 7, for the updating prior and "
         "for the cached one. Lower is better; the lowest of each column is bold.",
         frame,
         notes=(
