@@ -13,6 +13,7 @@ from demix.config.systems import (
     left_out,
     model_rows,
     novel_domains,
+    one_more,
     planned,
     removal_model,
     trained_without,
@@ -27,13 +28,15 @@ METHODS = ("average", "uniform", "updating", "cached")
 class ExpertSet:
     """Experts of a model that are mixed together by `methods`; results show the set under `label`.
 
-    With `alone` each expert also gets a row of its own. With `variants` the grids of settings, the released scorer and
-    the posterior of every block are evaluated too.
+    `weights` are the rules of weights, all of the config's where none is named. With `alone` each expert also gets a
+    row of its own. With `variants` the grids of settings, the released scorer and the posterior of every block are
+    evaluated too.
     """
 
     label: str
     experts: tuple[str, ...]
     methods: tuple[str, ...] = METHODS
+    weights: tuple[str, ...] = ()
     alone: bool = False
     variants: bool = False
 
@@ -128,6 +131,8 @@ def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
         adds = model == receiver and bool(novel)
         if adds:
             yield ExpertSet("all", training + novel, alone=True)
+            for name in novel if domain in training else (domain,):
+                yield ExpertSet(one_more(name), (*training, name), methods=("cached",), weights=("history",))
         yield ExpertSet("training", training, alone=own and not adds, variants=own and model.name == "demix")
         if model == whole and domain in training and len(training) > 1:
             rest = tuple(expert for expert in training if expert != domain)
@@ -174,7 +179,8 @@ def compared(config: Mapping[str, Any], domain: str) -> tuple[System, ...]:
     """The systems that are compared with each of `bases` on `domain`.
 
     These are the baselines and the methods of Tables 3 to 5 with one rule of weights, DEMix with the weights of the
-    released code, the set of all experts, the removals of Table 7, and the systems of further rows.
+    released code, the set of all experts and the one with the domain's own added, the removals of Table 7, and the
+    systems of further rows.
     """
     first, more = (
         [
@@ -182,7 +188,6 @@ def compared(config: Mapping[str, Any], domain: str) -> tuple[System, ...]:
             for row, kind in table_rows(config).items()
             if (row in KINDS) == named
             for system in systems_of(row, kind)
-            if system.method != "average"
         ]
         for named in (True, False)
     )
@@ -191,6 +196,7 @@ def compared(config: Mapping[str, Any], domain: str) -> tuple[System, ...]:
         *first,
         systems_of("demix", KINDS["demix"])[-1].with_weights("released"),
         System("", receiver, "all", "cached", "history"),
+        System("", receiver, one_more(domain), "cached", "history"),
         System("", whole, left_out(domain), "cached", "history"),
         System("", trained_without(domain), "training", "cached", "history"),
         *more,

@@ -29,6 +29,7 @@ Threads = Annotated[
         "number, so the config sets it. Snakemake's --cores only limits how many jobs run side by side."
     ),
 ]
+Factor = Annotated[Number, Field(gt=0)]
 LearningRate = Annotated[Number, Field(gt=0, description="Peak learning rate.")]
 
 
@@ -161,9 +162,8 @@ class AdaptationRecipe(Execution, Optimizer):
 
     tokens: Positive = Field(default=10_000_000, description="Largest number of training tokens of one adaptation.")
     sequences: Positive = Field(default=16, description="Sequences in one optimizer step.")
-    learning_rate_factor: Number = Field(
+    learning_rate_factor: Factor = Field(
         default=0.1,
-        gt=0,
         description="Peak learning rate, as a fraction of the peak learning rate that the adapted model was trained "
         "with.",
     )
@@ -189,10 +189,28 @@ class AdaptationRecipe(Execution, Optimizer):
     )
 
 
+@settings()
+class RateFactors:
+    """The learning-rate factor of each kind of adaptation."""
+
+    demix: Factor = Field(default=0.1, description="Factor of DEMix-DAPT, which cannot change what other experts do.")
+    dense: Factor = Field(default=0.1, description="Factor of Dense-DAPT.")
+
+
 @settings(kw_only=True)
 class AdaptationSection(AdaptationRecipe):
     """DEMix-DAPT and Dense-DAPT on each novel domain."""
 
+    learning_rate_factor: Factor | RateFactors = Field(  # type: ignore[assignment]
+        default=0.1,
+        description="Peak learning rate, as a fraction of the peak learning rate that the adapted model was trained "
+        "with: one number (the paper: 0.1), or one for each kind of adaptation, such as `{demix: 1.0, dense: 0.1}`.",
+    )
+    dense: Literal["dense", "dense_unbalanced"] = Field(
+        default="dense",
+        description="The row of `models` that Dense-DAPT starts from. The paper does not say which; its Table 13 may "
+        "mean Dense (dense_unbalanced).",
+    )
     model: RowName = Field(
         default="demix", description="The row of `models` whose model gets the novel domains' experts."
     )
@@ -226,7 +244,9 @@ class MixingRecipe(DevBlocks):
 
     decay: Decay = Field(default=DECAY, description="Lambda of the updating and cached priors (Eq. 7).")
     decays: DistinctItems[Decay] = Field(
-        default=(0.1, 0.3, 0.5, 1.0), description="Further lambdas to evaluate; the paper's tables use `decay`."
+        default=(0.1, 0.3, 0.5, 0.7, 1.0),
+        description="Further lambdas to evaluate; the paper's tables use `decay`. The released code's running mean has "
+        "a decay of 0.7.",
     )
     prior_blocks: DistinctItems[Positive] = Field(
         default=(1, 5, 10, 50, 100),

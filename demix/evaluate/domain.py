@@ -260,7 +260,7 @@ def planned_mixtures(evaluation: Evaluation, some: ExpertSet, scored: int) -> It
     for top_k in (None, *(k for k in evaluation.top_k if k < len(some.experts))):
         for method in some.methods:
             if method != "average":
-                for weights in evaluation.weights:
+                for weights in some.weights or evaluation.weights:
                     yield replace(main, method=method, weights=weights, top_k=top_k), ""
             elif top_k is None:
                 # It has no posterior, hence neither weights rules nor likeliest experts.

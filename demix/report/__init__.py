@@ -70,4 +70,4 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     write_tables(results, differences, overlap, audit, parents, config, output / "tables")
     own = read.of_seed(results, config)
     write_figures(own, priors, overlap, posteriors, run / "metrics", config, output / "figures")
-    write_claims(own, differences, parents, config, output)
+    write_claims(own, overlap, differences, parents, config, output)

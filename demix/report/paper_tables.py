@@ -212,13 +212,16 @@ def table13(results: pd.DataFrame, config: dict[str, Any], parents: dict[str, st
     `parents` maps a novel domain to the expert that was copied to start the domain's own.
     """
     training, novel = training_domains(config), novel_domains(config)
-    dense = perplexities(results, read.BALANCED, [*training, *novel])
-    (naive, _), (all_naive, _) = read.before_adding(config), read.added(config)
+    start = read.before_dense_dapt(config)
+    dense = perplexities(results, start, [*training, *novel])
+    (naive, cached), (all_naive, _) = read.before_adding(config), read.added(config)
+    eight = perplexities(results, cached, [*training, *novel])
     experts = perplexities(results, all_naive, [*training, *novel])
     before = perplexities(results, naive, training)
     rows = {}
     for name in novel:
-        adapted = perplexities(results, read.dense_adapted(name), [*training, name])
+        adapted = perplexities(results, read.dense_adapted(config)(name), [*training, name])
+        nine = perplexities(results, read.one_added(config)(name), [*training, name])
         parent = parents.get(name, "")
         parent_perplexity = expert_perplexities(results, naive.model, name, [parent])[parent] if parent else np.nan
         rows[name] = {
@@ -226,11 +229,12 @@ def table13(results: pd.DataFrame, config: dict[str, Any], parents: dict[str, st
             "Dense-DAPT: own domain": percent(dense[name], adapted[name]),
             "DEMix-DAPT: training domains": percent(mean_of(before), mean_of(experts[training])),
             "DEMix-DAPT: own domain": percent(parent_perplexity, experts[name]),
+            "One expert added: training domains": percent(mean_of(eight[training]), mean_of(nine[training])),
+            "One expert added: own domain": percent(eight[name], nine[name]),
             "Parent expert": parent,
         }
-    columns = [
-        f"{kind}-DAPT: {part} domain{s}" for kind in ("Dense", "DEMix") for part, s in (("training", "s"), ("own", ""))
-    ]
+    kinds = ("Dense-DAPT", "DEMix-DAPT", "One expert added")
+    columns = [f"{kind}: {part} domain{s}" for kind in kinds for part, s in (("training", "s"), ("own", ""))]
     frame = pd.DataFrame.from_dict(rows, orient="index", columns=[*columns, "Parent expert"])
     label = f"Mean of {len(novel)}"
     frame.loc[label] = [*(mean_of(frame[column]) for column in columns), " "]
@@ -239,9 +243,11 @@ def table13(results: pd.DataFrame, config: dict[str, Any], parents: dict[str, st
         "Table 13: adapting to a novel domain, and forgetting",
         "Change of test perplexity in percent (negative is better) by adapting to the domain of each row: averaged "
         f"over the {len(training)} training domains, which shows forgetting, and on the domain adapted to. Dense-DAPT "
-        "is compared with the dense (balanced) model; DEMix-DAPT's expert with the parent expert it was copied from, "
-        "and on training domains each domain's own expert before and after the experts were added, the same by "
-        "construction: no file of theirs is written, which sha256 sums beside each expert and score table prove.",
+        f"starts from {start.label} and is compared with it; DEMix-DAPT's expert with the parent expert it was copied "
+        "from, and on training domains each domain's own expert before and after the experts were added, the same by "
+        "construction: no file of theirs is written, which sha256 sums beside each expert and score table prove. One "
+        f"expert added: the mixture of the {len(training)} training experts and the new one with a cached prior "
+        f"(6.2, Figure 6), compared with that of the {len(training)}.",
         frame,
         formats=dict.fromkeys(columns, "{:+.1f}"),
         summaries=frozenset({label}),

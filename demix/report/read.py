@@ -8,7 +8,16 @@ import pandas as pd
 
 from demix.config import systems
 from demix.config.evaluated import BASES, System, label_of, systems_of, table_rows
-from demix.config.systems import KINDS, adapted, adapted_model, left_out, removal_model, trained_without
+from demix.config.systems import (
+    KINDS,
+    adapted,
+    adapted_model,
+    dense_adapted_row,
+    left_out,
+    one_more,
+    removal_model,
+    trained_without,
+)
 from demix.errors import DemixError
 from demix.files import is_made, read_json, read_json_lines, read_parquet
 
@@ -58,6 +67,12 @@ def before_removal(config: dict[str, Any]) -> System:
     return systems_of(model.row, model.kind)[-1]
 
 
+def one_added(config: dict[str, Any]) -> Callable[[str], System]:
+    """A function from a novel domain to the mixture of the training experts and the domain's own: section 6.2."""
+    row = adapted_model(config).row
+    return lambda domain: System("+ one expert (cached)", row, one_more(domain), "cached", "history")
+
+
 def without_expert(config: dict[str, Any]) -> Callable[[str], System]:
     """A function from a domain to the system without the expert of that domain: −Expert of Table 7."""
     row = removal_model(config).row
@@ -69,9 +84,15 @@ def without_domain(domain: str) -> System:
     return System("−Domain", trained_without(domain), "training", "cached", "history")
 
 
-def dense_adapted(domain: str) -> System:
-    """The dense model after Dense-DAPT to `domain`: Table 13."""
-    return System("Dense-DAPT", adapted("dense", domain), "dense", "dense")
+def before_dense_dapt(config: dict[str, Any]) -> System:
+    """The dense model that Dense-DAPT starts from."""
+    return DENSE if dense_adapted_row(config) == DENSE.model else BALANCED
+
+
+def dense_adapted(config: dict[str, Any]) -> Callable[[str], System]:
+    """A function from a novel domain to the dense model after Dense-DAPT to the domain: Table 13."""
+    row = dense_adapted_row(config)
+    return lambda domain: System("Dense-DAPT", adapted(row, domain), "dense", "dense")
 
 
 def trained_systems(config: dict[str, Any]) -> dict[str, tuple[System, ...]]:

@@ -16,8 +16,8 @@ from rich.console import Console
 from scipy import stats
 
 from demix.errors import DemixError
-from demix.report import PAPER_TABLES, REPORT_FILES, TABLES, write_report
-from demix.report.all_tables import beside_paper, main_table, scale_note, write_tables
+from demix.report import REPORT_FILES, TABLES, write_report
+from demix.report.all_tables import main_table, scale_note, write_tables
 from demix.report.own_tables import (
     audit_table,
     decay_table,
@@ -27,7 +27,6 @@ from demix.report.own_tables import (
     overlap_table,
     weights_table,
 )
-from demix.report.paper import SIZES, printed
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
 from demix.report.read import comparable, read_audit, read_parents, read_results
 from support.synthetic_run import DECAYS, DEV_BLOCKS, NOVEL, RELEASED_SCORER, TRAINING, Run, base, build_run
@@ -129,10 +128,14 @@ def test_table7_averages_only_what_can_be_compared(run: Run) -> None:
 def test_table13_shows_forgetting_and_adaptation(run: Run) -> None:
     found = read_parents(run.path / "models" / "demix" / "experts", list(NOVEL))
     assert found == {"wiki": "code", "songs": "law"}
-    frame = table13(run.results, run.config, found).frame
+    table = table13(run.results, run.config, found)
+    frame = table.frame
     for label in NOVEL:
         row = frame.loc[label].tolist()
         assert row[:4] == pytest.approx([20.0, 100 * (1.1 / 1.3 - 1), 0.0, 100 * (1 / 1.25 - 1)])
+        # One expert added to the mixture: nothing on the training domains, and what the new expert gains on its own.
+        assert row[4:6] == pytest.approx([0.0, 100 * (1 / 1.15 - 1)])
+    assert "Dense-DAPT starts from Dense (Balanced)" in table.caption
     assert frame["Parent expert"].tolist()[:2] == ["code", "law"]
     assert frame.loc["Mean of 2"].tolist()[:4] == pytest.approx(frame.loc["wiki"].tolist()[:4])
 
@@ -242,62 +245,6 @@ def test_differences_are_named_as_in_the_tables(run: Run) -> None:
     assert row["Perplexity low"] == pytest.approx((110 - 143) * 1.05)
 
 
-def paper_config(run: Run, preset: str = "gpt3-small", **sizes: int) -> dict:
-    return run.config | {"architecture": {"preset": preset, "context": 1024} | sizes}
-
-
-def test_the_papers_numbers_stand_beside_a_run_of_its_size(run: Run) -> None:
-    """In a column by system, the mixtures beside the released scorer; the smallest size beside another run."""
-    five = table5(run.results, run.config)
-    for preset, sizes, label, value in (
-        ("gpt3-small", {}, "Paper, 125M", 21.4),
-        ("gpt3-xl", {}, "Paper, 1.3B", 17.0),
-        ("gpt3-xl", {"layers": 3}, "Paper, 125M", 21.4),
-    ):
-        found = beside_paper(five, paper_config(run, preset, **sizes))
-        assert found.frame.loc["DEMix (cached prior), released scorer", label] == value
-        assert pd.isna(found.frame.loc["DEMix (cached prior)", label])
-        assert found.frame[label].notna().sum() == 8
-        assert found.text()[label].tolist().count("–") == len(five.frame) - 8
-        assert ("this run has none of its sizes" in found.notes[-2]) == bool(sizes)
-        assert "8^(1/1024) = 1.002 in perplexity" in found.notes[-1]
-    three = beside_paper(table3(run.results, run.config), paper_config(run))
-    assert three.frame["Paper, 125M"].dropna().tolist() == [20.6, 19.9, 19.2, 18.4, 17.8]
-
-
-def test_the_papers_rows_stand_below_the_runs_own(run: Run) -> None:
-    seven = beside_paper(table7(run.results, run.config), paper_config(run))
-    assert seven.frame.loc["Paper, 125M: mean", ["+Expert", "−Expert", "−Domain"]].tolist() == [18.2, 28.5, 30.6]
-    assert seven.frame.loc["Paper, 125M: 1b", "−Domain"] == 30.4
-    assert seven.text().loc["Paper, 125M: mean", "Documents"] == "–"
-    assert {label for label in seven.summaries if label.startswith("Paper")} == {"Paper, 125M: mean"}
-    four = beside_paper(table4(run.results, run.config), paper_config(run))
-    assert four.frame.loc["Paper, 1.3B: mean"].dropna().tolist() == [13.8, 13.8, 13.4]
-    assert "the only size of this table" in four.notes[-2]
-    six = beside_paper(table6(run.results, run.config), paper_config(run, "gpt3-large"))
-    assert six.frame.loc["Paper, 760M: mean, novel"].dropna().tolist() == [17.4, 13.5]
-    thirteen = beside_paper(table13(run.results, run.config, run.parents), paper_config(run))
-    assert thirteen.text().loc["Paper, 125M: mean"].tolist() == ["+70.1", "−55.1", "–", "–", " "]
-
-
-def test_every_printed_number_has_its_place(run: Run) -> None:
-    """Each size of each table, with labels of the run's own tables; the printed means are those of the printed rows."""
-    tables = {
-        one.name: one for one in (make(run.results, run.config) for make in (table3, table4, table5, table6, table7))
-    }
-    tables["table13"] = table13(run.results, run.config, run.parents)
-    sizes = {name: [one.preset for one in printed() if one.table == name] for name in PAPER_TABLES}
-    assert sizes == {name: list(SIZES) for name in PAPER_TABLES} | {"table4": ["gpt3-xl"], "table7": ["gpt3-small"]}
-    for one in printed():
-        frame = tables[one.table].frame
-        assert set(one.column) <= set(frame.index)
-        for values in one.rows.values():
-            assert set(values) <= set(frame.columns)
-        if len(one.rows) > 2:
-            rows = pd.DataFrame(one.rows).T
-            assert (rows.drop(index="mean").mean() - rows.loc["mean"]).abs().max() < 0.06
-
-
 def test_sums_of_released_weights_stand_where_the_paper_mixes(run: Run) -> None:
     frame = table7(run.results, run.config).frame
     label = "Mean of all 3, released weights"
@@ -337,8 +284,8 @@ def test_overlap_is_told_with_both_p_values(tmp_path: Path) -> None:
         change=lambda key, value: value * factors.get((key.domain, key.expert), 1) if key.method == "expert" else value,
     )
     frame = overlap_table(run.results, run.overlap, run.config).frame
-    assert frame.to_dict("index").keys() == {"training domains", "novel domains"}
-    assert frame["Pairs"].tolist() == [12, 8]
+    assert list(frame.index) == ["training domains", "novel domains", "training domains, own experts too"]
+    assert frame["Pairs"].tolist() == [12, 8, 16]
 
     rows = run.results.query("model == 'demix' and experts == 'all' and method == 'expert'")
     perplexities = rows[rows.variant == ""].pivot(index="domain", columns="expert", values="perplexity")[list(training)]
@@ -360,6 +307,27 @@ def test_overlap_is_told_with_both_p_values(tmp_path: Path) -> None:
         }
         assert frame.loc[label, list(expected)].to_dict() == pytest.approx(expected)
         assert len({round(value, 6) for value in expected.values()}) == len(expected)
+    table, shared = (one.loc[list(training)].to_numpy() for one in (perplexities, shares))
+    pearson = stats.pearsonr(shared.ravel(), np.log(table / np.diag(table)[:, None]).ravel())
+    with_own = frame.loc["training domains, own experts too", ["Pearson (log ratio)", "p of Pearson"]]
+    assert with_own.tolist() == pytest.approx([pearson.statistic, pearson.pvalue])
+
+
+def test_dense_dapt_is_compared_with_the_model_that_it_starts_from(tmp_path: Path) -> None:
+    def renamed(rows: pd.DataFrame) -> pd.DataFrame:
+        return rows.assign(model=rows["model"].str.replace("dense-dapt", "dense_unbalanced-dapt"))
+
+    run = build_run(tmp_path)
+    config = run.config | {"adaptation": {"dense": "dense_unbalanced"}}
+    table = table13(renamed(run.results), config, run.parents)
+    assert table.frame.loc["wiki"].tolist()[:2] == pytest.approx([100 * (1.3 * 1.2 / 1.4 - 1), 100 * (1.1 / 1.4 - 1)])
+    assert "Dense-DAPT starts from Dense and" in table.caption
+
+
+def test_dev_blocks_say_what_the_last_one_weighs(run: Run) -> None:
+    for decay, told in ((0.3, "last block alone weighs 0.70"), (1.0, "all blocks weigh alike")):
+        evaluation = run.config["evaluation"] | {"decay": decay}
+        assert told in dev_blocks_table(run.results, run.config | {"evaluation": evaluation}).notes[-1]
 
 
 def test_different_tokens_are_never_compared(tmp_path: Path) -> None:
