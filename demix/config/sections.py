@@ -156,6 +156,15 @@ ModelRow = partial(
 )
 
 
+@settings()
+class FactorSweep:
+    """Adaptations with several learning rates, of which one is kept."""
+
+    factors: DistinctItems[Factor] = Field(
+        min_length=1, description="Learning-rate factors to try, one after the other in one job."
+    )
+
+
 @settings(kw_only=True)
 class AdaptationRecipe(Execution, Optimizer):
     """The settings of the section `adaptation` that one adaptation takes."""
@@ -166,6 +175,12 @@ class AdaptationRecipe(Execution, Optimizer):
         default=0.1,
         description="Peak learning rate, as a fraction of the peak learning rate that the adapted model was trained "
         "with.",
+    )
+    sweep: FactorSweep | None = Field(
+        default=None,
+        description="Adapt to each domain with each of these factors, and keep the adaptation of the lowest loss on "
+        "the domain's dev split, for DEMix-DAPT and Dense-DAPT each on its own. The factors replace "
+        "`learning_rate_factor`. null tries none.",
     )
     evaluate_every: Positive = Field(
         default=50, description="Steps between evaluations on the novel domain's dev split."

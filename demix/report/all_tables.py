@@ -17,6 +17,7 @@ from demix.report.own_tables import (
     differences_table,
     full_table,
     overlap_table,
+    rates_table,
     weights_table,
 )
 from demix.report.paper import SIZES, nearest, printed, size_of
@@ -95,6 +96,7 @@ def all_tables(
     overlap: pd.DataFrame,
     audit: pd.DataFrame,
     parents: dict[str, str],
+    trials: pd.DataFrame,
     config: dict[str, Any],
 ) -> list[Table]:
     """The paper's tables, then the others. Raises DemixError if rows of one domain were scored on different tokens."""
@@ -110,6 +112,7 @@ def all_tables(
         decay_table(own, config),
         dev_blocks_table(own, config),
         overlap_table(own, overlap, config),
+        rates_table(trials),
         full_table(results, config),
         differences_table(differences, config),
         audit_table(audit, config),
@@ -128,12 +131,13 @@ def write_tables(
     overlap: pd.DataFrame,
     audit: pd.DataFrame,
     parents: dict[str, str],
+    trials: pd.DataFrame,
     config: dict[str, Any],
     output_dir: str | Path,
 ) -> None:
     """Write each table as `<name>.html`, `.md` and `.tex` into `output_dir`."""
     note = scale_note(results, config)
-    for table in all_tables(results, differences, overlap, audit, parents, config):
+    for table in all_tables(results, differences, overlap, audit, parents, trials, config):
         write_table(table.noted(note), Path(output_dir))
 
 

@@ -230,6 +230,31 @@ def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Tabl
     )
 
 
+def rates_table(trials: pd.DataFrame) -> Table:
+    """What each learning rate of DEMix-DAPT and Dense-DAPT does to the training domains and to the new one, on dev."""
+    rows = {
+        f"{kind}, {factor:g} of the rate": {
+            "Training domains": found["training"].mean(),
+            "Own domain": found["own"].mean(),
+            "Adaptations": len(found),
+            "Chosen": int(found["chosen"].sum()),
+        }
+        for (kind, factor), found in trials.groupby(["kind", "factor"])
+    }
+    columns = ["Training domains", "Own domain", "Adaptations", "Chosen"]
+    return Table(
+        "rates",
+        "Learning rates of adaptation",
+        "Change of dev perplexity in percent (negative is better) by adapting with a fraction of the learning rate of "
+        "training, averaged over the novel domains: on the training domains, which shows forgetting, and on the domain "
+        "adapted to. The last column counts the adaptations that the run kept: those of the lowest loss on the own "
+        "domain's dev split, or those of the only factor.",
+        pd.DataFrame.from_dict(rows, orient="index", columns=columns).astype("float64"),
+        notes=("The paper takes a tenth of the rate for both kinds.",),
+        formats=dict.fromkeys(columns[:2], "{:+.1f}") | dict.fromkeys(columns[2:], "{:.0f}"),
+    )
+
+
 AUDITED = {
     "own": "own expert alone",
     "mixture": "all experts",

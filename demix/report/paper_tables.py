@@ -249,6 +249,7 @@ def table13(results: pd.DataFrame, config: dict[str, Any], parents: dict[str, st
         f"expert added: the mixture of the {len(training)} training experts and the new one with a cached prior "
         f"(6.2, Figure 6), compared with that of the {len(training)}.",
         frame,
+        notes=("The table of learning rates of adaptation has what each rate does to both kinds of domains, on dev.",),
         formats=dict.fromkeys(columns, "{:+.1f}"),
         summaries=frozenset({label}),
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from demix.config import systems
@@ -304,6 +305,35 @@ def read_parents(experts: str | Path, novel: list[str]) -> dict[str, str]:
     """
     lineages = {domain: Path(experts) / f"{domain}.json" for domain in novel}
     return {domain: read_json(path)["parent"] for domain, path in lineages.items() if is_made(path)}
+
+
+def read_trials(models: str | Path, config: dict[str, Any]) -> pd.DataFrame:
+    """What each learning rate of adaptation came to: columns kind, domain, factor, training, own, chosen.
+
+    `models` is the run's folder of models. `training` and `own` are changes of dev perplexity in percent, of the mean
+    over the training domains and of the domain adapted to. A factor at which training diverged has none.
+    """
+    rows = []
+    for domain in novel_domains(config):
+        files = {
+            "DEMix-DAPT": Path(models) / adapted_model(config).row / "experts" / f"{domain}.json",
+            "Dense-DAPT": Path(models) / adapted(dense_adapted_row(config), domain) / "model.json",
+        }
+        for kind, path in files.items():
+            lineage = read_json(path) if is_made(path) else {}
+            for trial in lineage.get("trials", ()):
+                factor = trial["learning_rate_factor"]
+                start, best = (_dev_perplexities(trial.get(when, {}), config, domain) for when in ("start", "best"))
+                change = 100 * (best / start - 1)
+                chosen = factor == lineage["adaptation"]["learning_rate_factor"]
+                rows.append((kind, domain, factor, *change, chosen))
+    return pd.DataFrame(rows, columns=["kind", "domain", "factor", "training", "own", "chosen"])
+
+
+def _dev_perplexities(losses: dict[str, float], config: dict[str, Any], domain: str) -> np.ndarray:
+    """The mean over the training domains, and that of `domain`; NaN where a loss is missing."""
+    training = [losses.get(f"dev_loss/{name}", np.nan) for name in training_domains(config)]
+    return np.array([np.exp(training).mean(), np.exp(losses.get(f"dev_loss/{domain}", np.nan))])
 
 
 def prior_table(priors: pd.DataFrame, model: str, training: list[str], domains: list[str]) -> pd.DataFrame:

@@ -16,6 +16,7 @@ from rich.console import Console
 from scipy import stats
 
 from demix.errors import DemixError
+from demix.files import write_json
 from demix.report import REPORT_FILES, TABLES, write_report
 from demix.report.all_tables import main_table, scale_note, write_tables
 from demix.report.own_tables import (
@@ -25,10 +26,11 @@ from demix.report.own_tables import (
     differences_table,
     full_table,
     overlap_table,
+    rates_table,
     weights_table,
 )
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
-from demix.report.read import comparable, read_audit, read_parents, read_results
+from demix.report.read import comparable, read_audit, read_parents, read_results, read_trials
 from support.synthetic_run import DECAYS, DEV_BLOCKS, NOVEL, RELEASED_SCORER, TRAINING, Run, base, build_run
 
 
@@ -267,6 +269,23 @@ def test_the_audit_sets_train_beside_test(run: Run, tmp_path: Path) -> None:
     assert not len(audit_table(read_audit(tmp_path / "none.parquet"), run.config).frame)
 
 
+def test_learning_rates_of_adaptation_stand_side_by_side(run: Run, tmp_path: Path) -> None:
+    """Two domains, a factor that was chosen for one of them, and one that diverged."""
+    for domain, chosen in (("wiki", 1.0), ("songs", 0.1)):
+        start = {f"dev_loss/{name}": math.log(100) for name in (*TRAINING, domain)}
+        trials = [
+            {"learning_rate_factor": 0.1, "start": start, "best": start | {f"dev_loss/{domain}": math.log(90)}},
+            {"learning_rate_factor": 1.0, "start": start, "best": dict.fromkeys(start, math.log(80))},
+            {"learning_rate_factor": 9.0, "diverged": "the loss is not finite"},
+        ]
+        card = {"trials": trials, "adaptation": {"learning_rate_factor": chosen}}
+        write_json(tmp_path / f"dense-dapt-{domain}" / "model.json", card)
+    table = rates_table(read_trials(tmp_path, run.config))
+    assert table.frame.loc["Dense-DAPT, 0.1 of the rate"].tolist() == pytest.approx([0, -10, 2, 1])
+    assert table.frame.loc["Dense-DAPT, 1 of the rate"].tolist() == pytest.approx([-20, -20, 2, 1])
+    assert table.text().loc["Dense-DAPT, 9 of the rate"].tolist() == ["–", "–", "2", "0"]
+
+
 def two_sided(statistic: Callable[[tuple[int, ...]], float], count: int) -> float:
     """The share of all orders that are at least as far out, twice: what an exact permutation test gives."""
     found = np.array([statistic(order) for order in itertools.permutations(range(count))])
@@ -336,7 +355,14 @@ def test_different_tokens_are_never_compared(tmp_path: Path) -> None:
     rows.loc[(rows["model"] == "dense") & (rows["domain"] == "law"), "tokens_sha256"] = "other"
     with pytest.raises(DemixError, match=r"law\.test over 2 different token sequences"):
         write_tables(
-            rows, run.differences, run.overlap, read_audit("none"), run.parents, run.config, tmp_path / "tables"
+            rows,
+            run.differences,
+            run.overlap,
+            read_audit("none"),
+            run.parents,
+            read_trials("none", run.config),
+            run.config,
+            tmp_path / "tables",
         )
     assert not (tmp_path / "tables").exists()
 
