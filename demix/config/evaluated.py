@@ -14,6 +14,7 @@ from demix.config.systems import (
     left_out,
     model_rows,
     novel_domains,
+    one_more,
     planned,
     removal_model,
     trained,
@@ -26,13 +27,15 @@ from demix.config.systems import (
 class ExpertSet:
     """Experts of a model that are mixed together by `methods`; results show the set under `label`.
 
-    The method `naive` takes the expert of the domain, or the best one. With `alone` each expert also gets a row of its
-    own. With `variants` the grids of settings, the released scorer and the posterior of every block are evaluated too.
+    The method `naive` takes the expert of the domain, or the best one. `weights` are the rules of weights, all of the
+    config's where none is named. With `alone` each expert also gets a row of its own. With `variants` the grids of
+    settings, the released scorer and the posterior of every block are evaluated too.
     """
 
     label: str
     experts: tuple[str, ...]
     methods: tuple[str, ...] = ("naive", *METHODS)
+    weights: tuple[str, ...] = ()
     alone: bool = False
     variants: bool = False
 
@@ -75,6 +78,11 @@ class System:
     def with_weights(self, weights: str) -> "System":
         """The same system with another rule for the experts' weights."""
         return replace(self, label=f"{self.label}, {weights} weights", weights=weights)
+
+    def released_scorer(self) -> "System":
+        """The same mixture by the released code's scorer, which for a uniform prior is its rule of weights alone."""
+        variant = "" if self.method == "uniform" else "released_scorer"
+        return replace(self, label=f"{self.label}, released scorer", weights="released", variant=variant)
 
     def chosen_on_dev(self) -> "System":
         """The same system with the expert or domain token that was chosen on dev.
@@ -137,6 +145,8 @@ def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
         adds = model == receiver and bool(novel)
         if adds:
             yield ExpertSet("all", training + novel, alone=True)
+            for name in novel if domain in training else (domain,):
+                yield ExpertSet(one_more(name), (*training, name), methods=("cached",), weights=("history",))
         yield ExpertSet("training", training, alone=own and not adds, variants=own and model.name == "demix")
         if model == whole and domain in training and len(training) > 1:
             rest = tuple(expert for expert in training if expert != domain)
@@ -190,7 +200,8 @@ def compared(config: Mapping[str, Any], domain: str) -> tuple[System, ...]:
     """The systems that are compared with each of `bases` on `domain`.
 
     These are the baselines and the methods of Tables 3 to 5 with one rule of weights, DEMix with the weights of the
-    released code, the set of all experts, the removals of Table 7, and the systems of further rows.
+    released code, the set of all experts and the one with the domain's own added, the removals of Table 7, and the
+    systems of further rows.
     """
     first, more = (
         [
@@ -198,7 +209,6 @@ def compared(config: Mapping[str, Any], domain: str) -> tuple[System, ...]:
             for row, kind in table_rows(config).items()
             if (row in KINDS) == named
             for system in (*systems_of(row, kind), *stream_systems(row, kind, config))
-            if system.method != "average"
         ]
         for named in (True, False)
     )
@@ -207,6 +217,7 @@ def compared(config: Mapping[str, Any], domain: str) -> tuple[System, ...]:
         *first,
         systems_of("demix", KINDS["demix"])[-1].with_weights("released"),
         System("", receiver, "all", "cached", "history"),
+        System("", receiver, one_more(domain), "cached", "history"),
         System("", whole, left_out(domain), "cached", "history"),
         System("", trained_without(domain), "training", "cached", "history"),
         *more,

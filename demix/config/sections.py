@@ -18,7 +18,7 @@ from demix.config.systems import KINDS
 from demix.launch.job import Cluster, Site
 from demix.settings import DistinctItems, Integer, Number, Positive, Switch, Text, names_of, partial, settings
 
-# Default lambda of the updating and cached priors (Eq. 9).
+# Default lambda of the updating and cached priors (Eq. 7).
 DECAY = 0.3
 
 Decay = Annotated[Number, Field(gt=0, le=1)]
@@ -30,6 +30,7 @@ Threads = Annotated[
         "number, so the config sets it. Snakemake's --cores only limits how many jobs run side by side."
     ),
 ]
+Factor = Annotated[Number, Field(gt=0)]
 LearningRate = Annotated[Number, Field(gt=0, description="Peak learning rate.")]
 
 
@@ -180,17 +181,31 @@ ModelRow = partial(
 )
 
 
+@settings()
+class FactorSweep:
+    """Adaptations with several learning rates, of which one is kept."""
+
+    factors: DistinctItems[Factor] = Field(
+        min_length=1, description="Learning-rate factors to try, one after the other in one job."
+    )
+
+
 @settings(kw_only=True)
 class AdaptationRecipe(Execution, Optimizer):
     """The settings of the section `adaptation` that one adaptation takes."""
 
     tokens: Positive = Field(default=10_000_000, description="Largest number of training tokens of one adaptation.")
     sequences: Positive = Field(default=16, description="Sequences in one optimizer step.")
-    learning_rate_factor: Number = Field(
+    learning_rate_factor: Factor = Field(
         default=0.1,
-        gt=0,
         description="Peak learning rate, as a fraction of the peak learning rate that the adapted model was trained "
         "with.",
+    )
+    sweep: FactorSweep | None = Field(
+        default=None,
+        description="Adapt to each domain with each of these factors, and keep the adaptation of the lowest loss on "
+        "the domain's dev split, for DEMix-DAPT and Dense-DAPT each on its own. The factors replace "
+        "`learning_rate_factor`. null tries none.",
     )
     evaluate_every: Positive = Field(
         default=50, description="Steps between evaluations on the novel domain's dev split."
@@ -210,14 +225,32 @@ class AdaptationRecipe(Execution, Optimizer):
         "computed. At most evaluation.dev_blocks, because no more blocks are scored.",
     )
     parent_decay: Decay = Field(
-        default=DECAY, description="Lambda of the posterior that chooses the parent expert (Eq. 9)."
+        default=DECAY, description="Lambda of the posterior that chooses the parent expert (Eq. 7)."
     )
+
+
+@settings()
+class RateFactors:
+    """The learning-rate factor of each kind of adaptation."""
+
+    demix: Factor = Field(default=0.1, description="Factor of DEMix-DAPT, which cannot change what other experts do.")
+    dense: Factor = Field(default=0.1, description="Factor of Dense-DAPT.")
 
 
 @settings(kw_only=True)
 class AdaptationSection(AdaptationRecipe):
     """DEMix-DAPT and Dense-DAPT on each novel domain."""
 
+    learning_rate_factor: Factor | RateFactors = Field(  # type: ignore[assignment]
+        default=0.1,
+        description="Peak learning rate, as a fraction of the peak learning rate that the adapted model was trained "
+        "with: one number (the paper: 0.1), or one for each kind of adaptation, such as `{demix: 1.0, dense: 0.1}`.",
+    )
+    dense: Literal["dense", "dense_unbalanced"] = Field(
+        default="dense",
+        description="The row of `models` that Dense-DAPT starts from. The paper does not say which; its Table 13 may "
+        "mean Dense (dense_unbalanced).",
+    )
     model: RowName = Field(
         default="demix", description="The row of `models` whose model gets the novel domains' experts."
     )
@@ -249,9 +282,11 @@ class ScoringRecipe(DevBlocks):
 class MixingRecipe(DevBlocks):
     """The settings of the section `evaluation` that mixing takes."""
 
-    decay: Decay = Field(default=DECAY, description="Lambda of the updating and cached priors (Eq. 9).")
+    decay: Decay = Field(default=DECAY, description="Lambda of the updating and cached priors (Eq. 7).")
     decays: DistinctItems[Decay] = Field(
-        default=(0.1, 0.3, 0.5, 1.0), description="Further lambdas to evaluate; the paper's tables use `decay`."
+        default=(0.1, 0.3, 0.5, 0.7, 1.0),
+        description="Further lambdas to evaluate; the paper's tables use `decay`. The released code's running mean has "
+        "a decay of 0.7.",
     )
     prior_blocks: DistinctItems[Positive] = Field(
         default=(1, 5, 10, 50, 100),

@@ -190,6 +190,11 @@ def left_out(domain: str) -> str:
     return f"minus-{domain}"
 
 
+def one_more(domain: str) -> str:
+    """The label of the set of the training experts and the added expert of `domain`."""
+    return f"plus-{domain}"
+
+
 def trained_without(domain: str) -> str:
     """The name of the model that is trained without `domain`."""
     return f"without-{domain}"
@@ -345,12 +350,24 @@ def removal_model(config: Mapping[str, Any]) -> Model:
     return next(model for model in trained(config) if model.name == name)
 
 
+def dense_adapted_row(config: Mapping[str, Any]) -> str:
+    """The row of `models` that Dense-DAPT adapts."""
+    return (config.get("adaptation") or {}).get("dense") or "dense"
+
+
+def learning_rate_factor(config: Mapping[str, Any], parent: Model) -> float:
+    """The learning rate of the adaptation of `parent`, as a fraction of that of the parent's training."""
+    factor = config["adaptation"]["learning_rate_factor"]
+    return float(factor["demix" if parent.kind.has_experts else "dense"] if isinstance(factor, dict) else factor)
+
+
 def _adapted_row(config: Mapping[str, Any]) -> str:
     return (config.get("adaptation") or {}).get("model") or "demix"
 
 
 def _adaptations(config: Mapping[str, Any], rows: list[Model]) -> tuple[Adaptation, ...]:
-    parents = (_row(rows, _adapted_row(config), "adaptation.model"), _row(rows, "dense", "models.dense", experts=False))
+    dense = _row(rows, dense_adapted_row(config), "adaptation.dense", experts=False)
+    parents = (_row(rows, _adapted_row(config), "adaptation.model"), dense)
     return tuple(
         Adaptation(adapted(parent.row, novel), novel, parent) for novel in novel_domains(config) for parent in parents
     )
@@ -400,7 +417,7 @@ def scoring_jobs(config: Mapping[str, Any]) -> tuple[ScoringJob, ...]:
             ),
         ]  # fmt: skip
     if novel:
-        made, dense = adapted("dense", "{novel}"), (DENSE_EXPERT,)
+        made, dense = adapted(dense_adapted_row(config), "{novel}"), (DENSE_EXPERT,)
         jobs.append(
             ScoringJob(
                 "score_adapted_dense", made, made, dense, dense, (*training, "{novel}"), ("test",), len(novel),

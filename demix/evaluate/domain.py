@@ -298,7 +298,7 @@ def _traced(evaluation: Evaluation, some: ExpertSet) -> Mixture:
 def planned_mixtures(evaluation: Evaluation, some: ExpertSet, scored: int) -> Iterator[tuple[Mixture, str]]:
     """All mixtures of a set of experts, each with the variant that it is a row of; `scored` dev blocks are there."""
     main = Mixture("cached", some.experts, decay=evaluation.decay, dev_blocks=min(evaluation.dev_blocks, scored))
-    named = [(weights, parsed_weights(weights).rules.evaluated) for weights in evaluation.weights]
+    named = [(weights, parsed_weights(weights).rules.evaluated) for weights in some.weights or evaluation.weights]
     for top_k in (None, *(k for k in evaluation.top_k if k < len(some.experts))):
         for method in some.methods:
             for weights, evaluated in named:

@@ -178,9 +178,13 @@ def plan_training(config: dict[str, Any], ranks: int | None, hardware: Hardware)
     sweeps = [_plan_sweep(config, one, domains, ranks, hardware) for one in models if one.sweeps]
     section = config["adaptation"]
     usable = min(ranks or section["ranks"], section["sequences"])
+    tried = len(section["sweep"]["factors"]) if section["sweep"] else 1
     adapted = [
-        _plan_run(config, one.name, one.rule, one.parent.kind, section, 1, usable, hardware, adapts=True)
-        for one in adaptations(config)
+        replace(one, tokens=tried * one.tokens, steps=tried * one.steps, hours=tried * one.hours)
+        for one in (
+            _plan_run(config, one.name, one.rule, one.parent.kind, section, 1, usable, hardware, adapts=True)
+            for one in adaptations(config)
+        )
     ]
     return runs + sweeps + adapted
 

@@ -98,7 +98,7 @@ class Hardware:
 
 
 HARDWARE = {
-    "v100": Hardware(None, "TFLOPs/s a GPU of the paper's Table 2 (V100, fp16), of its size of the nearest width"),
+    "v100": Hardware(None, "TFLOPs/s a GPU of the paper's Table 2 (V100), of its size of the nearest width"),
     "a100": Hardware(137, "137 TFLOPs/s a GPU, 44% of peak: a model of 1.7B in Narayanan et al. 2021, table 1 (fp16)"),
     "h100": Hardware(396, "396 TFLOPs/s a GPU, assuming 40% of the 989 at peak (bf16)"),
     "cpu": Hardware(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 PAPER_TABLES = ("table3", "table4", "table5", "table6", "table7", "table13")
-TABLES = (*PAPER_TABLES, "weights", "decay", "dev_blocks", "overlap", "full", "differences", "audit")
+TABLES = (*PAPER_TABLES, "weights", "decay", "dev_blocks", "overlap", "rates", "full", "differences", "audit")
 FIGURES = ("figure2", "figure4", "figure6", "figure7", "figure8", "training")
 # The entries of `snakemake --report`, worded so that sorting gives the order of the paper.
 SHOWS = {
@@ -24,6 +24,7 @@ SHOWS = {
     "differences": "Systems less Dense (Balanced) and less cached DEMix, with intervals",
     "full": "Every system on every domain",
     "overlap": "Bigram overlap against perplexity: correlations",
+    "rates": "Learning rates of adaptation, DEMix-DAPT against Dense-DAPT",
     "weights": "Weights by all earlier tokens against the last few",
     "figure2": "Figure 2: each expert on each domain",
     "figure4": "Figure 4: cached prior of each domain",
@@ -64,10 +65,11 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     audit = read.read_audit(run / "audit.parquet")
     posteriors = read.read_posteriors(run / "posteriors.parquet")
     parents = read.read_parents(run / "models" / read.added(config)[0].model / "experts", read.novel_domains(config))
+    trials = read.read_trials(run / "models", config)
     # The curves are drawn long after the tables; a damaged file must be refused before anything is written.
     for path in sorted((run / "metrics").glob("*.jsonl")):
         check_sealed(path)
-    write_tables(results, differences, overlap, audit, parents, config, output / "tables")
+    write_tables(results, differences, overlap, audit, parents, trials, config, output / "tables")
     own = read.of_seed(results, config)
     write_figures(own, priors, overlap, posteriors, run / "metrics", config, output / "figures")
-    write_claims(own, differences, parents, config, output)
+    write_claims(own, overlap, differences, parents, config, output)

@@ -63,12 +63,23 @@ def relations(pairs: pd.DataFrame) -> list[Relation]:
             rows.pivot(index="domain", columns="expert", values=name).reindex(index=domains, columns=experts).to_numpy()
             for name in ("ratio", "overlap")
         )
-        found.append(_relation(str(kind), np.log(ratio), shared, square=kind == "training"))
+        used = ~np.eye(len(ratio), dtype=bool) if kind == "training" else np.ones(ratio.shape, bool)
+        found.append(_relation(str(kind), np.log(ratio), shared, used, square=kind == "training"))
     return found
 
 
-def _relation(kind: str, ratio: np.ndarray, shared: np.ndarray, *, square: bool) -> Relation:
-    used = ~np.eye(len(ratio), dtype=bool) if square else np.ones(ratio.shape, bool)
+def relation_with_own(pairs: pd.DataFrame) -> Relation:
+    """The relation over all pairs of the training domains, own experts included, as in section 5.2 of the paper."""
+    rows = pairs[pairs["kind"] == "training"]
+    names = list(rows["domain"].unique())
+    ratio, shared = (
+        rows.pivot(index="domain", columns="expert", values=name).reindex(index=names, columns=names).to_numpy()
+        for name in ("ratio", "overlap")
+    )
+    return _relation("training", np.log(ratio), shared, np.ones(ratio.shape, bool), square=True)
+
+
+def _relation(kind: str, ratio: np.ndarray, shared: np.ndarray, used: np.ndarray, *, square: bool) -> Relation:
     domains, count = len(ratio), int(used.sum())
     known = np.isfinite(ratio[used]) & np.isfinite(shared[used])
     if count < 3 or not known.all() or np.ptp(ratio[used]) == 0 or np.ptp(shared[used]) == 0:

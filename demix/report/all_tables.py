@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from demix.report import read
-from demix.report.cells import kinds_of_domains, mean_of
+from demix.report.cells import PRINTED_MIXTURES, kinds_of_domains, mean_of
 from demix.report.own_tables import (
     audit_table,
     decay_table,
@@ -17,9 +17,10 @@ from demix.report.own_tables import (
     differences_table,
     full_table,
     overlap_table,
+    rates_table,
     weights_table,
 )
-from demix.report.paper import SIZES, printed, size_of
+from demix.report.paper import SIZES, nearest, printed, size_of
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
 from demix.report.read import comparable, novel_domains, perplexities, training_domains
 from demix.report.render import Table, cell, write_table
@@ -53,41 +54,40 @@ def scale_note(results: pd.DataFrame, config: dict[str, Any]) -> str:
         + ", ".join(parts)
         + (f", {seeds} seeds" if (seeds := results["seed"].nunique()) > 1 else ", one seed")
         + ". The paper: its own 8 and 8 domains, 125M to 1.3B parameters a dense model, blocks of 1,024 "
-        "tokens, a vocabulary of 50,257, about two days on 32 to 128 GPUs a model. Compare the order, not the values."
+        "tokens, a vocabulary of 50,264, about two days on 32 to 128 GPUs a model. Compare the order, not the values."
     )
 
 
 def beside_paper(table: Table, config: dict[str, Any]) -> Table:
-    """`table` with the means that the paper prints for this size, or with a note on why there are none."""
+    """`table` with what the paper prints in the table of the same name, for the run's size or the smallest there is.
+
+    The paper's numbers stand in a column beside the same systems, or in rows below the run's own.
+    """
     preset = size_of(config)
-    if preset is None:
-        sizes = ", ".join(SIZES.values())
-        return table.noted(
-            f"The paper has no model of this run's size ({sizes}): none of its numbers stands beside these."
-        )
-    entries = [one for one in printed() if one.table == table.name]
-    label = f"Paper, {SIZES[preset]}"
-    for one in entries:
-        frame = table.frame.copy()
-        if one.preset == preset and frame.columns.isin(list(one.means)).any():
-            # An empty cell prints as "–", which means that the run lacks the number: columns of text get a blank.
-            blank = [np.nan if frame[column].dtype.kind in "fi" else " " for column in frame]
-            frame.loc[label] = [one.means.get(column, empty) for column, empty in zip(frame, blank, strict=True)]
-            return replace(table, frame=frame, summaries=table.summaries | {label}).noted(_PRINTED)
-        if one.preset == preset and frame.index.isin(list(one.means)).any():
-            frame[label] = pd.Series(one.means)
-            return replace(table, frame=frame).noted(_PRINTED)
-    unplaced = "; ".join(", ".join(f"{mean:.2f}" for mean in one.means.values()) for one in entries if not one.preset)
-    told = f" It prints the means {unplaced}, of which the size and the systems are not recorded." if unplaced else ""
-    return table.noted(
-        f"What the paper prints here for {SIZES[preset]} is not recorded in demix/report/paper.json.{told}"
+    entry = nearest(table.name, preset)
+    if entry is None:
+        return table
+    frame, label = table.frame.copy(), entry.label
+    if entry.column:
+        frame[label] = pd.Series(entry.column, dtype="float64")
+    for name, values in entry.rows.items():
+        # An empty cell prints as "–", which means that the run lacks the number: columns of text get a blank.
+        blank = [np.nan if frame[column].dtype.kind in "fi" else " " for column in frame]
+        frame.loc[f"{label}: {name}"] = [values.get(column, empty) for column, empty in zip(frame, blank, strict=True)]
+    means = {f"{label}: {name}" for name in entry.rows if name.startswith("mean")}
+    which = (
+        f"the paper's {SIZES[entry.preset]} model"
+        if entry.preset == preset
+        else f"its {SIZES[entry.preset]} model, the only size of this table in the paper"
+        if len({one.preset for one in printed() if one.table == table.name}) == 1
+        else f"its {SIZES[entry.preset]} model, the smallest, since this run has none of its sizes"
     )
-
-
-_PRINTED = (
-    "“Paper” is the mean that the paper prints for this size: over its own domains, of which some here are later or "
-    "other releases, trained for about two days on 32 to 128 GPUs, one seed."
-)
+    formats = table.formats | ({label: "{:.1f}"} if entry.column else {})
+    return replace(table, frame=frame, summaries=table.summaries | means, formats=formats).noted(
+        f"“{label}” is what the paper prints for {which}: on its own domains, of which some here are later or other "
+        "releases, trained for about two days on 32 to 128 GPUs, one seed.",
+        *([PRINTED_MIXTURES] if table.name != "table13" else []),
+    )
 
 
 def all_tables(
@@ -96,6 +96,7 @@ def all_tables(
     overlap: pd.DataFrame,
     audit: pd.DataFrame,
     parents: dict[str, str],
+    trials: pd.DataFrame,
     config: dict[str, Any],
 ) -> list[Table]:
     """The paper's tables, then the others. Raises DemixError if rows of one domain were scored on different tokens."""
@@ -104,16 +105,24 @@ def all_tables(
     own = read.of_seed(results, config)
     makers: list[Callable[[pd.DataFrame, dict[str, Any]], Table]] = [table3, table4, table5]
     paper = [*(make(results, config) for make in makers), table6(own, config), table7(own, config)]
-    return [
-        *(beside_paper(table, config) for table in (*paper, table13(own, config, parents))),
+    made = [
+        *paper,
+        table13(own, config, parents),
         weights_table(own, config),
         decay_table(own, config),
         dev_blocks_table(own, config),
         overlap_table(own, overlap, config),
+        rates_table(trials),
         full_table(results, config),
         differences_table(differences, config),
         audit_table(audit, config),
     ]
+    return [beside_paper(_told_if_empty(table), config) for table in made]
+
+
+def _told_if_empty(table: Table) -> Table:
+    some = table.frame.select_dtypes("number").notna().to_numpy().any()
+    return table if some else replace(table, notes=("This run has no rows for this table.", *table.notes))
 
 
 def write_tables(
@@ -122,15 +131,14 @@ def write_tables(
     overlap: pd.DataFrame,
     audit: pd.DataFrame,
     parents: dict[str, str],
+    trials: pd.DataFrame,
     config: dict[str, Any],
     output_dir: str | Path,
 ) -> None:
     """Write each table as `<name>.html`, `.md` and `.tex` into `output_dir`."""
     note = scale_note(results, config)
-    for table in all_tables(results, differences, overlap, audit, parents, config):
-        numbers = table.frame.select_dtypes("number")
-        empty = () if numbers.notna().to_numpy().any() else ("This run has no rows for this table.",)
-        write_table(replace(table, notes=(*empty, *table.notes, note)), Path(output_dir))
+    for table in all_tables(results, differences, overlap, audit, parents, trials, config):
+        write_table(table.noted(note), Path(output_dir))
 
 
 def main_table(results: pd.DataFrame, config: dict[str, Any]) -> "rich.table.Table":

@@ -7,9 +7,9 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from demix.config.systems import adapted, trained
+from demix.config.systems import adapted, adapted_model, dense_adapted_row, trained
 from demix.report.look import COLOURS, DASHES, finish, finite
-from demix.report.read import novel_domains, read_metrics, training_domains
+from demix.report.read import before_dense_dapt, novel_domains, read_metrics, training_domains
 
 PANEL_COLUMNS = 4
 # The loss of a step is noisy: means over spans of steps show the trend and keep the figure of a long run small.
@@ -19,7 +19,7 @@ POINTS = {"opacity": 0, "size": 80}
 
 
 def adaptation_curves(metrics_dir: str | Path, config: dict[str, Any]) -> pd.DataFrame:
-    """Dev perplexity over the tokens of adaptation, from `<kind>-dapt-<domain>.jsonl`.
+    """Dev perplexity over the tokens of adaptation, from `<row>-dapt-<domain>.jsonl`.
 
     Columns: domain (the target of adaptation), kind, tokens, and the perplexities training (plain mean over the
     training domains) and own (on the target). Raises DemixError if a line of a file is not a JSON object.
@@ -27,8 +27,8 @@ def adaptation_curves(metrics_dir: str | Path, config: dict[str, Any]) -> pd.Dat
     training = training_domains(config)
     rows = []
     for domain in novel_domains(config):
-        for kind, label in (("dense", "Dense-DAPT"), ("demix", "DEMix-DAPT")):
-            for line in read_metrics(Path(metrics_dir) / f"{adapted(kind, domain)}.jsonl"):
+        for row, label in ((dense_adapted_row(config), "Dense-DAPT"), (adapted_model(config).row, "DEMix-DAPT")):
+            for line in read_metrics(Path(metrics_dir) / f"{adapted(row, domain)}.jsonl"):
                 losses = [line.get(f"dev_loss/{name}") for name in training]
                 own = line.get(f"dev_loss/{domain}")
                 if own is None and None in losses:
@@ -53,7 +53,7 @@ def figure6(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopLevelMixi
         alt.vconcat(*parts, spacing=24),
         "Figure 6: adapting to a novel domain with and without forgetting",
         "Each panel is one novel domain. DEMix-DAPT trains a copy of one expert; Dense-DAPT trains every parameter of "
-        "the dense (balanced) model on the same data.",
+        f"{before_dense_dapt(config).label} on the same data.",
     )
 
 

@@ -142,9 +142,9 @@ def figure4(priors: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
     )
     return finish(
         chart,
-        "Figure 4: which experts the posterior chooses for each domain",
-        "Cached prior: the posterior over the training experts (columns) after reading the domain's dev split (rows). "
-        "Each row sums to 1."
+        "Figure 4: which experts the cached prior chooses for each domain",
+        "Cached prior over the training experts (columns) for each domain (rows): the mean of the posteriors after "
+        "each of the first dev blocks, in which a block weighs λ times as much as the next. Each row sums to 1."
         + ("" if any(row["value"] is not None for row in rows) else " This run has none of these numbers."),
     )
 
@@ -157,7 +157,7 @@ def posterior_figure(posteriors: pd.DataFrame, config: dict[str, Any], kind: str
         (posteriors["model"] == "demix")
         & (posteriors["experts"] == "training")
         & (posteriors["weights"] == "history")
-        & (posteriors["split"] == "test")
+        & (posteriors["split"] == "dev")
         & (posteriors["seed"] == posteriors["seed"].min())
         & (posteriors["block"] < BLOCKS_SHOWN)
     ]
@@ -201,7 +201,7 @@ def posterior_figure(posteriors: pd.DataFrame, config: dict[str, Any], kind: str
         alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18),
         f"Figure {number}: the posterior over experts, block by block, on the {what} domains",
         "Each panel is one domain: the probability of each training expert (rows) after each block of the domain's "
-        f"test split (the first {BLOCKS_SHOWN} at most), with the updating prior."
+        f"dev split (the first {BLOCKS_SHOWN} at most), with the updating prior."
         + ("" if len(rows[rows["kind"] == kind]) else " This run has none of these numbers."),
     )
 

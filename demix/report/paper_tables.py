@@ -9,6 +9,7 @@ from demix.config.evaluated import System
 from demix.report import read
 from demix.report.cells import (
     ORACLE_NOTE,
+    POSTERIOR_MIXTURES,
     WEIGHTS_NOTE,
     always,
     by_domain,
@@ -17,6 +18,7 @@ from demix.report.cells import (
     lowest,
     mean_of,
     percent,
+    released_means,
     second_lines,
     seeds_of,
 )
@@ -77,7 +79,7 @@ def table4(results: pd.DataFrame, config: dict[str, Any]) -> Table:
 
 
 def table5(results: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """Table 5: test perplexity on each novel domain, of baselines and mixtures; mixtures with `released` weights last.
+    """Table 5: test perplexity on each novel domain, of baselines and mixtures; mixtures as in the released code last.
 
     The single token or expert of a novel domain is chosen on the dev split, or by an oracle on the test split.
     """
@@ -96,7 +98,11 @@ def table5(results: pd.DataFrame, config: dict[str, Any]) -> Table:
             else:
                 lines[system.label] = system
     mixed = [system for system in lines.values() if system.weights == "history"]
-    lines |= {released.label: released for released in (system.with_weights("released") for system in mixed)}
+    released = (
+        system.released_scorer() if system in POSTERIOR_MIXTURES else system.with_weights("released")
+        for system in mixed
+    )
+    lines |= {system.label: system for system in released}
     found = {label: evaluations(results, system, domains) for label, system in lines.items()}
     frame = pd.DataFrame({label: one["perplexity"] for label, one in found.items()}).T.reindex(columns=domains)
     frame["Mean"] = [mean_of(values) for _, values in frame.iterrows()]
@@ -128,7 +134,7 @@ def table5(results: pd.DataFrame, config: dict[str, Any]) -> Table:
 def table6(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     """Table 6: test perplexity with the training experts, and with the adapted experts added; cached prior."""
     training, novel = training_domains(config), novel_domains(config)
-    few, many = f"{len(training)} experts", f"{len(training) + len(novel)} experts{'' if novel else ', none added'}"
+    few, many = "Training experts", "With the added experts"
     (_, before), (_, after) = read.before_adding(config), read.added(config)
     parts, lines, summaries, notes = [], [], [], ()
     for kind, domains in (("training", training), ("novel", novel)):
@@ -138,6 +144,8 @@ def table6(results: pd.DataFrame, config: dict[str, Any]) -> Table:
         part, beneath, told = by_domain(results, systems, domains)
         summaries.append(f"Mean of {len(domains)} {kind}")
         part.loc[summaries[-1]] = [mean_of(part[few]), mean_of(part[many]), np.nan]
+        summaries.append(f"{summaries[-1]}, released weights")
+        part.loc[summaries[-1]] = [*released_means(results, systems, domains), np.nan]
         parts.append(part)
         lines += [beneath] if beneath is not None else []
         # The note that no domain has an interval is kept only if it holds for both kinds.
@@ -172,6 +180,8 @@ def table7(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     every = f"Mean of all {len(domains)}"
     summaries = [every]
     frame.loc[every] = [*(mean_of(frame[column]) for column in systems), np.nan]
+    summaries.append(f"{every}, released weights")
+    frame.loc[summaries[-1]] = [*released_means(results, systems, domains), np.nan]
     if 0 < len(complete) < len(domains):
         summaries.append(f"Mean of the {len(complete)} that have all three")
         frame.loc[summaries[-1]] = [*complete.mean(), np.nan]
@@ -203,13 +213,16 @@ def table13(results: pd.DataFrame, config: dict[str, Any], parents: dict[str, st
     `parents` maps a novel domain to the expert that was copied to start the domain's own.
     """
     training, novel = training_domains(config), novel_domains(config)
-    dense = perplexities(results, read.BALANCED, [*training, *novel])
-    (naive, _), (all_naive, _) = read.before_adding(config), read.added(config)
+    start = read.before_dense_dapt(config)
+    dense = perplexities(results, start, [*training, *novel])
+    (naive, cached), (all_naive, _) = read.before_adding(config), read.added(config)
+    eight = perplexities(results, cached, [*training, *novel])
     experts = perplexities(results, all_naive, [*training, *novel])
     before = perplexities(results, naive, training)
     rows = {}
     for name in novel:
-        adapted = perplexities(results, read.dense_adapted(name), [*training, name])
+        adapted = perplexities(results, read.dense_adapted(config)(name), [*training, name])
+        nine = perplexities(results, read.one_added(config)(name), [*training, name])
         parent = parents.get(name, "")
         parent_perplexity = expert_perplexities(results, naive.model, name, [parent])[parent] if parent else np.nan
         rows[name] = {
@@ -217,11 +230,12 @@ def table13(results: pd.DataFrame, config: dict[str, Any], parents: dict[str, st
             "Dense-DAPT: own domain": percent(dense[name], adapted[name]),
             "DEMix-DAPT: training domains": percent(mean_of(before), mean_of(experts[training])),
             "DEMix-DAPT: own domain": percent(parent_perplexity, experts[name]),
+            "One expert added: training domains": percent(mean_of(eight[training]), mean_of(nine[training])),
+            "One expert added: own domain": percent(eight[name], nine[name]),
             "Parent expert": parent,
         }
-    columns = [
-        f"{kind}-DAPT: {part} domain{s}" for kind in ("Dense", "DEMix") for part, s in (("training", "s"), ("own", ""))
-    ]
+    kinds = ("Dense-DAPT", "DEMix-DAPT", "One expert added")
+    columns = [f"{kind}: {part} domain{s}" for kind in kinds for part, s in (("training", "s"), ("own", ""))]
     frame = pd.DataFrame.from_dict(rows, orient="index", columns=[*columns, "Parent expert"])
     label = f"Mean of {len(novel)}"
     frame.loc[label] = [*(mean_of(frame[column]) for column in columns), " "]
@@ -230,10 +244,13 @@ def table13(results: pd.DataFrame, config: dict[str, Any], parents: dict[str, st
         "Table 13: adapting to a novel domain, and forgetting",
         "Change of test perplexity in percent (negative is better) by adapting to the domain of each row: averaged "
         f"over the {len(training)} training domains, which shows forgetting, and on the domain adapted to. Dense-DAPT "
-        "is compared with the dense (balanced) model; DEMix-DAPT's expert with the parent expert it was copied from, "
-        "and on training domains each domain's own expert before and after the experts were added, the same by "
-        "construction: no file of theirs is written, which sha256 sums beside each expert and score table prove.",
+        f"starts from {start.label} and is compared with it; DEMix-DAPT's expert with the parent expert it was copied "
+        "from, and on training domains each domain's own expert before and after the experts were added, the same by "
+        "construction: no file of theirs is written, which sha256 sums beside each expert and score table prove. One "
+        f"expert added: the mixture of the {len(training)} training experts and the new one with a cached prior "
+        f"(6.2, Figure 6), compared with that of the {len(training)}.",
         frame,
+        notes=("The table of learning rates of adaptation has what each rate does to both kinds of domains, on dev.",),
         formats=dict.fromkeys(columns, "{:+.1f}"),
         summaries=frozenset({label}),
     )

@@ -4,11 +4,21 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from demix.config import systems
 from demix.config.evaluated import BASES, System, label_of, stream_systems, systems_of, table_rows
-from demix.config.systems import KINDS, adapted, adapted_model, left_out, removal_model, trained_without
+from demix.config.systems import (
+    KINDS,
+    adapted,
+    adapted_model,
+    dense_adapted_row,
+    left_out,
+    one_more,
+    removal_model,
+    trained_without,
+)
 from demix.errors import DemixError
 from demix.files import is_made, read_json, read_json_lines, read_parquet
 
@@ -58,6 +68,12 @@ def before_removal(config: dict[str, Any]) -> System:
     return systems_of(model.row, model.kind)[-1]
 
 
+def one_added(config: dict[str, Any]) -> Callable[[str], System]:
+    """A function from a novel domain to the mixture of the training experts and the domain's own: section 6.2."""
+    row = adapted_model(config).row
+    return lambda domain: System("+ one expert (cached)", row, one_more(domain), "cached", "history")
+
+
 def without_expert(config: dict[str, Any]) -> Callable[[str], System]:
     """A function from a domain to the system without the expert of that domain: −Expert of Table 7."""
     row = removal_model(config).row
@@ -80,9 +96,15 @@ def seed_note(config: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def dense_adapted(domain: str) -> System:
-    """The dense model after Dense-DAPT to `domain`: Table 13."""
-    return System("Dense-DAPT", adapted("dense", domain), "dense", "dense")
+def before_dense_dapt(config: dict[str, Any]) -> System:
+    """The dense model that Dense-DAPT starts from."""
+    return DENSE if dense_adapted_row(config) == DENSE.model else BALANCED
+
+
+def dense_adapted(config: dict[str, Any]) -> Callable[[str], System]:
+    """A function from a novel domain to the dense model after Dense-DAPT to the domain: Table 13."""
+    row = dense_adapted_row(config)
+    return lambda domain: System("Dense-DAPT", adapted(row, domain), "dense", "dense")
 
 
 def trained_systems(config: dict[str, Any]) -> dict[str, tuple[System, ...]]:
@@ -201,6 +223,12 @@ def perplexities(results: pd.DataFrame, system: System, domains: Iterable[str]) 
     return evaluations(results, system, domains)["perplexity"]
 
 
+def each(results: pd.DataFrame, system: Callable[[str], System], domains: Iterable[str]) -> pd.Series:
+    """Test perplexity on each domain of the system that belongs to it."""
+    values = {name: perplexities(results, system(name), [name])[name] for name in domains}
+    return pd.Series(values, dtype="float64")
+
+
 def paired(
     differences: pd.DataFrame, system: Callable[[str], System], base: System, domains: Iterable[str]
 ) -> pd.DataFrame:
@@ -288,6 +316,35 @@ def read_parents(experts: str | Path, novel: list[str]) -> dict[str, str]:
     """
     lineages = {domain: Path(experts) / f"{domain}.json" for domain in novel}
     return {domain: read_json(path)["parent"] for domain, path in lineages.items() if is_made(path)}
+
+
+def read_trials(models: str | Path, config: dict[str, Any]) -> pd.DataFrame:
+    """What each learning rate of adaptation came to: columns kind, domain, factor, training, own, chosen.
+
+    `models` is the run's folder of models. `training` and `own` are changes of dev perplexity in percent, of the mean
+    over the training domains and of the domain adapted to. A factor at which training diverged has none.
+    """
+    rows = []
+    for domain in novel_domains(config):
+        files = {
+            "DEMix-DAPT": Path(models) / adapted_model(config).row / "experts" / f"{domain}.json",
+            "Dense-DAPT": Path(models) / adapted(dense_adapted_row(config), domain) / "model.json",
+        }
+        for kind, path in files.items():
+            lineage = read_json(path) if is_made(path) else {}
+            for trial in lineage.get("trials", ()):
+                factor = trial["learning_rate_factor"]
+                start, best = (_dev_perplexities(trial.get(when, {}), config, domain) for when in ("start", "best"))
+                change = 100 * (best / start - 1)
+                chosen = factor == lineage["adaptation"]["learning_rate_factor"]
+                rows.append((kind, domain, factor, *change, chosen))
+    return pd.DataFrame(rows, columns=["kind", "domain", "factor", "training", "own", "chosen"])
+
+
+def _dev_perplexities(losses: dict[str, float], config: dict[str, Any], domain: str) -> np.ndarray:
+    """The mean over the training domains, and that of `domain`; NaN where a loss is missing."""
+    training = [losses.get(f"dev_loss/{name}", np.nan) for name in training_domains(config)]
+    return np.array([np.exp(training).mean(), np.exp(losses.get(f"dev_loss/{domain}", np.nan))])
 
 
 def prior_table(priors: pd.DataFrame, model: str, training: list[str], domains: list[str]) -> pd.DataFrame:

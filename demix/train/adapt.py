@@ -9,6 +9,7 @@ from typing import Any
 from demix.config.placement import place_experts
 from demix.config.sections import AdaptationRecipe, Seed, Threads, fingerprinted
 from demix.data.shards import TokenShard
+from demix.errors import DemixError
 from demix.files import fingerprint, read_json
 from demix.model.checkpoint import (
     describe,
@@ -22,7 +23,7 @@ from demix.model.device import set_threads
 from demix.model.gpt import GPT
 from demix.settings import settings
 from demix.train.batches import balanced_batches
-from demix.train.loop import EarlyStopping, Evaluation, Row, train, write_metrics
+from demix.train.loop import DivergedError, EarlyStopping, Evaluation, Row, train, write_metrics
 from demix.train.parallel import World, joined
 from demix.train.stage import dev_loss, open_shards, optimization
 from demix.train.state import remove_states
@@ -43,6 +44,11 @@ class Adaptation(AdaptationRecipe):
     def steps(self, length: int) -> int:
         """The most optimizer updates, with sequences of `length` tokens."""
         return max(1, self.tokens // (self.sequences * length))
+
+    def trials(self) -> tuple["Adaptation", ...]:
+        """One adaptation for each factor of the sweep, or this one where there is none."""
+        factors = self.sweep.factors if self.sweep else (self.learning_rate_factor,)
+        return tuple(dataclasses.replace(self, learning_rate_factor=one, sweep=None) for one in factors)
 
 
 def adapt_expert(
@@ -69,8 +75,6 @@ def adapt_expert(
         _, dev_shard = open_shards(list(shards), world)
         domain = shards[0].parent.name
         log.info("%s: parent %s (posterior %.3f)", domain, chosen["parent"], chosen["parent_prior"])
-        model = load_model(directory, (chosen["parent"],))
-
         others = {f"dev_loss/{name}": loss for name, loss in unchanged.items()}
 
         def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
@@ -78,13 +82,10 @@ def adapt_expert(
             return loss, {f"dev_loss/{domain}": loss} | others
 
         origin = chosen | {"parent_sha256": expert_lineage(directory, chosen["parent"])["sha256"]}
-        rows, state, lineage = _adapt(
-            model, directory, shards, adaptation, origin, checkpoints, evaluate, world, only=model.owned
-        )
+        found = _adapt(chosen["parent"], directory, shards, adaptation, origin, checkpoints, evaluate, world, own=True)
         if world.rank == 0:
-            save_expert(model, chosen["parent"], directory, lineage, domain, output)
-            write_metrics(metrics, rows)
-            remove_states(state)
+            save_expert(found.model, chosen["parent"], directory, found.lineage, domain, output)
+            found.finish(metrics)
 
 
 def adapt_dense(
@@ -105,7 +106,6 @@ def adapt_dense(
     with joined() as world:
         _, dev_shard, *training_shards = open_shards([*shards, *training], world)
         domain = shards[0].parent.name
-        model = load_model(directory, ("dense",))
 
         def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
             others = {
@@ -117,15 +117,81 @@ def adapt_dense(
             return losses[0], {f"dev_loss/{name}": loss for name, loss in zip(wanted, losses, strict=True)}
 
         origin = {"parent": "dense", "parent_sha256": expert_lineage(directory, "dense")["sha256"]}
-        rows, state, lineage = _adapt(model, directory, shards, adaptation, origin, checkpoints, evaluate, world)
+        found = _adapt("dense", directory, shards, adaptation, origin, checkpoints, evaluate, world)
         if world.rank == 0:
-            save_shared(model, output, describe(directory) | lineage | {"kind": "dense_dapt"})
-            save_expert(model, "dense", output, lineage)
-            write_metrics(metrics, rows)
+            save_shared(found.model, output, describe(directory) | found.lineage | {"kind": "dense_dapt"})
+            save_expert(found.model, "dense", output, found.lineage)
+            found.finish(metrics)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Adapted:
+    """An adapted model, its metrics, the folders of the training states, and the lineage."""
+
+    model: GPT
+    rows: list[Row]
+    states: tuple[Path, ...]
+    lineage: dict[str, Any]
+
+    @property
+    def best(self) -> Row:
+        """The evaluation of the lowest loss on dev, whose parameters the model has."""
+        return min(
+            (row for row in self.rows if "early_stopping_loss" in row), key=lambda row: row["early_stopping_loss"]
+        )
+
+    def finish(self, metrics: Path) -> None:
+        """Write the metrics, and remove the training states that nothing needs any more."""
+        write_metrics(metrics, self.rows)
+        for state in self.states:
             remove_states(state)
 
 
 def _adapt(
+    expert: str,
+    directory: Path,
+    shards: tuple[Path, Path],
+    adaptation: Adaptation,
+    origin: dict[str, Any],
+    checkpoints: Path,
+    evaluate: Evaluation,
+    world: World,
+    *,
+    own: bool = False,
+) -> _Adapted:
+    """The model of one expert trained on the novel domain, with the best factor of a sweep on dev; `own` tensors alone.
+
+    The lineage has the dev losses that every factor came to. A factor at which training diverges is left out.
+    """
+    best: _Adapted | None = None
+    trials: list[dict[str, Any]] = []
+    states: tuple[Path, ...] = ()
+    for one in adaptation.trials():
+        model = load_model(directory, (expert,))
+        only = model.owned if own else lambda name: True
+        try:
+            found = _trial(model, directory, shards, one, origin, checkpoints, evaluate, world, only)
+        except DivergedError as error:
+            if adaptation.sweep is None:
+                raise
+            trials.append({"learning_rate_factor": one.learning_rate_factor, "diverged": str(error)})
+            continue
+        trials.append(
+            {"learning_rate_factor": one.learning_rate_factor}
+            | {
+                when: {name: loss for name, loss in row.items() if name.startswith("dev_loss/")}
+                for when, row in (("start", found.rows[0]), ("best", found.best))
+            }
+        )
+        states += found.states
+        if best is None or found.best["early_stopping_loss"] < best.best["early_stopping_loss"]:
+            best = found
+    if best is None:
+        raise DemixError(directory, "diverged at every learning-rate factor of the sweep", "sweep lower factors")
+    return dataclasses.replace(best, states=states, lineage=best.lineage | {"trials": trials})
+
+
+def _trial(
     model: GPT,
     directory: Path,
     shards: tuple[Path, Path],
@@ -134,12 +200,9 @@ def _adapt(
     checkpoints: Path,
     evaluate: Evaluation,
     world: World,
-    only: Callable[[str], bool] = lambda name: True,
-) -> tuple[list[Row], Path, dict[str, Any]]:
-    """Train a model of one expert on the novel domain. Every rank trains a part of the sequences.
-
-    Returns the rows of metrics, the folder of the training state and the lineage.
-    """
+    only: Callable[[str], bool],
+) -> _Adapted:
+    """Train a model of one expert on the novel domain. Every rank trains a part of the sequences."""
     places = place_experts([domain := shards[0].parent.name], adaptation.sequences, world.size)
     world = world.placed(places)
     description, length = describe(directory, "training"), model.architecture.context
@@ -162,16 +225,12 @@ def _adapt(
         stopping=EarlyStopping(adaptation.evaluate_every, adaptation.patience),
         only=only,
     )
-    best = min((row for row in rows if "early_stopping_loss" in row), key=lambda row: row["early_stopping_loss"])
-    return (
-        rows,
-        state,
-        origin
-        | {
-            "steps": best["step"],
-            "tokens": best["tokens"],
-            "steps_run": rows[-1]["step"],
-            "data_sha256": {domain: train_data},
-            "tokenizer_sha256": train_shard.tokenizer_sha256,
-        },
-    )
+    made = _Adapted(model, rows, (state,), origin)
+    lineage = origin | {
+        "steps": made.best["step"],
+        "tokens": made.best["tokens"],
+        "steps_run": rows[-1]["step"],
+        "data_sha256": {domain: train_data},
+        "tokenizer_sha256": train_shard.tokenizer_sha256,
+    }
+    return dataclasses.replace(made, lineage=lineage)

@@ -145,7 +145,7 @@ def build_run(
     chosen = {domain: domain if kind == "training" else training[0] for domain, kind in kinds.items()}
     posteriors = pd.DataFrame([
         {"model": "demix", "experts": "training", "weights": "history", "decay": 0.3, "domain": domain, "kind": kind,
-         "split": "test", "block": block, "expert": expert, "seed": 1,
+         "split": "dev", "block": block, "expert": expert, "seed": 1,
          "posterior": 1 / len(training) if not block else float(expert == chosen[domain])}
         for domain, kind in kinds.items() for block in range(4) for expert in training
     ])  # fmt: skip
@@ -191,6 +191,7 @@ def _differences(results: pd.DataFrame) -> pd.DataFrame:
     """The systems of the tables less those of `BASES`; the interval is 5% of the difference to either side."""
     rows = results[(results["variant"] == "") & results["method"].isin(["dense", "naive", "cached"])]
     rows = rows[~rows["model"].str.contains("-") & rows["weights"].isin(["", "history"])]
+    rows = rows[~rows["experts"].str.startswith("plus-")]
     rows = rows[(rows["model"] != "domain_token") | (rows["method"] == "naive")]
     found = []
     for against, base in BASES.items():
@@ -233,6 +234,8 @@ def _keys(training: tuple[str, ...], novel: tuple[str, ...], retrained: tuple[st
             Key("demix", f"minus-{domain}", "cached", weights, domain, "training")
             for weights in ("history", "released")
         ]
+    for name in novel:
+        keys += [Key("demix", f"plus-{name}", "cached", "history", one, kinds[one]) for one in (*training, name)]
     for domain in retrained:
         keys += [Key(f"without-{domain}", "training", "cached", w, domain, "training") for w in ("history", "released")]
     for adapted in novel:

@@ -5,11 +5,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from demix.config.sections import FactorSweep
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.parent import choose_parent, own_dev_losses
@@ -102,6 +104,32 @@ def test_dense_dapt_writes_its_own_model(tokens: Path, trained: Path) -> None:
     rows = [row for row in rows if "dev_loss/fantasy" in row]
     assert min(row["dev_loss/fantasy"] for row in rows) < rows[0]["dev_loss/fantasy"]
     assert len({row["dev_loss/scripture"] for row in rows}) > 1
+
+
+def test_a_sweep_keeps_the_factor_of_the_lowest_dev_loss(tokens: Path, trained: Path, tmp_path: Path) -> None:
+    """It is to the bit the adaptation with that factor alone, and tells the others; one that diverges is left out."""
+    shards = tuple(tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev"))
+
+    def adapted(name: str, **changes: Any) -> Path:
+        how = dataclasses.replace(ADAPT, **changes)
+        paths = (tmp_path / name, tmp_path / f"{name}.jsonl", tmp_path / "checkpoints" / name)
+        adapt_dense(trained / "dense", shards, shard_paths(tokens, split="dev"), how, *paths)
+        return paths[0]
+
+    swept = adapted("swept", sweep=FactorSweep(factors=(0.01, 0.5, 1e12)))
+    alone = {factor: adapted(f"alone{factor}", learning_rate_factor=factor) for factor in (0.01, 0.5)}
+    lineage = read_json(swept / "model.json")
+    assert [trial["learning_rate_factor"] for trial in lineage["trials"]] == [0.01, 0.5, 1e12]
+    assert "not finite" in lineage["trials"][2]["diverged"]
+    losses = [trial["best"]["dev_loss/fantasy"] for trial in lineage["trials"][:2]]
+    assert losses[1] < losses[0] < lineage["trials"][0]["start"]["dev_loss/fantasy"]
+    assert lineage["adaptation"]["learning_rate_factor"] == 0.5
+    kept, expected = (load_model(folder).state_dict() for folder in (swept, alone[0.5]))
+    assert all(torch.equal(kept[name], tensor) for name, tensor in expected.items())
+    told = [read_json_lines(tmp_path / f"{name}.jsonl") for name in ("swept", "alone0.5")]
+    assert [row.get("dev_loss/fantasy") for row in told[0]] == [row.get("dev_loss/fantasy") for row in told[1]]
+    with pytest.raises(DemixError, match="diverged at every learning-rate factor"):
+        adapted("none", sweep=FactorSweep(factors=(1e12,)))
 
 
 def test_scoring_refuses_another_tokenizer(tokens: Path, trained: Path, tmp_path: Path) -> None:

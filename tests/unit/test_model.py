@@ -220,18 +220,20 @@ def test_half_precision_is_close_to_fp32(dtype: torch.dtype, tolerance: float) -
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_of_half_precision_are_normalised_in_fp32(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only states and logits are rounded to the half type: log p is exact for the logits that there are."""
+    """States and weights are rounded to the half type, and logits too where there are gradients: the rest is exact."""
     monkeypatch.setitem(gpt.ROWS_AT_ONCE, "cpu", 8)
     states, weight, targets, _ = rows_of((2, 4, 5), 300, torch.float32)
     states = states.detach().to(dtype)
     model = GPT(dataclasses.replace(SMALL, width=6, heads=1), 300, ("a", "b"))
     model.token_embedding.data.copy_(weight.data)
     # In the same chunks: other shapes may add up in another order.
-    logits = torch.cat([rows @ weight.detach().to(dtype).T for rows in states.flatten(0, 2).split(8)])
-    reference = logits.double().log_softmax(-1).gather(1, targets.flatten()[:, None]).view(2, 4, 5)
+    half = weight.detach().to(dtype)
+    rounded = torch.cat([rows @ half.T for rows in states.flatten(0, 2).split(8)])
+    exact = states.flatten(0, 2).double() @ half.double().T
     with torch.no_grad():
         scored = model.log_probabilities(states, targets)
-    for found in (scored, model.log_probabilities(states, targets)):
+    for found, logits in ((scored, exact), (model.log_probabilities(states, targets), rounded)):
+        reference = logits.double().log_softmax(-1).gather(1, targets.flatten()[:, None]).view(2, 4, 5)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), reference, rtol=1e-6, atol=1e-6)
 

@@ -108,8 +108,8 @@ def test_the_plan_of_the_largest_models():
     assert demix.activations == 2 * 1024 * (24 * 2048 * 32 + 6 * 50257)
     assert plans["domain_token"].flops > dense.flops
     assert plans["domain_token"].shared == dense.shared + 9 * 2048
-    expert, whole = plans["demix-dapt-yelp"], plans["dense-dapt-yelp"]
-    assert (expert.steps, expert.sequences, expert.ranks) == (1000, 128, 128)
+    expert, whole = plans["demix-dapt-yelp"], plans["dense_unbalanced-dapt-yelp"]
+    assert (expert.steps, expert.sequences, expert.ranks) == (1011, 128, 128)
     assert expert.state == 16 * demix.expert + 4 * (demix.expert + demix.shared)
     assert whole.state == (16 + 4) * (demix.expert + demix.shared)
     assert (expert.checkpoint, whole.checkpoint) == (16 * demix.expert, 16 * (demix.expert + demix.shared))
@@ -232,7 +232,9 @@ def test_the_files_that_sbatch_would_get(tmp_path):
         "partition=gpu", "account=lab", "qos=long",
     }  # fmt: skip
     assert "module load cuda" in written["demix"]
-    assert {"#SBATCH --nodes=1", "#SBATCH --time=90", "#SBATCH --partition=short"} <= set(written["dense-dapt-yelp"])
+    assert {"#SBATCH --nodes=1", "#SBATCH --time=90", "#SBATCH --partition=short"} <= set(
+        written["dense_unbalanced-dapt-yelp"]
+    )
 
 
 def test_scoring_jobs_count_the_models_of_further_seeds():

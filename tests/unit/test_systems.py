@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from demix.config.evaluated import bases, compared, evaluated, systems_of
-from demix.config.systems import KINDS, adaptations, planned, scoring_jobs, seeds, trained
+from demix.config.systems import KINDS, adaptations, learning_rate_factor, planned, scoring_jobs, seeds, trained
 from demix.errors import DemixError
 
 TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")
@@ -73,7 +73,7 @@ def test_adaptation_and_removal_follow_the_rows_that_they_name() -> None:
     without = next(model for model in planned(rows) if model.removed)
     assert (without.name, without.base) == ("without-law", "other")
     sets = {table.model: [some.label for some in table.sets] for table in evaluated(rows, "news") if table.seed == 7}
-    assert sets["other"] == ["all", "training", "minus-news"]
+    assert sets["other"] == ["all", "plus-songs", "plus-wiki", "training", "minus-news"]
     assert sets["demix"] == ["training"]
     added = [job for job in scoring_jobs(rows) if job.rule.startswith("score_adapted_") and "dense" not in job.rule]
     assert {job.model for job in added} == {"other"}
@@ -125,6 +125,38 @@ def test_a_row_with_a_seed_phase_follows_its_parent() -> None:
 def test_seed_phases_that_are_refused(rows: dict[str, Any], message: str) -> None:
     with pytest.raises(DemixError, match=message):
         planned(with_rows(**rows))
+
+
+def test_each_added_expert_is_mixed_with_the_training_experts_alone() -> None:
+    """On its own domain and on every training domain, by one rule, in the receiver's tables (section 6.2)."""
+    for domain, added in (("wiki", ["wiki"]), ("law", ["songs", "wiki"])):
+        (table,) = [one for one in evaluated(config(), domain) if one.model == "demix" and one.seed == 7]
+        plus = [some for some in table.sets if some.label.startswith("plus-")]
+        assert [some.experts for some in plus] == [(*TRAINING, name) for name in added]
+        assert {(some.methods, some.weights) for some in plus} == {(("cached",), ("history",))}
+    assert ("demix", "plus-wiki", "cached", "history") in {system.key for system in compared(config(), "wiki")}
+
+
+def test_dense_dapt_starts_from_the_row_that_the_config_names() -> None:
+    rows = config(adaptation={"tokens": 100, "model": "demix", "dense": "dense_unbalanced"})
+    made = [one for one in adaptations(rows) if not one.adds_expert]
+    assert [(one.name, one.parent.name) for one in made] == [
+        (f"dense_unbalanced-dapt-{name}", "dense_unbalanced") for name in NOVEL
+    ]
+    assert {model.name for model in planned(rows)} >= {one.name for one in made}
+    assert "dense_unbalanced-dapt-{novel}" in {job.model for job in scoring_jobs(rows)}
+    with pytest.raises(DemixError, match=r"adaptation\.dense: is dense_unbalanced, which is no such row"):
+        planned(with_rows(dense_unbalanced=None) | {"adaptation": {"dense": "dense_unbalanced"}})
+
+
+@pytest.mark.parametrize(("given", "factors"), [(0.3, [0.3, 0.3]), ({"demix": 1.0, "dense": 0.1}, [1.0, 0.1])])
+def test_each_kind_of_adaptation_has_its_learning_rate(given: Any, factors: list[float]) -> None:
+    rows = config(adaptation={"learning_rate_factor": given})
+    assert [learning_rate_factor(rows, one.parent) for one in adaptations(rows)[:2]] == factors
+
+
+def test_the_average_is_compared_too() -> None:
+    assert ("demix", "training", "average", "") in {system.key for system in compared(config(), "wiki")}
 
 
 def test_a_row_can_be_left_out() -> None:

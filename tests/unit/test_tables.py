@@ -16,8 +16,9 @@ from rich.console import Console
 from scipy import stats
 
 from demix.errors import DemixError
-from demix.report import PAPER_TABLES, REPORT_FILES, TABLES, write_report
-from demix.report.all_tables import beside_paper, main_table, scale_note, write_tables
+from demix.files import write_json
+from demix.report import REPORT_FILES, TABLES, write_report
+from demix.report.all_tables import main_table, scale_note, write_tables
 from demix.report.own_tables import (
     audit_table,
     decay_table,
@@ -25,11 +26,11 @@ from demix.report.own_tables import (
     differences_table,
     full_table,
     overlap_table,
+    rates_table,
     weights_table,
 )
-from demix.report.paper import SIZES, Printed, printed
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
-from demix.report.read import comparable, read_audit, read_parents, read_results
+from demix.report.read import comparable, read_audit, read_parents, read_results, read_trials
 from support.synthetic_run import DECAYS, DEV_BLOCKS, NOVEL, RELEASED_SCORER, TRAINING, Run, base, build_run
 
 
@@ -58,12 +59,14 @@ def test_table3_is_the_plain_mean_over_training_domains(run: Run) -> None:
             "+ Domain Token": 110 * 1.2,
             "DEMix (naive)": 110.0,
             "DEMix (cached prior)": 110 * 1.01,
+            "DEMix (cached prior), released scorer": 110 * 1.01 * 1.03 * RELEASED_SCORER,
             "DEMix (tempered)": 110 * 1.05 * 0.97,
             "DEMix (switching)": 110 * 1.03 * 0.96,
         }
     )
     assert frame.loc["DEMix (naive)", "Against Dense (Balanced), %"] == pytest.approx(100 * (1 / 1.3 - 1))
-    assert frame["Domains better than Dense (Balanced)"].tolist() == ["0 of 3", "", *["3 of 3"] * 5]
+    better = ["0 of 3", "", *["3 of 3"] * 3, "0 of 3", *["3 of 3"] * 2]
+    assert frame["Domains better than Dense (Balanced)"].tolist() == better
 
 
 def test_table4_shows_every_training_domain_and_its_mean(run: Run) -> None:
@@ -73,7 +76,7 @@ def test_table4_shows_every_training_domain_and_its_mean(run: Run) -> None:
     assert frame["DEMix (cached prior)"].tolist() == pytest.approx([101.0, 111.1, 121.2, 111.1])
 
 
-def test_table5_has_ten_systems_two_rules_beyond_the_paper_and_the_released_weights(run: Run) -> None:
+def test_table5_has_ten_systems_two_rules_beyond_the_paper_and_the_released_scorer(run: Run) -> None:
     table = table5(run.results, run.config)
     assert len(table.frame) == 10 + 2 + 3
     assert list(table.frame.columns) == [*NOVEL, "Mean"]
@@ -86,7 +89,8 @@ def test_table5_has_ten_systems_two_rules_beyond_the_paper_and_the_released_weig
         "DEMix (uniform prior)": 1.05 * 1.15,
         "DEMix (updating prior)": 1.02 * 1.15,
         "DEMix (cached prior)": 1.01 * 1.15,
-        "DEMix (cached prior), released weights": 1.01 * 1.15 * 1.03,
+        "DEMix (uniform prior), released scorer": 1.05 * 1.15 * 1.03,
+        "DEMix (cached prior), released scorer": 1.01 * 1.15 * 1.03 * RELEASED_SCORER,
         "DEMix (tempered)": 1.05 * 0.97 * 1.15,
         "DEMix (switching)": 1.03 * 0.96 * 1.15,
     }
@@ -103,7 +107,14 @@ def test_table5_never_prints_an_oracle_bold(tmp_path: Path) -> None:
 
 def test_table6_compares_few_and_many_experts(run: Run) -> None:
     frame = table6(run.results, run.config).frame
-    assert list(frame.index) == [*TRAINING, "Mean of 3 training", *NOVEL, "Mean of 2 novel"]
+    assert list(frame.index) == [
+        *TRAINING,
+        "Mean of 3 training",
+        "Mean of 3 training, released weights",
+        *NOVEL,
+        "Mean of 2 novel",
+        "Mean of 2 novel, released weights",
+    ]
     assert frame.loc["law"].tolist() == pytest.approx([111.1, 111.1, 0.0, 50])
     assert frame.loc["Mean of 2 novel"].tolist()[:3] == pytest.approx(
         [135 * 1.01 * 1.15, 135 * 1.01, 100 * (1 / 1.15 - 1)]
@@ -133,10 +144,14 @@ def test_table7_averages_only_what_can_be_compared(run: Run) -> None:
 def test_table13_shows_forgetting_and_adaptation(run: Run) -> None:
     found = read_parents(run.path / "models" / "demix" / "experts", list(NOVEL))
     assert found == {"wiki": "code", "songs": "law"}
-    frame = table13(run.results, run.config, found).frame
+    table = table13(run.results, run.config, found)
+    frame = table.frame
     for label in NOVEL:
         row = frame.loc[label].tolist()
         assert row[:4] == pytest.approx([20.0, 100 * (1.1 / 1.3 - 1), 0.0, 100 * (1 / 1.25 - 1)])
+        # One expert added to the mixture: nothing on the training domains, and what the new expert gains on its own.
+        assert row[4:6] == pytest.approx([0.0, 100 * (1 / 1.15 - 1)])
+    assert "Dense-DAPT starts from Dense (Balanced)" in table.caption
     assert frame["Parent expert"].tolist()[:2] == ["code", "law"]
     assert frame.loc["Mean of 2"].tolist()[:4] == pytest.approx(frame.loc["wiki"].tolist()[:4])
 
@@ -174,7 +189,7 @@ def test_an_interval_or_a_dash_stands_beneath(run: Run) -> None:
     table = table4(run.results, run.config)
     assert table.second_lines().loc["law", "Dense"] == "[138.60, 184.80]"
     assert table.second_lines().loc["news", "Dense"] == "–"
-    assert table.second_lines().loc["Mean of 3"].tolist() == [""] * 8
+    assert table.second_lines().loc["Mean of 3"].tolist() == [""] * 9
     assert table.frame["Documents"].tolist()[:3] == [7, 50, 7]
     assert table5(run.results, run.config).second_lines().loc["Dense"].tolist() == ["[163.80, 218.40]", "–", ""]
     none = run.results.assign(perplexity_low=math.nan, perplexity_high=math.nan)
@@ -246,44 +261,15 @@ def test_differences_are_named_as_in_the_tables(run: Run) -> None:
     assert row["Perplexity low"] == pytest.approx((110 - 143) * 1.05)
 
 
-def paper_config(run: Run, preset: str = "gpt3-small", **sizes: int) -> dict:
-    return run.config | {"architecture": {"preset": preset, "context": 1024} | sizes}
-
-
-def test_the_papers_numbers_stand_beside_a_run_of_its_size(run: Run) -> None:
-    table = beside_paper(table7(run.results, run.config), paper_config(run))
-    assert table.frame.loc["Paper, 125M", ["+Expert", "−Expert", "−Domain"]].tolist() == [18.18, 28.53, 30.64]
-    assert table.text().loc["Paper, 125M", "Documents"] == "–"
-    for preset, sizes in (("gpt3-medium", {}), ("gpt3-small", {"layers": 3})):
-        other = beside_paper(table7(run.results, run.config), paper_config(run, preset, **sizes))
-        assert not other.frame.index.str.startswith("Paper").any()
-    assert "none of its numbers" in beside_paper(table7(run.results, run.config), run.config).notes[-1]
-    assert "13.79, 13.84, 13.40, of which" in beside_paper(table4(run.results, run.config), paper_config(run)).notes[-1]
-
-
-def test_the_papers_numbers_go_where_a_table_has_its_systems(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In rows for Table 5; beside a column of words for Table 13."""
-    found = (
-        Printed("table5", "gpt3-small", {"Dense": 25.5}, "made up"),
-        Printed("table13", "gpt3-small", {"Dense-DAPT: own domain": -7.0}, "made up"),
+def test_sums_of_released_weights_stand_where_the_paper_mixes(run: Run) -> None:
+    frame = table7(run.results, run.config).frame
+    label = "Mean of all 3, released weights"
+    assert frame.loc[label, "+Expert"] == pytest.approx(110 * 1.01 * 1.03)
+    assert pd.isna(frame.loc[label, "−Domain"])
+    six = table6(run.results, run.config).frame
+    assert six.loc["Mean of 2 novel, released weights"].tolist()[:2] == pytest.approx(
+        [135 * 1.01 * 1.15 * 1.03, 135 * 1.01 * 1.03]
     )
-    monkeypatch.setattr("demix.report.all_tables.printed", lambda: found)
-    five = beside_paper(table5(run.results, run.config), paper_config(run))
-    assert five.frame["Paper, 125M"].dropna().to_dict() == {"Dense": 25.5}
-    thirteen = beside_paper(table13(run.results, run.config, run.parents), paper_config(run))
-    assert thirteen.text().loc["Paper, 125M"].tolist() == ["–", "−7.0", "–", "–", " "]
-
-
-def test_what_is_known_of_the_paper_names_its_source() -> None:
-    """The numbers are those of the print: the means of Tables 4 and 7, as the paper has them."""
-    assert {(entry.table, entry.preset): entry.means for entry in printed()} == {
-        ("table7", "gpt3-small"): {"+Expert": 18.18, "−Expert": 28.53, "−Domain": 30.64},
-        ("table4", None): {"first": 13.79, "second": 13.84, "third": 13.40},
-    }
-    for entry in printed():
-        assert entry.table in PAPER_TABLES
-        assert entry.preset is None or entry.preset in SIZES
-        assert entry.source
 
 
 def test_the_audit_sets_train_beside_test(run: Run, tmp_path: Path) -> None:
@@ -295,6 +281,23 @@ def test_the_audit_sets_train_beside_test(run: Run, tmp_path: Path) -> None:
     row = audit_table(found, run.config).frame.loc["law, without its expert"]
     assert row.tolist() == pytest.approx([15, 3, 30, 6, 85, 97, 2, 2])
     assert not len(audit_table(read_audit(tmp_path / "none.parquet"), run.config).frame)
+
+
+def test_learning_rates_of_adaptation_stand_side_by_side(run: Run, tmp_path: Path) -> None:
+    """Two domains, a factor that was chosen for one of them, and one that diverged."""
+    for domain, chosen in (("wiki", 1.0), ("songs", 0.1)):
+        start = {f"dev_loss/{name}": math.log(100) for name in (*TRAINING, domain)}
+        trials = [
+            {"learning_rate_factor": 0.1, "start": start, "best": start | {f"dev_loss/{domain}": math.log(90)}},
+            {"learning_rate_factor": 1.0, "start": start, "best": dict.fromkeys(start, math.log(80))},
+            {"learning_rate_factor": 9.0, "diverged": "the loss is not finite"},
+        ]
+        card = {"trials": trials, "adaptation": {"learning_rate_factor": chosen}}
+        write_json(tmp_path / f"dense-dapt-{domain}" / "model.json", card)
+    table = rates_table(read_trials(tmp_path, run.config))
+    assert table.frame.loc["Dense-DAPT, 0.1 of the rate"].tolist() == pytest.approx([0, -10, 2, 1])
+    assert table.frame.loc["Dense-DAPT, 1 of the rate"].tolist() == pytest.approx([-20, -20, 2, 1])
+    assert table.text().loc["Dense-DAPT, 9 of the rate"].tolist() == ["–", "–", "2", "0"]
 
 
 def two_sided(statistic: Callable[[tuple[int, ...]], float], count: int) -> float:
@@ -314,8 +317,8 @@ def test_overlap_is_told_with_both_p_values(tmp_path: Path) -> None:
         change=lambda key, value: value * factors.get((key.domain, key.expert), 1) if key.method == "expert" else value,
     )
     frame = overlap_table(run.results, run.overlap, run.config).frame
-    assert frame.to_dict("index").keys() == {"training domains", "novel domains"}
-    assert frame["Pairs"].tolist() == [12, 8]
+    assert list(frame.index) == ["training domains", "novel domains", "training domains, own experts too"]
+    assert frame["Pairs"].tolist() == [12, 8, 16]
 
     rows = run.results.query("model == 'demix' and experts == 'all' and method == 'expert'")
     perplexities = rows[rows.variant == ""].pivot(index="domain", columns="expert", values="perplexity")[list(training)]
@@ -337,6 +340,27 @@ def test_overlap_is_told_with_both_p_values(tmp_path: Path) -> None:
         }
         assert frame.loc[label, list(expected)].to_dict() == pytest.approx(expected)
         assert len({round(value, 6) for value in expected.values()}) == len(expected)
+    table, shared = (one.loc[list(training)].to_numpy() for one in (perplexities, shares))
+    pearson = stats.pearsonr(shared.ravel(), np.log(table / np.diag(table)[:, None]).ravel())
+    with_own = frame.loc["training domains, own experts too", ["Pearson (log ratio)", "p of Pearson"]]
+    assert with_own.tolist() == pytest.approx([pearson.statistic, pearson.pvalue])
+
+
+def test_dense_dapt_is_compared_with_the_model_that_it_starts_from(tmp_path: Path) -> None:
+    def renamed(rows: pd.DataFrame) -> pd.DataFrame:
+        return rows.assign(model=rows["model"].str.replace("dense-dapt", "dense_unbalanced-dapt"))
+
+    run = build_run(tmp_path)
+    config = run.config | {"adaptation": {"dense": "dense_unbalanced"}}
+    table = table13(renamed(run.results), config, run.parents)
+    assert table.frame.loc["wiki"].tolist()[:2] == pytest.approx([100 * (1.3 * 1.2 / 1.4 - 1), 100 * (1.1 / 1.4 - 1)])
+    assert "Dense-DAPT starts from Dense and" in table.caption
+
+
+def test_dev_blocks_say_what_the_last_one_weighs(run: Run) -> None:
+    for decay, told in ((0.3, "last block alone weighs 0.70"), (1.0, "all blocks weigh alike")):
+        evaluation = run.config["evaluation"] | {"decay": decay}
+        assert told in dev_blocks_table(run.results, run.config | {"evaluation": evaluation}).notes[-1]
 
 
 def test_different_tokens_are_never_compared(tmp_path: Path) -> None:
@@ -345,7 +369,14 @@ def test_different_tokens_are_never_compared(tmp_path: Path) -> None:
     rows.loc[(rows["model"] == "dense") & (rows["domain"] == "law"), "tokens_sha256"] = "other"
     with pytest.raises(DemixError, match=r"law\.test over 2 different token sequences"):
         write_tables(
-            rows, run.differences, run.overlap, read_audit("none"), run.parents, run.config, tmp_path / "tables"
+            rows,
+            run.differences,
+            run.overlap,
+            read_audit("none"),
+            run.parents,
+            read_trials("none", run.config),
+            run.config,
+            tmp_path / "tables",
         )
     assert not (tmp_path / "tables").exists()
 
@@ -367,16 +398,8 @@ def test_files_are_the_same_bytes_again_and_hold_the_numbers(run: Run, tmp_path:
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
     html = (first / "tables" / "table4.html").read_text()
     row = re.search(r'<th scope="row" data-key="1">law</th>(.*?)</tr>', html).group(1)
-    assert re.findall(r"<td[^>]*>([^<]+)", row) == [
-        "154.00",
-        "143.00",
-        "132.00",
-        "110.00",
-        "111.10",
-        "112.03",
-        "108.77",
-        "50",
-    ]
+    numbers = ["154.00", "143.00", "132.00", "110.00", "111.10", "171.65", "112.03", "108.77", "50"]
+    assert re.findall(r"<td[^>]*>([^<]+)", row) == numbers
     assert '154.00<span class="beneath">[138.60, 184.80]</span>' in row
     assert not re.search(r"(src|href)=|https?://", html)
     assert "**108.77**" in (first / "tables" / "table4.md").read_text()

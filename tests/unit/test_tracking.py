@@ -16,7 +16,8 @@ from demix.track.store import NETWORK_FILE_SYSTEMS, file_system, flatten, track
 from support.synthetic_run import NOVEL, TRAINING, Run, build_run
 
 MODELS = 4 + 1
-EVALUATIONS = 3 + 2 + 3 + 1 + 2  # dense, dense_unbalanced, domain_token; demix; minus-…; without-law; dense-dapt-…
+# dense, dense_unbalanced, domain_token; demix; minus-…; plus-…; without-law; dense-dapt-…
+EVALUATIONS = 3 + 2 + 3 + 2 + 1 + 2
 RUNS = 1 + MODELS + 2 * len(NOVEL) + EVALUATIONS
 
 

@@ -1,10 +1,4 @@
 # DEMix-DAPT adds the expert of a novel domain to a model with experts. Dense-DAPT makes one model per novel domain.
-ADAPTATION = as_json(
-    taken(AdaptationRecipe, config["adaptation"]),
-    seed=config["seed"],
-    threads=config["threads"],
-)
-
 # One rule for all novel domains of each parent.
 for parent in {one.parent.name: one.parent for one in adaptations(config)}.values():
     adds, name = parent.kind.has_experts, adapted(parent.row, "{novel}")
@@ -43,7 +37,12 @@ for parent in {one.parent.name: one.parent for one in adaptations(config)}.value
             options=run_options("adapt", config["adaptation"]),
         params:
             command="adapt" if adds else "adapt-dense",
-            settings=ADAPTATION,
+            settings=as_json(
+                taken(AdaptationRecipe, config["adaptation"]),
+                learning_rate_factor=learning_rate_factor(config, parent),
+                seed=config["seed"],
+                threads=config["threads"],
+            ),
             model=below_run(f"models/{parent.name}"),
             output=below_run(f"models/{parent.name if adds else name}"),
             known=f"--training {','.join(TRAINING)} --scores {RUN}/scores/{parent.name}" if adds else "",

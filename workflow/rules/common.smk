@@ -13,6 +13,7 @@ from demix.config.systems import (
     adaptations,
     adapted,
     adapted_model,
+    learning_rate_factor,
     left_out,
     planned,
     removal_model,

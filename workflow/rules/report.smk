@@ -115,7 +115,9 @@ rule report:
         f"{RUN}/corpus/overlap.parquet",
         f"{RUN}/audit.parquet" if WITHOUT else [],
         METRICS,
+        # The learning rates that were tried.
         [f"{RUN}/models/{adapted_model(config).name}/experts/{novel}.json" for novel in NOVEL],
+        [f"{RUN}/models/{one.name}/model.json" for one in MODELS.values() if one.adapted_to],
         config=f"{RUN}/config.json",
     output:
         *[captioned(name) for name in REPORT_FILES],
