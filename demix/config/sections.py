@@ -274,7 +274,8 @@ class ScoringRecipe(DevBlocks):
         default=None, description="Tokens of each test split to score; null scores all."
     )
     precision: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="Number format of the forward pass in scoring."
+        default="fp32",
+        description="Number format of the forward pass in scoring. Logits and all that follows are fp32 or more.",
     )
 
 
