@@ -150,6 +150,9 @@ class RunRules:
 
     def seed_of(self, model: Model) -> list[str]:
         """The files of the state that `model` begins with; none for a model that is trained from scratch."""
+        if folder := model.settings.get("initial"):
+            experts = [f"experts/{DENSE_EXPERT}.{kind}" for kind in ("json", "safetensors")]
+            return [f"{folder.rstrip('/')}/{file}" for file in ("model.json", "shared.safetensors", *experts)]
         return self.seed_files(model.parent, model.seed_step(self.context))
 
     def train_options(self, model: Model) -> str:

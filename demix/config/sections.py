@@ -163,11 +163,13 @@ ModelRow = partial(
         Field(description="Kind of the model. A row that is named like a kind may omit this key."),
     ],
     parent=Annotated[
-        RowName,
+        Text,
         Field(
             description="A row of kind dense. The model begins with the state that this row's model had after "
             "`seed_tokens` tokens (a seed phase): the dense feedforward is copied into every expert, and training "
-            "goes on. A branch has all its parent's settings; those of time and memory can differ, and dev_blocks."
+            "goes on. A branch has all its parent's settings; those of time and memory can differ, and dev_blocks. "
+            "Or the folder of a dense model, such as imported/gpt2 that `demix import` wrote: the model begins with "
+            "its parameters, and with a training of its own."
         ),
     ],
     seed_tokens=Annotated[

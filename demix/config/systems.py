@@ -208,8 +208,9 @@ def adapted(row: str, domain: str) -> str:
 def model_rows(config: Mapping[str, Any]) -> dict[str, tuple[Kind, dict[str, Any]]]:
     """The rows of a completed config's `models` with the kind and section `training` of each, the paper's four first.
 
-    A row with a seed phase has its parent's settings, and the keys `parent` and `seed_tokens` among them. Raises
-    DemixError for a row of an unknown kind, where demix or dense is left out, and for a parent that does not fit.
+    A row with a seed phase has its parent's settings, and the keys `parent` and `seed_tokens` among them. A row whose
+    parent is a folder has this folder as the key `initial`. Raises DemixError for a row of an unknown kind, where demix
+    or dense is left out, and for a parent that does not fit.
     """
     given = config.get("models") or {}
     rows: dict[str, tuple[Kind, dict[str, Any]]] = {}
@@ -228,6 +229,8 @@ def model_rows(config: Mapping[str, Any]) -> dict[str, tuple[Kind, dict[str, Any
         if name in KINDS and kind != name:
             raise DemixError(f"config key models.{name}.kind", f"is {kind}", "use this kind in a row of another name")
         own = {key: value for key, value in overrides.items() if key != "kind"}
+        if "/" in (own.get("parent") or ""):
+            own["initial"] = own.pop("parent")
         rows[name] = (KINDS[kind], (config.get("training") or {}) | own)
     for name, (row_kind, settings) in rows.items():
         _check_seed_phase(name, row_kind, settings, rows)
@@ -242,6 +245,11 @@ def _check_seed_phase(
 ) -> None:
     """Raise DemixError unless the row `name` has no seed phase, or one that its kind and its parent allow."""
     key, parent = f"config key models.{name}", settings.get("parent")
+    if "initial" in settings:
+        if kind.domain_tokens or settings.get("seed_tokens") is not None:
+            cause = "is a folder, whose model has no domain tokens and begins no seed phase"
+            raise DemixError(f"{key}.parent", cause, "leave out seed_tokens, and choose another kind than domain_token")
+        return
     if (parent is None) != (settings.get("seed_tokens") is None):
         missing, there = ("parent", "seed_tokens") if parent is None else ("seed_tokens", "parent")
         raise DemixError(f"{key}.{missing}", f"is missing beside {there}", "give both, or neither")

@@ -67,7 +67,7 @@ class Branched:
 
     model: ModelName
     step: Count
-    tokens: Count
+    tokens: Count | None = None
     state_sha256: Digest
 
 
@@ -80,7 +80,7 @@ class SeedManifest:
     """
 
     step: Count
-    tokens: Count
+    tokens: Count | None
     training: Settings
     tokenizer_sha256: Digest
     data_sha256: dict[ExpertName, Digest]

@@ -94,8 +94,11 @@ def _data(
         read |= source.get("data_sha256") or {}
     parent = description.get("parent")
     if isinstance(parent, dict):
-        begun = f"{as_markdown(parent['model'])} after {parent['tokens']:,} tokens"
-        yield f"It went on from the model {begun}, which had read text of all the domains that every expert names."
+        name = as_markdown(parent["model"])
+        if parent["step"]:
+            yield f"It went on from the model {name} after {parent['tokens']:,} tokens, of all these domains."
+        else:
+            yield f"It began with the parameters of the model {name}, whose data may be among this or not."
     elif parent:
         yield f"It went on from the model {as_markdown(parent)}, whose data is among this."
         read |= read_description(run / "models" / parent / "model.json").get("data_sha256") or {}

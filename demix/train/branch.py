@@ -1,15 +1,17 @@
 """A seed phase: a model with experts begins with the state that a dense training had after some of its tokens."""
 
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from demix.config.architecture import architecture_from
 from demix.config.systems import DENSE_EXPERT
 from demix.errors import DemixError
 from demix.files import digest, linked, read_json, replacing, write_json
-from demix.model.checkpoint import load_verified
+from demix.model.checkpoint import describe, expert_lineage, load_model, load_verified, refuse_other_tokenizer
 from demix.model.description import SeedManifest, read_seed_manifest
 from demix.train.state import SHARED, State, expert_file, load_state
 
@@ -26,18 +28,38 @@ class SeedState:
     manifest: SeedManifest
 
     @property
+    def model(self) -> str:
+        """The name of the parent."""
+        return self.directory.resolve().parent.name
+
+    @property
     def origin(self) -> dict[str, Any]:
         """What a model that begins with the state records of it: the content of `Branched`."""
-        model, about = self.directory.resolve().parent.name, self.manifest
-        return {"model": model, "step": about.step, "tokens": about.tokens, "state_sha256": digest(about.sha256)}
+        about = self.manifest
+        return {"model": self.model, "step": about.step, "tokens": about.tokens, "state_sha256": digest(about.sha256)}
 
     def load(self) -> State:
         """The state. Its metrics are one row. Raises DemixError if a file is missing or damaged."""
         about = self.manifest
         shared, own = (load_verified(self.directory / name, about.sha256.get(name, "")) for name in (SHARED, EXPERT))
-        row = {"step": about.step, "tokens": about.tokens, "branched_from": self.origin["model"]}
+        row = {"step": about.step, "tokens": about.tokens, "branched_from": self.model}
         row |= {} if about.loss_scale is None else {"loss_scale": about.loss_scale}
         return State(about.step, shared, {DENSE_EXPERT: own}, [row])
+
+
+class InitialModel(SeedState):
+    """The folder of a dense model, whose parameters are a state before the first update."""
+
+    @property
+    def model(self) -> str:
+        """The name of the folder, with _ for what no name of a model holds."""
+        return re.sub(r"^[^A-Za-z0-9_]|[^A-Za-z0-9_.-]", "_", self.directory.resolve().name)[:200]
+
+    def load(self) -> State:
+        """The parameters, without moments of Adam. Raises DemixError if a file is missing or damaged."""
+        model = load_model(self.directory, (DENSE_EXPERT,))
+        shared, own = model.parted({f"parameter/{name}": p.detach() for name, p in model.named_parameters()})
+        return State(0, shared, own, [])
 
 
 def keep_seed(checkpoint: Path, output: Path, identity: Mapping[str, Any]) -> None:
@@ -71,9 +93,12 @@ def keep_seed(checkpoint: Path, output: Path, identity: Mapping[str, Any]) -> No
 def read_seed(directory: Path, identity: Mapping[str, Any]) -> SeedState:
     """The seed in the folder seeds/<model>/step-<n> for a training of this `identity`, which goes on from there.
 
-    Raises DemixError if its manifest is missing or damaged, and if the parent was trained with other settings or
-    another tokenizer: the schedule of the learning rate and the order of the data are the parent's.
+    `directory` may be that of a dense model, too. Raises DemixError if the manifest is missing or damaged, and if the
+    parent was trained with other settings or another tokenizer: the schedule of the learning rate and the order of the
+    data are the parent's.
     """
+    if (directory / "model.json").is_file():
+        return _initial_model(directory, identity)
     seed = SeedState(directory, read_seed_manifest(directory / MANIFEST))
     own = {**identity["training"], "tokenizer": identity["tokenizer_sha256"]}
     parents = {**seed.manifest.training, "tokenizer": seed.manifest.tokenizer_sha256}
@@ -82,6 +107,24 @@ def read_seed(directory: Path, identity: Mapping[str, Any]) -> SeedState:
             cause = f"is of a training with {key} {parents.get(key)}, and this one has {own.get(key)}"
             raise DemixError(directory, cause, "train both with the same settings")
     return seed
+
+
+def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel:
+    description, lineage = describe(directory), expert_lineage(directory, DENSE_EXPERT)
+    architecture = architecture_from(identity["training"]["architecture"]).described
+    if description["architecture"] != architecture:
+        cause = f"has the architecture {description['architecture']}, and this training {architecture}"
+        raise DemixError(directory, cause, "set the section architecture to that of the model")
+    refuse_other_tokenizer(directory, Path("tokens"), identity["tokenizer_sha256"])
+    manifest = SeedManifest(
+        step=0,
+        tokens=description.get("tokens"),
+        training={},
+        tokenizer_sha256=identity["tokenizer_sha256"],
+        data_sha256={**description.get("data_sha256", {})},
+        sha256={SHARED: description["shared_sha256"], EXPERT: lineage["sha256"]},
+    )
+    return InitialModel(directory, manifest)
 
 
 def branched(state: State, experts: Sequence[str]) -> State:

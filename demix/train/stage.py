@@ -193,7 +193,7 @@ def _write_model(
     if world.rank == 0:
         counts = {"shared_parameters": shared, "expert_parameters": own}
         if seed is not None:
-            begun = seed.manifest.tokens
+            begun = seed.manifest.tokens or 0 if seed.manifest.step else 0
             lineage = lineage | {"parent": seed.origin, "tokens_seed": begun, "tokens_branch": tokens - begun}
         save_shared(model, output, lineage | counts | seen)
     world.wait()

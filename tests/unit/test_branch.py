@@ -155,6 +155,11 @@ def test_a_stopped_branch_resumes_to_the_bit(
     for _ in range(3):
         with pytest.raises(StoppedError):
             train_into(tmp_path, "again", "demix", tokens, branch=seed(run, 10))
+    # Neither another seed nor a training from scratch goes on with these checkpoints.
+    for branch, same in ((seed(run, STEPS), "dense"), (None, "demix")):
+        train_into(tmp_path, "again", "demix", tokens, branch=branch)
+        found = weights(tmp_path, "again")["shared.safetensors"]
+        assert found == weights(run, same)["shared.safetensors"]
     train_into(tmp_path, "again", "demix", tokens, branch=seed(run, 10))
     assert not stops
     assert weights(tmp_path, "again") == weights(tmp_path, "whole")
@@ -241,3 +246,30 @@ def test_the_losses_go_on_where_the_dense_ones_were(run: Path, tokens: Path, tmp
     assert dense[10][0] == 11
     assert ours[0]["loss"] == pytest.approx(dense[10][1], rel=1e-6)
     assert read_json_lines(tmp_path / "metrics" / "half.jsonl")[1]["loss/licenses"] > 0
+
+
+def test_a_model_in_a_folder_gives_its_parameters_and_nothing_else(run: Path, tokens: Path, tmp_path: Path) -> None:
+    """As `demix import` writes them: each rate, step and batch is that of a training from scratch."""
+    shutil.copytree(run / "models" / "dense", folder := tmp_path / "my model")
+    train_into(tmp_path, "mine", "demix", tokens, branch=folder)
+    rows = read_json_lines(tmp_path / "metrics" / "mine.jsonl")
+    scratch = read_json_lines(run / "metrics" / "demix.jsonl")
+    for key in ("step", "tokens", "learning_rate"):
+        assert [row[key] for row in rows] == [row[key] for row in scratch]
+    batch, dense = balanced_batches(opened(tokens), TRAINING, 2, 32, seed=1).draw(0), load_model(folder)
+    with torch.no_grad():
+        loss = -dense.log_probabilities(
+            dense(batch.inputs.flatten(0, 1)[None]), batch.targets.flatten(0, 1)[None]
+        ).mean()
+    assert rows[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert rows[-1]["loss"] < scratch[-1]["loss"] - 0.1
+    description = describe(tmp_path / "models" / "mine")
+    assert (description["parent"]["model"], description["parent"]["step"]) == ("my_model", 0)
+    assert (description["tokens_seed"], description["tokens_branch"]) == (0, 4608)
+
+    other = dataclasses.replace(TRAIN, architecture=TRAIN.architecture | {"activation": "gelu_new"})
+    with pytest.raises(DemixError, match=r"my model: has the architecture .*; set the section architecture"):
+        train_into(tmp_path, "other", "demix", tokens, other, branch=folder)
+    write_json(folder / "model.json", {**describe(folder), "tokenizer_sha256": "f" * 64})
+    with pytest.raises(DemixError, match="tokenizer"):
+        train_into(tmp_path, "other", "demix", tokens, branch=folder)

@@ -125,6 +125,11 @@ def test_a_seed_is_kept_by_its_parent_and_begins_its_branches() -> None:
     begins = f" --learning-rate-from results/tiny/sweep/dense.json --branch {folder}"
     assert one.beginning(row(one, "half-seed5")) == begins
     assert one.beginning(row(one, "demix")) == ""
+    folder = rules(models={"mine": {"kind": "demix", "parent": "imported/gpt2/"}})
+    assert folder.beginning(row(folder, "mine")) == " --branch imported/gpt2"
+    assert folder.seed_of(row(folder, "mine"))[2:] == [
+        f"imported/gpt2/experts/dense.{k}" for k in ("json", "safetensors")
+    ]
     assert shlex.split(one.train_options(row(one, "dense-seed5")))[-2:] == ["--keep", "15,32"]
     assert "--keep" not in one.train_options(row(one, "half"))
     # What is kept is no setting of a training, and a branch has those of its parent.

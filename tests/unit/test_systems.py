@@ -119,6 +119,8 @@ def test_a_row_with_a_seed_phase_follows_its_parent() -> None:
         ),
         ({"mine": SEEDED | {"parent": "yours"}, "yours": SEEDED}, r"mine\.parent: is yours of kind demix, which"),
         ({"mine": SEEDED | {"kind": "dense"}}, r"mine\.parent: is given to a row of kind dense; use kind: demix"),
+        ({"mine": SEEDED | {"parent": "a/b"}}, r"mine\.parent: is a folder, whose model .* leave out seed_tokens"),
+        ({"mine": {"kind": "domain_token", "parent": "a/b"}}, r"mine\.parent: is a folder, whose model has no domain"),
         ({"mine": SEEDED | {"seed_tokens": 1001}}, r"mine\.seed_tokens: is 1001, more than the 1000 tokens of dense"),
     ],
 )
@@ -157,6 +159,14 @@ def test_each_kind_of_adaptation_has_its_learning_rate(given: Any, factors: list
 
 def test_the_average_is_compared_too() -> None:
     assert ("demix", "training", "average", "") in {system.key for system in compared(config(), "wiki")}
+
+
+def test_a_row_can_begin_with_a_folder() -> None:
+    rows = with_rows(mine={"kind": "demix", "parent": "imported/gpt2", "tokens": 500}) | {"training": SETTINGS}
+    mine, again = (model for model in trained(rows) if model.row == "mine")
+    assert mine.settings == SETTINGS | {"tokens": 500, "initial": "imported/gpt2"}
+    assert (mine.parent, again.parent, mine.rates_from, mine.seed_step(8)) == ("", "", "mine", 0)
+    assert not seeds(rows, 8)
 
 
 def test_a_row_can_be_left_out() -> None:
