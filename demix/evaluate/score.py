@@ -109,7 +109,7 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
             }
             name = f"{expert}.parquet"
             write_scores(folder / name, _column(pieces, expert), metadata, place / name)
-        write_tokens(place, ids, shard.offsets, length)
+        write_tokens(place, ids, shard.offsets, length, shard.origins)
         for expert in experts:
             os.replace(folder / f"{expert}.parquet", place / f"{expert}.parquet")
         fsync(place)

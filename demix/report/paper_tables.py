@@ -8,6 +8,7 @@ import pandas as pd
 from demix.config.evaluated import System
 from demix.report import read
 from demix.report.cells import (
+    COUNTED,
     ORACLE_NOTE,
     WEIGHTS_NOTE,
     always,
@@ -61,7 +62,7 @@ def table4(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     domains, systems = training_domains(config), in_domain(config)
     frame, beneath, notes = by_domain(results, {one.label: always(one) for one in systems}, domains)
     label = f"Mean of {len(domains)}"
-    frame.loc[label] = [*(mean_of(frame[system.label]) for system in systems), np.nan]
+    frame.loc[label] = [*(mean_of(frame[system.label]) for system in systems), np.nan, np.nan]
     return Table(
         "table4",
         "Table 4: perplexity by training domain",
@@ -69,9 +70,9 @@ def table4(results: pd.DataFrame, config: dict[str, Any]) -> Table:
         "domain is bold.",
         frame,
         notes=notes,
-        formats={"Documents": "{:.0f}"},
+        formats=COUNTED,
         summaries=frozenset({label}),
-        best=lowest(frame.drop(columns="Documents"), axis=1),
+        best=lowest(frame.drop(columns=list(COUNTED)), axis=1),
         beneath=beneath,
     )
 
@@ -137,7 +138,7 @@ def table6(results: pd.DataFrame, config: dict[str, Any]) -> Table:
         systems = {few: always(before), many: always(after)}
         part, beneath, told = by_domain(results, systems, domains)
         summaries.append(f"Mean of {len(domains)} {kind}")
-        part.loc[summaries[-1]] = [mean_of(part[few]), mean_of(part[many]), np.nan]
+        part.loc[summaries[-1]] = [mean_of(part[few]), mean_of(part[many]), np.nan, np.nan]
         parts.append(part)
         lines += [beneath] if beneath is not None else []
         # The note that no domain has an interval is kept only if it holds for both kinds.
@@ -152,7 +153,7 @@ def table6(results: pd.DataFrame, config: dict[str, Any]) -> Table:
         f"the {len(novel)} that DEMix-DAPT added, first on the training, then on the novel domains. Lower is better.",
         frame,
         notes=notes,
-        formats={"Change, %": "{:+.2f}", "Documents": "{:.0f}"},
+        formats={"Change, %": "{:+.2f}"} | COUNTED,
         summaries=frozenset(summaries),
         best=best,
         beneath=pd.concat(lines) if lines else None,
@@ -171,10 +172,10 @@ def table7(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     complete = frame[list(systems)].dropna()
     every = f"Mean of all {len(domains)}"
     summaries = [every]
-    frame.loc[every] = [*(mean_of(frame[column]) for column in systems), np.nan]
+    frame.loc[every] = [*(mean_of(frame[column]) for column in systems), np.nan, np.nan]
     if 0 < len(complete) < len(domains):
         summaries.append(f"Mean of the {len(complete)} that have all three")
-        frame.loc[summaries[-1]] = [*complete.mean(), np.nan]
+        frame.loc[summaries[-1]] = [*complete.mean(), np.nan, np.nan]
     replacement = (config.get("removal") or {}).get("replacement")
     return Table(
         "table7",
@@ -190,7 +191,7 @@ def table7(results: pd.DataFrame, config: dict[str, Any]) -> Table:
             + (f"{len(complete)} of the {len(domains)} domains." if len(complete) else "none of the domains."),
             *notes,
         ),
-        formats={"Documents": "{:.0f}"},
+        formats=COUNTED,
         summaries=frozenset(summaries),
         beneath=beneath,
     )

@@ -139,7 +139,7 @@ def test_reads_across_files_are_those_of_one_array(data, size, file_tokens, kind
 
 def _in_memory(flat, file_tokens):
     files = tuple(flat[at : at + file_tokens] for at in range(0, max(1, len(flat)), file_tokens))
-    return TokenShard(Path("t"), files, flat, flat, 99, 100, "")
+    return TokenShard(Path("t"), files, flat, flat, flat, 99, 100, "")
 
 
 @pytest.mark.parametrize("file_tokens", [1, 7, 12, 24, 25])

@@ -17,7 +17,7 @@ rule download:
     resources:
         **site("download"),
     params:
-        settings=lambda wildcards: given(DOMAINS[wildcards.domain]["source"]),
+        settings=lambda wildcards: given(DOMAINS[wildcards.domain]["source"] | {"piece_words": None}),
         part=lambda wildcards: int(wildcards.part),
     shell:
         "demix download {wildcards.domain} --settings {params.settings:q} --part {params.part}"
@@ -42,8 +42,12 @@ rule anonymize:
         enabled=lambda wildcards: {True: "--enabled", False: "--no-enabled", "released": "--rules released"}[
             DOMAINS[wildcards.domain]["anonymize"]
         ],
+        pieces=lambda wildcards: "".join(
+            f" --piece-words {words}" for words in [DOMAINS[wildcards.domain]["source"]["piece_words"]] if words
+        ),
     shell:
-        "demix anonymize {input} {params.enabled} --output {output.documents} --counts {output.counts} 2> {log}"
+        "demix anonymize {input} {params.enabled}{params.pieces}"
+        " --output {output.documents} --counts {output.counts} 2> {log}"
 
 
 # Novel domains are no input: a new novel domain must not change the training domains.
