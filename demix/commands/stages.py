@@ -140,13 +140,15 @@ def score(
     shards: Annotated[list[Path], typer.Argument(help="tokens/<domain>/<split>.arrow to score.")],
     settings: Settings,
     output: Annotated[Path, typer.Option(help="The model's folder of score tables.")],
-    experts: Annotated[str, typer.Option(help="Experts (or domain tokens) to score, separated by commas.")],
+    experts: Annotated[
+        str, typer.Option(help="Experts or domain tokens, separated by commas; own: each domain under its own token.")
+    ],
 ) -> None:
     """Score texts under experts: write the log-probability of every token."""
     from demix.evaluate.score import Scoring
     from demix.evaluate.score import score as run
 
-    run(model, tuple(experts.split(",")), shards, settings_from(Scoring, settings), output)
+    run(model, () if experts == "own" else tuple(experts.split(",")), shards, settings_from(Scoring, settings), output)
 
 
 @app.command()

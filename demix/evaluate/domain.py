@@ -173,8 +173,11 @@ def evaluate_domain(
         totals = document_losses(scores / table.folder / f"{domain}.test", (column,), byte_lengths=byte_lengths)
         scored.append(totals)
         losses.append(_losses(domain, table, totals))
-        about = common | {"model": table.model, "seed": table.seed, "experts": column, "n_experts": 1}
-        rows.append(_row(about | {"method": "dense"}, totals, totals.experts[column]))
+        about = common | {"model": table.model, "seed": table.seed, "n_experts": 1}
+        about |= {"experts": column, "method": "dense"}
+        for some in table.sets:
+            about |= {"experts": some.label, "method": "naive"}
+        rows.append(_row(about, totals, totals.experts[column], expert=column if table.sets else ""))
 
     def add_mixed(table: Evaluated) -> None:
         folder = scores / table.folder
@@ -204,7 +207,7 @@ def evaluate_domain(
             )
 
     for table in evaluation.tables:
-        (add_mixed if table.sets else add_single)(table)
+        (add_mixed if "dev" in table.splits else add_single)(table)
 
     if len({totals.sha256 for totals in scored}) > 1:
         raise DemixError(f"domain {domain}", "was scored on different tokens by different models", "score it again")

@@ -100,7 +100,7 @@ def test_table5_never_prints_an_oracle_bold(tmp_path: Path) -> None:
 def test_table6_compares_few_and_many_experts(run: Run) -> None:
     frame = table6(run.results, run.config).frame
     assert list(frame.index) == [*TRAINING, "Mean of 3 training", *NOVEL, "Mean of 2 novel"]
-    assert frame.loc["law"].tolist() == pytest.approx([111.1, 111.1, 0.0, 50])
+    assert frame.loc["law"].tolist() == pytest.approx([111.1, 111.1, 0.0, 50, 60])
     assert frame.loc["Mean of 2 novel"].tolist()[:3] == pytest.approx(
         [135 * 1.01 * 1.15, 135 * 1.01, 100 * (1 / 1.15 - 1)]
     )
@@ -109,7 +109,7 @@ def test_table6_compares_few_and_many_experts(run: Run) -> None:
 def test_table7_averages_only_what_can_be_compared(run: Run) -> None:
     table = table7(run.results, run.config)
     frame = table.frame
-    assert frame.loc["law"].tolist() == pytest.approx([110 * 1.01, 110 * 1.8, 110 * 1.9, 50])
+    assert frame.loc["law"].tolist() == pytest.approx([110 * 1.01, 110 * 1.8, 110 * 1.9, 50, 60])
     assert frame.loc["Mean of all 3"].tolist()[:2] == pytest.approx([110 * 1.01, 110 * 1.8])
     assert pd.isna(frame.loc["Mean of all 3", "−Domain"])
     assert frame.loc["Mean of the 1 that have all three"].tolist()[:3] == pytest.approx(frame.loc["law"].tolist()[:3])
@@ -161,7 +161,7 @@ def test_an_interval_or_a_dash_stands_beneath(run: Run) -> None:
     table = table4(run.results, run.config)
     assert table.second_lines().loc["law", "Dense"] == "[138.60, 184.80]"
     assert table.second_lines().loc["news", "Dense"] == "–"
-    assert table.second_lines().loc["Mean of 3"].tolist() == [""] * 6
+    assert table.second_lines().loc["Mean of 3"].tolist() == [""] * 7
     assert table.frame["Documents"].tolist()[:3] == [7, 50, 7]
     assert table5(run.results, run.config).second_lines().loc["Dense"].tolist() == ["[163.80, 218.40]", "–", ""]
     none = run.results.assign(perplexity_low=math.nan, perplexity_high=math.nan)
@@ -354,7 +354,7 @@ def test_files_are_the_same_bytes_again_and_hold_the_numbers(run: Run, tmp_path:
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
     html = (first / "tables" / "table4.html").read_text()
     row = re.search(r'<th scope="row" data-key="1">law</th>(.*?)</tr>', html).group(1)
-    assert re.findall(r"<td[^>]*>([^<]+)", row) == ["154.00", "143.00", "132.00", "110.00", "111.10", "50"]
+    assert re.findall(r"<td[^>]*>([^<]+)", row) == ["154.00", "143.00", "132.00", "110.00", "111.10", "50", "60"]
     assert '154.00<span class="beneath">[138.60, 184.80]</span>' in row
     assert not re.search(r"(src|href)=|https?://", html)
     assert "**110.00**" in (first / "tables" / "table4.md").read_text()

@@ -9,8 +9,6 @@ rule download:
         temp(f"{RUN}/raw/{{domain}}/{{part}}.parquet"),
     log:
         f"{RUN}/logs/download/{{domain}}.{{part}}.log",
-    benchmark:
-        f"{RUN}/benchmarks/download/{{domain}}.{{part}}.tsv"
     localrule: config["cluster"]["downloads"] == "login"
     conda:
         "../../environment.yml"
@@ -32,8 +30,6 @@ rule anonymize:
         counts=f"{RUN}/documents/{{domain}}/{{part}}.json",
     log:
         f"{RUN}/logs/anonymize/{{domain}}.{{part}}.log",
-    benchmark:
-        f"{RUN}/benchmarks/anonymize/{{domain}}.{{part}}.tsv"
     conda:
         "../../environment.yml"
     resources:
@@ -58,8 +54,6 @@ rule deduplicate:
         f"{RUN}/corpus/owners.parquet",
     log:
         f"{RUN}/logs/deduplicate.log",
-    benchmark:
-        f"{RUN}/benchmarks/deduplicate.tsv"
     conda:
         "../../environment.yml"
     resources:
@@ -76,8 +70,6 @@ rule novel_duplicates:
         f"{RUN}/corpus/shared.json",
     log:
         f"{RUN}/logs/novel_duplicates.log",
-    benchmark:
-        f"{RUN}/benchmarks/novel_duplicates.tsv"
     conda:
         "../../environment.yml"
     resources:
@@ -96,8 +88,6 @@ rule split:
         f"{RUN}/corpus/{{domain}}/card.json",
     log:
         f"{RUN}/logs/split/{{domain}}.log",
-    benchmark:
-        f"{RUN}/benchmarks/split/{{domain}}.tsv"
     conda:
         "../../environment.yml"
     resources:
@@ -123,8 +113,6 @@ rule tokenizer:
         f"{RUN}/tokenizer.json",
     log:
         f"{RUN}/logs/tokenizer.log",
-    benchmark:
-        f"{RUN}/benchmarks/tokenizer.tsv"
     conda:
         "../../environment.yml"
     resources:
@@ -147,8 +135,6 @@ rule tokenize:
         ),
     log:
         f"{RUN}/logs/tokenize/{{domain}}.log",
-    benchmark:
-        f"{RUN}/benchmarks/tokenize/{{domain}}.tsv"
     conda:
         "../../environment.yml"
     resources:
@@ -168,8 +154,6 @@ rule overlap:
         f"{RUN}/corpus/overlap.parquet",
     log:
         f"{RUN}/logs/overlap.log",
-    benchmark:
-        f"{RUN}/benchmarks/overlap.tsv"
     conda:
         "../../environment.yml"
     resources:
