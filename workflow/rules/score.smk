@@ -15,7 +15,9 @@ for job in scoring_jobs(config):
             [
                 file
                 for domain in job.domains
-                for file in scores(job.model, [domain], [*job.columns_on(domain), *["tokens"] * job.shared], job.splits)
+                for file in scores(
+                    job.model, [domain], [*job.columns_on(domain), *["tokens"] * job.shared], job.splits
+                )
             ],
         log:
             f"{RUN}/logs/score/{job.log}.log",
