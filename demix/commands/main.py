@@ -9,6 +9,7 @@ import typer
 from demix.commands import people, stages, training
 from demix.errors import DemixError, masked, printable
 from demix.launch.parents import end_with_snakemake
+from demix.launch.usage import note_usage
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,6 +42,10 @@ def main() -> None:
         app()
     except DemixError as error:
         sys.exit(f"demix: error: {error}")
+    except SystemExit as ended:
+        if not ended.code:
+            note_usage()
+        raise
     except OSError as error:
         if error.filename is None:
             _write_out("\n")

@@ -53,11 +53,14 @@ def anonymize(
     counts: Annotated[Path, typer.Option(help="Path of the counts by category.")],
     enabled: Annotated[bool, typer.Option(help="Replace personal data; otherwise only normalise.")] = True,
     rules: Annotated[str, typer.Option(help="ours, or released (the rules published with the paper).")] = "ours",
+    piece_words: Annotated[
+        int | None, typer.Option(min=1, help="Cut documents that are longer than this many words into pieces.")
+    ] = None,
 ) -> None:
-    """Normalise one part of a domain's text and replace personal data by dummy tokens."""
+    """Normalise one part of a domain's text, replace personal data by dummy tokens, cut long documents."""
     from demix.data.anonymize import anonymize_documents
 
-    anonymize_documents(raw, output, counts, enabled=enabled, rules=rules)
+    anonymize_documents(raw, output, counts, enabled=enabled, rules=rules, piece_words=piece_words)
 
 
 @app.command()
@@ -137,13 +140,15 @@ def score(
     shards: Annotated[list[Path], typer.Argument(help="tokens/<domain>/<split>.arrow to score.")],
     settings: Settings,
     output: Annotated[Path, typer.Option(help="The model's folder of score tables.")],
-    experts: Annotated[str, typer.Option(help="Experts (or domain tokens) to score, separated by commas.")],
+    experts: Annotated[
+        str, typer.Option(help="Experts or domain tokens, separated by commas; own: each domain under its own token.")
+    ],
 ) -> None:
     """Score texts under experts: write the log-probability of every token."""
     from demix.evaluate.score import Scoring
     from demix.evaluate.score import score as run
 
-    run(model, tuple(experts.split(",")), shards, settings_from(Scoring, settings), output)
+    run(model, () if experts == "own" else tuple(experts.split(",")), shards, settings_from(Scoring, settings), output)
 
 
 @app.command("choose-mixing")

@@ -58,8 +58,9 @@ class SourceSection:
     )
     piece_words: Positive | None = Field(
         default=None,
-        description="Cut documents that are longer than this many words, such as books, into pieces of this length. "
-        "The pieces of one book may fall in different splits.",
+        description="Cut documents that are longer than this many words, such as books, into pieces of this length, "
+        "once they are anonymized. The pieces of one document may fall in different splits; intervals treat them "
+        "together.",
     )
     parts: Positive = Field(
         default=1,

@@ -44,8 +44,7 @@ class ExpertSet:
 class Evaluated:
     """The score tables of one model on a domain, and the sets of experts to evaluate on these tables.
 
-    `sets` is empty for a model with one column. `model` and `seed` are the values of these columns in results. `folder`
-    is the folder of the tables below scores/.
+    `sets` is empty for a model with one column, and has one set of one expert for a domain's own token. `model` and `seed` are the values of these columns in results. `folder` is the folder of the tables below scores/.
     """
 
     model: str
@@ -53,6 +52,11 @@ class Evaluated:
     seed: int
     columns: tuple[str, ...]
     sets: tuple[ExpertSet, ...] = ()
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits whose scores the evaluation reads: dev only where experts are mixed or chosen."""
+        return ("dev", "test") if any(len(some.experts) > 1 for some in self.sets) else ("test",)
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
             yield ExpertSet("training", model.columns, methods=("cached",))
             return
         if model.kind.domain_tokens:
+            # A novel domain has no token of its own.
             yield ExpertSet("training", training, methods=("naive",))
             return
         own = model.seed == config["seed"]
@@ -153,6 +158,10 @@ def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
             yield ExpertSet(left_out(domain), rest, methods=("cached",))
 
     def table_of(model: Model) -> Evaluated:
+        if model.kind.domain_tokens and domain in training:
+            # The tables show a training domain under its own token alone.
+            own = ExpertSet("training", (domain,), methods=("naive",))
+            return Evaluated(model.row, model.name, model.seed, own.experts, (own,))
         columns = training + novel if model == receiver else model.columns
         own_sets = tuple(sets(model)) if model.kind.has_experts or model.kind.domain_tokens else ()
         return Evaluated(model.row, model.name, model.seed, columns, own_sets)

@@ -110,9 +110,7 @@ class RunRules:
         return [
             file
             for table in evaluated(self.config, domain)
-            for file in self.scores(
-                table.folder, [domain], [*table.columns, "tokens"], ("dev", "test") if table.sets else ("test",)
-            )
+            for file in self.scores(table.folder, [domain], [*table.columns, "tokens"], table.splits)
         ]
 
     def train_inputs(self, model: Model) -> list[str]:

@@ -9,7 +9,7 @@ from demix.files import read_json, write_json
 from demix.files.json_files import SEAL, read_unsealed
 
 # Every change that makes files of older runs unreadable raises this version.
-FORMAT = 2
+FORMAT = 3
 # The keys of a run's config.json that are no keys of a config.
 BESIDE = ("format", SEAL)
 

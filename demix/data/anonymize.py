@@ -42,7 +42,7 @@ import regex
 from demix.data import mentions, numbers, released
 from demix.data.dummies import CATEGORIES, Span
 from demix.data.sources import SURROGATE
-from demix.data.text import buffers, count_words, splice
+from demix.data.text import buffers, count_words, cut, splice
 from demix.errors import DemixError
 from demix.files import write_json
 from demix.files.batches import counted, read_batches, write_batches
@@ -50,7 +50,13 @@ from demix.files.batches import counted, read_batches, write_batches
 # What the raw file's key-value metadata counts.
 _WHEN_READ = ("invalid_bytes", "surrogates", "not_utf8")
 SCHEMA = pa.schema(
-    [("id", pa.string()), ("text", pa.large_string()), ("n_words", pa.int64()), ("metadata", pa.large_string())]
+    [
+        ("id", pa.string()),
+        ("text", pa.large_string()),
+        ("n_words", pa.int64()),
+        ("origin", pa.string()),
+        ("metadata", pa.large_string()),
+    ]
 )
 
 _start = itemgetter(0)
@@ -197,13 +203,22 @@ def _stretches(raw: bytes, edges: np.ndarray, places: np.ndarray) -> Iterator[tu
         yield last
 
 
-def anonymize_documents(input: Path, output: Path, counts: Path, *, enabled: bool = True, rules: str = "ours") -> None:
+def anonymize_documents(
+    input: Path,
+    output: Path,
+    counts: Path,
+    *,
+    enabled: bool = True,
+    rules: str = "ours",
+    piece_words: int | None = None,
+) -> None:
     """Normalise and, unless `enabled` is false, anonymize the raw documents in `input`.
 
-    `rules` are "ours" or "released" (`demix.data.released`). Writes Parquet with `id` (hexadecimal sha256 of the
-    final text), `text`, `n_words` (words parted by white space) and `metadata`, and the JSON `counts`: documents read,
-    words written, rules applied, documents rejected ("empty": without a word, "not_utf8": no text, left out when they
-    were read), replacements by category. Source ids,
+    `rules` are "ours" or "released" (`demix.data.released`). Documents of more than `piece_words` words are then cut
+    into pieces of this length, which are documents from here on. Writes Parquet with `id` (hexadecimal sha256 of the
+    final text), `text`, `n_words` (words parted by white space), `origin` (the id of the whole document, its own where
+    it was not cut) and `metadata`, and the JSON `counts`: documents, words written, rules applied, documents rejected
+    ("empty": without a word, "not_utf8": no text, left out when they were read), replacements by category. Source ids,
     which may hold personal data, go no further.
     """
     if rules not in ("ours", "released"):
@@ -233,16 +248,21 @@ def anonymize_documents(input: Path, output: Path, counts: Path, *, enabled: boo
                 texts = pa.array([text for text, _ in pairs], pa.large_string())
                 for _, found in pairs:
                     replacements.update(found)
+            ids = origins = _ids(texts)
+            metadata = batch.column("metadata")
+            if piece_words is not None:
+                texts, whole = cut(texts, piece_words)
+                ids, origins, metadata = _ids(texts), origins.take(whole), metadata.take(whole)
             words = count_words(texts)
             kept = np.flatnonzero(words)
             totals.update(documents=len(words), words=int(words.sum()), empty=len(words) - len(kept))
-            metadata = batch.column("metadata")
             if len(kept) < len(words):
-                texts, metadata, words = texts.take(kept), metadata.take(kept), words[kept]
+                ids, texts, origins, metadata = (some.take(kept) for some in (ids, texts, origins, metadata))
+                words = words[kept]
             if pc.any(pc.not_equal(metadata, "{}")).as_py():
                 metadata = pa.array([_clean_metadata(value, clean) for value in metadata.to_pylist()], metadata.type)
             if len(kept):
-                yield pa.record_batch([_ids(texts), texts, pa.array(words), metadata], schema=SCHEMA)
+                yield pa.record_batch([ids, texts, pa.array(words), origins, metadata], schema=SCHEMA)
 
     write_batches(output, SCHEMA, batches())
     read = {name: int((pq.read_metadata(input).metadata or {}).get(name.encode(), 0)) for name in _WHEN_READ}

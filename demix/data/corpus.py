@@ -26,7 +26,7 @@ from demix.files.batches import counted, read_batches, write_rows
 from demix.progress import followed
 
 SPLITS = ("train", "dev", "test")
-SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("n_words", pa.int64())])
+SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("n_words", pa.int64()), ("origin", pa.string())])
 
 # Text held in memory while sorting, until there are as many stretches as files that a process may hold open.
 STRETCH_BYTES = 16 << 20
@@ -58,7 +58,8 @@ def split(
     twice are kept once; a training domain keeps those that `owners` gives it, a novel domain those that no training
     domain holds. In order of sha256(seed | id), dev is filled until it has its words, then test, then train.
     With `near_duplicates`, texts of which more than this share of 13-grams occurs in dev or test stay out of train.
-    Each Parquet has the columns `id`, `text`, `n_words`, and with `metadata` that of the documents, in that order.
+    Each Parquet has the columns `id`, `text`, `n_words`, `origin`, and with `metadata` that of the documents, in that
+    order. Pieces of one document (those of one `origin`) may fall in different splits.
     Budgets that leave nothing for train are made smaller, with a warning: dev and test then take half of all words.
     In the card, the documents of `counts` = those in the splits + rejected + duplicates.
     Raises DemixError where dev and test cannot be filled with a document left over.
@@ -103,6 +104,7 @@ def split(
             "documents": {name: edges.ranks[name][1] - edges.ranks[name][0] for name in SPLITS},
             "words": words,
             "budgets": {name: getattr(asked, name) for name in SPLITS},
+            "origins": _origins(outputs["train"], held_out),
             "duplicates": duplicates,
             "leakage": {
                 "exact_duplicates": _exact_duplicates(domain, outputs["train"], held_out, owners),
@@ -371,6 +373,19 @@ def _exact_duplicates(domain: str, train: Path, held_out: dict[str, Path], owner
     if found:
         raise RuntimeError(f"{domain}: {found} texts of dev and test are in a training split")
     return found
+
+
+def _origins(train: Path, held_out: dict[str, Path]) -> dict[str, int]:
+    """How many documents the pieces of each held-out split are of, and how many of these have pieces in train too."""
+    counts: dict[str, int] = {}
+    for name, path in held_out.items():
+        parts = [as_bytes(batch.column(0)) for batch in read_batches(path, ["origin"])]
+        origins = np.unique(np.concatenate([np.empty(0, "S32"), *parts]))
+        seen = np.zeros(len(origins), bool)
+        for batch in read_batches(train, ["origin"]):
+            seen |= np.isin(origins, as_bytes(batch.column(0)))
+        counts |= {name: len(origins), f"{name}_in_train": int(seen.sum())}
+    return counts
 
 
 def _count(ids: np.ndarray, others: np.ndarray) -> int:

@@ -1,7 +1,6 @@
-"""Which of a record's fields become text, which records are taken, and how long texts are cut."""
+"""Which of a record's fields become text, and which records are taken."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 
@@ -84,17 +83,3 @@ def _within(value: Any, low: Any, high: Any) -> bool:
 
 def _as_list(value: Any) -> Any:
     return value if isinstance(value, (list, tuple)) else [value]
-
-
-def pieces(text: str, words: int | None) -> Iterator[str]:
-    """`text` cut after every `words` words (parted by white space), which makes books into documents of some size.
-
-    Joined, the pieces give the text again. None leaves it whole.
-    """
-    start = 0
-    if words is not None:
-        for number, word in enumerate(re.finditer(r"\S+\s*", text), 1):
-            if number % words == 0 and word.end() < len(text):
-                yield text[start : word.end()]
-                start = word.end()
-    yield text[start:]

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from demix.data.documents import as_bytes
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import REMAKE, read_json, replacing, scratch, sha256_file, write_json
@@ -65,8 +66,10 @@ class TokenShard:
     """The tokens of one split, memory-mapped and read-only.
 
     `len` counts them and `read` gives them (uint16, or uint32 above 65,536 types); every document begins with
-    `end_of_text`, at the places in `offsets` (int64). `document_bytes` are the UTF-8 bytes of each document's text.
-    A shard of `spans` has no files; its `offsets` are where the spans begin, and it knows no `document_bytes`.
+    `end_of_text`, at the places in `offsets` (int64). `document_bytes` are the UTF-8 bytes of each document's text, and
+    `origins` (int64) tell which documents are pieces of one: the pieces' numbers are equal.
+    A shard of `spans` has no files; its `offsets` are where the spans begin, each its own origin, and it knows no
+    `document_bytes`.
     """
 
     path: Path
@@ -74,6 +77,7 @@ class TokenShard:
     files: tuple[np.ndarray, ...] = field(repr=False)
     offsets: np.ndarray = field(repr=False)
     document_bytes: np.ndarray = field(repr=False)
+    origins: np.ndarray = field(repr=False)
     end_of_text: int
     vocab_size: int
     tokenizer_sha256: str
@@ -111,8 +115,8 @@ class TokenShard:
                 raise DemixError(file, f"is damaged: its sha256 is not the one in {manifest_path.name}", REMAKE)
             batches.append(batch)
         # Not `to_numpy`, which takes a quarter of a second to import pandas.
-        *columns, offsets, document_bytes = (np.from_dlpack(column) for batch in batches for column in batch.columns)
-        return TokenShard(path, tuple(columns), offsets, document_bytes, vocab_size - 1, vocab_size, tokenizer_sha256)
+        *files, offsets, sizes, origins = (np.from_dlpack(column) for batch in batches for column in batch.columns)
+        return TokenShard(path, tuple(files), offsets, sizes, origins, vocab_size - 1, vocab_size, tokenizer_sha256)
 
     def __len__(self) -> int:
         if self.spans is not None:
@@ -146,8 +150,9 @@ def tokenize(tokenizer: Path, documents: Path, output: Path, *, file_tokens: int
 
     After `file_tokens` tokens the next file begins: `<split>.1.arrow`, `<split>.2.arrow` and so on. Beside them come
     `<split>.documents.arrow` (`offset`: the place of each document's first id in the split, `bytes`: the size of its
-    text in UTF-8) and, last, the manifest `<split>.json`, whose `sha256` is that of all token ids in a row. A sample
-    of the documents is encoded by tiktoken too; where ids differ, all are, with a warning.
+    text in UTF-8, `origin`: the first 63 bits of its column `origin`, its number where there is no such column) and,
+    last, the manifest `<split>.json`, whose `sha256` is that of all token ids in a row. A sample of the documents is
+    encoded by tiktoken too; where ids differ, all are, with a warning.
     """
     encoder = Tokenizer.load(tokenizer)
     kind = np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
@@ -155,7 +160,7 @@ def tokenize(tokenizer: Path, documents: Path, output: Path, *, file_tokens: int
 
     # One record batch needs its length before its columns: they go to flat files first, which are then mapped.
     with scratch(output) as folder:
-        flat = {name: folder / name for name in ("token", "offset", "bytes")}
+        flat = {name: folder / name for name in ("token", "offset", "bytes", "origin")}
         try:
             manifest = _encode(encoder, documents, kind, flat, exact=False)
         except _IdsDifferError as error:
@@ -167,7 +172,7 @@ def tokenize(tokenizer: Path, documents: Path, output: Path, *, file_tokens: int
             end = min(start + file_tokens, manifest["tokens"])
             _write(path, {"token": flat["token"]}, kind, start, end, _metadata(manifest, number))
             manifest["files"].append({"name": path.name, "tokens": end - start, "sha256": sha256_file(path)})
-        columns, rows = {name: flat[name] for name in ("offset", "bytes")}, manifest["documents"]
+        columns, rows = {name: flat[name] for name in ("offset", "bytes", "origin")}, manifest["documents"]
         _write(documents_path, columns, np.dtype(np.int64), 0, rows, _metadata(manifest, "documents"))
     write_json(manifest_path, manifest | {"documents_sha256": sha256_file(documents_path)})
     names = {entry["name"] for entry in manifest["files"]}
@@ -192,7 +197,8 @@ def write_spans(
     spans = Spans(shards, source, start, np.cumsum(length, dtype=np.int64))
     if (wrong := _outside(spans)) is not None:
         raise DemixError(output, f"has a span, number {wrong + 1}, that is not inside its source", "cut it again")
-    whole = TokenShard(output, (), spans.ends, spans.ends, shards[0].end_of_text, shards[0].vocab_size, "", spans)
+    ends, vocab_size = spans.ends, shards[0].vocab_size
+    whole = TokenShard(output, (), ends, ends, ends, vocab_size - 1, vocab_size, "", spans)
     manifest = {
         "tokens": len(whole),
         "documents": len(spans.ends),
@@ -238,8 +244,8 @@ def _open_spans(path: Path, manifest: dict[str, Any], verify: bool) -> TokenShar
     source, start, length = (np.from_dlpack(column) for column in batch.columns)
     ends = np.cumsum(length, dtype=np.int64)
     spans = Spans(shards, source, start, ends)
-    none = np.empty(0, np.int64)
-    shard = TokenShard(path, (), ends - length, none, vocab_size - 1, vocab_size, tokenizer_sha256, spans)
+    begins, none = ends - length, np.empty(0, np.int64)
+    shard = TokenShard(path, (), begins, none, begins, vocab_size - 1, vocab_size, tokenizer_sha256, spans)
     if _outside(spans) is not None or len(shard) != tokens:
         raise DemixError(path, f"is damaged: its spans are not the {tokens} tokens of {manifest_path.name}", REMAKE)
     if verify and _sha256_of_tokens(shard) != sha256:
@@ -300,7 +306,7 @@ class _IdsDifferError(Exception):
 def _encode(
     encoder: Tokenizer, documents: Path, kind: np.dtype, flat: dict[str, Path], *, exact: bool
 ) -> dict[str, Any]:
-    """Write ids, offsets and text sizes of all documents to the files in `flat`; return the manifest's counts.
+    """Write ids, offsets, sizes and origins of all documents to the files in `flat`; return the manifest's counts.
 
     Unless `exact`, one document in `CHECK_EVERY` is checked against the exact encoder: raises _IdsDifferError.
     """
@@ -308,11 +314,11 @@ def _encode(
         files = {name: stack.enter_context(open(path, "wb")) for name, path in flat.items()}
         row = total = size = renew_at = 0
         digest = hashlib.sha256()
-        read = read_batches(documents, ["text"])
+        read = read_batches(documents, ["text", "origin"])
         for batch in counted(read, f"{documents.parent.name} {documents.stem}: documents", [documents]):
             if size >= renew_at:
                 encoder, renew_at = encoder.renewed(), size + RENEW_EVERY
-            texts = batch.column(0).to_pylist()
+            texts = batch.column("text").to_pylist()
             ids, edges = encoder.encode_batch(texts, exact=exact)
             for number in range(-row % CHECK_EVERY, len(texts), CHECK_EVERY) if not exact else ():
                 if not np.array_equal(ids[edges[number] : edges[number + 1]], encoder.encode(texts[number])):
@@ -322,8 +328,12 @@ def _encode(
             own = np.ones(len(tokens), bool)
             own[begin] = False
             tokens[own] = ids
-            sizes = pc.binary_length(batch.column(0)).to_numpy().astype(np.int64)
-            for name, column in (("token", tokens), ("offset", total + begin), ("bytes", sizes)):
+            sizes = pc.binary_length(batch.column("text")).to_numpy().astype(np.int64)
+            origins = np.arange(row, row + len(texts))
+            if "origin" in batch.schema.names:
+                # The sign bit stays clear, so that no reader needs unsigned numbers.
+                origins = as_bytes(batch.column("origin")).view(">i8")[::4].astype(np.int64) & np.iinfo(np.int64).max
+            for name, column in (("token", tokens), ("offset", total + begin), ("bytes", sizes), ("origin", origins)):
                 files[name].write(column.data)
             digest.update(tokens.data)
             row, total, size = row + len(texts), total + len(tokens), size + int(sizes.sum())

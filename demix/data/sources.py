@@ -21,7 +21,7 @@ from demix.data import readers
 from demix.data.fetch import fetch
 from demix.data.hub import hub_rows
 from demix.data.readers import Reading, Row, read_rows
-from demix.data.selection import as_text, matches, pieces, select
+from demix.data.selection import as_text, matches, select
 from demix.errors import DemixError
 from demix.files import sha256_file
 from demix.files.batches import write_rows
@@ -119,16 +119,14 @@ def _make_private(folder: Path) -> None:
 
 
 def _documents(rows: Iterator[Row], source: Source, domain: str) -> Iterator[tuple[str, str, str]]:
-    """Id, text and metadata of the rows that `source.where` keeps, long texts in pieces."""
+    """Id, text and metadata of the rows that `source.where` keeps."""
     seen = kept = 0
     for row in followed(rows, f"{domain}: documents"):
         seen += 1
         if source.where and not matches(row.fields, source.where):
             continue
         kept += 1
-        name, text, metadata = _document(row, source)
-        for number, piece in enumerate(pieces(text, source.piece_words), 1):
-            yield (name if piece is text else f"{name}.{number}"), piece, metadata
+        yield _document(row, source)
     # With parts, another one may have them all; a domain without any ends in `split`.
     if not kept and source.parts == 1:
         cause = f"keeps none of {seen} documents" if seen else "has no documents to choose from"

@@ -66,6 +66,22 @@ def count_words(texts: pa.Array) -> np.ndarray:
     return np.diff(word_starts(texts)[3])
 
 
+def cut(texts: pa.Array, words: int) -> tuple[pa.Array, np.ndarray]:
+    """The column with texts of more than `words` words cut before every `words`-th one, and each piece's text (int64).
+
+    The pieces of a text, joined, give the text again.
+    """
+    data, starts, _, first = word_starts(texts)
+    _, edges = buffers(texts)
+    number = np.arange(len(starts)) - np.repeat(first[:-1], np.diff(first))
+    cuts = starts[(number > 0) & (number % words == 0)]
+    # A cut lies inside its text, behind a word, so that an empty text keeps its place.
+    of = np.searchsorted(edges, cuts, side="right") - 1
+    order = np.argsort(np.concatenate([np.arange(len(texts)), of]), kind="stable")
+    begins = np.concatenate([edges[:-1], cuts])[order]
+    return from_buffers(data, np.append(begins, edges[-1])), np.concatenate([np.arange(len(texts)), of])[order]
+
+
 def splice(texts: pa.Array, replaced: Iterable[tuple[int, int, int, bytes]]) -> pa.Array:
     """The column with stretches of bytes replaced: (text, first byte, one after the last, new bytes), in order.
 

@@ -13,7 +13,7 @@ from demix.config.evaluated import Evaluated, ExpertSet
 from demix.config.mixing import parsed_weights
 from demix.config.sections import MixingRecipe, Seed
 from demix.errors import DemixError
-from demix.evaluate.intervals import FEWEST, bounds, resampled_sums
+from demix.evaluate.intervals import FEWEST, bounds, clustered, resampled_sums
 from demix.evaluate.losses import DocumentLosses, Mixture, dev_priors, document_losses
 from demix.evaluate.mix.choice import mixing_of, switching_on_dev
 from demix.evaluate.mix.mixtures import FLOORS
@@ -64,8 +64,9 @@ class Outputs:
 # (a whole grid, the config's own value too), dev_choice (an expert chosen on dev, not by the test's oracle) and
 # released_scorer (the paper's published code, by `scorer` too: paper or released). `chosen_on` is the split on which
 # `naive` chose an expert for a novel domain. `beta`, `gamma` and `alpha` are the parameters of `tempered` and
-# `switching`. The methods best_block and best_token are no mixtures but floors, in hindsight. Bounds are of the 95%
-# interval over documents, null below 20 of them.
+# `switching`. The methods best_block and best_token are no mixtures but floors, in hindsight. `documents` counts
+# documents of origin, `pieces` what was scored of them: equal where none was cut. Bounds are of the 95% interval over
+# documents of origin, null below 20 of them.
 COLUMNS = {
     "model": pa.string(),
     "experts": pa.string(),
@@ -84,6 +85,7 @@ COLUMNS = {
     "expert": pa.string(),
     "oracle": pa.bool_(),
     "documents": pa.int32(),
+    "pieces": pa.int32(),
     "tokens": pa.int64(),
     "nll": pa.float64(),
     "perplexity": pa.float64(),
@@ -108,6 +110,7 @@ DIFFERENCES = {
     "domain": pa.string(),
     "kind": pa.string(),
     "documents": pa.int32(),
+    "pieces": pa.int32(),
     "tokens": pa.int64(),
     "nats_per_token": pa.float64(),
     "nats_per_token_low": pa.float64(),
@@ -144,10 +147,11 @@ POSTERIORS = {
     "seed": pa.int32(),
 }
 # losses.parquet: the loss of each document under each column of each model's score table, in nats. `document` is its
-# number in the split, and `tokens` counts its scored tokens.
+# number in the split, `origin` is the same for pieces of one document, and `tokens` counts its scored tokens.
 LOSSES = {
     "domain": pa.string(),
     "document": pa.int32(),
+    "origin": pa.int64(),
     "tokens": pa.int64(),
     "model": pa.string(),
     "seed": pa.int32(),
@@ -185,8 +189,11 @@ def evaluate_domain(
         totals = document_losses(scores / table.folder / f"{domain}.test", (column,), byte_lengths=byte_lengths)
         scored.append(totals)
         losses.append(_losses(domain, table, totals))
-        about = common | {"model": table.model, "seed": table.seed, "experts": column, "n_experts": 1}
-        rows.append(_row(about | {"method": "dense"}, totals, totals.experts[column]))
+        about = common | {"model": table.model, "seed": table.seed, "n_experts": 1}
+        about |= {"experts": column, "method": "dense"}
+        for some in table.sets:
+            about |= {"experts": some.label, "method": "naive"}
+        rows.append(_row(about, totals, totals.experts[column], expert=column if table.sets else ""))
 
     def add_mixed(table: Evaluated) -> None:
         folder = scores / table.folder
@@ -222,7 +229,7 @@ def evaluate_domain(
             )
 
     for table in evaluation.tables:
-        (add_mixed if table.sets else add_single)(table)
+        (add_mixed if "dev" in table.splits else add_single)(table)
 
     if len({totals.sha256 for totals in scored}) > 1:
         raise DemixError(f"domain {domain}", "was scored on different tokens by different models", "score it again")
@@ -328,9 +335,9 @@ def planned_mixtures(evaluation: Evaluation, some: ExpertSet, scored: int) -> It
 def _row(about: dict[str, Any], totals: DocumentLosses, nll: np.ndarray, **more: Any) -> Row:
     tokens, summed = int(totals.tokens.sum()), float(nll.sum())
     values = {
-        "weights": "", "split": "test", "expert": "", "oracle": False, "documents": len(totals.tokens),
-        "tokens": tokens, "nll": summed, "perplexity": float(np.exp(summed / tokens)), "tokens_sha256": totals.sha256,
-        "variant": "", "scorer": "paper", "chosen_on": "",
+        "weights": "", "split": "test", "expert": "", "oracle": False, "documents": len(np.unique(totals.origins)),
+        "pieces": len(totals.tokens), "tokens": tokens, "nll": summed, "perplexity": float(np.exp(summed / tokens)),
+        "tokens_sha256": totals.sha256, "variant": "", "scorer": "paper", "chosen_on": "",
     }  # fmt: skip
     if totals.byte_count:
         values |= {"bytes": totals.byte_count, "bits_per_byte": float(summed / np.log(2) / totals.byte_count)}
@@ -408,6 +415,7 @@ def _losses(domain: str, table: Evaluated, totals: DocumentLosses) -> pa.Table:
     }
     columns |= {
         "document": np.tile(totals.numbers, experts),
+        "origin": np.tile(totals.origins, experts),
         "tokens": np.tile(totals.tokens, experts),
         "expert": np.repeat(np.array(list(totals.experts)), documents),
         "nll": np.concatenate(list(totals.experts.values())),
@@ -420,11 +428,10 @@ def _with_intervals(
     rows: list[Row], totals: DocumentLosses, common: dict[str, Any], evaluation: Evaluation | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The rows with bounds of their perplexity, and the systems compared with others, all on the same resamples."""
-    documents = len(totals.tokens)
-    enough = documents >= FEWEST
     # By what was scored: the same documents are drawn for all models, seeds and runs.
     seed = seed_for(0, common["domain"], totals.sha256)
-    sums = np.stack([totals.tokens, *(row.nll for row in rows)])
+    sums = clustered(np.stack([totals.tokens, *(row.nll for row in rows)]), totals.origins)
+    enough = sums.shape[1] >= FEWEST
     tokens, *nlls = resampled_sums(sums, seed) if enough else np.empty((len(sums), 0))
     results, systems = [], {}
     for row, nll in zip(rows, nlls, strict=True):

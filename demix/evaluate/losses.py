@@ -44,13 +44,15 @@ class Mixture:
 class DocumentLosses:
     """Of D documents: the losses (negative log-likelihoods in nats) [D] by expert and by mixture.
 
-    numbers [D] are the documents' places in the split, ascending; tokens [D] says how many tokens of each were scored.
+    numbers [D] are the documents' places in the split, ascending; tokens [D] says how many tokens of each were scored;
+    origins [D] are equal for the pieces of one document.
     `byte_count` is that of the whole text, None without byte lengths. `sha256` is the hash of the token ids.
     posteriors [B, E] are those after each block, of the mixture traced.
     """
 
     numbers: np.ndarray
     tokens: np.ndarray
+    origins: np.ndarray
     experts: dict[str, np.ndarray]
     mixtures: dict[Mixture, np.ndarray]
     byte_count: int | None
@@ -118,25 +120,28 @@ def document_losses(
                 sums.append(_by_document(chunk, log_mixtures(part, stacked, evidence, rule.uniform_start, top_k)))
         for one in floors:
             sums.append(_by_document(chunk, floor(parts[one.experts], one.method)[:, None]))
-        numbers, counts = np.unique(chunk.documents, return_counts=True)
-        pieces.append((numbers, counts, np.concatenate(sums)))
+        numbers, begins, counts = np.unique(chunk.documents, return_index=True, return_counts=True)
+        pieces.append((numbers, counts, chunk.origins[begins], np.concatenate(sums)))
         if byte_lengths is not None:
             if chunk.tokens.max() >= len(byte_lengths):
                 raise DemixError(directory, "has ids that the tokenizer lacks", "give the tokenizer.json of its run")
             byte_count += int(byte_lengths[chunk.tokens].sum())
         if traced is not None:
             trace.append(posterior_trace(parts[traced.experts], chunk.mask, traced.weights, log_priors[traced]))
-    every = np.unique(np.concatenate([numbers for numbers, _, _ in pieces]))
-    tokens, totals = np.zeros(len(every), np.int64), np.zeros((len(pieces[0][2]), len(every)))
-    for numbers, counts, summed in pieces:
-        # A document may go on in the next piece, but no piece has it twice.
+    every = np.unique(np.concatenate([numbers for numbers, *_ in pieces]))
+    tokens, totals = np.zeros(len(every), np.int64), np.zeros((len(pieces[0][-1]), len(every)))
+    origins = np.zeros_like(tokens)
+    for numbers, counts, belong, summed in pieces:
+        # A document may go on in the next chunk, but no chunk has it twice.
         places = np.searchsorted(every, numbers)
         tokens[places] += counts
+        origins[places] = belong
         totals[:, places] -= summed
     ordered = [member for by_top_k in groups.values() for members in by_top_k.values() for member in members]
     return DocumentLosses(
         every,
         tokens,
+        origins,
         dict(zip(experts, totals, strict=False)),
         dict(zip([*ordered, *floors], totals[len(experts) :], strict=True)),
         byte_count if byte_lengths is not None else None,

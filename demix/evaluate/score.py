@@ -41,8 +41,8 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
     """Score the named experts of the model in `directory` on the token shards tokens/<domain>/<split>.arrow.
 
     Writes output/<domain>.<split>/<expert>.parquet and tokens.parquet in the same folder. For a domain-token model,
-    `experts` are the domain tokens. Raises DemixError if model and shards have different tokenizers, or a split is
-    empty.
+    `experts` are domain tokens; without any, each domain is scored under its own token. Raises DemixError if model and
+    shards have different tokenizers, or a split is empty.
 
     A split is scored one row group at a time. Scored row groups stay in a hidden folder, which is no rule's output,
     until the last split is written. After a kill, the same command scores only the missing row groups and writes the
@@ -52,16 +52,17 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
     dtype = compute_type(scoring.precision)
     description = describe(directory)
     domain_tokens = tuple(description["domain_tokens"])
+    wanted = {*experts, *(path.parent.name for path in shards if not experts)}
+    if (domain_tokens or not experts) and not wanted <= {*domain_tokens}:
+        has = f"has the domain tokens {', '.join(domain_tokens)}" if domain_tokens else "has no domain tokens"
+        raise DemixError(directory, has, "score under these, or name experts")
     trunks = [trunk.to(own_device()) for trunk in load_experts(directory, None if domain_tokens else experts)]
-    if domain_tokens and domain_tokens != experts:
-        raise DemixError(
-            directory, f"has the domain tokens {', '.join(domain_tokens)}", "score all of them, in this order"
-        )
     hashes = {name: expert_lineage(directory, name)["sha256"] for trunk in trunks for name in trunk.experts}
     length, device = trunks[0].architecture.context, trunks[0].token_embedding.device
     folders = []
     for path in shards:
         domain, split = path.parent.name, path.stem
+        columns = experts or (domain,)
         shard = TokenShard.open(path, verify=True)
         refuse_other_tokenizer(directory, path, shard.tokenizer_sha256, shard.vocab_size)
         limit = scoring.limit(split, length)
@@ -73,7 +74,7 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
         origin = {
             "model": digest(description),
             "experts": hashes,
-            "columns": experts,
+            "columns": columns,
             "tokens": sha256,
             "settings": [
                 scoring.precision,
@@ -85,7 +86,7 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
         fingerprint = hashlib.sha256(json.dumps(origin).encode()).hexdigest()
         place = output / f"{domain}.{split}"
         # No two jobs write the same column, so the name of a job's first column makes its folder unique.
-        folder = place / f".{experts[0]}.pieces"
+        folder = place / f".{columns[0]}.pieces"
         folders.append(folder)
         groups = row_groups(len(ids), length)
         pieces = [folder / f"{start}.parquet" for start, _ in groups]
@@ -97,10 +98,12 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
         work = len(trunks) * sum(stop - start for _, start, stop in missing)
         with progress(f"{domain} {split}: tokens", work) as advance:
             for piece, start, stop in missing:
-                scored = trunk_log_probabilities(trunks, *blocks(shard, length, stop, start), dtype, advance)
-                table = pa.table(dict(zip(experts, scored.astype(np.float32), strict=True)))
+                scored = trunk_log_probabilities(
+                    trunks, *blocks(shard, length, stop, start), dtype, advance, columns if domain_tokens else None
+                )
+                table = pa.table(dict(zip(columns, scored.astype(np.float32), strict=True)))
                 write_parquet(table.replace_schema_metadata({"fingerprint": fingerprint}), piece)
-        for expert in experts:
+        for expert in columns:
             metadata = {
                 "tokens_sha256": sha256,
                 "shared_sha256": description["shared_sha256"],
@@ -109,11 +112,11 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
             }
             name = f"{expert}.parquet"
             write_scores(folder / name, _column(pieces, expert), metadata, place / name)
-        write_tokens(place, ids, shard.offsets, length)
-        for expert in experts:
+        write_tokens(place, ids, shard.offsets, length, shard.origins)
+        for expert in columns:
             os.replace(folder / f"{expert}.parquet", place / f"{expert}.parquet")
         fsync(place)
-        log.info("%s %s: %d tokens under %d experts", domain, split, len(ids), len(experts))
+        log.info("%s %s: %d tokens under %d experts", domain, split, len(ids), len(columns))
         if len(missing) < len(pieces):
             log.info(
                 "%s %s: %d of %d pieces were already scored", domain, split, len(pieces) - len(missing), len(pieces)

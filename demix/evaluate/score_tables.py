@@ -48,14 +48,15 @@ class Blocks:
 
     `scores` [B, T, E] are float64 log p in nats, 0 at padding; their memory layout is [B, E, T]. `mask` [B, T] is False
     at padding. `tokens` [N] and `documents` [N] are the ids and the non-decreasing document numbers of the N tokens
-    that are not padding. `beside` has other values of each token by name, [B, T, C], 0 at padding, in the layout of
-    `scores`.
+    that are not padding; `origins` [N] are equal for the pieces of one document. `beside` has other values of each
+    token by name, [B, T, C], 0 at padding, in the layout of `scores`.
     """
 
     scores: np.ndarray
     mask: np.ndarray
     tokens: np.ndarray
     documents: np.ndarray
+    origins: np.ndarray
     beside: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -73,18 +74,23 @@ def row_groups(tokens: int, length: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def write_tokens(directory: Path, tokens: np.ndarray, offsets: np.ndarray, length: int) -> None:
-    """Write tokens.parquet, which all score columns of a split share: token ids, block and document numbers.
+def write_tokens(
+    directory: Path, tokens: np.ndarray, offsets: np.ndarray, length: int, origins: np.ndarray | None = None
+) -> None:
+    """Write tokens.parquet, which all score columns of a split share: token ids, block and document numbers, origins.
 
-    Documents begin at `offsets`. A file that already holds exactly these rows is not written again.
+    Documents begin at `offsets`. Those with equal numbers in `origins`, by default none, are pieces of one. A file that
+    already holds exactly these rows is not written again.
     """
-    types = (pa.from_numpy_dtype(tokens.dtype), pa.int32(), pa.int32())
-    schema = pa.schema(zip(("token", "block", "document"), types, strict=True), {"length": str(length)})
+    origins = np.arange(len(offsets)) if origins is None else origins
+    types = (pa.from_numpy_dtype(tokens.dtype), pa.int32(), pa.int32(), pa.int64())
+    schema = pa.schema(zip(("token", "block", "document", "origin"), types, strict=True), {"length": str(length)})
 
     def rows(start: int, stop: int) -> pa.RecordBatch:
         places = np.arange(start, stop)
         documents = np.searchsorted(offsets, places, side="right") - 1
-        columns = (tokens[start:stop], (places // length).astype(np.int32), documents.astype(np.int32))
+        blocks, numbers = ((places // length).astype(np.int32), documents.astype(np.int32))
+        columns = (tokens[start:stop], blocks, numbers, origins[documents])
         return pa.record_batch([pa.array(column) for column in columns], schema=schema)
 
     path = directory / "tokens.parquet"
@@ -172,8 +178,8 @@ def stream_scores(
     sources = [(path, ["log_probability"]) for path in paths]
     sources += [(table.path, list(table.columns)) for table in beside.values()]
     digest, row = hashlib.sha256(), 0
-    for (ids, documents), *pieces in zip(
-        _pieces(directory / "tokens.parquet", ["token", "document"], size),
+    for (ids, documents, origins), *pieces in zip(
+        _pieces(directory / "tokens.parquet", ["token", "document", "origin"], size),
         *(_pieces(path, names, size) for path, names in sources),
         strict=True,
     ):
@@ -185,7 +191,8 @@ def stream_scores(
         mask = (np.arange(blocks * length) < len(ids)).reshape(blocks, length)
         scores = _in_blocks([piece for (piece,) in pieces[: len(paths)]], blocks, length)
         more = zip(beside, pieces[len(paths) :], strict=True)
-        yield Blocks(scores, mask, ids, documents, {name: _in_blocks(piece, blocks, length) for name, piece in more})
+        others = {name: _in_blocks(piece, blocks, length) for name, piece in more}
+        yield Blocks(scores, mask, ids, documents, origins, others)
     for path, column in zip(paths, footers, strict=True):
         if column.tokens_sha256 != digest.hexdigest():
             raise DemixError(path, "was scored on other tokens than tokens.parquet holds", "score the domain again")

@@ -24,14 +24,17 @@ def trunk_log_probabilities(
     mask: np.ndarray,
     dtype: torch.dtype | None = None,
     advance: Callable[[int], None] = lambda tokens: None,
+    domain_tokens: tuple[str, ...] | None = None,
 ) -> np.ndarray:
-    """`log_probabilities` of all trunks of a model: [E, tokens] in the order of `columns_of`.
+    """`log_probabilities` of all trunks of a model: [E, tokens] in the order of `columns_of`, or of `domain_tokens`.
 
     `advance` is called with the number of tokens that were scored since its last call. Raises DemixError for an expert
     whose log-probabilities are not all finite.
     """
-    scores = np.concatenate([log_probabilities(trunk, inputs, targets, mask, dtype, advance) for trunk in trunks])
-    for name, row in zip(columns_of(trunks), scores, strict=True):
+    scores = np.concatenate(
+        [log_probabilities(trunk, inputs, targets, mask, dtype, advance, domain_tokens) for trunk in trunks]
+    )
+    for name, row in zip(domain_tokens or columns_of(trunks), scores, strict=True):
         if not np.isfinite(row).all():
             raise DemixError(
                 f"expert {name}", "gives tokens no finite log-probability", "train it again, or leave it out"
@@ -47,15 +50,18 @@ def log_probabilities(
     mask: np.ndarray,
     dtype: torch.dtype | None = None,
     advance: Callable[[int], None] = lambda tokens: None,
+    domain_tokens: tuple[str, ...] | None = None,
 ) -> np.ndarray:
     """log p in nats of every target under every expert, in the order of the text: [E, tokens], without padding.
 
-    `inputs`, `targets` and `mask` [N, T] come from `demix.data.shards.blocks`. A domain-token model has one row per
-    domain token, in the order of `model.domain_tokens`. `advance` is called with the number of tokens that were scored
+    `inputs`, `targets` and `mask` [N, T] come from `demix.data.shards.blocks`. A domain-token model has one row for
+    each of `domain_tokens`, by default all that it has. `advance` is called with the number of tokens that were scored
     since its last call.
     """
     device = model.token_embedding.device
-    columns = len(model.domain_tokens or model.experts)
+    chosen = (domain_tokens or model.domain_tokens) if model.domain_tokens else ()
+    known = [model.domain_tokens.index(name) for name in chosen]
+    columns = len(known or model.experts)
     batch = max(1, EXPERT_TOKENS_AT_ONCE // (columns * inputs.shape[1]))
     scored = []
     for first in range(0, len(inputs), batch):
@@ -63,7 +69,7 @@ def log_probabilities(
         seen, wanted = (torch.from_numpy(ids[rows])[None].to(device) for ids in (inputs, targets))  # [1, B, T]
         if model.domain_tokens:
             B = seen.shape[1]
-            domains = torch.arange(columns, device=device).repeat_interleave(B)[None]  # [1, columns * B]
+            domains = torch.tensor(known, device=device).repeat_interleave(B)[None]  # [1, columns * B]
             hidden = model(seen.repeat(1, columns, 1), domains, dtype)
             found = model.log_probabilities(hidden, wanted.repeat(1, columns, 1)).view(columns, B, -1)
         else:

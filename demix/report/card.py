@@ -112,13 +112,15 @@ def _data(
             domains[name].get("licence") or "not stated",
             *(f"{cards[name]['words'][split]:,}" for split in ("train", "dev", "test")),
             f"{cards[name]['leakage']['ngrams']['test']:.1%}",
+            "{test_in_train:,} of {test:,}".format(**cards[name]["origins"]),
             read[name][:12],
         )
         for name in learned
     ]
     lengths = sorted({card["leakage"]["ngrams"]["length"] for card in cards.values()})
     known = f"test {'/'.join(map(str, lengths))}-grams seen in train"
-    yield _table(("domain", "kind", "licence", "words: train", "dev", "test", known, "tokens' sha256"), rows)
+    cut = "test documents with pieces in train"
+    yield _table(("domain", "kind", "licence", "words: train", "dev", "test", known, cut, "tokens' sha256"), rows)
     yield "Replaced in all text that was read of a domain, before it was split; – is a domain that was not anonymized:"
     categories = sorted({name for card in cards.values() for name in card["replacements"]})
     yield _table(
@@ -219,7 +221,7 @@ def _shown(results: pd.DataFrame, config: dict[str, Any]) -> Iterator[str]:
     for name, rows in results.groupby("set", sort=False):
         yield f"### {SETS.get(str(name), as_markdown(name))}"
         methods, best = [method for method in METHODS if method in set(rows["method"])], _best(rows)
-        heads = ("domain", "documents", "tokens", *methods, f"{best}: 95% interval", f"{best}: bits per byte")
+        heads = ("domain", "documents", "pieces", "tokens", *methods, f"{best}: 95% interval", f"{best}: bits per byte")
         lines = []
         for domain, own in rows.groupby("domain", sort=False):
             by = {row.method: row for row in own.itertuples()}
@@ -227,12 +229,13 @@ def _shown(results: pd.DataFrame, config: dict[str, Any]) -> Iterator[str]:
             row = by[best]
             bounds = "–" if pd.isna(row.perplexity_low) else f"{row.perplexity_low:.2f} to {row.perplexity_high:.2f}"
             bits = "–" if pd.isna(row.bits_per_byte) else f"{row.bits_per_byte:.3f}"
-            lines.append((domain, f"{row.documents:,}", f"{row.tokens:,}", *numbers, bounds, bits))
+            counts = (f"{count:,}" for count in (row.documents, row.pieces, row.tokens))
+            lines.append((domain, *counts, *numbers, bounds, bits))
         table = rows.pivot(index="domain", columns="method", values="perplexity")
         for kind, names in kinds.items():
             if names and set(names) <= set(table.index):
                 means = (f"{table.loc[names, method].mean():.2f}" for method in methods)
-                lines.append((f"mean of the {len(names)} {kind} domains", "", "", *means, "", ""))
+                lines.append((f"mean of the {len(names)} {kind} domains", "", "", "", *means, "", ""))
         yield _table(heads, lines)
 
 

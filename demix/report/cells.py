@@ -32,9 +32,12 @@ WEIGHTS_NOTE = (
     "chain that may change its expert at each token; it is told the domain by a prior fitted on dev, as 'cached' is)."
 )
 INTERVAL_NOTE = (
-    "Below a perplexity its 95% interval from resampling the domain's test documents, and “–” where the domain has "
-    "fewer than 20 of them. It says what other text of the domain could give, not what another training could."
+    "Below a perplexity its 95% interval from resampling the domain's test documents, each with all of its pieces, and "
+    "“–” where the domain has fewer than 20 documents. It says what other text of the domain could give, not what "
+    "another training could."
 )
+# The columns of counts: documents of origin, and the pieces of them that are scored.
+COUNTED = {"Documents": "{:,.0f}", "Pieces": "{:,.0f}"}
 
 
 def in_domain(config: dict[str, Any]) -> list[System]:
@@ -85,7 +88,8 @@ def second_lines(found: pd.DataFrame) -> list[str]:
 def by_domain(results: pd.DataFrame, systems: dict[str, Callable[[str], System]], domains: list[str]) -> Any:
     """Perplexities, second lines (None without any interval or spread) and notes; one row per domain.
 
-    `systems` maps a column to a function from a domain to the domain's system. The last column counts test documents.
+    `systems` maps a column to a function from a domain to the domain's system. The last columns count test
+    documents and their pieces.
     """
     found = {
         label: pd.concat([evaluations(results, system(name), [name]) for name in domains])
@@ -94,7 +98,8 @@ def by_domain(results: pd.DataFrame, systems: dict[str, Callable[[str], System]]
         for label, system in systems.items()
     }
     frame = pd.DataFrame({label: one["perplexity"] for label, one in found.items()}, index=domains)
-    frame["Documents"] = pd.DataFrame({label: one["documents"] for label, one in found.items()}).max(axis=1)
+    for count in ("documents", "pieces"):
+        frame[count.title()] = pd.DataFrame({label: one[count] for label, one in found.items()}).max(axis=1)
     beneath = pd.DataFrame({label: second_lines(one) for label, one in found.items()}, index=domains)
     return frame, *explained(beneath, results)
 

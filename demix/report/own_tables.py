@@ -10,7 +10,7 @@ from demix.config.evaluated import BASES, System, stream_systems
 from demix.config.systems import KINDS
 from demix.report import read
 from demix.report.affinity import affinities, relation_with_own, relations, with_overlap
-from demix.report.cells import INTERVAL_NOTE, POSTERIOR_MIXTURES, kinds_of_domains, lowest, mean_of, percent
+from demix.report.cells import COUNTED, INTERVAL_NOTE, POSTERIOR_MIXTURES, kinds_of_domains, lowest, mean_of, percent
 from demix.report.read import evaluations, grid, perplexities, training_domains
 from demix.report.render import Table
 
@@ -184,7 +184,7 @@ def full_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
                     rows.append({"Domain": domain, "Kind": kind, "System": system.label} | found.to_dict())
     names = {
         "perplexity": "Perplexity", "low": "Low", "high": "High", "spread": "± seeds", "bits_per_byte": "Bits per byte",
-        "documents": "Documents", "tokens": "Tokens",
+        "documents": "Documents", "pieces": "Pieces", "tokens": "Tokens",
     }  # fmt: skip
     frame = pd.DataFrame(rows, columns=["Domain", "Kind", "System", *names]).rename(columns=names)
     seeds = results["seed"].nunique()
@@ -201,7 +201,7 @@ def full_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
         else (
             f"Means over {seeds} seeds, ± their standard deviation, where a system has them; else one seed's interval.",
         ),
-        formats={"Documents": "{:,.0f}", "Tokens": "{:,.0f}", "Bits per byte": "{:.3f}"},
+        formats=COUNTED | {"Tokens": "{:,.0f}", "Bits per byte": "{:.3f}"},
         long=True,
     )
 
@@ -220,12 +220,12 @@ def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Tabl
                     "Less": bases[row.against], "Nats a token": row.nats_per_token, "Nats low": row.nats_per_token_low,
                     "Nats high": row.nats_per_token_high, "Perplexity": row.perplexity,
                     "Perplexity low": row.perplexity_low,
-                    "Perplexity high": row.perplexity_high, "Documents": row.documents,
+                    "Perplexity high": row.perplexity_high, "Documents": row.documents, "Pieces": row.pieces,
                     "Seed": str(row.seed),
                 })  # fmt: skip
     nats, perplexity = (["Nats a token", "Nats low", "Nats high"], ["Perplexity", "Perplexity low", "Perplexity high"])
     columns = ["Domain", "System", "Less", *nats, *perplexity]
-    frame = pd.DataFrame(rows, columns=[*columns, "Documents", "Seed"])
+    frame = pd.DataFrame(rows, columns=[*columns, *COUNTED, "Seed"])
     if differences["seed"].nunique() < 2:
         frame = frame.drop(columns="Seed")
     frame.index = [str(number) for number in range(1, len(frame) + 1)]
@@ -239,7 +239,7 @@ def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Tabl
         "interval that leaves out zero: other documents would hardly turn it round.",
         frame,
         notes=("“–” where the domain has fewer than 20 test documents. One training each: seeds are not in it.",),
-        formats=formats | {"Documents": "{:,.0f}"},
+        formats=formats | COUNTED,
         long=True,
     )
 

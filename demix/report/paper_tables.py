@@ -8,6 +8,7 @@ import pandas as pd
 from demix.config.evaluated import System
 from demix.report import read
 from demix.report.cells import (
+    COUNTED,
     ORACLE_NOTE,
     POSTERIOR_MIXTURES,
     WEIGHTS_NOTE,
@@ -63,7 +64,7 @@ def table4(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     domains, systems = training_domains(config), in_domain(config)
     frame, beneath, notes = by_domain(results, {one.label: always(one) for one in systems}, domains)
     label = f"Mean of {len(domains)}"
-    frame.loc[label] = [*(mean_of(frame[system.label]) for system in systems), np.nan]
+    frame.loc[label] = [*(mean_of(frame[system.label]) for system in systems), np.nan, np.nan]
     return Table(
         "table4",
         "Table 4: perplexity by training domain",
@@ -71,9 +72,9 @@ def table4(results: pd.DataFrame, config: dict[str, Any]) -> Table:
         "domain is bold.",
         frame,
         notes=notes,
-        formats={"Documents": "{:.0f}"},
+        formats=COUNTED,
         summaries=frozenset({label}),
-        best=lowest(frame.drop(columns="Documents"), axis=1),
+        best=lowest(frame.drop(columns=list(COUNTED)), axis=1),
         beneath=beneath,
     )
 
@@ -143,9 +144,9 @@ def table6(results: pd.DataFrame, config: dict[str, Any]) -> Table:
         systems = {few: always(before), many: always(after)}
         part, beneath, told = by_domain(results, systems, domains)
         summaries.append(f"Mean of {len(domains)} {kind}")
-        part.loc[summaries[-1]] = [mean_of(part[few]), mean_of(part[many]), np.nan]
+        part.loc[summaries[-1]] = [mean_of(part[few]), mean_of(part[many]), np.nan, np.nan]
         summaries.append(f"{summaries[-1]}, released weights")
-        part.loc[summaries[-1]] = [*released_means(results, systems, domains), np.nan]
+        part.loc[summaries[-1]] = [*released_means(results, systems, domains), np.nan, np.nan]
         parts.append(part)
         lines += [beneath] if beneath is not None else []
         # The note that no domain has an interval is kept only if it holds for both kinds.
@@ -160,7 +161,7 @@ def table6(results: pd.DataFrame, config: dict[str, Any]) -> Table:
         f"the {len(novel)} that DEMix-DAPT added, first on the training, then on the novel domains. Lower is better.",
         frame,
         notes=notes,
-        formats={"Change, %": "{:+.2f}", "Documents": "{:.0f}"},
+        formats={"Change, %": "{:+.2f}"} | COUNTED,
         summaries=frozenset(summaries),
         best=best,
         beneath=pd.concat(lines) if lines else None,
@@ -179,12 +180,12 @@ def table7(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     complete = frame[list(systems)].dropna()
     every = f"Mean of all {len(domains)}"
     summaries = [every]
-    frame.loc[every] = [*(mean_of(frame[column]) for column in systems), np.nan]
+    frame.loc[every] = [*(mean_of(frame[column]) for column in systems), np.nan, np.nan]
     summaries.append(f"{every}, released weights")
-    frame.loc[summaries[-1]] = [*released_means(results, systems, domains), np.nan]
+    frame.loc[summaries[-1]] = [*released_means(results, systems, domains), np.nan, np.nan]
     if 0 < len(complete) < len(domains):
         summaries.append(f"Mean of the {len(complete)} that have all three")
-        frame.loc[summaries[-1]] = [*complete.mean(), np.nan]
+        frame.loc[summaries[-1]] = [*complete.mean(), np.nan, np.nan]
     replacement = (config.get("removal") or {}).get("replacement")
     return Table(
         "table7",
@@ -201,7 +202,7 @@ def table7(results: pd.DataFrame, config: dict[str, Any]) -> Table:
             *read.seed_note(config),
             *notes,
         ),
-        formats={"Documents": "{:.0f}"},
+        formats=COUNTED,
         summaries=frozenset(summaries),
         beneath=beneath,
     )

@@ -24,15 +24,15 @@ from demix.files import is_made, read_json, read_json_lines, read_parquet
 
 RESULT_COLUMNS = (
     *("model", "experts", "n_experts", "method", "weights", "top_k", "domain", "kind", "split", "expert"),
-    *("oracle", "documents", "tokens", "nll", "perplexity", "tokens_sha256", "variant", "decay", "dev_blocks"),
-    *("perplexity_low", "perplexity_high", "bits_per_byte", "seed"),
+    *("oracle", "documents", "pieces", "tokens", "nll", "perplexity", "tokens_sha256", "variant", "decay"),
+    *("dev_blocks", "perplexity_low", "perplexity_high", "bits_per_byte", "seed"),
 )
 OVERLAP_COLUMNS = ("domain", "expert", "overlap", "train_tokens", "test_bigrams")
 POSTERIOR_COLUMNS = (
     *("model", "experts", "weights", "decay", "domain", "kind", "split", "block", "expert", "posterior", "seed"),
 )
 DIFFERENCE_COLUMNS = (
-    *("model", "experts", "method", "weights", "against", "domain", "kind", "documents", "seed"),
+    *("model", "experts", "method", "weights", "against", "domain", "kind", "documents", "pieces", "seed"),
     *("nats_per_token", "nats_per_token_low", "nats_per_token_high"),
     *("perplexity", "perplexity_low", "perplexity_high"),
 )
@@ -276,7 +276,7 @@ def _by(rows: pd.DataFrame, column: str, keys: Iterable[str], subject: str) -> p
         raise DemixError(f"results: {subject}", f"has two rows for {name}", "delete results.parquet and rerun")
     groups = rows.groupby(column, sort=False)
     names = {"perplexity_low": "low", "perplexity_high": "high"}
-    numbers = ["perplexity", *names, "documents", "tokens", "bits_per_byte"]
+    numbers = ["perplexity", *names, "documents", "pieces", "tokens", "bits_per_byte"]
     found = groups[numbers].mean().rename(columns=names).astype("float64")
     found["seeds"], found["spread"] = groups.size(), groups["perplexity"].std()
     found.loc[found["seeds"] > 1, ["low", "high"]] = float("nan")

@@ -244,8 +244,8 @@ def dev_loss(model: GPT, shard: TokenShard, count: int, domain: str) -> float:
     length = model.architecture.context
     if len(model.experts) > 1:
         model = _single(model, domain)
-    scored = log_probabilities(model, *blocks(shard, length, count * length))
-    return float(-scored[model.domain_tokens.index(domain) if model.domain_tokens else 0].mean())
+    (scored,) = log_probabilities(model, *blocks(shard, length, count * length), domain_tokens=(domain,))
+    return float(-scored.mean())
 
 
 def _single(model: GPT, expert: str) -> GPT:

@@ -118,7 +118,7 @@ def build_run(
             rows.append({
                 **vars(key), "n_experts": {"all": len(kinds)}.get(key.experts, len(training)), "top_k": None,
                 "split": "test", "oracle": key.method == "naive" and key.kind == "novel" and key.experts == "training",
-                "documents": 50 if key.domain in MANY else 7, "tokens": tokens, 
+                "documents": 50 if key.domain in MANY else 7, "pieces": 60, "tokens": tokens,
                 "nll": tokens * math.log(value), "perplexity": value,
                 "tokens_sha256": hashlib.sha256(key.domain.encode()).hexdigest(),
                 "variant": "", "scorer": "paper", "seed": 1, "decay": None, "dev_blocks": None,
@@ -277,6 +277,7 @@ def _write_metrics(
 def _write_cards(path: Path, training: tuple[str, ...], novel: tuple[str, ...], retrained: tuple[str, ...]) -> None:
     for name in (*training, *novel):
         counts = {"documents": {"train": 10, "dev": 2, "test": 2}, "words": {"train": 900, "dev": 90, "test": 90}}
+        counts["origins"] = {"dev": 2, "dev_in_train": 0, "test": 2, "test_in_train": 1}
         more = {"replacements": {"EMAIL": 3}, "leakage": {"ngrams": {"length": 13, "test": 0.0}}}
         write_json(path / "corpus" / name / "card.json", counts | more)
     models = ["demix", "dense", "dense_unbalanced", "domain_token", *(f"without-{name}" for name in retrained)]

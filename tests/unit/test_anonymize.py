@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from demix.data import released
 from demix.data.anonymize import CATEGORIES, anonymize, anonymize_documents, anonymize_texts, normalise
 from demix.data.sources import SCHEMA, Source, download
-from demix.data.text import count_words
+from demix.data.text import count_words, cut
 from demix.errors import DemixError
 from demix.files import read_json
 
@@ -240,6 +240,7 @@ def test_documents(tmp_path):
     rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
     assert [row["text"] for row in rows] == ["Write to <EMAIL>\nnow.", "plain text"]
     assert [row["n_words"] for row in rows] == [4, 2]
+    assert [row["origin"] for row in rows] == [row["id"] for row in rows]
     assert [row["id"] for row in rows] == [hashlib.sha256(row["text"].encode()).hexdigest() for row in rows]
     assert json.loads(rows[0]["metadata"]) == {"by": "<USER>", "n": {"card": "<CREDIT_CARD_NUMBER>", "y": [2003]}}
     assert read_json(tmp_path / "counts.json") == {
@@ -250,6 +251,33 @@ def test_documents(tmp_path):
         "replacements": {**dict.fromkeys(CATEGORIES, 0), "EMAIL": 1, "USER": 1, "CREDIT_CARD_NUMBER": 1},
     }
     assert b"ann" not in (tmp_path / "out.parquet").read_bytes()
+
+
+def test_long_documents_are_cut_once_they_are_anonymized(tmp_path):
+    rows = [*ROWS, ("4", "call (202)\n555-0143 now, do", '{"a": 1}')]
+    _raw(tmp_path / "raw.parquet", rows)
+    anonymize_documents(tmp_path / "raw.parquet", tmp_path / "out.parquet", tmp_path / "counts.json", piece_words=2)
+    found = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    whole = ["Write to <EMAIL>\nnow.", "plain text", "call <PHONE_NUMBER> now, do"]
+    pieces = [("Write to ", 0), ("<EMAIL>\nnow.", 0), ("plain text", 1), ("call <PHONE_NUMBER> ", 2), ("now, do", 2)]
+    digests = [hashlib.sha256(text.encode()).hexdigest() for text in whole]
+    assert [(row["text"], row["origin"]) for row in found] == [(text, digests[of]) for text, of in pieces]
+    assert [row["id"] for row in found] == [hashlib.sha256(text.encode()).hexdigest() for text, _ in pieces]
+    assert [json.loads(row["metadata"]).get("a") for row in found] == [None, None, None, 1, 1]
+    counts = read_json(tmp_path / "counts.json")
+    assert (counts["documents"], counts["words"], counts["rejected"]["empty"]) == (6, 10, 1)
+
+
+@given(st.lists(st.text(" \n\tab\u2003\u0085漢", max_size=60), max_size=5), st.integers(1, 5))
+def test_pieces_lose_nothing(texts, words):
+    column, whole = cut(pa.array(["", *texts], pa.large_string()).slice(1), words)
+    pieces = column.to_pylist()
+    for number, text in enumerate(texts):
+        *full, last = (piece for piece, of in zip(pieces, whole, strict=True) if of == number)
+        assert "".join([*full, last]) == text
+        assert all(len(piece.split()) == words for piece in full)
+        assert len(last.split()) <= words
+        assert all(not piece[:1].isspace() for piece in [*full, last][1:])
 
 
 def test_no_personal_data_is_left_in_metadata(tmp_path):

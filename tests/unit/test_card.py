@@ -36,6 +36,7 @@ def run(tmp_path: Path) -> Path:
     config = read_run_config(run.path)
     config["domains"]["training"]["law"] |= {"licence": EVIL, "anonymize": True}
     counts = {"words": {"train": 12345, "dev": 678, "test": 901}, "replacements": {"EMAIL": 4321, "USER": 0}}
+    counts["origins"] = {"test": 7, "test_in_train": 3}
     counts["leakage"] = {"ngrams": {"length": 13, "test": 0.125}}
     config["domains"]["training"]["news"]["anonymize"] = False
     for domain in ("code", "law", "news"):
@@ -62,6 +63,7 @@ def test_the_card_says_what_the_files_hold(run: Path) -> None:
     data = row(body, "## Data", "code")
     assert (data["words: train"], data["dev"], data["test"]) == ("12,345", "678", "901")
     assert data["test 13-grams seen in train"] == "12.5%"
+    assert data["test documents with pieces in train"] == "3 of 7"
     expert = read_json(run / "models" / "demix" / "experts" / "code.json")
     assert data["tokens' sha256"] == expert["data_sha256"]["code"][:12]
     assert row(body, "Replaced in", "law") == {"domain": "law", "EMAIL": "4,321", "USER": "0"}

@@ -31,6 +31,7 @@ def _clean(folder, domain, texts, empty=0, metadata=None):
     path = folder / "clean" / f"{domain}.parquet"
     path.parent.mkdir(exist_ok=True)
     columns = [[_id(text) for text in texts], texts, [len(text.split()) for text in texts]]
+    columns.append([_id(text[:1]) for text in texts])
     columns.append(metadata or ["{}"] * len(texts))
     pq.write_table(pa.table([pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)], schema=SCHEMA), path)
     counts = {"documents": len(texts) + empty, "rejected": {"empty": empty}, "replacements": REPLACED}
@@ -135,9 +136,15 @@ def test_splits_follow_the_hash_order_and_lose_nothing(
         rows, card = _split(tmp_path, "a", training, budget, seed)
     assert {name: [row["text"] for row in rows[name]] for name in SPLITS} == expected
     for row in chain.from_iterable(rows.values()):
-        assert row == {"id": _id(row["text"]), "text": row["text"], "n_words": len(row["text"].split())}
+        ids = {"id": _id(row["text"]), "origin": _id(row["text"][:1])}
+        assert row == ids | {"text": row["text"], "n_words": len(row["text"].split())}
     assert card["documents"] == {name: len(rows[name]) for name in SPLITS}
     assert card["words"] == {name: sum(row["n_words"] for row in rows[name]) for name in SPLITS}
+    origins = {name: {row["origin"] for row in rows[name]} for name in SPLITS}
+    counts = {name: len(origins[name]) for name in ("dev", "test")}
+    assert card["origins"] == counts | {
+        f"{name}_in_train": len(origins[name] & origins["train"]) for name in ("dev", "test")
+    }
     assert card["duplicates"] == {"within": len(texts) - len(set(texts)), "across": len(set(texts)) - len(set(mine))}
     accounted = (card[key].values() for key in ("documents", "rejected", "duplicates"))
     assert sum(map(sum, accounted)) == len(texts)
@@ -217,7 +224,7 @@ def test_metadata_reaches_the_splits_where_it_is_wanted(tmp_path):
         name: [row["text"] for row in some] for name, some in plain.items()
     }
     for row in chain(*rows.values()):
-        assert list(row) == ["id", "text", "n_words", "metadata"]
+        assert list(row) == ["id", "text", "n_words", "origin", "metadata"]
         assert json.loads(row["metadata"]) == {"n": int(row["text"].rpartition(" ")[2])}
 
 

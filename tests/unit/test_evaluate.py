@@ -22,14 +22,14 @@ from demix.config.mixing import METHODS
 from demix.data.tokenizer import Tokenizer, byte_lengths, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
 from demix.evaluate.domain import COLUMNS, Evaluation, Outputs, evaluate_domain, join
-from demix.evaluate.intervals import bounds, resampled_sums
+from demix.evaluate.intervals import bounds, clustered, resampled_sums
 from demix.evaluate.losses import Mixture, dev_priors, document_losses
 from demix.evaluate.mix.choice import switching_on_dev, tempered_on_dev, write_mixing
 from demix.evaluate.mix.mixtures import mix
 from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior
 from demix.evaluate.mix.rules import Switching, Tempered
 from demix.evaluate.score_tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
-from demix.files import write_parquet
+from demix.files import seed_for, write_parquet
 
 LENGTH = 8
 TABLES = ("results", "priors", "differences", "posteriors", "losses")
@@ -53,12 +53,18 @@ def evaluation(domain: str, **changes: Any) -> Evaluation:
     )  # fmt: skip
 
 
-def write_table(folder: Path, experts: Sequence[str], *, documents: int = 30, seed: int = 0, text: int = 0) -> None:
-    """A score table of documents of 1 to 40 tokens; `text` decides the tokens, `seed` the scores."""
+def write_table(
+    folder: Path, experts: Sequence[str], *, documents: int = 30, seed: int = 0, text: int = 0, whole: int | None = None
+) -> None:
+    """A score table of documents of 1 to 40 tokens, pieces of `whole` documents (by default whole themselves).
+
+    `text` decides the tokens, `seed` the scores.
+    """
     words = np.random.default_rng(text)
     numbers = np.repeat(np.arange(documents), words.integers(1, 40, documents))
     ids = words.integers(0, 300, len(numbers)).astype(np.uint16)
-    write_tokens(folder, ids, starts(numbers), LENGTH)
+    origins = None if whole is None else np.arange(documents) * 7 % whole
+    write_tokens(folder, ids, starts(numbers), LENGTH, origins)
     # What is hard to predict is so for every model.
     hard = np.random.default_rng([99, text]).exponential(3, len(ids))
     generator = np.random.default_rng([seed, text])
@@ -74,15 +80,15 @@ def starts(documents: np.ndarray) -> np.ndarray:
     return np.unique(documents, return_index=True)[1]
 
 
-def write_run(scores: Path, domain: str, *, documents: int = 30) -> None:
+def write_run(scores: Path, domain: str, **how: int) -> None:
     """All score tables that `evaluation` of `domain` reads."""
     kept = ("songs", "news", "code") if domain == "law" else None
     models = {"domain_token": TRAINING, "demix": TRAINING + NOVEL} | ({f"without-{domain}": kept} if kept else {})
     for number, (model, experts) in enumerate(models.items()):
-        write_table(scores / model / f"{domain}.dev", experts, seed=number, text=1, documents=documents)
-        write_table(scores / model / f"{domain}.test", experts, seed=number, text=2, documents=documents)
+        write_table(scores / model / f"{domain}.dev", experts, seed=number, text=1, **how)
+        write_table(scores / model / f"{domain}.test", experts, seed=number, text=2, **how)
     for number, model in enumerate(("dense", "dense_unbalanced", *(f"dense-dapt-{name}" for name in NOVEL))):
-        write_table(scores / model / f"{domain}.test", ("dense",), seed=10 + number, text=2, documents=documents)
+        write_table(scores / model / f"{domain}.test", ("dense",), seed=10 + number, text=2, **how)
 
 
 def outputs(folder: Path) -> Outputs:
@@ -285,6 +291,8 @@ def test_rows_have_all_columns_and_agree_with_themselves(evaluated: Path) -> Non
         ("demix", "training"), ("demix", "all"), ("demix", "minus-law"), ("demix", "plus-songs"),
         ("demix", "plus-wiki"), ("without-law", "training"),
     }  # fmt: skip
+    (own,) = rows(evaluated, "law").query("model == 'domain_token'").itertuples()
+    assert (own.method, own.experts, own.expert) == ("naive", "training", "law")
 
 
 @pytest.mark.parametrize("domain", ["law", "songs"])
@@ -430,9 +438,31 @@ def test_fewer_than_20_documents_have_no_interval(tmp_path: Path) -> None:
     write_run(tmp_path / "scores", "law", documents=19)
     evaluate_domain(tmp_path / "scores", "law", evaluation("law"), outputs(tmp_path))
     found = pd.read_parquet(tmp_path / "results.parquet")
-    assert set(found.documents) == {19}
+    assert set(found.documents) == set(found.pieces) == {19}
     assert found[["perplexity_low", "perplexity_high", "bytes", "bits_per_byte"]].isna().all(axis=None)
     assert pd.read_parquet(tmp_path / "differences.parquet").nats_per_token_low.isna().all()
+
+
+@pytest.mark.parametrize("whole", [19, 25])
+def test_pieces_of_a_document_are_drawn_together(tmp_path: Path, whole: int) -> None:
+    write_run(tmp_path / "scores", "songs", documents=200, whole=whole)
+    evaluate_domain(tmp_path / "scores", "songs", evaluation("songs"), outputs(tmp_path))
+    results = pq.read_table(tmp_path / "results.parquet").to_pylist()
+    assert {(row["documents"], row["pieces"]) for row in results} == {(whole, 200)}
+    (row,) = (row for row in results if row["model"] == "dense")
+    losses = pd.read_parquet(tmp_path / "losses.parquet").query("model == 'dense'")
+    assert len(losses) == 200
+    by_origin = losses.groupby("origin", sort=False)[["tokens", "nll"]].sum()
+    seed = seed_for(0, "songs", row["tokens_sha256"])
+    tokens, nll = resampled_sums(by_origin.to_numpy().T, seed)
+    found = [row["perplexity_low"], row["perplexity_high"]]
+    assert found == ([None] * 2 if whole < 20 else pytest.approx(bounds(np.exp(nll / tokens)), rel=1e-12))
+
+
+def test_clusters_stand_in_the_order_of_their_first_pieces() -> None:
+    sums = np.array([[1.0, 2.0, 4.0, 8.0], [0.0, 1.0, 0.0, 3.0]])
+    assert clustered(sums, np.array([9, 2, 9, 5])).tolist() == [[5.0, 2.0, 8.0], [0.0, 1.0, 3.0]]
+    assert clustered(sums, np.arange(4)).tolist() == sums.tolist()
 
 
 def test_evaluating_again_gives_the_same_bytes(evaluated: Path, tmp_path: Path) -> None:

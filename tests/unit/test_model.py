@@ -293,6 +293,8 @@ def test_domain_token_is_an_input_only() -> None:
         logits = model.final_norm(x)[0, :, 1:] @ model.token_embedding.T
         reference = F.log_softmax(logits, -1).gather(-1, torch.from_numpy(targets).unsqueeze(-1)).detach().flatten()
         np.testing.assert_allclose(table[number], reference, rtol=1e-10)
+    some = log_probabilities(model, inputs, targets, np.ones_like(inputs, bool), domain_tokens=(EIGHT[5], EIGHT[0]))
+    np.testing.assert_allclose(some, table[[5, 0]], rtol=1e-10)
     with pytest.raises(DemixError, match="no domain token"):
         model(seen.unsqueeze(0))
 

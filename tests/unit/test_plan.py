@@ -243,7 +243,9 @@ def test_scoring_jobs_count_the_models_of_further_seeds():
     removed = len(config["removal"]["retrain_without"])
     for seeds, models in (([], 4), ([config["seed"]], 4), ([1, 2, 5], 12)):
         config["seeds"] = seeds
-        assert next(job.count for job in plan_jobs(config, "cpu") if job.name == "score") == 16 * models + removed
+        for launch, jobs in (("local", 9), ("slurm", 16)):
+            config["cluster"]["launch"] = launch
+            assert next(job.count for job in plan_jobs(config, "cpu") if job.name == "score") == jobs * models + removed
 
 
 def test_ranks_that_do_not_fill_their_nodes_are_refused():

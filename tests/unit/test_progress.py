@@ -118,10 +118,10 @@ def test_a_stage_by_hand_shows_how_far_it_is(tmp_path: Path) -> None:
 
 
 def benchmark(path: Path, *seconds: float, age: float = 0.0) -> None:
-    """A benchmark file as snakemake writes it, last changed `age` seconds ago."""
+    """A benchmark file as `demix.launch.usage` writes it, last changed `age` seconds ago."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = "".join(f"{number}\t0:00:01\t390.67\n" for number in seconds)
-    path.write_text(f"s\th:m:s\tmax_rss\n{rows}")
+    rows = "".join(f"{number}\t1.5\t390.67\n" for number in seconds)
+    path.write_text(f"s\tcpu_time\tmax_rss\n{rows}")
     os.utime(path, (time.time() - age,) * 2)
 
 

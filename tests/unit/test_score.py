@@ -206,6 +206,28 @@ def test_row_groups_are_whole_blocks_and_the_same_in_every_file(
         np.testing.assert_array_equal(written["block"], np.arange(count) // 32)
         numbers = [sum(offset <= place for offset in shard.offsets) - 1 for place in range(count)]
         np.testing.assert_array_equal(written["document"], numbers)
+        np.testing.assert_array_equal(written["origin"], shard.origins[numbers])
+
+
+def test_each_domain_is_scored_under_its_own_token(tokens: Path, model: Path, tmp_path: Path) -> None:
+    paths = [path for domain in TRAINING[:2] for path in shards_of(tokens, domain)]
+    gpt = GPT(Architecture(2, 16, 2, 32), TokenShard.open(paths[0]).vocab_size, ("dense",), TRAINING).initialise(1)
+    gpt.domain_embedding.data *= 50
+    save_shared(gpt, tmp_path / "token", {"tokenizer_sha256": TokenShard.open(paths[0]).tokenizer_sha256})
+    save_expert(gpt, "dense", tmp_path / "token", {"tokenizer_sha256": TokenShard.open(paths[0]).tokenizer_sha256})
+    score(tmp_path / "token", (), paths, SCORING, tmp_path / "own")
+    score(tmp_path / "token", TRAINING, paths, SCORING, tmp_path / "all")
+    for path in paths:
+        place = f"{path.parent.name}.{path.stem}"
+        assert {file.stem for file in (tmp_path / "own" / place).iterdir()} == {path.parent.name, "tokens"}
+        every = read_scores(tmp_path / "all" / place, TRAINING)
+        own = read_scores(tmp_path / "own" / place, (path.parent.name,)).scores[..., 0]
+        distances = [np.abs(own - every.scores[..., number]).max() for number in range(len(TRAINING))]
+        assert [distance < 1e-4 for distance in distances] == [name == path.parent.name for name in TRAINING]
+    with pytest.raises(DemixError, match="has the domain tokens parliament"):
+        score(tmp_path / "token", (), shards_of(tokens), SCORING, tmp_path / "no")
+    with pytest.raises(DemixError, match="model: has no domain tokens"):
+        score(model, (), paths, SCORING, tmp_path / "no")
 
 
 def test_an_added_expert_touches_no_other_file(tokens: Path, model: Path, tmp_path: Path, small_groups: None) -> None:

@@ -1,10 +1,8 @@
 import datetime
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from demix.data.selection import as_text, matches, pieces, select
+from demix.data.selection import as_text, matches, select
 
 PAPER = {
     "title": "T",
@@ -79,12 +77,3 @@ ROW = {
 )
 def test_filters(where, kept):
     assert matches(ROW, where) is kept
-
-
-@given(st.text(" \n\tab漢", max_size=60), st.integers(1, 5))
-def test_pieces_lose_nothing(text, words):
-    cut = list(pieces(text, words))
-    assert "".join(cut) == text
-    assert all(len(piece.split()) == words for piece in cut[:-1])
-    assert len(cut[-1].split()) <= words
-    assert list(pieces(text, None)) == [text]

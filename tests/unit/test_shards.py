@@ -104,6 +104,21 @@ def test_files(tmp_path, tokenizer):
     assert path.read_bytes() == before
 
 
+def test_pieces_of_one_document_have_one_number(tmp_path, tokenizer):
+    digests = [hashlib.sha256(name.encode()).hexdigest() for name in "abc"]
+    origins = [digests[number] for number in (2, 0, 2, 1, 0)]
+    pq.write_table(
+        pa.table({"origin": origins, "text": pa.array(["x y"] * 5, pa.large_string())}), tmp_path / "a.parquet"
+    )
+    tokenize(tokenizer, tmp_path / "a.parquet", tmp_path / "a.arrow")
+    found = TokenShard.open(tmp_path / "a.arrow", verify=True).origins.tolist()
+    assert found == [int(origin[:16], 16) & (1 << 63) - 1 for origin in origins]
+    assert len({*found}) == 3
+    assert TokenShard.open(_tokenized(tmp_path, tokenizer)).origins.tolist() == [0, 1, 2, 3], (
+        "its own where none is told"
+    )
+
+
 def test_files_of_an_earlier_longer_split_are_removed(tmp_path, tokenizer):
     _tokenized(tmp_path, tokenizer, ["one two three"] * 9, file_tokens=8)
     assert (tmp_path / "dev.4.arrow").exists()
@@ -139,7 +154,7 @@ def test_reads_across_files_are_those_of_one_array(data, size, file_tokens, kind
 
 def _in_memory(flat, file_tokens):
     files = tuple(flat[at : at + file_tokens] for at in range(0, max(1, len(flat)), file_tokens))
-    return TokenShard(Path("t"), files, flat, flat, 99, 100, "")
+    return TokenShard(Path("t"), files, flat, flat, flat, 99, 100, "")
 
 
 @pytest.mark.parametrize("file_tokens", [1, 7, 12, 24, 25])

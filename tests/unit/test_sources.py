@@ -343,13 +343,6 @@ def test_a_null_is_an_empty_text(tmp_path):
     assert [row["text"] for row in _read(tmp_path, Source("files", f"{tmp_path}/a.jsonl"))] == ["", "a\nb"]
 
 
-def test_books_are_cut_in_pieces(tmp_path):
-    (tmp_path / "a.txt").write_text("one two  three\nfour five")
-    rows = _read(tmp_path, Source("files", f"{tmp_path}/a.txt", piece_words=2))
-    assert [row["text"] for row in rows] == ["one two  ", "three\nfour ", "five"]
-    assert [row["id"] for row in rows] == ["a.txt#1.1", "a.txt#1.2", "a.txt#1.3"]
-
-
 def test_a_word_budget_stops_before_what_it_does_not_need(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n' * 4 + "damaged, but never read")
     source = Source("files", f"{tmp_path}/a.jsonl", words=10)

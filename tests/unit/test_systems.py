@@ -200,20 +200,24 @@ def test_rows_that_adaptation_and_removal_cannot_take() -> None:
 
 def test_every_score_table_that_is_evaluated_is_made_by_one_job() -> None:
     """Each column of each split on each domain is the output of exactly one rule, whatever the rows."""
-    for rows in (config(), with_rows(small={"kind": "demix"}, domain_token=None) | {"adaptation": {"model": "small"}}):
-        made: list[tuple[str, str, str, str]] = []
+    small = with_rows(small={"kind": "demix"}, domain_token=None) | {"adaptation": {"model": "small"}}
+    for rows in (config(), small, config(cluster={"launch": "slurm"})):
+        made: list[tuple[str, ...]] = []
         for job in scoring_jobs(rows):
-            for novel in NOVEL if "{novel}" in job.model else ("",):
-                model = job.model.replace("{novel}", novel)
-                wanted = next((one.scored for one in planned(rows) if one.name == model), ())
-                domains = [one for name in job.domains for one in (wanted if name == "{domain}" else (name,))]
-                columns = (*job.columns, *["tokens"] * job.shared)
+            names = " ".join((job.model, *job.domains))
+            wildcard = next((name for name in ("{novel}", "{training}") if name in names), "-")
+            values = {"{novel}": NOVEL, "{training}": TRAINING}.get(wildcard, ("-",))
+            assert job.jobs == len(values)
+            for value in values:
                 made += [
-                    (model, domain.replace("{novel}", novel), split, column)
-                    for domain in domains for split in job.splits for column in columns
+                    tuple(name.replace(wildcard, value) for name in (job.model, domain, split, column))
+                    for domain in job.domains for split in job.splits
+                    for column in (*job.columns_on(domain), *["tokens"] * job.shared)
                 ]  # fmt: skip
+        # The choice of a parent reads these.
+        assert ("demix", "wiki", "dev", "tokens") in made
         assert len(made) == len(set(made))
         for domain in (*TRAINING, *NOVEL):
             for table in evaluated(rows, domain):
-                for split in ("dev", "test") if table.sets else ("test",):
+                for split in table.splits:
                     assert {(table.folder, domain, split, name) for name in (*table.columns, "tokens")} <= set(made)

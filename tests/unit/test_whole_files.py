@@ -21,7 +21,7 @@ INSTEAD: dict[str, Callable[[Path], object]] = {
     "a folder": lambda path: path.mkdir(),
     "a dangling link": lambda path: path.symlink_to("nowhere"),
     "unsealed": lambda path: path.write_text("{}"),
-    "without keys": lambda path: write_json(path, {"format": 2}),
+    "without keys": lambda path: write_json(path, {"format": 3}),
 }
 # What the report, a card and MLflow read of a run; the report's own files have no seal.
 READ = {

@@ -25,8 +25,6 @@ for parent in {one.parent.name: one.parent for one in adaptations(config)}.value
             metrics=f"{RUN}/metrics/{name}.jsonl",
         log:
             f"{RUN}/logs/{'adapt' if adds else 'adapt-dense'}/{{novel}}.log",
-        benchmark:
-            f"{RUN}/benchmarks/{'adapt' if adds else 'adapt-dense'}/{{novel}}.tsv"
         priority: 70 if adds else 0
         localrule: SUBMITTED
         conda:

@@ -13,8 +13,6 @@ for model in WITHOUT:
             f"{RUN}/evaluations/{model.removed}.audit.parquet",
         log:
             f"{RUN}/logs/audit/{model.removed}.log",
-        benchmark:
-            f"{RUN}/benchmarks/audit/{model.removed}.tsv"
         conda:
             "../../environment.yml"
         threads: config["threads"]
@@ -45,8 +43,6 @@ rule audit:
         f"{RUN}/audit.parquet",
     log:
         f"{RUN}/logs/audit.log",
-    benchmark:
-        f"{RUN}/benchmarks/audit.tsv"
     localrule: True
     conda:
         "../../environment.yml"

@@ -58,6 +58,7 @@ WITHOUT = [model for model in trained(config) if model.removed]
 
 wildcard_constraints:
     domain="[a-z0-9_]+",
+    training="|".join(TRAINING),
     novel="|".join(NOVEL) or "none",
     part="[0-9]+",
     expert="[a-z0-9_]+",

@@ -9,15 +9,13 @@ rule download:
         temp(f"{RUN}/raw/{{domain}}/{{part}}.parquet"),
     log:
         f"{RUN}/logs/download/{{domain}}.{{part}}.log",
-    benchmark:
-        f"{RUN}/benchmarks/download/{{domain}}.{{part}}.tsv"
     localrule: config["cluster"]["downloads"] == "login"
     conda:
         "../../environment.yml"
     resources:
         **site("download"),
     params:
-        settings=lambda wildcards: given(DOMAINS[wildcards.domain]["source"]),
+        settings=lambda wildcards: given(DOMAINS[wildcards.domain]["source"] | {"piece_words": None}),
         part=lambda wildcards: int(wildcards.part),
     shell:
         "demix download {wildcards.domain} --settings {params.settings:q} --part {params.part}"
@@ -32,8 +30,6 @@ rule anonymize:
         counts=f"{RUN}/documents/{{domain}}/{{part}}.json",
     log:
         f"{RUN}/logs/anonymize/{{domain}}.{{part}}.log",
-    benchmark:
-        f"{RUN}/benchmarks/anonymize/{{domain}}.{{part}}.tsv"
     conda:
         "../../environment.yml"
     resources:
@@ -42,8 +38,12 @@ rule anonymize:
         enabled=lambda wildcards: {True: "--enabled", False: "--no-enabled", "released": "--rules released"}[
             DOMAINS[wildcards.domain]["anonymize"]
         ],
+        pieces=lambda wildcards: "".join(
+            f" --piece-words {words}" for words in [DOMAINS[wildcards.domain]["source"]["piece_words"]] if words
+        ),
     shell:
-        "demix anonymize {input} {params.enabled} --output {output.documents} --counts {output.counts} 2> {log}"
+        "demix anonymize {input} {params.enabled}{params.pieces}"
+        " --output {output.documents} --counts {output.counts} 2> {log}"
 
 
 # Novel domains are no input: a new novel domain must not change the training domains.
@@ -54,8 +54,6 @@ rule deduplicate:
         f"{RUN}/corpus/owners.parquet",
     log:
         f"{RUN}/logs/deduplicate.log",
-    benchmark:
-        f"{RUN}/benchmarks/deduplicate.tsv"
     conda:
         "../../environment.yml"
     resources:
@@ -72,8 +70,6 @@ rule novel_duplicates:
         f"{RUN}/corpus/shared.json",
     log:
         f"{RUN}/logs/novel_duplicates.log",
-    benchmark:
-        f"{RUN}/benchmarks/novel_duplicates.tsv"
     conda:
         "../../environment.yml"
     resources:
@@ -92,8 +88,6 @@ rule split:
         f"{RUN}/corpus/{{domain}}/card.json",
     log:
         f"{RUN}/logs/split/{{domain}}.log",
-    benchmark:
-        f"{RUN}/benchmarks/split/{{domain}}.tsv"
     conda:
         "../../environment.yml"
     resources:
@@ -119,8 +113,6 @@ rule tokenizer:
         f"{RUN}/tokenizer.json",
     log:
         f"{RUN}/logs/tokenizer.log",
-    benchmark:
-        f"{RUN}/benchmarks/tokenizer.tsv"
     conda:
         "../../environment.yml"
     resources:
@@ -143,8 +135,6 @@ rule tokenize:
         ),
     log:
         f"{RUN}/logs/tokenize/{{domain}}.log",
-    benchmark:
-        f"{RUN}/benchmarks/tokenize/{{domain}}.tsv"
     conda:
         "../../environment.yml"
     resources:
@@ -164,8 +154,6 @@ rule overlap:
         f"{RUN}/corpus/overlap.parquet",
     log:
         f"{RUN}/logs/overlap.log",
-    benchmark:
-        f"{RUN}/benchmarks/overlap.tsv"
     conda:
         "../../environment.yml"
     resources:

@@ -38,8 +38,6 @@ rule evaluate:
         losses=f"{RUN}/evaluations/{{domain}}.losses.parquet",
     log:
         f"{RUN}/logs/evaluate/{{domain}}.log",
-    benchmark:
-        f"{RUN}/benchmarks/evaluate/{{domain}}.tsv"
     conda:
         "../../environment.yml"
     resources:
@@ -73,8 +71,6 @@ rule results:
         posteriors=f"{RUN}/posteriors.parquet",
     log:
         f"{RUN}/logs/results.log",
-    benchmark:
-        f"{RUN}/benchmarks/results.tsv"
     localrule: True
     conda:
         "../../environment.yml"
@@ -89,8 +85,6 @@ rule run_config:
         f"{RUN}/config.json",
     log:
         f"{RUN}/logs/run_config.log",
-    benchmark:
-        f"{RUN}/benchmarks/run_config.tsv"
     localrule: True
     conda:
         "../../environment.yml"
@@ -123,8 +117,6 @@ rule report:
         *[captioned(name) for name in REPORT_FILES],
     log:
         f"{RUN}/logs/report.log",
-    benchmark:
-        f"{RUN}/benchmarks/report.tsv"
     localrule: True
     conda:
         "../../environment.yml"
@@ -146,8 +138,6 @@ rule card:
         expand(f"{RUN}/report/cards/{{model}}.md", model=MODELS),
     log:
         f"{RUN}/logs/card.log",
-    benchmark:
-        f"{RUN}/benchmarks/card.tsv"
     localrule: True
     conda:
         "../../environment.yml"
@@ -172,8 +162,6 @@ rule track:
         f"{RUN}/tracked.json",
     log:
         f"{RUN}/logs/track.log",
-    benchmark:
-        f"{RUN}/benchmarks/track.tsv"
     localrule: True
     conda:
         "../../environment.yml"

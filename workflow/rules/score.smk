@@ -12,11 +12,15 @@ for job in scoring_jobs(config):
             # The columns of added experts use the table of tokens that the first scoring wrote.
             old=scores(job.model, job.after, ["tokens"], job.splits),
         output:
-            scores(job.model, job.domains, [*job.columns, *["tokens"] * job.shared], job.splits),
+            [
+                file
+                for domain in job.domains
+                for file in scores(
+                    job.model, [domain], [*job.columns_on(domain), *["tokens"] * job.shared], job.splits
+                )
+            ],
         log:
             f"{RUN}/logs/score/{job.log}.log",
-        benchmark:
-            f"{RUN}/benchmarks/score/{job.log}.tsv"
         priority: job.priority
         conda:
             "../../environment.yml"
@@ -27,7 +31,7 @@ for job in scoring_jobs(config):
             settings=SCORING,
             model=below_run(f"models/{job.model}"),
             folder=below_run(f"scores/{job.model}"),
-            experts=",".join(job.columns),
+            experts="own" if job.own else ",".join(job.columns),
         shell:
             "demix score {params.model} {input.tokens} --experts {params.experts}"
             " --settings {params.settings:q} --output {params.folder} 2> {log}"

@@ -8,8 +8,6 @@ rule sweep:
         f"{RUN}/metrics/sweep/{{model}}/{{rate}}.jsonl",
     log:
         f"{RUN}/logs/sweep/{{model}}.{{rate}}.log",
-    benchmark:
-        f"{RUN}/benchmarks/sweep/{{model}}.{{rate}}.tsv"
     wildcard_constraints:
         model="|".join(model.name for model in trained(config) if model.name == model.rates_from),
         rate="[0-9.e+-]+",
@@ -45,8 +43,6 @@ rule choose_rate:
         f"{RUN}/sweep/{{model}}.json",
     log:
         f"{RUN}/logs/choose_rate/{{model}}.log",
-    benchmark:
-        f"{RUN}/benchmarks/choose_rate/{{model}}.tsv"
     localrule: True
     conda:
         "../../environment.yml"
@@ -107,8 +103,6 @@ for model in trained(config):
             metrics=f"{RUN}/metrics/{model.name}.jsonl",
         log:
             f"{RUN}/logs/train/{model.name}.log",
-        benchmark:
-            f"{RUN}/benchmarks/train/{model.name}.tsv"
         # Models that other rules wait for start first.
         priority: 0 if model.removed else 100 if model.kind.has_experts else 50
         localrule: SUBMITTED
