@@ -44,7 +44,8 @@ class ExpertSet:
 class Evaluated:
     """The score tables of one model on a domain, and the sets of experts to evaluate on these tables.
 
-    `sets` is empty for a model with one column, and has one set of one expert for a domain's own token. `model` and `seed` are the values of these columns in results. `folder` is the folder of the tables below scores/.
+    `sets` is empty for a model with one column, and has one set of one expert for a domain's own token. `model` and
+    `seed` are the values of these columns in results. `folder` is the folder of the tables below scores/.
     """
 
     model: str
@@ -56,7 +57,8 @@ class Evaluated:
     @property
     def splits(self) -> tuple[str, ...]:
         """The splits whose scores the evaluation reads: dev only where experts are mixed or chosen."""
-        return ("dev", "test") if any(len(some.experts) > 1 for some in self.sets) else ("test",)
+        several = any(some.methods != ("naive",) or len(some.experts) > 1 for some in self.sets)
+        return ("dev", "test") if several else ("test",)
 
 
 @dataclass(frozen=True)
