@@ -213,7 +213,8 @@ def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Tabl
     for kind, domains in kinds_of_domains(config):
         for domain in domains:
             found = differences[differences["domain"] == domain]
-            named = {one.key: one.label for one in _every_system(domain, kind, config)}
+            # What is subtracted is the oracle's choice, not that on dev.
+            named = {one.key: one.label for one in _every_system(domain, kind, config) if not one.variant}
             for row in found.itertuples():
                 rows.append({
                     "Domain": domain, "System": named[row.model, row.experts, row.method, row.weights],
@@ -321,6 +322,7 @@ def _every_system(domain: str, kind: str, config: dict[str, Any]) -> list[System
     oracle = [replace(system, label=f"{system.label}, oracle") for system in naive]
     single = naive if kind == "training" else [*oracle, *(system.chosen_on_dev() for system in naive)]
     released = [system.with_weights("released") for system in mixed if system.weights == "history"]
+    released += [one.released_scorer() for one in POSTERIOR_MIXTURES if one.released_scorer().variant]
     removed = [
         replace(read.without_expert(config)(domain), label="DEMix without its expert (cached)"),
         replace(read.without_domain(domain), label="DEMix never trained on it (cached)"),

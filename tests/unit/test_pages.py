@@ -71,5 +71,5 @@ def test_claims_are_readable(browser: webdriver.Chrome, report: Path) -> None:
     browser.get((report / "claims.html").as_uri())
     text = browser.find_element(By.TAG_NAME, "body").text
     assert "Claims of the paper, judged on this run" in text
-    assert "DEMix (cached)" in text
+    assert "DEMix (cached prior)" in text
     assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]

@@ -115,6 +115,22 @@ def test_the_plan_of_the_largest_models():
     assert (expert.checkpoint, whole.checkpoint) == (16 * demix.expert, 16 * (demix.expert + demix.shared))
 
 
+def test_a_sweep_of_adaptations_takes_the_time_of_all():
+    config = copy.deepcopy(PAPER["paper-125m"])
+    once, thrice = (
+        {
+            plan.name: plan
+            for plan in plan_training(
+                config | {"adaptation": config["adaptation"] | {"sweep": sweep}}, None, HARDWARE["a100"]
+            )
+        }
+        for sweep in (None, {"factors": [0.1, 0.3, 1.0]})
+    )
+    for name, plan in once.items():
+        times = 3 if "-dapt-" in name else 1
+        assert (thrice[name].steps, thrice[name].hours) == (times * plan.steps, times * plan.hours)
+
+
 def test_a_rank_holds_the_experts_of_several_domains():
     config = PAPER["paper-125m"]
     by_ranks = {

@@ -258,6 +258,9 @@ def test_differences_are_named_as_in_the_tables(run: Run) -> None:
     frame = differences_table(run.differences, run.config).frame
     of_naive = frame[(frame["Domain"] == "law") & (frame["System"] == "DEMix (naive)")].set_index("Less")
     assert list(of_naive.index) == ["Dense", "Dense (Balanced)", "DEMix (cached prior)"]
+    on_novel = frame.loc[frame["Domain"] == "wiki", "System"]
+    assert {"DEMix (naive), oracle", "+ Domain Token, oracle"} <= set(on_novel)
+    assert not on_novel.str.endswith("chosen on dev").any()
     row = of_naive.loc["Dense (Balanced)"]
     assert row["Nats a token"] == pytest.approx(-math.log(1.3))
     assert row["Perplexity low"] == pytest.approx((110 - 143) * 1.05)
