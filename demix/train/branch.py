@@ -42,7 +42,7 @@ class SeedState:
         """The state. Its metrics are one row. Raises DemixError if a file is missing or damaged."""
         about = self.manifest
         shared, own = (load_verified(self.directory / name, about.sha256.get(name, "")) for name in (SHARED, EXPERT))
-        row = {"step": about.step, "tokens": about.tokens, "branched_from": self.model}
+        row: dict[str, Any] = {"step": about.step, "tokens": about.tokens, "branched_from": self.model}
         row |= {} if about.loss_scale is None else {"loss_scale": about.loss_scale}
         return State(about.step, shared, {DENSE_EXPERT: own}, [row])
 
