@@ -158,6 +158,7 @@ def test_a_model_plans_with_its_own_settings():
     assert (plans["dense"].steps, plans["dense"].sequences) == (2_000_000 // (16 * 256), 16)
     # The sample's config computes in fp32.
     assert plans["demix"].activations == 8 * 256 * (3 * 128 * 64 + 8 * 4096)
+    del config["models"]["demix_seeded"]
     config["training"]["tokens"] = 2047
     with pytest.raises(DemixError, match="2047 is less than one step of demix"):
         plan_training(config, 1, HARDWARE["cpu"])
@@ -257,7 +258,7 @@ def test_scoring_jobs_count_the_models_of_further_seeds():
     """As `test_a_further_seed_trains_and_scores_only_its_models` finds them in the workflow."""
     config = copy.deepcopy(load_config(REPOSITORY / "config" / "sample.yaml"))
     removed = len(config["removal"]["retrain_without"])
-    for seeds, models in (([], 4), ([config["seed"]], 4), ([1, 2, 5], 12)):
+    for seeds, models in (([], 5), ([config["seed"]], 5), ([1, 2, 5], 15)):
         config["seeds"] = seeds
         for launch, jobs in (("local", 9), ("slurm", 16)):
             config["cluster"]["launch"] = launch
