@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 from demix.config.check import complete, load_config
 from demix.config.reference import editor_schema, reference
-from demix.config.sections import TrainingSection, fingerprinted
+from demix.config.sections import FactorSweep, TrainingSection, fingerprinted
 from demix.errors import DemixError
 from demix.files import fingerprint, replacing
 from demix.settings import names_of, settings_from
@@ -53,7 +53,7 @@ WRONG = {
     "removed domain unknown": ("removal.retrain_without", ["licences"], r"licences is no .*; did you mean licenses\?"),
     "no replacement": ("removal.replacement", None, r"removal\.replacement: is None, which is no novel domain"),
     "unknown weights": ("evaluation.weights", ["last"], r"evaluation\.weights\.0: is not known; use one of history"),
-    "wrong parameters": ("evaluation.weights", ["switching(2)"], r"weights\.0: has alpha 2; use switching\(alpha\) with"),
+    "wrong parameters": ("evaluation.weights", ["switching(2)"], r"weights\.0: has alpha 2; use switching\(alpha\)"),
     "heads": ("architecture.heads", 3, r"architecture\.heads: 3 does not divide the width 128"),
     "run name": ("run", "../elsewhere", r"key run: is '\.\./elsewhere'"),
     "a float for a count": ("training.tokens", 1.0e6, r"training\.tokens: is 1000000\.0; allowed is integer"),
@@ -275,7 +275,7 @@ def test_a_fingerprint_leaves_out_what_only_time_and_memory_depend_on() -> None:
     training = Training(seed=1, architecture={}, tokens=9, sequences=1, learning_rate=1e-3, threads=1)
     adaptation = Adaptation(seed=1, threads=1)
     other = {"micro_sequences": 2, "precision": "bf16", "architecture": {"layers": 1}, "compile": True}
-    other |= {"checkpoint_activations": True, "warmup": 0.5}
+    other |= {"checkpoint_activations": True, "warmup": 0.5, "sweep": FactorSweep(factors=(0.1,))}
     for given in (training, adaptation):
         assert left_out < set(names_of(type(given)))
         for key in names_of(type(given)):

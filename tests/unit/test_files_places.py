@@ -45,6 +45,7 @@ KINDS = {
     "metrics": ("metrics/demix.jsonl", "metrics/dense.jsonl"),
     "trials": ("metrics/sweep/dense/0.1.jsonl", "metrics/sweep/dense/0.2.jsonl", "metrics/sweep/demix/0.1.jsonl"),
     "models": ("models/demix/model.json", "models/dense/model.json"),
+    "mixing": ("models/demix/mixing.json", "models/dense/mixing.json"),
     "experts": ("models/demix/experts/law.json", "models/demix/experts/news.json", "models/dense/experts/dense.json"),
     "dev columns": ("scores/demix/law.dev/law.parquet", "scores/demix/law.dev/news.parquet"),
     "test columns": ("scores/dense/law.test/dense.parquet", "scores/dense_unbalanced/law.test/dense.parquet"),

@@ -1,0 +1,37 @@
+"""Made-up score tables of random documents."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from demix.evaluate.score_tables import tokens_sha256, write_scores, write_tokens
+
+LENGTH = 8
+
+
+def write_table(
+    folder: Path, experts: Sequence[str], *, documents: int = 30, seed: int = 0, text: int = 0, whole: int | None = None
+) -> None:
+    """A score table of documents of 1 to 40 tokens, pieces of `whole` documents (by default whole themselves).
+
+    `text` decides the tokens, `seed` the scores.
+    """
+    words = np.random.default_rng(text)
+    numbers = np.repeat(np.arange(documents), words.integers(1, 40, documents))
+    ids = words.integers(0, 300, len(numbers)).astype(np.uint16)
+    origins = None if whole is None else np.arange(documents) * 7 % whole
+    write_tokens(folder, ids, starts(numbers), LENGTH, origins)
+    # What is hard to predict is so for every model.
+    hard = np.random.default_rng([99, text]).exponential(3, len(ids))
+    generator = np.random.default_rng([seed, text])
+    for expert in experts:
+        scores = -hard * generator.uniform(0.8, 1.2) - generator.exponential(0.5, len(ids))
+        write_scores(
+            folder / f"{expert}.parquet", [scores], {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"}
+        )
+
+
+def starts(documents: np.ndarray) -> np.ndarray:
+    """Where documents begin, from the number of each token's."""
+    return np.unique(documents, return_index=True)[1]

@@ -1,0 +1,155 @@
+"""Score tables read in pieces, summed by document, and their intervals."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scipy.special import logsumexp
+from scipy.stats import bootstrap
+
+from demix.config.mixing import METHODS
+from demix.errors import DemixError
+from demix.evaluate.intervals import bounds, resampled_sums
+from demix.evaluate.losses import Mixture, dev_priors, document_losses
+from demix.evaluate.mix.mixtures import mix
+from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior
+from demix.evaluate.score_tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
+from demix.files import write_parquet
+from support.scored import LENGTH, starts, write_table
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tokens=st.integers(1, 150),
+    groups=st.lists(st.integers(1, 60), min_size=3, max_size=3),
+    at_once=st.integers(1, 200),
+)
+def test_tables_are_read_in_pieces_whatever_their_row_groups(tmp_path: Path, tokens, groups, at_once) -> None:
+    generator = np.random.default_rng(tokens)
+    ids = generator.integers(0, 300, tokens)
+    documents = np.unique(np.sort(generator.integers(0, 9, tokens)), return_inverse=True)[1]
+    scores = -generator.exponential(1, (tokens, 2)).astype(np.float32)
+    write_tokens(tmp_path, ids.astype(np.uint16), starts(documents), LENGTH)
+    for number, rows in enumerate(groups[:2]):
+        path = tmp_path / f"e{number}.parquet"
+        write_scores(path, [scores[:, number]], {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"})
+        write_parquet(pq.read_table(path), path, row_group_size=rows)
+    write_parquet(pq.read_table(tmp_path / "tokens.parquet"), tmp_path / "tokens.parquet", row_group_size=groups[2])
+    pieces = list(stream_scores(tmp_path, ("e0", "e1"), at_once))
+    assert all(len(piece.mask) % 2 == 0 for piece in pieces[:-1]), "pairs of blocks stay together"
+    assert all(piece.mask.sum() <= max(at_once, 2 * LENGTH) for piece in pieces)
+    assert np.concatenate([piece.tokens for piece in pieces]).tolist() == ids.tolist()
+    assert np.concatenate([piece.documents for piece in pieces]).tolist() == documents.tolist()
+    read = np.concatenate([piece.scores[piece.mask] for piece in pieces])
+    assert (read == scores).all()
+    whole = read_scores(tmp_path, ("e0", "e1"))
+    assert (whole.scores[whole.mask] == scores).all()
+    assert (whole.scores[~whole.mask] == 0).all()
+    assert (whole.documents, whole.tokens) == (len(set(documents.tolist())), tokens)
+
+
+def test_columns_of_other_tokens_or_weights_are_refused(tmp_path: Path) -> None:
+    write_table(tmp_path, ("law", "news"))
+    rows = pq.read_table(tmp_path / "news.parquet")
+    sha256 = rows.schema.metadata[b"tokens_sha256"]
+    for metadata, part, fault in (
+        ({"tokens_sha256": "0", "shared_sha256": "0"}, rows, "news.parquet: was scored on other tokens"),
+        ({"tokens_sha256": sha256, "shared_sha256": "1"}, rows, "news.parquet: was scored with other shared weights"),
+        ({"tokens_sha256": sha256, "shared_sha256": "0"}, rows[1:], "news.parquet: is not as long as tokens.parquet"),
+    ):
+        write_scores(tmp_path / "news.parquet", [part["log_probability"].to_numpy()], metadata)
+        with pytest.raises(DemixError, match=fault):
+            read_scores(tmp_path, ("law", "news"))
+        with pytest.raises(DemixError, match=fault):
+            document_losses(tmp_path, ("law", "news"))
+
+
+@pytest.mark.parametrize("documents", [1, 12, 2500])
+def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: int) -> None:
+    """All methods at once, streamed (2,500 documents are several pieces), against one mixture and token at a time."""
+    experts = ("law", "news", "code", "songs")
+    write_table(tmp_path / "x.test", experts, documents=documents)
+    write_table(tmp_path / "x.dev", experts, documents=12, text=1)
+    mixtures = [
+        Mixture(method, some, weights, decay, 5, top_k, scorer)
+        for some in (experts, experts[1:])
+        for method in ("average", "uniform", "updating", "cached", "fitted")
+        for weights in ("history", "released", 3)
+        for decay in (0.3, 1.0)
+        for top_k in ((None, 2) if method != "average" else (None,))
+        for scorer in ("paper", "released")
+    ]
+    dev, test = (read_scores(tmp_path / name, experts) for name in ("x.dev", "x.test"))
+    traced = Mixture("updating", experts[1:], decay=0.3)
+    totals = document_losses(tmp_path / "x.test", experts, mixtures, dev_priors(dev, mixtures), None, traced)
+    if documents == 2500:
+        assert test.tokens > 2 * (1 << 14)
+    numbers = pq.read_table(tmp_path / "x.test" / "tokens.parquet")["document"].to_numpy()
+    assert totals.tokens.tolist() == np.bincount(numbers).tolist()
+    for expert, nll in totals.experts.items():
+        column = pq.read_table(tmp_path / "x.test" / f"{expert}.parquet")["log_probability"].to_numpy()
+        np.testing.assert_allclose(nll, np.bincount(numbers, -column.astype(np.float64)), rtol=1e-12)
+    for mixture in mixtures if documents < 2500 else mixtures[:: len(METHODS) + 1]:
+        part, part_dev = test.select(mixture.experts), dev.select(mixture.experts)
+        rules = {"decay": mixture.decay, "scorer": mixture.scorer}
+        if mixture.method == "fitted":
+            prior = fitted_log_prior(part_dev.scores, part_dev.mask)
+        else:
+            prior = cached_log_prior(part_dev.scores, part_dev.mask, mixture.weights, blocks=5, **rules)
+        mixed = mix(
+            part.scores, part.mask, mixture.method, mixture.weights, log_prior=prior, top_k=mixture.top_k, **rules
+        )
+        expected = np.bincount(numbers, -mixed[part.mask])
+        np.testing.assert_allclose(totals.mixtures[mixture], expected, rtol=1e-10, err_msg=str(mixture))
+    assert totals.posteriors.shape == (len(test.mask), 3)
+
+
+def test_a_document_of_whole_blocks_telescopes(tmp_path: Path) -> None:
+    """With `history` and a fixed prior, from the sums of scores by block alone (FACTS section 13)."""
+    generator = np.random.default_rng(5)
+    scores = -generator.exponential(4, (10 * LENGTH, 2))
+    ids = np.arange(len(scores)).astype(np.uint16)
+    write_tokens(tmp_path, ids, np.arange(0, len(scores), 2 * LENGTH), LENGTH)
+    for number, expert in enumerate(("law", "news")):
+        metadata = {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"}
+        write_scores(tmp_path / f"{expert}.parquet", [scores[:, number]], metadata)
+    mixture, prior = Mixture("cached", ("law", "news")), np.log([0.9, 0.1])
+    found = document_losses(tmp_path, ("law", "news"), [mixture], {mixture: prior}).mixtures[mixture]
+    blocks = scores.astype(np.float32).astype(np.float64).reshape(10, LENGTH, 2).sum(axis=1)
+    np.testing.assert_allclose(found, -logsumexp(blocks + prior, axis=1).reshape(5, 2).sum(axis=1), rtol=1e-12)
+
+
+def test_intervals_are_those_of_scipy() -> None:
+    generator = np.random.default_rng(11)
+    tokens = generator.integers(20, 400, 60).astype(np.float64)
+    nll = tokens * generator.normal(5, 0.3, 60)
+    other = nll + tokens * generator.normal(0.05, 0.05, 60)
+    resampled = resampled_sums(np.stack([tokens, nll, other]), seed=1, resamples=20_000)
+
+    def perplexity(nll: np.ndarray, tokens: np.ndarray, axis: int = -1) -> np.ndarray:
+        return np.exp(nll.sum(axis=axis) / tokens.sum(axis=axis))
+
+    def difference(one: np.ndarray, two: np.ndarray, tokens: np.ndarray, axis: int = -1) -> np.ndarray:
+        return (two.sum(axis=axis) - one.sum(axis=axis)) / tokens.sum(axis=axis)
+
+    how = {"paired": True, "vectorized": True, "method": "percentile", "n_resamples": 20_000}
+    theirs = bootstrap((nll, tokens), perplexity, rng=np.random.default_rng(2), **how).confidence_interval
+    width = theirs.high - theirs.low
+    assert bounds(np.exp(resampled[1] / resampled[0])) == pytest.approx(tuple(theirs), abs=0.05 * width)
+    theirs = bootstrap((nll, other, tokens), difference, rng=np.random.default_rng(2), **how).confidence_interval
+    width = theirs.high - theirs.low
+    paired = bounds((resampled[2] - resampled[1]) / resampled[0])
+    assert paired == pytest.approx(tuple(theirs), abs=0.05 * width)
+    assert (
+        resampled_sums(np.stack([tokens, nll]), 1, 10) == resampled_sums(np.stack([tokens, nll, other]), 1, 10)[:2]
+    ).all()
+
+
+def test_resamples_do_not_depend_on_how_many_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = np.random.default_rng(0).normal(size=(3, 40))
+    whole = resampled_sums(sums, seed=4, resamples=50)
+    monkeypatch.setattr("demix.evaluate.intervals._AT_ONCE", 100)
+    np.testing.assert_allclose(resampled_sums(sums, seed=4, resamples=50), whole, rtol=1e-12)
