@@ -283,8 +283,8 @@ def test_a_key_that_is_no_text_is_refused() -> None:
 
 def test_the_split_of_earlier_numbers_differs_from_the_samples_in_nothing_else() -> None:
     sample, kept = (
-        load_config(root / "config" / "sample.yaml"),
-        load_config(root / "tests" / "workflow" / "facts16.yaml"),
+        load_config(REPOSITORY / "config" / "sample.yaml"),
+        load_config(REPOSITORY / "tests" / "workflow" / "facts16.yaml"),
     )
     for kind in ("training", "novel"):
         for name, domain in sample["domains"][kind].items():
