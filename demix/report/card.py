@@ -200,13 +200,14 @@ def _index(results: pd.DataFrame) -> list[dict[str, Any]]:
                 {"type": "perplexity", "name": f"perplexity, {row.method}", "value": round(float(row.perplexity), 4)}
             ],
         }
-        for row in rows[rows["method"] == _best(rows)].itertuples()
+        for row in rows[rows["method"].isin(_methods(rows)[-1:])].itertuples()
     ]
 
 
-def _best(rows: pd.DataFrame) -> str:
-    """The last of `METHODS` that has rows: the paper recommends the last one."""
-    return next((name for name in reversed(METHODS) if name in set(rows["method"])), "")
+def _methods(rows: pd.DataFrame) -> list[str]:
+    """Those of `METHODS` that have rows on every domain of `rows`. The paper recommends the last one."""
+    domains = rows.groupby("method")["domain"].nunique()
+    return [name for name in METHODS if domains.get(name, 0) == rows["domain"].nunique()]
 
 
 def _shown(results: pd.DataFrame, config: dict[str, Any]) -> Iterator[str]:
@@ -220,7 +221,8 @@ def _shown(results: pd.DataFrame, config: dict[str, Any]) -> Iterator[str]:
     kinds = {"training": training_domains(config), "novel": novel_domains(config)}
     for name, rows in results.groupby("set", sort=False):
         yield f"### {SETS.get(str(name), as_markdown(name))}"
-        methods, best = [method for method in METHODS if method in set(rows["method"])], _best(rows)
+        methods = _methods(rows)
+        best = methods[-1]
         heads = ("domain", "documents", "pieces", "tokens", *methods, f"{best}: 95% interval", f"{best}: bits per byte")
         lines = []
         for domain, own in rows.groupby("domain", sort=False):

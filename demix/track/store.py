@@ -59,7 +59,7 @@ TABLES = (
 )
 RESULT_COLUMNS = (
     *("domain", "method", "weights", "expert", "top_k", "perplexity", "perplexity_low", "perplexity_high"),
-    *("bits_per_byte", "documents", "tokens", "kind", "split", "oracle"),
+    *("bits_per_byte", "documents", "pieces", "tokens", "kind", "split", "oracle"),
 )
 RUN, KEY, HASH = "demix.run", "demix.key", "demix.sha256"
 
@@ -428,7 +428,7 @@ def _evaluations(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
                 if domains and set(domains) <= set(values.index):
                     metrics.append((_key(f"{prefix}/mean_{kind}"), float(values[domains].mean()), 0))
         settings = {"evaluation": config.get("evaluation") or {}, "model": model, "experts": experts}
-        settings["n_experts"] = int(rows["n_experts"].iloc[0])
+        settings["n_experts"] = int(rows["n_experts"].max())
         table = rows[list(RESULT_COLUMNS)].sort_values([*by, "domain"], ignore_index=True)
         key = f"evaluation/{model}/{experts}"
         yield Record(key, "evaluation", flatten(settings), tuple(sorted(metrics)), table=table)

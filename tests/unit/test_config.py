@@ -288,3 +288,17 @@ def test_a_fingerprint_leaves_out_what_only_time_and_memory_depend_on() -> None:
 def test_a_key_that_is_no_text_is_refused() -> None:
     with pytest.raises(DemixError, match="config key None: is no name of a setting"):
         complete({None: None})
+
+
+def test_the_split_of_earlier_numbers_differs_from_the_samples_in_nothing_else() -> None:
+    sample, kept = (
+        load_config(REPOSITORY / "config" / "sample.yaml"),
+        load_config(REPOSITORY / "tests" / "workflow" / "facts16.yaml"),
+    )
+    for kind in ("training", "novel"):
+        for name, domain in sample["domains"][kind].items():
+            assert domain["source"]["piece_words"], name
+            assert domain["near_duplicates"] == 0.5, name
+            whole = domain | {"near_duplicates": None, "source": domain["source"] | {"piece_words": None}}
+            assert kept["domains"][kind][name] == whole
+    assert list(kept["domains"]["training"]) == list(sample["domains"]["training"])

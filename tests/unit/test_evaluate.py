@@ -19,7 +19,7 @@ from demix.config.evaluated import evaluated as evaluated_tables
 from demix.data.tokenizer import Tokenizer, byte_lengths, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
 from demix.evaluate.domain import COLUMNS, Evaluation, Outputs, evaluate_domain, join
-from demix.evaluate.intervals import bounds, clustered, resampled_sums
+from demix.evaluate.intervals import bounds, resampled_sums
 from demix.evaluate.mix.choice import switching_on_dev, tempered_on_dev, write_mixing
 from demix.evaluate.mix.mixtures import mix
 from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior
@@ -292,12 +292,6 @@ def test_pieces_of_a_document_are_drawn_together(tmp_path: Path, whole: int) -> 
     tokens, nll = resampled_sums(by_origin.to_numpy().T, seed)
     found = [row["perplexity_low"], row["perplexity_high"]]
     assert found == ([None] * 2 if whole < 20 else pytest.approx(bounds(np.exp(nll / tokens)), rel=1e-12))
-
-
-def test_clusters_stand_in_the_order_of_their_first_pieces() -> None:
-    sums = np.array([[1.0, 2.0, 4.0, 8.0], [0.0, 1.0, 0.0, 3.0]])
-    assert clustered(sums, np.array([9, 2, 9, 5])).tolist() == [[5.0, 2.0, 8.0], [0.0, 1.0, 3.0]]
-    assert clustered(sums, np.arange(4)).tolist() == sums.tolist()
 
 
 def test_evaluating_again_gives_the_same_bytes(evaluated: Path, tmp_path: Path) -> None:
