@@ -34,9 +34,9 @@ def leaves(part: dict, schema: dict, config: dict, place: Place = ()) -> list[tu
             continue
         child = resolved(schema, child)
         # What may be null too.
-        child = next(
-            (choice for choice in child.get("anyOf", ()) if choice.get("type") in ("integer", "number")), child
-        )
+        choices = [choice for choice in child.get("anyOf", ()) if choice.get("type") != "null"]
+        if len(choices) == 1 and choices[0].get("type") in ("integer", "number"):
+            (child,) = choices
         found.append(((*place, name), child))
         if isinstance(config[name], dict):
             found += leaves(child, schema, config[name], (*place, name))
