@@ -111,7 +111,7 @@ def test_splitter(fuzz: Fuzz, tmp_path: Path) -> None:
     def check(texts: list[str], dev: int, test: int, train: int | None, seed: int, near: float | None) -> None:
         ids = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
         words = [len(text.split()) for text in texts]
-        columns = {"id": ids, "text": pa.array(texts, pa.large_string()), "n_words": words}
+        columns = {"id": ids, "text": pa.array(texts, pa.large_string()), "n_words": words, "origin": ids}
         columns["metadata"] = pa.array(["{}"] * len(texts), pa.large_string())
         documents, counts, owners = (tmp_path / name for name in ("d.parquet", "d.json", "o.parquet"))
         pq.write_table(pa.table(columns), documents)

@@ -235,17 +235,18 @@ def test_results_hold_every_method_on_every_domain(results: pd.DataFrame) -> Non
     mixtures = {("average", "")} | {
         (method, weights) for method in ("uniform", "updating", "cached") for weights in ("history", "released")
     }
+    mixtures |= {("uniform", "tempered"), ("fitted", "switching"), ("fitted", "")}
+    mixtures |= {("best_block", ""), ("best_token", "")}
     systems = {("dense", "dense"): {("dense", "")}, ("dense_unbalanced", "dense"): {("dense", "")}}
     systems |= dict.fromkeys((("demix", "training"), ("demix", "all")), mixtures | {("naive", "")})
-    systems |= {("domain_token", "training"): mixtures | {("naive", "")}}
-    for (model, experts), everywhere in systems.items():
+    systems |= {("domain_token", "training"): {("naive", "")}}
+    for (model, experts), methods in systems.items():
         for domain in TRAINING + NOVEL:
-            methods = {("naive", "")} if model == "domain_token" and domain in TRAINING else everywhere
             rows = test[(test.model == model) & (test.experts == experts) & (test.domain == domain)]
             found = [*zip(rows.method, rows.weights, strict=True)]
             assert {pair for pair in found if pair[0] != "expert"} == methods, (model, experts, domain)
             assert len([pair for pair in found if pair[0] != "expert"]) == len(methods)
-    assert set(results[results.top_k == 2].method) == {"uniform", "updating", "cached"}
+    assert set(results[results.top_k == 2].method) == {"uniform", "updating", "cached", "fitted"}
     for removed in TRAINING:
         rows = test[test.experts == f"minus-{removed}"]
         assert set(rows.domain) == {removed}
@@ -263,7 +264,7 @@ def test_results_hold_every_method_on_every_domain(results: pd.DataFrame) -> Non
     assert test.perplexity.between(20, 512).all(), "between this little training and a guess"
     grids = results[results.variant.isin(["decay", "dev_blocks"])]
     # Of 1, 5, 10, 50 and 100 dev blocks 10 are scored.
-    expected = {("updating", "decay"): 8, ("cached", "decay"): 8, ("cached", "dev_blocks"): 6}
+    expected = {("updating", "decay"): 10, ("cached", "decay"): 10, ("cached", "dev_blocks"): 6}
     for _, rows in grids.groupby("domain"):
         assert rows.groupby(["method", "variant"]).size().to_dict() == expected
     assert set(results[results.variant == "released_scorer"].scorer) == {"released"}
@@ -434,5 +435,5 @@ def test_a_further_seed_trains_and_scores_only_its_models(finished: Path) -> Non
     again = {f"train_{kind}_seed2": 1 for kind in KINDS}
     scored = {f"score_{kind}_seed2": 2 for kind in KINDS} | {f"score_known_{kind}_seed2": 1 for kind in KINDS}
     once = ("results", "audit_licenses", "audit", "report", "card", "track", "run_config")
-    assert jobs == again | scored | {"evaluate": 5} | dict.fromkeys(once, 1)
+    assert jobs == again | scored | {"choose_mixing": 1, "evaluate": 5} | dict.fromkeys(once, 1)
     assert planned(finished, changed(seeds=[1])).keys() <= {"run_config", "report", "card", "track"}
