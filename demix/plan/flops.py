@@ -47,11 +47,11 @@ def scoring_hours(architecture: Architecture, vocab_size: int, experts: int, tok
 
 
 def score_table_bytes(experts: int, tokens: int) -> int:
-    """Bytes of score tables before compression: 4 per token and expert (fp32), and 10 per token.
+    """Bytes of score tables before compression: 4 per token and expert (fp32), and 18 per token.
 
-    The 10 bytes are the token's id (2, for up to 65,536 types), block (4) and document (4).
+    The 18 bytes are the token's id (2, for up to 65,536 types), block (4), document (4) and document of origin (8).
     """
-    return (4 * experts + 10) * tokens
+    return (4 * experts + 18) * tokens
 
 
 def training_state_bytes(trained: int, still: int = 0) -> int:
