@@ -15,6 +15,8 @@ from demix.evaluate.mix.rules import WeightsRule, weights_rule
 RELEASED_DECAY = 0.7
 # How many nats per token the fitted prior may miss of the best.
 FITTED = 1e-6
+# A fitted weight that goes on falling with every step is none.
+_NONE = 1e-200
 
 
 def updating_log_priors(
@@ -115,7 +117,7 @@ def fitted_log_prior(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
         ratios = (1 / (likelihood @ prior)) @ likelihood / len(likelihood)
         if ratios.max() <= 1 + FITTED:
             with np.errstate(divide="ignore"):
-                log_prior: np.ndarray = np.log(prior)
+                log_prior: np.ndarray = np.log(np.where(prior > _NONE, prior, 0))
             return log_prior
         prior = prior * ratios
         prior /= prior.sum()

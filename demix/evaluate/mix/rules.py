@@ -24,6 +24,8 @@ _STRETCHES = 128
 _SMALLEST = float(np.finfo(np.float64).tiny)
 # The 8th power of a smaller number, and with it a product of 8 probabilities, may underflow.
 _RARE = 1e-33
+# The product of a smaller weight and a rare probability may underflow.
+_SMALL = 1e-230
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,8 @@ class Switching(WeightsRule):
         rows = _rows(chunk)
         # How much less than the best expert those give a token that the prior allows.
         lowest = ((rows + log_prior[:, None]).max(axis=0) - rows.max(axis=0)).min()
-        if self.alpha * np.exp(lowest) < _RARE:
+        least = log_prior[log_prior > -np.inf].min()
+        if self.alpha * np.exp(lowest) < _RARE or self.alpha * np.exp(least) < _SMALL:
             found, after = self._by_logarithms(rows, log_prior, log_g)
             return _chunked(found, chunk), (log_prior, after)
         experts, tokens = rows.shape
