@@ -191,7 +191,7 @@ def test_an_interval_or_a_dash_stands_beneath(run: Run) -> None:
     table = table4(run.results, run.config)
     assert table.second_lines().loc["law", "Dense"] == "[138.60, 184.80]"
     assert table.second_lines().loc["news", "Dense"] == "–"
-    assert table.second_lines().loc["Mean of 3"].tolist() == [""] * 9
+    assert table.second_lines().loc["Mean of 3"].tolist() == [""] * 10
     assert table.frame["Documents"].tolist()[:3] == [7, 50, 7]
     assert table5(run.results, run.config).second_lines().loc["Dense"].tolist() == ["[163.80, 218.40]", "–", ""]
     none = run.results.assign(perplexity_low=math.nan, perplexity_high=math.nan)
