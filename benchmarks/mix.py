@@ -48,8 +48,8 @@ def write_table(folder: Path, experts: tuple[str, ...], tokens: int, seed: int) 
 
 def mixtures(experts: tuple[str, ...]) -> list[Mixture]:
     evaluation = Evaluation(
-        training=experts, novel=(), without={}, decay=0.3, dev_blocks=DEV_BLOCKS, weights=("history", "released", 32),
-        top_k=(2,), decays=(0.1, 0.3, 0.5, 1.0), prior_blocks=(1, 5, 10, 50, 100), seed=1,
+        kind="training", tables=(), compared=(), against=(), seed=1, decay=0.3, dev_blocks=DEV_BLOCKS,
+        weights=("history", "released", 32), top_k=(2,), decays=(0.1, 0.3, 0.5, 1.0), prior_blocks=(1, 5, 10, 50, 100),
     )  # fmt: skip
     planned = planned_mixtures(evaluation, ExpertSet("training", experts, variants=True), DEV_BLOCKS)
     return list(dict.fromkeys(mixture for mixture, _ in planned))
@@ -113,15 +113,16 @@ def main() -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
         print(json.dumps(times | {"peak": peak, "nlls": list(nlls.values()), "mixtures": len(nlls)}))
         return
+    plain_tokens = min(PLAIN_TOKENS, arguments.tokens)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         big, small = Path(name) / "big", Path(name) / "small"
-        for folder, tokens in ((big, arguments.tokens), (small, PLAIN_TOKENS)):
+        for folder, tokens in ((big, arguments.tokens), (small, plain_tokens)):
             write_table(folder / "x.test", experts, tokens, 0)
             write_table(folder / "x.dev", experts, DEV_BLOCKS * LENGTH, 1)
         large, few = (measured("ours", folder, len(experts)) for folder in (big, small))
         peer = measured("plain", small, len(experts))
     apart = max(abs(a / b - 1) for a, b in zip(sorted(few["nlls"]), sorted(peer["nlls"]), strict=True))
-    size, smaller = f"{arguments.tokens / 1e6:g}M tokens", f"{PLAIN_TOKENS / 1e6:g}M tokens"
+    size, smaller = f"{arguments.tokens / 1e6:g}M tokens", f"{plain_tokens / 1e6:g}M tokens"
     rows = [
         row(f"{large['mixtures']} mixtures, {size} x {len(experts)}: seconds", large["pass"], None, "s"),
         row("  CPU", large["cpu"], None, "s"),
