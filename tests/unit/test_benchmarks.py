@@ -28,4 +28,5 @@ def test_mixtures_are_those_of_the_plain_arithmetic(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (apart,) = [row for row in json.loads((tmp_path / "rows.json").read_text()) if "difference" in row["name"]]
+    # Its unit is 1e-12.
     assert apart["ours"] < 1000

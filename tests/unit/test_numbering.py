@@ -17,7 +17,7 @@ from support.unseen import unseen
 
 NUMBERS = list(every_country())
 TOLD = [number for country in COUNTRIES for how, number in written(country) if how not in ("cue", "extension")]
-# Eight digits are a number only where their groups tell so.
+# The numbers that need no word beside them. Dates and bytes look like the few others.
 ALONE = [number for number in TOLD if anonymize(f"x {number} y")[0] == "x <PHONE_NUMBER> y"]
 WORDS = st.text("abcdefghijklmnopqrstuvwxyzé ,;", max_size=30)
 
