@@ -26,7 +26,7 @@ from demix.evaluate.mix.priors import (
 )
 from demix.evaluate.mix.rules import WeightsRule
 from demix.evaluate.score_tables import ScoreTable, read_scores
-from demix.files import read_parquet, seed_for, write_parquet
+from demix.files import seed_for, write_parquet
 from demix.settings import Items, Text, settings
 
 log = logging.getLogger(__name__)
@@ -287,15 +287,6 @@ def _chosen(
 def table_schema(columns: dict[str, pa.DataType]) -> pa.Schema:
     """The schema of one of the tables above; the training seed is never null."""
     return pa.schema([pa.field(name, kind, nullable=name != "seed") for name, kind in columns.items()])
-
-
-def join(inputs: Sequence[Path], output: Path) -> None:
-    """Write the rows of all `inputs` to `output`, in their order."""
-    tables = [read_parquet(path) for path in inputs]
-    for path, table in zip(inputs, tables, strict=True):
-        if table.schema != tables[0].schema:
-            raise DemixError(path, f"has other columns than {inputs[0]}", "join tables of one kind")
-    write_parquet(pa.concat_tables(tables), output)
 
 
 def _traced(evaluation: Evaluation, some: ExpertSet) -> Mixture:

@@ -18,6 +18,7 @@ from demix.report.own_tables import (
     full_table,
     overlap_table,
     rates_table,
+    seeds_table,
     weights_table,
 )
 from demix.report.paper import SIZES, nearest, printed, size_of
@@ -112,6 +113,7 @@ def all_tables(
         decay_table(own, config),
         dev_blocks_table(own, config),
         overlap_table(own, overlap, config),
+        seeds_table(results, config),
         rates_table(trials),
         full_table(results, config),
         differences_table(differences, config),

@@ -11,7 +11,7 @@ import pandas as pd
 
 from demix.config.evaluated import System
 from demix.report import read
-from demix.report.read import evaluations, novel_domains, perplexities, training_domains
+from demix.report.read import each, novel_domains, perplexities, training_domains
 
 MIXTURES = (read.NAIVE, read.AVERAGE, read.UNIFORM, read.UPDATING, read.CACHED)
 POSTERIOR_MIXTURES = (read.UNIFORM, read.UPDATING, read.CACHED)
@@ -91,12 +91,7 @@ def by_domain(results: pd.DataFrame, systems: dict[str, Callable[[str], System]]
     `systems` maps a column to a function from a domain to the domain's system. The last columns count test
     documents and their pieces.
     """
-    found = {
-        label: pd.concat([evaluations(results, system(name), [name]) for name in domains])
-        if domains
-        else evaluations(results, system(""), [])
-        for label, system in systems.items()
-    }
+    found = {label: each(results, system, domains) for label, system in systems.items()}
     frame = pd.DataFrame({label: one["perplexity"] for label, one in found.items()}, index=domains)
     for count in ("documents", "pieces"):
         frame[count.title()] = pd.DataFrame({label: one[count] for label, one in found.items()}).max(axis=1)
@@ -108,10 +103,11 @@ def released_means(
     results: pd.DataFrame, systems: dict[str, Callable[[str], System]], domains: list[str]
 ) -> list[float]:
     """The mean over `domains` of each of `systems` with the weights of the released code; NaN where it has none."""
-    return [
-        mean_of(perplexities(results, system(name).with_weights("released"), [name])[name] for name in domains)
-        for system in systems.values()
-    ]
+
+    def released(system: Callable[[str], System]) -> Callable[[str], System]:
+        return lambda name: system(name).with_weights("released")
+
+    return [mean_of(each(results, released(system), domains)["perplexity"]) for system in systems.values()]
 
 
 def explained(beneath: pd.DataFrame, results: pd.DataFrame) -> tuple[pd.DataFrame | None, tuple[str, ...]]:

@@ -1,12 +1,7 @@
-"""Which of the paper's claims a run shows, with the numbers that decide.
+"""Which of the paper's claims a run shows, with the numbers that decide."""
 
-A comparison holds only if the mean over domains and more than half of the domains agree. Where both systems were
-scored on the same documents, the sentence also counts the domains whose whole interval supports the claim.
-"""
-
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,106 +15,12 @@ from demix.report.cells import mean_of
 from demix.report.page import render
 from demix.report.read import comparable, each, expert_perplexities, novel_domains, perplexities, training_domains
 from demix.report.render import as_markdown
+from demix.report.verdict import Claim, Part, claim_of, compare, percent
 
 # A mixture of more experts pays for a less certain prior π: up to −ln π/T nats per token. Half a percent is no harm.
 HARM = 0.005
 # Parameters that adaptation does not change give the same scores up to the order of sums.
 UNCHANGED = 1e-4
-
-Verdict = Literal["shown", "mixed", "not shown", "cannot be judged"]
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A statement of the paper, the verdict on this run, and the deciding numbers in one or a few sentences."""
-
-    name: str
-    statement: str
-    verdict: Verdict
-    numbers: str
-
-    @property
-    def shown(self) -> bool | None:
-        """True if shown, False if mixed or not shown, None if rows to judge by are missing."""
-        return None if self.verdict == "cannot be judged" else self.verdict == "shown"
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One comparison: whether the mean agrees, the number of agreeing domains, of all domains, and a sentence."""
-
-    mean_agrees: bool
-    agreeing: int
-    domains: int
-    sentence: str
-
-    @property
-    def verdict(self) -> Verdict:
-        if not self.domains:
-            return "cannot be judged"
-        majority = 2 * self.agreeing > self.domains
-        if self.mean_agrees and majority:
-            return "shown"
-        return "mixed" if self.mean_agrees or majority else "not shown"
-
-
-def _compare(
-    label: str,
-    values: pd.Series,
-    other_label: str,
-    others: pd.Series,
-    *,
-    higher: bool = False,
-    allowance: float = 0.0,
-    bounds: pd.DataFrame | None = None,
-    over: str = "domains",
-) -> _Part:
-    """Whether `values` are below `others` (or above, or at most a fraction `allowance` above), where both exist.
-
-    `bounds` are the bounds of the differences, as `read.paired` returns them. `over` names what is counted.
-    """
-    both = pd.DataFrame({"value": values, "other": others}).dropna()
-    if both.empty:
-        return _Part(False, 0, 0, f"{label} against {other_label}: no rows.")
-
-    def holds(value: Any, other: Any) -> Any:
-        if allowance:
-            return value <= other * (1 + allowance)
-        return value > other if higher else value < other
-
-    value, other = both["value"].mean(), both["other"].mean()
-    agreeing = int(holds(both["value"], both["other"]).sum())
-    how = f"at most {100 * allowance:g}% higher" if allowance else "higher" if higher else "lower"
-    sentence = (
-        f"{label} {value:.2f} against {other_label} {other:.2f} ({_percent(value / other - 1)}), "
-        f"{how} on {agreeing} of {len(both)} {over}{_beyond(bounds, higher)}."
-    )
-    return _Part(bool(holds(value, other)), agreeing, len(both), sentence)
-
-
-def _beyond(bounds: pd.DataFrame | None, higher: bool) -> str:
-    """The number of domains on which the whole interval of the difference lies on the claimed side, as text."""
-    if bounds is None or bounds.empty:
-        return ""
-    sure = (bounds["low"] > 0) if higher else (bounds["high"] < 0)
-    return f", and so is the whole 95% interval of the difference on {sure.sum()} of {len(bounds)}"
-
-
-def _percent(change: float) -> str:
-    return f"{100 * change:+.1f}%".replace("-", "−")
-
-
-def _claim(name: str, statement: str, *parts: _Part) -> Claim:
-    """A claim that is shown if all parts are shown, and cannot be judged if one part cannot."""
-    verdicts = {part.verdict for part in parts}
-    verdict: Verdict
-    if "cannot be judged" in verdicts:
-        verdict = "cannot be judged"
-    elif verdicts == {"shown"}:
-        verdict = "shown"
-    else:
-        verdict = "not shown" if verdicts == {"not shown"} else "mixed"
-    return Claim(name, statement, verdict, " ".join(part.sentence for part in parts))
 
 
 def claims(
@@ -147,35 +48,35 @@ def claims(
             return -turned.rename(columns={"low": "high", "high": "low"})
         return read.paired(differences, lambda _: system, base, domains)
 
-    def lower(system: System, base: System, domains: list[str], labels: tuple[str, str] = ("", "")) -> _Part:
+    def lower(system: System, base: System, domains: list[str], labels: tuple[str, str] = ("", "")) -> Part:
         named = oracle if domains == novel else {}
         label, other = (given or named.get(one, one.label) for one, given in zip((system, base), labels, strict=True))
-        return _compare(label, on(system, domains), other, on(base, domains), bounds=less(system, base, domains))
+        return compare(label, on(system, domains), other, on(base, domains), bounds=less(system, base, domains))
 
-    def below_dense(system: System, domains: list[str]) -> list[_Part]:
+    def below_dense(system: System, domains: list[str]) -> list[Part]:
         return [lower(system, base, domains) for base in (read.DENSE, read.BALANCED)]
 
     sets = ("All experts", "training experts")
     return [
-        _claim(
+        claim_of(
             "balancing_helps",
             "Balancing the training domains helps: Dense (Balanced) has lower perplexity than Dense on the training "
             "and on the novel domains (Tables 3 and 5).",
             *(lower(read.BALANCED, read.DENSE, domains) for domains in (training, novel)),
         ),
-        _claim(
+        claim_of(
             "in_domain_naive",
             "With the domain known, DEMix has lower perplexity than both dense baselines on the training domains "
             "(Table 3, for 125M to 760M; at 1.3B the paper's DEMix equals Dense).",
             *below_dense(read.NAIVE, training),
         ),
-        _claim(
+        claim_of(
             "in_domain_cached",
             "Mixing with a cached prior, for which it reads dev text of the domain, DEMix also has lower perplexity "
             "than both dense baselines on the training domains (Table 3).",
             *below_dense(read.CACHED, training),
         ),
-        _claim(
+        claim_of(
             "cached_against_naive",
             "On the training domains a mixture with a cached prior has lower perplexity than the domain's own expert "
             "alone (5.4, Table 3).",
@@ -183,31 +84,31 @@ def claims(
         ),
         _diagonal(results, config),
         _overlap_correlates(results, overlap, config),
-        _claim(
+        claim_of(
             "novel_against_best_expert",
             "On novel domains a mixture of experts (cached prior) beats the best single expert, chosen by an oracle "
             "(Table 5).",
             lower(read.CACHED, read.NAIVE, novel),
         ),
-        _claim(
+        claim_of(
             "novel_against_dense",
             "On novel domains a mixture of experts with a cached prior, for which it reads dev text of the domain, "
             "beats both dense baselines (Table 5).",
             *below_dense(read.CACHED, novel),
         ),
-        _claim(
+        claim_of(
             "novel_untold_against_dense",
             "On novel domains a mixture of experts with an updating prior, which is not told the domain, beats both "
             "dense baselines (Table 5, for 125M to 760M; at 1.3B it equals Dense (Balanced)).",
             *below_dense(read.UPDATING, novel),
         ),
-        _claim(
+        claim_of(
             "novel_against_domain_token",
             "On novel domains mixtures of experts (updating and cached prior) beat the model with domain tokens "
             "(Table 5).",
             *(lower(one, read.DOMAIN_TOKEN, novel) for one in (read.UPDATING, read.CACHED)),
         ),
-        _claim(
+        claim_of(
             "order_of_priors",
             "On novel domains perplexity falls from the average of experts to a uniform, an updating and a cached "
             "prior (Table 5).",
@@ -216,25 +117,25 @@ def claims(
             lower(read.CACHED, read.UPDATING, novel),
         ),
         _demix_adaptation(results, config, parents, training, novel),
-        _claim(
+        claim_of(
             "demix_dapt_against_dense_dapt",
             "On the domain adapted to, DEMix-DAPT (the training experts and the new one, cached prior) has lower "
             "perplexity than Dense-DAPT (6.2, Figure 6).",
-            _compare(
+            compare(
                 "DEMix-DAPT",
-                each(results, read.one_added(config), novel),
+                each(results, read.one_added(config), novel)["perplexity"],
                 "Dense-DAPT",
-                each(results, read.dense_adapted(config), novel),
+                each(results, read.dense_adapted(config), novel)["perplexity"],
             ),
         ),
         _dense_forgets(results, config, training, novel),
         _one_added(results, before, config, training, novel),
-        _claim(
+        claim_of(
             "removal_hurts",
             "Leaving a domain's expert out at test time raises the perplexity of its domain (Table 7).",
-            _compare(
+            compare(
                 "−Expert",
-                each(results, read.without_expert(config), training),
+                each(results, read.without_expert(config), training)["perplexity"],
                 "+Expert",
                 on(read.before_removal(config), training),
                 higher=True,
@@ -242,21 +143,33 @@ def claims(
             ),
         ),
         _removal_level(results, config, training),
-        _claim(
+        claim_of(
             "added_experts_help",
             "Adding the adapted experts to the mixture lowers perplexity on the novel domains (Table 6).",
             lower(added, before, novel, sets),
         ),
-        _claim(
+        claim_of(
             "added_experts_reduce",
             "Adding the adapted experts to the mixture lowers perplexity on the training domains too (Table 6).",
             lower(added, before, training, sets),
         ),
-        _claim(
+        claim_of(
             "added_experts_do_no_harm",
             "Ours, weaker than the paper's: adding experts does no harm on the training domains "
             f"(at most {100 * HARM:g}% higher).",
-            _compare(sets[0], on(added, training), sets[1], on(before, training), allowance=HARM),
+            compare(sets[0], on(added, training), sets[1], on(before, training), allowance=HARM),
+        ),
+        *(
+            claim_of(
+                f"{mixture.model}_{mixture.weights}_against_dense",
+                f"Ours, beyond the paper: {mixture.label}, not told the domain, has lower perplexity than both dense "
+                "baselines on the training and on the novel domains.",
+                *below_dense(mixture, training),
+                *below_dense(mixture, novel),
+            )
+            for systems in read.trained_systems(config).values()
+            for mixture in systems
+            if mixture.weights.startswith("tempered")
         ),
     ]
 
@@ -272,10 +185,10 @@ def _diagonal(results: pd.DataFrame, config: dict[str, Any]) -> Claim:
         if len(best)
         else "Perplexities of single experts: no rows."
     )
-    return _claim(
+    return claim_of(
         "own_expert_best",
         "On each training domain the domain's own expert is the best of all (Figure 2, the diagonal).",
-        _Part(bool(best.mean() > 1), agreeing, len(best), sentence),
+        Part(bool(best.mean() > 1), agreeing, len(best), sentence),
     )
 
 
@@ -289,12 +202,12 @@ def _overlap_correlates(results: pd.DataFrame, overlap: pd.DataFrame, config: di
         if known
         else "Overlap of bigrams and perplexities of single experts: no rows."
     )
-    return _claim(
+    return claim_of(
         "overlap_correlates",
         "An expert predicts a training domain the better, the more text they share (5.2: r = 0.40, which with the "
         "printed t = 3.45 means 64 pairs, own experts included; the paper does not print its measure of overlap).",
         # Significance takes the place of the majority of domains.
-        _Part(bool(r > 0), int(known and r > 0 and found.pearson_p < 0.05), int(known), sentence),
+        Part(bool(r > 0), int(known and r > 0 and found.pearson_p < 0.05), int(known), sentence),
     )
 
 
@@ -304,10 +217,10 @@ def _one_added(
     """Each novel domain's expert alone added to the training experts: the mean over the training domains."""
     means = {name: mean_of(perplexities(results, read.one_added(config)(name), training)) for name in novel}
     base = mean_of(perplexities(results, before, training))
-    return _claim(
+    return claim_of(
         "one_added_expert_reduces",
         "Adding one adapted expert to the mixture lowers perplexity on the training domains too (6.2, Figure 6).",
-        _compare(
+        compare(
             "With one more expert, averaged over the training domains,",
             pd.Series(means, dtype="float64"),
             "training experts",
@@ -329,7 +242,7 @@ def _demix_adaptation(
         index=novel,
         dtype="float64",
     )
-    own = _compare("Adapted expert", perplexities(results, all_naive, novel), "its parent", parent)
+    own = compare("Adapted expert", perplexities(results, all_naive, novel), "its parent", parent)
     before = perplexities(results, naive, training)
     change = (perplexities(results, all_naive, training) / before - 1).abs().dropna()
     agreeing = int((change <= UNCHANGED).sum())
@@ -339,8 +252,8 @@ def _demix_adaptation(
         if len(change)
         else "Training domains by their own experts: no rows."
     )
-    kept = _Part(bool(len(change)) and agreeing == len(change), agreeing, len(change), sentence)
-    return _claim(
+    kept = Part(bool(len(change)) and agreeing == len(change), agreeing, len(change), sentence)
+    return claim_of(
         "demix_dapt",
         "DEMix-DAPT adapts without forgetting: the new expert beats its parent on the new domain, and the training "
         "domains stay as they were (Figure 6, Table 13).",
@@ -357,18 +270,18 @@ def _dense_forgets(results: pd.DataFrame, config: dict[str, Any], training: list
     ).dropna(axis="columns")
     changes = adapted.mean() / dense.mean() - 1 if dense.notna().all() else pd.Series(dtype="float64")
     if changes.empty:
-        part = _Part(False, 0, 0, f"Dense-DAPT against {start.label}: no rows.")
+        part = Part(False, 0, 0, f"Dense-DAPT against {start.label}: no rows.")
     else:
         agreeing = int((changes > 0).sum())
-        part = _Part(
+        part = Part(
             bool(changes.mean() > 0),
             agreeing,
             len(changes),
-            f"Dense-DAPT changes the mean perplexity of the training domains by {_percent(changes.mean())} on average "
-            f"({_percent(changes.min())} to {_percent(changes.max())}), a rise for {agreeing} of {len(changes)} novel "
+            f"Dense-DAPT changes the mean perplexity of the training domains by {percent(changes.mean())} on average "
+            f"({percent(changes.min())} to {percent(changes.max())}), a rise for {agreeing} of {len(changes)} novel "
             "domains.",
         )
-    return _claim(
+    return claim_of(
         "dense_dapt_forgets",
         "Dense-DAPT forgets: adapting all parameters to a novel domain raises perplexity on the training domains "
         "(Figure 6, Table 13).",
@@ -380,23 +293,23 @@ def _removal_level(results: pd.DataFrame, config: dict[str, Any], training: list
     rows = pd.DataFrame(
         {
             "with": perplexities(results, read.before_removal(config), training),
-            "without": each(results, read.without_expert(config), training),
-            "never": each(results, read.without_domain, training),
+            "without": each(results, read.without_expert(config), training)["perplexity"],
+            "never": each(results, read.without_domain, training)["perplexity"],
         }
     ).dropna()
     if rows.empty:
-        part = _Part(False, 0, 0, "+Expert, −Expert and −Domain: no domain has all three.")
+        part = Part(False, 0, 0, "+Expert, −Expert and −Domain: no domain has all three.")
     else:
         mean = rows.mean()
         nearer = (rows["without"] - rows["never"]).abs() < (rows["without"] - rows["with"]).abs()
-        part = _Part(
+        part = Part(
             abs(mean["without"] - mean["never"]) < abs(mean["without"] - mean["with"]),
             int(nearer.sum()),
             len(rows),
             f"+Expert {mean['with']:.2f}, −Expert {mean['without']:.2f}, −Domain {mean['never']:.2f}; −Expert is "
             f"nearer to −Domain than to +Expert on {int(nearer.sum())} of the {len(rows)} domains trained without.",
         )
-    return _claim(
+    return claim_of(
         "removal_like_never_trained",
         "Without its expert, a domain fares about as with a model that never saw the domain (Table 7).",
         part,

@@ -1,4 +1,4 @@
-"""Tables that the paper does not have: overlap, weights, decay, dev blocks, every system, differences, audit."""
+"""Tables that the paper does not have: overlap, weights, grids, seeds, rates, every system, differences, audit."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from demix.config.systems import KINDS
 from demix.report import read
 from demix.report.affinity import affinities, relation_with_own, relations, with_overlap
 from demix.report.cells import COUNTED, INTERVAL_NOTE, POSTERIOR_MIXTURES, kinds_of_domains, lowest, mean_of, percent
-from demix.report.read import evaluations, grid, perplexities, training_domains
+from demix.report.read import each, grid, perplexities, training_domains
 from demix.report.render import Table
 
 
@@ -177,11 +177,15 @@ def full_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     """One row per system and domain: perplexity, interval, documents, tokens, bits per byte."""
     rows = []
     for kind, domains in kinds_of_domains(config):
+        # At one place of these lists stands one system for all domains, or the one that belongs to each domain.
+        systems = {domain: _every_system(domain, kind, config) for domain in domains}
+        lines = [dict(zip(systems, line, strict=True)) for line in zip(*systems.values(), strict=True)]
+        found = [each(results, line.__getitem__, domains) for line in lines]
         for domain in domains:
-            for system in _every_system(domain, kind, config):
-                found = evaluations(results, system, [domain]).iloc[0]
-                if pd.notna(found["perplexity"]):
-                    rows.append({"Domain": domain, "Kind": kind, "System": system.label} | found.to_dict())
+            for line, numbers in zip(lines, found, strict=True):
+                if pd.notna(numbers.at[domain, "perplexity"]):
+                    label = line[domain].label
+                    rows.append({"Domain": domain, "Kind": kind, "System": label} | numbers.loc[domain].to_dict())
     names = {
         "perplexity": "Perplexity", "low": "Low", "high": "High", "spread": "± seeds", "bits_per_byte": "Bits per byte",
         "documents": "Documents", "pieces": "Pieces", "tokens": "Tokens",
@@ -242,6 +246,39 @@ def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Tabl
         notes=("“–” where the domain has fewer than 20 test documents. One training each: seeds are not in it.",),
         formats=formats | COUNTED,
         long=True,
+    )
+
+
+def seeds_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+    """Every trained system against Dense (Balanced) of the same seed, and the spread of this change over seeds."""
+    systems = [system for row in read.trained_systems(config).values() for system in row if system != read.BALANCED]
+    rows: dict[str, dict[str, float]] = {system.label: {} for system in systems}
+    for system in systems:
+        for kind, domains in kinds_of_domains(config):
+            if not domains:
+                continue
+            changes = {
+                seed: percent(*(mean_of(perplexities(found, one, domains)) for one in (read.BALANCED, system)))
+                for seed, found in results.groupby("seed")
+            }
+            columns = {f"{kind.capitalize()}, seed {seed}": change for seed, change in changes.items()}
+            if len(changes) > 1:
+                values = list(changes.values())
+                columns |= {f"{kind.capitalize()}, mean": mean_of(values), f"±, {kind}": float(np.std(values, ddof=1))}
+            rows[system.label] |= columns
+    frame = pd.DataFrame.from_dict(rows, orient="index")
+    return Table(
+        "seeds",
+        "Against Dense (Balanced), seed by seed",
+        "The change of the mean test perplexity over domains from Dense (Balanced) to each system, in percent, both "
+        "trained with the same seed on the same text. Negative: better than Dense (Balanced).",
+        frame,
+        notes=(
+            "Compared within a seed, because a seed moves both systems of a pair.",
+            "± is the standard deviation over seeds. On novel domains single experts and domain tokens (naive) are "
+            "oracles, chosen on the test data.",
+        ),
+        formats={column: "{:.2f}" if column.startswith("±") else "{:+.2f}" for column in frame},
     )
 
 

@@ -223,10 +223,14 @@ def perplexities(results: pd.DataFrame, system: System, domains: Iterable[str]) 
     return evaluations(results, system, domains)["perplexity"]
 
 
-def each(results: pd.DataFrame, system: Callable[[str], System], domains: Iterable[str]) -> pd.Series:
-    """Test perplexity on each domain of the system that belongs to it."""
-    values = {name: perplexities(results, system(name), [name])[name] for name in domains}
-    return pd.Series(values, dtype="float64")
+def each(results: pd.DataFrame, system: Callable[[str], System], domains: Iterable[str]) -> pd.DataFrame:
+    """`evaluations` on each domain of the system that belongs to it."""
+    names = list(domains)
+    belonging: dict[System, list[str]] = {}
+    for name in names:
+        belonging.setdefault(system(name), []).append(name)
+    found = [evaluations(results, one, some) for one, some in belonging.items()]
+    return pd.concat(found).reindex(names) if found else evaluations(results, system(""), [])
 
 
 def paired(

@@ -11,7 +11,8 @@ from demix.config.evaluated import bases, compared, evaluated
 from demix.config.run import write_run_config
 from demix.config.sections import MixingRecipe, taken
 from demix.config.systems import planned
-from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain, join
+from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
+from demix.evaluate.join import join
 from demix.evaluate.score_tables import tokens_sha256, write_scores, write_tokens
 from demix.report import REPORT_FILES
 from demix.settings import settings_from

@@ -40,7 +40,8 @@ def test_a_run_like_the_paper_shows_every_claim(tmp_path: Path) -> None:
     assert judged["order_of_priors"].numbers.count("lower on 2 of 2") == 3
     assert "over 9 pairs" in judged["overlap_correlates"].numbers
     told = {name for name, claim in judged.items() if "not told the domain" in claim.statement}
-    assert told == {"novel_untold_against_dense"}
+    assert told == {"novel_untold_against_dense", "demix_tempered_against_dense"}
+    assert judged["demix_tempered_against_dense"].numbers.count("lower on") == 4
     assert "unchanged on 3 of 3, by construction (largest change 0%)" in judged["demix_dapt"].numbers
 
 

@@ -18,7 +18,7 @@ from scipy import stats
 from demix.errors import DemixError
 from demix.files import write_json
 from demix.report import REPORT_FILES, TABLES, write_report
-from demix.report.all_tables import main_table, scale_note, write_tables
+from demix.report.all_tables import main_table, write_tables
 from demix.report.own_tables import (
     audit_table,
     decay_table,
@@ -30,7 +30,7 @@ from demix.report.own_tables import (
     weights_table,
 )
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
-from demix.report.read import comparable, read_audit, read_parents, read_results, read_trials
+from demix.report.read import read_audit, read_parents, read_results, read_trials
 from support.synthetic_run import DECAYS, DEV_BLOCKS, NOVEL, RELEASED_SCORER, TRAINING, Run, base, build_run
 
 
@@ -197,20 +197,6 @@ def test_an_interval_or_a_dash_stands_beneath(run: Run) -> None:
     none = run.results.assign(perplexity_low=math.nan, perplexity_high=math.nan)
     assert set(table4(none, run.config).second_lines().to_numpy().ravel()) == {""}
     assert "No domain has the 20 test documents" in table4(none, run.config).notes[0]
-
-
-def test_seeds_are_shown_as_mean_and_spread(run: Run) -> None:
-    """Runs of different seeds have other test splits, hence other tokens."""
-    other = run.results.assign(seed=2, perplexity=run.results["perplexity"] + 6, tokens_sha256="other")
-    both = comparable(pd.concat([run.results, other], ignore_index=True))
-    table = table4(both, run.config)
-    assert table.frame.loc["law", "Dense"] == pytest.approx(154 + 3)
-    assert table.second_lines().loc["law", "Dense"] == f"± {6 / math.sqrt(2):.2f}"
-    assert table3(both, run.config).second_lines().loc["Dense", "Perplexity"] == f"± {6 / math.sqrt(2):.2f}"
-    full = full_table(both, run.config).frame
-    assert set(full["± seeds"].round(6)) == {round(6 / math.sqrt(2), 6)}
-    assert full["Low"].isna().all()
-    assert "2 seeds" in scale_note(both, run.config)
 
 
 def test_grids_are_means_of_their_own_rows(run: Run) -> None:

@@ -8,8 +8,6 @@ rule choose_mixing:
         f"{RUN}/models/{{model}}/mixing.json",
     log:
         f"{RUN}/logs/choose_mixing/{{model}}.log",
-    benchmark:
-        f"{RUN}/benchmarks/choose_mixing/{{model}}.tsv"
     wildcard_constraints:
         model="|".join(model.name for model in chosen_on_dev(config)) or "none",
     conda:

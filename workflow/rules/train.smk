@@ -62,8 +62,6 @@ rule seed:
         seed_files("{model}", "{step}"),
     log:
         f"{RUN}/logs/seed/{{model}}.{{step}}.log",
-    benchmark:
-        f"{RUN}/benchmarks/seed/{{model}}.{{step}}.tsv"
     wildcard_constraints:
         model="|".join(SEEDS) or "none",
         step="[0-9]+",

@@ -1,0 +1,49 @@
+"""Tables over several seeds: means, their spread, and changes within a seed."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from demix.report.all_tables import scale_note
+from demix.report.own_tables import full_table, seeds_table
+from demix.report.paper_tables import table3, table4
+from demix.report.read import comparable
+from support.synthetic_run import Run, build_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return build_run(tmp_path_factory.mktemp("run"))
+
+
+def test_seeds_are_shown_as_mean_and_spread(run: Run) -> None:
+    """Runs of different seeds have other test splits, hence other tokens."""
+    other = run.results.assign(seed=2, perplexity=run.results["perplexity"] + 6, tokens_sha256="other")
+    both = comparable(pd.concat([run.results, other], ignore_index=True))
+    table = table4(both, run.config)
+    assert table.frame.loc["law", "Dense"] == pytest.approx(154 + 3)
+    assert table.second_lines().loc["law", "Dense"] == f"± {6 / math.sqrt(2):.2f}"
+    assert table3(both, run.config).second_lines().loc["Dense", "Perplexity"] == f"± {6 / math.sqrt(2):.2f}"
+    full = full_table(both, run.config).frame
+    assert set(full["± seeds"].round(6)) == {round(6 / math.sqrt(2), 6)}
+    assert full["Low"].isna().all()
+    assert "2 seeds" in scale_note(both, run.config)
+
+
+def test_changes_within_a_seed_and_their_spread(run: Run) -> None:
+    """The second seed doubles the perplexities of both systems of a pair and those of DEMix by a further tenth."""
+    again = run.results.assign(
+        seed=2, perplexity=run.results["perplexity"] * np.where(run.results["model"] == "demix", 2.2, 2.0)
+    )
+    one, both = (seeds_table(pd.concat(found), run.config).frame for found in ([run.results], [run.results, again]))
+    assert list(one.columns) == ["Training, seed 1", "Novel, seed 1"]
+    assert one.loc["DEMix (naive)", "Training, seed 1"] == pytest.approx(100 * (1 / 1.3 - 1))
+    changes = 100 * (1 / 1.3 - 1), 100 * (1.1 / 1.3 - 1)
+    assert both.loc["DEMix (naive)", ["Training, seed 1", "Training, seed 2"]].to_list() == pytest.approx(changes)
+    assert both.loc["DEMix (naive)", "Training, mean"] == pytest.approx(np.mean(changes))
+    assert both.loc["DEMix (naive)", "±, training"] == pytest.approx(stats.tstd(changes))
+    assert both.loc["Dense", "±, training"] == pytest.approx(0, abs=1e-9)
+    assert "Dense (Balanced)" not in both.index
