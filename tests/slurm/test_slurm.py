@@ -17,9 +17,16 @@ pytestmark = pytest.mark.slurm
 
 def test_the_workflow_gives_the_numbers_of_one_machine(slurm: None, prepared: Path, tmp_path: Path) -> None:
     (tmp_path / "resources").symlink_to(prepared / "resources")
-    config = config_with(training=EIGHT, cluster=SITE)
+    seeded = {"kind": "demix", "parent": "dense", "seed_tokens": 6000}
+    config = config_with(training=EIGHT, cluster=SITE, models={"seeded": seeded})
     assert snakemake(tmp_path, config).wait() == 0, printed(tmp_path)
     ours, theirs = (pd.read_parquet(folder / "results/tiny/results.parquet") for folder in (tmp_path, prepared))
+    # The row with a seed phase began with the state that the job of the dense training kept.
+    branch = read_json(tmp_path / "results/tiny/models/seeded/model.json")
+    assert (branch["parent"]["step"], branch["tokens_seed"]) == (15, 5760)
+    assert "training it again" not in (tmp_path / "results/tiny/logs/seed/dense.00000015.log").read_text()
+    assert set(ours["model"]) == set(theirs["model"]) | {"seeded"}
+    ours = ours[ours["model"] != "seeded"].reset_index(drop=True)
     keys = [name for name, kind in ours.dtypes.items() if kind.kind not in "f"]
     pd.testing.assert_frame_equal(ours[keys], theirs[keys])
     pd.testing.assert_series_equal(ours["perplexity"], theirs["perplexity"], rtol=1e-3)
