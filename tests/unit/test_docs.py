@@ -83,6 +83,7 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     encoder = Tokenizer.load(run / "tokenizer.json")
     shutil.rmtree(run / "models" / "demix")
     write_model(run / "models" / "demix", TRAINING + NOVEL, encoder.sha256, encoder.vocab_size)
+    write_model(run / "models" / "demix_seeded", TRAINING, encoder.sha256, encoder.vocab_size)
     shutil.copytree(tokens / "tokens" / "fantasy", run / "tokens" / "wiki")
     for path in (run / "tokens" / "wiki").glob("*.json"):
         write_json(path, read_json(tokens / "tokens" / "fantasy" / path.name))
