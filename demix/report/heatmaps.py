@@ -74,7 +74,7 @@ def figure2(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str, Any]
         "Figure 2: how well each expert predicts each domain, and the bigrams that they share",
         "Top: test perplexity of an expert (column) on a domain (row), over that of the domain's own expert (training "
         "domains) or of the best expert (novel domains). 1 is best. Middle: share of the bigrams of a domain's test "
-        "split that occur in the expert's training text. Bottom: the one against the other, a point a pair."
+        "split that occur in the expert's training text. Bottom: the one against the other, one point per pair."
         + ("" if pairs["ratio"].notna().any() else " This run has none of these numbers."),
     )
 
