@@ -142,35 +142,6 @@ class Adaptation:
         return self.domain if self.adds_expert else DENSE_EXPERT
 
 
-@dataclass(frozen=True)
-class ScoringJob:
-    """A rule of the workflow that scores texts under a model, in `jobs` jobs.
-
-    Names may hold the wildcards {training} and {novel}. The rule reads the files of `experts` and makes one score table
-    for each of `columns`. With `shared` the rule also makes the table of the tokens; otherwise that table already
-    exists for the domains of `after`. With `added` the rule scores what an adaptation made. With `own` each domain has
-    one column, its own domain token.
-    """
-
-    rule: str
-    log: str
-    model: str
-    experts: tuple[str, ...]
-    columns: tuple[str, ...]
-    domains: tuple[str, ...]
-    splits: tuple[str, ...]
-    jobs: int
-    priority: int = 0
-    shared: bool = True
-    after: tuple[str, ...] = ()
-    added: bool = False
-    own: bool = False
-
-    def columns_on(self, domain: str) -> tuple[str, ...]:
-        """The columns of the score tables of a domain."""
-        return (domain,) if self.own else self.columns
-
-
 def training_domains(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The training domains in the config's order."""
     return tuple(config["domains"]["training"])
@@ -397,58 +368,3 @@ def _row(models: list[Model], name: str, key: str, *, experts: bool = True) -> M
             return model
     names = ", ".join(model.name for model in fitting)
     raise DemixError(f"config key {key}", f"is {name}, which is no such row of models", f"name one of {names}")
-
-
-def scoring_jobs(config: Mapping[str, Any]) -> tuple[ScoringJob, ...]:
-    """All rules that score, in the order of the workflow.
-
-    On one machine a job scores all training domains under a model, whose weights and libraries it loads once: nothing
-    scores one of these domains again without the others, since a change of one changes the models. On a cluster each
-    domain is a job of its own, and so is each novel domain everywhere.
-    An adapted expert is scored on all earlier domains in one job, not in one job for each pair. Another job scores this
-    expert and all earlier novel experts on the new domain. A novel domain that is appended therefore changes no
-    existing job.
-    """
-    training, novel = training_domains(config), novel_domains(config)
-    receiver = adapted_model(config)
-    each = (config.get("cluster") or {}).get("launch") == "slurm"
-    jobs = []
-    for model in trained(config):
-        priority = 0 if model.removed else 80 if model == receiver else 10
-        job = ScoringJob(
-            f"score_{model.rule}", model.name, model.name, model.experts, model.columns, (model.removed,), model.splits,
-            1, priority,
-        )  # fmt: skip
-        if model.removed:
-            jobs.append(job)
-            continue
-        own = model.kind.domain_tokens
-        known = replace(job, rule=f"score_known_{model.rule}", own=own, splits=("test",) if own else model.splits)
-        jobs.append(
-            replace(known, log=f"{model.name}/{{training}}", domains=("{training}",), jobs=len(training))
-            if each
-            else replace(known, log=f"{model.name}/training", domains=training)
-        )
-        jobs.append(replace(job, log=f"{model.name}/{{novel}}", domains=("{novel}",), jobs=len(novel)))
-    for number, name in enumerate(novel):
-        before, so_far = (*training, *novel[:number]), novel[: number + 1]
-        into = ScoringJob("", "", receiver.name, (), (), (), receiver.splits, 1, priority=60, shared=False, added=True)
-        jobs += [
-            replace(
-                into, rule=f"score_adapted_{name}", log=f"adapted/{name}", experts=(name,), columns=(name,),
-                domains=before, after=before,
-            ),
-            replace(
-                into, rule=f"score_adapted_on_{name}", log=f"adapted/on-{name}", experts=so_far, columns=so_far,
-                domains=(name,), after=(name,),
-            ),
-        ]  # fmt: skip
-    if novel:
-        made, dense = adapted(dense_adapted_row(config), "{novel}"), (DENSE_EXPERT,)
-        jobs.append(
-            ScoringJob(
-                "score_adapted_dense", made, made, dense, dense, (*training, "{novel}"), ("test",), len(novel),
-                added=True,
-            )
-        )  # fmt: skip
-    return tuple(jobs)

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 
 from demix.config.evaluated import Evaluated, ExpertSet
-from demix.config.mixing import parsed_weights
 from demix.config.sections import MixingRecipe, Seed
 from demix.errors import DemixError
 from demix.evaluate.intervals import FEWEST, bounds, clustered, resampled_sums
@@ -18,13 +17,13 @@ from demix.evaluate.losses import DocumentLosses, Mixture, dev_priors, document_
 from demix.evaluate.mix.choice import mixing_of, switching_on_dev
 from demix.evaluate.mix.mixtures import FLOORS
 from demix.evaluate.mix.priors import (
-    RELEASED_DECAY,
     blocks_used,
     fitted_log_prior,
     log_prior_path,
     posterior_trace,
 )
 from demix.evaluate.mix.rules import WeightsRule
+from demix.evaluate.planned import planned_mixtures
 from demix.evaluate.score_tables import ScoreTable, read_scores
 from demix.files import seed_for, write_parquet
 from demix.settings import Items, Text, settings
@@ -291,36 +290,6 @@ def table_schema(columns: dict[str, pa.DataType]) -> pa.Schema:
 
 def _traced(evaluation: Evaluation, some: ExpertSet) -> Mixture:
     return Mixture("updating", some.experts, "history", decay=evaluation.decay)
-
-
-def planned_mixtures(evaluation: Evaluation, some: ExpertSet, scored: int) -> Iterator[tuple[Mixture, str]]:
-    """All mixtures of a set of experts, each with the variant that it is a row of; `scored` dev blocks are there."""
-    main = Mixture("cached", some.experts, decay=evaluation.decay, dev_blocks=min(evaluation.dev_blocks, scored))
-    named = [(weights, parsed_weights(weights).rules.evaluated) for weights in some.weights or evaluation.weights]
-    for top_k in (None, *(k for k in evaluation.top_k if k < len(some.experts))):
-        for method in some.methods:
-            for weights, evaluated in named:
-                if method in evaluated:
-                    yield replace(main, method=method, weights=weights, top_k=top_k), ""
-            # The prior alone: equal weights have no likeliest experts.
-            if method == "fitted" or (method == "average" and top_k is None):
-                yield replace(main, method=method, weights="", top_k=top_k), ""
-    if "average" in some.methods:
-        for method in FLOORS:
-            yield replace(main, method=method, weights=""), ""
-    if not some.variants:
-        return
-    for weights, evaluated in named:
-        if "cached" not in evaluated:
-            continue
-        for decay in sorted({*evaluation.decays, evaluation.decay}):
-            for method in ("updating", "cached"):
-                yield replace(main, method=method, weights=weights, decay=decay), "decay"
-        for blocks in sorted({min(number, scored) for number in (*evaluation.prior_blocks, main.dev_blocks)}):
-            yield replace(main, weights=weights, dev_blocks=blocks), "dev_blocks"
-    for method in ("updating", "cached"):
-        released = replace(main, method=method, weights="released", decay=RELEASED_DECAY, scorer="released")
-        yield released, "released_scorer"
 
 
 def _row(about: dict[str, Any], totals: DocumentLosses, nll: np.ndarray, **more: Any) -> Row:

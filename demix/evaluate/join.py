@@ -1,4 +1,4 @@
-"""Joining the tables of single domains. Four short jobs of every run do only this: the module loads little."""
+"""Joining the tables of single domains. Each join is a process of its own, so this module loads little."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from demix.files import read_parquet, write_parquet
 
 
 def join(inputs: Sequence[Path], output: Path) -> None:
-    """Write the rows of all `inputs` to `output`, in their order."""
+    """Write the rows of all `inputs` to `output`, in their order. Raises DemixError if their columns differ."""
     tables = [read_parquet(path) for path in inputs]
     for path, table in zip(inputs, tables, strict=True):
         if table.schema != tables[0].schema:

@@ -9,7 +9,8 @@ from rich.table import Table
 from demix.config.architecture import architecture_from
 from demix.config.check import site_of
 from demix.config.evaluated import chosen_on_dev
-from demix.config.systems import adaptations, scoring_jobs, seeds, trained
+from demix.config.scoring import scoring_jobs
+from demix.config.systems import adaptations, seeds, trained
 from demix.files import write_text
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.slurm import sbatch_text

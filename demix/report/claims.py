@@ -15,7 +15,7 @@ from demix.report.cells import mean_of
 from demix.report.page import render
 from demix.report.read import comparable, each, expert_perplexities, novel_domains, perplexities, training_domains
 from demix.report.render import as_markdown
-from demix.report.verdict import Claim, Part, claim_of, compare, percent
+from demix.report.verdict import Claim, Part, as_percent, claim_of, compare
 
 # A mixture of more experts pays for a less certain prior π: up to −ln π/T nats per token. Half a percent is no harm.
 HARM = 0.005
@@ -277,9 +277,9 @@ def _dense_forgets(results: pd.DataFrame, config: dict[str, Any], training: list
             bool(changes.mean() > 0),
             agreeing,
             len(changes),
-            f"Dense-DAPT changes the mean perplexity of the training domains by {percent(changes.mean())} on average "
-            f"({percent(changes.min())} to {percent(changes.max())}), a rise for {agreeing} of {len(changes)} novel "
-            "domains.",
+            f"Dense-DAPT changes the mean perplexity of the training domains by {as_percent(changes.mean())} on "
+            f"average ({as_percent(changes.min())} to {as_percent(changes.max())}), a rise for {agreeing} of "
+            f"{len(changes)} novel domains.",
         )
     return claim_of(
         "dense_dapt_forgets",

@@ -253,18 +253,21 @@ def seeds_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     """Every trained system against Dense (Balanced) of the same seed, and the spread of this change over seeds."""
     systems = [system for row in read.trained_systems(config).values() for system in row if system != read.BALANCED]
     rows: dict[str, dict[str, float]] = {system.label: {} for system in systems}
-    for system in systems:
-        for kind, domains in kinds_of_domains(config):
-            if not domains:
-                continue
-            changes = {
-                seed: percent(*(mean_of(perplexities(found, one, domains)) for one in (read.BALANCED, system)))
-                for seed, found in results.groupby("seed")
-            }
-            columns = {f"{kind.capitalize()}, seed {seed}": change for seed, change in changes.items()}
+    by_seed = dict(list(results.groupby("seed")))
+    for kind, domains in kinds_of_domains(config):
+        if not domains:
+            continue
+        base = {seed: mean_of(perplexities(found, read.BALANCED, domains)) for seed, found in by_seed.items()}
+        for system in systems:
+            changes = [
+                percent(base[seed], mean_of(perplexities(found, system, domains))) for seed, found in by_seed.items()
+            ]
+            columns = {f"{kind.capitalize()}, seed {seed}": value for seed, value in zip(by_seed, changes, strict=True)}
             if len(changes) > 1:
-                values = list(changes.values())
-                columns |= {f"{kind.capitalize()}, mean": mean_of(values), f"±, {kind}": float(np.std(values, ddof=1))}
+                columns |= {
+                    f"{kind.capitalize()}, mean": mean_of(changes),
+                    f"±, {kind}": float(np.std(changes, ddof=1)),
+                }
             rows[system.label] |= columns
     frame = pd.DataFrame.from_dict(rows, orient="index")
     return Table(
@@ -275,8 +278,8 @@ def seeds_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
         frame,
         notes=(
             "Compared within a seed, because a seed moves both systems of a pair.",
-            "± is the standard deviation over seeds. On novel domains single experts and domain tokens (naive) are "
-            "oracles, chosen on the test data.",
+            "On novel domains single experts and domain tokens (naive) are oracles, chosen on the test data.",
+            *(["± is the standard deviation over seeds."] if len(by_seed) > 1 else []),
         ),
         formats={column: "{:.2f}" if column.startswith("±") else "{:+.2f}" for column in frame},
     )

@@ -14,7 +14,7 @@ Verdict = Literal["shown", "mixed", "not shown", "cannot be judged"]
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of the paper, the verdict on this run, and the deciding numbers in one or a few sentences."""
+    """A statement of the paper or of ours, the verdict on this run, and the deciding numbers in sentences."""
 
     name: str
     statement: str
@@ -74,7 +74,7 @@ def compare(
     agreeing = int(holds(both["value"], both["other"]).sum())
     how = f"at most {100 * allowance:g}% higher" if allowance else "higher" if higher else "lower"
     sentence = (
-        f"{label} {value:.2f} against {other_label} {other:.2f} ({percent(value / other - 1)}), "
+        f"{label} {value:.2f} against {other_label} {other:.2f} ({as_percent(value / other - 1)}), "
         f"{how} on {agreeing} of {len(both)} {over}{_beyond(bounds, higher)}."
     )
     return Part(bool(holds(value, other)), agreeing, len(both), sentence)
@@ -88,7 +88,8 @@ def _beyond(bounds: pd.DataFrame | None, higher: bool) -> str:
     return f", and so is the whole 95% interval of the difference on {sure.sum()} of {len(bounds)}"
 
 
-def percent(change: float) -> str:
+def as_percent(change: float) -> str:
+    """A relative change as text: −0.05 is −5.0%."""
     return f"{100 * change:+.1f}%".replace("-", "−")
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from demix.config.evaluated import bases, compared, evaluated, systems_of
-from demix.config.systems import KINDS, adaptations, learning_rate_factor, planned, scoring_jobs, seeds, trained
+from demix.config.scoring import scoring_jobs
+from demix.config.systems import KINDS, adaptations, learning_rate_factor, planned, seeds, trained
 from demix.errors import DemixError
 
 TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")

@@ -8,6 +8,7 @@ from demix.config.check import complete
 from demix.config.rules import RunRules, source_files, swept_rates
 from demix.config.run import refuse_other_format
 from demix.config.evaluated import bases, chosen_on_dev, compared, evaluated
+from demix.config.scoring import scoring_jobs
 from demix.config.sections import AdaptationRecipe, MixingRecipe, ScoringRecipe, taken
 from demix.config.systems import (
     adaptations,
@@ -17,7 +18,6 @@ from demix.config.systems import (
     left_out,
     planned,
     removal_model,
-    scoring_jobs,
     seeds,
     trained,
     trained_without,
