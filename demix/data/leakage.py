@@ -6,6 +6,7 @@ both sides, so that memory has a bound: 8 bytes a held-out 13-gram, and as much 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ MOST_GRAMS = 1 << 24
 
 _PIECE = 1 << 18
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
+_INVERSE = np.uint64(pow(int(_PRIME), -1, 1 << 64))
 _LENGTHS = np.array([(1 << 8 * length) - 1 for length in range(9)], np.uint64)
 
 
@@ -30,12 +32,22 @@ class Grams:
     table: np.ndarray = field(repr=False)
     one_in: int
 
-    def places(self, hashes: np.ndarray) -> np.ndarray:
-        """Where in `self.hashes` those of `hashes` are that it holds."""
-        hashes = hashes[self.table[hashes >> np.uint64(64 - (len(self.table).bit_length() - 1))]]
-        at = np.searchsorted(self.hashes, hashes)
+    @classmethod
+    def of(cls, hashes: np.ndarray, one_in: int) -> "Grams":
+        """The set of `hashes`, in any order."""
+        hashes = np.unique(hashes)
+        bits = min(max((8 * len(hashes)).bit_length(), 10), 27)
+        table = np.zeros(1 << bits, bool)
+        table[hashes >> np.uint64(64 - bits)] = True
+        return cls(hashes, table, one_in)
+
+    def found(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of `hashes` the set holds, as places in `hashes`, and where it holds them."""
+        maybe = np.flatnonzero(self.table[hashes >> np.uint64(64 - (len(self.table).bit_length() - 1))])
+        at = np.searchsorted(self.hashes, hashes[maybe])
         at[at == len(self.hashes)] = 0
-        return at[self.hashes[at] == hashes] if len(self.hashes) else at[:0]
+        held = self.hashes[at] == hashes[maybe]
+        return maybe[held], at[held]
 
 
 def grams_of(texts: pa.Array, one_in: int = 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -46,19 +58,26 @@ def grams_of(texts: pa.Array, one_in: int = 1) -> Iterator[tuple[np.ndarray, np.
     data, starts, ends, first = word_starts(texts)
     padded = np.concatenate([data, np.zeros(8, np.uint8)])
     eights = np.ndarray(len(data) + 1, "<u8", padded, strides=(1,))
+    number = np.repeat(np.arange(len(texts)), np.diff(first))
     for begin in range(0, max(len(starts) - LENGTH + 1, 0), _PIECE):
         end = min(begin + _PIECE + LENGTH - 1, len(starts))
         words = _hashes(eights, starts[begin:end], ends[begin:end] - starts[begin:end])
-        count = end - begin - LENGTH + 1
-        grams = np.zeros(count, np.uint64)
-        for word in range(LENGTH):
-            grams = grams * _PRIME + words[word : word + count]
-        grams = _mixed(grams)
-        number = np.searchsorted(first, np.arange(begin, end), side="right") - 1
-        kept = number[:count] == number[LENGTH - 1 :]
+        count = len(words) - LENGTH + 1
+        # A polynomial of LENGTH words is a difference of two sums over all words, all modulo 2^64.
+        sums = np.cumsum(np.concatenate([[np.uint64(0)], words * _powers(_INVERSE)[: len(words)]]))
+        grams = _mixed((sums[LENGTH:] - sums[:-LENGTH]) * _powers(_PRIME)[LENGTH - 1 : len(words)])
+        kept = number[begin : begin + count] == number[begin + LENGTH - 1 : end]
         if one_in > 1:
             kept &= grams & np.uint64(one_in - 1) == 0
-        yield grams[kept], number[:count][kept]
+        yield grams[kept], number[begin : begin + count][kept]
+
+
+@cache
+def _powers(base: np.uint64) -> np.ndarray:
+    """`base` to the power of 0, 1, … modulo 2^64, as many as words of a piece."""
+    powers = np.full(_PIECE + LENGTH - 1, base, np.uint64)
+    powers[0] = 1
+    return np.multiply.accumulate(powers)
 
 
 def _hashes(eights: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -91,36 +110,32 @@ def gram_set(documents: list[Path]) -> Grams:
     for path in documents:
         for batch in read_batches(path, ["text"]):
             found += [np.unique(hashes) for hashes, _ in grams_of(batch.column(0), one_in)]
-    hashes = np.unique(np.concatenate(found))
-    bits = min(max((8 * len(hashes)).bit_length(), 10), 27)
-    table = np.zeros(1 << bits, bool)
-    table[hashes >> np.uint64(64 - bits)] = True
-    return Grams(hashes, table, one_in)
+    return Grams.of(np.concatenate(found), one_in)
 
 
 def shares(texts: pa.Array, grams: Grams) -> np.ndarray:
     """The share of each text's 13-grams that `grams` holds; 0 for a text without any."""
     total, found = np.zeros(len(texts), np.int64), np.zeros(len(texts), np.int64)
     for hashes, number in grams_of(texts, grams.one_in):
-        held = np.zeros(len(hashes), bool)
-        maybe = np.flatnonzero(grams.table[hashes >> np.uint64(64 - (len(grams.table).bit_length() - 1))])
-        held[maybe] = np.isin(hashes[maybe], grams.hashes[grams.places(hashes[maybe])])
         total += np.bincount(number, minlength=len(texts))
-        found += np.bincount(number[held], minlength=len(texts))
+        found += np.bincount(number[grams.found(hashes)[0]], minlength=len(texts))
     return found / np.maximum(total, 1)
 
 
 def leaked(train: Path, held_out: dict[str, Path]) -> dict[str, float | int]:
     """Of the distinct 13-grams of each held-out split, the share that `train` holds, and the sampling."""
     sets = {name: gram_set([path]) for name, path in held_out.items()}
-    seen = {name: np.zeros(len(grams.hashes), bool) for name, grams in sets.items()}
-    one_in = min(grams.one_in for grams in sets.values())
+    both = Grams.of(
+        np.concatenate([grams.hashes for grams in sets.values()]), min(grams.one_in for grams in sets.values())
+    )
+    seen = np.zeros(len(both.hashes), bool)
     for batch in read_batches(train, ["text"]):
-        for hashes, _ in grams_of(batch.column(0), one_in):
-            for name, grams in sets.items():
-                seen[name][grams.places(hashes)] = True
+        for hashes, _ in grams_of(batch.column(0), both.one_in):
+            # In order, the search reads memory in order too.
+            seen[both.found(np.sort(hashes))[1]] = True
+    found = {name: seen[np.searchsorted(both.hashes, grams.hashes)] for name, grams in sets.items()}
     return {
         "length": LENGTH,
         "one_in": max(grams.one_in for grams in sets.values()),
-        **{name: round(float(found.mean()), 6) if len(found) else 0.0 for name, found in seen.items()},
+        **{name: round(float(one.mean()), 6) if len(one) else 0.0 for name, one in found.items()},
     }

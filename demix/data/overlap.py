@@ -14,12 +14,35 @@ import pyarrow as pa
 
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
-from demix.files import write_parquet
+from demix.files import scratch, write_parquet
+from demix.files.database import database, for_each
 from demix.progress import followed
 
 # Enough for steady shares, little enough to sort in a second: a larger sample holds more of any text's bigrams.
 TRAIN_TOKENS = 1_000_000
 TEST_TOKENS = 100_000
+
+SCHEMA = pa.schema(
+    [
+        *(("domain", pa.string()), ("expert", pa.string()), ("overlap", pa.float64())),
+        *(("train_tokens", pa.int64()), ("test_bigrams", pa.int64())),
+    ]
+)
+
+_TABLES = """
+create table experts (expert varchar);
+create table domains (domain varchar);
+create table known (expert varchar, bigram ubigint);
+create table found (domain varchar, bigram ubigint, number bigint)
+"""
+_OVERLAP = """
+with shared as (select domain, expert, sum(number) as number from found join known using (bigram) group by all),
+    total as (select domain, sum(number) as number from found group by all)
+select domain, expert, coalesce(shared.number, 0) / total.number as overlap,
+    $tokens as train_tokens, coalesce(total.number, 0) as test_bigrams
+from domains cross join experts left join shared using (domain, expert) left join total using (domain)
+order by domains.rowid, experts.rowid
+"""
 
 
 def bigrams(shard: TokenShard, tokens: int) -> np.ndarray:
@@ -51,21 +74,18 @@ def overlap(shards: Iterable[Path], output: Path) -> None:
             )
         opened[path.stem][path.parent.name] = shard
     tokens = min([TRAIN_TOKENS, *map(len, opened["train"].values())])
-    known = {expert: np.unique(bigrams(shard, tokens)) for expert, shard in opened["train"].items()}
-    rows = []
-    tests = opened["test"].items()
-    for domain, shard in followed(tests, "overlap: domains", len(tests)):
-        found = bigrams(shard, TEST_TOKENS)
-        rows += [
-            {
-                "domain": domain,
-                "expert": expert,
-                "overlap": float(np.isin(found, pairs).mean()) if len(found) else None,
-                "train_tokens": tokens,
-                "test_bigrams": len(found),
-            }
-            for expert, pairs in known.items()
-        ]
-    kinds = {"domain": pa.string(), "expert": pa.string(), "overlap": pa.float64()}
-    kinds |= {"train_tokens": pa.int64(), "test_bigrams": pa.int64()}
-    write_parquet(pa.Table.from_pylist(rows, pa.schema(kinds)), output)
+    with scratch(output) as folder, database(folder) as tables:
+        tables.execute(_TABLES)
+        for expert, shard in opened["train"].items():
+            tables.execute("insert into experts values ($1)", [expert])
+            query = f"insert into known select distinct '{expert}', bigram from batch"
+            for_each(tables, query, [_batch(bigrams(shard, tokens))])
+        for domain, shard in followed(opened["test"].items(), "overlap: domains", len(opened["test"])):
+            tables.execute("insert into domains values ($1)", [domain])
+            query = f"insert into found select '{domain}', bigram, count(*) from batch group by bigram"
+            for_each(tables, query, [_batch(bigrams(shard, TEST_TOKENS))])
+        write_parquet(tables.sql(_OVERLAP, params={"tokens": tokens}).to_arrow_table().cast(SCHEMA), output)
+
+
+def _batch(bigrams: np.ndarray) -> pa.RecordBatch:
+    return pa.record_batch([bigrams], ["bigram"])

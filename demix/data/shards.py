@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from demix.data.documents import as_bytes
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import REMAKE, read_json, replacing, scratch, sha256_file, write_json
@@ -31,6 +30,7 @@ CHECK_EVERY = 64
 # Bytes of text between two renewals of the encoder: bounds its memory whatever the text.
 RENEW_EVERY = 64 << 20
 _PIECE = 8 << 20
+_MOST_ORIGIN = (1 << 63) - 1
 
 _log = logging.getLogger(__name__)
 
@@ -332,7 +332,8 @@ def _encode(
             origins = np.arange(row, row + len(texts))
             if "origin" in batch.schema.names:
                 # The sign bit stays clear, so that no reader needs unsigned numbers.
-                origins = as_bytes(batch.column("origin")).view(">i8")[::4].astype(np.int64) & np.iinfo(np.int64).max
+                hashes = batch.column("origin").to_pylist()
+                origins = np.array([int(origin[:16], 16) & _MOST_ORIGIN for origin in hashes], np.int64)
             for name, column in (("token", tokens), ("offset", total + begin), ("bytes", sizes), ("origin", origins)):
                 files[name].write(column.data)
             digest.update(tokens.data)

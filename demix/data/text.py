@@ -8,8 +8,6 @@ from collections.abc import Iterable
 import numpy as np
 import pyarrow as pa
 
-_ASCII_SPACE = np.zeros(256, bool)
-_ASCII_SPACE[[9, 10, 11, 12, 13, 28, 29, 30, 31, 32]] = True
 # What `str.split` parts words by beyond ASCII: two bytes and three bytes of UTF-8, as numbers.
 _OTHER_SPACE = [
     int.from_bytes(character.encode(), "big")
@@ -38,27 +36,28 @@ def word_starts(texts: pa.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
     Words are those of `str.split()`.
     """
     data, edges = buffers(texts)
-    space = np.ones(len(data) + 2, bool)
-    space[1:-1] = _ASCII_SPACE[data]
-    lead = np.flatnonzero((data == 0xC2) | (data - np.uint8(0xE1) < 3))
+    # 9 to 13, 28 to 32; all numbers are uint8 and wrap around.
+    word = (data - np.uint8(9) >= 5) & (data - np.uint8(28) >= 5)
+    lead = np.flatnonzero(data >= 0xC2)
+    lead = lead[(data[lead] == 0xC2) | (data[lead] - np.uint8(0xE1) < 3)]
     if len(lead):
         code = data[lead].astype(np.int32) << 8 | data[lead + 1]
         wide = lead[data[lead] > 0xC2]
         code[data[lead] > 0xC2] = code[data[lead] > 0xC2] << 8 | data[wide + 2]
         found = lead[np.isin(code, _OTHER_SPACE, kind="sort")]
         for byte in range(3):
-            space[1 + found[data[found] > 0xC2] + byte] = True
-            space[1 + found + min(byte, 1)] = True
-    starts = np.flatnonzero(space[:-1] & ~space[1:])
-    ends = np.flatnonzero(~space[:-1] & space[1:])
+            word[found[data[found] > 0xC2] + byte] = False
+            word[found + min(byte, 1)] = False
+    # A text ends its last word also where the next text begins with a word.
     inner = edges[1:-1]
-    # Words that two texts form together: the first text's last and the second's first.
-    inner = np.unique(inner[(inner > 0) & (inner < len(data))])
-    cut = inner[~space[inner] & ~space[inner + 1]]
-    if len(cut):
-        starts, ends = (np.insert(old, np.searchsorted(old, cut), cut) for old in (starts, ends))
-    # `space` is shifted by one, so that starts are places in `data` and ends one after the word.
-    return data, starts, ends, np.searchsorted(starts, edges)
+    inner = inner[(inner > 0) & (inner < len(data))]
+    first, last = word.copy(), word.copy()
+    first[1:] &= ~word[:-1]
+    first[inner] = word[inner]
+    last[:-1] &= ~word[1:]
+    last[inner - 1] = word[inner - 1]
+    starts = np.flatnonzero(first)
+    return data, starts, np.flatnonzero(last) + 1, np.searchsorted(starts, edges)
 
 
 def count_words(texts: pa.Array) -> np.ndarray:

@@ -5,11 +5,12 @@ alone. No database reads a file, fetches anything or installs an extension.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import duckdb
+import pyarrow as pa
 
 from demix.errors import DemixError
 
@@ -38,7 +39,6 @@ def connected(folder: Path | None = None) -> duckdb.DuckDBPyConnection:
         "allow_community_extensions": False,
         # A name in a query is a table, never a variable of Python.
         "python_enable_replacements": False,
-        "preserve_insertion_order": False,
     }
     connection = duckdb.connect(config=settings)
     connection.execute("set enable_external_access = false; set lock_configuration = true")
@@ -66,3 +66,13 @@ def database(folder: Path) -> Iterator[duckdb.DuckDBPyConnection]:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
+
+
+def for_each(tables: duckdb.DuckDBPyConnection, query: str, batches: Iterable[pa.RecordBatch]) -> None:
+    """Run `query`, which reads the table `batch`, for each of `batches`.
+
+    An error in reading a batch keeps its type, which it would lose inside of a query that reads all of them.
+    """
+    for batch in batches:
+        tables.register("batch", batch)
+        tables.execute(query)

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from demix.data import buckets, corpus, leakage
+from demix.data import corpus, leakage
 from demix.data.anonymize import SCHEMA
 from demix.data.corpus import SPLITS, Budget, split
 from demix.data.duplicates import count_shared, mark_duplicates
 from demix.data.leakage import grams_of
 from demix.errors import DemixError
 from demix.files import read_json, write_json
+from demix.files.database import database
 
 REPLACED = {"EMAIL": 3}
 NORMALISED = {"nul": 1}
@@ -72,12 +73,10 @@ MANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], dea
 
 
 @MANY
-@given(TEXTS, TEXTS, TEXTS, st.sampled_from([1, 7, 4_000_000]))
-def test_each_text_has_one_owner_that_holds_it(tmp_path, a, b, c, bucket_rows):
+@given(TEXTS, TEXTS, TEXTS)
+def test_each_text_has_one_owner_that_holds_it(tmp_path, a, b, c):
     held = {"a": a, "b": b, "c": c}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "BUCKET_ROWS", bucket_rows)
-        owners = _owners(tmp_path, **held)
+    owners = _owners(tmp_path, **held)
     expected = {}
     for text in {*a, *b, *c}:
         holders = [domain for domain in held if text in held[domain]]
@@ -111,11 +110,8 @@ def _expected(texts, budget, seed):
     st.builds(Budget, st.none() | st.integers(1, 12), st.integers(1, 9), st.integers(1, 9)),
     st.integers(0, 3),
     st.sampled_from([1, 12, 64 << 20]),
-    st.sampled_from([1, 5, 1_000_000]),
 )
-def test_splits_follow_the_hash_order_and_lose_nothing(
-    tmp_path, texts, others, training, budget, seed, stretch_bytes, bucket_rows
-):
+def test_splits_follow_the_hash_order_and_lose_nothing(tmp_path, texts, others, training, budget, seed, stretch_bytes):
     owners = _owners(tmp_path, a=texts, b=others) if training else _owners(tmp_path, b=others)
     if not training:
         _clean(tmp_path, "a", texts)
@@ -128,7 +124,6 @@ def test_splits_follow_the_hash_order_and_lose_nothing(
         expected = _expected(mine, Budget(budget.train, dev, test), seed) if mine else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "STRETCH_BYTES", stretch_bytes)
-        patch.setattr(buckets, "BUCKET_ROWS", bucket_rows)
         if expected is None:
             with pytest.raises(DemixError, match=r"^a\.words: "):
                 _split(tmp_path, "a", training, budget, seed)
@@ -329,5 +324,5 @@ def test_a_text_in_train_and_test_is_a_bug_that_is_told(tmp_path):
     first = pq.read_table(folder / "dev.parquet").slice(0, 1)
     pq.write_table(pa.concat_tables([pq.read_table(folder / "train.parquet"), first]), folder / "train.parquet")
     held_out = {name: folder / f"{name}.parquet" for name in ("dev", "test")}
-    with pytest.raises(RuntimeError, match="a: 1 texts of dev and test are in a training split"):
-        corpus._exact_duplicates("a", folder / "train.parquet", held_out, tmp_path / "owners.parquet")
+    with database(tmp_path) as tables, pytest.raises(RuntimeError, match="a: 1 texts of dev and test are in a train"):
+        corpus._exact_duplicates(tables, "a", folder / "train.parquet", held_out, tmp_path / "owners.parquet")
