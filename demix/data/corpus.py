@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import duckdb
 import numpy as np
@@ -22,7 +22,7 @@ from demix.data.leakage import gram_set, leaked, shares
 from demix.errors import DemixError
 from demix.files import parquet_reader, read_json, scratch, write_json
 from demix.files.batches import BATCH_BYTES, BATCH_ROWS, counted, read_batches, write_batches
-from demix.files.database import database, for_each
+from demix.files.database import database, run_on
 from demix.progress import followed
 
 SPLITS = ("train", "dev", "test")
@@ -61,7 +61,6 @@ select (select count(*) - count(distinct id) from held_out)
     + (select count(*) from trained semi join held_out using (id))
     + (select count(*) from others)
 """
-_COUNTED = ("rejected", "replacements", "normalised")
 
 _log = logging.getLogger(__name__)
 
@@ -92,19 +91,23 @@ def split(
     Raises DemixError where dev and test cannot be filled with a document left over.
     """
     found = [read_json(path) for path in counts]
-    totals = {key: dict(sum((Counter(one[key]) for one in found), Counter())) for key in _COUNTED}
+    totals: dict[str, Counter[str]] = {key: Counter() for key in ("rejected", "replacements", "normalised")}
+    for key, total in totals.items():
+        for one in found:
+            total.update(one[key])
     schema = SCHEMA.append(pa.field("metadata", pa.large_string())) if metadata else SCHEMA
     held_out = {name: outputs[name] for name in ("dev", "test")}
     with scratch(card) as folder, database(folder) as tables:
         work = _Work(domain, documents, folder, schema, tables)
         duplicates = _deduplicate(work, owners, training, seed)
-        asked, budget, edges = budget, *_edges_that_fit(work, budget)
+        asked, budget = budget, _fitting(work, budget)
+        edges = _edges(work, budget)
         if near_duplicates is None:
             _write(work, edges, outputs)
         else:
             _write(work, edges, held_out)
             _leave_out_near(work, edges, near_duplicates, [*held_out.values()])
-            edges = _edges(work, budget)
+            edges = _edges(work, budget) or _refused(work, asked)
             _write(work, edges, {"train": outputs["train"]})
         kept, near = _one(tables, "select (select count(*) from ordered), (select count(*) from near)")
         exact = _exact_duplicates(tables, domain, outputs["train"], held_out, owners)
@@ -166,11 +169,11 @@ def _deduplicate(work: _Work, owners: Path, training: bool, seed: int) -> dict[s
     """Make the tables of the documents that the domain keeps, and count those that it does not."""
     tables = work.tables
     tables.execute("create table documents (id blob, words bigint, row bigint)")
-    insert = "insert into documents select unhex(id), n_words, row from batch"
-    for_each(tables, insert, work.read(["id", "n_words"], "read"))
+    insert = "insert into documents select unhex(id), n_words, row from batches"
+    run_on(tables, insert, work.read(["id", "n_words"], "read"))
     tables.execute("create table owned (id blob)")
-    owned = "insert into owned select unhex(id) from batch" + (f" where domain = '{work.domain}'" if training else "")
-    for_each(tables, owned, read_batches(owners, ["id", "domain"]))
+    owned = "insert into owned select unhex(id) from batches" + (f" where domain = '{work.domain}'" if training else "")
+    run_on(tables, owned, read_batches(owners, ["id", "domain"]))
     tables.execute(_KEPT, {"seed": seed, "training": training})
     counts = "select (select count(*) from documents), (select count(distinct id) from documents), count(*) from kept"
     documents, distinct, kept = _one(tables, counts)
@@ -179,54 +182,44 @@ def _deduplicate(work: _Work, owners: Path, training: bool, seed: int) -> dict[s
     return {"within": documents - distinct, "across": distinct - kept}
 
 
-class _NothingLeftError(DemixError):
-    """Dev and test leave no document for train."""
+def _fitting(work: _Work, budget: Budget) -> Budget:
+    """The budget, or a smaller one if dev and test would leave nothing for train: they then take half of all words.
 
-
-def _edges_that_fit(work: _Work, budget: Budget) -> tuple[Budget, dict[str, _Edges]]:
-    """The edges of the splits, and the budget, made smaller where dev and test would leave nothing for train."""
-    try:
-        return budget, _edges(work, budget)
-    except _NothingLeftError as error:
-        smaller = _smaller(work, budget)
-        try:
-            edges = _edges(work, smaller)
-        except _NothingLeftError:
-            raise error from None
+    Each keeps a word at least, as a budget must. Raises DemixError where they cannot be filled even so.
+    """
+    if _edges(work, budget):
+        return budget
+    (words,) = _one(work.tables, "select coalesce(sum(words), 0)::bigint from ordered")
+    dev, test = (-(-wanted * words // (2 * (budget.dev + budget.test))) for wanted in (budget.dev, budget.test))
+    smaller = Budget(budget.train, min(max(1, dev), budget.dev), min(max(1, test), budget.test))
+    edges = _edges(work, smaller) or _refused(work, budget)
     _log.warning(
         "%s: dev (%d) and test (%d) leave no document for train; they take %d and %d of %d words",
         work.domain, budget.dev, budget.test, edges["dev"].words, edges["test"].words,
         sum(split.words for split in edges.values()),
     )  # fmt: skip
-    return smaller, edges
+    return smaller
 
 
-def _smaller(work: _Work, budget: Budget) -> Budget:
-    """The budget with dev and test scaled so that together they take half of the words that there are.
-
-    Each keeps a word at least, as a budget must; a domain without words cannot fill them.
-    """
-    (words,) = _one(work.tables, "select coalesce(sum(words), 0)::bigint from ordered")
-    dev, test = (-(-wanted * words // (2 * (budget.dev + budget.test))) for wanted in (budget.dev, budget.test))
-    return Budget(budget.train, min(max(1, dev), budget.dev), min(max(1, test), budget.test))
+def _refused(work: _Work, budget: Budget) -> NoReturn:
+    documents, words = _one(work.tables, "select count(*), coalesce(sum(words), 0)::bigint from ordered")
+    raise DemixError(
+        f"{work.domain}.words",
+        f"dev ({budget.dev}) and test ({budget.test}) leave no document for train out of {documents} documents with "
+        f"{words} words",
+        "lower them or add text",
+    )
 
 
 def _edges(work: _Work, budget: Budget) -> dict[str, _Edges]:
-    """A split ends with the document that fills its budget."""
+    """The edges of the splits; none if nothing is left for train. A split ends with the document that fills it."""
     edges, rank, words = {}, 0, 0
     for name in ("dev", "test", "train"):
         wanted = getattr(budget, name)
         end, total = _one(work.tables, _UNTIL, words=None if wanted is None else words + wanted)
         edges[name] = _Edges(rank, end, total - words)
         rank, words = end, total
-    if edges["train"].start == edges["train"].end:
-        raise _NothingLeftError(
-            f"{work.domain}.words",
-            f"dev ({budget.dev}) and test ({budget.test}) leave no document for train out of {rank} "
-            f"documents with {words} words",
-            "lower them or add text",
-        )
-    return edges
+    return edges if edges["train"].start < edges["train"].end else {}
 
 
 def _leave_out_near(work: _Work, edges: dict[str, _Edges], most: float, held_out: list[Path]) -> None:
@@ -237,8 +230,8 @@ def _leave_out_near(work: _Work, edges: dict[str, _Edges], most: float, held_out
         for batch in work.read(["text"], "compared")
     )
     outside = f"(from ordered where rank >= {edges['test'].end})"
-    near = f"insert into near select row from batch semi join {outside} using (row)"
-    for_each(work.tables, near, found)
+    near = f"insert into near select row from batches semi join {outside} using (row)"
+    run_on(work.tables, near, found)
     work.tables.execute(_ORDERED)
 
 
@@ -317,13 +310,13 @@ def _exact_duplicates(
     """
     tables.execute("create table held_out (split varchar, id varchar, origin varchar)")
     for name, path in held_out.items():
-        for_each(tables, f"insert into held_out select '{name}', * from batch", read_batches(path, ["id", "origin"]))
+        run_on(tables, f"insert into held_out select '{name}', * from batches", read_batches(path, ["id", "origin"]))
     tables.execute("create table trained (id varchar, origin varchar); create table others (id varchar)")
-    common = "from batch where id in (select id from held_out)"
+    common = "from batches where id in (select id from held_out)"
     known = f"insert into trained {common} or origin in (select origin from held_out)"
-    for_each(tables, known, read_batches(train, ["id", "origin"]))
+    run_on(tables, known, read_batches(train, ["id", "origin"]))
     foreign = f"insert into others select id {common} and domain != '{domain}'"
-    for_each(tables, foreign, read_batches(owners, ["id", "domain"]))
+    run_on(tables, foreign, read_batches(owners, ["id", "domain"]))
     found: int = _one(tables, _TWICE)[0]
     if found:
         raise RuntimeError(f"{domain}: {found} texts of dev and test are in a training split")

@@ -1,5 +1,7 @@
 """Texts that several domains hold: which training domain keeps each, and how many the novel domains share."""
 
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import duckdb
@@ -7,13 +9,22 @@ import pyarrow as pa
 
 from demix.files import scratch, write_json
 from demix.files.batches import counted, read_batches, write_batches
-from demix.files.database import database, for_each
+from demix.files.database import database, run_on
 
+# Ids that are grouped and sorted at once.
+RANGE_ROWS = 500_000
 OWNERS_SCHEMA = pa.schema([("id", pa.string()), ("domain", pa.string())])
 
+# The last digits of a hash and a domain are the domain. A text that one domain alone holds needs no hash.
 _OWNERS = """
-select lower(hex(id)) as id, arg_min(domain, sha256(domain || '|' || lower(hex(id)))) as domain
-from held group by held.id order by held.id
+select lower(hex(id)) as id, if(
+    min(domain) = max(domain),
+    min(domain)::varchar,
+    list_min(
+        list_transform(split(string_agg(domain, '|'), '|'), lambda one: sha256(one || '|' || lower(hex(id))) || one)
+    )[65:]
+) as domain
+from held where held.id >= $low and held.id < $high group by held.id order by held.id
 """
 _SHARED = """
 with held as (select distinct id, domain from held)
@@ -31,8 +42,17 @@ def mark_duplicates(inputs: dict[str, list[Path]], output: Path) -> None:
     """
     with scratch(output) as folder, database(folder) as tables:
         _hold(tables, inputs)
-        owners = tables.sql(_OWNERS).to_arrow_reader(1 << 16)
-        write_batches(output, OWNERS_SCHEMA, (batch.cast(OWNERS_SCHEMA) for batch in owners))
+        write_batches(output, OWNERS_SCHEMA, _owners(tables), use_dictionary=["domain"])
+
+
+def _owners(tables: duckdb.DuckDBPyConnection) -> Iterator[pa.RecordBatch]:
+    """The owners of a range of ids after the other: in memory, they are grouped and sorted in half of the time."""
+    (rows,) = tables.sql("select count(*) from held").fetchall()[0]
+    parts = 1 + rows // RANGE_ROWS
+    edges = [((number << 256) // parts).to_bytes(32) for number in range(parts)]
+    for low, high in pairwise([*edges, b"\xff" * 33]):
+        found = tables.sql(_OWNERS, params={"low": low, "high": high}).to_arrow_reader(1 << 16)
+        yield from (batch.cast(OWNERS_SCHEMA) for batch in found)
 
 
 def count_shared(inputs: dict[str, list[Path]], output: Path) -> None:
@@ -50,8 +70,9 @@ def count_shared(inputs: dict[str, list[Path]], output: Path) -> None:
 
 def _hold(tables: duckdb.DuckDBPyConnection, inputs: dict[str, list[Path]]) -> None:
     """Make the table `held`: one row per document and domain that holds it."""
-    tables.execute("create table held (id blob, domain varchar)")
+    names = ", ".join(f"'{domain}'" for domain in sorted(inputs))
+    tables.execute(f"create type domain as enum ({names}); create table held (id blob, domain domain)")
     for domain, paths in inputs.items():
         batches = (batch for path in paths for batch in read_batches(path, ["id"]))
-        query = f"insert into held select unhex(id), '{domain}' from batch"
-        for_each(tables, query, counted(batches, f"{domain}: documents", paths))
+        query = f"insert into held select unhex(id), '{domain}' from batches"
+        run_on(tables, query, counted(batches, f"{domain}: documents", paths))

@@ -15,7 +15,7 @@ import pyarrow as pa
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import scratch, write_parquet
-from demix.files.database import database, for_each
+from demix.files.database import database, run_on
 from demix.progress import followed
 
 # Enough for steady shares, little enough to sort in a second: a larger sample holds more of any text's bigrams.
@@ -78,12 +78,12 @@ def overlap(shards: Iterable[Path], output: Path) -> None:
         tables.execute(_TABLES)
         for expert, shard in opened["train"].items():
             tables.execute("insert into experts values ($1)", [expert])
-            query = f"insert into known select distinct '{expert}', bigram from batch"
-            for_each(tables, query, [_batch(bigrams(shard, tokens))])
+            query = f"insert into known select distinct '{expert}', bigram from batches"
+            run_on(tables, query, [_batch(bigrams(shard, tokens))])
         for domain, shard in followed(opened["test"].items(), "overlap: domains", len(opened["test"])):
             tables.execute("insert into domains values ($1)", [domain])
-            query = f"insert into found select '{domain}', bigram, count(*) from batch group by bigram"
-            for_each(tables, query, [_batch(bigrams(shard, TEST_TOKENS))])
+            query = f"insert into found select '{domain}', bigram, count(*) from batches group by bigram"
+            run_on(tables, query, [_batch(bigrams(shard, TEST_TOKENS))])
         write_parquet(tables.sql(_OVERLAP, params={"tokens": tokens}).to_arrow_table().cast(SCHEMA), output)
 
 

@@ -7,6 +7,7 @@ alone. No database reads a file, fetches anything or installs an extension.
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import duckdb
@@ -15,7 +16,7 @@ import pyarrow as pa
 from demix.errors import DemixError
 
 # Beside it stand the interpreter with its libraries and the batches that are read and written, about 300 MB.
-MEMORY_MB = 400
+MEMORY_MB = 250
 
 
 def memory_mb() -> int:
@@ -68,11 +69,29 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def for_each(tables: duckdb.DuckDBPyConnection, query: str, batches: Iterable[pa.RecordBatch]) -> None:
-    """Run `query`, which reads the table `batch`, for each of `batches`.
+def run_on(tables: duckdb.DuckDBPyConnection, query: str, batches: Iterable[pa.RecordBatch]) -> None:
+    """Run `query`, which reads `batches`, once each, as its table `batches`; nothing without batches.
 
-    An error in reading a batch keeps its type, which it would lose inside of a query that reads all of them.
+    An error in reading a batch ends the query and keeps its type.
     """
-    for batch in batches:
-        tables.register("batch", batch)
-        tables.execute(query)
+    failed: list[BaseException] = []
+
+    def noted() -> Iterator[pa.RecordBatch]:
+        try:
+            yield from batches
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    rest = noted()
+    first = next(rest, None)
+    if first is not None:
+        tables.register("batches", pa.RecordBatchReader.from_batches(first.schema, chain([first], rest)))
+        try:
+            tables.execute(query)
+        except duckdb.Error:
+            if failed:
+                raise failed[0] from None
+            raise
+        finally:
+            tables.unregister("batches")
