@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
-from demix.files import scratch, write_parquet
+from demix.files import scratch
+from demix.files.batches import write_rows
 from demix.files.database import database, run_on
 from demix.progress import followed
 
@@ -29,20 +30,8 @@ SCHEMA = pa.schema(
     ]
 )
 
-_TABLES = """
-create table experts (expert varchar);
-create table domains (domain varchar);
-create table known (expert varchar, bigram ubigint);
-create table found (domain varchar, bigram ubigint, number bigint)
-"""
-_OVERLAP = """
-with shared as (select domain, expert, sum(number) as number from found join known using (bigram) group by all),
-    total as (select domain, sum(number) as number from found group by all)
-select domain, expert, coalesce(shared.number, 0) / total.number as overlap,
-    $tokens as train_tokens, coalesce(total.number, 0) as test_bigrams
-from domains cross join experts left join shared using (domain, expert) left join total using (domain)
-order by domains.rowid, experts.rowid
-"""
+_TABLES = "create table known (expert varchar, bigram ubigint); create table found (domain varchar, bigram ubigint)"
+_SHARED = "select domain, expert, count(*) from found join known using (bigram) group by all"
 
 
 def bigrams(shard: TokenShard, tokens: int) -> np.ndarray:
@@ -77,15 +66,17 @@ def overlap(shards: Iterable[Path], output: Path) -> None:
     with scratch(output) as folder, database(folder) as tables:
         tables.execute(_TABLES)
         for expert, shard in opened["train"].items():
-            tables.execute("insert into experts values ($1)", [expert])
-            query = f"insert into known select distinct '{expert}', bigram from batches"
-            run_on(tables, query, [_batch(bigrams(shard, tokens))])
+            known = f"insert into known select distinct '{expert}', bigram from batches"
+            run_on(tables, known, [pa.record_batch([bigrams(shard, tokens)], ["bigram"])])
+        counts = {}
         for domain, shard in followed(opened["test"].items(), "overlap: domains", len(opened["test"])):
-            tables.execute("insert into domains values ($1)", [domain])
-            query = f"insert into found select '{domain}', bigram, count(*) from batches group by bigram"
-            run_on(tables, query, [_batch(bigrams(shard, TEST_TOKENS))])
-        write_parquet(tables.sql(_OVERLAP, params={"tokens": tokens}).to_arrow_table().cast(SCHEMA), output)
-
-
-def _batch(bigrams: np.ndarray) -> pa.RecordBatch:
-    return pa.record_batch([bigrams], ["bigram"])
+            found = pa.record_batch([bigrams(shard, TEST_TOKENS)], ["bigram"])
+            run_on(tables, f"insert into found select '{domain}', bigram from batches", [found])
+            counts[domain] = len(found)
+        shared = {(domain, expert): number for domain, expert, number in tables.sql(_SHARED).fetchall()}
+    rows = [
+        (domain, expert, shared.get((domain, expert), 0) / total if total else None, tokens, total)
+        for domain, total in counts.items()
+        for expert in opened["train"]
+    ]
+    write_rows(output, SCHEMA, rows)
