@@ -97,7 +97,7 @@ def split(
             total.update(one[key])
     schema = SCHEMA.append(pa.field("metadata", pa.large_string())) if metadata else SCHEMA
     held_out = {name: outputs[name] for name in ("dev", "test")}
-    with scratch(card) as folder, database(folder) as tables:
+    with scratch(card) as folder, database(card) as tables:
         work = _Work(domain, documents, folder, schema, tables)
         duplicates = _deduplicate(work, owners, training, seed)
         asked, budget = budget, _fitting(work, budget)

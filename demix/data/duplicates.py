@@ -7,7 +7,7 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
-from demix.files import scratch, write_json
+from demix.files import write_json
 from demix.files.batches import counted, read_batches, write_batches
 from demix.files.database import database, run_on
 
@@ -40,7 +40,7 @@ def mark_duplicates(inputs: dict[str, list[Path]], output: Path) -> None:
     Of the domains that hold a text the one with the smallest sha256 of domain and id keeps it, so that neither the
     order of the domains nor that of their documents and parts matters.
     """
-    with scratch(output) as folder, database(folder) as tables:
+    with database(output) as tables:
         _hold(tables, inputs)
         write_batches(output, OWNERS_SCHEMA, _owners(tables), use_dictionary=["domain"])
 
@@ -61,7 +61,7 @@ def count_shared(inputs: dict[str, list[Path]], output: Path) -> None:
     For the novel domains, whose duplicates among one another are reported and not dropped.
     """
     table: dict[str, dict[str, int]] = {}
-    with scratch(output) as folder, database(folder) as tables:
+    with database(output) as tables:
         _hold(tables, inputs)
         for one, other, number in tables.sql(_SHARED).fetchall():
             table.setdefault(one, {})[other] = number

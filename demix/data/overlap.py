@@ -14,7 +14,6 @@ import pyarrow as pa
 
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
-from demix.files import scratch
 from demix.files.batches import write_rows
 from demix.files.database import database, run_on
 from demix.progress import followed
@@ -63,7 +62,7 @@ def overlap(shards: Iterable[Path], output: Path) -> None:
             )
         opened[path.stem][path.parent.name] = shard
     tokens = min([TRAIN_TOKENS, *map(len, opened["train"].values())])
-    with scratch(output) as folder, database(folder) as tables:
+    with database(output) as tables:
         tables.execute(_TABLES)
         for expert, shard in opened["train"].items():
             known = f"insert into known select distinct '{expert}', bigram from batches"

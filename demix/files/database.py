@@ -4,6 +4,7 @@ Files are read and written by our own functions, which check seals and places (`
 alone. No database reads a file, fetches anything or installs an extension.
 """
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,12 @@ import duckdb
 import pyarrow as pa
 
 from demix.errors import DemixError
+from demix.files.atomic import scratch
 
 # Beside it stand the interpreter with its libraries and the batches that are read and written, about 300 MB.
-MEMORY_MB = 250
+MEMORY_MB = 300
+# DuckDB's own advice is 125 MB or more for each thread.
+THREAD_MB = 125
 
 
 def memory_mb() -> int:
@@ -25,8 +29,9 @@ def memory_mb() -> int:
 
 
 def threads() -> int:
-    """The threads of a database: those that Snakemake gives the job, or all cores that this process may use."""
-    return int(os.environ.get("OMP_NUM_THREADS", "0")) or len(os.sched_getaffinity(0))
+    """The threads of a database: those that Snakemake gives the job, or all cores, as far as there is memory."""
+    cores = int(os.environ.get("OMP_NUM_THREADS", "0")) or len(os.sched_getaffinity(0))
+    return max(1, min(cores, memory_mb() // THREAD_MB))
 
 
 def connected(folder: Path | None = None) -> duckdb.DuckDBPyConnection:
@@ -38,8 +43,6 @@ def connected(folder: Path | None = None) -> duckdb.DuckDBPyConnection:
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
         "allow_community_extensions": False,
-        # A name in a query is a table, never a variable of Python.
-        "python_enable_replacements": False,
     }
     connection = duckdb.connect(config=settings)
     connection.execute("set enable_external_access = false; set lock_configuration = true")
@@ -47,26 +50,22 @@ def connected(folder: Path | None = None) -> duckdb.DuckDBPyConnection:
 
 
 @contextmanager
-def database(folder: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    """Yield an empty database that spills to `folder`, the scratch folder of a job.
+def database(output: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    """Yield an empty database for use while `output` is made; it spills to a temporary folder beside `output`.
 
-    Raises DemixError when memory or the disk do not suffice.
+    Raises DemixError that names `output` when memory or the disk do not suffice.
     """
-    try:
-        with connected(folder) as connection:
-            yield connection
-    except duckdb.OutOfMemoryException as error:
-        raise DemixError(
-            folder.parent, f"takes more memory  ({_first_line(error)})", "raise cluster.memory_mb"
-        ) from None
-    except duckdb.IOException as error:
-        raise DemixError(
-            folder.parent, f"cannot be written ({_first_line(error)})", "free space or mend its permissions, then rerun"
-        ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+    with scratch(output) as folder:
+        try:
+            with connected(folder) as connection:
+                yield connection
+        except (duckdb.OutOfMemoryException, duckdb.IOException) as error:
+            said = str(error).partition("\n")[0]
+            # What memory does not hold goes to the disk, until this is full.
+            if isinstance(error, duckdb.IOException) or "offload" in said:
+                full = isinstance(error, duckdb.OutOfMemoryException) or "No space left" in said
+                raise OSError(errno.ENOSPC if full else errno.EIO, said) from error
+            raise DemixError(output, f"takes more memory ({said})", "raise cluster.memory_mb") from None
 
 
 def run_on(tables: duckdb.DuckDBPyConnection, query: str, batches: Iterable[pa.RecordBatch]) -> None:

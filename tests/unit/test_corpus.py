@@ -206,6 +206,15 @@ def test_budgets_beyond_the_data_are_made_smaller_with_a_warning(tmp_path, caplo
         assert not caplog.text
 
 
+def test_the_first_of_equal_texts_is_kept(tmp_path):
+    texts = [f"text number {number % 40}" for number in range(400)]
+    _owners(tmp_path, d=texts)
+    _clean(tmp_path, "d", texts, metadata=[str(number) for number in range(400)])
+    rows, card = _split(tmp_path, "d", metadata=True)
+    assert sorted(int(row["metadata"]) for row in chain(*rows.values())) == list(range(40))
+    assert card["duplicates"] == {"within": 360, "across": 0}
+
+
 def test_metadata_reaches_the_splits_where_it_is_wanted(tmp_path):
     texts = [f"text number {number}" for number in range(40)]
     _owners(tmp_path, d=texts)
@@ -324,5 +333,8 @@ def test_a_text_in_train_and_test_is_a_bug_that_is_told(tmp_path):
     first = pq.read_table(folder / "dev.parquet").slice(0, 1)
     pq.write_table(pa.concat_tables([pq.read_table(folder / "train.parquet"), first]), folder / "train.parquet")
     held_out = {name: folder / f"{name}.parquet" for name in ("dev", "test")}
-    with database(tmp_path) as tables, pytest.raises(RuntimeError, match="a: 1 texts of dev and test are in a train"):
+    with (
+        database(tmp_path / "card.json") as tables,
+        pytest.raises(RuntimeError, match="a: 1 texts of dev and test are in a train"),
+    ):
         corpus._exact_duplicates(tables, "a", folder / "train.parquet", held_out, tmp_path / "owners.parquet")
