@@ -1,13 +1,16 @@
 """Growth of the data stage: seconds and peak memory for a synthetic corpus of 1, 4 and 16 times a size.
 
-    python benchmarks/corpus.py [--megabytes 30] [--times 1 4 16] [--json rows.json]
+    python benchmarks/corpus.py [--megabytes 30] [--times 1 4 16] [--peer CHECKOUT] [--plain] [--json rows.json]
 
-A domain of 10 GB: `TMPDIR=<a place of 40 GB> python benchmarks/corpus.py --megabytes 10000 --times 1`.
+A domain of 10 GB: `TMPDIR=<a place of 40 GB> python benchmarks/corpus.py --megabytes 10000 --times 1`. With `--peer`
+each stage runs with the code of another checkout of demix too. With `--plain` the text is normalised, not anonymized,
+and not tokenized: only duplicates and splits are measured.
 The corpus is the sample's documents with their words shuffled, and exact duplicates of one document in twenty. Each
 stage runs in a process of its own; memory is that process's peak ("import": the interpreter and its libraries alone).
 """
 
 import argparse
+import os
 import random
 import resource
 import subprocess
@@ -28,7 +31,8 @@ from demix.data.tokenizer import gpt2_tokenizer
 from demix.files.batches import write_rows
 
 DOMAINS = ("politics", "parliament", "wiki", "packages")
-SAMPLE = Path(__file__).parents[1] / "resources" / "sample"
+HERE = Path(__file__).parents[1]
+SAMPLE = HERE / "resources" / "sample"
 
 
 def synthetic(path: Path, megabytes: int) -> None:
@@ -56,6 +60,8 @@ def stage(name: str, folder: Path) -> None:
     documents, counts, owners = folder / "documents.parquet", folder / "counts.json", folder / "owners.parquet"
     if name == "anonymize":
         anonymize_documents(folder / "raw.parquet", documents, counts)
+    elif name == "plain":
+        anonymize_documents(folder / "raw.parquet", documents, counts, enabled=False)
     elif name == "owners":
         mark_duplicates({"a": [documents]}, owners)
     elif name == "split":
@@ -72,23 +78,33 @@ def stage(name: str, folder: Path) -> None:
     print(used.ru_utime + used.ru_stime, peak)
 
 
-def main(megabytes: int, sizes: list[int], path: Path | None) -> None:
+def measured(step: str, folder: str, code: Path) -> list[tuple[str, float]]:
+    """Wall and CPU seconds and peak memory of a stage that runs with the demix of a checkout."""
+    start = time.perf_counter()
+    command = [sys.executable, __file__, "--stage", step, "--folder", folder]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(code)}
+    )
+    wall = time.perf_counter() - start
+    return list(zip(("s wall", "s CPU", "MiB peak"), (wall, *map(float, done.stdout.split())), strict=True))
+
+
+def main(megabytes: int, sizes: list[int], peer: Path | None, plain: bool, path: Path | None) -> None:
+    # As in a job of the workflow.
+    os.environ["OMP_NUM_THREADS"] = "1"
     rows = []
     for times in sizes:
         with TemporaryDirectory() as name:
             folder = Path(name)
             synthetic(folder / "raw.parquet", megabytes * times)
             gpt2_tokenizer(folder / "gpt2.json")
-            for step in ("import", "anonymize", "owners", "split", "tokenize"):
-                start = time.perf_counter()
-                command = [sys.executable, __file__, "--stage", step, "--folder", name]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
-                cpu, memory = map(float, done.stdout.split())
-                wall = time.perf_counter() - start
-                for unit, value in (("s wall", wall), ("s CPU", cpu), ("MiB peak", memory)):
-                    row = {"name": f"{step} {megabytes * times} MB", "ours": value, "peer": None, "unit": unit}
-                    rows.append({**row, "ratio": None})
-                print(f"{times:3}x {step:10} {wall:8.1f} s wall {cpu:8.1f} s CPU {memory:8.0f} MiB", flush=True)
+            steps = ("plain", "owners", "split") if plain else ("import", "anonymize", "owners", "split", "tokenize")
+            for step in steps:
+                theirs = dict(measured(step, name, peer)) if peer else {}
+                for unit, ours in measured(step, name, HERE):
+                    row = {"name": f"{step} {megabytes * times} MB", "ours": ours, "peer": theirs.get(unit)}
+                    rows.append({**row, "unit": unit, "ratio": ours / theirs[unit] if peer else None})
+                    print(rows[-1], flush=True)
     show(rows, path)
 
 
@@ -96,6 +112,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=30)
     parser.add_argument("--times", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--peer", type=Path, help="another checkout of demix")
+    parser.add_argument("--plain", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--stage", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -103,4 +121,4 @@ if __name__ == "__main__":
     if arguments.stage:
         stage(arguments.stage, arguments.folder)
     else:
-        main(arguments.megabytes, arguments.times, arguments.json)
+        main(arguments.megabytes, arguments.times, arguments.peer, arguments.plain, arguments.json)
