@@ -74,6 +74,6 @@ def parted(asked: list[str]) -> tuple[list[Path], str | None]:
     The last argument is the query if it has a space or a bracket and is no folder: a name that is spelt wrong is
     then told from a query.
     """
-    if asked and re.search(r"[\s(]", asked[-1]) and not os.path.isdir(asked[-1]):
+    if asked and re.search(r"[\s(]|^$", asked[-1]) and not os.path.isdir(asked[-1]):
         return [Path(name) for name in asked[:-1]], asked[-1]
     return [Path(name) for name in asked], None

@@ -60,9 +60,9 @@ class _Dataset(ds.Dataset):  # type: ignore[misc]
     What goes wrong while a file is read is kept in `failures`, because DuckDB keeps only the text.
     """
 
-    def __init__(self, view: View, runs: Sequence[Run], failures: list[DemixError]) -> None:
+    def __init__(self, name: str, view: View, runs: Sequence[Run], failures: list[DemixError]) -> None:
         # No dataset of Arrow's own is behind this one.
-        self._view, self._runs, self._failures = view, runs, failures
+        self._name, self._view, self._runs, self._failures = name, view, runs, failures
 
     @cached_property
     def _parts(self) -> list[Part]:
@@ -72,7 +72,7 @@ class _Dataset(ds.Dataset):  # type: ignore[misc]
     def _schema(self) -> pa.Schema:
         columns = self._view.columns
         if not self._parts and not self._view.optional:
-            raise DemixError(self._runs[0].folder, "has no file of this table yet", "run the workflow to its end")
+            raise DemixError(self._runs[0].folder, f"has no {self._name} yet", "run the workflow to its end")
         if columns is None:
             firsts = {part.run.name: part.path for part in reversed(self._parts)}
             columns = {}
@@ -144,7 +144,7 @@ class Answers:
         self.tables: dict[str, pa.Schema] = {}
         self._connection = connected(memory=psutil.virtual_memory().available // 2)
         for name, view in VIEWS.items():
-            dataset = _Dataset(view, runs, self._failures)
+            dataset = _Dataset(name, view, runs, self._failures)
             try:
                 self.tables[name] = dataset.schema
                 self._connection.register(name, dataset)
@@ -175,7 +175,10 @@ class Answers:
         try:
             self._check(query)
             yield self._connection.sql(query).to_arrow_reader(BATCH_ROWS)
-        except (duckdb.Error, pa.ArrowException) as error:
+        except (duckdb.Error, pa.ArrowException, OSError) as error:
+            # What fails while rows are taken has no number of the system's.
+            if getattr(error, "errno", None) is not None:
+                raise
             raise (self._failures or [_explained(str(error), self.tables)])[0] from None
 
     def _check(self, query: str) -> None:

@@ -228,14 +228,16 @@ def _expert(part: Part) -> Iterator[dict[str, Any]]:
     yield {**expert, "learning_rate_factor": rate}
 
 
-def _job(part: Part) -> Iterator[dict[str, Any]]:
+def _job(part: Part) -> list[dict[str, float]]:
+    used = {}
     try:
         with open(part.path, encoding="utf-8", newline="") as stream:
-            for row in csv.DictReader(stream, delimiter="\t"):
-                used = {key: float(row[name]) for key, name in (("seconds", "s"), ("cpu_seconds", "cpu_time"))}
-                yield used | {"max_rss_mib": float(row["max_rss"])}
+            (row,) = csv.DictReader(stream, delimiter="\t")
+        for column, name in (("seconds", "s"), ("cpu_seconds", "cpu_time"), ("max_rss_mib", "max_rss")):
+            used[column] = float(row[name])
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise DemixError(part.path, f"is damaged ({error!r})", REMAKE) from None
+    return [used]
 
 
 def _settings(part: Part) -> Iterator[dict[str, str]]:
