@@ -3,13 +3,15 @@
 import os
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import typer
 
 from demix.commands.options import terminal
-from demix.errors import DemixError
+from demix.errors import DemixError, printable
 
 app = typer.Typer()
 
@@ -43,7 +45,10 @@ def sql(
     if form == "parquet" and not output and sys.stdout.isatty():
         raise DemixError("--format parquet", "is nothing for a terminal", "give --output FILE, or a pipe")
 
-    def answer(query: str) -> None:
+    # Codes in a text must not control a terminal.
+    shown = SimpleNamespace(write=lambda text: sys.stdout.write(printable(text))) if sys.stdout.isatty() else sys.stdout
+
+    def answered(query: str) -> None:
         with answers.ask(query) as reader:
             if output:
                 write_file(reader, form, output)
@@ -52,7 +57,17 @@ def sql(
             elif form == "table":
                 show(reader, terminal())
             else:
-                write_text(reader, form, sys.stdout)
+                write_text(reader, form, shown)
+
+    def answer(query: str) -> None:
+        # Python learns of Ctrl-C in its main thread, once that is not in DuckDB.
+        with ThreadPoolExecutor(1) as pool:
+            task = pool.submit(answered, query)
+            try:
+                task.result()
+            except KeyboardInterrupt:
+                answers.interrupt()
+                raise
 
     def list_tables() -> None:
         terminal().print(columns_table(answers.described()))

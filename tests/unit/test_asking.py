@@ -1,12 +1,17 @@
 """`demix sql` at the command line: runs, formats, errors in one line, and the prompt."""
 
 import csv
+import dataclasses
 import io
 import json
+import os
 import shutil
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
@@ -18,6 +23,7 @@ from demix.files import read_parquet, write_json_lines
 from demix.query.ask import Answers, named_runs
 from demix.query.output import MOST_ROWS, show
 from demix.query.prompt import completer, is_whole, prompted
+from demix.query.views import VIEWS
 from support.cli import demix, said
 from support.synthetic_run import build_run
 
@@ -52,6 +58,9 @@ def test_formats(run: Path, tmp_path: Path) -> None:
         r"| a\|b | x\ny | nan | 3 | NULL |",
     ]
     assert json.loads(printed(run, "select 1 as a where false", "--format", "json")) == []
+    assert json.loads(printed(run, "select 1 as a, 2 as a, 3 as a", "--format", "json")) == [
+        {"a": 1, "a_1": 2, "a_2": 3}
+    ]
     for name in ("out.csv", "out.json", "out.md", "out.parquet"):
         assert printed(run, "select 1 as a, 'b' as b", "--output", tmp_path / name) == ""
     assert (tmp_path / "out.csv").read_text() == "a,b\n1,b\n"
@@ -165,7 +174,25 @@ def test_an_answer_that_breaks_off_leaves_no_file(run: Path, tmp_path: Path) -> 
     assert not [*tmp_path.iterdir()]
 
 
-def test_the_query_comes_from_a_pipe(run: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_ctrl_c_ends_a_query(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    read: list[int] = []
+
+    def reading(parts: object, columns: object) -> Iterator[pa.Table]:
+        for number in range(100_000):
+            if number == 100:
+                os.kill(os.getpid(), signal.SIGINT)
+            read.append(number)
+            yield pa.table({"key": ["a"] * 1000, "value": ["b"] * 1000})
+
+    monkeypatch.setitem(VIEWS, "settings", dataclasses.replace(VIEWS["settings"], read=reading))
+    assert said(["sql", str(run), "select count(*) from settings"]) is not None
+    assert 100 < len(read) < 100_000
+    assert "count" not in capsys.readouterr().out
+
+
+def test_the_query_comes_from_a_pipe(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("select 41 + 1 as answer;\n"))
     assert said(["sql", str(run), "--format", "csv"]) is None
     assert capsys.readouterr().out == "answer\n42\n"
