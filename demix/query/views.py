@@ -19,6 +19,9 @@ from demix.errors import DemixError
 from demix.files import REMAKE, parquet_reader, read_json, read_json_lines
 from demix.files.batches import read_batches
 
+# The approximate tokens of a score table that are read at once, under all experts that a query names.
+TOKENS = 1 << 16
+
 TEXT, WHOLE, REAL = pa.string(), pa.int64(), pa.float64()
 
 
@@ -143,7 +146,7 @@ def _scores(parts: Sequence[Part], columns: Sequence[str]) -> Iterator[pa.Table]
     from demix.evaluate.score_tables import stream_scores
 
     start = block = 0
-    for chunk in stream_scores(parts[0].path, [str(part.same["expert"]) for part in parts], at_once=1 << 16):
+    for chunk in stream_scores(parts[0].path, [str(part.same["expert"]) for part in parts], at_once=TOKENS):
         count, (blocks, length) = len(chunk.tokens), chunk.mask.shape
         place = np.arange(count)
         found = {

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from demix.config.run import write_run_config
 from demix.data.shards import TokenShard
 from demix.evaluate.score_tables import tokens_sha256, write_scores, write_tokens
-from demix.files import read_json, read_parquet, write_json, write_parquet
+from demix.files import read_json, read_parquet, write_json, write_json_lines, write_parquet
 from support.synthetic_run import build_run
 from support.tokens import NOVEL, TRAINING
 
@@ -19,10 +20,13 @@ COLUMNS = {"demix": TRAINING + NOVEL, "dense": ("dense",)}
 def build_asked_run(run: Path, tokens: Path) -> None:
     """Write the run below `run`; `tokens` is the folder of `support.tokens.write_tokens`."""
     made = build_run(run, training=TRAINING, novel=NOVEL, retrained=("licenses",))
-    bounds = {
-        name: made.differences["perplexity"] + by for name, by in (("perplexity_low", -1), ("perplexity_high", 1))
-    }
-    write_parquet(pa.Table.from_pandas(made.differences.assign(**bounds)), run / "differences.parquet")
+    write_run_config(run / "config.json", made.config | {"seeds": [1, 2]})
+    write_json_lines(
+        run / "metrics" / "demix-seed2.jsonl", [{"step": 1, "tokens": 64, "loss": 2.5, "loss/licenses": 3}]
+    )
+    found = made.differences["perplexity"]
+    bounded = made.differences.assign(perplexity_low=found - 1, perplexity_high=found + 1)
+    write_parquet(pa.Table.from_pandas(bounded, preserve_index=False), run / "differences.parquet")
     shutil.copy(tokens / "tokenizer.json", run)
     audit = {"domain": "licenses", "system": "own", "model": "demix", "experts": "own", "split": "train"}
     write_parquet(pa.table({name: [value] for name, value in audit.items()}), run / "audit.parquet")

@@ -19,6 +19,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
+from demix.errors import DemixError
 from demix.files import read_parquet, write_json_lines
 from demix.query.ask import Answers, named_runs
 from demix.query.output import MOST_ROWS, show
@@ -130,6 +131,11 @@ def test_runs_are_told_apart(run: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert said(["sql", "select * from metrics"]).startswith("demix: error: results/a: has no metrics yet")
     write_json_lines(tmp_path / "results/a/metrics/demix.jsonl", [{"step": 1, "loss": 1.0}])
     assert "metrics/demix.jsonl: " in said(["sql", "select * from metrics"])
+    with Answers(named_runs([])) as answers:
+        # What one query met is no answer to the next.
+        for query, told in (("from metrics", "demix.jsonl"), ("select error('x') from priors", "query: x")):
+            with pytest.raises(DemixError, match=told), answers.ask(query) as reader:
+                reader.read_all()
     write_json_lines(tmp_path / "results/a/metrics/demix.jsonl", [{"step": "one", "tokens": 1, "loss": 1.0}])
     assert "demix.jsonl: holds what no stage writes" in said(["sql", "select * from metrics"])
 

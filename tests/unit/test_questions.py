@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 
 from demix.data.tokenizer import Tokenizer
 from demix.files import read_parquet, sha256_file
+from demix.files.batches import read_batches
+from demix.query import views
 from demix.query.views import VIEWS
 from support.asked_run import TOKENS, build_asked_run
 from support.cli import demix, said
@@ -60,7 +63,12 @@ def test_every_table_has_rows_of_the_run_and_stands_on_the_page(run: Path, view:
         assert {*found[0]} - {"run"} == {*re.findall(r"\w+", re.sub(r"\(.*?\)", "", told))}
 
 
-def test_scores_are_those_of_the_files_with_their_texts_and_documents(run: Path) -> None:
+@pytest.mark.parametrize("at_once", [64, views.TOKENS])
+def test_scores_are_those_of_the_files_with_their_texts_and_documents(
+    run: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(views, "TOKENS", at_once)
+    monkeypatch.setattr(views, "read_batches", partial(read_batches, rows=at_once // 32))
     where = "where model = 'demix' and domain = 'fantasy' and split = 'test' and expert = 'licenses'"
     found = rows(run, f"select * from scores {where} order by position")
     folder = run / "scores" / "demix" / "fantasy.test"
@@ -81,6 +89,13 @@ def test_scores_are_those_of_the_files_with_their_texts_and_documents(run: Path)
     whole = {row["document"]: re.sub("[^ -~]", "", row["text"]) for row in texts}
     for row in scored:
         assert whole[row["document"]].startswith(re.sub("[^ -~]", "", row["text"]).removeprefix("<|endoftext|>"))
+
+
+def test_trainings_of_a_model_are_told_apart_by_their_seed(run: Path) -> None:
+    found = rows(run, "select * from metrics where model = 'demix' and seed = 2 order by domain nulls first")
+    same = {"run": "made-up", "model": "demix", "seed": 2, "step": 1, "tokens": 64, "metric": "loss"}
+    assert found == [same | {"domain": None, "value": 2.5}, same | {"domain": "licenses", "value": 3}]
+    assert not rows(run, "select 1 from metrics where model = 'demix-seed2'")
 
 
 def test_losses_are_sums_of_scores(run: Path) -> None:
@@ -119,7 +134,7 @@ def test_only_the_files_that_a_query_needs_are_opened(own: Path) -> None:
     ):
         told = said(["sql", str(own), query])
         assert told is not None, query
-        assert told.startswith("demix: error: ")
+        assert told.startswith(f"demix: error: {own}/")
         assert broken in told
         assert "\n" not in told
 
