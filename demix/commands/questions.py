@@ -6,7 +6,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -46,7 +46,9 @@ def sql(
         raise DemixError("--format parquet", "is nothing for a terminal", "give --output FILE, or a pipe")
 
     # Codes in a text must not control a terminal.
-    shown = SimpleNamespace(write=lambda text: sys.stdout.write(printable(text))) if sys.stdout.isatty() else sys.stdout
+    shown: Any = sys.stdout
+    if sys.stdout.isatty():
+        shown = SimpleNamespace(write=lambda text: sys.stdout.write(printable(text)))
 
     def answered(query: str) -> None:
         with answers.ask(query) as reader:

@@ -173,6 +173,18 @@ def test_errors_are_one_line(run: Path, arguments: list[str], line: str) -> None
     assert "\n" not in told
 
 
+def test_codes_in_a_text_do_not_control_a_terminal(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for terminal in (True, False):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        for form in ("table", "csv", "markdown", "json"):
+            assert said(["sql", str(run), "select 'red' || chr(27) || '[31m' as text", "--format", form]) is None
+            told = capsys.readouterr().out
+            assert "red" in told
+            assert (chr(27) + "[31m" in told) == (not terminal and form in ("csv", "markdown")), (terminal, form)
+
+
 def test_an_answer_that_breaks_off_leaves_no_file(run: Path, tmp_path: Path) -> None:
     query = "select case when i = 99999 then error('late') else i end as i from range(100000) as r(i)"
     for name in ("out.csv", "out.parquet"):
