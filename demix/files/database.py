@@ -34,10 +34,10 @@ def threads() -> int:
     return max(1, min(cores, memory_mb() // THREAD_MB))
 
 
-def connected(folder: Path | None = None) -> duckdb.DuckDBPyConnection:
-    """A new database in memory; `folder` takes what memory does not hold."""
+def connected(folder: Path | None = None, memory: int | None = None) -> duckdb.DuckDBPyConnection:
+    """A new database in memory, of `memory` bytes or `memory_mb()`; `folder` takes what memory does not hold."""
     settings: dict[str, str | bool | int | float | list[str]] = {
-        "memory_limit": f"{memory_mb()}MB",
+        "memory_limit": f"{memory_mb() if memory is None else memory // 1_000_000}MB",
         "threads": threads(),
         "temp_directory": "" if folder is None else str(folder / "spilled"),
         "autoinstall_known_extensions": False,

@@ -1,0 +1,214 @@
+"""One SELECT over the views of runs, in a DuckDB that can neither write nor read anything else.
+
+DuckDB sees Arrow datasets. It tells a dataset which columns and rows it wants; the dataset opens the files that may
+hold such rows, and reads them piece by piece.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import duckdb
+import psutil
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.fs
+
+from demix.config.run import read_run_config
+from demix.errors import DemixError
+from demix.files import REMAKE, parquet_reader
+from demix.files.database import connected
+from demix.query.views import VIEWS, Part, Run, View
+
+BATCH_ROWS = 2048
+HINT = "mend the query; `demix sql --tables` lists tables and columns"
+RESULTS = Path("results")
+
+
+def named_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs in `folders`, or without any the only one below results/.
+
+    The column `run` holds the folder's name, or its path as it is given where several folders have that name. Raises
+    DemixError for a folder that holds no run, one that is named twice, and where there is no single run to take.
+    """
+    if not folders:
+        folders = sorted(path.parent for path in RESULTS.glob("*/config.json"))
+        if len(folders) != 1:
+            told = f"there are {', '.join(map(str, folders))}" if folders else f"{RESULTS} holds none"
+            raise DemixError("RUN", f"is not named, and {told}", "name a run's folder, results/<run>")
+    places = [folder.resolve() for folder in folders]
+    names = [place.name for place in places]
+    runs = []
+    for folder, place in zip(folders, places, strict=True):
+        if not os.path.isdir(folder):
+            raise DemixError(folder, "is no folder of a run", "name results/<run>")
+        if places.count(place) > 1:
+            raise DemixError(folder, "is named twice", "name each run once")
+        name = place.name if names.count(place.name) == 1 else str(folder)
+        runs.append(Run(name, folder, read_run_config(folder)))
+    return runs
+
+
+class _Dataset(ds.Dataset):  # type: ignore[misc]
+    """A view of runs as Arrow's interface of datasets, of which DuckDB calls `schema` and `scanner`.
+
+    What goes wrong while a file is read is kept in `failures`, because DuckDB keeps only the text.
+    """
+
+    def __init__(self, name: str, view: View, runs: Sequence[Run], failures: list[DemixError]) -> None:
+        # No dataset of Arrow's own is behind this one.
+        self._name, self._view, self._runs, self._failures = name, view, runs, failures
+
+    @cached_property
+    def _parts(self) -> list[Part]:
+        return [part for run in self._runs for part in self._view.parts(run)]
+
+    @cached_property
+    def _schema(self) -> pa.Schema:
+        columns = self._view.columns
+        if not self._parts and not self._view.optional:
+            raise DemixError(self._runs[0].folder, f"has no {self._name} yet", "run the workflow to its end")
+        if columns is None:
+            firsts = {part.run.name: part.path for part in reversed(self._parts)}
+            columns = {}
+            for path in firsts.values():
+                with parquet_reader(path) as file:
+                    columns |= {field.name: field.type for field in file.schema_arrow if field.name not in columns}
+        return pa.schema([("run", pa.string()), *((name, type_) for name, type_ in columns.items())])
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._schema
+
+    def scanner(self, columns: list[str] | None = None, filter: ds.Expression | None = None) -> Any:
+        """What DuckDB reads rows from: the `columns` of the rows that pass `filter`."""
+        wanted = self._schema.names if columns is None else columns
+        schema = pa.schema([self._schema.field(name) for name in wanted])
+        # A filter names no columns by itself, but its text does. More columns than needed do no harm.
+        needed = [name for name in self._schema.names if name in wanted or name in str(filter)]
+        batches = self._batches(needed, wanted, filter)
+        return SimpleNamespace(to_reader=lambda: pa.RecordBatchReader.from_batches(schema, batches))
+
+    def _batches(self, needed: list[str], wanted: list[str], filter: ds.Expression | None) -> Iterator[pa.RecordBatch]:
+        chosen = self._that_may_pass(filter)
+        for path, group in itertools.groupby(chosen, key=lambda part: part.path):
+            parts = list(group)
+            try:
+                for piece in self._view.read(parts, needed):
+                    table = self._completed(piece, parts[0], needed)
+                    table = (table if filter is None else table.filter(filter)).select(wanted)
+                    yield from table.to_batches(max_chunksize=BATCH_ROWS)
+            except DemixError as error:
+                self._failures.append(error)
+                raise
+            except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
+                self._failures.append(DemixError(path, f"holds what no stage writes ({error})", REMAKE))
+                raise
+
+    def _that_may_pass(self, filter: ds.Expression | None) -> list[Part]:
+        """The parts whose equal columns do not exclude them, found by Arrow's own pruning; nothing is opened."""
+        form, nowhere = ds.ParquetFileFormat(), pyarrow.fs.LocalFileSystem()
+        fragments = []
+        for number, part in enumerate(self._parts):
+            same = ds.field("run") == part.run.name
+            for name, value in part.same.items():
+                same &= ds.field(name) == value
+            fragments.append(form.make_fragment(str(number), nowhere, partition_expression=same))
+        whole = ds.FileSystemDataset(fragments, self._schema, form, nowhere)
+        return [self._parts[int(fragment.path)] for fragment in whole.get_fragments(filter=filter)]
+
+    def _completed(self, piece: pa.Table | pa.RecordBatch, part: Part, needed: list[str]) -> pa.Table:
+        """The `needed` columns of rows: those read, those that the part's rows have alike, NULL for others."""
+        same = {"run": part.run.name, **part.same}
+        names, columns = set(piece.schema.names), []
+        for name in needed:
+            kind = self._schema.field(name).type
+            if name in names:
+                columns.append(piece[name].cast(kind))
+            else:
+                columns.append(pa.repeat(pa.scalar(same.get(name), kind), piece.num_rows))
+        return pa.table(columns, names=needed)
+
+
+class Answers:
+    """A connection with the views of some runs. Use it as a context manager, so that it is closed."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._failures: list[DemixError] = []
+        self._broken: dict[str, DemixError] = {}
+        self.tables: dict[str, pa.Schema] = {}
+        self._connection = connected(memory=psutil.virtual_memory().available // 2)
+        for name, view in VIEWS.items():
+            dataset = _Dataset(name, view, runs, self._failures)
+            try:
+                self.tables[name] = dataset.schema
+                self._connection.register(name, dataset)
+            except DemixError as error:
+                # Other tables can be asked all the same.
+                self._broken[name] = error
+
+    def __enter__(self) -> "Answers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def interrupt(self) -> None:
+        """End the query that another thread asks; it raises DemixError there."""
+        self._connection.interrupt()
+
+    def described(self) -> Iterator[tuple[str, str, str]]:
+        """Name, contents and columns of each table, or what is wrong with it."""
+        for name, view in VIEWS.items():
+            fault = self._broken.get(name)
+            yield name, view.holds, str(fault) if fault else ", ".join(self.tables[name].names)
+
+    @contextmanager
+    def ask(self, query: str) -> Iterator[pa.RecordBatchReader]:
+        """Yield the rows that a query selects, read as they are taken.
+
+        Raises DemixError, also inside the `with` block: for anything but one SELECT, for a query that is wrong, for
+        a file that is missing or damaged, and for lack of memory.
+        """
+        self._failures.clear()
+        try:
+            self._check(query)
+            yield self._connection.sql(query).to_arrow_reader(BATCH_ROWS)
+        except (duckdb.Error, pa.ArrowException, OSError) as error:
+            # What fails while rows are taken has no number of the system's.
+            if getattr(error, "errno", None) is not None:
+                raise
+            raise (self._failures or [_explained(str(error), self.tables)])[0] from None
+
+    def _check(self, query: str) -> None:
+        statements = self._connection.extract_statements(query)
+        if not statements:
+            raise DemixError("query", "is empty", "ask a question such as select * from results")
+        if len(statements) > 1:
+            raise DemixError("query", f"is {len(statements)} statements", "ask one SELECT at a time")
+        if statements[0].type != duckdb.StatementType.SELECT:
+            kind = statements[0].type.name
+            raise DemixError("query", f"is no SELECT but {kind}", "ask one SELECT: it can change nothing")
+        for name in self._connection.get_table_names(query):
+            if name in self._broken:
+                raise self._broken[name]
+
+
+def _explained(text: str, tables: Mapping[str, object]) -> DemixError:
+    """DuckDB's message of several lines as one error: what is wrong, where, and what there is instead."""
+    message, _, place = text.partition("\n\nLINE ")
+    cause, _, more = message.partition(": ")[2].partition("\n")
+    if cause.startswith("Table with name") and not any(f'"{name}"' in more for name in tables):
+        more = f"The tables are {', '.join(tables)}"
+    if message.startswith("Out of Memory"):
+        more = "Ask for less: fewer columns, a part of the rows (where), sums in place of sorts"
+    if message.startswith("Permission"):
+        more = "A query reads the tables of the named runs alone"
+    code, _, marks = f"LINE {place}".partition("\n")
+    at = code[marks.find("^") :][: min(marks.count("^"), 40)]
+    return DemixError(f"query, at {at}" if at else "query", cause.rstrip("!."), more.strip().rstrip(".") or HINT)

@@ -1,0 +1,343 @@
+"""What a run can be asked: the table of views, and the files of a run that each view is made of.
+
+A view reads files through the functions that check their seals and places, and only the files that a query needs.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from demix.config.systems import further_seeds
+from demix.errors import DemixError
+from demix.files import REMAKE, parquet_reader, read_json, read_json_lines
+from demix.files.batches import read_batches
+
+# The approximate tokens of a score table that are read at once, under all experts that a query names.
+TOKENS = 1 << 16
+
+TEXT, WHOLE, REAL = pa.string(), pa.int64(), pa.float64()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is asked: the name in the column `run`, its folder and its config."""
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+
+    def trained(self, folder: str) -> dict[str, str | int]:
+        """The model and the seed of a model's folder, named as in results."""
+        for seed in further_seeds(self.config):
+            if folder.endswith(f"-seed{seed}"):
+                return {"model": folder.removesuffix(f"-seed{seed}"), "seed": seed}
+        return {"model": folder, "seed": self.config["seed"]}
+
+    def kind(self, domain: str) -> str:
+        """Whether a domain is a training domain or a novel one."""
+        return "training" if domain in self.config["domains"]["training"] else "novel"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a view that lie at one path and are alike in some columns. A query that excludes `same` never opens it.
+
+    Parts of one path are read together.
+    """
+
+    run: Run
+    path: Path
+    same: Mapping[str, str | int]
+
+
+# Rows of the parts of one path, in pieces; of the columns that a query needs, all that the path has.
+Reader = Callable[[Sequence[Part], Sequence[str]], Iterable[pa.Table | pa.RecordBatch]]
+
+
+@dataclass(frozen=True)
+class View:
+    """A table that queries name. `columns` follow the column `run`; None stands for those of the Parquet files."""
+
+    holds: str
+    columns: Mapping[str, pa.DataType] | None
+    parts: Callable[[Run], Iterable[Part]]
+    read: Reader
+    optional: bool = False
+
+
+def _parquet(parts: Sequence[Part], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The rows of a Parquet file. A column that the file lacks is left out."""
+    with parquet_reader(parts[0].path) as file:
+        known = file.schema_arrow.names
+    # At least one column, because a batch without columns has no number of rows.
+    yield from read_batches(parts[0].path, [name for name in columns if name in known] or known[:1])
+
+
+def _rows(make: Callable[[Part], Iterable[dict[str, Any]]]) -> Reader:
+    """The reader of a small file, whose rows `make` gives. Values that are missing are NULL."""
+
+    def read(parts: Sequence[Part], columns: Sequence[str]) -> Iterator[pa.Table]:
+        rows, own = [*make(parts[0])], set(columns) - {"run", *parts[0].same}
+        # A table without columns has no number of rows.
+        yield pa.table({"": pa.nulls(len(rows))} | {name: [row.get(name) for row in rows] for name in own})
+
+    return read
+
+
+def _one(name: str) -> Callable[[Run], list[Part]]:
+    return lambda run: [Part(run, run.folder / name, {})]
+
+
+def _found(pattern: str, same: Callable[[Run, Path], Mapping[str, str | int]]) -> Callable[[Run], Iterator[Part]]:
+    """The parts of a run whose paths match `pattern`; `same` is given the path below the run's folder."""
+
+    def parts(run: Run) -> Iterator[Part]:
+        for path in sorted(run.folder.glob(pattern)):
+            yield Part(run, path, same(run, path.relative_to(run.folder)))
+
+    return parts
+
+
+def _of_corpus(run: Run, path: Path) -> dict[str, str]:
+    return {"domain": path.parent.name, "kind": run.kind(path.parent.name)}
+
+
+def _of_split(run: Run, path: Path) -> dict[str, str]:
+    return _of_corpus(run, path) | {"split": path.stem}
+
+
+def _of_losses(run: Run, path: Path) -> dict[str, str]:
+    return {"domain": path.name.removesuffix(".losses.parquet"), "split": "test"}
+
+
+def _of_model(run: Run, path: Path) -> dict[str, str | int]:
+    return run.trained(path.parts[1])
+
+
+def _of_metrics(run: Run, path: Path) -> dict[str, str | int]:
+    return run.trained(path.stem)
+
+
+def _of_expert(run: Run, path: Path) -> dict[str, str | int]:
+    return _of_model(run, path) | {"expert": path.stem}
+
+
+def _of_job(run: Run, path: Path) -> dict[str, str]:
+    return {"rule": path.with_suffix("").parts[1], "wildcards": "/".join(path.with_suffix("").parts[2:])}
+
+
+def _scored(run: Run) -> Iterator[Part]:
+    """One part per column of each score table; the path is that of the table."""
+    for path in sorted(run.folder.glob("scores/*/*.*/*.parquet")):
+        if path.stem != "tokens":
+            domain, _, split = path.parent.name.rpartition(".")
+            which = run.trained(path.parent.parent.name)
+            yield Part(run, path.parent, which | {"domain": domain, "split": split, "expert": path.stem})
+
+
+def _scores(parts: Sequence[Part], columns: Sequence[str]) -> Iterator[pa.Table]:
+    from demix.evaluate.score_tables import stream_scores
+
+    start = block = 0
+    for chunk in stream_scores(parts[0].path, [str(part.same["expert"]) for part in parts], at_once=TOKENS):
+        count, (blocks, length) = len(chunk.tokens), chunk.mask.shape
+        place = np.arange(count)
+        found = {
+            "document": chunk.documents,
+            "origin": chunk.origins,
+            "position": start + place,
+            "block": block + place // length,
+            "block_position": place % length,
+            "token_id": chunk.tokens,
+        }
+        if "token" in columns:
+            found["token"] = _vocabulary(parts[0].run.folder / "tokenizer.json").take(pa.array(chunk.tokens))
+        for number, part in enumerate(parts):
+            found["logprob"] = chunk.scores[..., number].reshape(-1)[:count].astype(np.float32)
+            yield pa.table(found | {"expert": pa.repeat(part.same["expert"], count)})
+        start, block = start + count, block + blocks
+
+
+@lru_cache(maxsize=8)
+def _vocabulary(path: Path) -> pa.Array:
+    """The text of each token id of a tokenizer; bytes that are not UTF-8 become U+FFFD."""
+    from demix.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(path)
+    return pa.array([tokenizer.decode([number]) for number in range(tokenizer.vocab_size)])
+
+
+def _documents(parts: Sequence[Part], columns: Sequence[str]) -> Iterator[pa.Table]:
+    start = 0
+    for batch in _parquet(parts, columns):
+        numbers = pa.array(np.arange(start, start + batch.num_rows))
+        yield pa.Table.from_batches([batch]).append_column("document", numbers)
+        start += batch.num_rows
+
+
+def _card(part: Part) -> Iterator[dict[str, Any]]:
+    card = read_json(part.path)
+    origins, leakage = card.get("origins", {}), card.get("leakage", {})
+    for split, documents in card["documents"].items():
+        yield {
+            "split": split,
+            "documents": documents,
+            "words": card["words"].get(split),
+            "budget": card.get("budgets", {}).get(split),
+            "origins": origins.get(split),
+            "origins_in_train": origins.get(f"{split}_in_train"),
+            "leakage": leakage.get("ngrams", {}).get(split),
+        }
+
+
+def _counts(part: Part) -> Iterator[dict[str, Any]]:
+    card = read_json(part.path)
+    for what in ("duplicates", "rejected", "replacements", "normalised"):
+        for name, count in card.get(what, {}).items():
+            yield {"what": what, "name": name, "count": count}
+
+
+def _metrics(part: Part) -> Iterator[dict[str, Any]]:
+    for row in read_json_lines(part.path):
+        for key, value in row.items():
+            if key not in ("step", "tokens") and isinstance(value, int | float | None):
+                metric, _, domain = key.partition("/")
+                yield {
+                    "step": row["step"],
+                    "tokens": row["tokens"],
+                    "metric": metric,
+                    "domain": domain or None,
+                    "value": value,
+                }
+
+
+def _model(part: Part) -> Iterator[dict[str, Any]]:
+    model = read_json(part.path)
+    parent = model.get("parent")
+    own = {**model.get("training", {}), **model.get("architecture", {}), **model}
+    yield own | {"parent": parent["model"] if isinstance(parent, dict) else parent}
+
+
+def _expert(part: Part) -> Iterator[dict[str, Any]]:
+    expert = read_json(part.path)
+    rate = expert.get("adaptation", {}).get("learning_rate_factor")
+    yield {**expert, "learning_rate_factor": rate}
+
+
+def _job(part: Part) -> list[dict[str, float]]:
+    used = {}
+    try:
+        with open(part.path, encoding="utf-8", newline="") as stream:
+            (row,) = csv.DictReader(stream, delimiter="\t")
+        for column, name in (("seconds", "s"), ("cpu_seconds", "cpu_time"), ("max_rss_mib", "max_rss")):
+            used[column] = float(row[name])
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise DemixError(part.path, f"is damaged ({error!r})", REMAKE) from None
+    return [used]
+
+
+def _settings(part: Part) -> Iterator[dict[str, str]]:
+    for key, value in _flat(read_json(part.path), ()):
+        yield {"key": key, "value": value if isinstance(value, str) else json.dumps(value)}
+
+
+def _flat(value: Any, above: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, (*above, key))
+    else:
+        yield ".".join(above), value
+
+
+_COUNTS = {"words": WHOLE, "budget": WHOLE, "origins": WHOLE, "origins_in_train": WHOLE}
+_WHICH = {"model": TEXT, "seed": WHOLE}
+_WHERE = {"domain": TEXT, "split": TEXT}
+
+VIEWS = {
+    "results": View("one row per evaluation: perplexities with intervals", None, _one("results.parquet"), _parquet),
+    "differences": View("systems against others on the same documents", None, _one("differences.parquet"), _parquet),
+    "priors": View("cached and fitted priors by domain and expert", None, _one("priors.parquet"), _parquet),
+    "posteriors": View("the posterior after each block", None, _one("posteriors.parquet"), _parquet),
+    "audit": View(
+        "how much of removed documents models continue word for word",
+        None,
+        _found("audit.parquet", lambda run, path: {}),
+        _parquet,
+        optional=True,
+    ),
+    "overlap": View(
+        "shares of bigrams that test has in common with train", None, _one("corpus/overlap.parquet"), _parquet
+    ),
+    "corpus": View(
+        "one row per domain and split: sizes, budgets, leakage",
+        {"domain": TEXT, "kind": TEXT, "split": TEXT, "documents": WHOLE, **_COUNTS, "leakage": REAL},
+        _found("corpus/*/card.json", _of_corpus),
+        _rows(_card),
+    ),
+    "corpus_counts": View(
+        "what was rejected, replaced or normalised in each domain",
+        {"domain": TEXT, "kind": TEXT, "what": TEXT, "name": TEXT, "count": WHOLE},
+        _found("corpus/*/card.json", _of_corpus),
+        _rows(_counts),
+    ),
+    "documents": View(
+        "the documents of the splits; document is the number in the split",
+        {**_WHERE, "kind": TEXT, "document": WHOLE, "id": TEXT, "n_words": WHOLE, "text": TEXT}
+        | {"origin": TEXT, "metadata": TEXT},
+        _found("corpus/*/*.parquet", _of_split),
+        _documents,
+    ),
+    "scores": View(
+        "one row per token and expert: the token's log-probability in nats",
+        {**_WHICH, **_WHERE, "expert": TEXT, "document": WHOLE, "origin": WHOLE, "position": WHOLE, "block": WHOLE}
+        | {"block_position": WHOLE, "token_id": WHOLE, "token": TEXT, "logprob": pa.float32()},
+        _scored,
+        _scores,
+    ),
+    "losses": View(
+        "one row per document of a test split, model and expert: nll in nats",
+        {**_WHICH, **_WHERE, "expert": TEXT, "document": WHOLE, "origin": WHOLE, "tokens": WHOLE, "nll": REAL},
+        _found("evaluations/*.losses.parquet", _of_losses),
+        _parquet,
+    ),
+    "metrics": View(
+        "one row per step and metric of a training; domain is NULL for the whole batch",
+        {**_WHICH, "step": WHOLE, "tokens": WHOLE, "metric": TEXT, "domain": TEXT, "value": REAL},
+        _found("metrics/*.jsonl", _of_metrics),
+        _rows(_metrics),
+    ),
+    "models": View(
+        "one row per model: size, training, parent",
+        {**_WHICH, "kind": TEXT, "layers": WHOLE, "width": WHOLE, "heads": WHOLE, "context": WHOLE}
+        | {"shared_parameters": WHOLE, "expert_parameters": WHOLE, "steps": WHOLE, "tokens": WHOLE}
+        | {"learning_rate": REAL, "parent": TEXT, "shared_sha256": TEXT},
+        _found("models/*/model.json", _of_model),
+        _rows(_model),
+    ),
+    "experts": View(
+        "the lineage of each expert",
+        {**_WHICH, "expert": TEXT, "parent": TEXT, "parent_prior": REAL, "lowest_dev_loss_expert": TEXT}
+        | {"learning_rate_factor": REAL, "steps": WHOLE, "steps_run": WHOLE, "tokens": WHOLE, "sha256": TEXT},
+        _found("models/*/experts/*.json", _of_expert),
+        _rows(_expert),
+    ),
+    "benchmarks": View(
+        "time and memory of each job",
+        {"rule": TEXT, "wildcards": TEXT, "seconds": REAL, "cpu_seconds": REAL, "max_rss_mib": REAL},
+        _found("benchmarks/**/*.tsv", _of_job),
+        _rows(_job),
+    ),
+    "settings": View(
+        "the config, one row per key; values that are no text are JSON",
+        {"key": TEXT, "value": TEXT},
+        _one("config.json"),
+        _rows(_settings),
+    ),
+}
