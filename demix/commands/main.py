@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from demix.commands import people, stages, training
+from demix.commands import comparing, people, stages, training
 from demix.errors import DemixError, masked, printable
 from demix.launch.parents import end_with_snakemake
 from demix.launch.usage import note_usage
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.add_typer(stages.app)
 app.add_typer(training.app)
 app.add_typer(people.app)
+app.add_typer(comparing.app)
 
 
 class _StandardError(logging.Handler):
