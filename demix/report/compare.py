@@ -238,6 +238,8 @@ def _sample(run: Run, kind: str, domain: str) -> Sample:
 def _why(runs: Sequence[Run], domain: str) -> str:
     """Why there is no interval in a domain, of one run or of the difference of two; "" if there is one."""
     first, *_ = found = [run.samples[domain] for run in runs]
+    if len({run.tokenizer for run in runs}) > 1:
+        return OTHER_TOKENIZER
     if any(sample.sha256 != first.sha256 for sample in found):
         return OTHER_TOKENS
     if reasons := [sample.why for sample in found if sample.why]:

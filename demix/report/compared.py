@@ -204,7 +204,9 @@ def _svg(chart: alt.TopLevelMixin) -> str:
 def _by_run(compared: Comparison) -> alt.Color:
     names = [run.name for run in compared.runs]
     colours = [COLOURS[number % len(COLOURS)] for number in range(len(names))]
-    return alt.Color("run:N", sort=names, scale=alt.Scale(domain=names, range=colours), title="run")
+    return alt.Color(
+        "run:N", sort=names, scale=alt.Scale(domain=names, range=colours), legend=alt.Legend(title="run", orient="top")
+    )
 
 
 def _dots(compared: Comparison) -> alt.TopLevelMixin:
