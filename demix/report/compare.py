@@ -31,13 +31,14 @@ from demix.evaluate.intervals import FEWEST, bounds, clustered, resampled_sums
 from demix.files import digest, is_made, read_json, seed_for
 from demix.progress import progress
 from demix.report.all_tables import main_systems
-from demix.report.cells import kinds_of_domains, mean_of, percent, seeds_of
-from demix.report.read import evaluations, of_seed, read_metrics, read_results
+from demix.report.cells import kinds_of_domains, percent
+from demix.report.read import of_seed, read_metrics, read_results
 
 PERPLEXITY, BITS = "perplexity", "bits_per_byte"
 # Why a pair of runs has no interval, or no difference at all.
 OTHER_TOKENIZER, OTHER_TOKENS, OTHER_DOCUMENTS = "other tokenizer", "other tokens", "other documents"
 NO_SCORES, OTHER_SCORES, FEW = "no score tables", "scored anew", f"under {FEWEST} documents"
+SYSTEM = ("model", "experts", "method", "weights")
 _MISSING = object()
 
 
@@ -82,11 +83,11 @@ class Comparison:
     """Runs, the first of them the base, and what they are compared in.
 
     `settings`: one row per key that differs, one column per run, values as JSON, "–" for a key that a run lacks.
-    `systems`: a row per measure, kind of domains, system and run, with columns value (mean over domains), low and high
-    (its own interval), spread (over seeds, as text), and change, change_low, change_high (in percent of the base, NaN
-    where they do not exist) and why (the reason).
-    `by_domain`: a row per domain, system and run but the first, with the columns nats, low and high.
-    `curves`: a row per model and run with the last values of its metrics.
+    `systems`: one row per measure, kind of domains, system and run, with columns value (mean over domains), low and
+    high (its own interval), spread (standard deviation over seeds), and change, change_low, change_high (in percent of
+    the base) and why (the reason why something is missing). What does not exist is NaN.
+    `by_domain`: one row per domain, system and run but the first, with the columns nats, low and high.
+    `curves`: one row per model and run with the last values of its metrics.
     `domains` are those that are compared, by kind, and `left_out` those that not all runs have.
     """
 
@@ -113,11 +114,13 @@ def compare(folders: Sequence[Path]) -> Comparison:
                 for name in names:
                     run.samples[name] = _sample(run, kind, name)
                     advance(1, f"{run.name}: {name}")
+    measures = [PERPLEXITY, BITS] if len({run.tokenizer for run in runs}) > 1 else [PERPLEXITY]
     systems: list[dict[str, Any]] = []
     by_domain: list[dict[str, Any]] = []
     for kind, names in domains.items():
-        for system in _systems(runs) if names else ():
-            systems += _rows(runs, kind, names, system)
+        for measure in measures if names else ():
+            systems += _rows(runs, kind, names, measure)
+        for system in _systems(runs):
             by_domain += _domain_rows(runs, kind, names, system)
     columns = ["measure", "kind", "system", "oracle", "run", "value", "low", "high", "spread"]
     frame = pd.DataFrame(systems, columns=[*columns, "change", "change_low", "change_high", "why"])
@@ -151,7 +154,10 @@ def _read(folders: Sequence[Path]) -> tuple[Run, ...]:
 def _results(folder: Path) -> pd.DataFrame:
     rows = read_results(folder / "results.parquet")
     systems = (rows["variant"] == "") & rows["top_k"].isna() & (rows["method"] != "expert")
-    return rows[systems & (rows["split"] == "test")]
+    rows = rows[systems & (rows["split"] == "test")]
+    if rows.duplicated([*SYSTEM, "seed", "domain"]).any():
+        raise DemixError(folder / "results.parquet", "has two rows of one system", "delete the file and rerun")
+    return rows
 
 
 def _settings(runs: Sequence[Run]) -> pd.DataFrame:
@@ -183,31 +189,24 @@ def _systems(runs: Sequence[Run]) -> list[System]:
 
 
 def _sample(run: Run, kind: str, domain: str) -> Sample:
-    rows = run.own[run.own["domain"] == domain].set_index(["model", "experts", "method", "weights"])
+    rows = run.own[run.own["domain"] == domain].set_index(list(SYSTEM))
     (sha256,) = rows["tokens_sha256"].unique() if len(rows) else ("",)
+    wanted = {system.key for _, system in main_systems(run.config)}
     weights = run.config["evaluation"]["weights"]
-    # What was chosen on dev is known by now.
+    # The parameters of `switching` were chosen on dev by a search that need not be done again.
     alphas = rows["alpha"].dropna().items() if "alpha" in rows else ()
     chosen = {key: f"switching({float(alpha)!r})" for key, alpha in alphas if key[3] == "switching"}
-    wanted = {system.key for _, system in main_systems(run.config)}
     tables = []
     for table in evaluated(run.config, domain):
-        sets = tuple(
-            replace(
-                some,
-                methods=tuple(
-                    name for name in some.methods if (table.model, some.label, name) in {key[:3] for key in wanted}
-                ),
-                alone=False,
-                variants=False,
-                weights=tuple(chosen.get((table.model, some.label, "fitted", name), name) for name in weights),
-            )
-            for some in table.sets
-        )
-        sets = tuple(some for some in sets if some.methods)
+        sets = []
+        for some in table.sets:
+            methods = tuple(name for name in some.methods if (table.model, some.label, name) in {k[:3] for k in wanted})
+            named = tuple(chosen.get((table.model, some.label, "fitted", name), name) for name in weights)
+            if methods:
+                sets.append(replace(some, methods=methods, weights=named, alone=False, variants=False))
         dense = not table.sets and (table.model, "dense", "dense", "") in wanted
         if table.seed == run.config["seed"] and (sets or dense):
-            tables.append(replace(table, sets=sets))
+            tables.append(replace(table, sets=tuple(sets)))
     scores = run.folder / "scores"
     for table in tables:
         files = [f"{domain}.{split}/{name}" for split in table.splits for name in (*table.columns, "tokens")]
@@ -216,22 +215,20 @@ def _sample(run: Run, kind: str, domain: str) -> Sample:
     recipe = taken(MixingRecipe, run.config["evaluation"]) | {"top_k": ()}
     if chosen:
         recipe["weights"] = tuple(name for name in weights if name != "switching")
-    evaluation = Evaluation(
-        **recipe, kind=kind, tables=tuple(tables), compared=(), against=(), seed=run.config["seed"]
-    )  # fmt: skip
-    scored, nll = system_losses(scores, domain, evaluation)
+    about = {"kind": kind, "tables": tuple(tables), "compared": (), "against": (), "seed": run.config["seed"]}
+    scored, nll = system_losses(scores, domain, Evaluation(**recipe, **about))
     nll |= {key: nll[*key[:3], name] for key, name in chosen.items() if (*key[:3], name) in nll}
     told = {key: float(number) for key, number in rows["nll"].items() if key in wanted}
     if scored.sha256 != sha256 or not all(key in nll and np.isclose(nll[key].sum(), told[key]) for key in told):
         return Sample(sha256, OTHER_SCORES)
     nll = {key: nll[key] for key in told}
-    nats = {name: float(losses.sum() / scored.tokens.sum()) for name, losses in nll.items()}
+    nats = {key: float(losses.sum() / scored.tokens.sum()) for key, losses in nll.items()}
     sums = clustered(np.stack([scored.tokens, *nll.values()]), scored.origins)
     resampled = {}
     if sums.shape[1] >= FEWEST:
         # As in an evaluation: the same documents are drawn for all systems and runs.
         tokens, *losses = resampled_sums(sums, seed_for(0, domain, sha256))
-        resampled = {name: one / tokens for name, one in zip(nll, losses, strict=True)}
+        resampled = {key: one / tokens for key, one in zip(nll, losses, strict=True)}
     return Sample(sha256, "", scored.tokens, scored.origins, nats, resampled)
 
 
@@ -250,39 +247,50 @@ def _why(runs: Sequence[Run], domain: str) -> str:
     return "" if first.resampled else FEW
 
 
-def _rows(runs: Sequence[Run], kind: str, domains: list[str], system: System) -> Iterator[dict[str, Any]]:
-    """The rows of `Comparison.systems` of one system on the domains of one kind."""
+def _rows(runs: Sequence[Run], kind: str, domains: list[str], measure: str) -> Iterator[dict[str, Any]]:
+    """The rows of `Comparison.systems` on the domains of one kind."""
     base = runs[0]
-    measures = [PERPLEXITY] if all(run.tokenizer == base.tokenizer for run in runs) else [PERPLEXITY, BITS]
-    for measure in measures:
-        values = {run.name: mean_of(evaluations(run.own, system, domains)[measure]) for run in runs}
+    means = {run.name: _means(run, domains, measure) for run in runs}
+    reasons = {run.name: next(filter(None, (_why([base, run], name) for name in domains)), "") for run in runs}
+    for system in _systems(runs):
+        values = {run.name: means[run.name].get(system.key, {}).get(run.config["seed"], np.nan) for run in runs}
         for run in runs:
-            row: dict[str, Any] = {"measure": measure, "kind": kind, "system": system.label, "run": run.name}
-            row["oracle"] = kind == "novel" and system.method == "naive"
-            row |= {"value": values[run.name], "why": ""}
+            row: dict[str, Any] = {"measure": measure, "kind": kind, "system": system.label, "run": run.name, "why": ""}
+            row |= {"oracle": kind == "novel" and system.method == "naive", "value": values[run.name]}
             known = not np.isnan(values[run.name])
             if known and measure == PERPLEXITY:
-                row["spread"] = seeds_of(run.results, system, domains)
+                of_seeds = [*means[run.name][system.key].values()]
+                row["spread"] = float(np.std(of_seeds, ddof=1)) if len(of_seeds) > 1 else np.nan
                 if not any(_why([run], name) for name in domains):
-                    row["low"], row["high"] = bounds(_means(run, domains, system))
-            if run is base or not known or np.isnan(values[base.name]):
-                yield row
-                continue
-            alike = run.tokenizer == base.tokenizer
-            if measure == PERPLEXITY and not alike:
-                yield row | {"why": OTHER_TOKENIZER}
-                continue
-            row["change"] = percent(values[base.name], values[run.name])
-            # Bits per byte are for runs of another tokenizer than the base's: others have perplexities.
-            reasons = [_why([base, run], name) for name in domains] if measure == PERPLEXITY else []
-            row["why"] = next(filter(None, reasons), "") if alike else OTHER_TOKENS
-            if reasons and not row["why"]:
-                changes = percent(*(_means(one, domains, system) for one in (base, run)))
-                row["change_low"], row["change_high"] = bounds(changes)
+                    row["low"], row["high"] = bounds(_resampled(run, domains, system))
+            if run is not base and known and not np.isnan(values[base.name]):
+                row |= _change(base, run, domains, system, values, measure, reasons[run.name])
             yield row
 
 
-def _means(run: Run, domains: list[str], system: System) -> np.ndarray:
+def _change(
+    base: Run, run: Run, domains: list[str], system: System, values: dict[str, float], measure: str, why: str
+) -> dict[str, Any]:
+    change = {"change": percent(values[base.name], values[run.name])}
+    if measure == BITS:
+        # Runs of the base's tokenizer have perplexities to compare.
+        return change | {"why": OTHER_TOKENS if why == OTHER_TOKENIZER else ""}
+    if why:
+        return {"why": why} | (change if why != OTHER_TOKENIZER else {})
+    low, high = bounds(percent(*(_resampled(one, domains, system) for one in (base, run))))
+    return change | {"change_low": low, "change_high": high}
+
+
+def _means(run: Run, domains: list[str], measure: str) -> dict[tuple[str, ...], dict[int, float]]:
+    """The mean over domains by system and seed; NaN without one of the domains."""
+    by_domain = run.results.set_index([*SYSTEM, "seed", "domain"])[measure].unstack("domain").reindex(columns=domains)
+    found: dict[tuple[str, ...], dict[int, float]] = {}
+    for (*key, seed), mean in by_domain.mean(axis=1, skipna=False).items():
+        found.setdefault(tuple(key), {})[seed] = float(mean)
+    return found
+
+
+def _resampled(run: Run, domains: list[str], system: System) -> np.ndarray:
     """The mean perplexity over domains in each resample [R]."""
     means: np.ndarray = np.exp([run.samples[name].resampled[system.key] for name in domains]).mean(axis=0)
     return means

@@ -83,7 +83,10 @@ def _systems(compared: Comparison, measure: str, kind: str, rows: pd.DataFrame) 
     beneath: dict[str, dict[str, str]] = {name: {} for name in columns}
     for row in rows.itertuples():
         label = f"{row.system} *" if row.oracle else row.system
-        columns[row.run][label], beneath[row.run][label] = row.value, row.spread if pd.notna(row.spread) else ""
+        columns[row.run][label], beneath[row.run][label] = (
+            row.value,
+            f"± {row.spread:.2f}" if pd.notna(row.spread) else "",
+        )
         if row.run != base:
             change = f"{row.run}, change in %"
             columns[change][label] = row.change
