@@ -125,7 +125,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
     columns = ["measure", "kind", "system", "oracle", "run", "value", "low", "high", "spread"]
     frame = pd.DataFrame(systems, columns=[*columns, "change", "change_low", "change_high", "why"])
     # A measure that no run has been evaluated by is none.
-    frame = frame[frame.groupby(["measure", "kind"])["value"].transform(lambda values: values.notna().any())]
+    frame = frame[frame.groupby(["measure", "kind"])["value"].transform("count") > 0]
     return Comparison(
         runs, _settings(runs), frame,
         pd.DataFrame(by_domain, columns=["kind", "domain", "system", "run", "nats", "low", "high"]),
@@ -183,15 +183,22 @@ def _differing(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, Seq
 
 
 def _systems(runs: Sequence[Run]) -> list[System]:
-    """The systems of the main tables of all runs, those of the first run first."""
-    every = {system.key: system for run in reversed(runs) for _, system in main_systems(run.config)}
-    return [every[key] for key in dict.fromkeys(system.key for run in runs for _, system in main_systems(run.config))]
+    """The systems of the main tables of all runs, those of the first run first, each with a label of its own."""
+    every: dict[tuple[str, ...], System] = {}
+    for run in runs:
+        for _, system in main_systems(run.config):
+            # A row of `models` may be of another kind in another run.
+            taken_labels = {one.label for key, one in every.items() if key != system.key}
+            label = system.label if system.label not in taken_labels else f"{system.label} ({system.method})"
+            every.setdefault(system.key, replace(system, label=label))
+    return list(every.values())
 
 
 def _sample(run: Run, kind: str, domain: str) -> Sample:
     rows = run.own[run.own["domain"] == domain].set_index(list(SYSTEM))
     (sha256,) = rows["tokens_sha256"].unique() if len(rows) else ("",)
     wanted = {system.key for _, system in main_systems(run.config)}
+    mixed = {key[:3] for key in wanted}
     weights = run.config["evaluation"]["weights"]
     # The parameters of `switching` were chosen on dev by a search that need not be done again.
     alphas = rows["alpha"].dropna().items() if "alpha" in rows else ()
@@ -200,7 +207,7 @@ def _sample(run: Run, kind: str, domain: str) -> Sample:
     for table in evaluated(run.config, domain):
         sets = []
         for some in table.sets:
-            methods = tuple(name for name in some.methods if (table.model, some.label, name) in {k[:3] for k in wanted})
+            methods = tuple(name for name in some.methods if (table.model, some.label, name) in mixed)
             named = tuple(chosen.get((table.model, some.label, "fitted", name), name) for name in weights)
             if methods:
                 sets.append(replace(some, methods=methods, weights=named, alone=False, variants=False))

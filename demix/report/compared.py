@@ -12,7 +12,7 @@ import vl_convert
 from demix.config.run import config_fingerprint
 from demix.files import write_text
 from demix.files.json_files import without_nan
-from demix.report.compare import BITS, PERPLEXITY, Comparison
+from demix.report.compare import BITS, OTHER_TOKENIZER, PERPLEXITY, Comparison
 from demix.report.curves import training_curves
 from demix.report.figures import renumbered
 from demix.report.look import COLOURS, finish, finite
@@ -99,7 +99,8 @@ def _systems(compared: Comparison, measure: str, kind: str, rows: pd.DataFrame) 
         "A change is that of the mean over domains, from the first run’s, with its 95% interval from resampling the "
         "test documents, the same ones for both runs, or why there is none. It says what other text could give, not "
         "what another training could." if measure == PERPLEXITY
-        else "Runs of different tokenizers have other tokens, so that no interval pairs them.",
+        else "Runs of different tokenizers have other tokens, so that no interval pairs them. For runs of the same "
+        "tokenizer see perplexity.",
         *(["* oracle: the best single token or expert, chosen on the test data."] if kind == "novel" else []),
         *(["Of a run with several seeds its own is shown, with ± the standard deviation over all."] if spread else []),
         *([f"Left out, since not all runs have them as the same kind: {', '.join(compared.left_out)}."]
@@ -125,10 +126,17 @@ def _curves(compared: Comparison) -> Table:
         "Last values of the curves",
         "Of each model’s metrics: the loss of the last step’s batch and the last loss on dev, in nats per token.",
         frame,
-        notes=("Tokens a second are the median over steps, on whatever machine trained the model.",),
+        notes=(
+            "Tokens a second are the median over steps, on whatever machine trained the model.",
+            *(["Losses of runs with other tokenizers do not compare."] if _tokenizers(compared) > 1 else []),
+        ),
         formats=dict.fromkeys(("Loss", "Dev loss"), "{:.4f}")
         | dict.fromkeys(("Step", "Tokens", "Tokens a second"), "{:,.0f}"),
     )
+
+
+def _tokenizers(compared: Comparison) -> int:
+    return len({run.tokenizer for run in compared.runs})
 
 
 def _by_domain(compared: Comparison) -> Table:
@@ -213,14 +221,16 @@ def _by_run(compared: Comparison) -> alt.Color:
 
 
 def _dots(compared: Comparison) -> alt.TopLevelMixin:
-    """Perplexity by system and run, and the change from the first run, each with its 95% interval."""
-    rows = compared.systems[compared.systems["measure"] == PERPLEXITY]
+    """The means by system and run, and the change from the first run, each with its 95% interval."""
+    # Perplexities of another tokenizer stand on no common scale.
+    measure = BITS if (compared.systems["measure"] == BITS).any() else PERPLEXITY
+    rows = compared.systems[(compared.systems["measure"] == measure) & (compared.systems["why"] != OTHER_TOKENIZER)]
     names = [run.name for run in compared.runs]
     systems = list(dict.fromkeys(rows["system"]))
     panels: list[Any] = []
     for kind, domains in compared.domains.items():
         for value, low, high, title in (
-            ("value", "low", "high", f"perplexity, {len(domains)} {kind} domains"),
+            ("value", "low", "high", f"{MEASURES[measure]}, {len(domains)} {kind} domains"),
             ("change", "change_low", "change_high", f"change in %, {kind} domains"),
         ):
             records = [
@@ -246,7 +256,7 @@ def _dots(compared: Comparison) -> alt.TopLevelMixin:
     return finish(
         alt.concat(*panels, columns=4, spacing=16) if panels else alt.concat(alt.Chart().mark_point()),
         "Systems by run",
-        "Mean test perplexity over domains (lower is better) and its change from the first run. Lines are 95% "
+        f"Mean {MEASURES[measure]} over domains (lower is better) and its change from the first run. Lines are 95% "
         "intervals from resampling documents; where a run has none, only its dot is drawn.",
     )
 
@@ -273,5 +283,6 @@ def _curve_figure(compared: Comparison) -> alt.TopLevelMixin:
     return finish(
         alt.concat(*panels, columns=PANEL_COLUMNS) if panels else alt.concat(alt.Chart().mark_line()),
         "Training loss of each model by run",
-        "Mean loss of a step's batch (nats per token) over the tokens trained on so far.",
+        "Mean loss of a step's batch (nats per token) over the tokens trained on so far."
+        + (" Losses of runs with other tokenizers do not compare." if _tokenizers(compared) > 1 else ""),
     )

@@ -253,6 +253,24 @@ def test_what_one_run_alone_has(base: Path, tmp_path: Path) -> None:
     assert "Left out, since not all runs have them as the same kind: news." in shown
 
 
+def test_a_row_of_another_kind_is_another_system(base: Path, tmp_path: Path) -> None:
+    runs = [
+        copied(base, tmp_path / kind, kind, models={"mine": {"kind": kind}}) for kind in ("dense", "domain_token")
+    ]  # fmt: skip
+    rows = compare(runs).systems
+    assert set(rows.loc[rows["system"].str.startswith("mine"), "system"]) == {"mine", "mine (naive)"}
+    assert not rows.duplicated(["kind", "system", "run"]).any()
+
+
+def test_runs_without_a_common_domain(base: Path, tmp_path: Path) -> None:
+    domains = {"training": {"other": None}, "novel": {"another": None}}
+    found = compare([base, copied(base, tmp_path / "run", domains=domains)])
+    assert found.systems.empty
+    assert found.domains == {}
+    done = demix("compare", str(base), str(tmp_path / "run"), "--html", str(tmp_path / "page.html"))
+    assert done.exit_code == 0, done.output
+
+
 def test_spread_over_seeds(base: Path, tmp_path: Path) -> None:
     run = copied(base, tmp_path / "run", seeds=[1, 2])
     table = read_parquet(run / "results.parquet")
