@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from selenium import webdriver
 
 from demix.config.run import config_fingerprint, read_run_config, write_run_config
 from demix.errors import DemixError
@@ -25,6 +26,7 @@ from demix.report.compare import (
     Comparison,
     compare,
 )
+from demix.report.compared import write_page
 from support.cli import demix
 from support.compared import BYTES, NOVEL, PIECES, TRAINING, make_run
 
@@ -184,6 +186,10 @@ def test_other_tokenizers_are_compared_in_bits_per_byte(base: Path, other: Path,
     values = [sum(loss for _, loss in some) / np.log(2) / BYTES / sum(n for n, _ in some) for some in nats]
     assert bits.loc[label, "value"] == pytest.approx(values[1])
     assert bits.loc[label, "change"] == pytest.approx(100 * (values[1] / values[0] - 1))
+    write_page(found, tmp_path / "page.html")
+    drawn = re.search("<svg.*?</svg>", (tmp_path / "page.html").read_text(), re.DOTALL)[0]
+    assert "bits per byte" in drawn
+    assert "perplexity" not in drawn
     # The same ids by chance make no pair of documents.
     by_chance = compare([base, copied_with_tokenizer(base, tmp_path / "chance")])
     assert set(systems(by_chance, run="other")["why"]) == {OTHER_TOKENIZER}
@@ -308,6 +314,23 @@ def test_the_page_stands_alone(base: Path, other: Path, tmp_path: Path) -> None:
     interval = f"[{expected['change_low']:+.2f}, {expected['change_high']:+.2f}]".replace("-", "−")
     assert re.findall(r"<td[^>]*>([^<]+)", row)[2] == change
     assert f'<span class="beneath">{interval}</span>' in row
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(not (shutil.which("chromium") and shutil.which("chromedriver")), reason="needs Chromium")
+def test_each_table_of_the_page_sorts_alone(both: Comparison, browser: webdriver.Chrome, tmp_path: Path) -> None:
+    write_page(both, tmp_path / "page.html")
+    browser.get((tmp_path / "page.html").as_uri())
+    _, _, training, novel, *_ = browser.find_elements("css selector", "table")
+    before = novel.text
+    heading = training.find_elements("css selector", "th button")[1]
+    for turned in (False, True):
+        heading.click()
+        cells = training.find_elements("css selector", "tbody tr td:nth-of-type(1)")
+        numbers = [float(cell.text.split()[0]) for cell in cells]
+        assert numbers == sorted(numbers, reverse=turned)
+    assert novel.text == before
+    assert len(browser.find_elements("css selector", "[aria-sort]")) == 1
 
 
 def test_other_formats(base: Path, other: Path, both: Comparison) -> None:
