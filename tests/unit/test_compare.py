@@ -277,6 +277,17 @@ def test_runs_without_a_common_domain(base: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
 
 
+def test_a_mean_needs_every_domain(base: Path, tmp_path: Path) -> None:
+    run = copied(base, tmp_path / "run")
+    table = read_parquet(run / "results.parquet")
+    rows = table.to_pandas()
+    rows = rows[(rows["model"] != "dense_unbalanced") | (rows["domain"] != "news")]
+    write_parquet(table.from_pandas(rows, schema=table.schema, preserve_index=False), run / "results.parquet")
+    found = systems(compare([base, run]), run="other", kind="training")
+    assert found.loc["Dense", ["value", "change", "change_low"]].isna().all()
+    assert found.drop("Dense")["change_low"].notna().all()
+
+
 def test_spread_over_seeds(base: Path, tmp_path: Path) -> None:
     run = copied(base, tmp_path / "run", seeds=[1, 2])
     table = read_parquet(run / "results.parquet")
