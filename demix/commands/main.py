@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from demix.commands import people, questions, stages, training
+from demix.commands import comparing, people, questions, stages, training
 from demix.errors import DemixError, masked, printable
 from demix.launch.parents import end_with_snakemake
 from demix.launch.usage import note_usage
@@ -22,6 +22,7 @@ app.add_typer(stages.app)
 app.add_typer(training.app)
 app.add_typer(people.app)
 app.add_typer(questions.app)
+app.add_typer(comparing.app)
 
 
 class _StandardError(logging.Handler):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from demix.errors import DemixError
-from demix.files import read_json, write_json
+from demix.files import fingerprint, read_json, write_json
 from demix.files.json_files import SEAL, read_unsealed
 
 # Every change that makes files of older runs unreadable raises this version.
@@ -28,6 +28,11 @@ def read_run_config(run: Path) -> dict[str, Any]:
     config = read_json(run / "config.json")
     del config["format"]
     return config
+
+
+def config_fingerprint(config: Mapping[str, Any]) -> str:
+    """A digest of all settings of a run but its name: equal for runs of the same settings."""
+    return fingerprint({key: value for key, value in config.items() if key != "run"})
 
 
 def refuse_other_format(run: Path) -> None:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -176,12 +176,41 @@ def evaluate_domain(
     bytes of the tokenizer's ids. `COLUMNS` and docs/concepts.md explain the rows. Raises DemixError if the models were
     scored on different tokens.
     """
+    found = _mixed(scores, domain, evaluation, byte_lengths)
+    about = {"domain": domain, "seed": evaluation.seed}
+    results, differences = _with_intervals(found.rows, found.scored[0], about, evaluation)
+    for values, columns, output in (
+        (results, COLUMNS, outputs.results),
+        (found.priors, PRIORS, outputs.priors),
+        (differences, DIFFERENCES, outputs.differences),
+    ):
+        write_parquet(pa.Table.from_pylist(values, schema=table_schema(columns)), output)
+    write_parquet(pa.concat_tables(found.posteriors), outputs.posteriors)
+    write_parquet(pa.concat_tables(found.losses), outputs.losses)
+    log.info("%s: %d rows", domain, len(found.rows))
+
+
+def system_losses(
+    scores: Path, domain: str, evaluation: Evaluation
+) -> tuple[DocumentLosses, dict[tuple[str, ...], np.ndarray]]:
+    """The documents of `domain`, and their losses [D] in nats by system: (model, experts, method, weights)."""
+    found = _mixed(scores, domain, evaluation, None)
+    return found.scored[0], {name: row.nll for row in found.rows if (name := _system(row, evaluation.seed))}
+
+
+class _Mixed(NamedTuple):
+    """All evaluations of one domain, without intervals."""
+
+    rows: list[Row]
+    priors: list[dict[str, Any]]
+    posteriors: list[pa.Table]
+    scored: list[DocumentLosses]
+    losses: list[pa.Table]
+
+
+def _mixed(scores: Path, domain: str, evaluation: Evaluation, byte_lengths: np.ndarray | None) -> _Mixed:
     common = {"domain": domain, "kind": evaluation.kind, "seed": evaluation.seed}
-    rows: list[Row] = []
-    priors: list[dict[str, Any]] = []
-    posteriors: list[pa.Table] = []
-    scored: list[DocumentLosses] = []
-    losses: list[pa.Table] = []
+    found = rows, priors, posteriors, scored, losses = _Mixed([], [], [], [], [])
 
     def add_single(table: Evaluated) -> None:
         (column,) = table.columns
@@ -232,16 +261,7 @@ def evaluate_domain(
 
     if len({totals.sha256 for totals in scored}) > 1:
         raise DemixError(f"domain {domain}", "was scored on different tokens by different models", "score it again")
-    results, differences = _with_intervals(rows, scored[0], common, evaluation)
-    for values, columns, output in (
-        (results, COLUMNS, outputs.results),
-        (priors, PRIORS, outputs.priors),
-        (differences, DIFFERENCES, outputs.differences),
-    ):
-        write_parquet(pa.Table.from_pylist(values, schema=table_schema(columns)), output)
-    write_parquet(pa.concat_tables(posteriors), outputs.posteriors)
-    write_parquet(pa.concat_tables(losses), outputs.losses)
-    log.info("%s: %d rows", domain, len(rows))
+    return found
 
 
 def mix_experts(test: Path, mixture: Mixture, methods: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, float]]:
@@ -384,6 +404,14 @@ def _losses(domain: str, table: Evaluated, totals: DocumentLosses) -> pa.Table:
     return pa.table([pa.array(columns[name]).cast(schema.field(name).type) for name in schema.names], schema=schema)
 
 
+def _system(row: Row, seed: int | None) -> tuple[str, ...] | None:
+    """(model, experts, method, weights) of a row of the tables' own systems and of `seed`; None for another row."""
+    values = row.values
+    if values["variant"] or values.get("top_k") or values["method"] == "expert" or values.get("seed") != seed:
+        return None
+    return tuple(values[name] for name in ("model", "experts", "method", "weights"))
+
+
 def _with_intervals(
     rows: list[Row], totals: DocumentLosses, common: dict[str, Any], evaluation: Evaluation | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -397,10 +425,8 @@ def _with_intervals(
     for row, nll in zip(rows, nlls, strict=True):
         low, high = bounds(np.exp(nll / tokens)) if enough else (None, None)
         results.append(row.values | {"perplexity_low": low, "perplexity_high": high})
-        main = row.values["variant"] == "" and row.values.get("top_k") is None and row.values["method"] != "expert"
         # Differences are between models of one training each.
-        if main and row.values.get("seed") == common.get("seed"):
-            names = tuple(row.values[name] for name in ("model", "experts", "method", "weights"))
+        if names := _system(row, common.get("seed")):
             systems[names] = (row, nll)
     differences = []
     compared = map(tuple, evaluation.compared) if evaluation else ()

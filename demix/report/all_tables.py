@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from demix.config.evaluated import System
 from demix.report import read
 from demix.report.cells import PRINTED_MIXTURES, kinds_of_domains, mean_of
 from demix.report.own_tables import (
@@ -143,6 +144,18 @@ def write_tables(
         write_table(table.noted(note), Path(output_dir))
 
 
+def main_systems(config: dict[str, Any]) -> list[tuple[System, System]]:
+    """The lines of `main_table`: each system after the one whose name it has there."""
+    systems = [system for row in read.trained_systems(config).values() for system in row]
+    lines = [(system, system) for system in systems if not system.weights]
+    lines += [
+        (system, variant)
+        for system in (*(system for system in systems if system.weights == "history"), read.added(config)[1])
+        for variant in (system, system.with_weights("released"))
+    ]
+    return lines + [(system, system) for system in systems if system.weights not in ("", "history")]
+
+
 def main_table(results: pd.DataFrame, config: dict[str, Any]) -> "rich.table.Table":
     """Mean test perplexity of every system on the training and on the novel domains, for the terminal.
 
@@ -158,15 +171,7 @@ def main_table(results: pd.DataFrame, config: dict[str, Any]) -> "rich.table.Tab
     table.add_column("weights")
     for kind, domains in groups:
         table.add_column(f"{len(domains)} {kind} domains", justify="right")
-    systems = [system for row in read.trained_systems(config).values() for system in row]
-    lines = [(system, system) for system in systems if not system.weights]
-    lines += [
-        (system, variant)
-        for system in (*(system for system in systems if system.weights == "history"), read.added(config)[1])
-        for variant in (system, system.with_weights("released"))
-    ]
-    lines += [(system, system) for system in systems if system.weights not in ("", "history")]
-    for named, system in lines:
+    for named, system in main_systems(config):
         cells = []
         for kind, domains in groups:
             oracle = kind == "novel" and system.method == "naive"

@@ -18,7 +18,7 @@ from demix.report.read import comparable
 PNG_SCALE = 2.0
 
 
-def _renumbered(svg: str) -> str:
+def renumbered(svg: str) -> str:
     """`svg` with ids numbered from 0: Vega continues the count from one figure of a process to the next."""
     numbers: dict[str, str] = {}
 
@@ -61,7 +61,7 @@ def write_figures(
             Path(output_dir) / f"{name}.html",
             render("figure", title=drawn["title"]["text"], vega=vega, chart=text.replace("<", "\\u003c")),
         )
-        svg = _renumbered(vl_convert.vegalite_to_svg(text, vl_version=version))
+        svg = renumbered(vl_convert.vegalite_to_svg(text, vl_version=version))
         write_text(Path(output_dir) / f"{name}.svg", svg)
         with replacing(Path(output_dir) / f"{name}.png") as temporary:
             temporary.write_bytes(vl_convert.svg_to_png(svg, scale=PNG_SCALE))

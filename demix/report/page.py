@@ -15,9 +15,12 @@ _SHELL = """<!doctype html>
 body { font: 15px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; color: #1a1a1a;
   background: #fff; margin: 2rem auto; padding: 0 1.25rem; max-width: 84rem; }
 h1 { font-size: 1.25rem; font-weight: 600; margin: 0 0 .25rem; }
+h2 { font-size: 1.05rem; font-weight: 600; margin: 1.5rem 0 .25rem; }
 p { max-width: 52rem; margin: .35rem 0; }
 .note { color: #555; font-size: .87rem; }
 .scroll { overflow-x: auto; margin: 1rem 0; }
+.figure { overflow-x: auto; margin: 1.5rem 0; padding: 0 3rem; }
+.figure svg { overflow: visible; }
 table { border-collapse: collapse; border-top: 2px solid #1a1a1a; border-bottom: 2px solid #1a1a1a; }
 th, td { padding: .28rem .55rem; text-align: right; vertical-align: top; white-space: nowrap;
   font-variant-numeric: tabular-nums; }
@@ -46,7 +49,7 @@ td.wrap { white-space: normal; max-width: 34rem; text-align: left; }
 </html>
 """
 
-_TABLE = """{% extends "shell" %}{% block content %}<div class="scroll"><table>
+_GRID = """<div class="scroll"><table>
 <thead><tr>
 {% for heading in headings %}<th scope="col"{% if heading in text_headings %} class="text"{% endif %}>\
 <button type="button" title="sort by this column">{{ heading }}</button></th>
@@ -59,17 +62,18 @@ _TABLE = """{% extends "shell" %}{% block content %}<div class="scroll"><table>
 {% if cell.beneath %}<span class="beneath">{{ cell.beneath }}</span>{% endif %}</td>{% endfor %}</tr>
 {% endfor %}</tbody>
 {% endfor %}</table></div>
-<script>
-const table = document.querySelector("table");
-const headings = [...table.querySelectorAll("thead th")];
+"""
+
+_SORTING = """<script>
 const compare = (a, b) => {
   const [x, y] = [Number(a), Number(b)];
   if (a === "" || b === "") return (a === "") - (b === "");
   return Number.isNaN(x) || Number.isNaN(y) ? a.localeCompare(b) : x - y;
 };
-headings.forEach((heading, column) => heading.addEventListener("click", () => {
+document.querySelectorAll("table").forEach(table => [...table.tHead.rows[0].cells].forEach((heading, column) => \
+heading.addEventListener("click", () => {
   const descending = heading.getAttribute("aria-sort") === "ascending";
-  headings.forEach(other => other.removeAttribute("aria-sort"));
+  [...heading.parentNode.cells].forEach(other => other.removeAttribute("aria-sort"));
   heading.setAttribute("aria-sort", descending ? "descending" : "ascending");
   for (const body of table.tBodies) {
     const key = row => row.cells[column].dataset.key;
@@ -78,9 +82,19 @@ headings.forEach((heading, column) => heading.addEventListener("click", () => {
       ? compare(key(a), key(b)) : compare(key(b), key(a)));
     body.prepend(...rows);
   }
-}));
+})));
 </script>
-{% endblock %}"""
+"""
+
+_TABLE = """{% extends "shell" %}{% block content %}{% include "grid" %}{% include "sorting" %}{% endblock %}"""
+
+_COMPARISON = """{% extends "shell" %}{% block content %}{% for table in parts %}\
+{% if table is string %}<div class="figure">{{ table | safe }}</div>
+{% else %}<h2>{{ table.title }}</h2>
+<p>{{ table.caption }}</p>
+{% with headings = table.headings, text_headings = table.text_headings, groups = table.groups %}\
+{% include "grid" %}{% endwith %}{% for note in table.notes %}<p class="note">{{ note }}</p>
+{% endfor %}{% endif %}{% endfor %}{% include "sorting" %}{% endblock %}"""
 
 _CLAIMS = """{% extends "shell" %}{% block content %}<div class="scroll"><table>
 <thead><tr><th scope="col" class="text">Claim of the paper</th><th scope="col" class="text">In this run</th>
@@ -112,7 +126,17 @@ vegaEmbed("#figure", chart, {renderer: "svg", actions: {export: true, source: tr
 """
 
 _ENVIRONMENT = Environment(
-    loader=DictLoader({"shell": _SHELL, "table": _TABLE, "claims": _CLAIMS, "figure": _FIGURE}),
+    loader=DictLoader(
+        {
+            "shell": _SHELL,
+            "grid": _GRID,
+            "sorting": _SORTING,
+            "table": _TABLE,
+            "comparison": _COMPARISON,
+            "claims": _CLAIMS,
+            "figure": _FIGURE,
+        }
+    ),
     autoescape=True,
     undefined=StrictUndefined,
     keep_trailing_newline=True,
@@ -120,8 +144,8 @@ _ENVIRONMENT = Environment(
 
 
 def render(template: str, **values: Any) -> str:
-    """The HTML page made from `template` ("table", "claims" or "figure"); values are escaped.
+    """The HTML page made from `template` ("table", "comparison", "claims" or "figure"); values are escaped.
 
-    Vega's code and the chart are not escaped. The chart is JSON text in which "<" is written as \\u003c.
+    Vega's code, charts and drawings are not escaped. The chart is JSON text in which "<" is written as \\u003c.
     """
     return _ENVIRONMENT.get_template(template).render(**values)

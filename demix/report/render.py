@@ -60,7 +60,7 @@ class Table:
 
 def write_table(table: Table, output_dir: Path) -> None:
     """Write `<name>.html`, `.md` and `.tex` into `output_dir`."""
-    for suffix, text in (("html", _html), ("md", _markdown), ("tex", _latex)):
+    for suffix, text in (("html", _html), ("md", markdown), ("tex", _latex)):
         write_text(output_dir / f"{table.name}.{suffix}", text(table))
 
 
@@ -75,6 +75,15 @@ def cell(value: Any, form: str) -> str:
 
 
 def _html(table: Table) -> str:
+    return render("table", title=table.title, paragraphs=[table.caption], notes=table.notes, **_cells(table))
+
+
+def parts_of_page(table: Table) -> dict[str, Any]:
+    """`table` as the template "comparison" takes it."""
+    return {"title": table.title, "caption": table.caption, "notes": table.notes, **_cells(table)}
+
+
+def _cells(table: Table) -> dict[str, Any]:
     text, bold, beneath = table.text(), table.bold(), table.second_lines()
     text_columns = [column for column, values in table.frame.items() if values.dtype.kind not in "fi"]
     groups: list[list[dict[str, Any]]] = [[]]
@@ -93,18 +102,11 @@ def _html(table: Table) -> str:
             for column, value in values.items()
         ]
         groups[-1].append({"label": label, "summary": summary, "position": position, "cells": cells})
-    return render(
-        "table",
-        title=table.title,
-        paragraphs=[table.caption],
-        notes=table.notes,
-        headings=["", *table.frame.columns],
-        text_headings=text_columns,
-        groups=groups,
-    )
+    return {"headings": ["", *table.frame.columns], "text_headings": text_columns, "groups": groups}
 
 
-def _markdown(table: Table) -> str:
+def markdown(table: Table) -> str:
+    """`table` as Markdown: title and caption, the cells, the notes."""
     text, bold, beneath = table.text().map(as_markdown), table.bold(), table.second_lines()
     text = text.mask(bold, "**" + text + "**") + beneath.mask(beneath != "", "<br>" + beneath)
     text.index = [as_markdown(label) for label in text.index]

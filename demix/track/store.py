@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import psutil
 
+from demix.config.run import config_fingerprint
 from demix.config.systems import Adaptation, Model, adaptations, folder_of, planned, trained
 from demix.errors import DemixError
 from demix.files import check_sealed, digest, exclusive, is_made, read_json, replacing, sha256_file
@@ -61,7 +62,7 @@ RESULT_COLUMNS = (
     *("domain", "method", "weights", "expert", "top_k", "perplexity", "perplexity_low", "perplexity_high"),
     *("bits_per_byte", "documents", "pieces", "tokens", "kind", "split", "oracle"),
 )
-RUN, KEY, HASH = "demix.run", "demix.key", "demix.sha256"
+RUN, CONFIG, KEY, HASH = "demix.run", "demix.config", "demix.key", "demix.sha256"
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,11 @@ class Record:
 def track(run_dir: str | Path, config: dict[str, Any], uri: str, experiment: str) -> str:
     """Make the MLflow experiment hold what lies below `run_dir` (`results/<run>/`); return the printed summary line.
 
-    A pipeline run has one parent run (tag demix.run), and one nested run per training, adaptation and evaluation (a
-    model with a set of experts). Unchanged runs are kept, changed runs are deleted and created again, and runs whose
-    files are gone are deleted. With a SQLite `uri`, artifacts go to `mlartifacts/` beside the database, and one process
-    at a time writes. With another database, artifacts go to `mlartifacts/` beside `run_dir`. A server chooses the place
-    itself.
+    A pipeline run has one parent run, and one nested run per training, adaptation and evaluation (a model with a set of
+    experts). Their tags demix.run and demix.config are what `demix compare` prints. Unchanged runs are kept, changed
+    runs are deleted and created again, and runs whose files are gone are deleted. With a SQLite `uri`, artifacts go to
+    `mlartifacts/` beside the database, and one process at a time writes. With another database, artifacts go to
+    `mlartifacts/` beside `run_dir`. A server chooses the place itself.
 
     Deleted runs stay in MLflow's bin until `mlflow gc`. The times in MLflow are the time of `results.parquet`.
 
@@ -110,7 +111,8 @@ def track(run_dir: str | Path, config: dict[str, Any], uri: str, experiment: str
         client, store_errors = _client(uri)
         try:
             experiment_id = _experiment(client, uri, experiment, run_dir.resolve().parent)
-            counts = _send(client, experiment_id, str(config["run"]), parent, nested, time=time)
+            named = {RUN: str(config["run"]), CONFIG: config_fingerprint(config)}
+            counts = _send(client, experiment_id, named, parent, nested, time=time)
         except store_errors as error:
             cause = str(error).strip().split("\n")[0]
             cure = "check tracking.uri and that the server is up, then rerun"
@@ -207,13 +209,13 @@ def _experiment(client: "MlflowClient", uri: str, name: str, results: Path) -> s
 
 
 def _send(
-    client: "MlflowClient", experiment_id: str, run: str, parent: Record, nested: list[Record], *, time: int
+    client: "MlflowClient", experiment_id: str, named: dict[str, str], parent: Record, nested: list[Record], time: int
 ) -> dict[str, int]:
     wanted = {record.key: record.sha256() for record in (parent, *nested)}
     counts = dict.fromkeys(("new", "replaced", "unchanged", "deleted"), 0)
     kept: dict[str, Run] = {}
     outdated = set()
-    for old in _runs(client, experiment_id, run):
+    for old in _runs(client, experiment_id, named[RUN]):
         key = old.data.tags.get(KEY, "")
         # The hash is written last: an incomplete MLflow run has none and is created again.
         if key in wanted and old.data.tags.get(HASH) == wanted[key] and key not in kept:
@@ -222,20 +224,18 @@ def _send(
         client.delete_run(old.info.run_id)
         outdated.add(key)
     counts["deleted"] = len(outdated - wanted.keys())
-    parent_id = ""
     for record in (parent, *nested):
-        parent_tag = {"mlflow.parentRunId": parent_id} if record is not parent else {}
         if record.key in kept:
             counts["unchanged"] += 1
             run_id = kept[record.key].info.run_id
-            if parent_tag.items() - kept[record.key].data.tags.items():
-                client.set_tag(run_id, "mlflow.parentRunId", parent_id)
+            for name, value in named.items() - kept[record.key].data.tags.items():
+                client.set_tag(run_id, name, value)
         else:
             counts["replaced" if record.key in outdated else "new"] += 1
-            tags = {RUN: run, KEY: record.key, "demix.kind": record.kind, **_origin(), **parent_tag}
+            tags = {KEY: record.key, "demix.kind": record.kind, **_origin(), **named}
             run_id = _write(client, experiment_id, record, tags, digest=wanted[record.key], time=time)
         if record is parent:
-            parent_id = run_id
+            named = named | {"mlflow.parentRunId": run_id}
     return counts
 
 

@@ -98,6 +98,8 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for expert in TRAINING
     ]  # fmt: skip
     write_parquet(pa.Table.from_pylist(priors), run / "evaluations" / "wiki.priors.parquet")
+    shutil.copytree(run, folder / "results" / "larger")
+    write_run_config(folder / "results" / "larger" / "config.json", config | {"run": "larger", "threads": 2})
     for name in ("my.txt", "unknown.txt"):
         (folder / name).write_text("The committee shall examine the proposal before the end of the year. " * 20)
     return folder

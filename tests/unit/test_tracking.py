@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from demix.config.run import config_fingerprint, read_run_config
 from demix.errors import DemixError
 from demix.files import exclusive, read_json, read_json_lines, write_json, write_json_lines
 from demix.report import write_report
@@ -76,6 +77,8 @@ def test_all_is_there_and_a_second_time_changes_nothing(
         assert (artifacts / name).is_file(), name
     for key, nested in before.items():
         assert nested.info.status == "FINISHED"
+        assert nested.data.tags["demix.run"] == "made-up"
+        assert nested.data.tags["demix.config"] == config_fingerprint(read_run_config(run.path))
         if key != "pipeline":
             assert nested.data.tags["mlflow.parentRunId"] == parent.info.run_id
 
@@ -136,6 +139,8 @@ def test_a_change_replaces_and_a_missing_file_deletes(uri: str, tmp_path: Path) 
     assert {item.data.tags.get("mlflow.parentRunId") for key, item in moved.items() if key != "pipeline"} == {
         moved["pipeline"].info.run_id
     }
+    assert config_fingerprint(config) != config_fingerprint(run.config)
+    assert {item.data.tags["demix.config"] for item in moved.values()} == {config_fingerprint(config)}
 
 
 def test_settings_are_those_of_the_kind_of_model(uri: str, tmp_path: Path) -> None:

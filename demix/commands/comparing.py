@@ -1,0 +1,39 @@
+"""The command that compares runs."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from demix.commands.options import terminal
+
+app = typer.Typer()
+
+
+class Format(StrEnum):
+    """How tables are printed."""
+
+    table = "table"
+    markdown = "markdown"
+    json = "json"
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="The runs' folders, results/<run>: first the base, then others.")],
+    html: Annotated[Path | None, typer.Option(help="A page to write, with the tables and figures.")] = None,
+    format: Annotated[Format, typer.Option(help="How to print.")] = Format.table,
+) -> None:
+    """Print runs side by side: settings that differ, the main table with intervals, the last values of curves."""
+    from demix.report.compare import compare as run
+    from demix.report.compared import as_json, as_markdown, printed, tables, write_page
+
+    compared = run(runs)
+    if format == Format.table:
+        for table in tables(compared):
+            terminal().print(printed(table))
+    else:
+        print(as_json(compared) if format == Format.json else as_markdown(compared))
+    if html is not None:
+        write_page(compared, html)

@@ -1,0 +1,332 @@
+"""Runs side by side: settings that differ, the main table with paired intervals, the last values of all curves.
+
+What is compared is the number of the main table: the plain mean over domains of each domain's test perplexity, of the
+run's own seed. The mean is over those domains that are of one kind in all runs. A difference is the change of this mean
+from the first run to another, in percent of the first run's.
+
+Its 95% interval is a paired bootstrap over documents. In each domain the documents are drawn anew, those of one origin
+together, and both runs take the same draws; domains are drawn independently of each other. Each resample gives the
+perplexities of all domains, their means and so the change, whose 2.5% and 97.5% quantiles are the bounds. By domain,
+the difference is in nats per token, as in differences.parquet: (loss of the run − loss of the first run) / tokens.
+
+A pair has no interval, and the reason in its place, where the two runs did not score the same documents.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from demix.config.evaluated import System, evaluated
+from demix.config.run import read_run_config
+from demix.config.sections import MixingRecipe, taken
+from demix.errors import DemixError, masked
+from demix.evaluate.domain import Evaluation, system_losses
+from demix.evaluate.intervals import FEWEST, bounds, clustered, resampled_sums
+from demix.files import digest, is_made, read_json, seed_for
+from demix.progress import progress
+from demix.report.all_tables import main_systems
+from demix.report.cells import kinds_of_domains, percent
+from demix.report.read import of_seed, read_metrics, read_results
+
+PERPLEXITY, BITS = "perplexity", "bits_per_byte"
+# Why a pair of runs has no interval, or no difference at all.
+OTHER_TOKENIZER, OTHER_TOKENS, OTHER_DOCUMENTS = "other tokenizer", "other tokens", "other documents"
+NO_SCORES, OTHER_SCORES, FEW = "no score tables", "scored anew", f"under {FEWEST} documents"
+SYSTEM = ("model", "experts", "method", "weights")
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The test documents of a domain under a run: tokens [D] and origins [D], and by system what came of them.
+
+    `why` says why there are no documents. `nats` are the losses per token, `resampled` their values [R] over resamples,
+    without any for few documents.
+    """
+
+    sha256: str
+    why: str = ""
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0))
+    origins: np.ndarray = field(default_factory=lambda: np.empty(0))
+    nats: dict[tuple[str, ...], float] = field(default_factory=dict)
+    resampled: dict[tuple[str, ...], np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run to compare. `name` is that of its config, and the folder where several runs have the same name.
+
+    `results` are the rows of systems by test split, of all seeds, and `own` those of the run's own seed; `tokenizer` is
+    a digest of it; `samples` are by domain.
+    """
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    results: pd.DataFrame
+    tokenizer: str
+    samples: dict[str, Sample] = field(default_factory=dict)
+
+    @cached_property
+    def own(self) -> pd.DataFrame:
+        return of_seed(self.results, self.config)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs, the first of them the base, and what they are compared in.
+
+    `settings`: one row per key that differs, one column per run, values as JSON, "–" for a key that a run lacks.
+    `systems`: one row per measure, kind of domains, system and run, with columns value (mean over domains), low and
+    high (its own interval), spread (standard deviation over seeds), and change, change_low, change_high (in percent of
+    the base) and why (the reason why something is missing). What does not exist is NaN.
+    `by_domain`: one row per domain, system and run but the first, with the columns nats, low and high.
+    `curves`: one row per model and run with the last values of its metrics.
+    `domains` are those that are compared, by kind, and `left_out` those that not all runs have.
+    """
+
+    runs: tuple[Run, ...]
+    settings: pd.DataFrame
+    systems: pd.DataFrame
+    by_domain: pd.DataFrame
+    curves: pd.DataFrame
+    domains: dict[str, list[str]]
+    left_out: tuple[str, ...]
+
+
+def compare(folders: Sequence[Path]) -> Comparison:
+    """Compare the runs in `folders` with the first. Raises DemixError for fewer than two, and for a damaged run."""
+    runs = _read(folders)
+    of_kind = [dict(kinds_of_domains(run.config)) for run in runs]
+    domains = {kind: [name for name in of_kind[0][kind] if all(name in other[kind] for other in of_kind)]
+               for kind in of_kind[0]}  # fmt: skip
+    named = dict.fromkeys(name for kinds in of_kind for names in kinds.values() for name in names)
+    left_out = tuple(name for name in named if not any(name in shared for shared in domains.values()))
+    with progress("documents of the runs", len(runs) * sum(map(len, domains.values()))) as advance:
+        for run in runs:
+            for kind, names in domains.items():
+                for name in names:
+                    run.samples[name] = _sample(run, kind, name)
+                    advance(1, f"{run.name}: {name}")
+    measures = [PERPLEXITY, BITS] if len({run.tokenizer for run in runs}) > 1 else [PERPLEXITY]
+    systems: list[dict[str, Any]] = []
+    by_domain: list[dict[str, Any]] = []
+    for kind, names in domains.items():
+        for measure in measures if names else ():
+            systems += _rows(runs, kind, names, measure)
+        for system in _systems(runs):
+            by_domain += _domain_rows(runs, kind, names, system)
+    columns = ["measure", "kind", "system", "oracle", "run", "value", "low", "high", "spread"]
+    frame = pd.DataFrame(systems, columns=[*columns, "change", "change_low", "change_high", "why"])
+    # A measure that no run has been evaluated by is none.
+    frame = frame[frame.groupby(["measure", "kind"])["value"].transform("count") > 0]
+    return Comparison(
+        runs, _settings(runs), frame,
+        pd.DataFrame(by_domain, columns=["kind", "domain", "system", "run", "nats", "low", "high"]),
+        _curves(runs), {kind: names for kind, names in domains.items() if names}, left_out,
+    )  # fmt: skip
+
+
+def _read(folders: Sequence[Path]) -> tuple[Run, ...]:
+    if len(folders) < 2:
+        raise DemixError("compare", "needs two runs", "name two folders results/<run> or more, the base first")
+    places = [folder.resolve() for folder in folders]
+    for number, folder in enumerate(folders):
+        if places.index(places[number]) < number:
+            raise DemixError(folder, "is named twice", "name each run once")
+    configs = [read_run_config(folder) for folder in folders]
+    named = [str(config["run"]) for config in configs]
+    return tuple(
+        Run(
+            name if named.count(name) == 1 else str(folder), folder, config, _results(folder),
+            digest(read_json(folder / "tokenizer.json")),
+        )
+        for name, folder, config in zip(named, folders, configs, strict=True)
+    )  # fmt: skip
+
+
+def _results(folder: Path) -> pd.DataFrame:
+    rows = read_results(folder / "results.parquet")
+    systems = (rows["variant"] == "") & rows["top_k"].isna() & (rows["method"] != "expert")
+    rows = rows[systems & (rows["split"] == "test")]
+    if rows.duplicated([*SYSTEM, "seed", "domain"]).any():
+        raise DemixError(folder / "results.parquet", "has two rows of one system", "delete the file and rerun")
+    return rows
+
+
+def _settings(runs: Sequence[Run]) -> pd.DataFrame:
+    found = dict(_differing([{**run.config, "run": None} for run in runs]))
+    texts = {
+        key: [
+            "–" if value is _MISSING else masked(json.dumps(value, sort_keys=True, ensure_ascii=False))
+            for value in values
+        ]
+        for key, values in found.items()
+    }
+    return pd.DataFrame.from_dict(texts, orient="index", columns=[run.name for run in runs])
+
+
+def _differing(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, Sequence[Any]]]:
+    """Dotted paths with their values by run, where these differ. A section that a run lacks is one value."""
+    if all(isinstance(value, dict) for value in values):
+        for key in dict.fromkeys(key for value in values for key in value):
+            inner = [value.get(key, _MISSING) for value in values]
+            yield from _differing(inner, f"{path}.{key}" if path else str(key))
+    elif any(value != values[0] for value in values):
+        yield path, values
+
+
+def _systems(runs: Sequence[Run]) -> list[System]:
+    """The systems of the main tables of all runs, those of the first run first, each with a label of its own."""
+    every: dict[tuple[str, ...], System] = {}
+    for run in runs:
+        for _, system in main_systems(run.config):
+            # A row of `models` may be of another kind in another run.
+            taken_labels = {one.label for key, one in every.items() if key != system.key}
+            label = system.label if system.label not in taken_labels else f"{system.label} ({system.method})"
+            every.setdefault(system.key, replace(system, label=label))
+    return list(every.values())
+
+
+def _sample(run: Run, kind: str, domain: str) -> Sample:
+    rows = run.own[run.own["domain"] == domain].set_index(list(SYSTEM))
+    (sha256,) = rows["tokens_sha256"].unique() if len(rows) else ("",)
+    wanted = {system.key for _, system in main_systems(run.config)}
+    mixed = {key[:3] for key in wanted}
+    weights = run.config["evaluation"]["weights"]
+    # The parameters of `switching` were chosen on dev by a search that need not be done again.
+    alphas = rows["alpha"].dropna().items() if "alpha" in rows else ()
+    chosen = {key: f"switching({float(alpha)!r})" for key, alpha in alphas if key[3] == "switching"}
+    tables = []
+    for table in evaluated(run.config, domain):
+        sets = []
+        for some in table.sets:
+            methods = tuple(name for name in some.methods if (table.model, some.label, name) in mixed)
+            named = tuple(chosen.get((table.model, some.label, "fitted", name), name) for name in weights)
+            if methods:
+                sets.append(replace(some, methods=methods, weights=named, alone=False, variants=False))
+        dense = not table.sets and (table.model, "dense", "dense", "") in wanted
+        if table.seed == run.config["seed"] and (sets or dense):
+            tables.append(replace(table, sets=tuple(sets)))
+    scores = run.folder / "scores"
+    for table in tables:
+        files = [f"{domain}.{split}/{name}" for split in table.splits for name in (*table.columns, "tokens")]
+        if not all(is_made(scores / table.folder / f"{file}.parquet") for file in files):
+            return Sample(sha256, NO_SCORES)
+    recipe = taken(MixingRecipe, run.config["evaluation"]) | {"top_k": ()}
+    if chosen:
+        recipe["weights"] = tuple(name for name in weights if name != "switching")
+    about = {"kind": kind, "tables": tuple(tables), "compared": (), "against": (), "seed": run.config["seed"]}
+    scored, nll = system_losses(scores, domain, Evaluation(**recipe, **about))
+    nll |= {key: nll[*key[:3], name] for key, name in chosen.items() if (*key[:3], name) in nll}
+    told = {key: float(number) for key, number in rows["nll"].items() if key in wanted}
+    if scored.sha256 != sha256 or not all(key in nll and np.isclose(nll[key].sum(), told[key]) for key in told):
+        return Sample(sha256, OTHER_SCORES)
+    nll = {key: nll[key] for key in told}
+    nats = {key: float(losses.sum() / scored.tokens.sum()) for key, losses in nll.items()}
+    sums = clustered(np.stack([scored.tokens, *nll.values()]), scored.origins)
+    resampled = {}
+    if sums.shape[1] >= FEWEST:
+        # As in an evaluation: the same documents are drawn for all systems and runs.
+        tokens, *losses = resampled_sums(sums, seed_for(0, domain, sha256))
+        resampled = {key: one / tokens for key, one in zip(nll, losses, strict=True)}
+    return Sample(sha256, "", scored.tokens, scored.origins, nats, resampled)
+
+
+def _why(runs: Sequence[Run], domain: str) -> str:
+    """Why there is no interval in a domain, of one run or of the difference of two; "" if there is one."""
+    first, *_ = found = [run.samples[domain] for run in runs]
+    if len({run.tokenizer for run in runs}) > 1:
+        return OTHER_TOKENIZER
+    if any(sample.sha256 != first.sha256 for sample in found):
+        return OTHER_TOKENS
+    if reasons := [sample.why for sample in found if sample.why]:
+        return reasons[0]
+    pairs = [(sample.tokens, sample.origins) for sample in found]
+    if not all(np.array_equal(ours, firsts) for pair in pairs for ours, firsts in zip(pair, pairs[0], strict=True)):
+        return OTHER_DOCUMENTS
+    return "" if first.resampled else FEW
+
+
+def _rows(runs: Sequence[Run], kind: str, domains: list[str], measure: str) -> Iterator[dict[str, Any]]:
+    """The rows of `Comparison.systems` on the domains of one kind."""
+    base = runs[0]
+    means = {run.name: _means(run, domains, measure) for run in runs}
+    reasons = {run.name: next(filter(None, (_why([base, run], name) for name in domains)), "") for run in runs}
+    for system in _systems(runs):
+        values = {run.name: means[run.name].get(system.key, {}).get(run.config["seed"], np.nan) for run in runs}
+        for run in runs:
+            row: dict[str, Any] = {"measure": measure, "kind": kind, "system": system.label, "run": run.name, "why": ""}
+            row |= {"oracle": kind == "novel" and system.method == "naive", "value": values[run.name]}
+            known = not np.isnan(values[run.name])
+            if known and measure == PERPLEXITY:
+                of_seeds = [*means[run.name][system.key].values()]
+                row["spread"] = float(np.std(of_seeds, ddof=1)) if len(of_seeds) > 1 else np.nan
+                if not any(_why([run], name) for name in domains):
+                    row["low"], row["high"] = bounds(_resampled(run, domains, system))
+            if run is not base and known and not np.isnan(values[base.name]):
+                row |= _change(base, run, domains, system, values, measure, reasons[run.name])
+            yield row
+
+
+def _change(
+    base: Run, run: Run, domains: list[str], system: System, values: dict[str, float], measure: str, why: str
+) -> dict[str, Any]:
+    change = {"change": percent(values[base.name], values[run.name])}
+    if measure == BITS:
+        # Runs of the base's tokenizer have perplexities to compare.
+        return change | {"why": OTHER_TOKENS if why == OTHER_TOKENIZER else ""}
+    if why:
+        return {"why": why} | (change if why != OTHER_TOKENIZER else {})
+    low, high = bounds(percent(*(_resampled(one, domains, system) for one in (base, run))))
+    return change | {"change_low": low, "change_high": high}
+
+
+def _means(run: Run, domains: list[str], measure: str) -> dict[tuple[str, ...], dict[int, float]]:
+    """The mean over domains by system and seed; NaN without one of the domains."""
+    by_domain = run.results.set_index([*SYSTEM, "seed", "domain"])[measure].unstack("domain").reindex(columns=domains)
+    found: dict[tuple[str, ...], dict[int, float]] = {}
+    for (*key, seed), mean in by_domain.mean(axis=1, skipna=False).items():
+        found.setdefault(tuple(key), {})[seed] = float(mean)
+    return found
+
+
+def _resampled(run: Run, domains: list[str], system: System) -> np.ndarray:
+    """The mean perplexity over domains in each resample [R]."""
+    means: np.ndarray = np.exp([run.samples[name].resampled[system.key] for name in domains]).mean(axis=0)
+    return means
+
+
+def _domain_rows(runs: Sequence[Run], kind: str, domains: list[str], system: System) -> Iterator[dict[str, Any]]:
+    """The rows of `Comparison.by_domain` of one system: those with an interval."""
+    base, *others = runs
+    for domain in domains:
+        for run in others:
+            first, second = base.samples[domain], run.samples[domain]
+            if not _why([base, run], domain) and system.key in first.nats.keys() & second.nats.keys():
+                low, high = bounds(second.resampled[system.key] - first.resampled[system.key])
+                row = {"kind": kind, "domain": domain, "system": system.label, "run": run.name}
+                yield row | {"nats": second.nats[system.key] - first.nats[system.key], "low": low, "high": high}
+
+
+def _curves(runs: Sequence[Run]) -> pd.DataFrame:
+    """The last values of each model's metrics; the loss of a dev split where it was taken, the speed as a median."""
+    rows = []
+    for run in runs:
+        for path in sorted((run.folder / "metrics").glob("*.jsonl"), key=lambda path: path.stem):
+            frame = pd.DataFrame(read_metrics(path)).reindex(
+                columns=["step", "tokens", "loss", "dev_loss", "early_stopping_loss", "tokens_per_second"]
+            )
+            last = frame.assign(dev_loss=frame["dev_loss"].fillna(frame["early_stopping_loss"])).ffill().iloc[-1:]
+            row = {name: float(last[name].iloc[0]) for name in ("loss", "dev_loss", "step", "tokens") if len(last)}
+            speed = frame["tokens_per_second"].median()
+            rows.append({"model": path.stem, "run": run.name, **row, "tokens_per_second": speed})
+    columns = ["model", "run", "loss", "dev_loss", "step", "tokens", "tokens_per_second"]
+    models = dict.fromkeys(row["model"] for row in rows)
+    return pd.DataFrame(sorted(rows, key=lambda row: list(models).index(row["model"])), columns=columns)

@@ -1,0 +1,288 @@
+"""A comparison of runs as tables for the terminal, as Markdown, as JSON, and as one page with figures."""
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import altair as alt
+import pandas as pd
+import vl_convert
+
+from demix.config.run import config_fingerprint
+from demix.files import write_text
+from demix.files.json_files import without_nan
+from demix.report.compare import BITS, OTHER_TOKENIZER, PERPLEXITY, Comparison
+from demix.report.curves import training_curves
+from demix.report.figures import renumbered
+from demix.report.look import COLOURS, finish, finite
+from demix.report.page import render
+from demix.report.render import Table, cell, markdown, parts_of_page
+
+if TYPE_CHECKING:
+    import rich.table
+
+MEASURES = {PERPLEXITY: "test perplexity", BITS: "bits per byte"}
+CURVES = {
+    "loss": "Loss", "dev_loss": "Dev loss", "step": "Step", "tokens": "Tokens", "tokens_per_second": "Tokens a second",
+}  # fmt: skip
+PANEL_COLUMNS = 4
+# The characters of a setting's value that a table shows.
+MOST_SHOWN = 60
+
+
+def tables(compared: Comparison) -> list[Table]:
+    """The runs, the settings that differ, the main table by kind of domains, and the last values of curves."""
+    groups = compared.systems.groupby(["measure", "kind"], sort=False)
+    return [
+        _runs(compared),
+        _settings(compared),
+        *(_systems(compared, str(measure), str(kind), rows) for (measure, kind), rows in groups),
+        _curves(compared),
+    ]
+
+
+def _runs(compared: Comparison) -> Table:
+    rows = {
+        run.name: {
+            "Folder": str(run.folder),
+            "Name": str(run.config["run"]),
+            "Settings": config_fingerprint(run.config),
+            "Seed": str(run.config["seed"]),
+            "Seeds": ", ".join(str(seed) for seed in sorted(run.results["seed"].unique())),
+        }
+        for run in compared.runs
+    }
+    return Table(
+        "runs",
+        "Runs",
+        f"All are compared with {compared.runs[0].name}.",
+        pd.DataFrame.from_dict(rows, orient="index"),
+        notes=(
+            "Name and Settings, a digest of all settings but the name, are the tags demix.run and demix.config of the "
+            "run in MLflow.",
+        ),
+    )
+
+
+def _settings(compared: Comparison) -> Table:
+    frame = compared.settings.map(lambda text: text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 1]}…")
+    return Table(
+        "settings",
+        "Settings that differ",
+        "All defaults are filled in; “–” where a run has no such key." if len(frame) else "None but the name.",
+        frame,
+    )
+
+
+def _systems(compared: Comparison, measure: str, kind: str, rows: pd.DataFrame) -> Table:
+    base, *others = (run.name for run in compared.runs)
+    domains = compared.domains[kind]
+    columns: dict[str, dict[str, Any]] = {name: {} for name in (base, *others)}
+    columns |= {f"{name}, change in %": {} for name in others}
+    beneath: dict[str, dict[str, str]] = {name: {} for name in columns}
+    for row in rows.itertuples():
+        label = f"{row.system} *" if row.oracle else row.system
+        columns[row.run][label], beneath[row.run][label] = (
+            row.value,
+            f"± {row.spread:.2f}" if pd.notna(row.spread) else "",
+        )
+        if row.run != base:
+            change = f"{row.run}, change in %"
+            columns[change][label] = row.change
+            some = pd.notna(row.change_low)
+            beneath[change][label] = (
+                f"[{cell(row.change_low, '{:+.2f}')}, {cell(row.change_high, '{:+.2f}')}]" if some else row.why
+            )
+    spread = any(text.startswith("±") for column in beneath.values() for text in column.values())
+    notes = [
+        "A change is that of the mean over domains, from the first run’s, with its 95% interval from resampling the "
+        "test documents, the same ones for both runs, or why there is none. It says what other text could give, not "
+        "what another training could." if measure == PERPLEXITY
+        else "Runs of different tokenizers have other tokens, so that no interval pairs them. For runs of the same "
+        "tokenizer see perplexity.",
+        *(["* oracle: the best single token or expert, chosen on the test data."] if kind == "novel" else []),
+        *(["Of a run with several seeds its own is shown, with ± the standard deviation over all."] if spread else []),
+        *([f"Left out, since not all runs have them as the same kind: {', '.join(compared.left_out)}."]
+          if compared.left_out else []),
+    ]  # fmt: skip
+    return Table(
+        f"{measure}_{kind}",
+        f"Mean {MEASURES[measure]}, {len(domains)} {kind} domains",
+        f"Mean over {', '.join(domains)}. Lower is better.",
+        pd.DataFrame(columns),
+        notes=tuple(notes),
+        formats=dict.fromkeys((base, *others), "{:.2f}" if measure == PERPLEXITY else "{:.4f}")
+        | {f"{name}, change in %": "{:+.2f}" for name in others},
+        beneath=pd.DataFrame(beneath),
+    )
+
+
+def _curves(compared: Comparison) -> Table:
+    frame = compared.curves.rename(columns={"model": "Model", "run": "Run", **CURVES})
+    frame.index = [str(number) for number in range(1, len(frame) + 1)]
+    return Table(
+        "curves",
+        "Last values of the curves",
+        "Of each model’s metrics: the loss of the last step’s batch and the last loss on dev, in nats per token.",
+        frame,
+        notes=(
+            "Tokens a second are the median over steps, on whatever machine trained the model.",
+            *(["Losses of runs with other tokenizers do not compare."] if _tokenizers(compared) > 1 else []),
+        ),
+        formats=dict.fromkeys(("Loss", "Dev loss"), "{:.4f}")
+        | dict.fromkeys(("Step", "Tokens", "Tokens a second"), "{:,.0f}"),
+    )
+
+
+def _tokenizers(compared: Comparison) -> int:
+    return len({run.tokenizer for run in compared.runs})
+
+
+def _by_domain(compared: Comparison) -> Table:
+    names = {"domain": "Domain", "kind": "Kind", "system": "System", "run": "Run", "nats": "Nats a token"}
+    frame = compared.by_domain.rename(columns=names | {"low": "Low", "high": "High"})
+    frame = frame[[*names.values(), "Low", "High"]]
+    frame.index = [str(number) for number in range(1, len(frame) + 1)]
+    return Table(
+        "by_domain",
+        "Differences by domain",
+        f"The loss of a run less that of {compared.runs[0].name}, in nats per token of the domain’s test documents, "
+        "and the bounds of its 95% interval. Negative is better.",
+        frame,
+        notes=("Only where both runs scored the same documents, 20 or more.",),
+        formats=dict.fromkeys(("Nats a token", "Low", "High"), "{:+.4f}"),
+        long=True,
+    )
+
+
+def printed(table: Table) -> "rich.table.Table":
+    """`table` for a terminal; the second line of a cell stands behind the first."""
+    import rich.table
+
+    shown = rich.table.Table(title=table.title, title_justify="left", caption="\n".join((table.caption, *table.notes)))
+    shown.caption_justify = "left"
+    numbered = list(table.frame.index) == [str(number) for number in range(1, len(table.frame) + 1)]
+    if not numbered:
+        shown.add_column("")
+    for name, values in table.frame.items():
+        shown.add_column(str(name), justify="right" if values.dtype.kind in "fi" else "left", overflow="fold")
+    text, beneath = table.text(), table.second_lines()
+    for label in text.index:
+        cells = [f"{text.at[label, name]} {beneath.at[label, name]}".strip() for name in text]
+        shown.add_row(*([] if numbered else [str(label)]), *cells)
+    return shown
+
+
+def as_markdown(compared: Comparison) -> str:
+    """All tables as Markdown."""
+    return "\n".join(markdown(table) for table in tables(compared))
+
+
+def as_json(compared: Comparison) -> str:
+    """What is compared as JSON: the runs, and the rows of each table by the names of `Comparison`."""
+    runs = [
+        {
+            "run": run.name, "folder": str(run.folder), "name": run.config["run"],
+            "settings": config_fingerprint(run.config), "seed": run.config["seed"],
+        }
+        for run in compared.runs
+    ]  # fmt: skip
+    frames = {name: getattr(compared, name) for name in ("systems", "by_domain", "curves")}
+    found = {"runs": runs, "settings": compared.settings.to_dict("index"), "domains": compared.domains}
+    found |= {"left_out": compared.left_out} | {name: frame.to_dict("records") for name, frame in frames.items()}
+    return json.dumps(without_nan(found), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def write_page(compared: Comparison, path: str | Path) -> None:
+    """Write all tables and figures as one self-contained page, completely or not at all."""
+    shown = [parts_of_page(table) for table in [*tables(compared), _by_domain(compared)]]
+    # Which runs they are and what they differ in stands first.
+    listed, settings, *main, curves, by_domain = shown
+    dots, lines = _svg(_dots(compared)), _svg(_curve_figure(compared))
+    parts = [listed, settings, dots, *main, by_domain, lines, curves]
+    title = f"Runs compared: {', '.join(run.name for run in compared.runs)}"
+    write_text(path, render("comparison", title=title, paragraphs=[], notes=[], parts=parts))
+
+
+def _svg(chart: alt.TopLevelMixin) -> str:
+    version = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
+    drawn = vl_convert.vegalite_to_svg(json.dumps(chart.to_dict(), allow_nan=False), vl_version=version)
+    # A page needs no name spaces for its drawings.
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", renumbered(drawn))
+
+
+def _by_run(compared: Comparison) -> alt.Color:
+    names = [run.name for run in compared.runs]
+    colours = [COLOURS[number % len(COLOURS)] for number in range(len(names))]
+    return alt.Color(
+        "run:N", sort=names, scale=alt.Scale(domain=names, range=colours), legend=alt.Legend(title="run", orient="top")
+    )
+
+
+def _dots(compared: Comparison) -> alt.TopLevelMixin:
+    """The means by system and run, and the change from the first run, each with its 95% interval."""
+    # Perplexities of another tokenizer stand on no common scale.
+    measure = BITS if (compared.systems["measure"] == BITS).any() else PERPLEXITY
+    rows = compared.systems[(compared.systems["measure"] == measure) & (compared.systems["why"] != OTHER_TOKENIZER)]
+    names = [run.name for run in compared.runs]
+    systems = list(dict.fromkeys(rows["system"]))
+    panels: list[Any] = []
+    for kind, domains in compared.domains.items():
+        for value, low, high, title in (
+            ("value", "low", "high", f"{MEASURES[measure]}, {len(domains)} {kind} domains"),
+            ("change", "change_low", "change_high", f"change in %, {kind} domains"),
+        ):
+            records = [
+                {"system": row["system"], "run": row["run"]}
+                | {name: finite(row[column]) for name, column in (("value", value), ("low", low), ("high", high))}
+                for row in rows[(rows["kind"] == kind) & rows[value].notna()].to_dict("records")
+            ]
+            chart = alt.Chart(alt.InlineData(values=records)).encode(
+                y=alt.Y("system:N", title=None, scale=alt.Scale(domain=systems), axis=alt.Axis(labels=not panels)),
+                yOffset=alt.YOffset("run:N", scale=alt.Scale(domain=names)),
+                color=_by_run(compared),
+            )
+            low_x, value_x = (
+                alt.X(f"{name}:Q", title=title, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
+                for name in ("low", "value")
+            )
+            rule = chart.mark_rule(strokeWidth=1.5).encode(x=low_x, x2="high:Q")
+            layers = [rule, chart.mark_point(filled=True, size=30, opacity=1).encode(x=value_x)]
+            if value == "change":
+                zero = alt.Chart(alt.InlineData(values=[{"zero": 0}])).mark_rule(color="#888888")
+                layers.insert(0, zero.encode(x="zero:Q"))
+            panels.append(alt.layer(*layers).properties(width=190, height=alt.Step(9)))
+    return finish(
+        alt.concat(*panels, columns=4, spacing=16) if panels else alt.concat(alt.Chart().mark_point()),
+        "Systems by run",
+        f"Mean {MEASURES[measure]} over domains (lower is better) and its change from the first run. Lines are 95% "
+        "intervals from resampling documents; where a run has none, only its dot is drawn.",
+    )
+
+
+def _curve_figure(compared: Comparison) -> alt.TopLevelMixin:
+    """Training loss by tokens, one panel per model, one line per run."""
+    frames = [training_curves(run.folder / "metrics", run.config).assign(run=run.name) for run in compared.runs]
+    curves = pd.concat(frames)
+    panels = [
+        alt.Chart(
+            alt.InlineData(values=[{"run": row.run, "tokens": row.tokens, "loss": finite(row.loss)}
+                                   for row in rows.itertuples()])
+        )
+        .mark_line(strokeWidth=1.5, opacity=0.8)
+        .encode(
+            x=alt.X("tokens:Q", title="training tokens", axis=alt.Axis(tickCount=3, format="~s")),
+            y=alt.Y("loss:Q", title="training loss" if not number % PANEL_COLUMNS else None,
+                    scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=4)),
+            color=_by_run(compared),
+        )
+        .properties(width=190, height=120, title=alt.Title(str(name), anchor="start", fontSize=12))
+        for number, (name, rows) in enumerate(curves.groupby("model", sort=False))
+    ]  # fmt: skip
+    return finish(
+        alt.concat(*panels, columns=PANEL_COLUMNS) if panels else alt.concat(alt.Chart().mark_line()),
+        "Training loss of each model by run",
+        "Mean loss of a step's batch (nats per token) over the tokens trained on so far."
+        + (" Losses of runs with other tokenizers do not compare." if _tokenizers(compared) > 1 else ""),
+    )

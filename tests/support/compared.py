@@ -1,0 +1,86 @@
+"""Finished runs of random documents, small but real: score tables, evaluated by the stage itself."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from demix.config.evaluated import bases, compared, evaluated
+from demix.config.run import write_run_config
+from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
+from demix.evaluate.join import join
+from demix.evaluate.score_tables import tokens_sha256, write_scores, write_tokens
+from demix.files import write_json, write_json_lines
+
+TRAINING, NOVEL = ("law", "news"), ("songs",)
+BLOCK, VOCABULARY, BYTES = 8, 300, 3
+PIECES, ORIGINS = 60, 25
+MIXING = {
+    "dev_blocks": 6, "decay": 0.3, "decays": [0.3], "prior_blocks": [4], "top_k": [],
+    "weights": ["history", "released", "tempered", "switching"],
+}  # fmt: skip
+
+
+def make_run(
+    folder: Path, run: str = "base", *, effect: int = 0, texts: dict[str, int] | None = None, origins: int = ORIGINS,
+    backwards: bool = False, tokenizer: str = "one", **changes: Any,
+) -> Path:  # fmt: skip
+    """The folder of a finished run. `effect` seeds what its models learned, `texts` the documents of a domain.
+
+    Pieces of one document are alike under a model. `backwards` turns the order of the pieces round.
+    """
+    config = {
+        "run": run, "seed": 1, "seeds": [], "removal": {"retrain_without": []},
+        "domains": {"training": dict.fromkeys(TRAINING), "novel": dict.fromkeys(NOVEL)},
+        "architecture": {"context": BLOCK}, "training": {"learning_rate": 1e-3}, "evaluation": MIXING,
+    } | changes  # fmt: skip
+    kinds = {name: kind for kind, names in config["domains"].items() for name in names}
+    results = []
+    for domain, kind in kinds.items():
+        tables = evaluated(config, domain)
+        for table in tables:
+            for split in table.splits:
+                place = folder / "scores" / table.folder / f"{domain}.{split}"
+                text = (texts or {}).get(domain, 0)
+                _score(place, table.columns, [text, *domain.encode(), *split.encode()], effect, origins, backwards)
+        outputs = Outputs(*(
+            folder / "evaluations" / f"{domain}.{name}parquet"
+            for name in ("", "priors.", "differences.", "posteriors.", "losses.")
+        ))  # fmt: skip
+        evaluation = Evaluation(
+            **MIXING, kind=kind, tables=tables, compared=[one.key for one in compared(config, domain)],
+            against=[(name, *base.key) for name, base in bases(config).items()], seed=config["seed"],
+        )  # fmt: skip
+        evaluate_domain(folder / "scores", domain, evaluation, outputs, np.full(VOCABULARY, BYTES))
+        results.append(outputs.results)
+    join(results, folder / "results.parquet")
+    write_run_config(folder / "config.json", config)
+    write_json(folder / "tokenizer.json", {"made": tokenizer})
+    for model in ("dense", "demix"):
+        lines = [
+            {"step": step, "tokens": 100 * step, "loss": 5 - step / 10 + effect, "tokens_per_second": 1000.0 * step**2}
+            for step in (1, 2, 3)
+        ]
+        lines.insert(2, {"step": 2, "tokens": 200, "dev_loss": 4.5 + effect, "dev_loss/law": 4.0})
+        write_json_lines(folder / "metrics" / f"{model}.jsonl", lines)
+    return folder
+
+
+def _score(
+    place: Path, columns: Sequence[str], text: list[int], effect: int, origins: int, backwards: bool
+) -> None:  # fmt: skip
+    words = np.random.default_rng(text)
+    lengths = words.integers(5, 30, PIECES)
+    ids = [words.integers(0, VOCABULARY, length) for length in lengths]
+    hard = [words.exponential(3, length) for length in lengths]
+    of = np.arange(PIECES) * 7 % origins
+    order = np.arange(PIECES)[:: -1 if backwards else 1]
+    flat = np.concatenate([ids[piece] for piece in order]).astype(np.uint16)
+    write_tokens(place, flat, np.cumsum([0, *lengths[order][:-1]]), BLOCK, of[order])
+    for column in columns:
+        learned = np.random.default_rng([effect, *place.parent.name.encode(), *column.encode()])
+        easier = learned.normal(0, 0.3, origins)
+        scores = -np.concatenate([hard[piece] * np.exp(easier[of[piece]]) + 0.1 for piece in order])
+        made = {"tokens_sha256": tokens_sha256(flat), "shared_sha256": "0"}
+        write_scores(place / f"{column}.parquet", [scores], made)
