@@ -162,6 +162,14 @@ def folder_of(row: str, seed: int, first: int) -> str:
     return row if seed == first else f"{row}-seed{seed}"
 
 
+def row_of(folder: str, config: Mapping[str, Any]) -> tuple[str, int]:
+    """The row and the seed of the model in a folder of the run: the inverse of `folder_of`."""
+    for seed in further_seeds(config):
+        if folder.endswith(f"-seed{seed}"):
+            return folder.removesuffix(f"-seed{seed}"), seed
+    return folder, config["seed"]
+
+
 def left_out(domain: str) -> str:
     """The label of the set of all experts but that of `domain`."""
     return f"minus-{domain}"

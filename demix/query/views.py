@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from demix.config.systems import further_seeds
+from demix.config.systems import row_of
 from demix.errors import DemixError
 from demix.files import REMAKE, parquet_reader, read_json, read_json_lines
 from demix.files.batches import read_batches
@@ -35,10 +35,8 @@ class Run:
 
     def trained(self, folder: str) -> dict[str, str | int]:
         """The model and the seed of a model's folder, named as in results."""
-        for seed in further_seeds(self.config):
-            if folder.endswith(f"-seed{seed}"):
-                return {"model": folder.removesuffix(f"-seed{seed}"), "seed": seed}
-        return {"model": folder, "seed": self.config["seed"]}
+        row, seed = row_of(folder, self.config)
+        return {"model": row, "seed": seed}
 
     def kind(self, domain: str) -> str:
         """Whether a domain is a training domain or a novel one."""
