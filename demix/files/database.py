@@ -7,12 +7,17 @@ alone. No database reads a file, fetches anything or installs an extension.
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import duckdb
 import pyarrow as pa
 
 from demix.errors import DemixError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Beside it stand the interpreter with its libraries and the batches that are read and written, about 300 MB.
 MEMORY_MB = 400
@@ -43,6 +48,22 @@ def connected(folder: Path | None = None) -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect(config=settings)
     connection.execute("set enable_external_access = false; set lock_configuration = true")
     return connection
+
+
+@cache
+def _asked() -> duckdb.DuckDBPyConnection:
+    return connected()
+
+
+def ask(query: str, **tables: "pd.DataFrame") -> "pd.DataFrame":
+    """The rows that `query` selects from `tables`, by their names in it. Missing values (None, NaN) are NULL there."""
+    for name, rows in tables.items():
+        _asked().register(name, rows)
+    try:
+        return _asked().sql(query).df()
+    finally:
+        for name in tables:
+            _asked().unregister(name)
 
 
 @contextmanager

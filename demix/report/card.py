@@ -175,7 +175,7 @@ def _planned(model: str, config: dict[str, Any]) -> tuple[str, int]:
 
 def _results(run: Path, model: str, config: dict[str, Any]) -> pd.DataFrame:
     """The model's rows of the paper's tables: one row per domain, set of experts (column `set`) and method."""
-    results, (row, seed) = read_results(run / "results.parquet"), _planned(model, config)
+    results, (row, seed) = read_results(run / "results.parquet").rows, _planned(model, config)
     rows = results[
         (results["model"] == row)
         & (results["seed"] == seed)

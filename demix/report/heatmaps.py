@@ -9,7 +9,7 @@ import pandas as pd
 
 from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.look import CELL_RANGE, COLOURS, finish, finite
-from demix.report.read import novel_domains, prior_table, training_domains
+from demix.report.read import Results, novel_domains, prior_table, training_domains
 
 CELL_WIDTH, CELL_HEIGHT = 50, 26
 SHARE_RANGE = ["#f7fcf5", "#74c476", "#00441b"]
@@ -19,7 +19,7 @@ TRACE_COLUMNS = 4
 BLOCKS_SHOWN = 100
 
 
-def figure2(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
+def figure2(results: Results, overlap: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
     """Figure 2: perplexity of each training expert on each domain, over that of the domain's own (or best) expert.
 
     Below: the share of bigrams in common with each training domain, and a scatter plot of ratio against share.

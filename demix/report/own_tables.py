@@ -11,11 +11,11 @@ from demix.config.systems import KINDS
 from demix.report import read
 from demix.report.affinity import affinities, relation_with_own, relations, with_overlap
 from demix.report.cells import COUNTED, INTERVAL_NOTE, POSTERIOR_MIXTURES, kinds_of_domains, lowest, mean_of, percent
-from demix.report.read import each, grid, perplexities, training_domains
+from demix.report.read import Results, each, grid, perplexities, training_domains
 from demix.report.render import Table
 
 
-def overlap_table(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str, Any]) -> Table:
+def overlap_table(results: Results, overlap: pd.DataFrame, config: dict[str, Any]) -> Table:
     """The correlation of the two halves of Figure 2: perplexity ratio and share of bigrams in common."""
     pairs = with_overlap(affinities(results, config), overlap)
     named = {f"{found.kind} domains": found for found in relations(pairs)}
@@ -54,9 +54,9 @@ def overlap_table(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str
     )
 
 
-def weights_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+def weights_table(results: Results, config: dict[str, Any]) -> Table:
     """Means over domains by every rule of weights, the released code's scorer, and two floors in hindsight."""
-    rules = list(dict.fromkeys(results.loc[results["method"].isin(["updating", "cached"]), "weights"]))
+    rules = list(dict.fromkeys(results.rows.loc[results.rows["method"].isin(["updating", "cached"]), "weights"]))
     lines = {}
     for base in POSTERIOR_MIXTURES:
         for rule in rules:
@@ -98,9 +98,7 @@ def _rule(weights: str) -> str:
     return f"{weights} weights" if weights == "released" else weights
 
 
-def _against_history(
-    results: pd.DataFrame, lines: dict[str, tuple[System, System]], config: dict[str, Any]
-) -> pd.DataFrame:
+def _against_history(results: Results, lines: dict[str, tuple[System, System]], config: dict[str, Any]) -> pd.DataFrame:
     """The mean of the second system of each line over each kind of domain, and the change from the first in percent."""
     rows: dict[str, dict[str, float]] = {}
     for label, (base, system) in lines.items():
@@ -115,7 +113,7 @@ def _against_history(
     return frame[frame.notna().any(axis=1)] if frame.notna().to_numpy().any() else frame
 
 
-def decay_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+def decay_table(results: Results, config: dict[str, Any]) -> Table:
     """Mean test perplexity by the decay λ of the updating prior (Eq. 7) and of the cached prior."""
     settings = config.get("evaluation") or {}
     frame = _grid_frame(results, "decay", "decay", ("updating", "cached"), config)
@@ -138,7 +136,7 @@ def decay_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     )
 
 
-def dev_blocks_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+def dev_blocks_table(results: Results, config: dict[str, Any]) -> Table:
     """Mean test perplexity by the number of dev blocks from which the cached prior is computed."""
     settings = config.get("evaluation") or {}
     frame = _grid_frame(results, "dev_blocks", "dev_blocks", ("cached",), config)
@@ -160,7 +158,7 @@ def dev_blocks_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
 
 
 def _grid_frame(
-    results: pd.DataFrame, variant: str, column: str, methods: tuple[str, ...], config: dict[str, Any]
+    results: Results, variant: str, column: str, methods: tuple[str, ...], config: dict[str, Any]
 ) -> pd.DataFrame:
     columns = {
         f"{method} prior, {len(domains)} {kind}": grid(results, read.CACHED.model, variant, method, column, domains)
@@ -173,7 +171,7 @@ def _grid_frame(
     return frame
 
 
-def full_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+def full_table(results: Results, config: dict[str, Any]) -> Table:
     """One row per system and domain: perplexity, interval, documents, tokens, bits per byte."""
     rows = []
     for kind, domains in kinds_of_domains(config):
@@ -191,7 +189,7 @@ def full_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
         "documents": "Documents", "pieces": "Pieces", "tokens": "Tokens",
     }  # fmt: skip
     frame = pd.DataFrame(rows, columns=["Domain", "Kind", "System", *names]).rename(columns=names)
-    seeds = results["seed"].nunique()
+    seeds = len(results.by_seed)
     frame = frame if seeds > 1 else frame.drop(columns="± seeds")
     frame.index = [str(number) for number in range(1, len(frame) + 1)]
     return Table(
@@ -249,11 +247,11 @@ def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Tabl
     )
 
 
-def seeds_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+def seeds_table(results: Results, config: dict[str, Any]) -> Table:
     """Every trained system against Dense (Balanced) of the same seed, and the spread of this change over seeds."""
     systems = [system for row in read.trained_systems(config).values() for system in row if system != read.BALANCED]
     rows: dict[str, dict[str, float]] = {system.label: {} for system in systems}
-    by_seed = dict(list(results.groupby("seed")))
+    by_seed = results.by_seed
     for kind, domains in kinds_of_domains(config):
         if not domains:
             continue
