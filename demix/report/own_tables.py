@@ -8,10 +8,11 @@ import pandas as pd
 
 from demix.config.evaluated import BASES, System, stream_systems
 from demix.config.systems import KINDS
+from demix.files.database import ask
 from demix.report import read
 from demix.report.affinity import affinities, relation_with_own, relations, with_overlap
 from demix.report.cells import COUNTED, INTERVAL_NOTE, POSTERIOR_MIXTURES, kinds_of_domains, lowest, mean_of, percent
-from demix.report.read import Results, each, grid, perplexities, training_domains
+from demix.report.read import Results, grid, perplexities, training_domains
 from demix.report.render import Table
 
 
@@ -173,22 +174,15 @@ def _grid_frame(
 
 def full_table(results: Results, config: dict[str, Any]) -> Table:
     """One row per system and domain: perplexity, interval, documents, tokens, bits per byte."""
-    rows = []
-    for kind, domains in kinds_of_domains(config):
-        # At one place of these lists stands one system for all domains, or the one that belongs to each domain.
-        systems = {domain: _every_system(domain, kind, config) for domain in domains}
-        lines = [dict(zip(systems, line, strict=True)) for line in zip(*systems.values(), strict=True)]
-        found = [each(results, line.__getitem__, domains) for line in lines]
-        for domain in domains:
-            for line, numbers in zip(lines, found, strict=True):
-                if pd.notna(numbers.at[domain, "perplexity"]):
-                    label = line[domain].label
-                    rows.append({"Domain": domain, "Kind": kind, "System": label} | numbers.loc[domain].to_dict())
-    names = {
-        "perplexity": "Perplexity", "low": "Low", "high": "High", "spread": "± seeds", "bits_per_byte": "Bits per byte",
-        "documents": "Documents", "pieces": "Pieces", "tokens": "Tokens",
-    }  # fmt: skip
-    frame = pd.DataFrame(rows, columns=["Domain", "Kind", "System", *names]).rename(columns=names)
+    frame = ask(
+        """select domain as Domain, kind as Kind, label as System, perplexity as Perplexity, low as Low, high as High,
+            spread as "± seeds", bits_per_byte as "Bits per byte",
+            documents as Documents, pieces as Pieces, tokens as Tokens
+        from systems join evaluations using (domain, model, experts, method, weights, variant)
+        where evaluations.top_k = 0 and expert = '' and perplexity is not null order by place""",
+        systems=_every_system(config),
+        evaluations=results.evaluations.reset_index(),
+    )
     seeds = len(results.by_seed)
     frame = frame if seeds > 1 else frame.drop(columns="± seeds")
     frame.index = [str(number) for number in range(1, len(frame) + 1)]
@@ -210,30 +204,23 @@ def full_table(results: Results, config: dict[str, Any]) -> Table:
 
 def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Table:
     """Each system minus each of `BASES`, on the same documents of a domain."""
-    bases = {name: base.label for name, base in BASES.items()}
-    rows = []
-    for kind, domains in kinds_of_domains(config):
-        for domain in domains:
-            found = differences[differences["domain"] == domain]
-            # What is subtracted is the oracle's choice, not that on dev.
-            named = {one.key: one.label for one in _every_system(domain, kind, config) if not one.variant}
-            for row in found.itertuples():
-                rows.append({
-                    "Domain": domain, "System": named[row.model, row.experts, row.method, row.weights],
-                    "Less": bases[row.against], "Nats a token": row.nats_per_token, "Nats low": row.nats_per_token_low,
-                    "Nats high": row.nats_per_token_high, "Perplexity": row.perplexity,
-                    "Perplexity low": row.perplexity_low,
-                    "Perplexity high": row.perplexity_high, "Documents": row.documents, "Pieces": row.pieces,
-                    "Seed": str(row.seed),
-                })  # fmt: skip
-    nats, perplexity = (["Nats a token", "Nats low", "Nats high"], ["Perplexity", "Perplexity low", "Perplexity high"])
-    columns = ["Domain", "System", "Less", *nats, *perplexity]
-    frame = pd.DataFrame(rows, columns=[*columns, *COUNTED, "Seed"])
+    frame = ask(
+        """select domain as Domain, label as System, base as Less,
+            nats_per_token as "Nats a token", nats_per_token_low as "Nats low", nats_per_token_high as "Nats high",
+            perplexity as Perplexity, perplexity_low as "Perplexity low", perplexity_high as "Perplexity high",
+            documents as Documents, pieces as Pieces, seed::varchar as Seed
+        from differences join systems using (domain, model, experts, method, weights) join bases using (against)
+        -- What is subtracted is the oracle's choice, not that on dev.
+        where systems.variant = '' order by min(place) over (partition by domain), number""",
+        differences=differences.assign(number=range(len(differences))),
+        systems=_every_system(config),
+        bases=pd.DataFrame([(name, base.label) for name, base in BASES.items()], columns=["against", "base"]),
+    )
     if differences["seed"].nunique() < 2:
         frame = frame.drop(columns="Seed")
     frame.index = [str(number) for number in range(1, len(frame) + 1)]
-    formats = dict.fromkeys(nats, "{:+.4f}")
-    formats |= dict.fromkeys(perplexity, "{:+.2f}")
+    formats = {name: "{:+.4f}" for name in frame if name.startswith("Nats")}
+    formats |= {name: "{:+.2f}" for name in frame if name.startswith("Perplexity")}
     return Table(
         "differences",
         "Differences between systems on the same documents",
@@ -350,7 +337,17 @@ def audit_table(audit: pd.DataFrame, config: dict[str, Any]) -> Table:
     )
 
 
-def _every_system(domain: str, kind: str, config: dict[str, Any]) -> list[System]:
+def _every_system(config: dict[str, Any]) -> pd.DataFrame:
+    """One row per domain and system of the tables that is evaluated on it, in order (column place)."""
+    return pd.DataFrame(
+        {"domain": domain, "kind": kind, **vars(system)}
+        for kind, domains in kinds_of_domains(config)
+        for domain in domains
+        for system in _systems_on(domain, kind, config)
+    ).reset_index(names="place")
+
+
+def _systems_on(domain: str, kind: str, config: dict[str, Any]) -> list[System]:
     """The systems of all tables that are evaluated on `domain`, whose kind is `kind`."""
     dense, naive, mixed = [], [], []
     for systems in read.trained_systems(config).values():
