@@ -277,20 +277,15 @@ def paired(
     Only `BASES` have such intervals. Domains without an interval are left out.
     """
     against = next((key for key, one in BASES.items() if one == base), None)
-    found = {}
-    for domain in domains:
-        one = system(domain)
-        rows = differences[
-            (differences["against"] == against)
-            & (differences["domain"] == domain)
-            & (differences["model"] == one.model)
-            & (differences["experts"] == one.experts)
-            & (differences["method"] == one.method)
-            & (differences["weights"] == one.weights)
-        ].dropna(subset=["perplexity_low", "perplexity_high"])
-        for row in rows.itertuples():
-            found[domain] = (row.perplexity_low, row.perplexity_high)
-    return pd.DataFrame.from_dict(found, orient="index", columns=["low", "high"], dtype="float64")
+    key = ["domain", "model", "experts", "method", "weights"]
+    found = ask(
+        f"""select domain, perplexity_low as low, perplexity_high as high
+        from differences join systems using ({", ".join(key)})
+        where against = '{against}' and low is not null and high is not null order by domain""",
+        differences=differences,
+        systems=pd.DataFrame([(name, *system(name).key) for name in domains], columns=key, dtype="str"),
+    )
+    return found.set_index("domain")
 
 
 def grid(results: Results, model: str, variant: str, method: str, column: str, domains: Iterable[str]) -> pd.Series:
