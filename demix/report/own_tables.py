@@ -117,7 +117,7 @@ def _against_history(results: Results, lines: dict[str, tuple[System, System]], 
 def decay_table(results: Results, config: dict[str, Any]) -> Table:
     """Mean test perplexity by the decay λ of the updating prior (Eq. 7) and of the cached prior."""
     settings = config.get("evaluation") or {}
-    frame = _grid_frame(results, "decay", "decay", ("updating", "cached"), config)
+    frame = _grid_frame(results, "decay", ("updating", "cached"), config)
     best = "; ".join(
         f"{column}: {values.idxmin() if values.round(2).nunique() > 1 else 'all alike'}"
         for column, values in frame.items()
@@ -140,7 +140,7 @@ def decay_table(results: Results, config: dict[str, Any]) -> Table:
 def dev_blocks_table(results: Results, config: dict[str, Any]) -> Table:
     """Mean test perplexity by the number of dev blocks from which the cached prior is computed."""
     settings = config.get("evaluation") or {}
-    frame = _grid_frame(results, "dev_blocks", "dev_blocks", ("cached",), config)
+    frame = _grid_frame(results, "dev_blocks", ("cached",), config)
     return Table(
         "dev_blocks",
         "How much dev text the cached prior needs",
@@ -158,11 +158,9 @@ def dev_blocks_table(results: Results, config: dict[str, Any]) -> Table:
     )
 
 
-def _grid_frame(
-    results: Results, variant: str, column: str, methods: tuple[str, ...], config: dict[str, Any]
-) -> pd.DataFrame:
+def _grid_frame(results: Results, setting: str, methods: tuple[str, ...], config: dict[str, Any]) -> pd.DataFrame:
     columns = {
-        f"{method} prior, {len(domains)} {kind}": grid(results, read.CACHED.model, variant, method, column, domains)
+        f"{method} prior, {len(domains)} {kind}": grid(results, setting, method, domains)
         for kind, domains in kinds_of_domains(config)
         if domains
         for method in methods
@@ -181,7 +179,7 @@ def full_table(results: Results, config: dict[str, Any]) -> Table:
         from systems join evaluations using (domain, model, experts, method, weights, variant)
         where evaluations.top_k = 0 and expert = '' and perplexity is not null order by place""",
         systems=_every_system(config),
-        evaluations=results.evaluations.reset_index(),
+        evaluations=results.evaluations,
     )
     seeds = len(results.by_seed)
     frame = frame if seeds > 1 else frame.drop(columns="± seeds")
