@@ -153,14 +153,10 @@ def posterior_figure(posteriors: pd.DataFrame, config: dict[str, Any], kind: str
     """Figures 7 (`kind` training) and 8 (novel): the posterior over training experts after each block of a domain."""
     experts = training_domains(config)
     domains = experts if kind == "training" else novel_domains(config)
-    rows = posteriors[
-        (posteriors["model"] == "demix")
-        & (posteriors["experts"] == "training")
-        & (posteriors["weights"] == "history")
-        & (posteriors["split"] == "dev")
-        & (posteriors["seed"] == posteriors["seed"].min())
-        & (posteriors["block"] < BLOCKS_SHOWN)
-    ]
+    rows = posteriors.query(
+        "model == 'demix' and experts == 'training' and weights == 'history' and split == 'dev' and seed == seed.min()"
+        " and block < @BLOCKS_SHOWN"
+    )
     scale = alt.Scale(domain=[0, 1], range=CELL_RANGE, interpolate="lab")
     legend = alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75, 1], format=".2f")
     panels = []
