@@ -35,18 +35,17 @@ MOST_STRETCHES = 256
 # `row` counts the documents of a domain in the order of its files. Of equal texts the first one is kept.
 _KEPT = """
 create table kept as
-select row, words, unhex(sha256($seed || '|' || lower(hex(id)))) as key
+select row, words, row_number() over (order by unhex(sha256($seed || '|' || lower(hex(id))))) as place
 from (select id, min(row) as row, any_value(words) as words from documents group by id)
 where (id in (from owned)) = $training
 """
-# `before` has the words of all documents before one in the order of sha256(seed | id).
+# `before` has the words of all documents before one.
 _ORDERED = """
 create or replace table ordered as
-select row, words, row_number() over by_key - 1 as rank, (sum(words) over by_key)::bigint - words as before
+select row, words, row_number() over by_place - 1 as rank, (sum(words) over by_place)::bigint - words as before
 from kept where row not in (from near)
-window by_key as (order by key rows unbounded preceding)
+window by_place as (order by place rows unbounded preceding)
 """
-
 # The documents and words up to the one that fills a budget, which itself counts.
 _UNTIL = "select count(*), coalesce(sum(words), 0)::bigint from ordered where $words is null or before < $words"
 # The rank of each document, in the order of the files; -1 outside of the splits to be written.

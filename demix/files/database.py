@@ -8,14 +8,19 @@ import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import duckdb
 import pyarrow as pa
 
 from demix.errors import DemixError
 from demix.files.atomic import scratch
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Beside it stand the interpreter with its libraries and the batches that are read and written, about 300 MB.
 MEMORY_MB = 300
@@ -34,11 +39,16 @@ def threads() -> int:
     return max(1, min(cores, memory_mb() // THREAD_MB))
 
 
-def connected(folder: Path | None = None, memory: int | None = None) -> duckdb.DuckDBPyConnection:
-    """A new database in memory, of `memory` bytes or `memory_mb()`; `folder` takes what memory does not hold."""
+def connected(
+    folder: Path | None = None, memory: int | None = None, cores: int | None = None
+) -> duckdb.DuckDBPyConnection:
+    """A new database in memory, of `memory` bytes or `memory_mb()`; `folder` takes what memory does not hold.
+
+    It uses `cores` cores, or `threads()`.
+    """
     settings: dict[str, str | bool | int | float | list[str]] = {
         "memory_limit": f"{memory_mb() if memory is None else memory // 1_000_000}MB",
-        "threads": threads(),
+        "threads": cores or threads(),
         "temp_directory": "" if folder is None else str(folder / "spilled"),
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
@@ -47,6 +57,23 @@ def connected(folder: Path | None = None, memory: int | None = None) -> duckdb.D
     connection = duckdb.connect(config=settings)
     connection.execute("set enable_external_access = false; set lock_configuration = true")
     return connection
+
+
+@cache
+def _asked() -> duckdb.DuckDBPyConnection:
+    # One thread adds numbers up in one order.
+    return connected(cores=1)
+
+
+def ask(query: str, **tables: "pd.DataFrame") -> "pd.DataFrame":
+    """The rows that `query` selects from `tables`, by their names in it. Missing values (None, NaN) are NULL there."""
+    for name, rows in tables.items():
+        _asked().register(name, rows)
+    try:
+        return _asked().sql(query).df()
+    finally:
+        for name in tables:
+            _asked().unregister(name)
 
 
 @contextmanager

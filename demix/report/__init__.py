@@ -60,7 +60,7 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     from demix.report.figures import write_figures
 
     results = read.read_results(run / "results.parquet")
-    priors = read.of_seed(read.read_priors(run / "priors.parquet"), config)
+    priors = read.read_priors(run / "priors.parquet").query("seed == @config['seed']")
     differences = read.read_differences(run / "differences.parquet")
     overlap = read.read_overlap(run / "corpus" / "overlap.parquet")
     audit = read.read_audit(run / "audit.parquet")

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from demix.report.read import expert_perplexities, novel_domains, training_domains
+from demix.report.read import Results, expert_perplexities, novel_domains, training_domains
 
 PERMUTATIONS = 9999
 
@@ -31,7 +31,7 @@ class Relation:
     permutation_p: float
 
 
-def affinities(results: pd.DataFrame, config: dict[str, Any]) -> pd.DataFrame:
+def affinities(results: Results, config: dict[str, Any]) -> pd.DataFrame:
     """Columns kind, domain, expert, ratio: perplexity of an expert on a domain, divided by the reference perplexity.
 
     The reference is the domain's own expert on a training domain and the best expert on a novel domain. The ratio is

@@ -24,14 +24,14 @@ from demix.report.own_tables import (
 )
 from demix.report.paper import SIZES, nearest, printed, size_of
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
-from demix.report.read import comparable, novel_domains, perplexities, training_domains
+from demix.report.read import Results, novel_domains, perplexities, training_domains
 from demix.report.render import Table, cell, write_table
 
 if TYPE_CHECKING:
     import rich.table
 
 
-def scale_note(results: pd.DataFrame, config: dict[str, Any]) -> str:
+def scale_note(results: Results, config: dict[str, Any]) -> str:
     """The differences between this run and the paper in data, budget and scale, in a few sentences."""
     architecture, tokenizer = config.get("architecture") or {}, config.get("tokenizer") or {}
     training = config.get("training") or {}
@@ -47,14 +47,14 @@ def scale_note(results: pd.DataFrame, config: dict[str, Any]) -> str:
     if isinstance(training.get("tokens"), int):
         parts.append(f"{training['tokens']:,} training tokens a model")
     for column, noun in (("tokens", "test tokens a domain"), ("documents", "test documents a domain")):
-        numbers = results.loc[results["split"] == "test", column]
+        numbers = results.rows.loc[results.rows["split"] == "test", column]
         if len(numbers):
             low, high = int(numbers.min()), int(numbers.max())
             parts.append(f"{low:,} {noun}" if low == high else f"{low:,} to {high:,} {noun}")
     return (
         f"Differs from the paper in data, budget and scale. This run ({config.get('run', 'unnamed')}): "
         + ", ".join(parts)
-        + (f", {seeds} seeds" if (seeds := results["seed"].nunique()) > 1 else ", one seed")
+        + (f", {seeds} seeds" if (seeds := len(results.by_seed)) > 1 else ", one seed")
         + ". The paper: its own 8 and 8 domains, 125M to 1.3B parameters a dense model, blocks of 1,024 "
         "tokens, a vocabulary of 50,264, about two days on 32 to 128 GPUs a model. Compare the order, not the values."
     )
@@ -93,7 +93,7 @@ def beside_paper(table: Table, config: dict[str, Any]) -> Table:
 
 
 def all_tables(
-    results: pd.DataFrame,
+    results: Results,
     differences: pd.DataFrame,
     overlap: pd.DataFrame,
     audit: pd.DataFrame,
@@ -101,11 +101,10 @@ def all_tables(
     trials: pd.DataFrame,
     config: dict[str, Any],
 ) -> list[Table]:
-    """The paper's tables, then the others. Raises DemixError if rows of one domain were scored on different tokens."""
-    comparable(results)
+    """The paper's tables, then the others."""
     # Experts are added, removed and varied for the run's own seed alone: such tables must not mix in other seeds.
     own = read.of_seed(results, config)
-    makers: list[Callable[[pd.DataFrame, dict[str, Any]], Table]] = [table3, table4, table5]
+    makers: list[Callable[[Results, dict[str, Any]], Table]] = [table3, table4, table5]
     paper = [*(make(results, config) for make in makers), table6(own, config), table7(own, config)]
     made = [
         *paper,
@@ -129,7 +128,7 @@ def _told_if_empty(table: Table) -> Table:
 
 
 def write_tables(
-    results: pd.DataFrame,
+    results: Results,
     differences: pd.DataFrame,
     overlap: pd.DataFrame,
     audit: pd.DataFrame,
@@ -156,7 +155,7 @@ def main_systems(config: dict[str, Any]) -> list[tuple[System, System]]:
     return lines + [(system, system) for system in systems if system.weights not in ("", "history")]
 
 
-def main_table(results: pd.DataFrame, config: dict[str, Any]) -> "rich.table.Table":
+def main_table(results: Results, config: dict[str, Any]) -> "rich.table.Table":
     """Mean test perplexity of every system on the training and on the novel domains, for the terminal.
 
     Each mixture of the paper has one row per rule of weights: all earlier tokens of the block (`history`, the paper)
@@ -164,7 +163,7 @@ def main_table(results: pd.DataFrame, config: dict[str, Any]) -> "rich.table.Tab
     """
     import rich.table
 
-    results = read.of_seed(comparable(results), config)
+    results = read.of_seed(results, config)
     groups = [(kind, domains) for kind, domains in kinds_of_domains(config) if domains]
     table = rich.table.Table(title="Mean test perplexity (lower is better)", title_justify="left")
     table.add_column("system")

@@ -175,16 +175,10 @@ def _planned(model: str, config: dict[str, Any]) -> tuple[str, int]:
 
 def _results(run: Path, model: str, config: dict[str, Any]) -> pd.DataFrame:
     """The model's rows of the paper's tables: one row per domain, set of experts (column `set`) and method."""
-    results, (row, seed) = read_results(run / "results.parquet"), _planned(model, config)
-    rows = results[
-        (results["model"] == row)
-        & (results["seed"] == seed)
-        & (results["split"] == "test")
-        & (results["variant"] == "")
-        & results["method"].isin(METHODS)
-        & results["top_k"].isna()
-        & results["weights"].isin(["", "history"])
-    ]
+    rows, (row, seed) = read_results(run / "results.parquet").rows, _planned(model, config)
+    rows = rows[(rows["model"] == row) & (rows["seed"] == seed)].query(
+        "split == 'test' and variant == '' and method in @METHODS and top_k.isna() and weights in ['', 'history']"
+    )
     return rows.assign(set=rows["experts"].where(rows["experts"] != rows["domain"].map(left_out), OWN_LEFT_OUT))
 
 

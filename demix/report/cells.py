@@ -11,7 +11,7 @@ import pandas as pd
 
 from demix.config.evaluated import System
 from demix.report import read
-from demix.report.read import each, novel_domains, perplexities, training_domains
+from demix.report.read import Results, each, novel_domains, perplexities, training_domains
 
 MIXTURES = (read.NAIVE, read.AVERAGE, read.UNIFORM, read.UPDATING, read.CACHED)
 POSTERIOR_MIXTURES = (read.UNIFORM, read.UPDATING, read.CACHED)
@@ -85,7 +85,7 @@ def second_lines(found: pd.DataFrame) -> list[str]:
     return lines
 
 
-def by_domain(results: pd.DataFrame, systems: dict[str, Callable[[str], System]], domains: list[str]) -> Any:
+def by_domain(results: Results, systems: dict[str, Callable[[str], System]], domains: list[str]) -> Any:
     """Perplexities, second lines (None without any interval or spread) and notes; one row per domain.
 
     `systems` maps a column to a function from a domain to the domain's system. The last columns count test
@@ -99,9 +99,7 @@ def by_domain(results: pd.DataFrame, systems: dict[str, Callable[[str], System]]
     return frame, *explained(beneath, results)
 
 
-def released_means(
-    results: pd.DataFrame, systems: dict[str, Callable[[str], System]], domains: list[str]
-) -> list[float]:
+def released_means(results: Results, systems: dict[str, Callable[[str], System]], domains: list[str]) -> list[float]:
     """The mean over `domains` of each of `systems` with the weights of the released code; NaN where it has none."""
 
     def released(system: Callable[[str], System]) -> Callable[[str], System]:
@@ -110,9 +108,9 @@ def released_means(
     return [mean_of(each(results, released(system), domains)["perplexity"]) for system in systems.values()]
 
 
-def explained(beneath: pd.DataFrame, results: pd.DataFrame) -> tuple[pd.DataFrame | None, tuple[str, ...]]:
+def explained(beneath: pd.DataFrame, results: Results) -> tuple[pd.DataFrame | None, tuple[str, ...]]:
     """The second lines, or None if all are empty, and the note that explains the lines."""
-    seeds = results["seed"].nunique()
+    seeds = len(results.by_seed)
     if seeds > 1:
         return beneath, (f"Perplexities are means over {seeds} seeds, ± their standard deviation.",)
     some = beneath.apply(lambda column: column.str.startswith("[")).to_numpy().any()
@@ -125,9 +123,9 @@ def always(system: System) -> Callable[[str], System]:
     return lambda _: system
 
 
-def seeds_of(results: pd.DataFrame, system: System, domains: list[str]) -> str:
+def seeds_of(results: Results, system: System, domains: list[str]) -> str:
     """The standard deviation over seeds of the mean over domains, as text; empty for one seed."""
-    means = [mean_of(perplexities(rows, system, domains)) for _, rows in results.groupby("seed")]
+    means = [mean_of(perplexities(rows, system, domains)) for rows in results.by_seed.values()]
     return f"± {np.std(means, ddof=1):.2f}" if len(means) > 1 and np.isfinite(means).all() else ""
 
 

@@ -13,7 +13,7 @@ from demix.files import replacing, write_text
 from demix.report.curves import figure6, training_figure
 from demix.report.heatmaps import figure2, figure4, posterior_figure
 from demix.report.page import render
-from demix.report.read import comparable
+from demix.report.read import Results
 
 PNG_SCALE = 2.0
 
@@ -30,7 +30,7 @@ def renumbered(svg: str) -> str:
 
 
 def write_figures(
-    results: pd.DataFrame,
+    results: Results,
     priors: pd.DataFrame,
     overlap: pd.DataFrame,
     posteriors: pd.DataFrame,
@@ -42,7 +42,6 @@ def write_figures(
 
     The HTML page is self-contained. It shows the numbers under the pointer and can save the figure.
     """
-    comparable(results)
     charts = {
         "figure2": figure2(results, overlap, config),
         "figure4": figure4(priors, config),

@@ -9,7 +9,7 @@ import pandas as pd
 
 from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.look import CELL_RANGE, COLOURS, finish, finite
-from demix.report.read import novel_domains, prior_table, training_domains
+from demix.report.read import Results, novel_domains, prior_table, training_domains
 
 CELL_WIDTH, CELL_HEIGHT = 50, 26
 SHARE_RANGE = ["#f7fcf5", "#74c476", "#00441b"]
@@ -19,7 +19,7 @@ TRACE_COLUMNS = 4
 BLOCKS_SHOWN = 100
 
 
-def figure2(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
+def figure2(results: Results, overlap: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
     """Figure 2: perplexity of each training expert on each domain, over that of the domain's own (or best) expert.
 
     Below: the share of bigrams in common with each training domain, and a scatter plot of ratio against share.
@@ -153,14 +153,10 @@ def posterior_figure(posteriors: pd.DataFrame, config: dict[str, Any], kind: str
     """Figures 7 (`kind` training) and 8 (novel): the posterior over training experts after each block of a domain."""
     experts = training_domains(config)
     domains = experts if kind == "training" else novel_domains(config)
-    rows = posteriors[
-        (posteriors["model"] == "demix")
-        & (posteriors["experts"] == "training")
-        & (posteriors["weights"] == "history")
-        & (posteriors["split"] == "dev")
-        & (posteriors["seed"] == posteriors["seed"].min())
-        & (posteriors["block"] < BLOCKS_SHOWN)
-    ]
+    rows = posteriors.query(
+        "model == 'demix' and experts == 'training' and weights == 'history' and split == 'dev' and seed == seed.min()"
+        " and block < @BLOCKS_SHOWN"
+    )
     scale = alt.Scale(domain=[0, 1], range=CELL_RANGE, interpolate="lab")
     legend = alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75, 1], format=".2f")
     panels = []

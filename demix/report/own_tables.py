@@ -8,14 +8,15 @@ import pandas as pd
 
 from demix.config.evaluated import BASES, System, stream_systems
 from demix.config.systems import KINDS
+from demix.files.database import ask
 from demix.report import read
 from demix.report.affinity import affinities, relation_with_own, relations, with_overlap
 from demix.report.cells import COUNTED, INTERVAL_NOTE, POSTERIOR_MIXTURES, kinds_of_domains, lowest, mean_of, percent
-from demix.report.read import each, grid, perplexities, training_domains
+from demix.report.read import Results, grid, perplexities, training_domains
 from demix.report.render import Table
 
 
-def overlap_table(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str, Any]) -> Table:
+def overlap_table(results: Results, overlap: pd.DataFrame, config: dict[str, Any]) -> Table:
     """The correlation of the two halves of Figure 2: perplexity ratio and share of bigrams in common."""
     pairs = with_overlap(affinities(results, config), overlap)
     named = {f"{found.kind} domains": found for found in relations(pairs)}
@@ -54,9 +55,9 @@ def overlap_table(results: pd.DataFrame, overlap: pd.DataFrame, config: dict[str
     )
 
 
-def weights_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+def weights_table(results: Results, config: dict[str, Any]) -> Table:
     """Means over domains by every rule of weights, the released code's scorer, and two floors in hindsight."""
-    rules = list(dict.fromkeys(results.loc[results["method"].isin(["updating", "cached"]), "weights"]))
+    rules = list(dict.fromkeys(results.rows.loc[results.rows["method"].isin(["updating", "cached"]), "weights"]))
     lines = {}
     for base in POSTERIOR_MIXTURES:
         for rule in rules:
@@ -98,9 +99,7 @@ def _rule(weights: str) -> str:
     return f"{weights} weights" if weights == "released" else weights
 
 
-def _against_history(
-    results: pd.DataFrame, lines: dict[str, tuple[System, System]], config: dict[str, Any]
-) -> pd.DataFrame:
+def _against_history(results: Results, lines: dict[str, tuple[System, System]], config: dict[str, Any]) -> pd.DataFrame:
     """The mean of the second system of each line over each kind of domain, and the change from the first in percent."""
     rows: dict[str, dict[str, float]] = {}
     for label, (base, system) in lines.items():
@@ -115,10 +114,10 @@ def _against_history(
     return frame[frame.notna().any(axis=1)] if frame.notna().to_numpy().any() else frame
 
 
-def decay_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+def decay_table(results: Results, config: dict[str, Any]) -> Table:
     """Mean test perplexity by the decay λ of the updating prior (Eq. 7) and of the cached prior."""
     settings = config.get("evaluation") or {}
-    frame = _grid_frame(results, "decay", "decay", ("updating", "cached"), config)
+    frame = _grid_frame(results, "decay", ("updating", "cached"), config)
     best = "; ".join(
         f"{column}: {values.idxmin() if values.round(2).nunique() > 1 else 'all alike'}"
         for column, values in frame.items()
@@ -138,10 +137,10 @@ def decay_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     )
 
 
-def dev_blocks_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+def dev_blocks_table(results: Results, config: dict[str, Any]) -> Table:
     """Mean test perplexity by the number of dev blocks from which the cached prior is computed."""
     settings = config.get("evaluation") or {}
-    frame = _grid_frame(results, "dev_blocks", "dev_blocks", ("cached",), config)
+    frame = _grid_frame(results, "dev_blocks", ("cached",), config)
     return Table(
         "dev_blocks",
         "How much dev text the cached prior needs",
@@ -159,11 +158,9 @@ def dev_blocks_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     )
 
 
-def _grid_frame(
-    results: pd.DataFrame, variant: str, column: str, methods: tuple[str, ...], config: dict[str, Any]
-) -> pd.DataFrame:
+def _grid_frame(results: Results, setting: str, methods: tuple[str, ...], config: dict[str, Any]) -> pd.DataFrame:
     columns = {
-        f"{method} prior, {len(domains)} {kind}": grid(results, read.CACHED.model, variant, method, column, domains)
+        f"{method} prior, {len(domains)} {kind}": grid(results, setting, method, domains)
         for kind, domains in kinds_of_domains(config)
         if domains
         for method in methods
@@ -173,25 +170,18 @@ def _grid_frame(
     return frame
 
 
-def full_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+def full_table(results: Results, config: dict[str, Any]) -> Table:
     """One row per system and domain: perplexity, interval, documents, tokens, bits per byte."""
-    rows = []
-    for kind, domains in kinds_of_domains(config):
-        # At one place of these lists stands one system for all domains, or the one that belongs to each domain.
-        systems = {domain: _every_system(domain, kind, config) for domain in domains}
-        lines = [dict(zip(systems, line, strict=True)) for line in zip(*systems.values(), strict=True)]
-        found = [each(results, line.__getitem__, domains) for line in lines]
-        for domain in domains:
-            for line, numbers in zip(lines, found, strict=True):
-                if pd.notna(numbers.at[domain, "perplexity"]):
-                    label = line[domain].label
-                    rows.append({"Domain": domain, "Kind": kind, "System": label} | numbers.loc[domain].to_dict())
-    names = {
-        "perplexity": "Perplexity", "low": "Low", "high": "High", "spread": "± seeds", "bits_per_byte": "Bits per byte",
-        "documents": "Documents", "pieces": "Pieces", "tokens": "Tokens",
-    }  # fmt: skip
-    frame = pd.DataFrame(rows, columns=["Domain", "Kind", "System", *names]).rename(columns=names)
-    seeds = results["seed"].nunique()
+    frame = ask(
+        """select domain as Domain, kind as Kind, label as System, perplexity as Perplexity, low as Low, high as High,
+            spread as "± seeds", bits_per_byte as "Bits per byte",
+            documents as Documents, pieces as Pieces, tokens as Tokens
+        from systems join evaluations using (domain, model, experts, method, weights, variant)
+        where evaluations.top_k = 0 and expert = '' and perplexity is not null order by place""",
+        systems=_every_system(config),
+        evaluations=results.evaluations,
+    )
+    seeds = len(results.by_seed)
     frame = frame if seeds > 1 else frame.drop(columns="± seeds")
     frame.index = [str(number) for number in range(1, len(frame) + 1)]
     return Table(
@@ -212,30 +202,23 @@ def full_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
 
 def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Table:
     """Each system minus each of `BASES`, on the same documents of a domain."""
-    bases = {name: base.label for name, base in BASES.items()}
-    rows = []
-    for kind, domains in kinds_of_domains(config):
-        for domain in domains:
-            found = differences[differences["domain"] == domain]
-            # What is subtracted is the oracle's choice, not that on dev.
-            named = {one.key: one.label for one in _every_system(domain, kind, config) if not one.variant}
-            for row in found.itertuples():
-                rows.append({
-                    "Domain": domain, "System": named[row.model, row.experts, row.method, row.weights],
-                    "Less": bases[row.against], "Nats a token": row.nats_per_token, "Nats low": row.nats_per_token_low,
-                    "Nats high": row.nats_per_token_high, "Perplexity": row.perplexity,
-                    "Perplexity low": row.perplexity_low,
-                    "Perplexity high": row.perplexity_high, "Documents": row.documents, "Pieces": row.pieces,
-                    "Seed": str(row.seed),
-                })  # fmt: skip
-    nats, perplexity = (["Nats a token", "Nats low", "Nats high"], ["Perplexity", "Perplexity low", "Perplexity high"])
-    columns = ["Domain", "System", "Less", *nats, *perplexity]
-    frame = pd.DataFrame(rows, columns=[*columns, *COUNTED, "Seed"])
+    frame = ask(
+        """select domain as Domain, label as System, base as Less,
+            nats_per_token as "Nats a token", nats_per_token_low as "Nats low", nats_per_token_high as "Nats high",
+            perplexity as Perplexity, perplexity_low as "Perplexity low", perplexity_high as "Perplexity high",
+            documents as Documents, pieces as Pieces, seed::varchar as Seed
+        from differences join systems using (domain, model, experts, method, weights) join bases using (against)
+        -- What is subtracted is the oracle's choice, not that on dev.
+        where systems.variant = '' order by min(place) over (partition by domain), number""",
+        differences=differences.assign(number=range(len(differences))),
+        systems=_every_system(config),
+        bases=pd.DataFrame([(name, base.label) for name, base in BASES.items()], columns=["against", "base"]),
+    )
     if differences["seed"].nunique() < 2:
         frame = frame.drop(columns="Seed")
     frame.index = [str(number) for number in range(1, len(frame) + 1)]
-    formats = dict.fromkeys(nats, "{:+.4f}")
-    formats |= dict.fromkeys(perplexity, "{:+.2f}")
+    formats = {name: "{:+.4f}" for name in frame if name.startswith("Nats")}
+    formats |= {name: "{:+.2f}" for name in frame if name.startswith("Perplexity")}
     return Table(
         "differences",
         "Differences between systems on the same documents",
@@ -249,11 +232,11 @@ def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Tabl
     )
 
 
-def seeds_table(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+def seeds_table(results: Results, config: dict[str, Any]) -> Table:
     """Every trained system against Dense (Balanced) of the same seed, and the spread of this change over seeds."""
     systems = [system for row in read.trained_systems(config).values() for system in row if system != read.BALANCED]
     rows: dict[str, dict[str, float]] = {system.label: {} for system in systems}
-    by_seed = dict(list(results.groupby("seed")))
+    by_seed = results.by_seed
     for kind, domains in kinds_of_domains(config):
         if not domains:
             continue
@@ -352,7 +335,17 @@ def audit_table(audit: pd.DataFrame, config: dict[str, Any]) -> Table:
     )
 
 
-def _every_system(domain: str, kind: str, config: dict[str, Any]) -> list[System]:
+def _every_system(config: dict[str, Any]) -> pd.DataFrame:
+    """One row per domain and system of the tables that is evaluated on it, in order (column place)."""
+    return pd.DataFrame(
+        {"domain": domain, "kind": kind, **vars(system)}
+        for kind, domains in kinds_of_domains(config)
+        for domain in domains
+        for system in _systems_on(domain, kind, config)
+    ).reset_index(names="place")
+
+
+def _systems_on(domain: str, kind: str, config: dict[str, Any]) -> list[System]:
     """The systems of all tables that are evaluated on `domain`, whose kind is `kind`."""
     dense, naive, mixed = [], [], []
     for systems in read.trained_systems(config).values():

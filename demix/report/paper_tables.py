@@ -23,11 +23,11 @@ from demix.report.cells import (
     second_lines,
     seeds_of,
 )
-from demix.report.read import evaluations, expert_perplexities, novel_domains, perplexities, training_domains
+from demix.report.read import Results, evaluations, expert_perplexities, novel_domains, perplexities, training_domains
 from demix.report.render import Table
 
 
-def table3(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+def table3(results: Results, config: dict[str, Any]) -> Table:
     """Table 3: mean test perplexity over the training domains, of the dense baselines and of DEMix."""
     domains, systems = training_domains(config), in_domain(config)
     columns = {system.label: perplexities(results, system, domains) for system in systems}
@@ -44,7 +44,7 @@ def table3(results: pd.DataFrame, config: dict[str, Any]) -> Table:
             else "",
         }
     frame = pd.DataFrame.from_dict(rows, orient="index")
-    seeds = results["seed"].nunique()
+    seeds = len(results.by_seed)
     spread = {system.label: {"Perplexity": seeds_of(results, system, domains)} for system in systems}
     return Table(
         "table3",
@@ -59,7 +59,7 @@ def table3(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     )
 
 
-def table4(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+def table4(results: Results, config: dict[str, Any]) -> Table:
     """Table 4: test perplexity on each training domain, with the systems of Table 3 as columns."""
     domains, systems = training_domains(config), in_domain(config)
     frame, beneath, notes = by_domain(results, {one.label: always(one) for one in systems}, domains)
@@ -79,7 +79,7 @@ def table4(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     )
 
 
-def table5(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+def table5(results: Results, config: dict[str, Any]) -> Table:
     """Table 5: test perplexity on each novel domain, of baselines and mixtures; mixtures as in the released code last.
 
     The single token or expert of a novel domain is chosen on the dev split, or by an oracle on the test split.
@@ -132,7 +132,7 @@ def table5(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     )
 
 
-def table6(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+def table6(results: Results, config: dict[str, Any]) -> Table:
     """Table 6: test perplexity with the training experts, and with the adapted experts added; cached prior."""
     training, novel = training_domains(config), novel_domains(config)
     few, many = "Training experts", "With the added experts"
@@ -168,7 +168,7 @@ def table6(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     )
 
 
-def table7(results: pd.DataFrame, config: dict[str, Any]) -> Table:
+def table7(results: Results, config: dict[str, Any]) -> Table:
     """Table 7: test perplexity on a training domain, with and without its expert, and of a model trained without it."""
     domains = training_domains(config)
     systems = {
@@ -208,7 +208,7 @@ def table7(results: pd.DataFrame, config: dict[str, Any]) -> Table:
     )
 
 
-def table13(results: pd.DataFrame, config: dict[str, Any], parents: dict[str, str]) -> Table:
+def table13(results: Results, config: dict[str, Any], parents: dict[str, str]) -> Table:
     """Table 13: change of perplexity in percent by Dense-DAPT and DEMix-DAPT, on the training and on the novel domain.
 
     `parents` maps a novel domain to the expert that was copied to start the domain's own.

@@ -1,6 +1,8 @@
 """Reading evaluations: the rows of `results.parquet` behind each line of the paper's tables."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from demix.config.systems import (
 )
 from demix.errors import DemixError
 from demix.files import is_made, read_json, read_json_lines, read_parquet
+from demix.files.database import ask
 
 RESULT_COLUMNS = (
     *("model", "experts", "n_experts", "method", "weights", "top_k", "domain", "kind", "split", "expert"),
@@ -122,9 +125,10 @@ def novel_domains(config: dict[str, Any]) -> list[str]:
     return list(systems.novel_domains(config))
 
 
-def read_results(path: str | Path) -> pd.DataFrame:
-    """The rows of `results.parquet`. Raises DemixError if a column is missing or rows are not comparable."""
-    return comparable(_read(path, RESULT_COLUMNS), path)
+def read_results(path: str | Path) -> "Results":
+    """The rows of `results.parquet`. Raises DemixError if a column is missing or rows are doubled or not comparable."""
+    key = ("model", "experts", "method", "weights", "top_k", "variant", "decay", "dev_blocks")
+    return Results(_read(path, RESULT_COLUMNS, (*key, "expert", "domain", "split", "seed")), path)
 
 
 def read_priors(path: str | Path) -> pd.DataFrame:
@@ -177,60 +181,97 @@ def read_metrics(path: str | Path) -> Iterable[dict[str, Any]]:
         yield row
 
 
-def comparable(results: pd.DataFrame, subject: object = "results") -> pd.DataFrame:
-    """`results` unchanged. Raises DemixError unless all rows of a domain's split were scored on the same tokens.
+@dataclass(frozen=True, eq=False)
+class Results:
+    """The rows of `results.parquet`, and what the tables show of them.
 
-    Each seed is checked alone: runs of different seeds split their domains differently.
+    Raises DemixError unless all rows of a domain's split were scored on the same tokens. Each seed is checked alone:
+    runs of different seeds split their domains differently.
     """
-    hashes = results.groupby(["domain", "split", "seed"], sort=True)["tokens_sha256"].nunique()
-    if len(hashes) and hashes.max() > 1:
-        domain, split, _ = hashes.idxmax()
-        raise DemixError(
-            subject,
-            f"holds perplexities of {domain}.{split} over {hashes.max()} different token sequences",
-            "delete the evaluations of that domain and rerun, so that all models are scored on the same tokens",
+
+    rows: pd.DataFrame
+    path: object = "results"
+
+    def __post_init__(self) -> None:
+        mixed = ask(
+            """select domain, split, count(distinct tokens_sha256) as sequences from results
+            group by domain, split, seed having sequences > 1 order by sequences desc, domain, split, seed limit 1""",
+            results=self.rows,
         )
-    return results
+        for row in mixed.itertuples():
+            raise DemixError(
+                self.path,
+                f"holds perplexities of {row.domain}.{row.split} over {row.sequences} different token sequences",
+                "delete the evaluations of that domain and rerun, so that all models are scored on the same tokens",
+            )
+
+    @cached_property
+    def by_seed(self) -> dict[int, "Results"]:
+        """The rows of each seed."""
+        return {seed: Results(rows, self.path) for seed, rows in self.rows.groupby("seed")}
+
+    @cached_property
+    def evaluations(self) -> pd.DataFrame:
+        """The test results by system and domain; those of single experts by expert too. Grids are left out.
+
+        The columns up to domain are the key (top_k 0 for none), which the index holds as tuples. Then come perplexity,
+        low, high (bounds of the 95% interval over documents), spread, bits_per_byte, documents, pieces, tokens and
+        seeds. With several seeds all numbers are means over the seeds, spread is the standard deviation of the
+        perplexity, and there is no interval. With one seed spread is NaN.
+        """
+        found = ask(
+            """select model, experts, method, weights, variant, coalesce(top_k, 0)::int as top_k,
+                if(method = 'expert', expert, '') as expert, domain,
+                avg(perplexity) as perplexity,
+                if(count(*) = 1, min(perplexity_low), null) as low,
+                if(count(*) = 1, min(perplexity_high), null) as high,
+                stddev_samp(perplexity) as spread, avg(bits_per_byte) as bits_per_byte,
+                avg(documents) as documents, avg(pieces) as pieces, avg(tokens) as tokens, count(*)::double as seeds
+            from results where split = 'test' and variant not in ('decay', 'dev_blocks')
+            group by all order by all""",
+            results=self.rows,
+        )
+        return found.set_axis(_flat(found.loc[:, :"domain"].itertuples(index=False, name=None)))
 
 
-def of_seed(results: pd.DataFrame, config: dict[str, Any]) -> pd.DataFrame:
+def of_seed(results: Results, config: dict[str, Any]) -> Results:
     """The rows of the run's own seed, without the rows of models trained again with another seed."""
-    return results[results["seed"] == config["seed"]]
+    return Results(results.rows[results.rows["seed"] == config["seed"]], results.path)
 
 
-def evaluations(results: pd.DataFrame, system: System, domains: Iterable[str]) -> pd.DataFrame:
-    """The test results of `system` on each of `domains`; NaN where `system` was not evaluated.
-
-    Columns perplexity, low, high (bounds of the 95% interval over documents), documents, tokens, bits_per_byte, seeds
-    and spread. With several seeds all numbers are means over the seeds, spread is the standard deviation of the
-    perplexity, and there is no interval. With one seed spread is NaN. Raises DemixError if a domain has two rows of
-    one seed.
-    """
-    rows = results[
-        (results["split"] == "test")
-        & (results["variant"] == system.variant)
-        & (results["top_k"].isna() if system.top_k is None else results["top_k"] == system.top_k)
-        & (results["model"] == system.model)
-        & (results["experts"] == system.experts)
-        & (results["method"] == system.method)
-        & (results["weights"] == system.weights)
-    ]
-    return _by(rows, "domain", domains, f"{system.model}/{system.experts}/{system.method}")
+def _looked_up(results: Results, keys: Iterable[tuple[System, str, str]], labels: Iterable[str]) -> pd.DataFrame:
+    """The evaluations of (system, expert, domain), under `labels`; NaN where there is none."""
+    wanted = [(*one.key, one.variant, one.top_k or 0, expert, domain) for one, expert, domain in keys]
+    return results.evaluations.reindex(_flat(wanted)).set_axis(list(labels))
 
 
-def perplexities(results: pd.DataFrame, system: System, domains: Iterable[str]) -> pd.Series:
+def _flat(keys: Iterable[tuple[str | int, ...]]) -> pd.Index:
+    # A report looks up hundreds of systems: 6 ms each in the levels of a MultiIndex, 0.6 ms here.
+    return pd.Index(list(keys), tupleize_cols=False, dtype=object)
+
+
+def each(results: Results, system: Callable[[str], System], domains: Iterable[str]) -> pd.DataFrame:
+    """`Results.evaluations` on each domain of the system that belongs to it; NaN where that was not evaluated."""
+    names = list(domains)
+    return _looked_up(results, ((system(name), "", name) for name in names), names)
+
+
+def evaluations(results: Results, system: System, domains: Iterable[str]) -> pd.DataFrame:
+    """`Results.evaluations` of `system` on each of `domains`; NaN where `system` was not evaluated."""
+    return each(results, lambda _: system, domains)
+
+
+def perplexities(results: Results, system: System, domains: Iterable[str]) -> pd.Series:
     """The column perplexity of `evaluations`: test perplexity of `system` on each of `domains`."""
     return evaluations(results, system, domains)["perplexity"]
 
 
-def each(results: pd.DataFrame, system: Callable[[str], System], domains: Iterable[str]) -> pd.DataFrame:
-    """`evaluations` on each domain of the system that belongs to it."""
-    names = list(domains)
-    belonging: dict[System, list[str]] = {}
-    for name in names:
-        belonging.setdefault(system(name), []).append(name)
-    found = [evaluations(results, one, some) for one, some in belonging.items()]
-    return pd.concat(found).reindex(names) if found else evaluations(results, system(""), [])
+def expert_perplexities(
+    results: Results, model: str, domain: str, experts: Iterable[str], label: str = "all"
+) -> pd.Series:
+    """Test perplexity on `domain` of each single expert of `model`; `label` names the expert set's rows."""
+    names, alone = list(experts), System("", model, label, "expert")
+    return _looked_up(results, ((alone, name, domain) for name in names), names)["perplexity"]
 
 
 def paired(
@@ -241,74 +282,34 @@ def paired(
     Only `BASES` have such intervals. Domains without an interval are left out.
     """
     against = next((key for key, one in BASES.items() if one == base), None)
-    found = {}
-    for domain in domains:
-        one = system(domain)
-        rows = differences[
-            (differences["against"] == against)
-            & (differences["domain"] == domain)
-            & (differences["model"] == one.model)
-            & (differences["experts"] == one.experts)
-            & (differences["method"] == one.method)
-            & (differences["weights"] == one.weights)
-        ].dropna(subset=["perplexity_low", "perplexity_high"])
-        for row in rows.itertuples():
-            found[domain] = (row.perplexity_low, row.perplexity_high)
-    return pd.DataFrame.from_dict(found, orient="index", columns=["low", "high"], dtype="float64")
+    key = ["domain", "model", "experts", "method", "weights"]
+    found = ask(
+        f"""select domain, perplexity_low as low, perplexity_high as high
+        from differences join systems using ({", ".join(key)})
+        where against = '{against}' and low is not null and high is not null order by domain""",
+        differences=differences,
+        systems=pd.DataFrame([(name, *system(name).key) for name in domains], columns=key, dtype="str"),
+    )
+    return found.set_index("domain")
 
 
-def expert_perplexities(
-    results: pd.DataFrame, model: str, domain: str, experts: Iterable[str], label: str = "all"
-) -> pd.Series:
-    """Test perplexity on `domain` of each single expert of `model`; `label` names the expert set's rows."""
-    rows = results[
-        (results["split"] == "test")
-        & (results["variant"] == "")
-        & results["top_k"].isna()
-        & (results["model"] == model)
-        & (results["experts"] == label)
-        & (results["method"] == "expert")
-        & (results["domain"] == domain)
-    ]
-    return _by(rows, "expert", experts, f"{model}/{label}/expert on {domain}")["perplexity"]
+def grid(results: Results, setting: str, method: str, domains: Iterable[str]) -> pd.Series:
+    """Mean test perplexity over `domains` of DEMix's training experts by each value of `setting` that was tried.
 
-
-def _by(rows: pd.DataFrame, column: str, keys: Iterable[str], subject: str) -> pd.DataFrame:
-    doubled = rows.duplicated([column, "seed"])
-    if doubled.any():
-        name = rows.loc[doubled, column].iloc[0]
-        raise DemixError(f"results: {subject}", f"has two rows for {name}", "delete results.parquet and rerun")
-    groups = rows.groupby(column, sort=False)
-    names = {"perplexity_low": "low", "perplexity_high": "high"}
-    numbers = ["perplexity", *names, "documents", "pieces", "tokens", "bits_per_byte"]
-    found = groups[numbers].mean().rename(columns=names).astype("float64")
-    found["seeds"], found["spread"] = groups.size(), groups["perplexity"].std()
-    found.loc[found["seeds"] > 1, ["low", "high"]] = float("nan")
-    return found.reindex(list(keys)).astype("float64")
-
-
-def grid(
-    results: pd.DataFrame, model: str, variant: str, method: str, column: str, domains: Iterable[str]
-) -> pd.Series:
-    """Mean test perplexity over `domains` of the training experts of `model` by each value of `column` that was tried.
-
-    `variant` is `decay` or `dev_blocks`; `column` is the setting that the rows of `variant` vary. Values that a domain
-    lacks are left out, except for large numbers of dev blocks: there, a domain with fewer blocks counts with all of
-    its blocks.
+    `setting` is `decay` or `dev_blocks`. Values that a domain lacks are left out, except for large numbers of dev
+    blocks: there, a domain with fewer blocks counts with all of its blocks.
     """
     domains = list(domains)
-    rows = results[
-        (results["split"] == "test")
-        & (results["variant"] == variant)
-        & results["top_k"].isna()
-        & (results["model"] == model)
-        & (results["experts"] == "training")
-        & (results["method"] == method)
-        & (results["weights"] == "history")
-        & results["domain"].isin(domains)
-    ]
-    table = rows.pivot_table(index=column, columns="domain", values="perplexity").reindex(columns=domains)
-    if column == "dev_blocks":
+    tried = ask(
+        f"""select {setting}, domain, avg(perplexity) as perplexity from results join domains using (domain)
+        where variant = '{setting}' and split = 'test' and top_k is null
+            and (model, experts, method, weights) = ('demix', 'training', '{method}', 'history')
+        group by all order by all""",
+        results=results.rows,
+        domains=pd.DataFrame({"domain": domains}, dtype="str"),
+    )
+    table = tried.pivot(index=setting, columns="domain", values="perplexity").reindex(columns=domains)
+    if setting == "dev_blocks":
         table = table.fillna(table.ffill().where(table.bfill().isna()))
     return table.dropna().mean(axis=1) if domains else pd.Series(dtype="float64")
 
@@ -353,11 +354,6 @@ def _dev_perplexities(losses: dict[str, float], config: dict[str, Any], domain: 
 
 def prior_table(priors: pd.DataFrame, model: str, training: list[str], domains: list[str]) -> pd.DataFrame:
     """Cached priors (`history`) of the training experts of `model`: one row per domain, one column per expert."""
-    rows = priors[
-        (priors["model"] == model)
-        & (priors["experts"] == "training")
-        & (priors["weights"] == "history")
-        & priors["domain"].isin(domains)
-    ]
+    rows = priors.query("model == @model and experts == 'training' and weights == 'history'")
     table = rows.pivot(index="domain", columns="expert", values="prior")
     return table.reindex(index=domains, columns=training).astype("float64")

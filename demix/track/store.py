@@ -410,7 +410,7 @@ def _learned(
 
 def _evaluations(run_dir: Path, config: dict[str, Any]) -> Iterator[Record]:
     """One record per model and set of experts: perplexities, and means over all domains of a kind."""
-    results = read_results(run_dir / "results.parquet").query("variant == ''")
+    results = read_results(run_dir / "results.parquet").rows.query("variant == ''")
     names = {"training": training_domains(config), "novel": novel_domains(config)}
     for (model, experts, seed), rows in results.groupby(["model", "experts", "seed"], sort=True):
         # Models of further seeds are named as their folders are.

@@ -13,6 +13,7 @@ import pyarrow as pa
 from demix.config.evaluated import BASES
 from demix.config.run import write_run_config
 from demix.files import write_json, write_json_lines, write_parquet
+from demix.report.read import Results
 
 TRAINING, NOVEL = ("code", "law", "news"), ("wiki", "songs")
 # Domains with documents enough for an interval.
@@ -75,7 +76,7 @@ class Run:
 
     path: Path
     config: dict
-    results: pd.DataFrame
+    results: Results
     priors: pd.DataFrame
     overlap: pd.DataFrame
     differences: pd.DataFrame
@@ -157,9 +158,8 @@ def build_run(
     write_parquet(pa.Table.from_pandas(priors, preserve_index=False), path / "priors.parquet")
     _write_metrics(path, training, novel, retrained, steps)
     _write_cards(path, training, novel, retrained)
-    return Run(
-        path, config, results, priors, overlap, differences, {name: parent_of(name, training, novel) for name in novel}
-    )
+    parents = {name: parent_of(name, training, novel) for name in novel}
+    return Run(path, config, Results(results), priors, overlap, differences, parents)
 
 
 # Factors on the perplexity of the tables' own row.

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 from rich.console import Console
 from scipy import stats
 
 from demix.errors import DemixError
-from demix.files import write_json
+from demix.files import write_json, write_parquet
 from demix.report import REPORT_FILES, TABLES, write_report
-from demix.report.all_tables import main_table, write_tables
+from demix.report.all_tables import main_table
 from demix.report.own_tables import (
     audit_table,
     decay_table,
@@ -30,7 +31,7 @@ from demix.report.own_tables import (
     weights_table,
 )
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
-from demix.report.read import read_audit, read_parents, read_results, read_trials
+from demix.report.read import Results, read_audit, read_parents, read_results, read_trials
 from support.synthetic_run import DECAYS, DEV_BLOCKS, NOVEL, RELEASED_SCORER, TRAINING, Run, base, build_run
 
 
@@ -157,9 +158,9 @@ def test_table13_shows_forgetting_and_adaptation(run: Run) -> None:
 
 
 def test_top_k_and_dev_rows_are_no_part_of_the_paper_tables(run: Run) -> None:
-    extra = run.results.assign(perplexity=1.0)
+    extra = run.results.rows.assign(perplexity=1.0)
     others = [extra.assign(top_k=2), extra.assign(split="dev"), extra.assign(variant="decay")]
-    rows = pd.concat([run.results, *others], ignore_index=True)
+    rows = Results(pd.concat([run.results.rows, *others], ignore_index=True))
     for table in (table3, table4, table5, table6, table7):
         pd.testing.assert_frame_equal(table(rows, run.config).frame, table(run.results, run.config).frame)
 
@@ -194,7 +195,7 @@ def test_an_interval_or_a_dash_stands_beneath(run: Run) -> None:
     assert table.second_lines().loc["Mean of 3"].tolist() == [""] * 10
     assert table.frame["Documents"].tolist()[:3] == [7, 50, 7]
     assert table5(run.results, run.config).second_lines().loc["Dense"].tolist() == ["[163.80, 218.40]", "–", ""]
-    none = run.results.assign(perplexity_low=math.nan, perplexity_high=math.nan)
+    none = Results(run.results.rows.assign(perplexity_low=math.nan, perplexity_high=math.nan))
     assert set(table4(none, run.config).second_lines().to_numpy().ravel()) == {""}
     assert "No domain has the 20 test documents" in table4(none, run.config).notes[0]
 
@@ -212,9 +213,9 @@ def test_grids_are_means_of_their_own_rows(run: Run) -> None:
 
 
 def test_a_domain_with_little_dev_text_has_all_of_it_in_larger_priors(run: Run) -> None:
-    rows = run.results
+    rows = run.results.rows
     short = (rows["variant"] == "dev_blocks") & (rows["domain"] == "law")
-    rows = rows[~(short & (rows["dev_blocks"] == 100))]
+    rows = Results(rows[~(short & (rows["dev_blocks"] == 100))])
     found = dev_blocks_table(rows, run.config).frame["cached prior, 3 training"]
     assert found["100"] == pytest.approx((101 + 111.1 * DEV_BLOCKS[10] + 121.2) / 3)
 
@@ -226,8 +227,8 @@ def test_released_weights_and_scorer_are_held_against_history(run: Run) -> None:
     assert change["DEMix (cached prior, released scorer)"] == pytest.approx(100 * (1.03 * RELEASED_SCORER - 1))
     assert math.isnan(change["DEMix (cached prior, history)"])
     assert "DEMix (uniform prior, released scorer)" not in frame.index
-    windows = run.results[run.results["weights"] == "history"].assign(weights="4")
-    found = weights_table(pd.concat([run.results, windows.query("variant == ''")]), run.config).frame
+    windows = run.results.rows.query("weights == 'history' and variant == ''").assign(weights="4")
+    found = weights_table(Results(pd.concat([run.results.rows, windows])), run.config).frame
     assert found.loc["DEMix (cached prior, last 4 tokens)", "Mean of 3 training"] == pytest.approx(111.1)
 
 
@@ -311,7 +312,7 @@ def test_overlap_is_told_with_both_p_values(tmp_path: Path) -> None:
     assert list(frame.index) == ["training domains", "novel domains", "training domains, own experts too"]
     assert frame["Pairs"].tolist() == [12, 8, 16]
 
-    rows = run.results.query("model == 'demix' and experts == 'all' and method == 'expert'")
+    rows = run.results.rows.query("model == 'demix' and experts == 'all' and method == 'expert'")
     perplexities = rows[rows.variant == ""].pivot(index="domain", columns="expert", values="perplexity")[list(training)]
     shares = run.overlap.pivot(index="domain", columns="expert", values="overlap")[list(training)]
     for label, domains in (("training domains", training), ("novel domains", NOVEL)):
@@ -338,12 +339,11 @@ def test_overlap_is_told_with_both_p_values(tmp_path: Path) -> None:
 
 
 def test_dense_dapt_is_compared_with_the_model_that_it_starts_from(tmp_path: Path) -> None:
-    def renamed(rows: pd.DataFrame) -> pd.DataFrame:
-        return rows.assign(model=rows["model"].str.replace("dense-dapt", "dense_unbalanced-dapt"))
-
     run = build_run(tmp_path)
+    rows = run.results.rows
+    renamed = Results(rows.assign(model=rows["model"].str.replace("dense-dapt", "dense_unbalanced-dapt")))
     config = run.config | {"adaptation": {"dense": "dense_unbalanced"}}
-    table = table13(renamed(run.results), config, run.parents)
+    table = table13(renamed, config, run.parents)
     assert table.frame.loc["wiki"].tolist()[:2] == pytest.approx([100 * (1.3 * 1.2 / 1.4 - 1), 100 * (1.1 / 1.4 - 1)])
     assert "Dense-DAPT starts from Dense and" in table.caption
 
@@ -356,26 +356,18 @@ def test_dev_blocks_say_what_the_last_one_weighs(run: Run) -> None:
 
 def test_different_tokens_are_never_compared(tmp_path: Path) -> None:
     run = build_run(tmp_path)
-    rows = run.results.copy()
+    rows = run.results.rows.copy()
     rows.loc[(rows["model"] == "dense") & (rows["domain"] == "law"), "tokens_sha256"] = "other"
     with pytest.raises(DemixError, match=r"law\.test over 2 different token sequences"):
-        write_tables(
-            rows,
-            run.differences,
-            run.overlap,
-            read_audit("none"),
-            run.parents,
-            read_trials("none", run.config),
-            run.config,
-            tmp_path / "tables",
-        )
-    assert not (tmp_path / "tables").exists()
+        Results(rows)
 
 
 def test_doubled_and_lacking_rows_are_named(tmp_path: Path) -> None:
     run = build_run(tmp_path)
-    with pytest.raises(DemixError, match="dense_unbalanced/dense/dense: has two rows for code"):
-        table3(pd.concat([run.results, run.results]), run.config)
+    doubled = pa.Table.from_pandas(pd.concat([run.results.rows, run.results.rows[:1]]), preserve_index=False)
+    write_parquet(doubled, tmp_path / "doubled.parquet")
+    with pytest.raises(DemixError, match=r"doubled\.parquet: holds rows of code twice"):
+        read_results(tmp_path / "doubled.parquet")
     with pytest.raises(DemixError, match="missing"):
         read_results(tmp_path / "none.parquet")
     with pytest.raises(DemixError, match="has no column"):

@@ -10,7 +10,7 @@ from scipy import stats
 from demix.report.all_tables import scale_note
 from demix.report.own_tables import full_table, seeds_table
 from demix.report.paper_tables import table3, table4
-from demix.report.read import comparable
+from demix.report.read import Results
 from support.synthetic_run import Run, build_run
 
 
@@ -21,8 +21,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_seeds_are_shown_as_mean_and_spread(run: Run) -> None:
     """Runs of different seeds have other test splits, hence other tokens."""
-    other = run.results.assign(seed=2, perplexity=run.results["perplexity"] + 6, tokens_sha256="other")
-    both = comparable(pd.concat([run.results, other], ignore_index=True))
+    rows = run.results.rows
+    other = rows.assign(seed=2, perplexity=rows["perplexity"] + 6, tokens_sha256="other")
+    both = Results(pd.concat([rows, other], ignore_index=True))
     table = table4(both, run.config)
     assert table.frame.loc["law", "Dense"] == pytest.approx(154 + 3)
     assert table.second_lines().loc["law", "Dense"] == f"± {6 / math.sqrt(2):.2f}"
@@ -35,10 +36,9 @@ def test_seeds_are_shown_as_mean_and_spread(run: Run) -> None:
 
 def test_changes_within_a_seed_and_their_spread(run: Run) -> None:
     """The second seed doubles the perplexities of both systems of a pair and those of DEMix by a further tenth."""
-    again = run.results.assign(
-        seed=2, perplexity=run.results["perplexity"] * np.where(run.results["model"] == "demix", 2.2, 2.0)
-    )
-    one, both = (seeds_table(pd.concat(found), run.config).frame for found in ([run.results], [run.results, again]))
+    rows = run.results.rows
+    again = rows.assign(seed=2, perplexity=rows["perplexity"] * np.where(rows["model"] == "demix", 2.2, 2.0))
+    one, both = (seeds_table(Results(pd.concat(found)), run.config).frame for found in ([rows], [rows, again]))
     assert list(one.columns) == ["Training, seed 1", "Novel, seed 1"]
     assert one.loc["DEMix (naive)", "Training, seed 1"] == pytest.approx(100 * (1 / 1.3 - 1))
     changes = 100 * (1 / 1.3 - 1), 100 * (1.1 / 1.3 - 1)
