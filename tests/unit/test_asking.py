@@ -216,7 +216,9 @@ def test_the_query_comes_from_a_pipe(
     assert capsys.readouterr().out == "answer\n42\n"
 
 
-def test_tables_are_listed(run: Path) -> None:
+def test_tables_are_listed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # So wide that no path is broken.
+    monkeypatch.setenv("COLUMNS", "2000")
     told = " ".join(printed(run, "--tables").split())
     assert "posteriors" in told
     assert "perplexity_low" in told
