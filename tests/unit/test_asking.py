@@ -216,13 +216,15 @@ def test_the_query_comes_from_a_pipe(
     assert capsys.readouterr().out == "answer\n42\n"
 
 
-def test_tables_are_listed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # So wide that no path is broken.
-    monkeypatch.setenv("COLUMNS", "2000")
+def test_tables_are_listed(run: Path) -> None:
     told = " ".join(printed(run, "--tables").split())
     assert "posteriors" in told
     assert "perplexity_low" in told
-    assert "has no scores yet" in told
+    with Answers(named_runs([run])) as answers:
+        faults = {name: columns for name, _, columns in answers.described() if " has no " in columns}
+    assert faults["scores"] == f"{run}: has no scores yet; run the workflow to its end"
+    assert "results" not in faults
+    assert " scores " in told
 
 
 def test_the_prompt_goes_on_after_an_error(
