@@ -42,7 +42,7 @@ class Grams:
         return cls(hashes, table, one_in)
 
     def found(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of `hashes` the set holds, as places in `hashes`, and where it holds them."""
+        """The places in `hashes` of those that the set holds, and the places of these in the set."""
         maybe = np.flatnonzero(self.table[hashes >> np.uint64(64 - (len(self.table).bit_length() - 1))])
         at = np.searchsorted(self.hashes, hashes[maybe])
         at[at == len(self.hashes)] = 0

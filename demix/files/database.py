@@ -1,6 +1,6 @@
 """DuckDB for what is relational: joins, sorts and sums over rows that may be more than memory holds.
 
-Files are read and written by our own functions, which check seals and places (`demix.files.parquet`); DuckDB sees Arrow
+Our own functions read and write files, and check seals and places (`demix.files.parquet`); DuckDB sees Arrow and pandas
 alone. No database reads a file, fetches anything or installs an extension.
 """
 
@@ -22,7 +22,7 @@ from demix.files.atomic import scratch
 if TYPE_CHECKING:
     import pandas as pd
 
-# Beside it stand the interpreter with its libraries and the batches that are read and written, about 300 MB.
+# The interpreter, its libraries and the batches that are read and written take about 300 MB besides.
 MEMORY_MB = 300
 # DuckDB's own advice is 125 MB or more for each thread.
 THREAD_MB = 125
@@ -96,7 +96,7 @@ def database(output: Path) -> Iterator[duckdb.DuckDBPyConnection]:
 
 
 def run_on(tables: duckdb.DuckDBPyConnection, query: str, batches: Iterable[pa.RecordBatch]) -> None:
-    """Run `query`, which reads `batches`, once each, as its table `batches`; nothing without batches.
+    """Run `query`, in which the table `batches` stands for the rows of `batches`. Without a batch nothing runs.
 
     An error in reading a batch ends the query and keeps its type.
     """

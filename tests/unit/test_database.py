@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,12 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from demix.data.duplicates import mark_duplicates
 from demix.errors import DemixError
 from demix.files import database as module
-from demix.files import write_parquet
 from demix.files.database import database, run_on
-from demix.files.parquet import read_parquet
 
 ROWS = 600_000
 
@@ -123,32 +119,3 @@ def test_a_database_is_closed(tmp_path, query):
     with database(tmp_path / "numbers.parquet") as tables, pytest.raises(duckdb.Error):
         tables.execute(query.format(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["secret.csv"], secret_variable
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs takes root")
-def test_a_disk_that_is_full_of_spilled_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = tmp_path / "documents.parquet"
-    write_parquet(
-        pa.table({"id": [one for batch in _numbers() for one in batch.column("hash").to_pylist()]}), documents
-    )
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", disk], check=False, capture_output=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.decode().strip()}")
-    monkeypatch.setattr(module, "MEMORY_MB", 48)
-    try:
-        with pytest.raises(DemixError, match=r"owners\.parquet: cannot be written \(No space left on device\)"):
-            mark_duplicates({"a": [documents]}, disk / "owners.parquet")
-        assert list(disk.iterdir()) == []
-    finally:
-        subprocess.run(["umount", disk], check=True)
-    mark_duplicates({"a": [documents], "b": [documents]}, tmp_path / "owners.parquet")
-    owners = read_parquet(tmp_path / "owners.parquet")
-    hashes = sorted(read_parquet(documents)["id"].to_pylist())
-    assert owners["id"].to_pylist() == hashes
-    assert owners["domain"].to_pylist() == [_owner(one) for one in hashes]
-
-
-def _owner(text: str) -> str:
-    return min("ab", key=lambda domain: hashlib.sha256(f"{domain}|{text}".encode()).digest())

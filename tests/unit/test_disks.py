@@ -8,9 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
-from demix.files import sha256_file
+from demix.data.duplicates import mark_duplicates
+from demix.errors import DemixError
+from demix.files import database, read_parquet, sha256_file, write_parquet
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs takes root")
 
@@ -83,6 +86,24 @@ def test_a_full_disk_while_anonymizing(tmp_path, mounted):
     done = _run("anonymize", raw, "--output", output, "--counts", output.with_suffix(".json"))
     assert f"{output}: cannot be written (No space left on device)" in _error(done)
     assert [path for path in disk.rglob("*") if path.is_file()] == []
+
+
+@ROOT
+def test_a_disk_that_is_full_of_spilled_rows(tmp_path, mounted, monkeypatch):
+    hashes = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(600_000)]
+    documents = tmp_path / "documents.parquet"
+    write_parquet(pa.table({"id": hashes}), documents)
+    disk = mounted("size=4m")
+    monkeypatch.setattr(database, "MEMORY_MB", 48)
+    with pytest.raises(DemixError, match=r"owners\.parquet: cannot be written \(No space left on device\)"):
+        mark_duplicates({"a": [documents]}, disk / "owners.parquet")
+    assert list(disk.iterdir()) == []
+    mark_duplicates({"a": [documents], "b": [documents]}, tmp_path / "owners.parquet")
+    owners = read_parquet(tmp_path / "owners.parquet")
+    assert owners["id"].to_pylist() == sorted(hashes)
+    assert owners["domain"].to_pylist() == [
+        min("ab", key=lambda domain: hashlib.sha256(f"{domain}|{text}".encode()).digest()) for text in sorted(hashes)
+    ]
 
 
 @ROOT
