@@ -15,12 +15,17 @@ export MLFLOW_SERVER_ENABLE_JOB_EXECUTION := false
 export HF_HUB_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slurm faults lint docs ui
+.PHONY: demo families test test-slurm faults lint docs ui
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
-	@snakemake --configfile config/sample.yaml --logger demix
+	@trap 'exit 0' INT; snakemake --configfile config/sample.yaml --logger demix
 	@demix summary results/sample
+
+# DEMix, Branch-Train-Merge and c-BTM beside one another (docs/families.md).
+families: $(VENV)/installed
+	@trap 'exit 0' INT; snakemake --configfile config/families.yaml --logger demix
+	@demix summary results/families
 
 # Tests that wait for processes and browsers leave room for one more worker than there are cores.
 WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
@@ -55,10 +60,12 @@ docs: $(VENV)/installed
 
 # URI is the config's `tracking.uri` where that is a database: make ui URI=postgresql://me@host/demix
 ui: $(VENV)/installed
+	@python -c 'import os, socket, sys; port = int(os.environ["PORT"]); sys.exit(None if socket.socket().connect_ex(("127.0.0.1", port)) else f"demix: error: PORT {port}: is in use; choose another: make ui PORT={port + 1}")'
 	@mkdir -p results
-	@echo "MLflow starts at http://127.0.0.1:$$PORT: choose Model training at the top left, then the experiment"
-	mlflow server --app-name demix --host 127.0.0.1 --port "$$PORT" --workers 1 --backend-store-uri "$$URI" \
-		--artifacts-destination "$$ARTIFACTS" \
+	@echo "MLflow starts at http://127.0.0.1:$$PORT; Ctrl-C ends it"
+	@trap 'echo "MLflow has ended"; exit 0' INT; \
+	PYTHONWARNINGS=ignore mlflow server --app-name demix --host 127.0.0.1 --port "$$PORT" --workers 1 --backend-store-uri "$$URI" \
+		--artifacts-destination "$$ARTIFACTS" --uvicorn-opts "--log-level warning --lifespan off" \
 		--allowed-hosts "127.0.0.1:$$PORT,localhost:$$PORT" --cors-allowed-origins "http://127.0.0.1:$$PORT"
 
 $(VENV)/installed: pyproject.toml

@@ -1,6 +1,8 @@
 """Errors for bad input: one line that names the subject, the cause and the cure."""
 
+import difflib
 import re
+from collections.abc import Iterable
 
 # An error may quote a value or a name of any length.
 MOST_CHARACTERS = 4000
@@ -28,6 +30,14 @@ class DemixError(Exception):
 
 class StoppedError(DemixError):
     """A signal ended training; the state is saved and the same command goes on from it."""
+
+
+def nearest(name: object, names: Iterable[object], otherwise: str) -> str:
+    """The cure for an unknown name: the nearest of `names` if one is near, then the first 64; `otherwise` for none."""
+    known = list(map(str, names))
+    near = difflib.get_close_matches(str(name), known, n=1)
+    listed = ", ".join(known[:64]) + (", …" if len(known) > 64 else "")
+    return (f"did you mean {near[0]}? " if near else "") + f"known are {listed}" if known else otherwise
 
 
 def printable(text: str) -> str:

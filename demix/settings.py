@@ -6,7 +6,6 @@ which share fields by inheritance. A wrong value raises an error that names its 
 """
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -27,7 +26,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
-from demix.errors import DemixError
+from demix.errors import DemixError, nearest
 
 T = TypeVar("T")
 
@@ -143,8 +142,7 @@ def _readable(error: ValidationError, schema: dict[str, Any], values: Any, subje
             holder = _part(schema, place[:-1])
             choices = [resolved(schema, choice) for choice in (holder, *holder.get("anyOf", ()))]
             known = [name for choice in choices for name in choice.get("properties", {})]
-            nearest = difflib.get_close_matches(str(place[-1]), known, n=1, cutoff=0.0)[0]
-            cause, cure = "is not known", f"did you mean {nearest}? Allowed here: {', '.join(known)}"
+            cause, cure = "is not known", nearest(place[-1], known, "leave it out")
         case "missing":
             place = (*place, fault["loc"][-1])
             cause, cure = (
@@ -221,6 +219,8 @@ def allowed(part: dict[str, Any]) -> str:
     if "const" in part:
         return str(part["const"])
     bounds = [f"{sign} {part[key]}" for key, sign in _SIGNS.items() if key in part]
-    pattern = [f"that matches {part['pattern']}"] if "pattern" in part else []
+    # Editors show this key of the schema, too.
+    words = part.get("patternErrorMessage") or f"that matches {part.get('pattern')}"
+    pattern = [words] if "pattern" in part else []
     items = [f"of {allowed(part['items'])}"] if "items" in part else []
     return " ".join([part.get("type", "any value"), *items, *bounds, *pattern]).replace(" ,", ",")

@@ -6,14 +6,16 @@ them. The first error is repeated at the end, where later output does not hide t
 
 import csv
 import re
+import signal
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from logging import LogRecord
+from logging import WARNING, LogRecord
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console, Group
@@ -105,6 +107,10 @@ def clock(seconds: float) -> str:
     return "{}:{:02d}".format(*divmod(max(0, round(seconds)), 60))
 
 
+# What Snakemake says when Ctrl-C has ended its jobs.
+OF_CTRL_C = ("on user request", "At least one job did not complete")
+
+
 class LogHandler(LogHandlerBase):
     """The handler that snakemake finds by the name of this package."""
 
@@ -125,11 +131,25 @@ class LogHandler(LogHandlerBase):
         self.begun = time.monotonic()
         self.stopped = threading.Event()
         self.live: Live | None = None
+        self.interrupted = False
+        if callable(before := signal.getsignal(signal.SIGINT)):
+
+            def note(number: int, frame: FrameType | None) -> None:
+                self.interrupted = True
+                before(number, frame)
+
+            signal.signal(signal.SIGINT, note)
 
     def emit(self, record: LogRecord) -> None:
         """Show one event of the workflow."""
         # Snakemake writes the fields of an event into the record as attributes that the type does not declare.
         fields: dict[str, Any] = vars(record)
+        # Ctrl-C ends all running jobs, which is no error of theirs.
+        if self.interrupted and (
+            fields.get("event") in (LogEvent.JOB_ERROR, LogEvent.GROUP_ERROR)
+            or any(said in str(record.msg) for said in OF_CTRL_C)
+        ):
+            return
         match fields.get("event"):
             case LogEvent.RUN_INFO:
                 stats = {rule: count for rule, count in fields["stats"].items() if rule != "total"}
@@ -150,12 +170,17 @@ class LogHandler(LogHandlerBase):
                 if job := self.jobs.pop(fields["job_id"], None):
                     self.finished += 1
                     self.cost_done += job.cost
+            # Snakemake reads the files before it reads the Snakefile, and shows its own code in place of an error.
+            case LogEvent.ERROR if "in load_configfile" in str(record.msg) and "[Errno" in str(record.msg):
+                cause = str(record.msg).rpartition("] ")[2].strip()
+                cure = "give the path of a config file, such as config/sample.yaml"
+                self.console.print(Text(f"error: --configfile: {cause}; {cure}", style="red"), soft_wrap=True)
             case LogEvent.JOB_ERROR | LogEvent.GROUP_ERROR | LogEvent.ERROR:
                 failed = self.jobs.pop(fields.get("jobid", -1), None)
                 self.first_failed = self.first_failed or failed
                 self.console.print(Text(self.format(record), style="red"))
-            case None if record.levelname in ("ERROR", "CRITICAL") or "Nothing to be done" in str(record.msg):
-                self.console.print(Text(self.format(record)))
+            case None if record.levelno >= WARNING or "Nothing to be done" in str(record.msg):
+                self.console.print(Text(self.format(record)), soft_wrap=True)
 
     def close(self) -> None:
         """End the display and repeat the first error."""
@@ -166,6 +191,10 @@ class LogHandler(LogHandlerBase):
             self.first_failed = None
             said = f"{failed.last_line()} (log: {failed.log})" if failed.log else "without a log"
             self.console.print(Text(f"The first to fail was {failed.label}: {said}", style="red"), soft_wrap=True)
+        if self.interrupted:
+            self.interrupted = False
+            said = f"Interrupted: {self.finished} of {self.total} jobs are done. The same command goes on."
+            self.console.print(Text(said), soft_wrap=True)
         super().close()
 
     def _start(self) -> None:

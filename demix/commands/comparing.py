@@ -1,4 +1,4 @@
-"""The command that compares runs."""
+"""The commands that look at runs: while they train, and side by side."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +17,14 @@ class Format(StrEnum):
     table = "table"
     markdown = "markdown"
     json = "json"
+
+
+@app.command()
+def watch(run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")]) -> None:
+    """Draw losses, speed and time left of all trainings under way, until none is; once if not in a terminal."""
+    from demix.report.watch import watch as draw
+
+    draw(run, terminal())
 
 
 @app.command()

@@ -3,26 +3,44 @@
 import logging
 import os
 import sys
+from typing import Annotated
 
 import typer
 
-from demix.commands import comparing, people, questions, stages, training
+from demix.commands import comparing, configs, people, questions, stages, training
 from demix.errors import DemixError, masked, printable
 from demix.launch.parents import end_with_snakemake
 from demix.launch.usage import note_usage
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    help="Language models made of domain experts: one command per stage. Snakemake prints each command that it runs; "
-    "each command can be copied and run by hand.",
+    help="Language models made of domain experts. Snakemake runs the stages and prints the command of each, which can "
+    "be copied and run by hand.",
 )
-app.add_typer(stages.app)
-app.add_typer(training.app)
-app.add_typer(people.app)
-app.add_typer(questions.app)
-app.add_typer(comparing.app)
+for commands in (configs.app, people.app, questions.app, comparing.app):
+    app.add_typer(commands)
+for commands in (stages.app, training.app):
+    for command in commands.registered_commands:
+        command.rich_help_panel = "Stages of the workflow"
+    app.add_typer(commands)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"demix {version('demix')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 class _StandardError(logging.Handler):
@@ -47,6 +65,9 @@ def main() -> None:
     except SystemExit as ended:
         if not ended.code:
             note_usage()
+        # typer's status for Ctrl-C.
+        elif ended.code == 130:
+            print("demix: interrupted", file=sys.stderr)
         raise
     except OSError as error:
         if error.filename is None:

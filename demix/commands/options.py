@@ -49,6 +49,9 @@ Site = Annotated[
         help="The config's section cluster, as JSON or @FILE: where and how ranks are started.",
     ),
 ]
+Live = Annotated[
+    str, typer.Option("--live", help="Where metrics go while training: JSON with uri, experiment, run, config.")
+]
 Replicas = Annotated[str, typer.Option(help="Number of ranks of single domains, such as legal=2,novels=3.")]
 
 

@@ -10,66 +10,14 @@ from typing import Annotated
 import typer
 
 from demix.commands.options import terminal
-from demix.config.sections import DECAY
+from demix.config.evaluation import DECAY
 from demix.errors import DemixError
 
 app = typer.Typer()
 
-
-@app.command()
-def config(
-    file: Annotated[Path | None, typer.Argument(help="A config file to check and print with its defaults.")] = None,
-    reference: Annotated[bool, typer.Option("--reference", help="Print the reference of all keys instead.")] = False,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of configs instead.")] = False,
-) -> None:
-    """Check a config file and print it with all defaults filled in."""
-    import yaml
-
-    from demix.config.check import load_config
-    from demix.config.reference import editor_schema
-    from demix.config.reference import reference as keys
-
-    if reference:
-        print(keys(), end="")
-    elif schema:
-        print(editor_schema(), end="")
-    elif file is None:
-        raise DemixError("FILE", "is missing", "name a config file, such as config/sample.yaml")
-    else:
-        print(yaml.safe_dump(load_config(file), sort_keys=False, allow_unicode=True), end="")
-
-
-@app.command()
-def pin(file: Annotated[Path, typer.Argument(help="A config file.")]) -> None:
-    """Print what pins a config's sources, ready to paste: digests of files, which are fetched once, and commits."""
-    import textwrap
-
-    import yaml
-
-    from demix.config.check import load_config
-    from demix.data.pins import pins
-    from demix.data.sources import Source
-    from demix.files import scratch
-    from demix.settings import settings_from
-
-    config, failed, above = load_config(file, allow_branches=True), False, ""
-    with scratch(Path("results") / config["run"] / "pins") as folder:
-        for kind, domains in config["domains"].items():
-            for name, domain in domains.items():
-                try:
-                    found = pins(settings_from(Source, domain["source"]), folder)
-                except DemixError as error:
-                    failed = True
-                    logging.getLogger("demix").error("%s: %s", name, error)
-                    continue
-                if found:
-                    # Each domain is printed at once: those after it may take hours.
-                    heads = ("" if above else "domains:\n") + ("" if above == kind else f"  {kind}:\n")
-                    text = yaml.safe_dump({name: {"source": found}}, width=120)
-                    print(heads + textwrap.indent(text, "    "), end="", flush=True)
-                    above = kind
-    if failed:
-        raise typer.Exit(1)
+Tokens = Annotated[
+    Path | None, typer.Option("--tokenizer", help="tokenizer.json; by default that of the model's folder or its run.")
+]
 
 
 @app.command()
@@ -79,8 +27,12 @@ def plan(
         int | None, typer.Option(help="Processes that train one model together; by default those of the config.")
     ] = None,
     hardware: Annotated[
-        str, typer.Option(help="Hardware of each process: v100 (as in the paper), a100, h100 or cpu.")
-    ] = "v100",
+        str | None,
+        typer.Option(
+            help="Hardware of each process: v100 (as in the paper; the default where the config gives GPUs), a100, "
+            "h100 or cpu (the default elsewhere)."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write the files for sbatch to results/<run>/sbatch/.")
     ] = False,
@@ -88,26 +40,37 @@ def plan(
     """Print what a config needs: words, disk; parameters, FLOPs, memory, hours; jobs, nodes. Nothing is fetched."""
     from demix.config.check import load_config
     from demix.plan.cost import plan_table, training_tables
-    from demix.plan.jobs import jobs_table, write_sbatch_files
+    from demix.plan.jobs import in_one_line, jobs_table, usual_hardware, write_sbatch_files
 
     settings, console = load_config(file), terminal()
+    hardware = hardware or usual_hardware(settings)
     tables = training_tables(settings, ranks, hardware)
-    for table in (plan_table(settings), *tables, jobs_table(settings, hardware)):
+    for table in (plan_table(settings), *tables, jobs_table(settings, hardware, ranks)):
         console.print(table)
-    for path in write_sbatch_files(settings, hardware) if dry_run else ():
+    for path in write_sbatch_files(settings, hardware, ranks) if dry_run else ():
         print(path)
+    print(in_one_line(settings, hardware, ranks))
 
 
 @app.command()
 def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")]) -> None:
     """Print the main table of a finished run and where to find the other results."""
     from demix.config.run import read_run_config
+    from demix.report import left_out, left_out_notes
     from demix.report.all_tables import main_table
-    from demix.report.read import read_results
+    from demix.report.compared import printed
+    from demix.report.paper_tables import adaptation_table
+    from demix.report.read import added, novel_domains, of_seed, read_parents, read_results
 
     run_config = read_run_config(run)
-    terminal().print(main_table(read_results(run / "results.parquet"), run_config))
-    print(f"Tables, figures, claims: {run / 'report'} (start with claims.html)")
+    results, console = read_results(run / "results.parquet"), terminal()
+    console.print(main_table(results, run_config))
+    if "table13" not in left_out(run_config):
+        parents = read_parents(run / "models" / added(run_config)[0].model / "experts", novel_domains(run_config))
+        console.print(printed(adaptation_table(of_seed(results, run_config), run_config, parents)))
+    for line in left_out_notes(run_config):
+        print(line)
+    print(f"Tables, figures, claims: {run / 'report'} (start with index.html)")
     print(f"One page with all of it: snakemake --configfile {shlex.quote(f'{run}/config.json')} --report report.html")
     uri = str(run_config["tracking"]["uri"])
     # The line is pasted: the shell reads it first, then make, to which $ begins a variable or a command.
@@ -118,31 +81,32 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
 
 @app.command("eval")
 def evaluate_own(
-    model: Annotated[Path, typer.Option(help="A model directory, results/<run>/models/<model>.")],
-    text: Annotated[Path, typer.Option(help="A text file, or a file of documents in any format of a domain's source.")],
+    model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
+    text: Annotated[
+        Path, typer.Argument(help="A text file, or a file of documents in any format of a domain's source.")
+    ],
     dev: Annotated[
         Path | None, typer.Option(help="Other text of the same kind, from which the cached prior is computed.")
     ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json of the run, needed only outside a run's folder.")
-    ] = (None),
+    tokenizer: Tokens = None,
+    field: Annotated[str, typer.Option(help="The field that holds the text, in a file of records.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Print the perplexity of your own text by expert and by mixing method, and which domain the text resembles."""
+    """Print the perplexity of your own text by expert and by mixing method, and the expert whose domain is nearest."""
     import dataclasses
     import json
 
-    from demix.evaluate.own_text import evaluate_text, run_tokenizer, tables
+    from demix.evaluate.own_text import evaluate_text, remarks, tables
     from demix.files.json_files import without_nan
 
     # Reading the text logs the steps of a data stage, which are noise here.
     logging.getLogger("demix").setLevel(logging.WARNING)
-    found = evaluate_text(model, text, tokenizer or run_tokenizer(model), dev)
+    found = evaluate_text(model, text, tokenizer, dev, field)
     if as_json:
         print(json.dumps(without_nan(dataclasses.asdict(found)), indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        for table in tables(found):
-            terminal().print(table)
+        for shown in (*tables(found), *remarks(found)):
+            terminal().print(shown)
 
 
 @app.command()
@@ -158,8 +122,9 @@ def mix(
     weights: Annotated[
         str,
         typer.Option(
-            help="Rule for the experts' weights: history, released, a number of last tokens, tempered or switching, "
-            "the last two also with parameters: tempered(0.2,0.98), switching(0.2)."
+            help="Rule for the experts' weights: history, released, a number of last tokens, tempered, switching, "
+            "cluster or cluster+history, the last four also with parameters: tempered(0.2,0.98), switching(0.2), "
+            "cluster(0.3), cluster+history(0.3)."
         ),
     ] = "history",
     decay: Annotated[float, typer.Option(min=0.001, max=1, help="Lambda of the updating and cached priors.")] = DECAY,
@@ -214,6 +179,7 @@ def merge(
 ) -> None:
     """Average experts into one dense model, with weights by hand or from a cached prior."""
     from demix.model.merge import merge_experts, parse_weights, prior_weights
+    from demix.report.card import merged_card
 
     if weights is not None and priors is None:
         chosen = parse_weights(weights)
@@ -221,27 +187,24 @@ def merge(
         chosen = prior_weights(priors, model.resolve().name, domain, experts)
     else:
         raise DemixError("merge", "needs weights from one place", "give --weights, or --priors FILE with --domain NAME")
-    merge_experts(model, chosen, output)
+    merge_experts(model, chosen, output, merged_card(model, chosen, output.resolve().name))
 
 
 @app.command()
 def export(
     model: Annotated[Path, typer.Argument(help="A model directory.")],
     expert: Annotated[str, typer.Option(help="The expert to export (dense for a dense model).")],
-    tokenizer: Annotated[Path, typer.Option(help="The run's tokenizer.json.")],
     output: Annotated[Path, typer.Option(help="The directory to write.")],
+    tokenizer: Tokens = None,
     format: Annotated[str, typer.Option(help="hf: a Hugging Face GPT-2 directory.")] = "hf",
 ) -> None:
     """Export one expert as a model of its own that other software can load."""
     from demix.model.export import export_hf
-    from demix.report.card import model_card
+    from demix.report.card import exported_card
 
     if format != "hf":
         raise DemixError(f"--format {format}", "is not known", "use hf")
-    place = model.resolve()
-    run = place.parent.parent
-    of_run = place.parent.name == "models" and (run / "config.json").is_file() and (run / "results.parquet").is_file()
-    export_hf(model, expert, tokenizer, output, model_card(run, place.name) if of_run else None)
+    export_hf(model, expert, tokenizer, output, exported_card(model, expert))
 
 
 @app.command("import")
@@ -257,9 +220,6 @@ def import_(
     import_hf(checkpoint, output)
 
 
-Tokens = Annotated[Path | None, typer.Option("--tokenizer", help="tokenizer.json; by default that of the model's run.")]
-
-
 @app.command()
 def generate(
     model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
@@ -270,8 +230,9 @@ def generate(
     weights: Annotated[
         str,
         typer.Option(
-            help="Rule for the experts' weights: tempered, switching, history or released. tempered takes the "
-            "parameters that were chosen for the model; others are given as in tempered(0.2,0.98) or switching(0.2)."
+            help="Rule for the experts' weights: tempered, switching, history, released, cluster or cluster+history. "
+            "tempered takes the parameters that were chosen for the model; others are given as in tempered(0.2,0.98), "
+            "switching(0.2) or cluster(0.3)."
         ),
     ] = "tempered",
     prior: Annotated[
@@ -294,15 +255,15 @@ def generate(
 ) -> None:
     """Continue a prompt with a mixture of experts. In a terminal, the posterior over experts follows the text."""
     from demix.generate.terminal import continued, posterior_table
-    from demix.model.decode import named_prior, open_model, weights_of
-    from demix.model.posterior import posterior_by
+    from demix.model.decode import named_prior, open_model, posterior_of, weights_of
     from demix.model.scoring import columns_of
 
     trunks, encoder = open_model(model, experts.split(",") if experts else None, tokenizer)
     names = columns_of(trunks)
     rule = weights_of(weights, model)
     log_prior, decay = named_prior(prior, model, names, rule)
-    posterior = posterior_by(rule, log_prior, trunks[0].architecture.context, decay=decay)
+    length = trunks[0].architecture.context
+    posterior = posterior_of(rule, log_prior, model, names, encoder, length, decay)
     log_weights = continued(trunks, encoder, prompt, posterior, tokens, temperature, top_p, seed)
     if sys.stdout.isatty():
         terminal().print(posterior_table(names, log_weights))
@@ -356,6 +317,50 @@ def experts_verify(model: Model) -> None:
     if faults:
         raise typer.Exit(1)
     print(f"{model}: every file is as recorded")
+
+
+@experts.command("train")
+def experts_train(
+    model: Model,
+    domain: Annotated[str, typer.Argument(help="The name of the new domain and of its expert.")],
+    text: Annotated[
+        list[Path],
+        typer.Option(help="A file of the domain's text, in any format that `eval` reads; repeat it for more files."),
+    ],
+    output: Annotated[Path, typer.Option(help="The directory to write: a copy of the model that has the new expert.")],
+    field: Annotated[str, typer.Option(help="The field that holds the text, in files of records.")] = "text",
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of training; by default as in the model's run.")
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-6, help="Peak learning rate, as a fraction of the model's; by default as in the model's run."
+        ),
+    ] = None,
+) -> None:
+    """Train an expert for a new domain on text files, and print what it is worth on text held out of training."""
+    from rich.table import Table
+
+    from demix.evaluate.new_domain import add_domain
+    from demix.evaluate.own_text import DENSE_OF_RUN
+
+    # Reading the text logs the steps of a data stage, which are noise here.
+    logging.getLogger("demix").setLevel(logging.WARNING)
+    added = add_domain(model, domain, text, output, field, tokens, rate)
+    before, after = added.before, added.after
+    table = Table(title=f"{before.tokens:,} tokens of {domain}, held out of training: perplexity", title_justify="left")
+    for head in ("", "before", "after"):
+        table.add_column(head, justify="right" if head else "left")
+    own = next(line.perplexity for line in after.experts if line.name == domain)
+    table.add_row("best single expert (an oracle), then its own", f"{before.ranked[0].perplexity:.2f}", f"{own:.2f}")
+    values = [{line.name: f"{line.perplexity:.2f}" for line in found.mixtures} for found in (before, after)]
+    for name in ("tempered (uniform prior)", DENSE_OF_RUN):
+        # A copied model has no dense model beside it, and that of a run is the same before and after.
+        if name in values[0]:
+            table.add_row(name, values[0][name], (values[0] | values[1])[name])
+    terminal().print(table)
+    print(f"{output}: {model} with the expert {domain}, which began as a copy of {added.parent}")
 
 
 @experts.command("add")

@@ -151,6 +151,21 @@ def score(
     run(model, () if experts == "own" else tuple(experts.split(",")), shards, settings_from(Scoring, settings), output)
 
 
+@app.command()
+def route(
+    clusterer: Annotated[Path, typer.Argument(help="The folder of a clusterer, results/<run>/clusters/<clustering>.")],
+    shards: Annotated[list[Path], typer.Argument(help="tokens/<domain>/<split>.arrow to route.")],
+    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json of the run.")],
+    settings: Settings,
+    output: Annotated[Path, typer.Option(help="Folder for one <domain>.<split>.parquet per input.")],
+) -> None:
+    """Measure how far the text before each scored token is from the centres of clusters."""
+    from demix.evaluate.routing import Routing
+    from demix.evaluate.routing import route as run
+
+    run(clusterer, shards, tokenizer, settings_from(Routing, settings), output)
+
+
 @app.command("choose-mixing")
 def choose_mixing(
     scores: Annotated[Path, typer.Argument(help="The model's folder of score tables, results/<run>/scores/<model>.")],
@@ -224,6 +239,52 @@ def overlap(
     run(shards, output)
 
 
+@app.command("fit-clusters")
+def fit_clusters_of(
+    documents: Annotated[list[Path], typer.Argument(help="corpus/<domain>/train.parquet of the training domains.")],
+    settings: Settings,
+    output: Annotated[Path, typer.Option(help="Folder of the clusterer: its name is that of the clustering.")],
+    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 1,
+) -> None:
+    """Fit a clustering of documents to a sample of the training domains' text."""
+    from demix.config.clustering import Clustering
+    from demix.data.cluster import fit_clusters
+
+    by_domain = {path.parent.name: path for path in documents}
+    fit_clusters(by_domain, settings_from(Clustering, settings), seed, output, output.name)
+
+
+@app.command("assign")
+def assign_documents(
+    clusterer: Annotated[Path, typer.Argument(help="Folder of a clusterer.")],
+    documents: Annotated[list[Path], typer.Argument(help="Splits of domains, corpus/<domain>/<split>.parquet.")],
+    output: Annotated[Path, typer.Option(help="Folder for <domain>.<split>.parquet.")],
+) -> None:
+    """Assign each document of splits to a cluster."""
+    from demix.data.cluster import Clusterer, assign
+
+    opened = Clusterer.open(clusterer)
+    for path in documents:
+        assign(opened, path.parent.name, path, output / f"{path.parent.name}.{path.stem}.parquet")
+
+
+@app.command("cluster-shards")
+def cluster_shards_of(
+    clusterer: Annotated[Path, typer.Argument(help="Folder of a clusterer, with assigned/ of each split in it.")],
+    tokens: Annotated[list[Path], typer.Argument(help="Tokens of splits, tokens/<domain>/<split>.arrow.")],
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a block, the fewest that a cluster may have.")],
+    output: Annotated[Path, typer.Option(help="Folder for <cluster>/<split>.arrow.")],
+) -> None:
+    """Write the documents of each cluster as a shard of spans, without a copy of any token."""
+    from demix.data.cluster import Clusterer, cluster_shards
+
+    opened = Clusterer.open(clusterer)
+    for split in dict.fromkeys(path.stem for path in tokens):
+        shards = {path.parent.name: path for path in tokens if path.stem == split}
+        assigned = {domain: clusterer / "assigned" / f"{domain}.{split}.parquet" for domain in shards}
+        cluster_shards(opened, assigned, shards, length, output, clusterer.name)
+
+
 @app.command("run-config")
 def run_config(settings: Settings, output: Output) -> None:
     """Write the run's completed config into its folder."""
@@ -252,12 +313,20 @@ def card(
         list[str] | None, typer.Argument(help="Names of models; by default all models of the run.")
     ] = None,
 ) -> None:
-    """Write the cards of a run's models: data, licences, training, lineage, results, limits."""
+    """Write the cards of a run's models: data, licences, training, lineage, results, limits.
+
+    What belongs to a model wherever it is copied goes into its folder too: the card (README.md), and how well each
+    expert predicts its own domain (usual.json).
+    """
     from demix.files import write_text
+    from demix.model.usual import usual_of, write_usual
     from demix.report.card import model_card
 
     for model in models or sorted(path.parent.name for path in (run / "models").glob("*/model.json")):
-        write_text(output / f"{model}.md", model_card(run, model))
+        text, directory = model_card(run, model), run / "models" / model
+        for path in (output / f"{model}.md", directory / "README.md"):
+            write_text(path, text)
+        write_usual(directory, usual_of(directory))
 
 
 @app.command()

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ from demix.commands.options import (
     Checkpoints,
     ExecutionOverrides,
     Kind,
+    Live,
     Metrics,
     Output,
     Ranks,
@@ -25,6 +27,7 @@ from demix.config.sections import fingerprinted
 from demix.errors import DemixError
 from demix.files import sha256_file
 from demix.settings import settings_from
+from demix.track.live import streaming
 
 if TYPE_CHECKING:
     from demix.launch.local import Launched
@@ -48,6 +51,7 @@ def train(
     replicas: Replicas = "equal",
     how: ExecutionOverrides = "",
     cluster: Site = "",
+    live: Live = "",
     learning_rate_from: RateFrom = None,
     branch: Annotated[
         Path | None, typer.Option(help="Output of seed, the state of a dense training with which this one begins.")
@@ -56,12 +60,23 @@ def train(
         str,
         typer.Option(help="Numbers of updates, separated by commas, after which the state is kept for `demix seed`."),
     ] = "",
+    experts: Annotated[
+        str,
+        typer.Option(
+            help="Of the domains in SHARDS, train the experts of these, which are whole models, one after the other, "
+            "each with its share of the tokens. Output, metrics and checkpoints are then folders of one entry each."
+        ),
+    ] = "",
+    schedule: Annotated[
+        str, typer.Option(help="After --branch: continue the parent's schedule, or restart with fresh moments of Adam.")
+    ] = "continue",
 ) -> None:
     """Train one model from scratch or from a seed, or resume its training."""
     outputs = {"--metrics": metrics, "--output": output}
     _train(
         kind, shards, _merged(settings, how), outputs, checkpoints, ranks, replicas, cluster, learning_rate_from,
-        branch=branch, keep=_steps(keep),
+        branch=branch, keep=_steps(keep), live=live, schedule=schedule,
+        experts=tuple(filter(None, experts.split(","))),
     )  # fmt: skip
 
 
@@ -107,6 +122,41 @@ def sweep(
     _train(kind, shards, _merged(settings, how), {"--metrics": metrics}, checkpoints, ranks, replicas, cluster)
 
 
+@app.command("join-branches")
+def join_branches_of(
+    branches: Annotated[list[Path], typer.Argument(help="Model directories with one expert each, a whole model.")],
+    metrics_of: Annotated[str, typer.Option(help="The metrics of their trainings, in the same order, with commas.")],
+    output: Annotated[Path, typer.Option(help="The model directory.")],
+    metrics: Metrics,
+) -> None:
+    """Join experts that are whole models, each trained by itself, to one model."""
+    from demix.train.join import join_branches, join_metrics
+
+    join_branches(branches, output)
+    join_metrics([Path(path) for path in metrics_of.split(",")], metrics)
+
+
+@app.command("average-experts")
+def average_experts(
+    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    experts: Annotated[str, typer.Option(help="The experts to average, separated by commas.")],
+    output: Annotated[Path, typer.Option(help="The directory of the average.")],
+    scores: Annotated[Path | None, typer.Option(help="The model's folder of score tables, for a prior.")] = None,
+    domain: Annotated[str, typer.Option(help="The domain whose cached prior on dev gives the weights.")] = "",
+    blocks: Annotated[int, typer.Option(min=1, help="Dev blocks of the prior.")] = 100,
+    decay: Annotated[float, typer.Option(help="Lambda of the prior (Eq. 7).")] = 0.3,
+) -> None:
+    """Average the parameters of experts, by equal weights or by the cached prior of a domain."""
+    from demix.evaluate.parent import choose_parent
+    from demix.model.merge import merge_experts
+
+    names = experts.split(",")
+    weights = dict.fromkeys(names, 1 / len(names))
+    if scores is not None:
+        weights = choose_parent(scores, domain, names, blocks=blocks, decay=decay)["priors"]
+    merge_experts(model, weights, output, again=True)
+
+
 @app.command("choose-rate")
 def choose_rate(
     metrics: Annotated[list[Path], typer.Argument(help="Metrics of `demix sweep`, each <learning rate>.jsonl.")],
@@ -133,8 +183,16 @@ def adapt(
     ranks: Ranks = 1,
     how: ExecutionOverrides = "",
     cluster: Site = "",
+    live: Live = "",
+    init: Annotated[
+        str,
+        typer.Option(
+            help="What the expert begins with: the likeliest parent, or the average of all experts by posterior. By "
+            "default the average for experts that are whole models, else the parent."
+        ),
+    ] = "",
 ) -> None:
-    """DEMix-DAPT: add an expert for a novel domain, initialised from the likeliest parent expert."""
+    """DEMix-DAPT: add an expert for a novel domain, initialised from the likeliest parent expert, or from all."""
     from demix.config.placement import place_experts
     from demix.evaluate.parent import choose_parent, own_dev_losses
     from demix.launch.local import Launched, world_size
@@ -150,7 +208,7 @@ def adapt(
     # The first tables choose the parent. Forgetting is measured against the losses of the second tables.
     read = [scores / f"{train_shard.parent.name}.dev" / f"{name}.parquet" for name in names]
     read += [scores / f"{name}.dev" / f"{name}.parquet" for name in names]
-    about = ("demix", names, [sha256_file(path) for path in read if path.exists()])
+    about = ("demix", names, *filter(None, [init]), [sha256_file(path) for path in read if path.exists()])
     # A missing table must be reported before any rank starts.
     chosen = choose_parent(
         scores, train_shard.parent.name, names, blocks=adaptation.parent_blocks, decay=adaptation.parent_decay
@@ -159,7 +217,8 @@ def adapt(
     if _launched_adaptation(about, model, shards, adaptation, outputs, checkpoints, ranks, cluster) is Launched.DONE:
         return
     pair = (train_shard, dev_shard)
-    adapt_expert(model, pair, chosen, unchanged, adaptation, outputs["--output"], metrics, checkpoints)
+    with streaming(live, "adaptation", checkpoints, metrics):
+        adapt_expert(model, pair, chosen, unchanged, adaptation, outputs["--output"], metrics, checkpoints, init)
 
 
 @app.command("adapt-dense")
@@ -176,6 +235,7 @@ def adapt_dense(
     ranks: Ranks = 1,
     how: ExecutionOverrides = "",
     cluster: Site = "",
+    live: Live = "",
 ) -> None:
     """Dense-DAPT: continue to train all parameters of a dense model on a novel domain."""
     from demix.config.placement import place_experts
@@ -189,12 +249,15 @@ def adapt_dense(
     outputs = {"--output": output, "--metrics": metrics}
     about = ("dense",)
     if _launched_adaptation(about, model, shards, adaptation, outputs, checkpoints, ranks, cluster) is Launched.HERE:
-        run(model, (train_shard, dev_shard), others, adaptation, output, metrics, checkpoints)
+        with streaming(live, "adaptation", checkpoints, metrics):
+            run(model, (train_shard, dev_shard), others, adaptation, output, metrics, checkpoints)
 
 
 def run_command(arguments: Sequence[str]) -> None:
     """Run the command of one stage in this process. Errors are raised to the caller."""
-    app(list(arguments), standalone_mode=False)
+    # typer ends an interrupted command with a status and no exception.
+    if status := app(list(arguments), standalone_mode=False):
+        raise SystemExit(status)
 
 
 def _train(
@@ -212,11 +275,15 @@ def _train(
     keep: tuple[int, ...] = (),
     until: int | None = None,
     kept: Path | None = None,
+    live: str = "",
+    experts: tuple[str, ...] = (),
+    schedule: str = "continue",
 ) -> None:
     from demix.config.placement import place
-    from demix.config.systems import KINDS
+    from demix.config.rows import KINDS
     from demix.launch.local import Launched, launched, world_size
     from demix.train.branch import read_seed
+    from demix.train.in_turn import job_folder, train_in_turn
     from demix.train.stage import Training, identity_of, take_seed, train_model
     from demix.train.sweep import chosen_rate
 
@@ -228,11 +295,17 @@ def _train(
     copies = _numbers(replicas) if replicas != "equal" else {}
     read = [path for path in shards if path.stem != "dev"]
     domains = [path.parent.name for path in read]
+    if experts and KINDS[kind].expert_scope != "model":
+        raise DemixError("--experts", f"is given to the kind {kind}, whose experts train together", "leave it out")
+    if len({*experts} & {*domains}) < len(experts):
+        cause = f"is {','.join(experts)}: a name stands twice, or none of the tokens has it"
+        raise DemixError("--experts", cause, f"name each once, of {', '.join(domains)}")
     # A wrong number of ranks must be reported before any process starts.
-    place(kind, domains, training.sequences, world_size(ranks), copies)
-    about: tuple[object, ...] = (kind, fingerprinted(training), domains)
+    place(kind, experts[:1] or domains, training.sequences, world_size(ranks), copies)
+    about: tuple[object, ...] = (kind, fingerprinted(training), domains, *([experts] if experts else []))
     if branch is not None:
-        about = (*about, read_seed(branch, identity_of(kind, training, read)).origin)
+        alone, share = (read[:1], len(read)) if experts else (read, 1)
+        about = (*about, read_seed(branch, identity_of(kind, training, alone, share=share), schedule).origin)
     steps = training.steps(len(domains))
     if until is not None and kept is not None:
         if until > steps:
@@ -245,16 +318,25 @@ def _train(
         cluster,
         ranks,
         training.threads,
-        checkpoints,
+        job_folder(checkpoints, experts) if experts else checkpoints,
         fingerprinted=about,
         shards=shards,
         outputs=outputs,
         steps=steps,
         entry=run_command,
     )
-    if outcome is Launched.HERE:
+    if outcome is Launched.HERE and experts:
+        train_in_turn(
+            kind, training, shards, experts, outputs["--output"], outputs["--metrics"], checkpoints,
+            branch=branch, schedule=schedule, beside=partial(streaming, live, "training"),
+        )  # fmt: skip
+    elif outcome is Launched.HERE:
         output, metrics = outputs.get("--output"), outputs.get("--metrics")
-        train_model(kind, training, shards, output, metrics, checkpoints, copies, branch=branch, keep=keep, until=until)
+        with streaming(live, "training", checkpoints, metrics):
+            train_model(
+                kind, training, shards, output, metrics, checkpoints, copies,
+                branch=branch, keep=keep, until=until, schedule=schedule,
+            )  # fmt: skip
 
 
 def _launched_adaptation(

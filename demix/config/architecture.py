@@ -37,6 +37,7 @@ class Architecture:
         return {key: value for key, value in dataclasses.asdict(self).items() if (key, value) != ("activation", "gelu")}
 
 
+GPT2_TYPES = 50257
 # Sizes of GPT-3 (Brown et al. 2020, table 2.1) with the head counts of fairseq's transformer_lm_gpt3_*.
 PRESETS = {
     "gpt3-small": Architecture(layers=12, width=768, heads=12, context=1024),
@@ -57,6 +58,11 @@ def architecture_from(section: Mapping[str, Any]) -> Architecture:
             raise DemixError("architecture.preset", f"{preset} is not known", f"use one of {', '.join(PRESETS)}")
         sizes = dataclasses.asdict(PRESETS[preset]) | sizes
     return settings_from(Architecture, sizes, "architecture")
+
+
+def vocabulary(tokenizer: Mapping[str, Any]) -> int:
+    """The number of types of the tokenizer that the config section `tokenizer` describes."""
+    return GPT2_TYPES if tokenizer["kind"] == "gpt2" else int(tokenizer["vocab_size"])
 
 
 def parameters(

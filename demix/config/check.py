@@ -1,20 +1,23 @@
 """Reading a config: merging the file with its base, checking all keys, and filling in the defaults."""
 
 import dataclasses
-import difflib
+from collections.abc import Iterator
+from glob import glob
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-import yaml
 from pydantic_core import to_jsonable_python
 
 from demix.config import placement
 from demix.config.addresses import LOG_IN, local, moving, refuse_secrets
 from demix.config.architecture import architecture_from
+from demix.config.keys import located, read_keys
+from demix.config.mixing import parsed_weights
+from demix.config.rows import PAPER, clusterings, clusters_of, model_rows
 from demix.config.run import BESIDE
 from demix.config.sections import Config, TrainingRecipe, taken
-from demix.config.systems import KINDS, Model, model_rows, trained
-from demix.errors import DemixError
+from demix.config.systems import Model, planned, trained
+from demix.errors import DemixError, nearest
 from demix.settings import settings_from
 
 
@@ -23,19 +26,29 @@ def load_config(path: str | Path, **instead: Any) -> dict[str, Any]:
 
     The keys of `instead` replace those of the file.
     """
-    return complete(_read(Path(path)) | instead, Path(path).parent)
-
-
-def _read(path: Path) -> dict[str, Any]:
+    path = Path(path)
+    content, lines = read_keys(path)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DemixError(path, "does not exist", "give the path of a config file, such as config/sample.yaml") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DemixError(path, f"is not YAML ({error})", "correct the line that this message names") from None
-    if not isinstance(content, dict):
-        raise DemixError(path, "is not a mapping of keys", "start from config/sample.yaml")
-    return content
+        return complete(content | instead, path.parent)
+    except DemixError as error:
+        raise located(error, {path: lines}) from None
+
+
+def refuse_missing_files(config: dict[str, Any], file: Path) -> None:
+    """Raise DemixError that names each local path of a source of the completed config in `file` that has no file."""
+    lines, missing, instructions = read_keys(file)[1], list[str](), dict[str, None]()
+    for kind, domains in config["domains"].items():
+        for name, domain in domains.items():
+            source, key = domain["source"], f"domains.{kind}.{name}.source"
+            paths = [source["path"]] if isinstance(source["path"], str) else source["path"]
+            for path in paths if source["kind"] == "files" else ():
+                if not glob(path, recursive=True):
+                    place = next((f"line {lines[one]}" for one in (f"{key}.path", key) if one in lines), "its base")
+                    missing.append(f"{path} ({name}, {place})")
+                    instructions[source["instructions"]] = None
+    if missing:
+        cure = " ".join(filter(None, instructions)) or "mend the paths, which begin in the folder that you run in"
+        raise DemixError(file, f"names files that are missing: {', '.join(missing)}", cure)
 
 
 def with_base(config: dict[str, Any], folder: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -54,7 +67,7 @@ def with_base(config: dict[str, Any], folder: Path, above: tuple[Path, ...] = ()
         raise DemixError("config key base", f"{base} is based on itself", "remove one key `base`")
     if not path.is_file():
         raise DemixError("config key base", f"{path} does not exist", "give a path relative to the file that names it")
-    below = with_base(_read(path), path.parent, (*above, path))
+    below = with_base(read_keys(path)[0], path.parent, (*above, path))
     return _merged(below, {key: value for key, value in config.items() if key != "base"})
 
 
@@ -78,12 +91,18 @@ def complete(config: dict[str, Any], folder: Path = Path()) -> dict[str, Any]:
     whole = with_base(config, folder)
     config.clear()
     config.update(whole)
+    # `novel:` with nothing below it is null in YAML.
+    if isinstance(config.get("domains"), dict) and config["domains"].get("novel", {}) is None:
+        config["domains"] = config["domains"] | {"novel": {}}
     settings_from(Config, config, "config key ")
+    domains = config["domains"]
+    given = domains.get("novel", {}).items()
+    config["domains"] = domains | {"novel": {name: one for name, one in given if one is not None}}
     _fill(Config, config)
     del config["base"]
     # Tables show the rows that every run has before further rows.
     rows = config["models"]
-    config["models"] = {name: rows.get(name, {}) for name in KINDS} | rows
+    config["models"] = {name: rows.get(name, {}) for name in PAPER} | rows
     _check_across(config)
     return config
 
@@ -97,13 +116,20 @@ def _fill(kind: Any, values: dict[str, Any]) -> None:
         if name not in values and not field.is_required():
             default = field.get_default(call_default_factory=True)
             values[name] = {} if dataclasses.is_dataclass(default) else to_jsonable_python(default)
-        for inner in (hint, *get_args(hint)):
+        for inner in _within(hint):
             if isinstance(values.get(name), dict):
                 if get_origin(hint) is dict and inner is not hint:
                     for value in values[name].values():
                         _fill(inner, value)
                 else:
                     _fill(inner, values[name])
+
+
+def _within(hint: Any) -> Iterator[Any]:
+    """A type and all types that it is made of."""
+    yield hint
+    for part in get_args(hint):
+        yield from _within(part)
 
 
 def _check_across(config: dict[str, Any]) -> None:
@@ -121,16 +147,32 @@ def _check_across(config: dict[str, Any]) -> None:
         cause = f"is {revision}, which is no commit: its text can change"
         cure = "put in what `demix pin CONFIG` prints, or set allow_branches: true"
         raise DemixError(f"config key {key}.revision", cause, cure)
+    for name, clustering in clusterings(config).items():
+        clusters = clusters_of(config, name)
+        if clustering.method != "metadata" and (taken_names := {*training, *novel} & {*clusters}):
+            cause = f"has a cluster {min(taken_names)}, and a domain has this name too"
+            raise DemixError(f"config key clusterings.{name}", cause, "rename the domain")
     architecture = architecture_from(config["architecture"])
     for model in (model for model in trained(config) if model.name == model.base):
         settings = model.settings
-        try:
-            placement.place(model.kind, list(training), settings["sequences"], settings["ranks"], settings["replicas"])
-        except DemixError as error:
-            raise DemixError(f"config key training.{error.subject}", error.cause, error.cure) from None
+        if model.parts[0].part:
+            _check_parts(model)
+        else:
+            try:
+                placement.place(
+                    model.kind, model.domains, settings["sequences"], settings["ranks"], settings["replicas"]
+                )
+            except DemixError as error:
+                raise DemixError(f"config key training.{error.subject}", error.cause, error.cure) from None
         step_tokens = model.step_tokens(architecture.context)
+        if settings["tokens"] < step_tokens:
+            section = f"models.{model.name}" if "tokens" in config["models"].get(model.name, ()) else "training"
+            cause = f"is {settings['tokens']}, less than the {step_tokens} tokens of one step of {model.name}"
+            cure = f"raise it, or lower the tokens of a step: {len(model.domains)} domains × {settings['sequences']} "
+            cure += f"sequences × {architecture.context} tokens of context"
+            raise DemixError(f"config key {section}.tokens", cause, cure)
         if model.parent:
-            _check_branch(config, model, step_tokens)
+            _check_branch(config, model, architecture.context)
         if settings["sweep"] and settings["sweep"]["tokens"] < step_tokens:
             cause = f"is {settings['sweep']['tokens']}, less than the {step_tokens} tokens of one step of {model.name}"
             raise DemixError("config key training.sweep.tokens", cause, "raise it")
@@ -147,18 +189,21 @@ def _check_across(config: dict[str, Any]) -> None:
     removal = config["removal"]
     for name in removal["retrain_without"]:
         if name not in training:
-            near = difflib.get_close_matches(name, training, n=1, cutoff=0.0)[0]
-            raise DemixError(
-                "config key removal.retrain_without", f"{name} is no training domain", f"did you mean {near}?"
-            )
+            cause = f"{name} is no training domain"
+            raise DemixError("config key removal.retrain_without", cause, nearest(name, training, ""))
     if removal["retrain_without"] and removal["replacement"] not in novel:
         raise DemixError(
             "config key removal.replacement",
             f"is {removal['replacement']!r}, which is no novel domain",
-            f"name one of: {', '.join(novel) or '(add a novel domain first)'}",
+            nearest(removal["replacement"], novel, "add a novel domain first"),
         )
     if "history" not in config["evaluation"]["weights"]:
         raise DemixError("config key evaluation.weights", "lacks history, which the report's tables use", "add history")
+    for weights in config["evaluation"]["weights"]:
+        for model in planned(config) if parsed_weights(weights).rules.routed else ():
+            if model.kind.has_experts and not (model.routing or model.removed):
+                cause, cure = f"{weights} has no clustering for {model.name}", "add by_domain: {method: metadata}"
+                raise DemixError("config key evaluation.weights", cause, f"{cure} to clusterings")
     refuse_secrets(
         "config key tracking.uri",
         config["tracking"]["uri"],
@@ -166,17 +211,42 @@ def _check_across(config: dict[str, Any]) -> None:
     )
 
 
-def _check_branch(config: dict[str, Any], model: Model, step_tokens: int) -> None:
-    """Refuse settings of a row with a seed phase that would change its parent's schedule or data."""
+def _check_parts(model: Model) -> None:
+    """Refuse settings of a row whose experts are whole models that do not fit trainings of one expert each."""
+    settings, key = model.settings, f"config key models.{model.name}"
+    if settings["replicas"]:
+        cause = f"is {settings['replicas']}, and each expert trains by itself"
+        raise DemixError(f"{key}.replicas", cause, "give this row replicas: {} and the ranks of one expert")
+    if model.sweeps:
+        raise DemixError(f"{key}.sweep", "has no single training to try rates on", "give this row sweep: null")
+    if settings["ranks"] > 1 and settings.get("experts_per_job", 1) > 1:
+        cause = f"is {settings['ranks']} with experts_per_job {settings['experts_per_job']}"
+        raise DemixError(f"{key}.ranks", cause, "use 1, or leave out experts_per_job")
+    try:
+        placement.place_experts(model.parts[0].domains, settings["sequences"], settings["ranks"])
+    except DemixError as error:
+        raise DemixError(f"{key}.{error.subject}", error.cause, error.cure) from None
+
+
+def _check_branch(config: dict[str, Any], model: Model, context: int) -> None:
+    """Refuse settings of a row with a seed phase that would change its parent's schedule or data, unless it restarts.
+
+    A row that restarts must have tokens left for an update of its own.
+    """
     given, parents = config["models"][model.name], model_rows(config)[model.parent][1]
-    for key in (*taken(TrainingRecipe, parents), "sweep"):
+    step_tokens, parents_step = model.step_tokens(context), model.parent_step_tokens(context)
+    seen, tokens = model.seed_step(context) * parents_step, model.settings["tokens"]
+    if model.restarts and tokens // step_tokens <= -(-seen // step_tokens):
+        cause = f"is {tokens}, which leaves no update after the {seen} tokens of its seed"
+        raise DemixError(f"config key models.{model.name}.tokens", cause, "raise it, or lower seed_tokens")
+    for key in (*taken(TrainingRecipe, parents), "sweep") if not model.restarts else ():
         if key != "dev_blocks" and key in given and given[key] != parents[key]:
             cause = f"is {given[key]} where its parent {model.parent} has {parents[key]}"
             raise DemixError(
                 f"config key models.{model.name}.{key}", cause, "leave it out: a branch takes its parent's"
             )
-    if 0 < model.settings["seed_tokens"] < step_tokens:
-        cause = f"is {model.settings['seed_tokens']}, less than the {step_tokens} tokens of one step"
+    if 0 < model.settings["seed_tokens"] < parents_step:
+        cause = f"is {model.settings['seed_tokens']}, less than the {parents_step} tokens of one step"
         raise DemixError(f"config key models.{model.name}.seed_tokens", cause, "raise it, or give 0")
 
 

@@ -153,10 +153,10 @@ class DomainsSection:
     training: dict[DomainName, DomainSection] = Field(
         min_length=1, description="Domains that get an expert when the model is trained."
     )
-    novel: dict[DomainName, DomainSection] = Field(
+    novel: dict[DomainName, DomainSection | None] = Field(
         default_factory=dict,
         description="Domains that the trained models have not seen. DEMix-DAPT gives each of them an expert. Append "
-        "new domains at the end: then nothing that exists is computed again.",
+        "new domains at the end: then nothing that exists is computed again. null leaves out a domain of the base.",
     )
 
 

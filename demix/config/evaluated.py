@@ -4,22 +4,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from demix.config.averages import AVERAGED, averages
 from demix.config.mixing import METHODS, parsed_weights
+from demix.config.rows import KINDS, PAPER, Kind, model_rows, novel_domains, training_domains
 from demix.config.systems import (
-    KINDS,
-    Kind,
     Model,
     adapted_model,
     further_seeds,
     left_out,
-    model_rows,
-    novel_domains,
     one_more,
     planned,
     removal_model,
     trained,
     trained_without,
-    training_domains,
 )
 
 
@@ -29,7 +26,8 @@ class ExpertSet:
 
     The method `naive` takes the expert of the domain, or the best one. `weights` are the rules of weights, all of the
     config's where none is named. With `alone` each expert also gets a row of its own. With `variants` the grids of
-    settings, the released scorer and the posterior of every block are evaluated too.
+    settings, the released scorer and the posterior of every block are evaluated too. `routing` is the clustering that
+    has a cluster for each of the experts, if there is one.
     """
 
     label: str
@@ -38,6 +36,7 @@ class ExpertSet:
     weights: tuple[str, ...] = ()
     alone: bool = False
     variants: bool = False
+    routing: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,8 @@ class Evaluated:
     """The score tables of one model on a domain, and the sets of experts to evaluate on these tables.
 
     `sets` is empty for a model with one column, and has one set of one expert for a domain's own token. `model` and
-    `seed` are the values of these columns in results. `folder` is the folder of the tables below scores/.
+    `seed` are the values of these columns in results. `folder` is the folder of the tables below scores/. `merged` are
+    the weights of an average of the model's experts, whose one column the table has.
     """
 
     model: str
@@ -53,6 +53,7 @@ class Evaluated:
     seed: int
     columns: tuple[str, ...]
     sets: tuple[ExpertSet, ...] = ()
+    merged: str = ""
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -121,15 +122,31 @@ def systems_of(row: str, kind: Kind) -> tuple[System, ...]:
 
 
 def stream_systems(row: str, kind: Kind, config: Mapping[str, Any]) -> tuple[System, ...]:
-    """The systems of a model beyond the paper: one per rule of `evaluation.weights` that sees earlier blocks."""
+    """The systems of a model beyond the paper: by rules of `evaluation.weights` that see earlier blocks or clusters."""
     named = (config.get("evaluation") or {}).get("weights") or ()
     rules = [(str(weights), parsed_weights(weights).rules) for weights in named]
     return tuple(
-        System(f"{label_of(row, kind)} ({weights})", row, "training", method, weights)
+        System(
+            f"{label_of(row, kind)} ({weights}{f', {method} prior' * (len(family.evaluated) > 1)})",
+            row,
+            "training",
+            method,
+            weights,
+        )
         for weights, family in rules
-        if kind.has_experts and family.refused
+        if kind.has_experts and (family.refused or family.routed)
         for method in family.evaluated
     )
+
+
+def row_systems(row: str, kind: Kind, config: Mapping[str, Any]) -> tuple[System, ...]:
+    """The systems of a row with its training experts.
+
+    No single expert is among those of a row that learns from clusters: no domain has an expert of its own there.
+    """
+    data = ((config.get("models") or {}).get(row) or {}).get("data")
+    systems = systems_of(row, kind) + stream_systems(row, kind, config)
+    return tuple(system for system in systems if not (data and system.method == "naive"))
 
 
 def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
@@ -154,10 +171,11 @@ def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
             yield ExpertSet("all", training + novel, alone=True)
             for name in novel if domain in training else (domain,):
                 yield ExpertSet(one_more(name), (*training, name), methods=("cached",), weights=("history",))
-        yield ExpertSet("training", training, alone=own and not adds, variants=own and model.name == "demix")
+        variants = own and model.name == "demix"
+        yield ExpertSet("training", model.columns, alone=own and not adds, variants=variants, routing=model.routing)
         if model == whole and domain in training and len(training) > 1:
             rest = tuple(expert for expert in training if expert != domain)
-            yield ExpertSet(left_out(domain), rest, methods=("cached",))
+            yield ExpertSet(left_out(domain), rest, methods=("cached",), routing=model.routing)
 
     def table_of(model: Model) -> Evaluated:
         if model.kind.domain_tokens and domain in training:
@@ -177,7 +195,21 @@ def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
         tokens = [table for model, table in tables if model.kind.domain_tokens]
         mixed = [table for model, table in tables if table.sets and not model.kind.domain_tokens]
         found += [*single, *tokens, *mixed]
+    found += [
+        Evaluated(one.model.row, one.of(domain), one.model.seed, AVERAGED, merged=one.weights)
+        for one in averages(config)
+        if domain in one.model.scored
+    ]
     return tuple(found)
+
+
+def routed(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The clusterings whose distances weight experts in the evaluation."""
+    if not any(parsed_weights(weights).rules.routed for weights in config["evaluation"]["weights"]):
+        return ()
+    domains = (*training_domains(config), *novel_domains(config))
+    sets = (some for domain in domains for table in evaluated(config, domain) for some in table.sets)
+    return tuple(dict.fromkeys(some.routing for some in sets if some.routing))
 
 
 def chosen_on_dev(config: Mapping[str, Any]) -> tuple[Model, ...]:
@@ -204,7 +236,7 @@ def table_rows(config: Mapping[str, Any]) -> dict[str, Kind]:
     """The kinds of the rows of `models` in the order of the tables: the paper's rows, then further rows."""
     kinds = {name: kind for name, (kind, _) in model_rows(config).items()}
     paper = ("dense_unbalanced", "dense", "domain_token", "demix")
-    return {name: kinds[name] for name in (*paper, *kinds) if name in kinds and (name in paper or name not in KINDS)}
+    return {name: kinds[name] for name in (*paper, *kinds) if name in kinds and (name in paper or name not in PAPER)}
 
 
 def compared(config: Mapping[str, Any], domain: str) -> tuple[System, ...]:
@@ -218,8 +250,8 @@ def compared(config: Mapping[str, Any], domain: str) -> tuple[System, ...]:
         [
             system
             for row, kind in table_rows(config).items()
-            if (row in KINDS) == named
-            for system in (*systems_of(row, kind), *stream_systems(row, kind, config))
+            if (row in PAPER) == named
+            for system in row_systems(row, kind, config)
         ]
         for named in (True, False)
     )

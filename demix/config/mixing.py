@@ -12,26 +12,31 @@ class Family:
     """Rules for the weights of experts that differ in `parameters` alone (docs/concepts.md, "Ways to mix").
 
     `parameters` are names with the bounds of their values. Parameters that a config leaves open are chosen on dev.
-    `evaluated` are the methods of the tables, and `refused` those that do not go with the rules.
+    `evaluated` are the methods of the tables, and `refused` those that do not go with the rules. Rules that are
+    `routed` need the distances of the text to the experts' clusters; a temperature that is left open is the config's.
     """
 
     parameters: dict[str, tuple[float, float]]
     evaluated: tuple[str, ...]
     refused: tuple[str, ...] = ()
+    routed: bool = False
 
 
 IN_BLOCK = Family({}, ("uniform", "updating", "cached"))
 # These rules see earlier blocks. A prior that is made of posteriors would count the evidence of these blocks twice.
 TWICE = ("updating", "cached")
+NEARNESS = {"temperature": (1e-6, 1e6)}
 FAMILIES = {
     "history": IN_BLOCK,
     "released": IN_BLOCK,
     "tempered": Family({"beta": (0, 10), "gamma": (0, 1)}, ("uniform",), TWICE),
     "switching": Family({"alpha": (0, 1)}, ("fitted",), TWICE),
+    "cluster": Family(NEARNESS, ("uniform",), routed=True),
+    "cluster+history": Family(NEARNESS, ("uniform", "cached"), routed=True),
 }
 
 # Parameters where none were chosen on dev.
-DEFAULTS = {"tempered": (0.1, 0.99), "switching": (0.2,)}
+DEFAULTS = {"tempered": (0.1, 0.99), "switching": (0.2,), "cluster": (0.1,), "cluster+history": (0.1,)}
 
 
 @dataclass(frozen=True)
@@ -57,14 +62,14 @@ class Weights:
 
 
 def parsed_weights(weights: str | int) -> Weights:
-    """The meaning of a value of `evaluation.weights`, such as history, 32, tempered or tempered(0.2,0.98).
+    """The meaning of a value of `evaluation.weights`, such as history, 32 or tempered(0.2,0.98).
 
     Raises ValueError(cause, cure) for any other value.
     """
     if isinstance(weights, int) and weights > 0:
         return Weights("", window=weights)
     known = ", ".join(FAMILIES)
-    found = re.fullmatch(r"([a-z]+)(?:\(([^()]*)\))?", str(weights))
+    found = re.fullmatch(r"([a-z+]+)(?:\(([^()]*)\))?", str(weights))
     if not found or found[1] not in FAMILIES:
         raise ValueError("is not known", f"use one of {known}, or a positive number of tokens")
     allowed = FAMILIES[found[1]].parameters
@@ -79,5 +84,5 @@ def parsed_weights(weights: str | int) -> Weights:
         raise ValueError("has other parameters than its rule", f"use {form}")
     for number, (name, (least, most)) in zip(numbers, allowed.items(), strict=True):
         if not least <= number <= most:
-            raise ValueError(f"has {name} {number:g}", f"use {form} with {name} from {least} to {most}")
+            raise ValueError(f"has {name} {number:g}", f"use {form} with {name} from {least:g} to {most:g}")
     return Weights(found[1], numbers)

@@ -1,6 +1,7 @@
 """Texts generated from the declarations of settings: config/README.md, and the JSON schema for editors."""
 
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +17,8 @@ def reference() -> str:
         "# Config reference",
         "",
         "Made from `demix/config/sections.py` by `demix config --reference > config/README.md`. An unknown",
-        "key is refused, and the error names the nearest known key. `demix config FILE` checks a file and prints it",
-        "with all defaults filled in.",
+        "key is refused, and the error names the nearest known key. `demix config FILE` checks a file and says what it",
+        "runs; `demix config --values FILE` prints it with all defaults filled in.",
         "",
         "| key | allowed | default | meaning |",
         "|---|---|---|---|",
@@ -29,7 +30,7 @@ def reference() -> str:
         default = (
             "required"
             if required
-            else f"`{_yaml(declared['default'])}`"
+            else f"`{inline(declared['default'])}`"
             if "default" in (declared := empty | part)
             else "–"
         )
@@ -47,7 +48,10 @@ def editor_schema() -> str:
 
 
 def _short(part: Any) -> Any:
-    """A JSON schema without titles, which repeat the keys, and with null as a further type, not as a choice."""
+    """A JSON schema without titles, which repeat the keys, and with null as a further type, not as a choice.
+
+    No key is required, because what a file lacks may stand in its base.
+    """
     if isinstance(part, list):
         return [_short(item) for item in part]
     if not isinstance(part, dict):
@@ -55,11 +59,14 @@ def _short(part: Any) -> Any:
     match part.get("anyOf"):
         case [{"type": str(kind), **bounds}, {"type": "null"}] if "enum" not in bounds:
             part = {"type": [kind, "null"]} | bounds | {key: part[key] for key in part if key != "anyOf"}
-    return {key: _short(item) for key, item in part.items() if key != "title" or not isinstance(item, str)}
+    kinds = {"title": str, "required": list}
+    return {key: _short(item) for key, item in part.items() if not isinstance(item, kinds.get(key, ()))}
 
 
-def _yaml(value: Any) -> str:
-    return str(yaml.safe_dump(value, default_flow_style=True, width=1000).strip().removesuffix("...").strip())
+def inline(value: Any) -> str:
+    """A value as YAML in one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=sys.maxsize, allow_unicode=True)
+    return str(text.strip().removesuffix("...").strip())
 
 
 def _keys(schema: dict[str, Any], part: dict[str, Any], above: str) -> Iterator[tuple[str, dict[str, Any], bool]]:

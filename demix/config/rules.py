@@ -5,14 +5,17 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from glob import glob
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from demix.config.architecture import architecture_from
 from demix.config.check import site_of
-from demix.config.evaluated import evaluated
+from demix.config.evaluated import evaluated, routed
+from demix.config.rows import DENSE_EXPERT
+from demix.config.run import config_fingerprint
 from demix.config.sections import Execution, TrainingRecipe, taken
-from demix.config.systems import DENSE_EXPERT, Model, seeds
+from demix.config.systems import Model, seeds
 from demix.files import fingerprint, write_json
 from demix.settings import names_of
 
@@ -94,8 +97,15 @@ class RunRules:
 
     def experts(self, model: str, names: Iterable[str]) -> list[str]:
         """The files that scoring reads for the experts `names` of a model."""
+        return self._model_files(f"models/{model}", names)
+
+    def trained_files(self, part: Model) -> list[str]:
+        """The files of the model directory that a training makes."""
+        return self._model_files(part.folder, part.experts)
+
+    def _model_files(self, folder: str, names: Iterable[str]) -> list[str]:
         files = [f"experts/{name}.{kind}" for name in names for kind in ("safetensors", "json")]
-        return [f"{self.run}/models/{model}/{file}" for file in ["model.json", "shared.safetensors", *files]]
+        return [f"{self.run}/{folder}/{file}" for file in ["model.json", "shared.safetensors", *files]]
 
     def scores(
         self, model: str, domains: Iterable[str], names: Iterable[str], splits: Iterable[str] = ("dev", "test")
@@ -105,6 +115,14 @@ class RunRules:
         places = [f"{self.run}/scores/{model}/{domain}.{split}" for domain in domains for split in splits]
         return [f"{place}/{name}.parquet" for place in places for name in names]
 
+    def routing(
+        self, clustering: str, context: str, domains: Iterable[str], splits: Iterable[str] = ("dev", "test")
+    ) -> list[str]:
+        """The routing tables of a clustering on `domains`."""
+        splits = list(splits)
+        folder = f"{self.run}/routing/{clustering}/{context}"
+        return [f"{folder}/{domain}.{split}.parquet" for domain in domains for split in splits]
+
     def evaluated_scores(self, domain: str) -> list[str]:
         """The score tables that the evaluation of a domain reads."""
         return [
@@ -113,10 +131,26 @@ class RunRules:
             for file in self.scores(table.folder, [domain], [*table.columns, "tokens"], table.splits)
         ]
 
-    def train_inputs(self, model: Model) -> list[str]:
-        """The token files that training reads: also dev, where checkpoints are evaluated on dev."""
-        dev = self.tokens(model.domains, "dev") if model.settings["dev_blocks"] else []
-        return self.tokens(model.domains, "train") + dev
+    def evaluated_routing(self, domain: str) -> list[str]:
+        """The routing tables that the evaluation of a domain reads, and the clusterers that made them."""
+        mixing = self.config["evaluation"]
+        sets = [some for table in evaluated(self.config, domain) for some in table.sets]
+        names = dict.fromkeys(some.routing for some in sets if some.routing)
+        if not routed(self.config):
+            return []
+        tables = [self.routing(name, context, [domain]) for name in names for context in mixing["routing_context"]]
+        return [*chain.from_iterable(tables), *(f"{self.run}/clusters/{name}/clusterer.json" for name in names)]
+
+    def train_inputs(self, model: Model, dev: bool = True) -> list[str]:
+        """The token files that training reads: also dev, where checkpoints are evaluated on dev and `dev` allows."""
+        splits = ("train", "dev") if dev and model.settings["dev_blocks"] else ("train",)
+        if model.data:
+            return [file for split in splits for file in self.shards(model.data, model.domains, split)]
+        return [file for split in splits for file in self.tokens(model.domains, split)]
+
+    def shards(self, clustering: str, clusters: Iterable[str], split: str) -> list[str]:
+        """The token files of a split of the clusters of a clustering."""
+        return [f"{self.run}/clusters/{clustering}/shards/{cluster}/{split}.arrow" for cluster in clusters]
 
     def training_settings(self, model: Model, **changes: Any) -> str:
         """The settings that define the training of a model, as JSON.
@@ -156,13 +190,27 @@ class RunRules:
     def train_options(self, model: Model) -> str:
         """The options of a training that are a resource: those of `run_options`, and which states are kept."""
         kept = ",".join(str(step) for parent, step in seeds(self.config, self.context) if parent == model.name)
-        options = self.run_options("train", model.settings, model.removed)
+        options = f"{self.run_options('train', model.settings, model.removed)} {self.live}"
         return f"{options} --keep {kept}" if kept else options
+
+    @property
+    def live(self) -> str:
+        """The option of a training and of an adaptation that says where metrics go while it runs."""
+        kept = {key: value for key, value in self.config.items() if key != "cluster"}
+        named = {"run": self.config["run"], "config": config_fingerprint(kept)}
+        where = {"uri": self.config["tracking"]["uri"], "experiment": self.experiment}
+        return f"--live {shlex.quote(json.dumps(where | named))}"
+
+    @property
+    def experiment(self) -> str:
+        """The MLflow experiment of the run."""
+        return str(self.config["tracking"]["experiment"] or f"demix-{self.config['run']}")
 
     def beginning(self, model: Model) -> str:
         """The options of a training that say with which learning rate and which state it begins."""
         given = [f" --learning-rate-from {path}" for path in self.chosen_rate(model)]
-        return "".join([*given, *(f" --branch {Path(path).parent}" for path in self.seed_of(model)[:1])])
+        given += [f" --branch {Path(path).parent}" for path in self.seed_of(model)[:1]]
+        return "".join([*given, *([" --schedule restart"] if model.restarts and model.seed_step(self.context) else [])])
 
     def cores(self, settings: Mapping[str, Any]) -> int:
         """The cores that a training takes on this machine: those of all ranks, or one if the job only waits."""

@@ -1,10 +1,11 @@
 """The config that a run keeps in its folder, with the format version of the run's files."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from demix.errors import DemixError
+from demix.errors import DemixError, nearest
 from demix.files import fingerprint, read_json, write_json
 from demix.files.json_files import SEAL, read_unsealed
 
@@ -24,6 +25,10 @@ def write_run_config(path: Path, config: Mapping[str, Any]) -> None:
 
 def read_run_config(run: Path) -> dict[str, Any]:
     """The config of the run in the folder `run`. Raises DemixError for a run of another version or a damaged file."""
+    if not os.path.isfile(run / "config.json"):
+        runs = {path.parent: None for folder in (run.parent, Path("results")) for path in folder.glob("*/config.json")}
+        cause = "is missing, so its folder is none of a run"
+        raise DemixError(run / "config.json", cause, nearest(run, sorted(runs), "name results/<run>"))
     refuse_other_format(run)
     config = read_json(run / "config.json")
     del config["format"]

@@ -4,15 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from demix.config.systems import (
-    DENSE_EXPERT,
-    adapted,
-    adapted_model,
-    dense_adapted_row,
-    novel_domains,
-    trained,
-    training_domains,
-)
+from demix.config.averages import AVERAGED, averages
+from demix.config.rows import DENSE_EXPERT, novel_domains, training_domains
+from demix.config.systems import adapted, adapted_model, dense_adapted_row, trained
 
 
 @dataclass(frozen=True)
@@ -96,4 +90,16 @@ def scoring_jobs(config: Mapping[str, Any]) -> tuple[ScoringJob, ...]:
                 added=True,
             )
         )  # fmt: skip
+    for average in averages(config):
+        place, kind = average.place, ScoringJob("", "", "", AVERAGED, AVERAGED, (*training, *novel), ("test",), 1)
+        if average.weights == "uniform":
+            jobs.append(replace(kind, rule=f"score_{average.rule}", log=place, model=place))
+        else:
+            jobs += [
+                replace(
+                    kind, rule=f"score_{name}_{average.rule}", log=place.format(domain=f"{{{name}}}"),
+                    model=place.format(domain=f"{{{name}}}"), domains=(f"{{{name}}}",), jobs=len(domains),
+                )
+                for name, domains in (("training", training), ("novel", novel)) if domains
+            ]  # fmt: skip
     return tuple(jobs)

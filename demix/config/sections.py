@@ -12,16 +12,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from demix.config.architecture import PRESETS, Architecture
+from demix.config.branching import BRANCHING
+from demix.config.clustering import Clustering
 from demix.config.domains import DomainsSection, TokenizerSection
-from demix.config.mixing import parsed_weights
-from demix.config.systems import KINDS
+from demix.config.evaluation import DECAY, Decay, EvaluationSection
+from demix.config.rows import KINDS
 from demix.launch.job import Cluster, Site
 from demix.settings import DistinctItems, Integer, Number, Positive, Switch, Text, names_of, partial, settings
 
-# Default lambda of the updating and cached priors (Eq. 7).
-DECAY = 0.3
-
-Decay = Annotated[Number, Field(gt=0, le=1)]
 Seed = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
 Threads = Annotated[
     Positive,
@@ -43,14 +41,6 @@ def _row_name(name: str) -> str:
 
 
 RowName = Annotated[Text, AfterValidator(_row_name)]
-
-
-def _weights_name(weights: str | int) -> str | int:
-    parsed_weights(weights)
-    return weights
-
-
-WeightsName = Annotated[Text | Positive, AfterValidator(_weights_name)]
 
 
 @settings()
@@ -162,24 +152,7 @@ ModelRow = partial(
         Literal[tuple(KINDS)],
         Field(description="Kind of the model. A row that is named like a kind may omit this key."),
     ],
-    parent=Annotated[
-        Text,
-        Field(
-            description="A row of kind dense. The model begins with the state that this row's model had after "
-            "`seed_tokens` tokens (a seed phase): the dense feedforward is copied into every expert, and training "
-            "goes on. A branch has all its parent's settings; those of time and memory can differ, and dev_blocks. "
-            "Or the folder of a dense model, such as imported/gpt2 that `demix import` wrote: the model begins with "
-            "its parameters, and with a training of its own."
-        ),
-    ],
-    seed_tokens=Annotated[
-        Integer,
-        Field(
-            ge=0,
-            description="Tokens of the seed phase, rounded down to whole steps. They are a part of the model's "
-            "`tokens`. 0 trains from scratch.",
-        ),
-    ],
+    **BRANCHING,
 )
 
 
@@ -257,63 +230,6 @@ class AdaptationSection(AdaptationRecipe):
         default="demix", description="The row of `models` whose model gets the novel domains' experts."
     )
     ranks: Positive = Field(default=1, description="Processes that adapt one model together; at most `sequences`.")
-
-
-@settings()
-class DevBlocks:
-    """The setting that scoring and mixing share."""
-
-    dev_blocks: Positive = Field(
-        default=100, description="Blocks of each dev split that are scored and from which the cached prior is computed."
-    )
-
-
-@settings()
-class ScoringRecipe(DevBlocks):
-    """The settings of the section `evaluation` that scoring takes."""
-
-    test_tokens: Positive | None = Field(
-        default=None, description="Tokens of each test split to score; null scores all."
-    )
-    precision: Literal["fp32", "bf16"] = Field(
-        default="fp32",
-        description="Number format of the forward pass in scoring. Logits and all that follows are fp32 or more.",
-    )
-
-
-@settings(kw_only=True)
-class MixingRecipe(DevBlocks):
-    """The settings of the section `evaluation` that mixing takes."""
-
-    decay: Decay = Field(default=DECAY, description="Lambda of the updating and cached priors (Eq. 7).")
-    decays: DistinctItems[Decay] = Field(
-        default=(0.1, 0.3, 0.5, 0.7, 1.0),
-        description="Further lambdas to evaluate; the paper's tables use `decay`. The released code's running mean has "
-        "a decay of 0.7.",
-    )
-    prior_blocks: DistinctItems[Positive] = Field(
-        default=(1, 5, 10, 50, 100),
-        description="Further numbers of dev blocks from which to compute the cached prior, at most `dev_blocks`. "
-        "Where 100 blocks are asked for, the scorer released with the paper takes 202; score 202 blocks "
-        "to compare with the paper's numbers.",
-    )
-    weights: DistinctItems[WeightsName] = Field(
-        default=("history", "released", "tempered", "switching"),
-        min_length=1,
-        description="Rules that compute the experts' weights from the text so far. Of the current block: history (all "
-        "tokens so far, Eq. 5-6), released (only the last token, as in the code published with the paper), or a number "
-        "of last tokens. Of all text so far: tempered and switching, which the paper does not have. Their parameters "
-        "are chosen on dev, or given as in `tempered(0.2,0.98)` (beta, gamma) and `switching(0.2)` (alpha).",
-    )
-    top_k: DistinctItems[Positive] = Field(
-        default=(),
-        description="Numbers k of experts. For each k, mix once more with only the k likeliest experts at each token.",
-    )
-
-
-@settings(kw_only=True)
-class EvaluationSection(ScoringRecipe, MixingRecipe):
-    """What is scored and how experts are mixed."""
 
 
 @settings()
@@ -397,6 +313,7 @@ class Config:
     )
     run: Text = Field(
         pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        json_schema_extra={"patternErrorMessage": "of letters, digits, dots, _ and -, the first a letter or digit"},
         description="Name of the run. All files of the run are below results/<run>/.",
     )
     seed: Seed = Field(default=1, description="Seed of splits, initialisation and data order.")
@@ -430,6 +347,10 @@ class Config:
         "Dense: data in proportion to the domains' sizes) and domain_token (dense and balanced, with a "
         "domain token before each sequence). null leaves out dense_unbalanced or domain_token. A row of "
         "another name adds a model of the `kind` that the row names.",
+    )
+    clusterings: dict[RowName, Clustering] = Field(
+        default_factory=dict,
+        description="Ways to divide the training domains' documents into clusters, by name (c-BTM).",
     )
     evaluation: EvaluationSection = Field(
         default_factory=EvaluationSection, description="What is scored and how experts are mixed."

@@ -9,46 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from demix.errors import DemixError
-
-# The single expert of a model without domain experts.
-DENSE_EXPERT = "dense"
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How models of one kind are built, and what they learn from.
-
-    `label` is the paper's name of the kind. `expert_scope` says which tensors belong to a domain's expert alone:
-    `feedforward` (DEMix layers), or `none` for a model whose single expert is called `dense`. `batches` says how a step
-    is drawn: `by_domain` (a group of sequences for each domain's expert), `mixed` (the same sequences as one group) or
-    `proportional` (in proportion to the domains' sizes). With `domain_tokens` the token of its domain stands before
-    each sequence.
-    """
-
-    name: str
-    label: str
-    expert_scope: str
-    batches: str
-    domain_tokens: bool = False
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether each domain has an expert of its own."""
-        return self.expert_scope != "none"
-
-
-KINDS = {
-    kind.name: kind
-    for kind in (
-        Kind("demix", "DEMix", "feedforward", "by_domain"),
-        Kind("dense", "Dense (Balanced)", "none", "mixed"),
-        Kind("dense_unbalanced", "Dense", "none", "proportional"),
-        Kind("domain_token", "+ Domain Token", "none", "mixed", domain_tokens=True),
-    )
-}
-# Rows that a config must keep: DEMix is the model under test, and the dense model is its baseline.
-KEPT = ("demix", "dense")
+from demix.config.rows import DENSE_EXPERT, Kind, by_domain, learned, model_rows, novel_domains, training_domains
+from demix.errors import DemixError, nearest
 
 
 @dataclass(frozen=True)
@@ -58,9 +20,13 @@ class Model:
     `row` is the model's name in results, the same for every seed. `base` is the row of the config's `models` that
     configures the training. `domains` are the domains that the model learns from, in order. `settings` are the config's
     section `training` with the row's own values, or for an adapted model the section `adaptation`. `removed` is the
-    domain that the model is trained without. `parent` is the folder of the model that this one goes on from: with a
-    seed phase (docs/concepts.md), or adapted to the novel domain `adapted_to`. `scored` are the domains that the model
-    is scored on, `splits` the splits of these domains.
+    domain that the model is trained without, and `replacement` the novel domain in its place. `parent` is the folder of
+    the model that this one goes on from: with a seed phase (docs/concepts.md), or adapted to the novel domain
+    `adapted_to`. `scored` are the domains that the model is scored on, `splits` the splits of these domains. A model
+    whose experts are whole models has one training per expert (`parts`), in the folder branches/<name>/<part>: `share`
+    trainings with equal shares of the tokens. A model that learns from clusters of the clustering `data` has them as
+    its `domains`, with equal parts of a step's sequences. `routing` is the clustering whose distances can weight the
+    model's experts, if there is one.
     """
 
     name: str
@@ -73,8 +39,42 @@ class Model:
     splits: tuple[str, ...] = ("dev", "test")
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     removed: str = ""
+    replacement: str = ""
     parent: str = ""
     adapted_to: str = ""
+    data: str = ""
+    routing: str = ""
+    part: str = ""
+    share: int = 1
+
+    @property
+    def parts(self) -> tuple["Model", ...]:
+        """The trainings of the model: one of all its experts, or one for each expert that is a whole model."""
+        if self.kind.expert_scope != "model":
+            return (self,)
+        share = len(self.domains)
+        parts = tuple(replace(self, domains=(name,), part=name, share=share) for name in self.domains)
+        if not self.removed:
+            return parts
+        # Nothing but its own domain reaches an expert, so the base has trained all experts but the replacement.
+        return tuple(part if part.part == self.replacement else replace(part, name=self.base) for part in parts)
+
+    @property
+    def jobs(self) -> tuple[tuple["Model", ...], ...]:
+        """The parts that are trained for this model, as the jobs that train them one after the other."""
+        own = tuple(part for part in self.parts if part.name == self.name)
+        size = int(self.settings.get("experts_per_job", 1))
+        return tuple(own[first : first + size] for first in range(0, len(own), size))
+
+    @property
+    def place(self) -> str:
+        """The training's name in paths of its checkpoints, its metrics and its log."""
+        return f"{self.name}/{self.part}" if self.part else self.name
+
+    @property
+    def folder(self) -> str:
+        """The folder of the run in which the training leaves its model."""
+        return f"{'branches' if self.part else 'models'}/{self.place}"
 
     @property
     def experts(self) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ class Model:
     @property
     def rule(self) -> str:
         """The model's name as a part of the names of rules."""
-        return self.name.replace("-", "_")
+        return self.place.replace("-", "_").replace("/", "__")
 
     @property
     def rates_from(self) -> str:
@@ -102,12 +102,37 @@ class Model:
         return self.name == self.rates_from and bool(self.settings["sweep"])
 
     def step_tokens(self, context: int) -> int:
-        """The tokens of one optimizer step with blocks of `context` tokens."""
-        return int(len(self.domains) * self.settings["sequences"] * context)
+        """The tokens of one optimizer step of all parts together with blocks of `context` tokens."""
+        return int(len(self.domains) * self.share * self.settings["sequences"] * context)
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the model takes its parent's parameters alone, with settings and a schedule of its own."""
+        return bool(self.parent and self.settings.get("schedule") == "restart")
+
+    def parent_step_tokens(self, context: int) -> int:
+        """The tokens of one optimizer step of the model's parent."""
+        of_parent = self.settings.get("seed_sequences")
+        return int(of_parent) * context if of_parent else self.step_tokens(context)
 
     def seed_step(self, context: int) -> int:
         """The number of its parent's updates with which the model begins; 0 for one that is trained from scratch."""
-        return int(self.settings.get("seed_tokens", 0)) // self.step_tokens(context) if self.parent else 0
+        return int(self.settings.get("seed_tokens", 0)) // self.parent_step_tokens(context) if self.parent else 0
+
+    def first_step(self, context: int) -> int:
+        """The number of updates, from the model's steps, that its seed phase stands for."""
+        seen = self.seed_step(context) * self.parent_step_tokens(context) if self.parent else 0
+        return -(-seen // self.step_tokens(context))
+
+
+def job_place(job: tuple[Model, ...]) -> str:
+    """The folder, below those of checkpoints, in which a job of `Model.jobs` is found again."""
+    return job[0].place + (f"-and-{len(job) - 1}-more" if job[1:] else "")
+
+
+def rule_of(job: tuple[Model, ...]) -> str:
+    """The rule of the workflow that does a job of `Model.jobs`."""
+    return f"train_{job[0].rule}" + (f"__and_{len(job) - 1}_more" if job[1:] else "")
 
 
 @dataclass(frozen=True)
@@ -140,16 +165,6 @@ class Adaptation:
     def expert(self) -> str:
         """The name of the adapted expert in that folder."""
         return self.domain if self.adds_expert else DENSE_EXPERT
-
-
-def training_domains(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The training domains in the config's order."""
-    return tuple(config["domains"]["training"])
-
-
-def novel_domains(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The novel domains in the config's order."""
-    return tuple(config["domains"].get("novel") or ())
 
 
 def further_seeds(config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -190,69 +205,6 @@ def adapted(row: str, domain: str) -> str:
     return f"{row}-dapt-{domain}"
 
 
-def model_rows(config: Mapping[str, Any]) -> dict[str, tuple[Kind, dict[str, Any]]]:
-    """The rows of a completed config's `models` with the kind and section `training` of each, the paper's four first.
-
-    A row with a seed phase has its parent's settings, and the keys `parent` and `seed_tokens` among them. A row whose
-    parent is a folder has this folder as the key `initial`. Raises DemixError for a row of an unknown kind, where demix
-    or dense is left out, and for a parent that does not fit.
-    """
-    given = config.get("models") or {}
-    rows: dict[str, tuple[Kind, dict[str, Any]]] = {}
-    for name in (*KINDS, *(name for name in given if name not in KINDS)):
-        overrides = given.get(name, {})
-        if overrides is None:
-            if name in KEPT:
-                raise DemixError(
-                    f"config key models.{name}", "is null", "keep this row: other models are compared with it"
-                )
-            continue
-        kind = overrides.get("kind") or name
-        if kind not in KINDS:
-            cause = f"is {kind!r}" if "kind" in overrides else "is missing"
-            raise DemixError(f"config key models.{name}.kind", cause, f"use one of {', '.join(KINDS)}")
-        if name in KINDS and kind != name:
-            raise DemixError(f"config key models.{name}.kind", f"is {kind}", "use this kind in a row of another name")
-        own = {key: value for key, value in overrides.items() if key != "kind"}
-        if "/" in (own.get("parent") or ""):
-            own["initial"] = own.pop("parent")
-        rows[name] = (KINDS[kind], (config.get("training") or {}) | own)
-    for name, (row_kind, settings) in rows.items():
-        _check_seed_phase(name, row_kind, settings, rows)
-        if parent := settings.get("parent"):
-            own = {key: value for key, value in given[name].items() if key != "kind"}
-            rows[name] = (row_kind, rows[parent][1] | own)
-    return rows
-
-
-def _check_seed_phase(
-    name: str, kind: Kind, settings: Mapping[str, Any], rows: Mapping[str, tuple[Kind, dict[str, Any]]]
-) -> None:
-    """Raise DemixError unless the row `name` has no seed phase, or one that its kind and its parent allow."""
-    key, parent = f"config key models.{name}", settings.get("parent")
-    if "initial" in settings:
-        if kind.domain_tokens or settings.get("seed_tokens") is not None:
-            cause = "is a folder, whose model has no domain tokens and begins no seed phase"
-            raise DemixError(f"{key}.parent", cause, "leave out seed_tokens, and choose another kind than domain_token")
-        return
-    if (parent is None) != (settings.get("seed_tokens") is None):
-        missing, there = ("parent", "seed_tokens") if parent is None else ("seed_tokens", "parent")
-        raise DemixError(f"{key}.{missing}", f"is missing beside {there}", "give both, or neither")
-    if parent is None:
-        return
-    cure = f"name one of {', '.join(row for row, (kind, _) in rows.items() if kind == KINDS['dense'])}"
-    if kind.batches != "by_domain":
-        raise DemixError(f"{key}.parent", f"is given to a row of kind {kind.name}", "use kind: demix, or leave it out")
-    if parent not in rows:
-        raise DemixError(f"{key}.parent", f"is {parent}, which is no row of models", cure)
-    if rows[parent][0] != KINDS["dense"]:
-        cause = f"is {parent} of kind {rows[parent][0].name}, which draws other blocks or has other parameters"
-        raise DemixError(f"{key}.parent", cause, cure)
-    if settings["seed_tokens"] > rows[parent][1]["tokens"]:
-        cause = f"is {settings['seed_tokens']}, more than the {rows[parent][1]['tokens']} tokens of {parent}"
-        raise DemixError(f"{key}.seed_tokens", cause, "lower it")
-
-
 def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
     """All models of a run of a completed config.
 
@@ -261,18 +213,20 @@ def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
     """
     training, novel = training_domains(config), novel_domains(config)
     first = [
-        # Single columns are neither mixed nor chosen, so that nothing reads their scores on dev.
         Model(
             name,
             name,
             name,
             kind,
             config["seed"],
-            training,
+            learned(config, settings),
             training + novel,
             settings=settings,
+            # Single columns are neither mixed nor chosen, so that nothing reads their scores on dev.
             splits=("dev", "test") if kind.has_experts or kind.domain_tokens else ("test",),
             parent=settings.get("parent", ""),
+            data=settings.get("data", ""),
+            routing=(settings.get("data") or by_domain(config)) if kind.has_experts else "",
         )
         for name, (kind, settings) in model_rows(config).items()
     ]
@@ -286,6 +240,8 @@ def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
             domains=tuple(removal["replacement"] if domain == removed else domain for domain in training),
             scored=(removed,),
             removed=removed,
+            routing="",
+            replacement=removal["replacement"],
         )
         for removed in removal.get("retrain_without") or ()
     ]
@@ -320,6 +276,13 @@ def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
 def trained(config: Mapping[str, Any]) -> tuple[Model, ...]:
     """The models that a run trains from scratch, or from a seed."""
     return tuple(model for model in planned(config) if not model.adapted_to)
+
+
+def learned_splits(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The clusterings that models learn from, each with the splits that their trainings read."""
+    models = [model for model in trained(config) if model.data]
+    found = [(model.data, "train") for model in models]
+    return tuple(dict.fromkeys(found + [(one.data, "dev") for one in models if one.settings["dev_blocks"]]))
 
 
 def seeds(config: Mapping[str, Any], context: int) -> dict[tuple[str, int], Model]:
@@ -370,9 +333,9 @@ def _adaptations(config: Mapping[str, Any], rows: list[Model]) -> tuple[Adaptati
 
 def _row(models: list[Model], name: str, key: str, *, experts: bool = True) -> Model:
     """The model of the row that a config key names; `experts` says whether the model must have experts."""
-    fitting = [model for model in models if model.kind.has_experts == experts]
+    fitting = [model for model in models if model.kind.has_experts == experts and not model.data]
     for model in fitting:
         if model.name == name:
             return model
-    names = ", ".join(model.name for model in fitting)
-    raise DemixError(f"config key {key}", f"is {name}, which is no such row of models", f"name one of {names}")
+    cure = nearest(name, (model.name for model in fitting), "add a row to models")
+    raise DemixError(f"config key {key}", f"is {name}, which is no such row of models", cure)

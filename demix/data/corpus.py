@@ -6,7 +6,7 @@ Texts go through files, each of a stretch of the order: memory holds one stretch
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from demix.config.domains import Budget
 from demix.data.leakage import gram_set, leaked, shares
+from demix.data.readers import TO_UTF8
 from demix.errors import DemixError
 from demix.files import parquet_reader, read_json, scratch, write_json
 from demix.files.batches import BATCH_BYTES, BATCH_ROWS, counted, read_batches, write_batches
@@ -97,7 +98,7 @@ def split(
     schema = SCHEMA.append(pa.field("metadata", pa.large_string())) if metadata else SCHEMA
     held_out = {name: outputs[name] for name in ("dev", "test")}
     with scratch(card) as folder, database(card) as tables:
-        work = _Work(domain, documents, folder, schema, tables)
+        work = _Work(domain, documents, folder, schema, tables, _left_out(totals["rejected"]))
         duplicates = _deduplicate(work, owners, training, seed)
         asked, budget = budget, _fitting(work, budget)
         edges = _edges(work, budget)
@@ -133,13 +134,14 @@ def split(
 
 @dataclass(frozen=True)
 class _Work:
-    """A domain being split: its files, a folder for stretches, the columns of its splits, its tables."""
+    """A domain being split: its files, a folder for stretches, the columns of its splits, its tables, what it lacks."""
 
     domain: str
     documents: list[Path]
     folder: Path
     schema: pa.Schema
     tables: duckdb.DuckDBPyConnection
+    left_out: str
 
     def read(self, columns: list[str], doing: str) -> Iterator[pa.RecordBatch]:
         """The documents in the order of the files, with their number as the last column."""
@@ -205,9 +207,22 @@ def _refused(work: _Work, budget: Budget) -> NoReturn:
     raise DemixError(
         f"{work.domain}.words",
         f"dev ({budget.dev}) and test ({budget.test}) leave no document for train out of {documents} documents with "
-        f"{words} words",
+        f"{words} words" + (f"; left out: {work.left_out}" if work.left_out else ""),
         "lower them or add text",
     )
+
+
+def left_out(cards: Iterable[Path]) -> list[str]:
+    """One line for each domain of these corpus cards that lacks documents or bytes because they are no text."""
+    found = ((card["domain"], _left_out(card["rejected"] | card["normalised"])) for card in map(read_json, cards))
+    return [f"{domain}: left out: {said}" for domain, said in found if said]
+
+
+def _left_out(counts: Mapping[str, int]) -> str:
+    kinds = {"not_utf8": "document{} not in UTF-8", "invalid_bytes": "byte{} not in UTF-8", "empty": "document{} empty"}
+    found = {kind: counts[kind] for kind in kinds if counts.get(kind)}
+    said = ", ".join(f"{number:,} {kinds[kind].format('s' * (number > 1))}" for kind, number in found.items())
+    return said + (f" (convert: {TO_UTF8})" if found.keys() - {"empty"} else "")
 
 
 def _edges(work: _Work, budget: Budget) -> dict[str, _Edges]:

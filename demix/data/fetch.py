@@ -17,6 +17,8 @@ from demix.progress import progress
 
 RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 ATTEMPTS = 8
+# Encoded on the way, neither ranges nor lengths would be those of the file.
+HEADERS = {"Accept-Encoding": "identity", "User-Agent": "demix"}
 
 _log = logging.getLogger(__name__)
 
@@ -74,11 +76,23 @@ def fetch(
         note.unlink(missing_ok=True)
 
 
+def refusal(url: str, any_answer: bool = False, timeout: float = 20.0) -> str:
+    """Why a file at `url` cannot be fetched from this machine; empty if its server gives it, or asks to try again.
+
+    With `any_answer` whatever the server says is an answer. Only the head of the answer is read.
+    """
+    try:
+        with requests.get(url, headers=HEADERS, stream=True, timeout=timeout) as response:
+            fine = any_answer or response.ok or response.status_code in RETRIED_STATUS
+            return "" if fine else f"{response.status_code} {response.reason}"
+    except (requests.RequestException, HTTPError, ValueError) as error:
+        return " ".join(masked(str(error)).split())
+
+
 def _go_on(session: Any, url: str, shown: str, partial: Path, note: Path, timeout: float) -> Any:
     """Fetch what is missing of `partial`; returns None when it is whole, or an answer after which to try again."""
     start = _size(partial) if note.exists() else 0
-    # Encoded on the way, neither ranges nor lengths would be those of the file.
-    headers = {"Accept-Encoding": "identity", "User-Agent": "demix"}
+    headers = dict(HEADERS)
     if start:
         headers |= {"Range": f"bytes={start}-", "If-Range": note.read_text()}
     with session.get(url, headers=headers, stream=True, timeout=timeout) as response:

@@ -5,6 +5,7 @@ A byte that is not UTF-8 becomes the lone surrogate U+DC00 + byte (Python's "sur
 `demix.data.sources` replaces and counts.
 """
 
+import codecs
 import io
 import json
 import tarfile
@@ -26,6 +27,8 @@ from demix.errors import DemixError
 MAX_DOCUMENT_BYTES = 128 << 20
 MAX_RATIO = 200
 RATIO_FREE_BYTES = 64 << 20
+# The cure for text in another coding, most often Latin-1.
+TO_UTF8 = "iconv -f LATIN1 -t UTF-8 OLD > NEW"
 
 _COMPRESSIONS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd"}
 _DAMAGE = (
@@ -46,8 +49,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Reading:
-    """What to read in a file: the `paths` of the fields wanted, the text first; `members` of archives, by glob.
+    """What to read in a file: the `paths` of the fields wanted, the text first, or none for all fields.
 
+    `members`: those of archives, by glob.
     `values`: a .json file is one array or object whose values are the records. Of the rows (of an archive: of the
     members, of Parquet: of the row groups where there are enough) `part` of `parts` is read, one in `parts`.
     """
@@ -90,6 +94,20 @@ def _suffixes(name: str) -> list[str]:
     if found[-1:] == [".tgz"]:
         return [".tar", ".tgz"]
     return found if found[-1:] and found[-1] in _COMPRESSIONS else found[-1:]
+
+
+def stem(name: str) -> str:
+    """The name of a file without the endings that say how it is read."""
+    for suffix in reversed(_suffixes(name) if readable(name) else []):
+        if name.lower().endswith(suffix):
+            name = name[: -len(suffix)]
+    return name
+
+
+def readable(name: str) -> bool:
+    """Whether a file of this name is of a known format."""
+    suffixes = _suffixes(name)
+    return suffixes == [".parquet"] or suffixes[:1] in ([".zip"], [".tar"]) or bool({*suffixes[:1]} & {*_FORMATS})
 
 
 def _format(path: Path) -> Reader:
@@ -163,6 +181,8 @@ def _opened(path: Path, bound: _Bound | None = None) -> io.BufferedReader:
 
 def _opened_rows(read: Reader, path: Path, reading: Reading) -> Iterator[Row]:
     with _opened(path) as stream:
+        if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise DemixError(path, "is UTF-16, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW")
         yield from read(stream, path, reading)
 
 
@@ -209,7 +229,8 @@ def _whole(stream: "io.BufferedReader[Any]", path: Path) -> bytes:
 def _text(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
     data = _whole(stream, path)
     if data and reading.takes(0):
-        yield Row(path, 1, {reading.paths[0]: data.decode("utf-8-sig", "surrogateescape"), "file": path.name})
+        text = data.decode("utf-8-sig", "surrogateescape")
+        yield Row(path, 1, {next(iter(reading.paths), "text"): text, "file": path.name})
 
 
 def _csv(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
@@ -229,7 +250,8 @@ def _csv(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iter
             if reading.takes(number - 1):
                 yield Row(path, number, fields)
     except KeyError as error:
-        raise DemixError(path, str(error).strip("'\""), f"name columns it has, not all of {columns}") from None
+        cure = f"it lacks one of {', '.join(columns)}: name the text's as source.text or --field"
+        raise DemixError(path, str(error).strip("'\""), cure) from None
     except (pa.ArrowException, OSError) as error:
         raise DemixError(path, f"is not valid CSV ({error})", "mend the row, or use JSON lines") from None
 
@@ -251,7 +273,7 @@ def _parquet(path: Path, reading: Reading) -> Iterator[Row]:
             for group in groups:
                 rows = file.metadata.row_group(group).num_rows
                 if not by_group or reading.takes(group):
-                    batches = file.iter_batches(batch_size=256, row_groups=[group], columns=columns)
+                    batches = file.iter_batches(batch_size=256, row_groups=[group], columns=columns or None)
                     for number, fields in _numbered(batches, start):
                         if by_group or reading.takes(number - 1):
                             yield Row(path, number, fields)

@@ -141,7 +141,8 @@ def _document(row: Row, source: Source) -> tuple[str, str, str]:
         name = f"{row.file.name}#{row.number}" if source.id is None else str(select(row.fields, source.id))
     except LookupError as error:
         named = ", ".join(map(repr, row.fields))[:300]
-        raise DemixError(place, f"has no field {error.args[0]!r}", f"fields are {named}") from None
+        cure = f"fields are {named}: name the text's as source.text or --field"
+        raise DemixError(place, f"has no field {error.args[0]!r}", cure) from None
     try:
         text = as_text(text)
     except TypeError as error:

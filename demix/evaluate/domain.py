@@ -10,8 +10,11 @@ import numpy as np
 import pyarrow as pa
 
 from demix.config.evaluated import Evaluated, ExpertSet
-from demix.config.sections import MixingRecipe, Seed
+from demix.config.evaluation import MixingRecipe
+from demix.config.mixing import parsed_weights
+from demix.config.sections import Seed
 from demix.errors import DemixError
+from demix.evaluate.columns import COLUMNS, DIFFERENCES, LOSSES, POSTERIORS, PRIORS, table_schema
 from demix.evaluate.intervals import FEWEST, bounds, clustered, resampled_sums
 from demix.evaluate.losses import DocumentLosses, Mixture, dev_priors, document_losses
 from demix.evaluate.mix.choice import mixing_of, switching_on_dev
@@ -23,9 +26,11 @@ from demix.evaluate.mix.priors import (
     posterior_trace,
 )
 from demix.evaluate.mix.rules import WeightsRule
-from demix.evaluate.planned import planned_mixtures
-from demix.evaluate.score_tables import ScoreTable, read_scores
+from demix.evaluate.planned import planned_mixtures, routed, routed_grid
+from demix.evaluate.routing import beside_of, best_on_dev
+from demix.evaluate.score_tables import ScoreTable, read_scores, refuse_unknown
 from demix.files import seed_for, write_parquet
+from demix.model.clusters import clusters_of
 from demix.settings import Items, Text, settings
 
 log = logging.getLogger(__name__)
@@ -57,106 +62,6 @@ class Outputs:
     differences: Path
     posteriors: Path
     losses: Path
-
-
-# results.parquet. `variant` is empty in the rows of the tables; others say what varies in theirs: decay and dev_blocks
-# (a whole grid, the config's own value too), dev_choice (an expert chosen on dev, not by the test's oracle) and
-# released_scorer (the paper's published code, by `scorer` too: paper or released). `chosen_on` is the split on which
-# `naive` chose an expert for a novel domain. `beta`, `gamma` and `alpha` are the parameters of `tempered` and
-# `switching`. The methods best_block and best_token are no mixtures but floors, in hindsight. `documents` counts
-# documents of origin, `pieces` what was scored of them: equal where none was cut. Bounds are of the 95% interval over
-# documents of origin, null below 20 of them.
-COLUMNS = {
-    "model": pa.string(),
-    "experts": pa.string(),
-    "n_experts": pa.int32(),
-    "method": pa.string(),
-    "weights": pa.string(),
-    "top_k": pa.int32(),
-    "decay": pa.float64(),
-    "beta": pa.float64(),
-    "gamma": pa.float64(),
-    "alpha": pa.float64(),
-    "dev_blocks": pa.int32(),
-    "domain": pa.string(),
-    "kind": pa.string(),
-    "split": pa.string(),
-    "expert": pa.string(),
-    "oracle": pa.bool_(),
-    "documents": pa.int32(),
-    "pieces": pa.int32(),
-    "tokens": pa.int64(),
-    "nll": pa.float64(),
-    "perplexity": pa.float64(),
-    "tokens_sha256": pa.string(),
-    "variant": pa.string(),
-    "scorer": pa.string(),
-    "chosen_on": pa.string(),
-    "perplexity_low": pa.float64(),
-    "perplexity_high": pa.float64(),
-    "bytes": pa.int64(),
-    "bits_per_byte": pa.float64(),
-    "seed": pa.int32(),
-}
-# differences.parquet: each system less the one it is held `against` (dense or demix_cached), over the same documents;
-# negative is better than that one.
-DIFFERENCES = {
-    "model": pa.string(),
-    "experts": pa.string(),
-    "method": pa.string(),
-    "weights": pa.string(),
-    "against": pa.string(),
-    "domain": pa.string(),
-    "kind": pa.string(),
-    "documents": pa.int32(),
-    "pieces": pa.int32(),
-    "tokens": pa.int64(),
-    "nats_per_token": pa.float64(),
-    "nats_per_token_low": pa.float64(),
-    "nats_per_token_high": pa.float64(),
-    "perplexity": pa.float64(),
-    "perplexity_low": pa.float64(),
-    "perplexity_high": pa.float64(),
-    "tokens_sha256": pa.string(),
-    "seed": pa.int32(),
-}
-# priors.parquet: the cached priors of the tables' rows by their weights, and the fitted priors (weights: fitted).
-PRIORS = {
-    "model": pa.string(),
-    "experts": pa.string(),
-    "weights": pa.string(),
-    "domain": pa.string(),
-    "kind": pa.string(),
-    "expert": pa.string(),
-    "prior": pa.float64(),
-    "seed": pa.int32(),
-}
-# posteriors.parquet: over demix's training experts after each block, with the updating prior (Figures 7 and 8).
-POSTERIORS = {
-    "model": pa.string(),
-    "experts": pa.string(),
-    "weights": pa.string(),
-    "decay": pa.float64(),
-    "domain": pa.string(),
-    "kind": pa.string(),
-    "split": pa.string(),
-    "block": pa.int32(),
-    "expert": pa.string(),
-    "posterior": pa.float64(),
-    "seed": pa.int32(),
-}
-# losses.parquet: the loss of each document under each column of each model's score table, in nats. `document` is its
-# number in the split, `origin` is the same for pieces of one document, and `tokens` counts its scored tokens.
-LOSSES = {
-    "domain": pa.string(),
-    "document": pa.int32(),
-    "origin": pa.int64(),
-    "tokens": pa.int64(),
-    "model": pa.string(),
-    "seed": pa.int32(),
-    "expert": pa.string(),
-    "nll": pa.float64(),
-}
 
 
 @dataclass(frozen=True)
@@ -216,12 +121,15 @@ def _mixed(scores: Path, domain: str, evaluation: Evaluation, byte_lengths: np.n
         (column,) = table.columns
         totals = document_losses(scores / table.folder / f"{domain}.test", (column,), byte_lengths=byte_lengths)
         scored.append(totals)
-        losses.append(_losses(domain, table, totals))
+        losses.append(_losses(domain, replace(table, model=table.folder) if table.merged else table, totals))
         about = common | {"model": table.model, "seed": table.seed, "n_experts": 1}
         about |= {"experts": column, "method": "dense"}
+        if table.merged:
+            about |= {"experts": "training", "method": "merged"}
         for some in table.sets:
             about |= {"experts": some.label, "method": "naive"}
-        rows.append(_row(about, totals, totals.experts[column], expert=column if table.sets else ""))
+        named = {"expert": column if table.sets else "", "weights": table.merged}
+        rows.append(_row(about, totals, totals.experts[column], **named))
 
     def add_mixed(table: Evaluated) -> None:
         folder = scores / table.folder
@@ -230,14 +138,18 @@ def _mixed(scores: Path, domain: str, evaluation: Evaluation, byte_lengths: np.n
         for some in table.sets:
             rules = _chosen(evaluation.weights, dev, some.experts, scores.parent / "models" / table.folder)
             planned[some] = [
-                (replace(mixture, rule=rules.get(mixture.weights)), variant)
+                (replace(mixture, rule=mixture.rule or rules.get(mixture.weights)), variant)
                 for mixture, variant in planned_mixtures(evaluation, some, len(dev.mask))
             ]
         mixtures = [mixture for entries in planned.values() for mixture, _ in entries]
         log_priors = dev_priors(dev, mixtures)
+        for some, entries in planned.items():
+            if tried := routed_grid(evaluation, some, len(dev.mask), contexts=1):
+                entries += best_on_dev(folder / f"{domain}.dev", table.columns, tried, log_priors)
         traced = next((_traced(evaluation, some) for some in table.sets if some.variants), None)
         test = folder / f"{domain}.test"
-        totals = document_losses(test, table.columns, mixtures, log_priors, byte_lengths, traced)
+        beside = beside_of(test, mixtures)
+        totals = document_losses(test, table.columns, mixtures, log_priors, byte_lengths, traced, beside)
         scored.append(totals)
         losses.append(_losses(domain, table, totals))
         for some, entries in planned.items():
@@ -270,18 +182,24 @@ def mix_experts(test: Path, mixture: Mixture, methods: Sequence[str]) -> tuple[l
     The prior, empty unless `cached` or `fitted` is asked for, comes from the table <domain>.dev beside `test`. Weights
     with open parameters take those of the model's mixing.json, or choose them on that table.
     """
+    refuse_unknown(test, mixture.experts)
     dev = None
     if {"cached", "fitted"} & {*methods} or mixture.weights == "switching":
         dev = read_scores(test.with_suffix(".dev"), mixture.experts)
     model = test.resolve().parents[2] / "models" / test.resolve().parent.name
-    mixture = replace(mixture, rule=_chosen([mixture.weights], dev, mixture.experts, model).get(mixture.weights))
+    if parsed_weights(mixture.weights).rules.routed:
+        clusters = clusters_of(model)
+        mixture = routed(mixture, clusters.name, clusters.context, clusters.temperature)
+    mixture = replace(
+        mixture, rule=mixture.rule or _chosen([mixture.weights], dev, mixture.experts, model).get(mixture.weights)
+    )
     mixtures = [
         # Equal weights have no likeliest experts.
         replace(mixture, method=method, top_k=None if method == "average" else mixture.top_k)
         for method in methods
     ]
     priors = dev_priors(dev, mixtures) if dev else {}
-    totals = document_losses(test, mixture.experts, mixtures, priors)
+    totals = document_losses(test, mixture.experts, mixtures, priors, beside=beside_of(test.resolve(), mixtures))
     about = {"model": test.parent.name, "experts": ""}
     rows = [_row(about | {"method": "expert"}, totals, nll, expert=name) for name, nll in totals.experts.items()]
     rows += _mixture_rows([(each, "") for each in mixtures], about, totals, mixture.dev_blocks)
@@ -303,11 +221,6 @@ def _chosen(
     return rules
 
 
-def table_schema(columns: dict[str, pa.DataType]) -> pa.Schema:
-    """The schema of one of the tables above; the training seed is never null."""
-    return pa.schema([pa.field(name, kind, nullable=name != "seed") for name, kind in columns.items()])
-
-
 def _traced(evaluation: Evaluation, some: ExpertSet) -> Mixture:
     return Mixture("updating", some.experts, "history", decay=evaluation.decay)
 
@@ -317,7 +230,7 @@ def _row(about: dict[str, Any], totals: DocumentLosses, nll: np.ndarray, **more:
     values = {
         "weights": "", "split": "test", "expert": "", "oracle": False, "documents": len(np.unique(totals.origins)),
         "pieces": len(totals.tokens), "tokens": tokens, "nll": summed, "perplexity": float(np.exp(summed / tokens)),
-        "tokens_sha256": totals.sha256, "variant": "", "scorer": "paper", "chosen_on": "",
+        "tokens_sha256": totals.sha256, "variant": "", "scorer": "paper", "chosen_on": "", "routing": "", "context": "",
     }  # fmt: skip
     if totals.byte_count:
         values |= {"bytes": totals.byte_count, "bits_per_byte": float(summed / np.log(2) / totals.byte_count)}
@@ -348,13 +261,13 @@ def _mixture_rows(
 ) -> Iterator[Row]:
     for mixture, variant in entries:
         more: dict[str, Any] = {"method": mixture.method, "top_k": mixture.top_k}
-        more |= {"variant": variant, "scorer": mixture.scorer}
+        more |= {"variant": variant, "scorer": mixture.scorer, "routing": mixture.routing, "context": mixture.context}
         if mixture.method in FLOORS:
             more |= {"oracle": True, "chosen_on": "test"}
         elif mixture.method != "average":
             more["weights"] = str(mixture.weights)
             rule = vars(mixture.weights_rule)
-            more |= {name: rule[name] for name in ("beta", "gamma", "alpha") if name in rule}
+            more |= {name: rule[name] for name in ("beta", "gamma", "alpha", "temperature") if name in rule}
         if mixture.method in ("updating", "cached"):
             more["decay"] = mixture.decay
         if mixture.method == "cached":

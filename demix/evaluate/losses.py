@@ -6,23 +6,24 @@ from pathlib import Path
 
 import numpy as np
 
-from demix.config.sections import DECAY
+from demix.config.evaluation import DECAY
 from demix.errors import DemixError
 from demix.evaluate.mix.mixtures import FLOORS, floor, log_mixtures, mixing_rule
 from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior, log_prior_path, posterior_trace
-from demix.evaluate.mix.rules import Chunk, State, WeightsRule
+from demix.evaluate.mix.rules import DISTANCES, Chunk, State, WeightsRule
 from demix.evaluate.score_tables import Beside, Blocks, ScoreTable, scored_sha256, stream_scores
 from demix.files.batches import counted
 
 # Experts, weights and scorer: what tells one path of updating priors from another, decays aside.
-_Path = tuple[tuple[str, ...], str | int, str]
+_Path = tuple[tuple[str, ...], str | WeightsRule, str]
 
 
 @dataclass(frozen=True)
 class Mixture:
     """One way to mix `experts`; see `demix.evaluate.mix.mixtures.mix`. `dev_blocks` make the prior of `cached`.
 
-    `rule` is what `weights` stand for, where these leave parameters open that were chosen on dev.
+    `rule` is what `weights` stand for, where these leave parameters open. `routing` and `context` name the clustering
+    and the text whose distances the rule reads, if it reads any.
     """
 
     method: str
@@ -33,6 +34,8 @@ class Mixture:
     top_k: int | None = None
     scorer: str = "paper"
     rule: WeightsRule | None = None
+    routing: str = ""
+    context: str = ""
 
     @property
     def weights_rule(self) -> WeightsRule:
@@ -68,7 +71,7 @@ def dev_priors(dev: ScoreTable, mixtures: Iterable[Mixture]) -> dict[Mixture, np
         part = dev.select(mixture.experts)
         if mixture.method == "cached":
             priors[mixture] = cached_log_prior(
-                part.scores, part.mask, mixture.weights, decay=mixture.decay, blocks=mixture.dev_blocks,
+                part.scores, part.mask, mixture.weights_rule, decay=mixture.decay, blocks=mixture.dev_blocks,
                 scorer=mixture.scorer,
             )  # fmt: skip
         elif mixture.method == "fitted":
@@ -91,7 +94,8 @@ def document_losses(
 
     `priors` holds the log prior of each `cached` or `fitted` mixture. A mixture with a method of `FLOORS` is the best
     expert in hindsight. `traced` is one whose method is `updating`; `byte_lengths`
-    are those of the tokenizer's ids; `beside` is what the weights rules read besides scores. The table is streamed, so
+    are those of the tokenizer's ids; `beside` is what the weights rules read besides scores; that
+    of a context has the distances to the clusters of experts. The table is streamed, so
     memory grows with the number of documents and mixtures, not with the number of tokens.
     """
     mixtures = list(dict.fromkeys(mixtures if traced is None else (*mixtures, traced)))
@@ -105,7 +109,8 @@ def document_losses(
     what, files = f"{directory.parent.name} on {directory.name}: tokens", [directory / "tokens.parquet"]
     stream = stream_scores(directory, experts, beside=beside)
     for chunk in counted(stream, what, files, lambda chunk: len(chunk.documents)):
-        parts = {some: _columns(chunk, experts, some) for some in {one.experts for one in (*mixtures, *floors)}}
+        sets = {one.experts for one in (*mixtures, *floors)}
+        parts = {some: _columns(chunk.scores, experts, some) for some in sets}
         log_priors = _updating(parts, chunk.mask, mixtures, after, seen) | _fixed(parts, mixtures, priors or {})
         seen += len(chunk.mask)
         sums = [_by_document(chunk, chunk.scores.transpose(0, 2, 1))]
@@ -114,7 +119,11 @@ def document_losses(
             if group not in states:
                 first = next(iter(by_top_k.values()))[0]
                 states[group] = rule.begin(log_priors[first][0])
-            evidence, states[group] = rule.evidence(Chunk(part, chunk.mask, chunk.beside), states[group])
+            others = chunk.beside
+            if group.context and beside:
+                known = beside[group.context].columns
+                others = {DISTANCES: _columns(others[group.context], known, group.experts)}
+            evidence, states[group] = rule.evidence(Chunk(part, chunk.mask, others), states[group])
             for top_k, members in by_top_k.items():
                 stacked = np.stack([log_priors[member] for member in members], axis=1)
                 sums.append(_by_document(chunk, log_mixtures(part, stacked, evidence, rule.uniform_start, top_k)))
@@ -152,10 +161,11 @@ def document_losses(
 
 @dataclass(frozen=True)
 class _Group:
-    """Mixtures that share their evidence: of the same experts, by the same rule, and by one prior where it counts."""
+    """Mixtures that share their evidence: of the same experts and context, by one rule, one prior where it counts."""
 
     experts: tuple[str, ...]
     rule: WeightsRule
+    context: str
     prior: Mixture | None
 
 
@@ -164,14 +174,15 @@ def _groups(mixtures: Iterable[Mixture]) -> dict[_Group, dict[int | None, list[M
     groups: dict[_Group, dict[int | None, list[Mixture]]] = {}
     for mixture in mixtures:
         rule = mixture.weights_rule
-        group = _Group(mixture.experts, rule, replace(mixture, top_k=None) if rule.by_prior else None)
+        prior = replace(mixture, top_k=None) if rule.by_prior else None
+        group = _Group(mixture.experts, rule, mixture.context, prior)
         groups.setdefault(group, {}).setdefault(mixture.top_k, []).append(mixture)
     return groups
 
 
-def _columns(chunk: Blocks, experts: Sequence[str], some: tuple[str, ...]) -> np.ndarray:
-    """The scores [B, T, E] of `some` of the experts."""
-    by_expert = chunk.scores.transpose(0, 2, 1)
+def _columns(values: np.ndarray, experts: Sequence[str], some: tuple[str, ...]) -> np.ndarray:
+    """The values [B, T, E] of `some` of the experts."""
+    by_expert = values.transpose(0, 2, 1)
     return by_expert[:, [experts.index(name) for name in some]].transpose(0, 2, 1)
 
 
@@ -204,7 +215,7 @@ def _updating(
     rules: dict[_Path, list[Mixture]] = {}
     for mixture in mixtures:
         if mixture.method == "updating":
-            weights = "" if mixture.scorer == "released" else mixture.weights
+            weights = "" if mixture.scorer == "released" else mixture.weights_rule
             rules.setdefault((mixture.experts, weights, mixture.scorer), []).append(mixture)
     for rule, members in rules.items():
         some, weights, scorer = rule

@@ -113,7 +113,7 @@ def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Aud
     with progress(f"{domain}: prompts", prompts) as advance:
         for system, (model, label, experts) in systems.items():
             weights = {domain: 1.0} if system == "own" else prior_weights(priors, model, domain, label)
-            trunks = [trunk.to(own_device()) for trunk in load_experts(models / model, experts)]
+            trunks = load_experts(models / model, experts, own_device(), hold=None)
             log_prior = log_prior_of(experts, weights)
             for split, some in excerpts.items():
                 same, nll = _continued(trunks, log_prior, some, advance)
@@ -126,6 +126,8 @@ def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Aud
                             "nll": float(nll[number]),
                         }
                     )  # fmt: skip
+            # Two systems never need memory at the same time.
+            del trunks
     return rows
 
 

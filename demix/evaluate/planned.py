@@ -4,32 +4,40 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from demix.config.evaluated import ExpertSet
+from demix.config.evaluation import MixingRecipe
 from demix.config.mixing import parsed_weights
-from demix.config.sections import MixingRecipe
 from demix.evaluate.losses import Mixture
 from demix.evaluate.mix.mixtures import FLOORS
 from demix.evaluate.mix.priors import RELEASED_DECAY
+from demix.evaluate.mix.rules import weights_rule
 
 
 def planned_mixtures(evaluation: MixingRecipe, some: ExpertSet, scored: int) -> Iterator[tuple[Mixture, str]]:
     """All mixtures of a set of experts, each with the variant that it is a row of; `scored` dev blocks are there."""
     main = Mixture("cached", some.experts, decay=evaluation.decay, dev_blocks=min(evaluation.dev_blocks, scored))
-    named = [(weights, parsed_weights(weights).rules.evaluated) for weights in some.weights or evaluation.weights]
-    for top_k in (None, *(k for k in evaluation.top_k if k < len(some.experts))):
+    named = [(weights, parsed_weights(weights).rules) for weights in some.weights or evaluation.weights]
+    # Weights by distance need a centre for each expert.
+    named = [(weights, rules) for weights, rules in named if some.routing or not rules.routed]
+    context = evaluation.routing_context[0]
+    for top_k in (None, *_fewer(evaluation, some)):
         for method in some.methods:
-            for weights, evaluated in named:
-                if method in evaluated:
-                    yield replace(main, method=method, weights=weights, top_k=top_k), ""
+            for weights, rules in named:
+                if method in rules.evaluated:
+                    mixture = replace(main, method=method, weights=weights, top_k=top_k)
+                    yield routed(mixture, some.routing, context, evaluation.temperature), ""
             # The prior alone: equal weights have no likeliest experts.
             if method == "fitted" or (method == "average" and top_k is None):
                 yield replace(main, method=method, weights="", top_k=top_k), ""
     if "average" in some.methods:
         for method in FLOORS:
             yield replace(main, method=method, weights=""), ""
+    if len(evaluation.routing_context) + len(evaluation.temperatures) > 1:
+        for mixture in routed_grid(evaluation, some, scored):
+            yield mixture, "routing"
     if not some.variants:
         return
-    for weights, evaluated in named:
-        if "cached" not in evaluated:
+    for weights, rules in named:
+        if "cached" not in rules.evaluated or rules.routed:
             continue
         for decay in sorted({*evaluation.decays, evaluation.decay}):
             for method in ("updating", "cached"):
@@ -39,3 +47,38 @@ def planned_mixtures(evaluation: MixingRecipe, some: ExpertSet, scored: int) -> 
     for method in ("updating", "cached"):
         released = replace(main, method=method, weights="released", decay=RELEASED_DECAY, scorer="released")
         yield released, "released_scorer"
+
+
+def routed(mixture: Mixture, routing: str, context: str, temperature: float) -> Mixture:
+    """`mixture` with the distances to the centres of the clustering `routing`, where its weights are made of distances.
+
+    `temperature` is for weights that leave it open.
+    """
+    weights = parsed_weights(mixture.weights)
+    if not weights.rules.routed:
+        return mixture
+    rule = weights_rule(replace(weights, parameters=weights.parameters or (temperature,)))
+    return replace(mixture, rule=rule, routing=routing, context=context)
+
+
+def routed_grid(evaluation: MixingRecipe, some: ExpertSet, scored: int, contexts: int | None = None) -> list[Mixture]:
+    """The mixtures of a set of experts by all temperatures, all top-k and the first of the contexts.
+
+    There are none for experts without clusters, and for sets that few methods mix.
+    """
+    main = Mixture("", some.experts, decay=evaluation.decay, dev_blocks=min(evaluation.dev_blocks, scored))
+    found = [
+        routed(replace(main, method=method, weights=weights, top_k=top_k), some.routing, context, temperature)
+        for weights in some.weights or evaluation.weights
+        if some.routing and parsed_weights(weights).rules.routed and "average" in some.methods
+        for method in parsed_weights(weights).rules.evaluated
+        for context in evaluation.routing_context[:contexts]
+        for temperature in sorted({*evaluation.temperatures, evaluation.temperature})
+        for top_k in (None, *_fewer(evaluation, some))
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _fewer(evaluation: MixingRecipe, some: ExpertSet) -> list[int]:
+    """The values of top-k that leave an expert out."""
+    return [k for k in evaluation.top_k if k < len(some.experts)]

@@ -12,12 +12,13 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from demix.config.sections import ScoringRecipe, Threads
+from demix.config.evaluation import ScoringRecipe
+from demix.config.sections import Threads
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.score_tables import row_groups, tokens_sha256, write_scores, write_tokens
 from demix.files import digest, fsync, read_parquet, write_parquet
-from demix.model.checkpoint import describe, expert_lineage, load_experts, refuse_other_tokenizer
+from demix.model.checkpoint import describe, expert_lineage, load_experts, refuse_other_tokenizer, whole_models
 from demix.model.device import compute_type, own_device, set_threads
 from demix.model.scoring import trunk_log_probabilities
 from demix.progress import progress
@@ -28,13 +29,9 @@ log = logging.getLogger(__name__)
 
 @settings(kw_only=True)
 class Scoring(ScoringRecipe):
-    """How scores are computed, and for which part of a split: the first blocks of dev, the first tokens of test."""
+    """How scores are computed, and of which tokens."""
 
     threads: Threads
-
-    def limit(self, split: str, length: int) -> int | None:
-        """The maximum number of tokens of `split` to score, with blocks of `length` tokens; None stands for all."""
-        return self.dev_blocks * length if split == "dev" else self.test_tokens
 
 
 def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring: Scoring, output: Path) -> None:
@@ -49,14 +46,28 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
     same bytes.
     """
     set_threads(scoring.threads)
-    dtype = compute_type(scoring.precision)
     description = describe(directory)
     domain_tokens = tuple(description["domain_tokens"])
     wanted = {*experts, *(path.parent.name for path in shards if not experts)}
     if (domain_tokens or not experts) and not wanted <= {*domain_tokens}:
         has = f"has the domain tokens {', '.join(domain_tokens)}" if domain_tokens else "has no domain tokens"
         raise DemixError(directory, has, "score under these, or name experts")
-    trunks = [trunk.to(own_device()) for trunk in load_experts(directory, None if domain_tokens else experts)]
+    # Each column is a file of its own, so experts that are whole models are never in memory together.
+    parts = [(expert,) for expert in experts] if whole_models(directory) else [experts]
+    for (expert,) in parts if len(parts) > 1 else ():
+        # A missing expert ends the job before the first one is scored.
+        expert_lineage(directory, expert)
+    folders = [folder for part in parts for folder in _score(directory, part, shards, scoring, output)]
+    # Snakemake removes all outputs of a killed job, so the pieces stay until every split is written.
+    for folder in folders:
+        shutil.rmtree(folder)
+
+
+def _score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring: Scoring, output: Path) -> list[Path]:
+    """Score as `score` does experts that are in memory together; returns the hidden folders, which are still there."""
+    dtype, description = compute_type(scoring.precision), describe(directory)
+    domain_tokens = tuple(description["domain_tokens"])
+    trunks = load_experts(directory, None if domain_tokens else experts, own_device())
     hashes = {name: expert_lineage(directory, name)["sha256"] for trunk in trunks for name in trunk.experts}
     length, device = trunks[0].architecture.context, trunks[0].token_embedding.device
     folders = []
@@ -121,9 +132,7 @@ def score(directory: Path, experts: tuple[str, ...], shards: list[Path], scoring
             log.info(
                 "%s %s: %d of %d pieces were already scored", domain, split, len(pieces) - len(missing), len(pieces)
             )
-    # Snakemake removes all outputs of a killed job, so the pieces stay until every split is written.
-    for folder in folders:
-        shutil.rmtree(folder)
+    return folders
 
 
 def _device(device: torch.device) -> str:

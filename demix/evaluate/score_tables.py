@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from demix.errors import DemixError
+from demix.errors import DemixError, nearest
 from demix.files import parquet_reader, read_parquet
 from demix.files.batches import read_batches, write_batches
 
@@ -266,3 +266,15 @@ def _pieces(path: Path, names: list[str], size: int) -> Iterator[list[np.ndarray
 def tokens_sha256(tokens: np.ndarray) -> str:
     """A hash of token ids of any integer type. Scores are comparable only where these hashes are equal."""
     return hashlib.sha256(tokens.astype("<u4").tobytes()).hexdigest()
+
+
+def refuse_unknown(test: Path, experts: Iterable[str]) -> None:
+    """Raise DemixError unless the folder `test` is a score table that has `experts`."""
+    there = sorted({path.stem for path in test.glob("*.parquet")} - {"tokens"})
+    if not there or not (test / "tokens.parquet").is_file():
+        tables = sorted(path.parent for path in test.absolute().parent.glob("*.test/tokens.parquet"))
+        cure = nearest(test.absolute(), tables, "name results/<run>/scores/<model>/<domain>.test")
+        raise DemixError(test, "is no folder of a score table", cure)
+    for name in experts:
+        if name not in there:
+            raise DemixError(f"--experts {name}", f"is no expert in {test}", nearest(name, there, ""))

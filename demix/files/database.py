@@ -53,6 +53,9 @@ def connected(
         "autoinstall_known_extensions": False,
         "autoload_known_extensions": False,
         "allow_community_extensions": False,
+        # What a query has freed goes back to the system at once: a ninth of the peak of a split of 480 MB.
+        "allocator_flush_threshold": "1MB",
+        "allocator_bulk_deallocation_flush_threshold": "1MB",
     }
     connection = duckdb.connect(config=settings)
     connection.execute("set enable_external_access = false; set lock_configuration = true")

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -34,9 +34,16 @@ def progress_line(job: TrainingJob, job_id: str, shown: Mapping[str, str]) -> st
     if not steps:
         return head
     row, rate = steps[-1], sum(row["tokens_per_second"] for row in steps) / len(steps)
-    tokens = row["tokens"] / row["step"]
-    remaining = timedelta(seconds=round((job.steps - row["step"]) * tokens / rate))
+    remaining = timedelta(seconds=round((job.steps - row["step"]) * tokens_of_update(steps) / rate))
     return f"{head}  step {row['step']}/{job.steps}  loss {row['loss']:.3f}  {rate:.0f} tokens/s  {remaining} left"
+
+
+def tokens_of_update(updates: Sequence[Mapping[str, Any]]) -> float:
+    """The tokens of one update, from the metrics of several; a seed phase may have had updates of other sizes."""
+    first, last = updates[0], updates[-1]
+    if last["step"] > first["step"]:
+        return float((last["tokens"] - first["tokens"]) / (last["step"] - first["step"]))
+    return float(last["tokens"] / last["step"])
 
 
 def last_rows(checkpoints: Path, since: float, most: int = 20) -> list[dict[str, Any]]:
@@ -51,10 +58,11 @@ def last_rows(checkpoints: Path, since: float, most: int = 20) -> list[dict[str,
         return []
     with open(max(files, key=written.__getitem__), "rb") as stream:
         stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, stream.tell() - 4096 * most))
+        begin = stream.seek(max(0, stream.tell() - 4096 * most))
         lines = stream.read().split(b"\n")
     rows = []
-    for line in lines[1:-1][-most:]:
+    # The first line is a part of one, unless it begins the file.
+    for line in lines[bool(begin) : -1][-most:]:
         with suppress(ValueError):
             rows.append(json.loads(line))
     return rows

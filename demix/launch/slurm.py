@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from demix.errors import DemixError
 from demix.files import exclusive, linked, read_json, read_json_lines, replacing, write_json, write_json_lines
@@ -53,10 +53,10 @@ def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], Non
     """
     with _waiting_alone(job.checkpoints), _interruptible():
         for retries_left in reversed(range(cluster.retries + 1)):
-            if _is_finished(job):
+            if is_finished(job):
                 break
             job_id = find(job)
-            if job_id is None and _is_finished(job):
+            if job_id is None and is_finished(job):
                 break
             if job_id is None:
                 job_id = submit(job, cluster, entry)
@@ -74,7 +74,7 @@ def run(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], Non
                 if not retries_left:
                     raise
                 _print_line(job, f"{mishap}. Submitting the job again (at most {retries_left} more times)")
-        _collect(job)
+        collect(job)
 
 
 def submit(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], None]) -> str:
@@ -105,8 +105,10 @@ def submit(job: TrainingJob, cluster: Cluster, entry: Callable[[Sequence[str]], 
 
 
 def sbatch_text(job: TrainingJob, cluster: Cluster) -> str:
-    """The text of the file that `submit` gives to sbatch."""
-    return _executor(job, cluster)._make_submission_file_text("demix " + " ".join(job.command), "plan")
+    """The text of the file that `submit` gives to sbatch, made with or without a SLURM here."""
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    return _make_sbatch_string("demix " + " ".join(job.command), job.jobs.resolve(), **_asked(job, cluster))
 
 
 def find(job: TrainingJob) -> str | None:
@@ -142,8 +144,6 @@ def find(job: TrainingJob) -> str | None:
 def _executor(job: TrainingJob, cluster: Cluster) -> "submitit.SlurmExecutor":
     import submitit
 
-    nodes = cluster.nodes(job.ranks)
-    per_node = job.ranks // nodes
     job.jobs.mkdir(parents=True, exist_ok=True)
     try:
         executor = submitit.SlurmExecutor(folder=job.jobs.resolve(), max_num_timeout=cluster.requeues)
@@ -151,7 +151,15 @@ def _executor(job: TrainingJob, cluster: Cluster) -> "submitit.SlurmExecutor":
         raise DemixError(
             "cluster.launch", "is slurm, but there is no srun here", "use local, or log in to the cluster"
         ) from None
-    asked = {
+    executor.update_parameters(**_asked(job, cluster))
+    return executor
+
+
+def _asked(job: TrainingJob, cluster: Cluster) -> dict[str, Any]:
+    """What the job asks of SLURM, by submitit's names."""
+    nodes = cluster.nodes(job.ranks)
+    per_node = job.ranks // nodes
+    further = {
         "mem": f"{cluster.memory_mb * per_node}M",
         # SLURM runs only one job of this name at a time.
         "dependency": "singleton",
@@ -159,26 +167,25 @@ def _executor(job: TrainingJob, cluster: Cluster) -> "submitit.SlurmExecutor":
         "account": cluster.account,
         "constraint": cluster.constraint,
     }
-    executor.update_parameters(
-        job_name=job.name,
-        comment=job.fingerprint,
-        nodes=nodes,
-        ntasks_per_node=per_node,
-        cpus_per_task=job.threads,
-        time=cluster.minutes,
-        signal_delay_s=cluster.grace_seconds,
-        setup=list(cluster.setup),
-        srun_args=[
+    return {
+        "job_name": job.name,
+        "comment": job.fingerprint,
+        "nodes": nodes,
+        "ntasks_per_node": per_node,
+        "cpus_per_task": job.threads,
+        "time": cluster.minutes,
+        "signal_delay_s": cluster.grace_seconds,
+        "setup": list(cluster.setup),
+        "srun_args": [
             f"--cpus-per-task={job.threads}",
             # Every rank gets time to report its own error before SLURM ends it.
             "--kill-on-bad-exit=0",
             f"--wait={SECONDS_FOR_THE_OTHERS}",
         ],
-        additional_parameters={"requeue": True} | {key: value for key, value in asked.items() if value},
+        "additional_parameters": {"requeue": True} | {key: value for key, value in further.items() if value},
         **({"partition": cluster.partition} if cluster.partition else {}),
         **({"gpus_per_node": per_node} if cluster.gpus else {}),
-    )
-    return executor
+    }
 
 
 def _wait(job: TrainingJob, job_id: str) -> None:
@@ -191,7 +198,7 @@ def _wait(job: TrainingJob, job_id: str) -> None:
         shown = show(job_id)
         state = shown.get("JobState", "gone")
         final = final + 1 if state in FINAL else 0
-        if final > 1 and _is_finished(job):
+        if final > 1 and is_finished(job):
             _print_line(job, f"job {job_id} has finished")
             return
         if final == (POLLS_FOR_RESULTS if state in ("COMPLETED", "gone") else POLLS):
@@ -199,14 +206,17 @@ def _wait(job: TrainingJob, job_id: str) -> None:
         line = progress_line(job, job_id, shown)
         now = time.monotonic()
         if line != printed and (
-            now - last_printed > SECONDS_BETWEEN_LINES or line.split("  ")[0] != printed.split("  ")[0]
+            now - last_printed > SECONDS_BETWEEN_LINES
+            # The first step of a training is shown as soon as it is known.
+            or "  " not in printed
+            or line.split("  ")[0] != printed.split("  ")[0]
         ):
             _print_line(job, line)
             printed, last_printed = line, now
         time.sleep(SECONDS_BETWEEN_POLLS)
 
 
-def _is_finished(job: TrainingJob) -> bool:
+def is_finished(job: TrainingJob) -> bool:
     """Whether all results of the job are visible here."""
     with suppress(DemixError, OSError, KeyError, AttributeError):
         # Listing the folder makes NFS refresh its cache.
@@ -216,7 +226,7 @@ def _is_finished(job: TrainingJob) -> bool:
     return False
 
 
-def _collect(job: TrainingJob) -> None:
+def collect(job: TrainingJob) -> None:
     """Put the results of the job in place, one file at a time, with the JSON files that describe others last."""
     for option, place in job.outputs.items():
         source = job.finished / option.strip("-")
@@ -226,7 +236,7 @@ def _collect(job: TrainingJob) -> None:
             target = place / path.relative_to(source) if source.is_dir() else place
             # Written anew, a description says that it belongs to its place in the run.
             if target.suffix == ".json":
-                write_json(target, read_json(path))
+                write_json(target, read_json(path), sort_keys=False)
             elif target.suffix == ".jsonl":
                 write_json_lines(target, read_json_lines(path))
             else:

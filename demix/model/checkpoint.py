@@ -7,9 +7,10 @@ owns its feedforwards alone.
 """
 
 import hashlib
+import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,20 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
 from demix.config.architecture import Architecture
-from demix.errors import DemixError
+from demix.errors import DemixError, nearest
 from demix.files import opened, replacing, sha256_file, write_json
 from demix.model.description import NO_NAME, is_expert_name, read_description, read_lineage
+from demix.model.device import free_memory
 from demix.model.gpt import GPT
+
+log = logging.getLogger(__name__)
 
 # Training moves a weight by at most about the learning rate at each step, so no training reaches this.
 LARGEST_WEIGHT = 1e6
 FLOATS = ("F64", "F32", "F16", "BF16")
+# The part of the free memory that weights may take. Keys, values and logits need the rest.
+WEIGHTS_SHARE = 0.8
+CPU = torch.device("cpu")
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -84,8 +91,7 @@ def expert_lineage(directory: Path, expert: str, *needed: str) -> dict[str, Any]
     """
     path, _ = expert_files(directory, expert)
     if not path.exists():
-        there = ", ".join(expert_names(directory)) or "none"
-        raise DemixError(path, "is missing", f"choose one of the experts of this model: {there}")
+        raise unknown_expert(directory, expert)
     lineage = read_lineage(path, *needed)
     if lineage.get("name", expert) != expert:
         raise DemixError(path, f"describes the expert {lineage['name']}", "give it its name back")
@@ -94,6 +100,12 @@ def expert_lineage(directory: Path, expert: str, *needed: str) -> dict[str, Any]
         raise DemixError(path, "belongs to other shared weights than the model's", "train or adapt it again")
     refuse_other_tokenizer(directory, path, lineage.get("tokenizer_sha256"))
     return lineage
+
+
+def unknown_expert(directory: Path, name: str) -> DemixError:
+    """The error for an expert that the model in `directory` lacks."""
+    cure = nearest(name, expert_names(directory), "train the model first")
+    return DemixError(expert_files(directory, name)[0], "is missing, so the model has no such expert", cure)
 
 
 def refuse_other_tokenizer(directory: Path, subject: Path, sha256: str | None, vocab_size: int | None = None) -> None:
@@ -142,16 +154,82 @@ def blueprint(directory: Path, experts: tuple[str, ...]) -> GPT:
         raise DemixError(path, f"does not describe a model ({error})", "train the model again") from None
 
 
-def load_experts(directory: str | Path, experts: tuple[str, ...] | None = None) -> list[GPT]:
-    """The trunks of the model in `directory`. Together the trunks have `experts` (by default all), in that order.
+def load_experts(
+    directory: str | Path,
+    experts: tuple[str, ...] | None = None,
+    device: torch.device = CPU,
+    hold: bool | None = True,
+) -> list[GPT]:
+    """The trunks of the model in `directory` on `device`. Together they have `experts` (by default all), in that order.
 
     The list holds one model with all experts stacked. With `expert_scope: model` in `model.json` it holds one model per
-    expert. Raises DemixError as `load_model` does.
+    expert. Without `hold`, the weights of each of these stay in their file, and `GPT.with_weights` reads them every
+    time that they are needed. `hold` None holds them where they fit into the free memory of `device`, and otherwise
+    logs one line. Raises DemixError as `load_model` does.
     """
-    experts = expert_names(Path(directory)) if experts is None else tuple(experts)
-    if describe(Path(directory)).get("expert_scope", "feedforward") == "feedforward" or not experts:
-        return [load_model(directory, experts)]
-    return [load_model(directory, (expert,)) for expert in experts]
+    directory = Path(directory)
+    experts = expert_names(directory) if experts is None else tuple(experts)
+    if not whole_models(directory) or not experts:
+        return [load_model(directory, experts).to(device)]
+    readers = [_reader(directory, expert, device) for expert in experts]
+    if hold is None:
+        needed, free = _bytes_of(directory, experts), free_memory(device)
+        hold = needed <= WEIGHTS_SHARE * free
+        if not hold:
+            log.warning(
+                "%s: %d experts that are whole models need %.1f GB, and %.1f GB are free: "
+                "one is in memory at a time, which is slower",
+                directory, len(experts), needed / 1e9, free / 1e9,
+            )  # fmt: skip
+    if hold:
+        return [read() for read in readers]
+    trunks = [blueprint(directory, (expert,)) for expert in experts]
+    for trunk, read in zip(trunks, readers, strict=True):
+        trunk.read_weights = read
+    return trunks
+
+
+def whole_models(directory: Path) -> bool:
+    """Whether each expert of the model in `directory` is a whole model."""
+    return bool(describe(directory).get("expert_scope") == "model")
+
+
+def _bytes_of(directory: Path, experts: Iterable[str]) -> int:
+    return sum(expert_files(directory, expert)[1].stat().st_size for expert in experts)
+
+
+def _reader(directory: Path, expert: str, device: torch.device) -> Callable[[], GPT]:
+    """A function that reads the whole model of an expert: on the CPU most of its tensors are those of the mapped file.
+
+    The file is checked as by `check_weights`, and again where it has changed since.
+    """
+    lineage, (_, path) = expert_lineage(directory, expert), expert_files(directory, expert)
+    shared, shapes = shapes_of(blueprint(directory, (expert,)))
+    check_weights(directory / "shared.safetensors", describe(directory)["shared_sha256"], shared)
+    checked: tuple[int, ...] = ()
+
+    def read() -> GPT:
+        nonlocal checked
+        if not checked or checked != _stamp(path):
+            stamp = _stamp(path)
+            check_weights(path, lineage["sha256"], shapes)
+            checked = stamp
+        model = blueprint(directory, (expert,))
+        with safe_open(path, "pt") as file:
+            own = {name: file.get_tensor(name).to(device) for name in shapes}
+        model.load_state_dict(model.stacked({}, {expert: own}), assign=True)
+        return model.requires_grad_(False)
+
+    return read
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """What differs between two versions of a file; nothing for a missing file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def load_model(directory: str | Path, experts: tuple[str, ...] | None = None) -> GPT:
@@ -275,10 +353,14 @@ def check_sha256(path: Path, sha256: str) -> None:
         raise DemixError(path, "differs from its recorded sha256", "delete it and rerun the stage that makes it")
 
 
-def save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
     """Write contiguous copies of `tensors` to `path`. The write is not atomic: give a temporary name."""
+    # safetensors writes a new file with the mode 0600; a file of Python's own has that of the umask.
+    path.touch()
+    mode = path.stat().st_mode
     try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
+        path.chmod(mode)
     except SafetensorError as error:
         # safetensors reports a full disk as text that ends in "(os error 28)".
         if found := re.search(r"os error (\d+)", str(error)):

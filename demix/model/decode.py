@@ -15,15 +15,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from demix.config.evaluation import DECAY
 from demix.config.mixing import DEFAULTS, Weights, parsed_weights
-from demix.config.sections import DECAY
 from demix.data.tokenizer import Tokenizer
-from demix.errors import DemixError
-from demix.model.checkpoint import load_experts, refuse_other_tokenizer
-from demix.model.description import read_mixing
+from demix.errors import DemixError, nearest
+from demix.model.checkpoint import load_experts
+from demix.model.clusters import clusters_of
+from demix.model.description import read_mixing, run_of
 from demix.model.gpt import GPT
 from demix.model.merge import parse_weights, prior_weights
-from demix.model.posterior import Posterior
+from demix.model.posterior import Posterior, by_distance, posterior_by
+from demix.model.tokenizer import tokenizer_of
 
 
 class Decoder:
@@ -31,7 +33,8 @@ class Decoder:
 
     `trunks` hold the E experts together, as `load_experts` returns them. `before` [B] are the tokens before the texts.
     `posterior` holds the weights of the experts on the B empty texts. All experts read the same texts. The decoder
-    keeps each expert's keys and values; the experts of a trunk share those of the first layer.
+    keeps each expert's keys and values; the experts of a trunk share those of the first layer. A trunk whose weights
+    stay in their file is read once for every piece of text.
     """
 
     @torch.no_grad()
@@ -40,11 +43,8 @@ class Decoder:
         if posterior.length != trunks[0].architecture.context:
             raise DemixError("posterior", "has a block length other than the model's context", "use the context")
         self.trunks, self.posterior, self.dtype = trunks, posterior, dtype
-        self._see(before[:, None].to(self._device), new_block=True)
-
-    @property
-    def _device(self) -> torch.device:
-        return self.trunks[0].token_embedding.device
+        self._predicted: Tensor
+        self._see(before[:, None], before[:, None][:, :0], new_block=True)
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ class Decoder:
         Returns log p [E, B, N] of each token under every expert, and log g [B, N, E], the weights that predicted each
         token. Both are float64 and on the CPU.
         """
-        tokens = tokens.to(self._device)
+        tokens = tokens.to(self._predicted.device)
         scores, weights = [], []
         while tokens.shape[1]:
             room = self.posterior.room
@@ -61,16 +61,12 @@ class Decoder:
             first = self._predicted.gather(2, piece[None, :, :1].expand(len(self._predicted), -1, -1))
             ends = piece.shape[1] == room
             # The last token of a block is the first input of the next block.
-            states = self._see(piece[:, :-1] if ends else piece)
-            rest = [
-                trunk.log_probabilities(hidden[:, :, : piece.shape[1] - 1], piece[None, :, 1:])
-                for trunk, hidden in zip(self.trunks, states, strict=True)
-            ]
-            scored = torch.cat([first, torch.cat(rest)], 2).double().cpu()
+            rest = self._see(piece[:, :-1] if ends else piece, piece[:, 1:])
+            scored = torch.cat([first, rest], 2).double().cpu()
             scores.append(scored)
-            weights.append(self.posterior.observe(scored))
+            weights.append(self.posterior.observe(scored, piece))
             if ends:
-                self._see(piece[:, -1:], new_block=True)
+                self._see(piece[:, -1:], piece[:, :0], new_block=True)
         E, B = self._predicted.shape[:2]
         return torch.cat([torch.zeros(E, B, 0), *scores], 2), torch.cat([torch.zeros(B, 0, E), *weights], 1)
 
@@ -80,26 +76,27 @@ class Decoder:
         log_weights = self.posterior.log_weights.T[..., None].to(self._predicted)
         return (log_weights + self._predicted).logsumexp(0)
 
-    def _see(self, inputs: Tensor, new_block: bool = False) -> list[Tensor]:
-        """Give the next `inputs` [B, T] to each trunk; returns the final hidden states [E, B, T, D] of each.
+    def _see(self, inputs: Tensor, targets: Tensor, new_block: bool = False) -> Tensor:
+        """Give the next `inputs` [B, T] to each trunk; returns log p [E, B, N] of `targets` [B, N], N <= T.
 
-        Stores every expert's log p [E, B, V] of the token after them.
+        Target n follows input n. Stores every expert's log p [E, B, V] of the token after the inputs.
         """
         if new_block:
             self._pasts = [trunk.no_past() for trunk in self.trunks]
         if not inputs.shape[1]:
-            shape = (len(inputs), 0, self.trunks[0].architecture.width)
-            weight = self.trunks[0].token_embedding
-            return [weight.new_empty(len(trunk.experts), *shape, dtype=self.dtype) for trunk in self.trunks]
-        states, predicted = [], []
+            return self._predicted[:, :, :0]
+        scores, predicted = [], []
         for trunk, past in zip(self.trunks, self._pasts, strict=True):
-            states.append(trunk(inputs[None], dtype=self.dtype, past=past))
-            logits = trunk.logits(states[-1][:, :, -1])
+            with trunk.with_weights() as model:
+                device = model.token_embedding.device
+                hidden = model(inputs[None].to(device), dtype=self.dtype, past=past)
+                scores.append(model.log_probabilities(hidden[:, :, : targets.shape[1]], targets[None].to(device)))
+                logits = model.logits(hidden[:, :, -1])
             predicted.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
         self._predicted = torch.cat(predicted)
         if bool(self._predicted.isnan().any()):
             raise DemixError("model", "gives tokens no probability", "train it again, or leave its experts out")
-        return states
+        return torch.cat(scores)
 
 
 def generate(
@@ -149,7 +146,8 @@ def log_prior_of(experts: Sequence[str], weights: dict[str, float]) -> Tensor:
     """
     for name, weight in weights.items():
         if name not in experts:
-            raise DemixError(f"prior of {name}", "names no expert of this model", f"choose among {', '.join(experts)}")
+            cure = nearest(name, experts, "add an expert")
+            raise DemixError(f"prior of {name}", "names no expert of this model", cure)
         if not 0 <= weight < math.inf:
             raise DemixError(f"prior of {name}", f"is {weight}", "give a number of at least 0")
     total = math.fsum(weights.values())
@@ -162,12 +160,15 @@ def weights_of(name: str, directory: Path) -> Weights:
     """The rule for the experts' weights that `name` stands for, with the parameters of the model in `directory`.
 
     `name` is a value of `evaluation.weights` other than a number of tokens. Where it leaves parameters open, those of
-    `tempered` come from the model's mixing.json; a model without that file, and `switching`, have those of `DEFAULTS`.
+    `tempered` come from the model's mixing.json, and the temperature of rules by distance from its run; a model without
+    that file, and `switching`, have those of `DEFAULTS`.
     """
     try:
         weights = parsed_weights(name)
     except ValueError as error:
         raise DemixError(f"--weights {name:.40}", *error.args) from None
+    if weights.rules.routed and weights.open:
+        return replace(weights, parameters=(clusters_of(directory).temperature,))
     mixing = Path(directory) / "mixing.json"
     if name == "tempered" and mixing.exists():
         return replace(weights, parameters=read_mixing(mixing))
@@ -179,11 +180,11 @@ def named_prior(name: str, directory: Path, experts: Sequence[str], weights: Wei
 
     `name` is `updating`, `uniform`, weights such as law=2,news=1, a domain whose prior is in the run of the model, or
     the path of an evaluation's <domain>.priors.parquet. The prior of a domain is `cached`, or `fitted` where `weights`
-    see earlier blocks. "" is `updating`, or `uniform` where `weights` see earlier blocks. A prior over more experts is
-    restricted to `experts`.
+    see earlier blocks. "" is `updating`, or `uniform` where `weights` see earlier blocks or distances. A prior over
+    more experts is restricted to `experts`.
     """
     refused = weights.rules.refused
-    name = name or ("uniform" if refused else "updating")
+    name = name or ("uniform" if refused or weights.rules.routed else "updating")
     if name in refused:
         raise DemixError(f"--prior {name}", f"counts the evidence of {weights.family} twice", "use uniform or a domain")
     if name in ("updating", "uniform"):
@@ -200,29 +201,35 @@ def named_prior(name: str, directory: Path, experts: Sequence[str], weights: Wei
     return log_prior_of(experts, {expert: found[expert] for expert in experts if expert in found}), None
 
 
+def posterior_of(
+    weights: Weights,
+    log_prior: Tensor,
+    directory: Path,
+    experts: Sequence[str],
+    tokenizer: Tokenizer,
+    length: int,
+    decay: float | None,
+) -> Posterior:
+    """The posterior over `experts` of the model in `directory` on one text, in blocks of `length` tokens."""
+    if not weights.rules.routed:
+        return posterior_by(weights, log_prior, length, decay=decay)
+    return by_distance(weights, log_prior, experts, [clusters_of(directory).contexts(tokenizer, length)], decay)
+
+
 def open_model(
-    directory: Path, experts: Sequence[str] | None = None, tokenizer: Path | None = None
+    directory: Path, experts: Sequence[str] | None = None, tokenizer: Path | None = None, hold: bool | None = None
 ) -> tuple[list[GPT], Tokenizer]:
     """The trunks of a model with `experts` (all by default), and the model's tokenizer.
 
-    Without `tokenizer`, the tokenizer is read from the model's run. Raises DemixError if the model has no experts to
-    mix or was trained with another tokenizer.
+    Without `tokenizer`, the tokenizer is that of the model's folder or run. `hold` is that of `load_experts`. Raises
+    DemixError if the model has no experts to mix or was trained with another tokenizer.
     """
     if experts is not None and len({*experts}) < len(experts):
         raise DemixError("--experts", "names an expert twice", "name each expert once")
-    path = tokenizer or run_of(directory) / "tokenizer.json"
-    if not path.is_file():
-        raise DemixError(path, "is missing", "name the run's tokenizer.json with --tokenizer")
-    encoder = Tokenizer.load(path)
-    refuse_other_tokenizer(directory, path, encoder.sha256, encoder.vocab_size)
-    trunks = load_experts(directory, None if experts is None else tuple(experts))
+    _, encoder = tokenizer_of(directory, tokenizer)
+    trunks = load_experts(directory, None if experts is None else tuple(experts), hold=hold)
     refuse_domain_tokens(trunks)
     return [trunk.requires_grad_(False) for trunk in trunks], encoder
-
-
-def run_of(directory: Path) -> Path:
-    """The folder results/<run> of the model results/<run>/models/<model>."""
-    return Path(directory).resolve().parent.parent
 
 
 def refuse_domain_tokens(trunks: Sequence[GPT]) -> None:

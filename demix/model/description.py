@@ -4,6 +4,7 @@ A model directory may come from anybody. Names end in paths, tables and cards, a
 has a form and a bound. A description may hold more keys than those declared here.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from demix.config.architecture import Architecture
-from demix.errors import DemixError
+from demix.errors import DemixError, nearest
 from demix.files import read_json
 from demix.settings import Integer, Items, Number, Text, settings, settings_from
 
@@ -63,12 +64,13 @@ class Learned:
 
 @settings(kw_only=True, open=True)
 class Branched:
-    """The state of another model with which a training began (`demix.train.branch`)."""
+    """The state of another model with which a training began (`demix.train.branch`), and whose schedule it had."""
 
     model: ModelName
     step: Count
     tokens: Count | None = None
     state_sha256: Digest
+    schedule: Literal["continue", "restart"] = "continue"
 
 
 @settings(kw_only=True, open=True)
@@ -136,6 +138,27 @@ class Mixing:
     gamma: Share
 
 
+@settings(kw_only=True, open=True)
+class Usual:
+    """The perplexity and the bits per byte of an expert on the test split of its own domain."""
+
+    perplexity: Annotated[Number, Field(gt=0)]
+    bits_per_byte: Annotated[Number, Field(gt=0)]
+
+
+@settings(kw_only=True, open=True)
+class Usuals:
+    """The content of `usual.json`: the figures of a model's experts."""
+
+    experts: dict[ExpertName, Usual]
+
+
+def read_usual(path: Path) -> dict[str, Usual]:
+    """The figures in `usual.json` by expert. Raises DemixError if the file is damaged or holds no such figures."""
+    content = _read(path, Usuals, (), "the usual figures of experts", "remove it, or run `demix card` again")
+    return settings_from(Usuals, content).experts
+
+
 def read_mixing(path: Path) -> tuple[float, float]:
     """β and γ in `mixing.json`. Raises DemixError if the file is missing, damaged or holds no such parameters."""
     content = _read(path, Mixing, (), "a mixture", "run `demix choose-mixing` again, or remove the file")
@@ -147,6 +170,12 @@ def read_description(path: Path, *needed: str) -> dict[str, Any]:
 
     Raises DemixError if the file is missing, damaged or describes no model.
     """
+    if not os.path.lexists(path):
+        models = [*path.parent.parent.glob("*/model.json"), *path.parent.glob("models/*/model.json")]
+        cure = nearest(path.parent, sorted(model.parent for model in models), "train the model first")
+        if (path.parent / "config.json").exists() and (path.parent / "model.safetensors").exists():
+            cure = f"of a folder of Hugging Face make one: demix import {path.parent} --output FOLDER"
+        raise DemixError(path, "is missing, so its folder is none of a model", cure)
     return _read(path, ModelDescription, needed, "a model", "train the model again, or get it again")
 
 
@@ -171,3 +200,8 @@ def _read(path: Path, form: type, needed: tuple[str, ...], what: str, cure: str)
         fault = f"{error.subject.strip('.')} {error.cause}, {error.cure}"
         raise DemixError(path, f"does not describe {what} ({fault})", cure) from None
     return content
+
+
+def run_of(directory: Path) -> Path:
+    """The folder results/<run> of the model results/<run>/models/<model>."""
+    return Path(directory).resolve().parent.parent

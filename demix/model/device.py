@@ -2,6 +2,7 @@
 
 import os
 
+import psutil
 import torch
 
 from demix.errors import DemixError
@@ -22,6 +23,12 @@ def set_threads(threads: int) -> None:
     if threads < 1:
         raise DemixError("threads", f"is {threads}", "give 1 or more")
     torch.set_num_threads(threads)
+
+
+def free_memory(device: torch.device) -> int:
+    """The bytes that are free on `device`: a GPU's own memory, or what the machine can give without swapping."""
+    free: int = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return free
 
 
 def own_device() -> torch.device:

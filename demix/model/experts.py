@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from demix.errors import DemixError
-from demix.files import exclusive, replacing, write_json
+from demix.files import digest, exclusive, read_json, replacing, write_json
 from demix.model.checkpoint import (
     Shapes,
     blueprint,
@@ -19,14 +19,19 @@ from demix.model.checkpoint import (
     expert_files,
     expert_lineage,
     expert_names,
+    refuse_other_tokenizer,
     shapes_of,
     tensor_shapes,
+    unknown_expert,
 )
 from demix.model.description import NO_NAME, is_expert_name, read_lineage
+from demix.model.usual import usual_of, write_usual
 
 # `tokens` is a file beside the columns of a score table, `dense` the one expert of a dense model.
 RESERVED = ("tokens", "dense")
 LOCK = ".lock"
+# What a model directory may hold beside its weights.
+BESIDE = ("tokenizer.json", "mixing.json", "usual.json", "README.md")
 # Copying an expert takes seconds.
 LOCK_SECONDS = 60.0
 
@@ -93,7 +98,9 @@ def find_faults(directory: Path) -> list[DemixError]:
     if not names:
         faults.append(DemixError(directory / "experts", "holds no expert", "add one, or train the model"))
     faults += [expert_fault(directory, name) for name in names]
-    known = {directory / name for name in ("model.json", "experts", "tokenizer.json", LOCK)} | {shared}
+    if (tokenizer := directory / "tokenizer.json").exists():
+        faults.append(_raised(lambda: refuse_other_tokenizer(directory, tokenizer, digest(read_json(tokenizer)))))
+    known = {directory / name for name in ("model.json", "experts", LOCK, *BESIDE)} | {shared}
     known |= {directory / "experts" / f"{name}{suffix}" for name in names for suffix in (".json", ".safetensors")}
     faults += [
         _stray(path) for path in sorted([*directory.glob("*"), *directory.glob("experts/*")]) if path not in known
@@ -129,10 +136,7 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
     if source.suffix != ".safetensors" or source.parent.name != "experts":
         raise DemixError(source, "is no expert of a model", "give OTHER_MODEL/experts/NAME.safetensors")
     other, name = source.parent.parent, name or source.stem
-    if not is_expert_name(name):
-        raise DemixError(f"--name {name}", *NO_NAME)
-    if name in RESERVED:
-        raise DemixError(f"--name {name}", "is reserved", "give another --name")
+    refuse_name(directory, name)
     lineage, ours, theirs = expert_lineage(other, source.stem), describe(directory), describe(other)
     parts = {
         "architecture": "architecture",
@@ -148,17 +152,29 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
     _, shapes = _shapes(directory)
     check_shapes(source, shapes)
     check_weights(source, lineage["sha256"], shapes)
+    usual = usual_of(other).get(source.stem)
     description, weights = expert_files(directory, name)
     with _locked(directory):
-        if description.exists():
-            cause = f"is an expert of {directory} already"
-            raise DemixError(f"--name {name}", cause, "give another --name, or remove it")
+        refuse_name(directory, name)
         with replacing(weights) as temporary:
             shutil.copyfile(source, temporary)
             # The file may have changed since the checks above.
             check_sha256(temporary, lineage["sha256"])
         write_json(description, lineage | {"name": name})
+        _forget(directory, name)
+        if usual is not None:
+            write_usual(directory, usual_of(directory) | {name: usual})
     return name
+
+
+def refuse_name(directory: Path, name: str) -> None:
+    """Raise DemixError unless a new expert of the model in `directory` can have the name."""
+    if not is_expert_name(name):
+        raise DemixError(f"expert {name}", *NO_NAME)
+    if name in RESERVED:
+        raise DemixError(f"expert {name}", "is reserved", "give another name")
+    if expert_files(directory, name)[0].exists():
+        raise DemixError(f"expert {name}", f"is an expert of {directory} already", "give another name, or remove it")
 
 
 def remove_expert(directory: Path, name: str) -> None:
@@ -172,11 +188,20 @@ def remove_expert(directory: Path, name: str) -> None:
     with _locked(directory):
         names = expert_names(directory)
         if name not in names and not weights.exists():
-            raise DemixError(description, "is missing", f"choose among {', '.join(names) or 'none'}")
+            raise unknown_expert(directory, name)
         if names == (name,):
             raise DemixError(description, "is the last expert of its model", "delete the model's folder instead")
         description.unlink(missing_ok=True)
         weights.unlink(missing_ok=True)
+        _forget(directory, name)
+
+
+def _forget(directory: Path, name: str) -> None:
+    """Remove what is no longer true of a model whose expert `name` changes: its card, and the expert's figures."""
+    (directory / "README.md").unlink(missing_ok=True)
+    figures = usual_of(directory)
+    if figures.pop(name, None):
+        write_usual(directory, figures)
 
 
 def _locked(directory: Path) -> AbstractContextManager[None]:

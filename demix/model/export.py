@@ -4,13 +4,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
-from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import refuse_used, replacing
-from demix.model.checkpoint import describe, load_model, refuse_other_tokenizer
+from demix.model.checkpoint import describe, load_model, save_tensors
+from demix.model.tokenizer import tokenizer_of
 
 # A block's tensors: their names here and in GPT-2, and whether they are transposed (Conv1D keeps weights as [in, out]).
 _BLOCK = (
@@ -43,10 +42,10 @@ def gpt2_names(layers: int) -> Iterator[tuple[str, str, bool]]:
             yield f"blocks.{number}.{ours}", f"h.{number}.{theirs}", transposed
 
 
-def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path, card: str | None = None) -> None:
+def export_hf(directory: Path, expert: str, tokenizer: Path | None, output: Path, card: str | None = None) -> None:
     """Write one expert of a model, with the tokenizer, as a Hugging Face GPT-2 directory.
 
-    README.md names the expert and then holds `card`, the card of the whole model.
+    README.md holds `card` (`demix.report.card.exported_card`).
 
     The architecture is that of GPT-2, and `GPT2LMHeadModel` gives the same log-probabilities.
     Raises DemixError for a domain-token model (GPT-2 has no domain token as first input), for another tokenizer than
@@ -57,8 +56,7 @@ def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path, card:
     description = describe(directory, "kind")
     if description["domain_tokens"]:
         raise DemixError(directory, "is a domain-token model, which GPT-2's format cannot hold", "export another model")
-    encoder = Tokenizer.load(tokenizer)
-    refuse_other_tokenizer(directory, tokenizer, encoder.sha256, encoder.vocab_size)
+    _, encoder = tokenizer_of(directory, tokenizer)
     model = load_model(directory, (expert,))
     sizes = model.architecture
     own = dict(model.named_parameters())
@@ -93,27 +91,11 @@ def export_hf(directory: Path, expert: str, tokenizer: Path, output: Path, card:
         "split_special_tokens": True,
     }
     with replacing(output, directory=True) as temporary:
-        contiguous = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
-        save_file(contiguous, temporary / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})
         # These files have no seal, because other software reads them.
         for name, value in (("config", config), ("tokenizer_config", tokenizer_config)):
             text = json.dumps(value, indent=2, sort_keys=True) + "\n"
             (temporary / f"{name}.json").write_text(text, encoding="utf-8")
         (temporary / "tokenizer.json").write_text(encoder.definition + "\n", encoding="utf-8")
-        origin = {"expert": expert} | {
-            key: description[key] for key in ("kind", "tokens", "steps") if key in description
-        }
-        heading = (
-            f"# {directory.resolve().name}: expert {expert}\n\n"
-            "One expert of a DEMix language model, exported as GPT-2.\n\n"
-            f"```json\n{json.dumps(origin, indent=2)}\n```\n"
-        )
-        (temporary / "README.md").write_text(_with_card(heading, card), encoding="utf-8")
-
-
-def _with_card(heading: str, card: str | None) -> str:
-    """`heading` and then `card`. The front matter of the card stays at the top of the file."""
-    if card is None:
-        return heading
-    front, body = card.removeprefix("---\n").split("\n---\n", 1)
-    return f"---\n{front}\n---\n\n{heading}\n{body.lstrip()}"
+        heading = f"# {directory.resolve().name}: expert {expert}\n\nOne expert of a DEMix model, exported as GPT-2.\n"
+        (temporary / "README.md").write_text(card or heading, encoding="utf-8")

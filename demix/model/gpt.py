@@ -1,7 +1,8 @@
 """The language model: a GPT whose feedforwards are stacks of experts. A dense model has one expert."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ class GPT(nn.Module):
         self.expert_scope = expert_scope
         # The training loop sets this: backward then recomputes a block's activations, which saves memory.
         self.checkpoint_activations = False
+        # `load_experts` sets this on a model that has no values because its weights stay in their file.
+        self.read_weights: Callable[[], GPT] | None = None
         width = architecture.width
         self.token_embedding = nn.Parameter(torch.empty(vocab_size, width))
         self.position_embedding = nn.Parameter(torch.empty(architecture.context + bool(domain_tokens), width))
@@ -75,6 +78,19 @@ class GPT(nn.Module):
             self.domain_embedding = nn.Parameter(torch.empty(len(domain_tokens), width))
         self.blocks = nn.ModuleList(Block(architecture, layer, len(experts)) for layer in range(architecture.layers))
         self.final_norm = nn.LayerNorm(width)
+
+    @contextmanager
+    def with_weights(self) -> Iterator["GPT"]:
+        """This model, or, where its weights stay in their file, a copy that has them until the context ends."""
+        if self.read_weights is None:
+            yield self
+            return
+        model = self.read_weights()
+        try:
+            yield model
+        finally:
+            # A loop still names this copy while it asks for the next one.
+            model.to("meta")
 
     def initialise(self, seed: int) -> "GPT":
         """Draw weights from N(0, 0.02²); biases are 0, and all experts of a layer start equal.

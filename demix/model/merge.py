@@ -2,15 +2,18 @@
 
 import math
 import shutil
+from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from demix.errors import DemixError
+from demix.errors import DemixError, nearest
 from demix.files import read_parquet, refuse_used, replacing, sha256_file, write_json
 from demix.model.checkpoint import (
+    Shapes,
     blueprint,
     check_weights,
     describe,
@@ -19,43 +22,31 @@ from demix.model.checkpoint import (
     save_tensors,
     shapes_of,
 )
+from demix.model.tokenizer import copy_tokenizer, tokenizer_path
 
 
-def merge_experts(directory: Path, weights: dict[str, float], output: Path) -> None:
+def merge_experts(
+    directory: Path, weights: dict[str, float], output: Path, card: str | None = None, *, again: bool = False
+) -> None:
     """Write a model to `output` whose one expert `dense` is the average of the experts of `directory` by `weights`.
 
-    Averages are computed in float64 and cast to the type of the experts. The shared weights are copied. Raises
-    DemixError for weights that are negative or do not sum to 1, for an unknown expert, and for an `output` that is not
-    empty.
+    Averages are computed in float64 and cast to the type of the experts. The shared weights and the tokenizer are
+    copied. README.md holds `card` (`demix.report.card.merged_card`). Raises DemixError for weights that are negative or
+    do not sum to 1, for an unknown expert, and for an `output` that is not empty, unless it may be made `again`.
     """
-    refuse_used(output)
-    _check_weights(weights)
-    description = describe(directory)
-    # Zero times an infinite parameter would be NaN, so an expert with weight zero is left out.
-    parents = {name: expert_lineage(directory, name) for name, weight in weights.items() if weight}
-    files = {name: expert_files(directory, name)[1] for name in parents}
-    of_shared, of_expert = shapes_of(blueprint(directory, ("any",)))
-    for name, path in files.items():
-        check_weights(path, parents[name]["sha256"], of_expert)
-    check_weights(directory / "shared.safetensors", description["shared_sha256"], of_shared)
-
-    def weighted(name: str, key: str) -> torch.Tensor:
-        with safe_open(files[name], "pt") as file:
-            tensor: torch.Tensor = file.get_tensor(key)
-        return weights[name] * tensor.double()
-
-    with safe_open(next(iter(files.values())), "pt") as first:
-        types = {key: first.get_tensor(key).dtype for key in first.keys()}  # noqa: SIM118
-    merged = {
-        key: reduce(torch.Tensor.add_, (weighted(name, key) for name in files)).to(dtype)
-        for key, dtype in types.items()
-    }
-
-    origins = {name: {"weight": weights[name], "sha256": lineage["sha256"]} for name, lineage in parents.items()}
+    if not again:
+        refuse_used(output)
+    description, tokenizer = describe(directory), tokenizer_path(directory)
+    check_weights(directory / "shared.safetensors", description["shared_sha256"], _shapes(directory)[0])
+    merged, parents = averaged(directory, weights)
+    origins = origins_of(weights, parents)
     data = {domain: sha256 for lineage in parents.values() for domain, sha256 in lineage.get("data_sha256", {}).items()}
     with replacing(output.resolve(), directory=True) as temporary:
         shutil.copyfile(directory / "shared.safetensors", temporary / "shared.safetensors")
         write_json(temporary / "model.json", description | {"kind": "merged"}, at=output / "model.json")
+        copy_tokenizer(tokenizer, temporary)
+        if card is not None:
+            (temporary / "README.md").write_text(card, encoding="utf-8")
         (temporary / "experts").mkdir()
         path = temporary / "experts" / "dense.safetensors"
         save_tensors(merged, path)
@@ -71,6 +62,47 @@ def merge_experts(directory: Path, weights: dict[str, float], output: Path) -> N
             "sha256": sha256_file(path),
         }
         write_json(path.with_suffix(".json"), lineage, at=output / "experts" / "dense.json")
+
+
+def averaged(
+    directory: Path, weights: Mapping[str, float]
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
+    """The average of what the experts of `directory` own, by `weights`, and the descriptions of these experts.
+
+    Averages are computed in float64 and cast to the type of the experts; one tensor of each expert is in memory at a
+    time. Raises DemixError for weights that are negative or do not sum to 1, and for an unknown or damaged expert.
+    """
+    _check_weights(weights)
+    # Zero times an infinite parameter would be NaN, so an expert with weight zero is left out.
+    parents = {name: expert_lineage(directory, name) for name, weight in weights.items() if weight}
+    files = {name: expert_files(directory, name)[1] for name in parents}
+    shapes = _shapes(directory)[1]
+    for name, path in files.items():
+        check_weights(path, parents[name]["sha256"], shapes)
+
+    def weighted(name: str, key: str) -> torch.Tensor:
+        with safe_open(files[name], "pt") as file:
+            tensor: torch.Tensor = file.get_tensor(key)
+        return weights[name] * tensor.double()
+
+    with safe_open(next(iter(files.values())), "pt") as first:
+        types = {key: first.get_tensor(key).dtype for key in first.keys()}  # noqa: SIM118
+    # Neither the order of the experts nor their names change a bit.
+    order = sorted(files, key=lambda name: (parents[name]["sha256"], weights[name]))
+    tensors = {
+        key: reduce(torch.Tensor.add_, (weighted(name, key) for name in order)).to(dtype)
+        for key, dtype in types.items()
+    }
+    return tensors, parents
+
+
+def origins_of(weights: Mapping[str, float], parents: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What an average of experts records of its `parents`: the weight and the sha256 of each."""
+    return {name: {"weight": weights[name], "sha256": lineage["sha256"]} for name, lineage in parents.items()}
+
+
+def _shapes(directory: Path) -> tuple[Shapes, Shapes]:
+    return shapes_of(blueprint(directory, ("any",)))
 
 
 def parse_weights(text: str, option: str = "--weights") -> dict[str, float]:
@@ -101,12 +133,14 @@ def prior_weights(path: Path, model: str, domain: str, experts: str, kind: str =
     found = {row["expert"]: row["prior"] for row in rows if wanted.items() <= row.items()}
     if not found:
         there = sorted({f"{row['model']}/{row['experts']} on {row['domain']}" for row in rows})
-        listed = ", ".join(there[:6]) + (", …" if len(there) > 6 else "")
-        raise DemixError(path, f"holds no prior of {model}/{experts} on {domain} ({kind})", f"it has {listed}")
+        wanted_name = f"{model}/{experts} on {domain}"
+        raise DemixError(
+            path, f"holds no prior of {wanted_name} ({kind})", nearest(wanted_name, there, "evaluate first")
+        )
     return found
 
 
-def _check_weights(weights: dict[str, float]) -> None:
+def _check_weights(weights: Mapping[str, float]) -> None:
     for name, weight in weights.items():
         if not weight >= 0:
             raise DemixError(f"weight of {name}", f"is {weight}", "give 0 or more")

@@ -1,11 +1,15 @@
 """The weights of experts on texts that grow token by token, as `demix.evaluate.mix` computes them for whole texts."""
 
 import math
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from demix.config.mixing import Weights
+from demix.data.cluster import Contexts
+from demix.errors import DemixError
 
 
 class Posterior:
@@ -29,8 +33,8 @@ class Posterior:
         """The number of tokens that still fit into the block. It is at least 1, because a full block ends at once."""
         return self.length - self.seen % self.length
 
-    def observe(self, scores: Tensor) -> Tensor:
-        """Take log p [E, B, N] of the next N tokens; returns log g [B, N, E], the weights that predicted each token."""
+    def observe(self, scores: Tensor, tokens: Tensor) -> Tensor:
+        """Take log p [E, B, N] of the next `tokens` [B, N]; returns log g [B, N, E], which predicted each token."""
         used = []
         while scores.shape[2]:
             piece, scores = scores[:, :, : self.room], scores[:, :, self.room :]
@@ -66,7 +70,7 @@ class Stepwise(Posterior):
         if self._family == "released":
             self.log_weights = self._equal
 
-    def observe(self, scores: Tensor) -> Tensor:
+    def observe(self, scores: Tensor, tokens: Tensor) -> Tensor:
         """See `Posterior.observe`."""
         used = [self.log_weights[:, None][:, :0]]
         for scored in scores.double().permute(2, 1, 0):
@@ -90,6 +94,72 @@ class Stepwise(Posterior):
         (alpha,) = self._parameters
         posterior = (self.log_weights + scored).log_softmax(-1)
         return torch.logaddexp((1 - alpha).log() + posterior, alpha.log() + self._given)
+
+
+class Nearest(Posterior):
+    """A posterior by the rule `cluster` or `cluster+history`: by the distance of the text to the experts' clusters.
+
+    `contexts` has the contexts of each text, and `columns` [E] the place of each expert's cluster in their distances;
+    -1 stands for none, for experts without any weight in the prior. The token before each text is `<|endoftext|>`.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        log_prior: Tensor,
+        contexts: Sequence[Contexts],
+        columns: Sequence[int],
+        decay: float | None = None,
+    ):
+        super().__init__(log_prior, contexts[0].length, len(contexts), decay)
+        self._history = weights.family == "cluster+history"
+        self._temperature, self._contexts, self._columns = weights.parameters[0], contexts, list(columns)
+        self._near = self._nearness(np.full((len(contexts), 1), contexts[0].end_of_text))[:, 0]
+        self._weigh()
+
+    def observe(self, scores: Tensor, tokens: Tensor) -> Tensor:
+        """See `Posterior.observe`."""
+        used = [self.log_weights[:, None][:, :0]]
+        near = self._nearness(tokens.cpu().numpy())
+        for number, scored in enumerate(scores.double().permute(2, 1, 0)):
+            used.append(self.log_weights[:, None])
+            self._near = near[:, number]
+            self._evidence = self._evidence + scored
+            self.seen += 1
+            if self.seen % self.length == 0:
+                # Distances tell nothing of the posterior of a block, which later priors are made of.
+                self.log_weights = (self._log_prior + self._evidence).log_softmax(-1)
+                self._end_block()
+            self._weigh()
+        return torch.cat(used, 1)
+
+    def _weigh(self) -> None:
+        logits = self._log_prior + self._near + (self._evidence if self._history else 0)
+        self.log_weights = logits.log_softmax(-1)
+
+    def _nearness(self, tokens: np.ndarray) -> Tensor:
+        """-d²/temperature [B, N, E] of the texts that end with each of `tokens` [B, N]."""
+        rows = [contexts.distances(some) for contexts, some in zip(self._contexts, tokens, strict=True)]
+        return torch.from_numpy(np.stack(rows)[..., self._columns]).double() / -self._temperature
+
+
+def by_distance(
+    weights: Weights, log_prior: Tensor, experts: Sequence[str], contexts: Sequence[Contexts], decay: float | None
+) -> Nearest:
+    """The posterior over `experts` [E] by a rule of distances; see `Nearest`.
+
+    Raises DemixError for an expert that the prior allows and that has no cluster.
+    """
+    names = contexts[0].names
+    for name, allowed in zip(experts, (log_prior > -torch.inf).tolist(), strict=True):
+        if allowed and name not in names:
+            raise DemixError(
+                f"--weights {weights.family}",
+                f"need one cluster per expert; {name} has none",
+                "use other weights or experts",
+            )
+    columns = [names.index(name) if name in names else -1 for name in experts]
+    return Nearest(weights, log_prior, contexts, columns, decay)
 
 
 def posterior_by(

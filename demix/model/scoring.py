@@ -31,9 +31,11 @@ def trunk_log_probabilities(
     `advance` is called with the number of tokens that were scored since its last call. Raises DemixError for an expert
     whose log-probabilities are not all finite.
     """
-    scores = np.concatenate(
-        [log_probabilities(trunk, inputs, targets, mask, dtype, advance, domain_tokens) for trunk in trunks]
-    )
+    scored = []
+    for trunk in trunks:
+        with trunk.with_weights() as model:
+            scored.append(log_probabilities(model, inputs, targets, mask, dtype, advance, domain_tokens))
+    scores = np.concatenate(scored)
     for name, row in zip(domain_tokens or columns_of(trunks), scores, strict=True):
         if not np.isfinite(row).all():
             raise DemixError(

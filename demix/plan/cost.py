@@ -1,7 +1,7 @@
 """The cost of a config by domain and by model, before anything runs or is downloaded."""
 
 import glob
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,9 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.table import Table
 
-from demix.config.architecture import architecture_from, parameters
+from demix.config.architecture import architecture_from, parameters, vocabulary
 from demix.config.placement import place_experts
-from demix.config.systems import Kind, Model, adaptations, trained
+from demix.config.rows import Kind
+from demix.config.systems import Model, adaptations, rule_of, trained
 from demix.data.sources import Source
 from demix.errors import DemixError
 from demix.plan.flops import (
@@ -30,7 +31,8 @@ from demix.settings import settings_from
 # splits. GPT-2's tokenizer makes 1.3 to 1.5 tokens per word.
 TEXT_BYTES = 2.6
 TOKENS_PER_WORD = 1.5
-GPT2_TYPES = 50257
+# What the captions of tables with folded rows say.
+ALIKE = "× 8: the numbers of each of eight that are alike"
 
 
 @dataclass(frozen=True)
@@ -76,22 +78,21 @@ def _count(source: Source) -> int | None:
         return None
 
 
+def plan_domains(config: dict[str, Any]) -> list[DomainPlan]:
+    """The plans of the training domains and then the novel ones of a completed config."""
+    wide = config["tokenizer"]["kind"] == "bpe" and config["tokenizer"]["vocab_size"] > 65536
+    domains = config["domains"]["training"] | config["domains"]["novel"]
+    return [plan_domain(name, domain, 4 if wide else 2) for name, domain in domains.items()]
+
+
 def plan_table(config: dict[str, Any]) -> Table:
     """The plans of all domains of a completed config as a table, with totals."""
-    wide = config["tokenizer"]["kind"] == "bpe" and config["tokenizer"]["vocab_size"] > 65536
     table = Table(
         title=f"Data stage of {config['run']}",
         caption=f"disk: estimates at {TEXT_BYTES} bytes of compressed text and {TOKENS_PER_WORD} tokens a word",
         show_footer=True,
     )
-    plans: list[DomainPlan] = []
-    rows = []
-    for kind in ("training", "novel"):
-        for name, domain in config["domains"][kind].items():
-            plan = plan_domain(name, domain, 4 if wide else 2)
-            plans.append(plan)
-            where = f"{domain['source']['kind']} ×{domain['source']['parts']}"
-            rows.append((kind, name, where, "yes" if domain["anonymize"] else "no", *_shown(plan), domain["licence"]))
+    plans = plan_domains(config)
     # The tokenizer and the deduplication across domains are jobs of no single domain.
     total = DomainPlan(
         "total",
@@ -104,14 +105,14 @@ def plan_table(config: dict[str, Any]) -> Table:
     footers = _shown(total, [plan for plan in plans if None in (plan.documents, plan.words, plan.kept)])
     heads = ("", "domain", "source", "anonymized", "documents", "words", "jobs", "disk kept", "raw, passing", "licence")
     for head, footer in zip(heads, ("", "total", "", "", *footers, ""), strict=True):
-        number = head in heads[4:9]
-        table.add_column(head, footer, justify="right" if number else "left", no_wrap=head != "licence")
-    previous = ""
-    for row in rows:
-        if previous and row[0] != previous:
-            table.add_section()
-        table.add_row(row[0] if row[0] != previous else "", *row[1:])
-        previous = row[0]
+        table.add_column(head, footer, justify="right" if head in heads[4:9] else "left", no_wrap=head != "licence")
+    by_name = {plan.domain: plan for plan in plans}
+    for kind, domains in config["domains"].items():
+        table.add_section()
+        for number, (name, domain) in enumerate(domains.items()):
+            where = f"{domain['source']['kind']} ×{domain['source']['parts']}"
+            anonymized = "yes" if domain["anonymize"] else "no"
+            table.add_row("" if number else kind, name, where, anonymized, *_shown(by_name[name]), domain["licence"])
     return table
 
 
@@ -123,9 +124,10 @@ class TrainingPlan:
     on one rank. `shared`: parameters outside the experts. `expert`: parameters of one of the `experts`. `flops`:
     floating-point operations per update. `state`: bytes of weights, gradients and optimizer per rank. `activations`
     and `recomputed`: bytes of activations per rank, without and with activation checkpointing. `checkpoint`: bytes of
-    one checkpoint on disk. `jobs`: the number of jobs of the workflow's `rule`. `tokens`: the most, since an adaptation
-    may stop early. `begin` of the `steps` are those of a seed phase, which another training does: `hours` leaves them
-    out.
+    one checkpoint on disk, of which `checkpoints` are kept during the training. `weights`: bytes of what the training
+    adds to models. `jobs`: the number of jobs of the workflow's `rule`. `tokens`: the most, since an adaptation may
+    stop early. `begin` of the `steps` are those of a seed phase, which another training does: `hours` leaves them out.
+    `synced`: bytes of gradients that a rank gives to all-reduce in an update.
     """
 
     name: str
@@ -144,7 +146,10 @@ class TrainingPlan:
     activations: int
     recomputed: int
     checkpoint: int
+    checkpoints: int
+    weights: int
     hours: float
+    synced: int = 0
     jobs: int = 1
     begin: int = 0
 
@@ -161,20 +166,7 @@ def plan_training(config: dict[str, Any], ranks: int | None, hardware: Hardware)
     domains, as training does. An adaptation uses at most as many ranks as a step has sequences.
     """
     domains, models = len(config["domains"]["training"]), trained(config)
-    runs = [
-        _plan_run(
-            config,
-            one.name,
-            f"train_{one.rule}",
-            one.kind,
-            one.settings,
-            domains,
-            ranks,
-            hardware,
-            begin=one.seed_step(architecture_from(config["architecture"]).context),
-        )
-        for one in models
-    ]
+    runs = [_plan_job(config, job, ranks, hardware) for one in models for job in one.jobs]
     sweeps = [_plan_sweep(config, one, domains, ranks, hardware) for one in models if one.sweeps]
     section = config["adaptation"]
     usable = min(ranks or section["ranks"], section["sequences"])
@@ -189,6 +181,32 @@ def plan_training(config: dict[str, Any], ranks: int | None, hardware: Hardware)
     return runs + sweeps + adapted
 
 
+def _plan_job(config: dict[str, Any], job: tuple[Model, ...], ranks: int | None, hardware: Hardware) -> TrainingPlan:
+    """The plan of one job: of a model, or of experts that are whole models and train one after the other."""
+    model, number = job[0], len(job)
+    context, share = architecture_from(config["architecture"]).context, model.share
+    settings = {**model.settings, "tokens": model.settings["tokens"] // share}
+    one = _plan_run(
+        config, named(job), rule_of(job), model.kind, settings, len(model.domains), ranks, hardware,
+        begin=model.first_step(context),
+    )  # fmt: skip
+    return replace(
+        one,
+        domains=number * one.domains,
+        tokens=number * one.tokens,
+        experts=number * one.experts,
+        flops=number * one.flops,
+        weights=number * one.weights,
+        hours=number * one.hours,
+    )
+
+
+def named(job: tuple[Model, ...]) -> str:
+    """The name of a training's job in the plan. Jobs of the experts of one model differ only after the last "-"."""
+    model = job[0]
+    return f"{model.name}-{'+'.join(part.part for part in job)}" if model.part else model.name
+
+
 def _plan_sweep(
     config: dict[str, Any], model: Model, domains: int, ranks: int | None, hardware: Hardware
 ) -> TrainingPlan:
@@ -201,6 +219,7 @@ def _plan_sweep(
         one,
         name=f"{model.name}, {jobs} rates",
         jobs=jobs,
+        weights=0,
         tokens=jobs * one.tokens,
         steps=jobs * one.steps,
         hours=jobs * one.hours,
@@ -221,15 +240,12 @@ def _plan_run(
     begin: int = 0,
 ) -> TrainingPlan:
     ranks = ranks or settings["ranks"]
-    architecture = architecture_from(config["architecture"])
-    vocab_size = GPT2_TYPES if config["tokenizer"]["kind"] == "gpt2" else config["tokenizer"]["vocab_size"]
+    architecture, vocab_size = architecture_from(config["architecture"]), vocabulary(config["tokenizer"])
     experts = domains if kind.has_experts else 1
     sequences = domains * settings["sequences"]
     steps = settings["tokens"] // (sequences * architecture.context)
     if adapts:
         steps = max(1, steps)
-    elif steps == 0:
-        raise DemixError("training.tokens", f"{settings['tokens']} is less than one step of {name}", "raise it")
 
     places = place_experts([f"expert {number}" for number in range(experts)], sequences // experts, ranks)
     experts_per_rank = max(len(place.experts) for place in places)
@@ -265,7 +281,10 @@ def _plan_run(
         activations=activations,
         recomputed=recomputed,
         checkpoint=checkpoint_bytes(own, own) if adapts else checkpoint_bytes(shared + experts * expert),
+        checkpoints=settings["keep_checkpoints"],
+        weights=4 * (own if adapts else shared + experts * expert),
         begin=begin,
+        synced=4 * ((shared if ranks > 1 else 0) + (experts_per_rank * expert if ranks > experts else 0)),
         hours=hours(flops, steps - begin, ranks, achieved_tflops(hardware, architecture, demix=kind.has_experts)),
     )
 
@@ -279,7 +298,8 @@ def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) ->
         raise DemixError(f"--hardware {hardware}", "is not known", f"use one of {', '.join(HARDWARE)}")
     if ranks is not None and ranks < 1:
         raise DemixError("--ranks", f"is {ranks}", "give 1 or more")
-    plans = plan_training(config, ranks, HARDWARE[hardware])
+    device = HARDWARE[hardware]
+    plans = plan_training(config, ranks, device)
     work = Table(
         title=f"Training of {config['run']}",
         caption="FLOPs: 96·B·s·l·h²·(1 + s/6h + V/16lh) (Narayanan et al. 2021); adaptations stop early, so at most"
@@ -287,7 +307,8 @@ def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) ->
             "; a seed phase counts for its parent and for each model that begins with it, and once in the total"
             if any(plan.begin for plan in plans)
             else ""
-        ),
+        )
+        + f"; {ALIKE}",
         show_footer=True,
     )
     total = _flops(sum((plan.steps - plan.begin) * plan.flops for plan in plans) / 1e15)
@@ -306,43 +327,66 @@ def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) ->
     work.add_column("PFLOPs\nin all", total, justify="right")
     takes = Table(
         title=f"Memory and time of {config['run']} on {hardware}",
-        caption=f"{HARDWARE[hardware].assumption}; activations: an estimate, recomputed: with activation checkpointing",
+        caption=f"{device.assumption}; activations: an estimate, recomputed: with activation checkpointing; "
+        f"sent: gradients given to all-reduce; {ALIKE}",
         show_footer=True,
     )
     for head in ("model", "ranks", "experts\na rank", "state\na rank", "activations\na rank", "or, recomputed"):
         takes.add_column(head, "total" if head == "model" else "", justify="left" if head == "model" else "right")
     takes.add_column("a checkpoint", justify="right")
+    takes.add_column("sent a rank\nin all", justify="right")
     takes.add_column("hours", justify="right")
     takes.add_column(
-        "CPU-hours" if hardware == "cpu" else "GPU-hours",
-        _decimal(sum(plan.rank_hours for plan in plans)),
+        f"{device.unit}-hours",
+        decimal(device.units * sum(plan.rank_hours for plan in plans)),
         justify="right",
     )
-    models = len(trained(config))
-    for number, plan in enumerate(plans):
-        if number == models:
-            work.add_section()
-            takes.add_section()
-        count = plan.shared + plan.experts * plan.expert
-        work.add_row(
-            plan.name,
-            str(plan.domains),
-            _short(plan.tokens),
-            f"{plan.steps:,}",
-            f"{plan.sequences:,}",
-            *(_short(size) for size in (plan.shared, plan.expert, count)),
-            _flops(plan.flops / 1e12),
-            _flops(plan.steps * plan.flops / 1e15),
-        )
-        takes.add_row(
-            plan.name,
-            str(plan.ranks),
-            str(plan.experts_per_rank),
-            *(f"{_short(size)}B" for size in (plan.state, plan.activations, plan.recomputed, plan.checkpoint)),
-            _decimal(plan.hours),
-            _decimal(plan.rank_hours),
-        )
+    models = sum(len(one.jobs) for one in trained(config))
+    for part in (plans[:models], plans[models:]):
+        for table, row in ((work, _work_row), (takes, lambda plan: _takes_row(plan, device))):
+            table.add_section()
+            for cells in folded(row(plan) for plan in part):
+                table.add_row(*cells)
     return work, takes
+
+
+def _work_row(plan: TrainingPlan) -> tuple[str, ...]:
+    return (
+        plan.name,
+        str(plan.domains),
+        _short(plan.tokens),
+        f"{plan.steps:,}",
+        f"{plan.sequences:,}",
+        *(_short(size) for size in (plan.shared, plan.expert, plan.shared + plan.experts * plan.expert)),
+        _flops(plan.flops / 1e12),
+        _flops(plan.steps * plan.flops / 1e15),
+    )
+
+
+def _takes_row(plan: TrainingPlan, device: Hardware) -> tuple[str, ...]:
+    return (
+        plan.name,
+        str(plan.ranks),
+        str(plan.experts_per_rank),
+        *(f"{_short(size)}B" for size in (plan.state, plan.activations, plan.recomputed, plan.checkpoint)),
+        f"{_short((plan.steps - plan.begin) * plan.synced)}B",
+        decimal(plan.hours),
+        decimal(device.units * plan.rank_hours),
+    )
+
+
+def folded(rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Rows of a name and cells, where rows that are alike but for what follows the last "-" of the name are one row.
+
+    Eight rows demix-dapt-<domain> of equal cells become `demix-dapt-* × 8` with the cells of one.
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        stem, dash, _ = name.rpartition("-")
+        groups.setdefault((stem + dash or name, *cells), []).append(name)
+    return [
+        (names[0] if len(names) == 1 else f"{stem}* × {len(names)}", *cells) for (stem, *cells), names in groups.items()
+    ]
 
 
 def _flops(number: float) -> str:
@@ -350,7 +394,8 @@ def _flops(number: float) -> str:
     return f"{number:.2f}" if number >= 1 else f"{number:.3g}"
 
 
-def _decimal(number: float) -> str:
+def decimal(number: float) -> str:
+    """One decimal; two significant digits below one."""
     return f"{number:,.1f}" if number >= 1 else f"{number:.2g}"
 
 

@@ -28,17 +28,17 @@ def update_flops(architecture: Architecture, vocab_size: int, sequences: int, le
     return sequences * length * training_flops_per_token(architecture, vocab_size, length)
 
 
-def scoring_flops(architecture: Architecture, vocab_size: int, experts: int) -> int:
+def scoring_flops(architecture: Architecture, vocab_size: int, experts: int, expert_scope: str = "feedforward") -> int:
     """FLOPs of the matrix products that score one token of a full block under `experts` experts at once.
 
-    All experts share the embedding and the attention of the first layer. Attention counts only the half that the
-    causal mask leaves.
+    All experts share the embedding and the attention of the first layer, unless they are whole models (`expert_scope`
+    "model"). Attention counts only the half that the causal mask leaves.
     """
     layers, width = architecture.layers, architecture.width
     attention = 8 * width**2 + 2 * architecture.context * width
     feedforward = 16 * width**2
     each = layers * (attention + feedforward) - attention + 2 * width * vocab_size
-    return attention + experts * each
+    return experts * (attention + each) if expert_scope == "model" else attention + experts * each
 
 
 def scoring_hours(architecture: Architecture, vocab_size: int, experts: int, tokens: int, tflops: float) -> float:
@@ -91,10 +91,15 @@ PAPER_TFLOPS = {"gpt3-small": (31, 31), "gpt3-medium": (37, 37), "gpt3-large": (
 
 @dataclass(frozen=True)
 class Hardware:
-    """The device of one rank. `tflops`: achieved TFLOP/s by the formula above, or None for the values of Table 2."""
+    """What one rank runs on: `units` devices of the kind `unit`.
+
+    `tflops`: achieved TFLOP/s of a rank by the formula above, or None for the values of Table 2.
+    """
 
     tflops: float | None
     assumption: str
+    unit: str = "GPU"
+    units: int = 1
 
 
 HARDWARE = {
@@ -102,7 +107,10 @@ HARDWARE = {
     "a100": Hardware(137, "137 TFLOPs/s a GPU, 44% of peak: a model of 1.7B in Narayanan et al. 2021, table 1 (fp16)"),
     "h100": Hardware(396, "396 TFLOPs/s a GPU, assuming 40% of the 989 at peak (bf16)"),
     "cpu": Hardware(
-        0.15, "0.15 TFLOPs/s a rank: two cores with AVX-512 in fp32, of 0.10 (3×128) to 0.18 (12×768) measured"
+        0.15,
+        "0.15 TFLOPs/s a rank: two cores with AVX-512 in fp32, of 0.10 (3×128) to 0.18 (12×768) measured",
+        unit="core",
+        units=2,
     ),
 }
 

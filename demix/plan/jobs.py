@@ -6,16 +6,17 @@ from typing import Any
 
 from rich.table import Table
 
-from demix.config.architecture import architecture_from
+from demix.config.architecture import architecture_from, vocabulary
+from demix.config.averages import averages
 from demix.config.check import site_of
-from demix.config.evaluated import chosen_on_dev
-from demix.config.scoring import scoring_jobs
-from demix.config.systems import adaptations, seeds, trained
+from demix.config.evaluated import chosen_on_dev, routed
+from demix.config.scoring import ScoringJob, scoring_jobs
+from demix.config.systems import adaptations, job_place, learned_splits, seeds, trained
 from demix.files import write_text
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.slurm import sbatch_text
-from demix.plan.cost import TrainingPlan, plan_training
-from demix.plan.flops import HARDWARE
+from demix.plan.cost import ALIKE, TOKENS_PER_WORD, TrainingPlan, decimal, folded, named, plan_domains, plan_training
+from demix.plan.flops import HARDWARE, Hardware, achieved_tflops, score_table_bytes, scoring_hours
 from demix.settings import settings_from
 
 
@@ -23,7 +24,8 @@ from demix.settings import settings_from
 class Jobs:
     """Jobs of one kind: the number of jobs of each rule of the workflow, by the rule's name.
 
-    `hours` is an estimate for all the jobs, or None. `site` is None for rules that run where snakemake does.
+    `hours` is an estimate for all the jobs, or None, and `disk` the bytes of their score tables. `site` is None for
+    rules that run where snakemake does.
     """
 
     stage: str
@@ -33,6 +35,7 @@ class Jobs:
     ranks: int = 1
     threads: int = 1
     hours: float | None = None
+    disk: int = 0
 
     @property
     def count(self) -> int:
@@ -45,15 +48,26 @@ class Jobs:
         return self.site.nodes(self.ranks) if self.site and self.stage in ("train", "adapt") else 1
 
     @property
+    def rank_hours(self) -> float:
+        """Hours of all jobs, summed over the ranks."""
+        return (self.hours or 0.0) * self.ranks
+
+    @property
     def gpus(self) -> int:
         """GPUs of one job."""
         return self.site.gpus * self.ranks if self.site and self.stage in ("train", "adapt", "score") else 0
 
 
-def plan_jobs(config: dict[str, Any], hardware: str) -> list[Jobs]:
-    """All jobs of a completed config in the order of the workflow, with hours of training on `hardware`.
+def usual_hardware(config: dict[str, Any]) -> str:
+    """The hardware that a plan assumes by itself: the paper's where the config gives training GPUs, else cores."""
+    return "v100" if site_of(config, "train")["gpus"] else "cpu"
 
-    The rules are those that `snakemake -n` lists, `all` aside.
+
+def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -> list[Jobs]:
+    """All jobs of a completed config in the order of the workflow, with hours of training and scoring on `hardware`.
+
+    Without `ranks`, the config sets the number of each training. The rules are those that `snakemake -n` lists,
+    `all` aside.
     """
     domains = config["domains"]["training"] | config["domains"]["novel"]
     novel, number = len(config["domains"]["novel"]), len(domains)
@@ -62,7 +76,7 @@ def plan_jobs(config: dict[str, Any], hardware: str) -> list[Jobs]:
         stage: settings_from(Cluster, site_of(config, stage), "cluster")
         for stage in ("download", "anonymize", "corpus", "train", "adapt", "score", "evaluate")
     }
-    plans, adapting = plan_training(config, None, HARDWARE[hardware]), {one.rule for one in adaptations(config)}
+    plans, adapting = plan_training(config, ranks, HARDWARE[hardware]), {one.rule for one in adaptations(config)}
     models, threads = trained(config), config["threads"]
     removed = [model.removed for model in models if model.removed]
     swept = [model for model in models if model.sweeps]
@@ -72,10 +86,18 @@ def plan_jobs(config: dict[str, Any], hardware: str) -> list[Jobs]:
         return Jobs(stage, plan.name, {plan.rule: plan.jobs}, sites[stage], plan.ranks, threads, plan.hours)
 
     def of_scoring(name: str, *, added: bool) -> Jobs:
-        rules = {job.rule: job.jobs for job in scoring_jobs(config) if job.added == added}
-        return Jobs("score", name, rules, sites["score"], 1, threads)
+        rules = [job for job in scoring_jobs(config) if job.added == added]
+        hours, disk = zip((0.0, 0), *(scoring_cost(config, job, HARDWARE[hardware]) for job in rules), strict=True)
+        counts = {job.rule: job.jobs for job in rules}
+        return Jobs("score", name, counts, sites["score"], 1, threads, sum(hours), sum(disk))
 
     chosen = len(chosen_on_dev(config))
+    joining = {f"join_{model.rule}": 1 for model in models if model.parts[0].part}
+    averaging = {one.rule: one.jobs(config) for one in averages(config)}
+    near, contexts = routed(config), len(config["evaluation"]["routing_context"])
+    clustered = dict.fromkeys(name for name, _ in learned_splits(config))
+    clustering = {"fit_clusters": len(clustered | dict.fromkeys(near)), "assign": len(clustered)}
+    clustering |= {f"cluster_{split}_{name}": 1 for name, split in learned_splits(config)}
     once = {"results": 1, "run_config": 1, "report": 1, "card": 1, "track": 1}
     jobs = [
         Jobs("download", "download", {"download": parts}, sites["download"]),
@@ -87,11 +109,20 @@ def plan_jobs(config: dict[str, Any], hardware: str) -> list[Jobs]:
             sites["corpus"],
         ),
         Jobs("corpus", "split, tokenize", {"split": number, "tokenize": number}, sites["corpus"]),
+        Jobs("corpus", "clusters", clustering, sites["corpus"]),
         *(of_training("train", plan) for plan in plans if plan.rule not in adapting),
         Jobs("train", "keep seeds", {"seed": len(kept)}, sites["train"], 1, threads),
         of_scoring("score", added=False),
         *(of_training("adapt", plan) for plan in plans if plan.rule in adapting),
         of_scoring("score what was adapted", added=True),
+        Jobs("corpus", "join experts", joining, sites["corpus"]),
+        Jobs("evaluate", "average", averaging, sites["evaluate"]),
+        Jobs(
+            "evaluate",
+            "route",
+            {"route": len(near) * contexts, "route_novel": novel * len(near) * contexts},
+            sites["evaluate"],
+        ),
         Jobs("evaluate", "evaluate", {"choose_mixing": chosen, "evaluate": number}, sites["evaluate"]),
         Jobs("score", "audit", {f"audit_{name}": 1 for name in removed}, sites["score"], 1, threads),
         Jobs("", "join, report, track", once | {"audit": int(bool(removed)), "choose_rate": len(swept)}, None),
@@ -99,54 +130,104 @@ def plan_jobs(config: dict[str, Any], hardware: str) -> list[Jobs]:
     return [job for job in jobs if job.count]
 
 
-def jobs_table(config: dict[str, Any], hardware: str) -> Table:
+def scoring_cost(config: dict[str, Any], job: ScoringJob, device: Hardware) -> tuple[float, int]:
+    """Hours of one rank, and bytes of score tables before compression, of all jobs of a rule that scores."""
+    architecture, section = architecture_from(config["architecture"]), config["evaluation"]
+    training, novel = config["domains"]["training"], config["domains"]["novel"]
+    several = {"{training}": list(training), "{novel}": list(novel)}
+    limits = {"dev": section["dev_blocks"] * architecture.context, "test": section["test_tokens"]}
+    tokens = 0
+    for domain in (name for place in job.domains for name in several.get(place, [place] * job.jobs)):
+        for split in job.splits:
+            there = round(TOKENS_PER_WORD * (training | novel)[domain]["words"][split])
+            tokens += min(there, limits[split] or there)
+    columns = 1 if job.own else len(job.columns)
+    tflops = achieved_tflops(device, architecture, demix=columns > 1)
+    hours = scoring_hours(architecture, vocabulary(config["tokenizer"]), columns, tokens, tflops)
+    return hours, score_table_bytes(columns, tokens) - (0 if job.shared else score_table_bytes(0, tokens))
+
+
+def jobs_table(config: dict[str, Any], hardware: str, ranks: int | None = None) -> Table:
     """The jobs of a completed config as a table."""
-    jobs = plan_jobs(config, hardware)
+    jobs, device = plan_jobs(config, hardware, ranks), HARDWARE[hardware]
     submits = config["cluster"]["launch"] == "slurm"
     table = Table(
         title=f"Jobs of {config['run']}",
         caption="each with what the section cluster gives it"
-        + ("" if submits else "; launch is local: with profiles/slurm training is submitted as jobs of these nodes"),
+        + ("" if submits else "; launch is local: with profiles/slurm training is submitted as jobs of these nodes")
+        + f"; {ALIKE}",
         show_footer=True,
     )
     heads = ("stage", "jobs", "nodes\na job", "ranks\na job", "GPUs\na job", "cores\na job", "memory\na node")
     for head in heads:
         footer = {"stage": "total", "jobs": f"{sum(job.count for job in jobs):,}"}.get(head, "")
         table.add_column(head, footer, justify="left" if head == "stage" else "right")
-    hours = sum(job.hours * max(1, job.gpus) for job in jobs if job.hours)
     table.add_column("limit", justify="right")
-    table.add_column(f"hours\n({hardware})", f"{hours:,.1f}\nGPU-hours", justify="right")
+    total = device.units * sum(job.rank_hours for job in jobs)
+    table.add_column(f"{device.unit}-hours\n({hardware})", decimal(total), justify="right")
     table.add_column("where")
-    for job in jobs:
-        if job.site is None:
-            table.add_row(job.name, f"{job.count:,}", *[""] * 7, "where snakemake runs")
-            continue
-        login = job.stage == "download" and job.site.downloads == "login"
-        table.add_row(
-            job.name,
-            f"{job.count:,}",
-            str(job.nodes),
-            str(job.ranks),
-            str(job.gpus),
-            str(job.ranks * job.threads),
-            f"{job.site.memory_mb * job.ranks // job.nodes / 1000:,.1f} GB",
-            f"{job.site.minutes / 60:,.1f} h",
-            "" if job.hours is None else f"{job.hours:,.2g}" if job.hours < 10 else f"{job.hours:,.0f}",
-            "login node" if login else job.site.partition or "default partition",
-        )
+    for cells in folded(_row(job, device) for job in jobs):
+        table.add_row(*cells)
     return table
 
 
-def write_sbatch_files(config: dict[str, Any], hardware: str) -> list[Path]:
+def _row(job: Jobs, device: Hardware) -> tuple[str, ...]:
+    if job.site is None:
+        return (job.name, f"{job.count:,}", *[""] * 7, "where snakemake runs")
+    login = job.stage == "download" and job.site.downloads == "login"
+    return (
+        job.name,
+        f"{job.count:,}",
+        str(job.nodes),
+        str(job.ranks),
+        str(job.gpus),
+        str(job.ranks * job.threads),
+        f"{job.site.memory_mb * job.ranks // job.nodes / 1000:,.1f} GB",
+        f"{job.site.minutes / 60:,.1f} h",
+        "" if job.hours is None else decimal(device.units * job.rank_hours),
+        "login node" if login else job.site.partition or "default partition",
+    )
+
+
+def in_one_line(config: dict[str, Any], hardware: str, ranks: int | None = None) -> str:
+    """What a completed config takes in all: hours of GPUs or cores, disk, and days on the nodes of its largest job.
+
+    The disk is the most that is there at once: the text, the weights, the checkpoints of all trainings, the states that
+    seed phases keep, and the score tables before compression.
+    """
+    jobs, device = plan_jobs(config, hardware, ranks), HARDWARE[hardware]
+    plans, domains = plan_training(config, ranks, device), plan_domains(config)
+    size = sum((domain.kept or 0) + (domain.passing or 0) for domain in domains) + sum(job.disk for job in jobs)
+    size += sum(plan.weights + plan.jobs * plan.checkpoints * plan.checkpoint for plan in plans)
+    by_name = {plan.name: plan for plan in plans}
+    kept = seeds(config, architecture_from(config["architecture"]).context)
+    size += sum(by_name[parent].checkpoint for parent, _ in kept)
+    unknown = sum(domain.kept is None for domain in domains)
+    more = f" and the text of {unknown} domains, which no setting bounds" if unknown else ""
+    spent = sum(job.rank_hours for job in jobs)
+    largest = max(jobs, key=lambda job: job.ranks)
+    each = device.units * largest.ranks // largest.nodes
+    days = spent / largest.ranks / 24
+    takes = f"{decimal(device.units * spent)} {device.unit}-hours ({hardware}) of training and scoring"
+    lasts = f"{days:,.1f} days" if days >= 1 else f"{decimal(24 * days)} hours"
+    nodes = f"{largest.nodes} nodes" if largest.nodes > 1 else "1 node"
+    return (
+        f"{config['run']} takes {takes}, at most {size / 1e9:,.1f} GB of disk{more}, "
+        f"{lasts} on {nodes} with {each} {device.unit}{'s' * (each > 1)}"
+    )
+
+
+def write_sbatch_files(config: dict[str, Any], hardware: str, ranks: int | None = None) -> list[Path]:
     """Write the sbatch script of each training below results/<run>/sbatch/, without submitting any."""
     run = Path("results") / config["run"]
-    known = {one.name for one in trained(config)} | {one.name for one in adaptations(config)}
+    known = {named(job): job_place(job) for one in trained(config) for job in one.jobs}
+    known |= {one.name: one.name for one in adaptations(config)}
     written = []
-    for job in plan_jobs(config, hardware):
+    for job in plan_jobs(config, hardware, ranks):
         if job.name in known and job.site is not None:
-            checkpoints = run / "checkpoints" / job.name
+            checkpoints = run / "checkpoints" / known[job.name]
             work = TrainingJob((job.stage, job.name), "", {}, job.ranks, job.threads, checkpoints, 0)
-            path = run / "sbatch" / f"{job.name}.sh"
+            path = run / "sbatch" / f"{known[job.name].replace('/', '-')}.sh"
             write_text(path, sbatch_text(work, job.site))
             written.append(path)
     return written

@@ -119,16 +119,20 @@ def _of_model(run: Run, path: Path) -> dict[str, str | int]:
     return run.trained(path.parts[1])
 
 
-def _of_metrics(run: Run, path: Path) -> dict[str, str | int]:
-    return run.trained(path.stem)
-
-
 def _of_expert(run: Run, path: Path) -> dict[str, str | int]:
     return _of_model(run, path) | {"expert": path.stem}
 
 
 def _of_job(run: Run, path: Path) -> dict[str, str]:
     return {"rule": path.with_suffix("").parts[1], "wildcards": "/".join(path.with_suffix("").parts[2:])}
+
+
+def _learned(run: Run) -> Iterator[Part]:
+    """One part per file of metrics: of a model or an adaptation, and of each expert that was trained by itself."""
+    for path in sorted(run.folder.glob("metrics/*.jsonl")):
+        yield Part(run, path, run.trained(path.stem))
+    for path in sorted(run.folder.glob("metrics/*/*.jsonl")):
+        yield Part(run, path, run.trained(path.parent.name) | {"expert": path.stem})
 
 
 def _scored(run: Run) -> Iterator[Part]:
@@ -306,9 +310,9 @@ VIEWS = {
         _parquet,
     ),
     "metrics": View(
-        "one row per step and metric of a training; domain is NULL for the whole batch",
-        {**_WHICH, "step": WHOLE, "tokens": WHOLE, "metric": TEXT, "domain": TEXT, "value": REAL},
-        _found("metrics/*.jsonl", _of_metrics),
+        "one row per step and metric of a training, that of a single expert named; domain is NULL for the whole batch",
+        {**_WHICH, "expert": TEXT, "step": WHOLE, "tokens": WHOLE, "metric": TEXT, "domain": TEXT, "value": REAL},
+        _learned,
         _rows(_metrics),
     ),
     "models": View(

@@ -6,11 +6,17 @@ Importing this package is cheap: pandas, altair and jinja2 are loaded by the fun
 from pathlib import Path
 from typing import Any
 
+from demix.config.rows import model_rows, novel_domains, training_domains
+
 PAPER_TABLES = ("table3", "table4", "table5", "table6", "table7", "table13")
 TABLES = (*PAPER_TABLES, "weights", "decay", "dev_blocks", "overlap", "seeds", "rates", "full", "differences", "audit")
 FIGURES = ("figure2", "figure4", "figure6", "figure7", "figure8", "training")
+# Families of models and clusters of documents (docs/families.md).
+FAMILY_TABLES = ("families", "family_costs", "top_k", "temperatures", "clusters")
+FAMILY_FIGURES = ("by_clusters", "cluster_experts", "cluster_sizes")
 # The entries of `snakemake --report`, worded so that sorting gives the order of the paper.
 SHOWS = {
+    "index": "The run on one page",
     "claims": "Each claim of the paper, and whether this run shows it",
     "table3": "Table  3: training domains, baselines against DEMix",
     "table4": "Table  4: each training domain, baselines against DEMix",
@@ -32,23 +38,92 @@ SHOWS = {
     "figure6": "Figure 6: adaptation, Dense-DAPT against DEMix-DAPT",
     "figure7": "Figure 7: posterior over blocks, training domains",
     "figure8": "Figure 8: posterior over blocks, novel domains",
-    "training": "Training loss of all models",
+    "training": "Loss of all models in training",
+    "by_clusters": "Perplexity by the number of clusters",
+    "cluster_experts": "Experts of clusters on clusters, and clusters against domains",
+    "cluster_sizes": "How unequal the clusters of held-out documents are",
+    "clusters": "Clusters of documents: their terms, sizes and domains",
+    "families": "Families of models: perplexity at equal tokens",
+    "family_costs": "Families of models: parameters, FLOPs, bytes and seconds",
+    "temperatures": "Temperatures of weights by clusters, and numbers of experts",
+    "top_k": "Numbers of experts a token",
 }
 REPORT_FILES = (
-    *(f"tables/{name}.{suffix}" for name in TABLES for suffix in ("html", "md", "tex")),
-    *(f"figures/{name}.{suffix}" for name in FIGURES for suffix in ("json", "html", "svg", "png")),
+    *(f"tables/{name}.{suffix}" for name in (*TABLES, *FAMILY_TABLES) for suffix in ("html", "md", "tex")),
+    *(f"figures/{name}.{suffix}" for name in (*FIGURES, *FAMILY_FIGURES) for suffix in ("json", "html", "svg", "png")),
     "claims.html",
     "claims.md",
+    "index.html",
 )
+# What tables, figures and claims are about: a run that has none of it has none of them.
+NEEDS = {
+    "novel domains": (
+        *("table5", "table6", "table13", "rates", "figure6", "figure8"),
+        *("novel_against_best_expert", "novel_against_dense", "novel_untold_against_dense"),
+        *("novel_against_domain_token", "order_of_priors"),
+        *("demix_dapt", "demix_dapt_against_dense_dapt", "dense_dapt_forgets", "one_added_expert_reduces"),
+        *("added_experts_help", "added_experts_reduce", "added_experts_do_no_harm"),
+    ),
+    "second training domain": (
+        *("table7", "own_expert_best", "overlap_correlates", "cached_against_naive"),
+        *("removal_hurts", "removal_like_never_trained"),
+    ),
+    "model trained without a domain": ("audit", "removal_like_never_trained"),
+    "model dense_unbalanced": ("balancing_helps",),
+    "model domain_token": ("novel_against_domain_token",),
+}
+# The same, of which nothing is told where a run lacks it: few runs are meant to have it.
+NEEDS_UNTOLD = {
+    "several families": ("families", "family_costs", "top_k"),
+    "model that learns from clusters": ("clusters", "by_clusters", "cluster_experts", "cluster_sizes"),
+    "further temperature or context": ("temperatures",),
+}
+
+
+def left_out(config: dict[str, Any]) -> dict[str, str]:
+    """What the report of a run has no table, figure or claim of: their names, each with what the run lacks."""
+    rows, evaluation = model_rows(config), config.get("evaluation") or {}
+    clusters = any(settings.get("data") for _, settings in rows.values())
+    has = {
+        "several families": clusters or any(kind.expert_scope == "model" for kind, _ in rows.values()),
+        "model that learns from clusters": clusters,
+        "further temperature or context": clusters
+        and len(evaluation.get("temperatures") or ()) + len(evaluation.get("routing_context") or ()) > 1,
+        "novel domains": bool(novel_domains(config)),
+        "second training domain": len(training_domains(config)) > 1,
+        "model trained without a domain": bool((config.get("removal") or {}).get("retrain_without")),
+        "model dense_unbalanced": "dense_unbalanced" in rows,
+        "model domain_token": "domain_token" in rows,
+    }
+    needs = NEEDS | NEEDS_UNTOLD
+    return {name: need for need in reversed(needs) if not has[need] for name in needs[need]}
+
+
+def left_out_notes(config: dict[str, Any]) -> list[str]:
+    """One line for each thing that a run lacks: what the report leaves out for want of it."""
+    absent, notes = left_out(config), []
+    for need, about in NEEDS.items():
+        names = [name for name in about if absent.get(name) == need]
+        claims = sum(name not in SHOWS for name in names)
+        told = [name for name in names if name in SHOWS] + [f"{claims} claim{'s' * (claims > 1)}"] * bool(claims)
+        if told:
+            notes.append(f"This run has no {need}: the report leaves out {', '.join(told)}.")
+    return notes
+
+
+def report_files(config: dict[str, Any]) -> tuple[str, ...]:
+    """The files of `REPORT_FILES` that the report of a run has."""
+    return tuple(name for name in REPORT_FILES if Path(name).stem not in left_out(config))
 
 
 def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
-    """Write every file of REPORT_FILES below `output`.
+    """Write every file of `report_files` below `output`.
 
     `run` is the run's folder. The report reads results.parquet, priors.parquet, differences.parquet,
-    posteriors.parquet, corpus/overlap.parquet, audit.parquet (if it exists), metrics/*.jsonl and the lineages of the
-    experts. `config` is the run's config; the report shows domains in the config's order. "–" stands for what the run
-    did not make: a model that was not trained again, a domain without adaptation.
+    posteriors.parquet, corpus/overlap.parquet, audit.parquet and benchmarks/ (if they exist), metrics/*.jsonl, the
+    lineages of the experts, and clusters/ and the losses by document of models that learn from clusters. `config` is
+    the run's config; the report shows domains in the config's order. "–" stands for what the run did not make: a domain
+    that no model was trained without.
 
     Raises DemixError if a file is missing or damaged or lacks a column, or if the rows of one domain were scored on
     different tokens.
@@ -57,7 +132,10 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     from demix.report import read
     from demix.report.all_tables import write_tables
     from demix.report.claims import write_claims
+    from demix.report.clusters import read_clusters
+    from demix.report.families import write_families
     from demix.report.figures import write_figures
+    from demix.report.index import cost_by_stage, write_index
 
     results = read.read_results(run / "results.parquet")
     priors = read.read_priors(run / "priors.parquet").query("seed == @config['seed']")
@@ -70,7 +148,10 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     # The curves are drawn long after the tables; a damaged file must be refused before anything is written.
     for path in sorted((run / "metrics").glob("*.jsonl")):
         check_sealed(path)
+    cost, clusters = cost_by_stage(run, config), read_clusters(run, config)
     write_tables(results, differences, overlap, audit, parents, trials, config, output / "tables")
     own = read.of_seed(results, config)
     write_figures(own, priors, overlap, posteriors, run / "metrics", config, output / "figures")
-    write_claims(own, overlap, differences, parents, config, output)
+    write_families(run, results, clusters, config, output)
+    judged = write_claims(results, overlap, differences, parents, config, output, clusters)
+    write_index(results, judged, cost, config, output)

@@ -16,18 +16,16 @@ PERMUTATIONS = 9999
 class Relation:
     """Correlation of the log perplexity ratio with the bigram overlap, over `pairs` of one of `domains` and an expert.
 
-    Values are NaN where pairs are too few, incomplete or constant. `spearman_p` and `pearson_p` assume independent
-    pairs; pairs are dependent, since each domain and each expert is in several pairs. `permutation_p` is the p value of
-    `spearman` under permutations of whole domains, NaN for one domain, which has no other order.
+    Values are NaN where pairs are too few, incomplete or constant. Pairs are dependent, since each domain and each
+    expert is in several. So the only p value, `permutation_p`, is that of `spearman` under permutations of whole
+    domains; it is NaN for one domain, which has no other order.
     """
 
     kind: str
     domains: int
     pairs: int
     spearman: float
-    spearman_p: float
     pearson: float
-    pearson_p: float
     permutation_p: float
 
 
@@ -83,8 +81,8 @@ def _relation(kind: str, ratio: np.ndarray, shared: np.ndarray, used: np.ndarray
     domains, count = len(ratio), int(used.sum())
     known = np.isfinite(ratio[used]) & np.isfinite(shared[used])
     if count < 3 or not known.all() or np.ptp(ratio[used]) == 0 or np.ptp(shared[used]) == 0:
-        return Relation(kind, domains, int(known.sum()), *[float("nan")] * 5)
-    spearman, pearson = stats.spearmanr(shared[used], ratio[used]), stats.pearsonr(shared[used], ratio[used])
+        return Relation(kind, domains, int(known.sum()), *[float("nan")] * 3)
+    found = (rank(shared[used], ratio[used]).statistic for rank in (stats.spearmanr, stats.pearsonr))
     # A permutation of whole domains reorders the ranks without changing them: ranks are computed once.
     ranks = np.zeros(ratio.shape)
     ranks[used] = stats.rankdata(ratio[used])
@@ -112,5 +110,4 @@ def _relation(kind: str, ratio: np.ndarray, shared: np.ndarray, used: np.ndarray
             rng=0,
         )
         permutation_p = test.pvalue
-    values = (spearman.statistic, spearman.pvalue, pearson.statistic, pearson.pvalue, permutation_p)
-    return Relation(kind, domains, count, *map(float, values))
+    return Relation(kind, domains, count, *map(float, (*found, permutation_p)))

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from demix.config.evaluated import System
-from demix.report import read
+from demix.report import left_out, read
 from demix.report.cells import PRINTED_MIXTURES, kinds_of_domains, mean_of
 from demix.report.own_tables import (
     audit_table,
@@ -119,12 +119,19 @@ def all_tables(
         differences_table(differences, config),
         audit_table(audit, config),
     ]
-    return [beside_paper(_told_if_empty(table), config) for table in made]
+    absent = left_out(config)
+    return [beside_paper(filled(table), config) for table in made if table.name not in absent]
 
 
-def _told_if_empty(table: Table) -> Table:
-    some = table.frame.select_dtypes("number").notna().to_numpy().any()
-    return table if some else replace(table, notes=("This run has no rows for this table.", *table.notes))
+def filled(table: Table) -> Table:
+    """`table` without the rows and columns that have no numbers, and a note that names them."""
+    numbers = table.frame.select_dtypes("number").notna()
+    if not numbers.to_numpy().any():
+        return replace(table, notes=("This run has no rows for this table.", *table.notes))
+    rows = [str(label) for label in numbers.index[~numbers.any(axis=1)]]
+    columns = list(numbers.columns[~numbers.any(axis=0)])
+    kept = replace(table, frame=table.frame.drop(index=rows, columns=columns))
+    return kept.noted(f"Without numbers in this run: {', '.join([*rows, *columns])}.") if rows or columns else kept
 
 
 def write_tables(

@@ -7,12 +7,15 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from demix.config.rows import DENSE_EXPERT, KINDS
 from demix.config.run import read_run_config
 from demix.config.sections import Execution
-from demix.config.systems import KINDS, left_out, planned
-from demix.errors import DemixError
+from demix.config.systems import left_out, planned
+from demix.errors import DemixError, nearest
 from demix.files import read_json
-from demix.model.description import read_description, read_lineage
+from demix.model.checkpoint import describe, expert_lineage
+from demix.model.description import read_description, read_lineage, run_of
+from demix.model.usual import usual_of
 from demix.report.read import novel_domains, read_results, training_domains
 from demix.report.render import as_markdown
 from demix.settings import names_of
@@ -36,7 +39,8 @@ def model_card(run: Path, model: str) -> str:
     """
     directory = run / "models" / model
     if not (directory / "model.json").is_file():
-        raise DemixError(directory, "is not a model of the run", f"name one of {run / 'models'}")
+        models = sorted(path.parent.name for path in (run / "models").glob("*/model.json"))
+        raise DemixError(directory, "is not a model of the run", nearest(model, models, "train the model first"))
     config = read_run_config(run)
     needed = ("kind", "tokens", "steps", "shared_parameters", "expert_parameters")
     description = read_description(directory / "model.json", *needed)
@@ -45,15 +49,10 @@ def model_card(run: Path, model: str) -> str:
     order = [*training_domains(config), *novel_domains(config)]
     experts.sort(key=lambda one: (order.index(one["name"]) if one["name"] in order else len(order), one["name"]))
     results = _results(run, model, config)
-    front = {
-        "library_name": "demix",
-        "license": "other",
-        "tags": ["demix", "mixture-of-experts", "text-generation"],
-        "model-index": [{"name": model, "results": _index(results)}],
-    }
-    parts = [
-        "---\n" + yaml.safe_dump(front, sort_keys=False, allow_unicode=True).rstrip() + "\n---",
-        f"# {as_markdown(model)}",
+    return _card(
+        model,
+        ["mixture-of-experts"] * (len(experts) > 1),
+        _index(results),
         _about(model, config, description, experts),
         "## Data",
         *_data(run, config, description, experts),
@@ -65,8 +64,86 @@ def model_card(run: Path, model: str) -> str:
         *_shown(results, config),
         "## Limits",
         _limits(description),
+    )
+
+
+def exported_card(directory: Path, expert: str) -> str:
+    """The card of one expert of the model in `directory`, exported as a model of its own.
+
+    A model of one expert keeps its card. An expert has the figures of its own domain alone, if it was scored there, and
+    counts its own tokens. Raises DemixError as `model_card` does.
+    """
+    place, run = directory.resolve(), run_of(directory)
+    in_run = place.parent.name == "models" and (run / "config.json").is_file() and (run / "results.parquet").is_file()
+    if expert == DENSE_EXPERT and in_run and place.name in {one.name for one in planned(read_run_config(run))}:
+        return _for_transformers(model_card(run, place.name))
+    if expert == DENSE_EXPERT and (place / "README.md").is_file():
+        return _for_transformers((place / "README.md").read_text(encoding="utf-8"))
+    description, lineage = read_description(place / "model.json", "kind"), expert_lineage(directory, expert)
+    name, usual = f"{place.name}-{expert}", usual_of(directory).get(expert)
+    of_run = f" of run {as_markdown(read_run_config(run)['run'])}" if in_run else ""
+    shared = ", ".join(map(as_markdown, description.get("data_sha256") or {}))
+    return _card(
+        name,
+        ["gpt2"],
+        _entries([(expert, "this expert alone", usual.perplexity)] if usual else []),
+        f"The expert {as_markdown(expert)} of the model {as_markdown(place.name)} (kind "
+        f"{as_markdown(description['kind'])}){of_run}, exported as a model of its own.",
+        "## Data",
+        f"The whole model learned from {shared}; the expert alone from:" if shared else "",
+        *(_data(run, read_run_config(run), {}, [lineage]) if in_run else ()),
+        _lineage([lineage | {"name": expert}]),
+        "## Results",
+        f"On test text of its own domain this expert alone has perplexity {usual.perplexity:.2f} and "
+        f"{usual.bits_per_byte:.3f} bits per byte. The mixture with the other experts has others."
+        if usual
+        else "This expert was not scored alone on a domain of its own.",
+        "## Limits",
+        _limits(description),
+    )
+
+
+def merged_card(directory: Path, weights: dict[str, float], name: str) -> str:
+    """The card of the model `name` that averages the experts of the model in `directory` by `weights`."""
+    description = describe(directory)
+    parents = {expert: expert_lineage(directory, expert) for expert, weight in weights.items() if weight}
+    shared = ", ".join(map(as_markdown, description.get("data_sha256") or {}))
+    rows = [
+        (expert, f"{weights[expert]:.4f}", f"{one.get('tokens', 0):,}", one["sha256"][:12])
+        for expert, one in parents.items()
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return _card(
+        name,
+        ["merge"],
+        [],
+        f"A dense model: the weighted average of {len(parents)} experts of the model "
+        f"{as_markdown(directory.resolve().name)}, with the weights that its experts share.",
+        "## Parents",
+        _table(("expert", "weight", "tokens of its training", "sha256"), rows),
+        f"The weights that they share learned from {shared}." if shared else "",
+        "## Results",
+        "It was not evaluated. The figures of its parents, and of their mixture, are not its own.",
+        "## Limits",
+        _limits(description),
+    )
+
+
+def _for_transformers(card: str) -> str:
+    """The card of a model with one expert for the same model as GPT-2."""
+    return card.replace("library_name: demix\n", "library_name: transformers\n", 1)
+
+
+def _card(name: str, tags: list[str], index: list[dict[str, Any]], *parts: str) -> str:
+    """A card: the YAML front matter, with `model-index` if there are results for it, then the heading and `parts`."""
+    front: dict[str, Any] = {
+        "library_name": "transformers" if "gpt2" in tags else "demix",
+        "license": "other",
+        "tags": ["demix", *tags, "text-generation"],
+    }
+    if index:
+        front["model-index"] = [{"name": name, "results": index}]
+    head = "---\n" + yaml.safe_dump(front, sort_keys=False, allow_unicode=True).rstrip() + "\n---"
+    return "\n\n".join(part for part in (head, f"# {as_markdown(name)}", *parts) if part) + "\n"
 
 
 def _about(model: str, config: dict[str, Any], description: dict[str, Any], experts: list[dict[str, Any]]) -> str:
@@ -103,6 +180,9 @@ def _data(
         yield f"It went on from the model {as_markdown(parent)}, whose data is among this."
         read |= read_description(run / "models" / parent / "model.json").get("data_sha256") or {}
     learned = [name for name in domains if name in read]
+    # An expert of another run, or of no run, may have been added.
+    if not learned:
+        return
     cards = {name: read_json(run / "corpus" / name / "card.json") for name in learned}
     hidden = {name for name in learned if domains[name].get("anonymize", True)}
     rows = [
@@ -148,7 +228,8 @@ def _training(description: dict[str, Any], experts: list[dict[str, Any]]) -> Ite
     yield _table(("setting", "value"), _settings(description.get("training") or {}))
     # One run adapts all its experts with the same settings.
     if adapted:
-        yield f"{len(adapted)} experts were added later, each trained alone from a copy of it:"
+        begun = "the average of the experts" if adapted[0].get("parents") else "a copy of it"
+        yield f"{len(adapted)} experts were added later, each trained alone from {begun}:"
         yield _table(("setting", "value"), _settings(adapted[0]["adaptation"]))
 
 
@@ -156,7 +237,7 @@ def _lineage(experts: list[dict[str, Any]]) -> str:
     rows = [
         (
             expert["name"],
-            expert.get("parent") or "–",
+            "average" if expert.get("parents") else expert.get("parent") or "–",
             f"{expert['parent_prior']:.3f}" if "parent_prior" in expert else "–",
             ", ".join(expert.get("data_sha256") or {}) or "–",
             *(f"{expert[key]:,}" if key in expert else "–" for key in ("tokens", "steps")),
@@ -186,15 +267,19 @@ def _index(results: pd.DataFrame) -> list[dict[str, Any]]:
     """The hub's `model-index`: the model with all its experts, one entry per domain."""
     sets = [name for name in SETS if name in set(results["set"])]
     rows = results[results["set"] == sets[0]] if sets else results
+    rows = rows[rows["method"].isin(_methods(rows)[-1:])]
+    return _entries([(str(row.domain), str(row.method), float(row.perplexity)) for row in rows.itertuples()])
+
+
+def _entries(figures: list[tuple[str, str, float]]) -> list[dict[str, Any]]:
+    """The entries of `model-index` for perplexities on test splits: (domain, method, perplexity)."""
     return [
         {
             "task": {"type": "text-generation"},
-            "dataset": {"name": str(row.domain), "type": str(row.domain), "split": "test"},
-            "metrics": [
-                {"type": "perplexity", "name": f"perplexity, {row.method}", "value": round(float(row.perplexity), 4)}
-            ],
+            "dataset": {"name": domain, "type": domain, "split": "test"},
+            "metrics": [{"type": "perplexity", "name": f"perplexity, {method}", "value": round(perplexity, 4)}],
         }
-        for row in rows[rows["method"].isin(_methods(rows)[-1:])].itertuples()
+        for domain, method, perplexity in figures
     ]
 
 
@@ -210,7 +295,8 @@ def _shown(results: pd.DataFrame, config: dict[str, Any]) -> Iterator[str]:
         return
     yield (
         "Test perplexity by method (`docs/evaluation.md` says what each is). \\* an oracle, chosen on the test data. "
-        "The interval holds 95% of resamplings of the test documents, and is left out where there are fewer than 20."
+        "The interval holds 95% of resamplings of the test documents, and nothing of another seed. It is left out "
+        "where there are fewer than 20."
     )
     kinds = {"training": training_domains(config), "novel": novel_domains(config)}
     for name, rows in results.groupby("set", sort=False):
@@ -241,8 +327,7 @@ def _limits(description: dict[str, Any]) -> str:
         "Anonymizing replaces what patterns find: e-mail addresses, phone, card and social security numbers, user "
         "names. Names of people and places stay, and so does what the patterns miss.",
         "A perplexity is that of a token of this run's own tokenizer: compare other models by bits per byte.",
-        "The intervals hold the chance of which documents were tested, and nothing of another seed.",
-        "A licence above is what the config says of the text. Where it says none, ask the source.",
+        "A stated licence is what the config says of the text. Where none is stated, ask the source.",
     ]
     kind = KINDS.get(description["kind"])
     if isinstance(description.get("parent"), dict):

@@ -66,6 +66,16 @@ def percent(before: Any, after: Any) -> Any:
     return 100 * (after / before - 1)
 
 
+def ends_lower(dense: pd.Series, demix: pd.Series) -> str:
+    """Which of Dense-DAPT and DEMix-DAPT ends at the lower mean perplexity, in words; one value per novel domain."""
+    both = pd.DataFrame({"Dense-DAPT": dense, "DEMix-DAPT": demix}).dropna()
+    if both.empty:
+        return "there are no rows of both"
+    (lower, low), (higher, high) = both.mean().sort_values().items()
+    count = int((both[lower] < both[higher]).sum())
+    return f"{lower} ends lower for {count} of {len(both)} domains (mean {low:.1f}, {higher} {high:.1f})"
+
+
 def lowest(frame: pd.DataFrame, axis: int) -> pd.DataFrame:
     """True where a cell is the lowest of its row (axis 1) or column (axis 0), at the two decimals printed."""
     rounded = frame.round(2)

@@ -23,8 +23,9 @@ import numpy as np
 import pandas as pd
 
 from demix.config.evaluated import System, evaluated
+from demix.config.evaluation import MixingRecipe
+from demix.config.mixing import parsed_weights
 from demix.config.run import read_run_config
-from demix.config.sections import MixingRecipe, taken
 from demix.errors import DemixError, masked
 from demix.evaluate.domain import Evaluation, system_losses
 from demix.evaluate.intervals import FEWEST, bounds, clustered, resampled_sums
@@ -33,6 +34,7 @@ from demix.progress import progress
 from demix.report.all_tables import main_systems
 from demix.report.cells import kinds_of_domains, percent
 from demix.report.read import read_metrics, read_results
+from demix.settings import names_of
 
 PERPLEXITY, BITS = "perplexity", "bits_per_byte"
 # Why a pair of runs has no interval, or no difference at all.
@@ -212,11 +214,21 @@ def _sample(run: Run, kind: str, domain: str) -> Sample:
         if table.seed == run.config["seed"] and (sets or dense):
             tables.append(replace(table, sets=tuple(sets)))
     scores = run.folder / "scores"
-    for table in tables:
-        files = [f"{domain}.{split}/{name}" for split in table.splits for name in (*table.columns, "tokens")]
-        if not all(is_made(scores / table.folder / f"{file}.parquet") for file in files):
-            return Sample(sha256, NO_SCORES)
-    recipe = taken(MixingRecipe, run.config["evaluation"]) | {"top_k": ()}
+    mixing = run.config["evaluation"]
+    recipe = {key: mixing[key] for key in names_of(MixingRecipe) if key in mixing} | {"top_k": (), "temperatures": ()}
+    needed = [
+        scores / table.folder / f"{domain}.{split}" / f"{name}.parquet"
+        for table in tables
+        for split in table.splits
+        for name in (*table.columns, "tokens")
+    ]
+    if any(parsed_weights(name).rules.routed for name in weights):
+        recipe["routing_context"] = recipe["routing_context"][:1]
+        routing = {some.routing for table in tables for some in table.sets if some.routing}
+        place = f"{recipe['routing_context'][0]}/{domain}.test.parquet"
+        needed += [run.folder / "routing" / name / place for name in routing]
+    if not all(map(is_made, needed)):
+        return Sample(sha256, NO_SCORES)
     if chosen:
         recipe["weights"] = tuple(name for name in weights if name != "switching")
     about = {"kind": kind, "tables": tuple(tables), "compared": (), "against": (), "seed": run.config["seed"]}

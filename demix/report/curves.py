@@ -1,4 +1,4 @@
-"""Figure 6 of the paper, the adaptation to novel domains, and the training loss of each model."""
+"""Figure 6 of the paper, the adaptation to novel domains, and the loss of each model in training."""
 
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,14 @@ import numpy as np
 import pandas as pd
 
 from demix.config.systems import adapted, adapted_model, dense_adapted_row, trained
-from demix.report.look import COLOURS, DASHES, finish, finite
+from demix.report.cells import ends_lower
+from demix.report.look import COLOURS, DASHES, finish, finite, heading_of
 from demix.report.read import before_dense_dapt, novel_domains, read_metrics, training_domains
 
 PANEL_COLUMNS = 4
 # The loss of a step is noisy: means over spans of steps show the trend and keep the figure of a long run small.
-CURVE_POINTS = 100
+CURVE_POINTS = 40
+SKIPPED = 0.1
 # Invisible points give the pointer something to hit on a line, so that a tooltip shows the numbers.
 POINTS = {"opacity": 0, "size": 80}
 
@@ -43,66 +45,72 @@ def figure6(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopLevelMixi
     """Figure 6: dev perplexity of the training domains and of the novel domain during adaptation, dense and DEMix."""
     curves = adaptation_curves(metrics_dir, config)
     present = [domain for domain in novel_domains(config) if (curves["domain"] == domain).any()]
-    parts = [
-        _small_multiples(
-            curves, "training", present, "Mean dev perplexity of the training domains: a rise is forgetting"
-        ),
-        _small_multiples(curves, "own", present, "Dev perplexity of the domain adapted to: a fall is adaptation"),
-    ]
+    parts = {
+        "own": "Dev perplexity of the domain adapted to: a fall is adaptation",
+        "training": "Mean dev perplexity of the training domains: a rise is forgetting",
+    }
+    last = curves.drop_duplicates(["domain", "kind"], keep="last").set_index("domain")
+    own, old = (
+        ends_lower(*(last.loc[last["kind"] == kind, part] for kind in ("Dense-DAPT", "DEMix-DAPT"))) for part in parts
+    )
     return finish(
-        alt.vconcat(*parts, spacing=24),
+        alt.vconcat(*(_small_multiples(curves, part, present, heading) for part, heading in parts.items()), spacing=24),
         "Figure 6: adapting to a novel domain with and without forgetting",
         "Each panel is one novel domain. DEMix-DAPT trains a copy of one expert; Dense-DAPT trains every parameter of "
-        f"{before_dense_dapt(config).label} on the same data.",
+        f"{before_dense_dapt(config).label} on the same data. The number at the end of a line is its last value. The "
+        f"model kept is the best on dev. On the domain adapted to, {own}; on the training domains, {old}.",
     )
 
 
 def _small_multiples(curves: pd.DataFrame, part: str, domains: list[str], heading: str) -> alt.ConcatChart:
-    """One small chart per domain. Charts of `training` share one scale of perplexity; charts of `own` do not."""
+    """One small chart per domain, all with the same scale of perplexity, which begins at zero."""
     kinds = ["DEMix-DAPT", "Dense-DAPT"]
     legend = alt.Legend(title=None, orient="right", symbolSize=300, symbolType="stroke")
-    values = curves[part].dropna()
-    span = [finite(values.min() * 0.98), finite(values.max() * 1.02)] if part == "training" and len(values) else None
+    scale = alt.Scale(domain=[0, finite(curves[part].max()) or 1], nice=True)
     panels = []
     for index, domain in enumerate(domains or ["no adaptation in this run"]):
+        own = curves[curves["domain"] == domain].dropna(subset=[part])
+        ends = own.groupby("kind")["tokens"].transform("max") == own["tokens"]
         records = [
-            {"kind": row.kind, "tokens": int(row.tokens), "perplexity": finite(getattr(row, part))}
-            for row in curves[curves["domain"] == domain].itertuples()
+            {"kind": row.kind, "tokens": int(row.tokens), "perplexity": finite(getattr(row, part)), "last": bool(end)}
+            for row, end in zip(own.itertuples(), ends, strict=True)
         ]
-        scale = alt.Scale(zero=False, domain=span, nice=False) if span else alt.Scale(zero=False)
-        y_title = "dev perplexity" if index % PANEL_COLUMNS == 0 else None
+        base = alt.Chart(alt.InlineData(values=records)).encode(
+            x=alt.X("tokens:Q", title="tokens of adaptation", axis=_token_axis(3), scale=alt.Scale(nice=False)),
+            y=alt.Y(
+                "perplexity:Q",
+                title="dev perplexity" if index % PANEL_COLUMNS == 0 else None,
+                scale=scale,
+                axis=alt.Axis(tickCount=4),
+            ),
+            color=alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=list(COLOURS[:2])), legend=legend),
+        )
+        lines = base.mark_line(strokeWidth=2, point=POINTS).encode(
+            strokeDash=alt.StrokeDash("kind:N", scale=alt.Scale(domain=kinds, range=list(DASHES[:2])), legend=legend)
+        )
+        last = base.mark_text(align="left", dx=5, fontSize=11).encode(text=alt.Text("perplexity:Q", format=".0f"))
         panels.append(
-            alt.Chart(alt.InlineData(values=records))
-            .mark_line(strokeWidth=2, point=POINTS)
-            .encode(
-                x=alt.X("tokens:Q", title="tokens of adaptation", axis=_token_axis(3)),
-                y=alt.Y("perplexity:Q", title=y_title, scale=scale, axis=alt.Axis(tickCount=4, labelBound=True)),
-                color=alt.Color("kind:N", scale=alt.Scale(domain=kinds, range=list(COLOURS[:2])), legend=legend),
-                strokeDash=alt.StrokeDash(
-                    "kind:N", scale=alt.Scale(domain=kinds, range=list(DASHES[:2])), legend=legend
-                ),
-            )
-            .properties(
-                width=170, height=110, title=alt.Title(domain, anchor="start", fontSize=12, fontWeight="normal")
+            (lines + last.transform_filter("datum.last")).properties(
+                width=160, height=120, title=alt.Title(domain, anchor="start", fontSize=12, fontWeight="normal")
             )
         )
-    title = alt.Title(heading, anchor="start", fontSize=13, fontWeight="normal", offset=8)
-    return alt.concat(*panels, columns=PANEL_COLUMNS, title=title)
+    return alt.concat(*panels, columns=PANEL_COLUMNS, spacing=30, title=heading_of(heading))
 
 
 def _token_axis(ticks: int) -> alt.Axis:
     return alt.Axis(tickCount=ticks, labelExpr="datum.value ? format(datum.value, '~s') : '0'")
 
 
-def training_curves(metrics_dir: str | Path, config: dict[str, Any]) -> pd.DataFrame:
-    """Training loss (nats per token) by tokens, of the models that `config` trains: columns model, tokens, loss.
+def training_curves(metrics_dir: str | Path, config: dict[str, Any], key: str = "loss") -> pd.DataFrame:
+    """Loss (nats per token) by tokens, of the models that `config` trains: columns model, tokens, loss.
 
-    Long runs are thinned to means over equal spans of steps.
+    `key` is `loss`, of the batches trained on, or `dev_loss`, the mean over the model's domains, of the runs that
+    measure it. Long runs are thinned to means over equal spans of steps.
     """
     frames = []
     for name in sorted(model.name for model in trained(config)):
         path = Path(metrics_dir) / f"{name}.jsonl"
-        rows = [(line["tokens"], line["loss"]) for line in read_metrics(path) if line.get("loss") is not None]
+        rows = [(line["tokens"], line[key]) for line in read_metrics(path) if line.get(key) is not None]
         frame = pd.DataFrame(rows, columns=["tokens", "loss"]).astype("float64")
         span = -(-len(frame) // CURVE_POINTS) or 1
         frame = frame.groupby(np.arange(len(frame)) // span).mean()
@@ -112,20 +120,25 @@ def training_curves(metrics_dir: str | Path, config: dict[str, Any]) -> pd.DataF
 
 
 def training_figure(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopLevelMixin:
-    """Training loss by tokens, one line per model."""
-    curves = training_curves(metrics_dir, config)
+    """Loss by tokens, one line per model of the run's own seed: on dev if all models measure it, else of training."""
+    own = [model for model in trained(config) if model.seed == config["seed"]]
+    steps, dev = (training_curves(metrics_dir, config, key) for key in ("loss", "dev_loss"))
+    measured = len(dev) and {model.name for model in own} <= set(dev["model"])
+    curves, what = (dev, "Dev loss") if measured else (steps, "Training loss")
+    # All models fall alike at first, and so steeply that later differences could not be seen.
+    curves = curves[curves["tokens"] >= SKIPPED * curves.groupby("model")["tokens"].transform("max")]
     names = {
         "demix": "DEMix",
         "dense": "Dense (Balanced)",
         "dense_unbalanced": "Dense",
         "domain_token": "+ Domain Token",
     }
-    others = [name for name in dict.fromkeys(curves["model"]) if name not in names]
-    removed = {model.name: f"DEMix without {model.removed}" for model in trained(config) if model.removed}
-    names |= {name: removed.get(name, name) for name in others}
+    names |= {model.name: f"DEMix without {model.removed}" for model in own if model.removed}
+    names |= {model.name: model.name for model in own if model.name not in names}
     models = [label for name, label in names.items() if (curves["model"] == name).any()]
     records = [
-        {"model": names[row.model], "tokens": row.tokens, "loss": finite(row.loss)} for row in curves.itertuples()
+        {"model": names[row.model], "tokens": row.tokens, "loss": finite(row.loss)}
+        for row in curves[curves["model"].isin(names)].itertuples()
     ]
     colours = [COLOURS[index % len(COLOURS)] for index in range(len(models))]
     dashes = [DASHES[index % len(DASHES)] for index in range(len(models))]
@@ -135,7 +148,7 @@ def training_figure(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopL
         .mark_line(strokeWidth=1.6, point=POINTS)
         .encode(
             x=alt.X("tokens:Q", title="training tokens", axis=_token_axis(6)),
-            y=alt.Y("loss:Q", title="training loss (nats a token)", scale=alt.Scale(zero=False)),
+            y=alt.Y("loss:Q", title=f"{what.lower()} (nats a token)", scale=alt.Scale(zero=False)),
             color=alt.Color("model:N", sort=models, scale=alt.Scale(domain=models, range=colours), legend=legend),
             strokeDash=alt.StrokeDash(
                 "model:N", sort=models, scale=alt.Scale(domain=models, range=dashes), legend=legend
@@ -145,6 +158,11 @@ def training_figure(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopL
     )
     return finish(
         alt.vconcat(chart),
-        "Training loss of each model",
-        "Mean loss of a step's batch over the tokens trained on so far; models see different mixes of domains.",
+        f"{what} of each model",
+        (
+            "Mean over the dev splits of the domains that a model trains on, by the tokens trained on so far."
+            if measured
+            else "Mean loss of the batches by the tokens trained on so far; models see different mixes of domains."
+        )
+        + f" The first {SKIPPED:.0%} of the tokens and other seeds are left out.",
     )

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,21 @@ import pandas as pd
 import vl_convert
 
 from demix.files import replacing, write_text
+from demix.report import left_out
 from demix.report.curves import figure6, training_figure
 from demix.report.heatmaps import figure2, figure4, posterior_figure
 from demix.report.page import render
 from demix.report.read import Results
 
 PNG_SCALE = 2.0
+VERSION = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
+
+
+@cache
+def _vega() -> str:
+    """The code that draws a chart in a page."""
+    code: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VERSION)
+    return code
 
 
 def renumbered(svg: str) -> str:
@@ -38,29 +48,33 @@ def write_figures(
     config: dict[str, Any],
     output_dir: str | Path,
 ) -> None:
-    """Write each figure as `<name>.json` (Vega-Lite, data included), `.html`, `.svg` and `.png` into `output_dir`.
+    """Write each figure that the run has as `<name>.json`, `.html`, `.svg` and `.png` into `output_dir`.
 
-    The HTML page is self-contained. It shows the numbers under the pointer and can save the figure.
+    The JSON is Vega-Lite, data included. The HTML page is self-contained. It shows the numbers under the pointer and
+    can save the figure.
     """
     charts = {
         "figure2": figure2(results, overlap, config),
-        "figure4": figure4(priors, config),
+        "figure4": figure4(priors, posteriors, config),
         "figure6": figure6(metrics_dir, config),
         "figure7": posterior_figure(posteriors, config, "training"),
         "figure8": posterior_figure(posteriors, config, "novel"),
         "training": training_figure(metrics_dir, config),
     }
-    version = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
-    vega = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=version)
-    for name, chart in charts.items():
-        drawn = chart.to_dict()
+    write_charts({name: chart for name, chart in charts.items() if name not in left_out(config)}, output_dir)
+
+
+def write_charts(charts: dict[str, alt.TopLevelMixin], output_dir: str | Path) -> None:
+    """Write each chart as `<name>.json`, `.html`, `.svg` and `.png` into `output_dir`."""
+    for name in sorted(charts):
+        drawn = charts[name].to_dict()
         text = json.dumps(drawn, indent=1, sort_keys=True, allow_nan=False, ensure_ascii=False) + "\n"
         write_text(Path(output_dir) / f"{name}.json", text)
         write_text(
             Path(output_dir) / f"{name}.html",
-            render("figure", title=drawn["title"]["text"], vega=vega, chart=text.replace("<", "\\u003c")),
+            render("figure", title=drawn["title"]["text"], vega=_vega(), chart=text.replace("<", "\\u003c")),
         )
-        svg = renumbered(vl_convert.vegalite_to_svg(text, vl_version=version))
+        svg = renumbered(vl_convert.vegalite_to_svg(text, vl_version=VERSION))
         write_text(Path(output_dir) / f"{name}.svg", svg)
         with replacing(Path(output_dir) / f"{name}.png") as temporary:
             temporary.write_bytes(vl_convert.svg_to_png(svg, scale=PNG_SCALE))

@@ -1,6 +1,7 @@
 """Figures 2, 4, 7 and 8 of the paper: perplexities, bigrams and posteriors by domain and expert."""
 
 import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 import altair as alt
@@ -8,15 +9,16 @@ import numpy as np
 import pandas as pd
 
 from demix.report.affinity import affinities, relations, with_overlap
-from demix.report.look import CELL_RANGE, COLOURS, finish, finite
+from demix.report.look import CELL_RANGE, COLOURS, finish, finite, heading_of
 from demix.report.read import Results, novel_domains, prior_table, training_domains
 
 CELL_WIDTH, CELL_HEIGHT = 50, 26
-SHARE_RANGE = ["#f7fcf5", "#74c476", "#00441b"]
-# White text has the better contrast above this fraction of each range.
-CELL_DARK, SHARE_DARK = 0.68, 0.76
-TRACE_COLUMNS = 4
+SHARE_RANGE = ["#f7fcf5", "#a1d99b", "#41ab5d"]
+TRACE_COLUMNS, TRACE_WIDTH = 4, 240
 BLOCKS_SHOWN = 100
+PROBABILITY_SCALE = alt.Scale(domain=[0, 1], range=CELL_RANGE, interpolate="lab")
+PROBABILITY_LEGEND = alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75, 1], format=".2f")
+DECAYS_SHOWN = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
 
 
 def figure2(results: Results, overlap: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
@@ -29,18 +31,16 @@ def figure2(results: Results, overlap: pd.DataFrame, config: dict[str, Any]) -> 
     top = max([1.1, *pairs["ratio"].dropna()])
     scale = alt.Scale(type="log", domain=[1, top], range=CELL_RANGE, interpolate="lab", clamp=True)
     ratios = [
-        {"kind": row.kind, "domain": row.domain, "expert": row.expert, "value": finite(row.ratio),
-         "dark": bool(np.log(max(row.ratio, 1)) > CELL_DARK * np.log(top))}
+        {"kind": row.kind, "domain": row.domain, "expert": row.expert, "value": finite(row.ratio)}
         for row in pairs.itertuples()
-    ]  # fmt: skip
+    ]
     most = max([0.1, *pairs["overlap"].dropna()])
     shares = [
-        {"kind": row.kind, "domain": row.domain, "expert": row.expert, "value": finite(row.overlap),
-         "dark": bool(row.overlap > SHARE_DARK * most)}
+        {"kind": row.kind, "domain": row.domain, "expert": row.expert, "value": finite(row.overlap)}
         for row in pairs.itertuples()
-    ]  # fmt: skip
+    ]
     panels = [
-        _heatmaps(
+        heat_maps(
             ratios,
             {
                 "training": (training, "Perplexity ratio, training domains"),
@@ -49,7 +49,10 @@ def figure2(results: Results, overlap: pd.DataFrame, config: dict[str, Any]) -> 
             training,
             scale,
             legend=alt.Legend(
-                title="perplexity ratio", values=[float(f"{x:.6g}") for x in np.geomspace(1, top, 5)], format=".2f"
+                title=["perplexity ratio", "(log scale)"],
+                titlePadding=8,
+                values=[float(f"{x:.6g}") for x in np.geomspace(1, top, 5)],
+                format=".2f",
             ),
         )
     ]
@@ -59,12 +62,12 @@ def figure2(results: Results, overlap: pd.DataFrame, config: dict[str, Any]) -> 
             "novel": (novel, "Bigram overlap, novel domains"),
         }
         panels += [
-            _heatmaps(
+            heat_maps(
                 shares,
                 halves,
                 training,
                 alt.Scale(domain=[0, most], range=SHARE_RANGE, interpolate="lab"),
-                legend=alt.Legend(title="bigrams shared", format=".0%", tickCount=5),
+                legend=alt.Legend(title="bigrams shared", titlePadding=8, format=".0%", tickCount=5),
                 form=".0%",
             ),
             _scatters(pairs),
@@ -73,9 +76,9 @@ def figure2(results: Results, overlap: pd.DataFrame, config: dict[str, Any]) -> 
         alt.vconcat(*panels, spacing=28).resolve_scale(color="independent"),
         "Figure 2: how well each expert predicts each domain, and the bigrams that they share",
         "Top: test perplexity of an expert (column) on a domain (row), over that of the domain's own expert (training "
-        "domains) or of the best expert (novel domains). 1 is best. Middle: share of the bigrams of a domain's test "
-        "split that occur in the expert's training text. Bottom: the one against the other, one point per pair."
-        + ("" if pairs["ratio"].notna().any() else " This run has none of these numbers."),
+        "domains) or of the best expert (novel domains). 1 is best; colours follow the logarithm. Middle: share of the "
+        "bigrams of a domain's test split that occur in the expert's training text. Bottom: the one against the other, "
+        "one point per pair." + ("" if pairs["ratio"].notna().any() else " This run has none of these numbers."),
     )
 
 
@@ -123,75 +126,93 @@ def _scatters(pairs: pd.DataFrame) -> alt.HConcatChart:
     return alt.hconcat(*panels, spacing=60)
 
 
-def figure4(priors: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
-    """Figure 4: the cached prior over the training experts (`history`), on training and on novel domains."""
+def figure4(priors: pd.DataFrame, posteriors: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
+    """Figure 4: the cached prior over the training experts (`history`), on training and on novel domains.
+
+    Below: the prior of each novel domain by the decay λ (Eq. 7), from the same posteriors.
+    """
     training, novel = training_domains(config), novel_domains(config)
+    settings = config.get("evaluation") or {}
+    decay, blocks = settings.get("decay", 0.3), settings.get("dev_blocks", BLOCKS_SHOWN)
     rows = []
     for kind, domains in (("training", training), ("novel", novel)):
         for domain, row in prior_table(priors, "demix", training, domains).iterrows():
             for expert, prior in row.items():
-                dark = bool(prior > CELL_DARK)
-                rows.append({"kind": kind, "domain": domain, "expert": expert, "value": finite(prior), "dark": dark})
-    scale = alt.Scale(domain=[0, 1], range=CELL_RANGE, interpolate="lab")
-    chart = _heatmaps(
-        rows,
-        {"training": (training, "Training domains"), "novel": (novel, "Novel domains")},
-        training,
-        scale,
-        legend=alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75, 1], format=".2f"),
-    )
+                rows.append({"kind": kind, "domain": domain, "expert": expert, "value": finite(prior)})
+    parts: list[Any] = [
+        heat_maps(
+            rows,
+            {"training": (training, "Training domains"), "novel": (novel, "Novel domains")},
+            training,
+            PROBABILITY_SCALE,
+            legend=PROBABILITY_LEGEND,
+        )
+    ]
+    found = _posteriors(posteriors, training).query("block < @blocks")
+    panels = []
+    for index, domain in enumerate(name for name in novel if (found["domain"] == name).any()):
+        by_decay = priors_by_decay(found[found["domain"] == domain], (*DECAYS_SHOWN, decay))
+        values = [
+            {"decay": each, "expert": expert, "value": finite(prior)}
+            for each, row in by_decay.iterrows()
+            for expert, prior in row.items()
+        ]
+        panels.append(
+            _panel(values, domain, training, index, gap=1, x=alt.X("decay:O", title="λ", axis=alt.Axis(labelAngle=0)))
+        )
+    if panels:
+        heading = (
+            "By λ, from the same posteriors: at λ = 0 the last dev block alone would count, at λ = 1 all count alike"
+        )
+        parts.append(alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18, title=heading_of(heading)))
     return finish(
-        chart,
+        alt.vconcat(*parts, spacing=28),
         "Figure 4: which experts the cached prior chooses for each domain",
-        "Cached prior over the training experts (columns) for each domain (rows): the mean of the posteriors after "
-        "each of the first dev blocks, in which a block weighs λ times as much as the next. Each row sums to 1."
+        f"Cached prior over the training experts for each domain (rows; each sums to 1), as it stands after dev: after "
+        f"the first {blocks} blocks of the domain's dev split have been read. It is the mean of the posteriors after "
+        f"each of these blocks, in which a block weighs λ = {decay:g} times as much as the next"
+        + (f", the last one alone {1 - decay:.2f}." if decay < 1 else ".")
         + ("" if any(row["value"] is not None for row in rows) else " This run has none of these numbers."),
     )
+
+
+def priors_by_decay(posteriors: pd.DataFrame, decays: Iterable[float]) -> pd.DataFrame:
+    """The cached prior of one domain by λ (Eq. 7), from its posteriors after each dev block: a row per λ.
+
+    The posteriors are those of the run's own λ, which hardly touches them: a block outweighs its prior.
+    """
+    table = posteriors.pivot(index="block", columns="expert", values="posterior").sort_index()
+    ages = np.arange(len(table))[::-1]
+    weights = {decay: np.float64(decay) ** ages for decay in sorted(set(decays))}
+    return pd.DataFrame({decay: (table.T * own / own.sum()).sum(axis=1) for decay, own in weights.items()}).T
 
 
 def posterior_figure(posteriors: pd.DataFrame, config: dict[str, Any], kind: str) -> alt.TopLevelMixin:
     """Figures 7 (`kind` training) and 8 (novel): the posterior over training experts after each block of a domain."""
     experts = training_domains(config)
     domains = experts if kind == "training" else novel_domains(config)
-    rows = posteriors.query(
-        "model == 'demix' and experts == 'training' and weights == 'history' and split == 'dev' and seed == seed.min()"
-        " and block < @BLOCKS_SHOWN"
-    )
-    scale = alt.Scale(domain=[0, 1], range=CELL_RANGE, interpolate="lab")
-    legend = alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75, 1], format=".2f")
+    rows = _posteriors(posteriors, experts).query("block < @BLOCKS_SHOWN")
     panels = []
     for index, domain in enumerate(domains):
-        found = rows[(rows["domain"] == domain) & rows["expert"].isin(experts)]
+        found = rows[rows["domain"] == domain]
         blocks = int(found["block"].max()) + 1 if len(found) else 1
-        values = [
-            # An overlap hides the seams between cells. A posterior that prints as 0.00 is left to the background.
-            {"start": row.block, "end": min(row.block + 1.05, blocks), "expert": row.expert,
-             "value": finite(row.posterior)}
-            for row in found[found["posterior"] >= 0.005].itertuples()
-        ]  # fmt: skip
-        first = index % TRACE_COLUMNS == 0
         panels.append(
-            alt.Chart(alt.InlineData(values=values))
-            .mark_rect()
-            .encode(
+            _panel(
+                _stretches(found),
+                domain,
+                experts,
+                index,
+                # Blocks that begin between two pixels would show seams.
+                width=max(1, TRACE_WIDTH // blocks) * blocks,
                 x=alt.X(
-                    "start:Q", title="blocks read", axis=alt.Axis(tickCount=5, tickMinStep=1, grid=False),
+                    "start:Q",
+                    title="blocks read",
+                    axis=alt.Axis(tickCount=5, tickMinStep=1, grid=False),
                     scale=alt.Scale(nice=False, domain=[0, blocks]),
                 ),
                 x2="end:Q",
-                y=alt.Y(
-                    "expert:N", sort=experts, title="expert" if first else None, scale=alt.Scale(domain=experts),
-                    axis=alt.Axis(labels=first, ticks=first),
-                ),
-                color=alt.Color("value:Q", scale=scale, legend=legend),
             )
-            .properties(
-                width=230,
-                height=14 * len(experts),
-                title=alt.Title(domain, anchor="start", fontSize=12, fontWeight="normal"),
-                view=alt.ViewBackground(stroke="#cccccc", fill=CELL_RANGE[0]),
-            )
-        )  # fmt: skip
+        )
     number, what = ("7", "training") if kind == "training" else ("8", "novel")
     return finish(
         alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18),
@@ -202,7 +223,64 @@ def posterior_figure(posteriors: pd.DataFrame, config: dict[str, Any], kind: str
     )
 
 
-def _heatmaps(
+def _posteriors(posteriors: pd.DataFrame, experts: list[str]) -> pd.DataFrame:
+    """The posteriors over the training experts of `demix` (`history`) on dev, of the run's first seed."""
+    return posteriors.query(
+        "model == 'demix' and experts == 'training' and weights == 'history' and split == 'dev' and seed == seed.min()"
+        " and expert in @experts"
+    )
+
+
+def _stretches(found: pd.DataFrame) -> list[dict[str, Any]]:
+    """One row per expert and stretch of blocks whose posteriors print alike; those that print 0.00 are left out."""
+    shown = found.assign(value=found["posterior"].round(2)).query("value > 0").sort_values(["expert", "block"])
+    changes = shown["block"].diff().ne(1) | shown["value"].diff().ne(0) | shown["expert"].ne(shown["expert"].shift())
+    stretches = shown.groupby(changes.cumsum()).agg(
+        start=("block", "min"), end=("block", "max"), expert=("expert", "first"), value=("value", "first")
+    )
+    return [
+        {"start": int(row.start), "end": int(row.end) + 1, "expert": row.expert, "value": finite(row.value)}
+        for row in stretches.itertuples()
+    ]
+
+
+def _panel(
+    values: list[dict[str, Any]],
+    domain: str,
+    experts: list[str],
+    index: int,
+    *,
+    width: int = TRACE_WIDTH,
+    gap: int = 0,
+    **x: Any,
+) -> alt.Chart:
+    """The `index`-th of several small heat maps: probabilities of experts (rows), against what `x` encodes."""
+    first = index % TRACE_COLUMNS == 0
+    panel: alt.Chart = (
+        alt.Chart(alt.InlineData(values=values))
+        .mark_rect(stroke="white", strokeWidth=gap)
+        .encode(
+            y=alt.Y(
+                "expert:N",
+                sort=experts,
+                title="expert" if first else None,
+                scale=alt.Scale(domain=experts),
+                axis=alt.Axis(labels=first, ticks=first),
+            ),
+            color=alt.Color("value:Q", scale=PROBABILITY_SCALE, legend=PROBABILITY_LEGEND),
+            **x,
+        )
+        .properties(
+            width=width,
+            height=14 * len(experts),
+            title=alt.Title(domain, anchor="start", fontSize=12, fontWeight="normal"),
+            view=alt.ViewBackground(stroke="#cccccc", fill=CELL_RANGE[0]),
+        )
+    )
+    return panel
+
+
+def heat_maps(
     rows: list[dict[str, Any]],
     halves: dict[str, tuple[list[str], str]],
     experts: list[str],
@@ -210,15 +288,20 @@ def _heatmaps(
     *,
     legend: alt.Legend,
     form: str = ".2f",
+    over: str = "expert",
 ) -> alt.HConcatChart:
-    """Heat maps of domains (rows) and experts (columns), one per kind of domain, side by side."""
+    """Heat maps of domains (rows) and experts (columns), one per kind of domain, side by side.
+
+    `rows` have kind, domain, expert and value. `halves` gives each kind its rows and its heading. `over` is the title
+    of the columns.
+    """
     panels = []
     for kind, (domains, heading) in halves.items():
         if not domains:
             continue
         base = alt.Chart(alt.InlineData(values=[row for row in rows if row["kind"] == kind])).encode(
             x=alt.X(
-                "expert:N", sort=experts, title="expert", scale=alt.Scale(domain=experts), axis=alt.Axis(labelAngle=-40)
+                "expert:N", sort=experts, title=over, scale=alt.Scale(domain=experts), axis=alt.Axis(labelAngle=-40)
             ),
             y=alt.Y("domain:N", sort=domains, title=None, scale=alt.Scale(domain=domains)),
         )
@@ -229,9 +312,9 @@ def _heatmaps(
                 alt.value("#eeeeee"),
             )
         )
-        text = base.mark_text(fontSize=11).encode(
+        text = base.mark_text(fontSize=12).encode(
             text=alt.condition("isValid(datum.value)", alt.Text("value:Q", format=form), alt.value("–")),
-            color=alt.condition("datum.dark", alt.value("white"), alt.value("#1a1a1a")),
+            color=alt.value("#1a1a1a"),
         )
         panels.append(
             (cells + text).properties(

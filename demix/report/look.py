@@ -7,7 +7,8 @@ import altair as alt
 import numpy as np
 
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
-CELL_RANGE = ["#f7fbff", "#6baed6", "#08306b"]
+# Dark text is readable on every colour of the range (contrast above 6 to 1).
+CELL_RANGE = ["#f7fbff", "#9ecae1", "#4292c6"]
 # Okabe and Ito's colours are distinct under every common colour blindness; dashes repeat the distinction.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#56b4e9", "#e69f00", "#999999")
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [4, 4], [10, 4], [1, 3], [6, 2, 1, 2])
@@ -15,21 +16,29 @@ DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2], [4, 4], [10, 4], [1, 3], [6, 2, 
 
 def finish(chart: Any, title: str, subtitle: str) -> alt.TopLevelMixin:
     """`chart` with a title, a subtitle and the look that all figures share."""
-    finished: alt.TopLevelMixin = (
-        chart.properties(
-            title=alt.Title(title, subtitle=_balanced(subtitle), anchor="start", offset=14, fontSize=16),
-            background="white",
-        )
-        .configure(font=FONT)
-        .configure_title(subtitleColor="#444444", subtitleFontSize=12, subtitlePadding=4)
-        .configure_axis(labelFontSize=11, titleFontSize=12, titleFontWeight="normal", labelLimit=0, gridColor="#e8e8e8")
-        .configure_view(stroke=None)
-        .configure_mark(tooltip=True)
-        .configure_legend(
-            labelFontSize=12, titleFontSize=12, titleFontWeight="normal", gradientLength=160, labelLimit=0
-        )
+    # All at once: each method of a chart copies it with its data.
+    finished: alt.TopLevelMixin = chart.properties(
+        title=alt.Title(title, subtitle=_balanced(subtitle), anchor="start", offset=14, fontSize=16),
+        background="white",
+        config=alt.Config(
+            font=FONT,
+            title=alt.TitleConfig(subtitleColor="#444444", subtitleFontSize=12, subtitlePadding=4),
+            axis=alt.AxisConfig(
+                labelFontSize=11, titleFontSize=12, titleFontWeight="normal", labelLimit=0, gridColor="#e8e8e8"
+            ),
+            view=alt.ViewConfig(stroke=None),
+            mark=alt.MarkConfig(tooltip=True),
+            legend=alt.LegendConfig(
+                labelFontSize=12, titleFontSize=12, titleFontWeight="normal", gradientLength=160, labelLimit=0
+            ),
+        ),
     )
     return finished
+
+
+def heading_of(text: str) -> alt.Title:
+    """The heading of a part of a figure."""
+    return alt.Title(text, anchor="start", fontSize=13, fontWeight="normal", offset=8)
 
 
 def _balanced(text: str, width: int = 150) -> list[str]:

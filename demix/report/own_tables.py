@@ -7,7 +7,8 @@ import numpy as np
 import pandas as pd
 
 from demix.config.evaluated import BASES, System, stream_systems
-from demix.config.systems import KINDS
+from demix.config.rows import KINDS
+from demix.errors import DemixError
 from demix.files.database import ask
 from demix.report import read
 from demix.report.affinity import affinities, relation_with_own, relations, with_overlap
@@ -26,10 +27,8 @@ def overlap_table(results: Results, overlap: pd.DataFrame, config: dict[str, Any
             "Domains": found.domains,
             "Pairs": found.pairs,
             "Spearman": found.spearman,
-            "p of Spearman": found.spearman_p,
-            "p, domains permuted": found.permutation_p,
+            "p of Spearman, domains permuted": found.permutation_p,
             "Pearson (log ratio)": found.pearson,
-            "p of Pearson": found.pearson_p,
         }
         for label, found in named.items()
     }
@@ -42,29 +41,30 @@ def overlap_table(results: Results, overlap: pd.DataFrame, config: dict[str, Any
         "domain the better the more bigrams they share. A domain's own expert is left out but in the last row.",
         pd.DataFrame.from_dict(rows, orient="index"),
         notes=(
-            "Each domain and each expert is in several pairs, so that there are fewer independent observations than "
-            "pairs and the p values that count pairs are too small; the one with whole domains permuted (9,999 random "
-            "orders, or all where there are fewer; two-sided) does not take pairs for independent.",
-            "The paper prints r = 0.40 (5.2), the better the more they share, with t = 3.45, which means 64 pairs: own "
-            "experts are among them. It does not print how overlap and gain are measured; the last row is the nearest.",
+            "Each domain and each expert is in several pairs, so pairs are not independent. The p value permutes whole "
+            "domains (9,999 random orders, or all where there are fewer; two-sided).",
+            "The paper prints r = 0.40 (5.2), the better the more they share, over 64 pairs: own experts are among "
+            "them. It does not print how overlap and gain are measured; the last row is the nearest.",
             f"Bigrams of tokens, none across documents; of each training text its first {tokens:,} tokens.",
         ),
         formats=dict.fromkeys(("Domains", "Pairs"), "{:.0f}")
         | dict.fromkeys(("Spearman", "Pearson (log ratio)"), "{:+.2f}")
-        | dict.fromkeys(("p of Spearman", "p, domains permuted", "p of Pearson"), "{:.2g}"),
+        | {"p of Spearman, domains permuted": "{:.2g}"},
     )
 
 
 def weights_table(results: Results, config: dict[str, Any]) -> Table:
     """Means over domains by every rule of weights, the released code's scorer, and two floors in hindsight."""
-    rules = list(dict.fromkeys(results.rows.loc[results.rows["method"].isin(["updating", "cached"]), "weights"]))
+    beyond = stream_systems("demix", KINDS["demix"], config)
+    own = {one.weights for one in beyond}
+    named = dict.fromkeys(results.rows.loc[results.rows["method"].isin(["updating", "cached"]), "weights"])
+    rules = [rule for rule in named if rule not in own]
     lines = {}
     for base in POSTERIOR_MIXTURES:
         for rule in rules:
             lines[base.label.removesuffix(")") + f", {_rule(rule)})"] = (base, replace(base, weights=rule))
         released = replace(base, weights="released", variant="released_scorer")
         lines[base.label.removesuffix(")") + ", released scorer)"] = (base, released)
-    beyond = stream_systems("demix", KINDS["demix"], config)
     beyond += (System("DEMix (fitted, static)", "demix", "training", "fitted"),)
     lines |= {one.label: (read.CACHED if one.method == "fitted" else read.UNIFORM, one) for one in beyond}
     for label, method in (("block", "best_block"), ("token", "best_token")):
@@ -201,19 +201,25 @@ def full_table(results: Results, config: dict[str, Any]) -> Table:
 
 
 def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """Each system minus each of `BASES`, on the same documents of a domain."""
+    """Each system minus each of `BASES`, on the same documents of a domain.
+
+    Raises DemixError for a row whose system is none of the tables'.
+    """
     frame = ask(
         """select domain as Domain, label as System, base as Less,
             nats_per_token as "Nats a token", nats_per_token_low as "Nats low", nats_per_token_high as "Nats high",
             perplexity as Perplexity, perplexity_low as "Perplexity low", perplexity_high as "Perplexity high",
             documents as Documents, pieces as Pieces, seed::varchar as Seed
-        from differences join systems using (domain, model, experts, method, weights) join bases using (against)
         -- What is subtracted is the oracle's choice, not that on dev.
-        where systems.variant = '' order by min(place) over (partition by domain), number""",
+        from differences left join (from systems where variant = '') using (domain, model, experts, method, weights)
+        left join bases using (against) order by min(place) over (partition by domain), number""",
         differences=differences.assign(number=range(len(differences))),
         systems=_every_system(config),
         bases=pd.DataFrame([(name, base.label) for name, base in BASES.items()], columns=["against", "base"]),
     )
+    if len(unknown := frame[frame["System"].isna() | frame["Less"].isna()]):
+        cause = f"{len(unknown)} rows are of systems that no table has, such as on {unknown['Domain'].iloc[0]}"
+        raise DemixError("differences.parquet", cause, "make it anew with this run's config: delete it, then rerun")
     if differences["seed"].nunique() < 2:
         frame = frame.drop(columns="Seed")
     frame.index = [str(number) for number in range(1, len(frame) + 1)]

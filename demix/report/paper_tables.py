@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from demix.config.architecture import architecture_from, parameters, vocabulary
 from demix.config.evaluated import System
+from demix.config.systems import adapted_model
 from demix.report import read
 from demix.report.cells import (
     COUNTED,
@@ -14,8 +16,10 @@ from demix.report.cells import (
     WEIGHTS_NOTE,
     always,
     by_domain,
+    ends_lower,
     explained,
     in_domain,
+    kinds_of_domains,
     lowest,
     mean_of,
     percent,
@@ -25,6 +29,8 @@ from demix.report.cells import (
 )
 from demix.report.read import Results, evaluations, expert_perplexities, novel_domains, perplexities, training_domains
 from demix.report.render import Table
+
+ADAPTATIONS = ("Dense-DAPT", "DEMix-DAPT", "One expert added")
 
 
 def table3(results: Results, config: dict[str, Any]) -> Table:
@@ -208,50 +214,105 @@ def table7(results: Results, config: dict[str, Any]) -> Table:
     )
 
 
-def table13(results: Results, config: dict[str, Any], parents: dict[str, str]) -> Table:
-    """Table 13: change of perplexity in percent by Dense-DAPT and DEMix-DAPT, on the training and on the novel domain.
+def adapting(results: Results, config: dict[str, Any], parents: dict[str, str]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Test perplexities before and after the adaptation to each novel domain: one row per domain.
 
-    `parents` maps a novel domain to the expert that was copied to start the domain's own.
+    The columns are Dense-DAPT, DEMix-DAPT and the mixture with one expert added, each on the training domains (the
+    mean) and on the domain adapted to. `parents` maps a novel domain to the expert that was copied to start its own.
     """
     training, novel = training_domains(config), novel_domains(config)
-    start = read.before_dense_dapt(config)
-    dense = perplexities(results, start, [*training, *novel])
     (naive, cached), (all_naive, _) = read.before_adding(config), read.added(config)
+    dense = perplexities(results, read.before_dense_dapt(config), [*training, *novel])
     eight = perplexities(results, cached, [*training, *novel])
     experts = perplexities(results, all_naive, [*training, *novel])
-    before = perplexities(results, naive, training)
+    own_experts = (mean_of(perplexities(results, naive, training)), mean_of(experts[training]))
     rows = {}
     for name in novel:
         adapted = perplexities(results, read.dense_adapted(config)(name), [*training, name])
         nine = perplexities(results, read.one_added(config)(name), [*training, name])
-        parent = parents.get(name, "")
-        parent_perplexity = expert_perplexities(results, naive.model, name, [parent])[parent] if parent else np.nan
-        rows[name] = {
-            "Dense-DAPT: training domains": percent(mean_of(dense[training]), mean_of(adapted[training])),
-            "Dense-DAPT: own domain": percent(dense[name], adapted[name]),
-            "DEMix-DAPT: training domains": percent(mean_of(before), mean_of(experts[training])),
-            "DEMix-DAPT: own domain": percent(parent_perplexity, experts[name]),
-            "One expert added: training domains": percent(mean_of(eight[training]), mean_of(nine[training])),
-            "One expert added: own domain": percent(eight[name], nine[name]),
-            "Parent expert": parent,
-        }
-    kinds = ("Dense-DAPT", "DEMix-DAPT", "One expert added")
-    columns = [f"{kind}: {part} domain{s}" for kind in kinds for part, s in (("training", "s"), ("own", ""))]
-    frame = pd.DataFrame.from_dict(rows, orient="index", columns=[*columns, "Parent expert"])
-    label = f"Mean of {len(novel)}"
-    frame.loc[label] = [*(mean_of(frame[column]) for column in columns), " "]
+        parent = expert_perplexities(results, naive.model, name, [parents.get(name, "")]).iloc[0]
+        rows[name] = (
+            *((mean_of(dense[training]), mean_of(adapted[training])), (dense[name], adapted[name])),
+            *(own_experts, (parent, experts[name])),
+            *((mean_of(eight[training]), mean_of(nine[training])), (eight[name], nine[name])),
+        )
+    columns = [f"{kind}: {part}" for kind in ADAPTATIONS for part in ("training domains", "own domain")]
+    before, after = (
+        pd.DataFrame(
+            {name: [pair[which] for pair in pairs] for name, pairs in rows.items()}, index=columns, dtype="float64"
+        ).T
+        for which in (0, 1)
+    )
+    return before, after
+
+
+def changed_bytes(config: dict[str, Any]) -> dict[str, int]:
+    """The bytes (fp32) of the parameters that the adaptation to one domain changes, by the names of `ADAPTATIONS`."""
+    architecture, types = architecture_from(config["architecture"]), vocabulary(config["tokenizer"])
+    whole = sum(parameters(architecture, types))
+    _, expert = parameters(architecture, types, expert_scope=adapted_model(config).kind.expert_scope)
+    return dict(zip(ADAPTATIONS, (4 * whole, 4 * expert, 4 * expert), strict=True))
+
+
+def adaptation_table(results: Results, config: dict[str, Any], parents: dict[str, str]) -> Table:
+    """What adaptation to one domain gains there, and what it costs: forgetting and bytes; means over novel domains."""
+    before, after = adapting(results, config, parents)
+    training, novel = (f"{len(domains)} {kind}" for kind, domains in kinds_of_domains(config))
+    frame = pd.DataFrame({
+        f"{name}, {when}": [mean_of(found[f"{kind}: {part}"]) for kind in ADAPTATIONS]
+        for part, name in (("own domain", novel), ("training domains", training))
+        for when, found in (("before", before), ("after", after))
+    }, index=list(ADAPTATIONS))  # fmt: skip
+    frame["bytes changed"] = changed_bytes(config)
+    return Table(
+        "adaptation",
+        "Adapting to one novel domain: mean test perplexity before and after (lower is better)",
+        "On the domain adapted to and on the training domains, averaged over the novel domains. DEMix-DAPT's training "
+        "domains are each under its own expert, the same by construction. Dense-DAPT makes a "
+        f"model for each domain out of {read.before_dense_dapt(config).label}, DEMix-DAPT an expert out of another; "
+        "one expert added is the mixture of the training experts and the new one with a cached prior.",
+        frame,
+        formats={"bytes changed": "{:,.0f}"},
+    )
+
+
+def table13(results: Results, config: dict[str, Any], parents: dict[str, str]) -> Table:
+    """Table 13: change of perplexity in percent by Dense-DAPT and DEMix-DAPT, on the training and on the novel domain.
+
+    Below each change stand the perplexities. `parents` is that of `adapting`.
+    """
+    training, novel = training_domains(config), novel_domains(config)
+    before, after = adapting(results, config, parents)
+    frame, label = percent(before, after), f"Mean of {len(novel)}"
+    for rows in (frame, before, after):
+        rows.loc[label] = [mean_of(rows[column]) for column in rows]
+    beneath = before.map("{:.2f}".format) + " to " + after.map("{:.2f}".format)
+    sizes = changed_bytes(config)
+    formats = dict.fromkeys(frame, "{:+.1f}")
+    frame["Parent expert"] = [*(parents.get(name, "") for name in novel), " "]
+    own, old = (
+        ends_lower(*(after.loc[novel, f"{kind}: {part}"] for kind in ADAPTATIONS[:2]))
+        for part in ("own domain", "training domains")
+    )
     return Table(
         "table13",
         "Table 13: adapting to a novel domain, and forgetting",
-        "Change of test perplexity in percent (negative is better) by adapting to the domain of each row: averaged "
-        f"over the {len(training)} training domains, which shows forgetting, and on the domain adapted to. Dense-DAPT "
-        f"starts from {start.label} and is compared with it; DEMix-DAPT's expert with the parent expert it was copied "
-        "from, and on training domains each domain's own expert before and after the experts were added, the same by "
-        "construction: no file of theirs is written, which sha256 sums beside each expert and score table prove. One "
-        f"expert added: the mixture of the {len(training)} training experts and the new one with a cached prior "
-        f"(6.2, Figure 6), compared with that of the {len(training)}.",
+        "Change of test perplexity in percent (negative is better) by adapting to the domain of each row, and below it "
+        f"the perplexities before and after: averaged over the {len(training)} training domains, which shows "
+        f"forgetting, and on the domain adapted to. On the domain adapted to, {own}; on the training domains, {old}. "
+        f"Dense-DAPT starts from {read.before_dense_dapt(config).label} and is compared with it; DEMix-DAPT's expert "
+        "with the parent expert it was copied from, and on training domains each domain's own expert before and after "
+        "the experts were added, the same by construction: no file of theirs is written. One expert added: the mixture "
+        f"of the {len(training)} training experts and the new one with a cached prior (6.2, Figure 6), compared with "
+        f"that of the {len(training)}.",
         frame,
-        notes=("The table of learning rates of adaptation has what each rate does to both kinds of domains, on dev.",),
-        formats=dict.fromkeys(columns, "{:+.1f}"),
+        notes=(
+            f"Dense-DAPT changes every parameter of a model, {sizes['Dense-DAPT']:,} bytes per domain; DEMix-DAPT "
+            f"those of one expert, {sizes['DEMix-DAPT']:,} bytes.",
+            "Per cents of the last row are means of those above it.",
+            "The table of learning rates of adaptation has what each rate does to both kinds of domains, on dev.",
+        ),
+        formats=formats,
         summaries=frozenset({label}),
+        beneath=beneath.where(frame[beneath.columns].notna(), ""),
     )

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.config import systems
-from demix.config.evaluated import BASES, System, label_of, stream_systems, systems_of, table_rows
+from demix.config import rows
+from demix.config.evaluated import BASES, System, label_of, row_systems, systems_of, table_rows
+from demix.config.rows import KINDS
 from demix.config.systems import (
-    KINDS,
     adapted,
     adapted_model,
     dense_adapted_row,
@@ -112,22 +112,22 @@ def dense_adapted(config: dict[str, Any]) -> Callable[[str], System]:
 
 def trained_systems(config: dict[str, Any]) -> dict[str, tuple[System, ...]]:
     """The systems of every row of `models` over its training experts: first the paper's rows, then further rows."""
-    return {row: systems_of(row, kind) + stream_systems(row, kind, config) for row, kind in table_rows(config).items()}
+    return {row: row_systems(row, kind, config) for row, kind in table_rows(config).items()}
 
 
 def training_domains(config: dict[str, Any]) -> list[str]:
     """The training domains in the config's order."""
-    return list(systems.training_domains(config))
+    return list(rows.training_domains(config))
 
 
 def novel_domains(config: dict[str, Any]) -> list[str]:
     """The novel domains in the config's order."""
-    return list(systems.novel_domains(config))
+    return list(rows.novel_domains(config))
 
 
 def read_results(path: str | Path) -> "Results":
     """The rows of `results.parquet`. Raises DemixError if a column is missing or rows are doubled or not comparable."""
-    key = ("model", "experts", "method", "weights", "top_k", "variant", "decay", "dev_blocks")
+    key = ("model", "experts", "method", "weights", "top_k", "variant", "decay", "dev_blocks", "context", "temperature")
     return Results(_read(path, RESULT_COLUMNS, (*key, "expert", "domain", "split", "seed")), path)
 
 
@@ -163,7 +163,9 @@ def _read(path: str | Path, columns: tuple[str, ...], key: tuple[str, ...] = ())
     if missing := [name for name in columns if name not in table.column_names]:
         raise DemixError(path, f"has no column {', '.join(missing)}", "rerun the evaluation with this version of demix")
     rows = table.to_pandas()
-    if key and (doubled := rows.duplicated(list(key))).any():
+    # Runs of earlier versions have no column for what they do not have.
+    known = [name for name in key if name in rows]
+    if key and (doubled := rows.duplicated(known)).any():
         domain = rows.loc[doubled, "domain"].iloc[0]
         cause = f"holds rows of {domain} twice: the evaluation of one domain lies in the place of another's"
         raise DemixError(path, cause, f"delete {Path(path).parent / 'evaluations'} and the file, then rerun")
@@ -179,6 +181,16 @@ def read_metrics(path: str | Path) -> Iterable[dict[str, Any]]:
         if "tokens" not in row:
             raise DemixError(f"{path}:{number}", "has no tokens", "rerun the stage that makes it")
         yield row
+
+
+def step_seconds(metrics: Path) -> float:
+    """The seconds that the steps of a training took."""
+    seconds, before = 0.0, 0
+    for row in read_metrics(metrics):
+        if "tokens_per_second" in row:
+            seconds += (row["tokens"] - before) / row["tokens_per_second"]
+        before = row["tokens"]
+    return seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,20 +226,21 @@ class Results:
     def evaluations(self) -> pd.DataFrame:
         """The test results by system and domain; those of single experts by expert too. Grids are left out.
 
-        The columns up to domain are the key (top_k 0 for none), which the index holds as tuples. Then come perplexity,
-        low, high (bounds of the 95% interval over documents), spread, bits_per_byte, documents, pieces, tokens and
-        seeds. With several seeds all numbers are means over the seeds, spread is the standard deviation of the
-        perplexity, and there is no interval. With one seed spread is NaN.
+        The columns up to domain are the key (top_k 0 for none, and where dev chose), which the index holds as tuples.
+        Then come perplexity, low, high (bounds of the 95% interval over documents), spread, bits_per_byte, documents,
+        pieces, tokens and seeds. With several seeds all numbers are means over the seeds, spread is the standard
+        deviation of the perplexity, and there is no interval. With one seed spread is NaN.
         """
         found = ask(
-            """select model, experts, method, weights, variant, coalesce(top_k, 0)::int as top_k,
+            """select model, experts, method, weights, variant,
+                if(variant = 'dev_temperature', 0, coalesce(top_k, 0))::int as top_k,
                 if(method = 'expert', expert, '') as expert, domain,
                 avg(perplexity) as perplexity,
                 if(count(*) = 1, min(perplexity_low), null) as low,
                 if(count(*) = 1, min(perplexity_high), null) as high,
                 stddev_samp(perplexity) as spread, avg(bits_per_byte) as bits_per_byte,
                 avg(documents) as documents, avg(pieces) as pieces, avg(tokens) as tokens, count(*)::double as seeds
-            from results where split = 'test' and variant not in ('decay', 'dev_blocks')
+            from results where split = 'test' and variant not in ('decay', 'dev_blocks', 'routing')
             group by all order by all""",
             results=self.rows,
         )

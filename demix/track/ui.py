@@ -1,8 +1,11 @@
 """MLflow's server for this machine's browser alone; `make ui` starts it by `mlflow server --app-name demix`."""
 
 import asyncio
+import os
+from urllib.parse import quote
 
 from mlflow.server.fastapi_app import app as mlflow_app
+from mlflow.tracking import MlflowClient
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -90,4 +93,21 @@ class Guarded:
         await self.app(scope, counted, answered)
 
 
-app = Guarded(mlflow_app, MOST_BYTES, MOST_BODIES, SECONDS)
+def links(uri: str, address: str) -> list[str]:
+    """One line per experiment of the store at `uri`: its runs, and the curves of all its models side by side."""
+    filtered = quote("tags.`demix.kind` = 'training'", safe="")
+    # In order of time MLflow would show the models below the whole run, folded away.
+    query = f"searchFilter={filtered}&orderByKey={quote('tags.`mlflow.runName`', safe='')}&compareRunsMode=CHART"
+    lines = []
+    for one in MlflowClient(tracking_uri=uri).search_experiments():
+        # MLflow makes this one by itself.
+        if one.name != "Default":
+            runs = f"{address}/#/experiments/{one.experiment_id}/runs"
+            lines.append(f"{one.name}: runs {runs}, models {runs}?{query}")
+    return lines
+
+
+def app() -> Guarded:
+    """What `mlflow server` serves. Prints the links of the store in the variable URI, which it is about to serve."""
+    print(*links(os.environ["URI"], f"http://127.0.0.1:{os.environ['PORT']}"), sep="\n", flush=True)
+    return Guarded(mlflow_app, MOST_BYTES, MOST_BODIES, SECONDS)

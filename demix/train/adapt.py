@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from demix.config.placement import place_experts
 from demix.config.sections import AdaptationRecipe, Seed, Threads, fingerprinted
 from demix.data.shards import TokenShard
@@ -21,6 +23,8 @@ from demix.model.checkpoint import (
 )
 from demix.model.device import set_threads
 from demix.model.gpt import GPT
+from demix.model.merge import averaged, origins_of
+from demix.model.tokenizer import copy_tokenizer, tokenizer_path
 from demix.settings import settings
 from demix.train.batches import balanced_batches
 from demix.train.loop import DivergedError, EarlyStopping, Evaluation, Row, train, write_metrics
@@ -29,6 +33,9 @@ from demix.train.stage import dev_loss, open_shards, optimization
 from demix.train.state import remove_states
 
 log = logging.getLogger(__name__)
+
+# What a new expert begins with.
+INITS = ("parent", "average")
 
 
 @settings(kw_only=True)
@@ -60,29 +67,43 @@ def adapt_expert(
     output: Path,
     metrics: Path,
     checkpoints: Path,
+    init: str = "",
 ) -> None:
     """DEMix-DAPT (paper, section 6): add the expert of a novel domain to the model in `directory`.
 
-    The parent's feedforwards are copied and the copy alone is trained. No other file of the model changes. The files of
-    the expert go below `output`, which may be `directory`.
+    With `init` parent the likeliest parent's own tensors are copied. With average the expert begins as the average of
+    all experts, weighted by their posterior on the domain's dev split (Gururangan et al. 2023, section 2.4), which is
+    what experts that are whole models do by default. The new expert alone is trained. No other file of the model
+    changes. The files of the expert go below `output`, which may be `directory`.
 
     `shards` are the domain's train and dev tokens. `chosen` comes from `demix.evaluate.parent.choose_parent`: its key
     `parent` names the expert to copy, and all of it goes into the lineage. `unchanged` are the training domains' losses
     on dev in nats per token, by domain. The training domains keep their experts, so these losses hold at every step.
     """
+    if init not in ("", *INITS):
+        raise DemixError(f"--init {init}", "is not known", f"use {' or '.join(INITS)}")
+    init = init or ("average" if describe(directory).get("expert_scope") == "model" else "parent")
     set_threads(adaptation.threads)
     with joined() as world:
         _, dev_shard = open_shards(list(shards), world)
         domain = shards[0].parent.name
-        log.info("%s: parent %s (posterior %.3f)", domain, chosen["parent"], chosen["parent_prior"])
+        log.info("%s: %s, parent %s (posterior %.3f)", domain, init, chosen["parent"], chosen["parent_prior"])
         others = {f"dev_loss/{name}": loss for name, loss in unchanged.items()}
 
         def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
             (loss,) = world.first([dev_loss(model, dev_shard, adaptation.dev_blocks, domain)])
             return loss, {f"dev_loss/{domain}": loss} | others
 
-        origin = chosen | {"parent_sha256": expert_lineage(directory, chosen["parent"])["sha256"]}
-        found = _adapt(chosen["parent"], directory, shards, adaptation, origin, checkpoints, evaluate, world, own=True)
+        average, origin = None, {**chosen}
+        if init == "average":
+            average, parents = averaged(directory, chosen["priors"])
+            origin |= {"parents": origins_of(chosen["priors"], parents)}
+        else:
+            origin |= {"parent_sha256": expert_lineage(directory, chosen["parent"])["sha256"]}
+        found = _adapt(
+            chosen["parent"], directory, shards, adaptation, origin, checkpoints, evaluate, world,
+            own=True, average=average,
+        )  # fmt: skip
         if world.rank == 0:
             save_expert(found.model, chosen["parent"], directory, found.lineage, domain, output)
             found.finish(metrics)
@@ -120,6 +141,7 @@ def adapt_dense(
         found = _adapt("dense", directory, shards, adaptation, origin, checkpoints, evaluate, world)
         if world.rank == 0:
             save_shared(found.model, output, describe(directory) | found.lineage | {"kind": "dense_dapt"})
+            copy_tokenizer(tokenizer_path(directory), output)
             save_expert(found.model, "dense", output, found.lineage)
             found.finish(metrics)
 
@@ -158,16 +180,21 @@ def _adapt(
     world: World,
     *,
     own: bool = False,
+    average: Mapping[str, Tensor] | None = None,
 ) -> _Adapted:
     """The model of one expert trained on the novel domain, with the best factor of a sweep on dev; `own` tensors alone.
 
-    The lineage has the dev losses that every factor came to. A factor at which training diverges is left out.
+    The expert begins as it is, or with the tensors of `average`. The lineage has the dev losses that every factor came
+    to. A factor at which training diverges is left out.
     """
     best: _Adapted | None = None
     trials: list[dict[str, Any]] = []
     states: tuple[Path, ...] = ()
     for one in adaptation.trials():
         model = load_model(directory, (expert,))
+        if average is not None:
+            shared = {name: tensor.detach() for name, tensor in model.shared_tensors().items()}
+            model.load_state_dict(model.stacked(shared, {expert: average}))
         only = model.owned if own else lambda name: True
         try:
             found = _trial(model, directory, shards, one, origin, checkpoints, evaluate, world, only)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from demix.config.placement import Placement
-from demix.config.systems import Kind
+from demix.config.rows import Kind
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import seed_for

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from demix.config.architecture import architecture_from
-from demix.config.systems import DENSE_EXPERT
+from demix.config.rows import DENSE_EXPERT, SCHEDULES
 from demix.errors import DemixError
 from demix.files import digest, linked, read_json, replacing, write_json
 from demix.model.checkpoint import describe, expert_lineage, load_model, load_verified, refuse_other_tokenizer
@@ -22,10 +22,14 @@ FREE = {"dev_blocks"}
 
 @dataclass(frozen=True)
 class SeedState:
-    """A kept state of a dense training: the folder seeds/<model>/step-<n> and its manifest."""
+    """A kept state of a dense training: the folder seeds/<model>/step-<n> and its manifest.
+
+    With `restart` the training that begins with the state has a schedule of its own, and takes no moments of Adam.
+    """
 
     directory: Path
     manifest: SeedManifest
+    restart: bool = False
 
     @property
     def model(self) -> str:
@@ -36,15 +40,31 @@ class SeedState:
     def origin(self) -> dict[str, Any]:
         """What a model that begins with the state records of it: the content of `Branched`."""
         about = self.manifest
-        return {"model": self.model, "step": about.step, "tokens": about.tokens, "state_sha256": digest(about.sha256)}
+        origin = {"model": self.model, "step": about.step, "tokens": about.tokens, "state_sha256": digest(about.sha256)}
+        return origin | ({"schedule": "restart"} if self.restart else {})
 
-    def load(self) -> State:
-        """The state. Its metrics are one row. Raises DemixError if a file is missing or damaged."""
-        about = self.manifest
+    def first_step(self, step_tokens: int) -> int:
+        """The first update, from 0, of a training with `step_tokens` tokens a step that begins with the state.
+
+        A training that restarts may have other steps than its parent. It begins after at least as many tokens.
+        """
+        return -(-(self.manifest.tokens or 0) // step_tokens) if self.restart else self.manifest.step
+
+    def load(self, step_tokens: int) -> State:
+        """The state for a training with `step_tokens` tokens a step. Its metrics are one row.
+
+        Raises DemixError if a file is missing or damaged.
+        """
+        about, first = self.manifest, self.first_step(step_tokens)
         shared, own = (load_verified(self.directory / name, about.sha256.get(name, "")) for name in (SHARED, EXPERT))
-        row: dict[str, Any] = {"step": about.step, "tokens": about.tokens, "branched_from": self.model}
-        row |= {} if about.loss_scale is None else {"loss_scale": about.loss_scale}
-        return State(about.step, shared, {DENSE_EXPERT: own}, [row])
+        if self.restart:
+            shared, own = (
+                {name: tensor for name, tensor in tensors.items() if name.startswith("parameter/")}
+                for tensors in (shared, own)
+            )
+        row: dict[str, Any] = {"step": first, "tokens": about.tokens, "branched_from": self.model}
+        row |= {} if about.loss_scale is None or self.restart else {"loss_scale": about.loss_scale}
+        return State(first, shared, {DENSE_EXPERT: own}, [row])
 
 
 class InitialModel(SeedState):
@@ -55,7 +75,7 @@ class InitialModel(SeedState):
         """The name of the folder, with _ for what no name of a model holds."""
         return re.sub(r"^[^A-Za-z0-9_]|[^A-Za-z0-9_.-]", "_", self.directory.resolve().name)[:200]
 
-    def load(self) -> State:
+    def load(self, step_tokens: int) -> State:
         """The parameters, without moments of Adam. Raises DemixError if a file is missing or damaged."""
         model = load_model(self.directory, (DENSE_EXPERT,))
         shared, own = model.parted({f"parameter/{name}": p.detach() for name, p in model.named_parameters()})
@@ -90,19 +110,33 @@ def keep_seed(checkpoint: Path, output: Path, identity: Mapping[str, Any]) -> No
         shutil.rmtree(checkpoint.parent, ignore_errors=True)
 
 
-def read_seed(directory: Path, identity: Mapping[str, Any]) -> SeedState:
+def read_seed(directory: Path, identity: Mapping[str, Any], schedule: str = "continue") -> SeedState:
     """The seed in the folder seeds/<model>/step-<n> for a training of this `identity`, which goes on from there.
 
-    `directory` may be that of a dense model, too. Raises DemixError if the manifest is missing or damaged, and if the
-    parent was trained with other settings or another tokenizer: the schedule of the learning rate and the order of the
-    data are the parent's.
+    `directory` may be that of a dense model, too. With the schedule `continue` the learning rates and the order of the
+    data are the parent's; `restart` takes its parameters alone. Raises DemixError if the manifest is missing or
+    damaged, and if the parent was trained with another tokenizer or architecture, or, for `continue`, with other
+    settings.
     """
+    if schedule not in SCHEDULES:
+        raise DemixError(f"--schedule {schedule}", "is not known", f"use {' or '.join(SCHEDULES)}")
+    restart = schedule == "restart"
     if (directory / "model.json").is_file():
+        if restart:
+            cause = "is a model, with which a training of its own begins anyway"
+            raise DemixError(directory, cause, "leave out --schedule")
         return _initial_model(directory, identity)
-    seed = SeedState(directory, read_seed_manifest(directory / MANIFEST))
+    seed = SeedState(directory, read_seed_manifest(directory / MANIFEST), restart)
     own = {**identity["training"], "tokenizer": identity["tokenizer_sha256"]}
     parents = {**seed.manifest.training, "tokenizer": seed.manifest.tokenizer_sha256}
-    for key in sorted((own.keys() | parents.keys()) - FREE):
+    # Experts of clusters have other numbers of sequences than those of domains, and as many in a step all together.
+    own["sequences of a step"] = own.pop("sequences") * len(identity["data"]) * identity.get("share", 1)
+    parents["sequences of a step"] = parents.pop("sequences") * len(seed.manifest.data_sha256)
+    if restart and (seed.manifest.tokens or 0) >= own["tokens"]:
+        cause = f"has seen {seed.manifest.tokens} tokens, and this training ends after {own['tokens']}"
+        raise DemixError(directory, cause, "raise tokens, which count those of the seed")
+    compared = {"architecture", "tokenizer"} if restart else (own.keys() | parents.keys()) - FREE
+    for key in sorted(compared):
         if own.get(key) != parents.get(key):
             cause = f"is of a training with {key} {parents.get(key)}, and this one has {own.get(key)}"
             raise DemixError(directory, cause, "train both with the same settings")
@@ -127,15 +161,22 @@ def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel
     return InitialModel(directory, manifest)
 
 
-def branched(state: State, experts: Sequence[str]) -> State:
-    """The state of a dense model as that of a model with `experts`, each a copy of the dense feedforwards.
+def branched(state: State, experts: Sequence[str], scope: str = "feedforward") -> State:
+    """The state of a dense model as that of a model with `experts`, each a copy of what it owns by `scope`.
 
-    Shared tensors stay as they are. Both of Adam's moments of an expert are divided by E, the number of experts. The
+    An expert of scope `model` is a copy of the whole model, with Adam's moments as they are: its loss is the mean over
+    its own domain alone. Of scope `feedforward` an expert is a copy of the dense feedforwards, and shared tensors stay
+    as they are. Both of Adam's moments of such an expert are divided by E, the number of experts. The
     loss is the mean over all domains. With G the mean gradient on one domain and σ² its variance, the gradient of the
     dense feedforward is the mean of E of these, of variance σ²/E, and that of an expert is G/E, of variance σ²/E². Its
     mean and its square, which noise rules, are both an E-th.
     """
     (dense,) = state.experts.values()
+    if scope == "model":
+        # Adam's counts of updates stay with what is shared.
+        counts = {name: tensor for name, tensor in state.shared.items() if name.startswith("optimizer/step/")}
+        whole = {name: tensor for name, tensor in state.shared.items() if name not in counts} | dense
+        return State(state.step, counts, dict.fromkeys(experts, whole), state.metrics)
     own = {
         name: tensor / len(experts) if name.startswith("optimizer/exp_avg") else tensor
         for name, tensor in dense.items()

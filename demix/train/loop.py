@@ -22,7 +22,7 @@ from demix.files import cannot_be_written, write_json_lines, write_text
 from demix.model.device import compute_type
 from demix.model.gpt import GPT
 from demix.progress import progress
-from demix.settings import Positive, settings
+from demix.settings import Integer, Positive, settings
 from demix.train.batches import Batches
 from demix.train.parallel import GradientSync, World
 from demix.train.state import State, newest_state, save_state, training_lock
@@ -49,12 +49,14 @@ class DivergedError(DemixError):
 class Optimization(Execution, Optimizer):
     """How parameters are updated in `steps` optimizer updates, and how the updates are computed.
 
-    The states after the numbers of updates in `keep` are saved and never removed.
+    The states after the numbers of updates in `keep` are saved and never removed. The schedule of the learning rate
+    begins at update `begin`.
     """
 
     steps: Positive
     learning_rate: LearningRate
     keep: tuple[Positive, ...] = ()
+    begin: Integer = 0
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,12 @@ class EarlyStopping:
 
 
 def learning_rate_at(step: int, optimization: Optimization) -> float:
-    """The learning rate of update `step` (from 0): linear warm-up, then linear decay to zero at `steps`."""
-    warmup = math.ceil(optimization.warmup * optimization.steps)
+    """The learning rate of update `step` (from 0): linear warm-up from `begin`, then linear decay to 0 at `steps`."""
+    step, steps = step - optimization.begin, optimization.steps - optimization.begin
+    warmup = math.ceil(optimization.warmup * steps)
     if step < warmup:
         return optimization.learning_rate * (step + 1) / warmup
-    return optimization.learning_rate * (optimization.steps - step) / max(1, optimization.steps - warmup)
+    return optimization.learning_rate * (steps - step) / max(1, steps - warmup)
 
 
 def train(

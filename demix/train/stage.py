@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from demix.config.architecture import Architecture, architecture_from, parameters
 from demix.config.placement import Placement, place
+from demix.config.rows import DENSE_EXPERT, KINDS, Kind
 from demix.config.sections import (
     AdaptationRecipe,
     Execution,
@@ -19,7 +21,6 @@ from demix.config.sections import (
     TrainingRecipe,
     fingerprinted,
 )
-from demix.config.systems import DENSE_EXPERT, KINDS, Kind
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.files import fingerprint, read_json
@@ -27,6 +28,7 @@ from demix.model.checkpoint import save_expert, save_shared
 from demix.model.device import set_threads
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
+from demix.model.tokenizer import copy_tokenizer
 from demix.settings import Integer, Text, names_of, settings
 from demix.train.batches import batches_of
 from demix.train.branch import SeedState, branched, keep_seed, read_seed
@@ -45,9 +47,13 @@ class Training(TrainingRecipe):
     architecture: dict[Text, Text | Integer]
     threads: Threads
 
+    def step_tokens(self, domains: int) -> int:
+        """The tokens of one optimizer update on `domains` training domains: D * sequences * T."""
+        return domains * self.sequences * architecture_from(self.architecture).context
+
     def steps(self, domains: int) -> int:
         """The optimizer updates for `domains` training domains: tokens / (D * sequences * T), rounded down."""
-        step_tokens = domains * self.sequences * architecture_from(self.architecture).context
+        step_tokens = self.step_tokens(domains)
         if self.tokens < step_tokens:
             raise DemixError(
                 "training.tokens", f"{self.tokens} is less than one step of {step_tokens} tokens", "raise it"
@@ -67,16 +73,19 @@ def train_model(
     branch: Path | None = None,
     keep: tuple[int, ...] = (),
     until: int | None = None,
+    share: int = 1,
+    schedule: str = "continue",
 ) -> None:
-    """Train one model of `kind` (`demix.config.systems.KINDS`) on the domains of `shards`.
+    """Train one model of `kind` (`demix.config.rows.KINDS`) on the domains of `shards`.
 
     `shards` are one tokens/<domain>/train.arrow per domain, and every domain's dev.arrow if `dev_blocks` is above 0.
     The model directory `output` and the `metrics` file are written at the end. Checkpoints go below `checkpoints`,
-    where the states after `keep` updates stay. Training begins with the seed in the folder `branch`, if it is given. It
-    ends after `until` updates, if that is given; `output` is then the seed that other trainings begin with
-    (`demix.train.branch`). Every rank of a world (`demix.train.parallel.joined`) calls this function and trains its own
-    placement. `replicas` gives the experts of some domains more ranks (`demix.config.placement.place`); by default all
-    experts have equally many.
+    where the states after `keep` updates stay. Training begins with the seed in the folder `branch`, if it is given,
+    and has its schedule or one of its own (`demix.train.branch.read_seed`). It ends after `until` updates, if that is
+    given; `output` is then the seed that other trainings begin with (`demix.train.branch`). Every rank of a world
+    (`demix.train.parallel.joined`) calls this function and trains its own placement. `replicas` gives the experts of
+    some domains more ranks (`demix.config.placement.place`); by default all experts have equally many. A model that is
+    one of `share` experts of a larger model gets that part of the tokens.
 
     Without `output` only the metrics are kept, as a sweep of learning rates needs. A run that diverges then raises no
     error: its last row of metrics has the cause under `diverged`.
@@ -90,12 +99,12 @@ def train_model(
         world, placement = world.placed(places), places[world.rank]
         opened = open_shards(shards, world)
         evaluate = _dev_losses(row, training, open_shards(dev, world), domains, world) if training.dev_blocks else None
-        steps, architecture = training.steps(len(domains)), architecture_from(training.architecture)
+        steps, architecture = training.steps(len(domains) * share), architecture_from(training.architecture)
         batches = batches_of(row, opened, domains, training.sequences, architecture.context, training.seed, placement)
         model = _initial(row, architecture, opened[0].vocab_size, domains, placement).initialise(training.seed)
 
-        seed = None if branch is None else read_seed(branch, identity_of(kind, training, shards))
-        identity = identity_of(kind, training, shards, seed)
+        seed = None if branch is None else read_seed(branch, identity_of(kind, training, shards, share=share), schedule)
+        identity = identity_of(kind, training, shards, seed, share)
         tokenizer_sha256, data = identity["tokenizer_sha256"], identity["data"]
         lineage = {"training": dataclasses.asdict(training), "tokenizer_sha256": tokenizer_sha256, "kind": kind}
         state = checkpoints / fingerprint(identity)
@@ -105,15 +114,19 @@ def train_model(
             "%s: %d steps of %d domains, %d sequences each, on %d ranks",
             kind, steps, len(domains), training.sequences, world.size,
         )  # fmt: skip
+        update = training.step_tokens(len(domains) * share)
+        first = None if seed is None else branched(seed.load(update), _experts(row, domains), row.expert_scope)
+        keeping = (*keep, *([until] if until else []))
+        begin = first.step if first and seed and seed.restart else 0
         try:
             rows = train(
                 model,
                 batches,
                 domains,
-                optimization(training, steps, training.learning_rate, (*keep, *([until] if until else []))),
+                optimization(training, steps, training.learning_rate, keeping, begin),
                 state,
                 world=world,
-                first=None if seed is None else branched(seed.load(), domains),
+                first=first,
                 until=until,
                 evaluate=evaluate,
             )
@@ -125,17 +138,23 @@ def train_model(
             rows = [*error.metrics, {"step": error.step, "tokens": tokens, "diverged": error.cause}]
 
         if output is not None and not until:
-            _write_model(row, model, lineage, data, steps, rows[-1]["tokens"], output, world, seed)
+            # Of results/<run>/tokens/<domain>/train.arrow, or of clusters/<clustering>/shards/<cluster>/train.arrow.
+            above = (folder / "tokenizer.json" for folder in shards[0].resolve().parents[2:5:2])
+            tokenizer = next((path for path in above if path.is_file()), None)
+            _write_model(row, model, lineage, data, steps, rows[-1]["tokens"], output, tokenizer, world, seed)
         if world.rank == 0:
             if output is not None and until:
                 keep_seed(state / step_folder(until), output, identity)
             if metrics is not None:
                 write_metrics(metrics, rows)
-            remove_states(state, keep)
+            remove_states(state, keep, rows[-1].get("dev_loss", math.inf))
 
 
-def identity_of(kind: str, training: Training, shards: list[Path], seed: SeedState | None = None) -> dict[str, Any]:
+def identity_of(
+    kind: str, training: Training, shards: list[Path], seed: SeedState | None = None, share: int = 1
+) -> dict[str, Any]:
     """What identifies a training on the train.arrow of `shards`: the same identity is the same training."""
+    more = {"share": share} if share > 1 else {}
     manifests = {path.parent.name: read_json(path.with_suffix(".json")) for path in shards}
     return {
         "kind": kind,
@@ -144,7 +163,7 @@ def identity_of(kind: str, training: Training, shards: list[Path], seed: SeedSta
         "data": {domain: manifest["sha256"] for domain, manifest in manifests.items()},
         # The order of the domains counts too, because it is the order of the stacked experts.
         "domains": list(manifests),
-    } | ({} if seed is None else {"parent": seed.origin})
+    } | (more if seed is None else more | {"parent": seed.origin})
 
 
 def take_seed(kind: str, training: Training, shards: list[Path], step: int, kept: Path, output: Path) -> bool:
@@ -163,11 +182,15 @@ def take_seed(kind: str, training: Training, shards: list[Path], step: int, kept
     return True
 
 
+def _experts(kind: Kind, domains: tuple[str, ...]) -> tuple[str, ...]:
+    return domains if kind.batches == "by_domain" else (DENSE_EXPERT,)
+
+
 def _initial(
     kind: Kind, architecture: Architecture, vocab_size: int, domains: tuple[str, ...], placement: Placement
 ) -> GPT:
     """The model of `kind` with the experts of one rank, before its parameters are initialised."""
-    experts = domains if kind.batches == "by_domain" else (DENSE_EXPERT,)
+    experts = _experts(kind, domains)
     # A model without expert tensors still stores its feedforwards in a separate file, as those of its one expert.
     scope = "feedforward" if kind.expert_scope == "none" else kind.expert_scope
     own = tuple(experts[number] for number in placement.experts)
@@ -182,10 +205,11 @@ def _write_model(
     steps: int,
     tokens: int,
     output: Path,
+    tokenizer: Path | None,
     world: World,
     seed: SeedState | None,
 ) -> None:
-    """Write a trained model to `output`: rank 0 the shared tensors, and one rank per expert the expert's own."""
+    """Write a trained model to `output`: rank 0 what its experts share, and one rank per expert the expert's own."""
     shared, own = parameters(model.architecture, model.vocab_size, len(model.domain_tokens), model.expert_scope)
     # All experts have learned from what the seed has seen.
     before = {} if seed is None else seed.manifest.data_sha256
@@ -196,6 +220,7 @@ def _write_model(
             begun = seed.manifest.tokens or 0 if seed.manifest.step else 0
             lineage = lineage | {"parent": seed.origin, "tokens_seed": begun, "tokens_branch": tokens - begun}
         save_shared(model, output, lineage | counts | seen)
+        copy_tokenizer(tokenizer, output)
     world.wait()
     for expert in model.experts if world.writes_experts else ():
         if kind.batches == "by_domain":
@@ -259,11 +284,18 @@ def _single(model: GPT, expert: str) -> GPT:
 
 
 def optimization(
-    given: TrainingRecipe | AdaptationRecipe, steps: int, learning_rate: float, keep: tuple[int, ...] = ()
+    given: TrainingRecipe | AdaptationRecipe,
+    steps: int,
+    learning_rate: float,
+    keep: tuple[int, ...] = (),
+    begin: int = 0,
 ) -> Optimization:
-    """The loop's settings from those of a training or an adaptation, for `steps` updates at a peak `learning_rate`."""
+    """The loop's settings from those of a training or an adaptation, for `steps` updates at a peak `learning_rate`.
+
+    The schedule of the learning rate begins at update `begin`.
+    """
     shared = {name: getattr(given, name) for name in (*names_of(Optimizer), *names_of(Execution))}
-    return Optimization(steps=steps, learning_rate=learning_rate, keep=keep, **shared)
+    return Optimization(steps=steps, learning_rate=learning_rate, keep=keep, begin=begin, **shared)
 
 
 def open_shards(paths: list[Path], world: World) -> list[TokenShard]:

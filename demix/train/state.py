@@ -124,16 +124,23 @@ def newest_state(directory: Path, experts: tuple[str, ...], world: World) -> Sta
     return None
 
 
-def remove_states(directory: Path, steps: Sequence[int] = ()) -> None:
-    """Remove the checkpoints of a finished run, except the one with the lowest loss on dev and those of `steps`.
-
-    Call this after all results are written. The process that waits for a SLURM job (`demix.launch.slurm`) is notified
-    before anything is removed.
-    """
+def tell_done() -> None:
+    """Tell the process that waits for a SLURM job (`demix.launch.slurm`) that all results of the job are written."""
     if done := os.environ.get("DEMIX_DONE"):
         files = [path for path in Path(done).parent.rglob("*") if path.is_file()]
         write_json(done, {"files": {str(path.relative_to(Path(done).parent)): path.stat().st_size for path in files}})
+
+
+def remove_states(directory: Path, steps: Sequence[int] = (), dev_loss: float = math.inf) -> None:
+    """Remove the checkpoints of a finished run, except those of `steps` and the one with the lowest loss on dev.
+
+    The latter stays only if that loss is below `dev_loss`, the loss of the finished model. Call this after all results
+    are written. The process that waits for a SLURM job (`demix.launch.slurm`) is notified before anything is removed.
+    """
+    tell_done()
     best = _best(directory)
+    if best is not None and (_dev_loss(best) or 0.0) >= dev_loss:
+        best = None
     kept = [path for path in _steps(directory) if path == best or _step(path) in steps]
     for path in _steps(directory):
         if path not in kept:

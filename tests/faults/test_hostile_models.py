@@ -59,7 +59,7 @@ def commands(model: Path) -> dict[str, Callable[[], object]]:
     run = model.parent.parent
     out, tokenizer = run / "out", run / "tokenizer.json"
     lines = {
-        "eval": ["eval", "--model", model, "--text", run / "text.txt"],
+        "eval": ["eval", model, run / "text.txt"],
         "generate": ["generate", model, "--prompt", "it is", "--tokens", "2"],
         "export": ["export", model, "--expert", "law", "--tokenizer", tokenizer, "--output", out],
         "merge": ["merge", model, "--weights", "law=0.5,news=0.5", "--output", out],
@@ -249,9 +249,9 @@ def test_two_that_change_the_experts_do_so_in_turn(model: Path, monkeypatch: pyt
             both.wait(1)
         good(*paths)
 
-    def add(expert: str) -> None:
+    def add(expert: str, name: str = "deeds") -> None:
         try:
-            outcomes.append(experts.add_expert(model, source / f"{expert}.safetensors", "deeds"))
+            outcomes.append(experts.add_expert(model, source / f"{expert}.safetensors", name))
         except DemixError as error:
             outcomes.append(error.cause)
 
@@ -266,7 +266,7 @@ def test_two_that_change_the_experts_do_so_in_turn(model: Path, monkeypatch: pyt
     assert experts.find_faults(model) == []
     monkeypatch.setattr(experts, "LOCK_SECONDS", 0.0)
     with exclusive(model / experts.LOCK, "changes the experts"):
-        for act in (lambda: add("code"), lambda: experts.remove_expert(model, "deeds")):
+        for act in (lambda: add("news", "more"), lambda: experts.remove_expert(model, "deeds")):
             with suppress(DemixError):
                 act()
     assert "another process" in outcomes[-1]

@@ -16,11 +16,6 @@ HERE = Path(__file__).parent
 PLACE = "/var/tmp/demix-slurm"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes minutes begins first: nothing is left to wait for in the end."""
-    items.sort(key=lambda item: item.path.parent.name not in ("slurm", "workflow"))
-
-
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[None]:
     """SLURM is up."""

@@ -5,6 +5,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from support.forks import FORKS
 
 REPOSITORY = Path(__file__).parents[2]
 # The commands of the environment that the tests run in, whether or not it is activated.
@@ -24,9 +27,31 @@ def ran(folder: Path, config: Path | str, *arguments: str) -> str:
         "snakemake", "--snakefile", str(REPOSITORY / "workflow" / "Snakefile"), "--configfile", str(config),
         "--workflow-profile", str(REPOSITORY / "profiles" / "default"), *arguments,
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    if "-n" not in arguments:
+        done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+        status, shown = done.returncode, done.stdout + done.stderr
+    else:
+        with NamedTemporaryFile("r") as output:
+            process = FORKS.Process(target=snakemake, args=(folder, command, dict(ENVIRONMENT), output.name))
+            process.start()
+            process.join()
+            status, shown = process.exitcode, output.read()
+    assert status == 0, shown
+    return shown
+
+
+def snakemake(folder: Path, command: list[str], environment: dict[str, str], output: str) -> None:
+    """Be a snakemake in `folder`, in a process that has imported snakemake; what it prints goes to `output`."""
+    from snakemake import cli
+
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    with open(output, "ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    sys.argv = command
+    cli.main()
 
 
 def jobs_by_rule(output: str) -> dict[str, int]:

@@ -24,10 +24,11 @@ PATIENCE = 180
 
 @dataclass(frozen=True)
 class Served:
-    """MLflow as `make ui` serves it, and the run that it holds as experiment demix-made-up."""
+    """MLflow as `make ui` serves it, its group of processes, and the run that it holds as experiment demix-made-up."""
 
     address: str
     run: Run
+    group: int
 
 
 @contextmanager
@@ -52,10 +53,14 @@ def serving(folder: Path) -> Iterator[Served]:
             urllib3.request("GET", f"{address}/health", retries=until_up)
         except urllib3.exceptions.MaxRetryError:
             pytest.fail((folder / "log").read_text())
-        yield Served(address, run)
+        yield Served(address, run, server.pid)
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
+        before = (folder / "log").stat().st_size
+        os.killpg(server.pid, signal.SIGINT)
         server.wait()
+    said = (folder / "log").read_bytes()[before:].decode()
+    assert said.endswith("MLflow has ended\n"), said
+    assert "Traceback" not in said, said
 
 
 def status(served: Served, method: str, path: str, **headers: str) -> int:

@@ -1,7 +1,9 @@
 """Small models with made-up weights, and their directories."""
 
 from pathlib import Path
+from weakref import WeakSet
 
+import pytest
 import torch
 from torch import nn
 
@@ -40,6 +42,23 @@ def write_model(
         lineage = {"parent": None, "steps": 9, "tokens": 30 + number, "data_sha256": {expert: f"{number:x}" * 64}}
         save_expert(model, expert, directory, lineage | {"tokenizer_sha256": tokenizer})
     return model
+
+
+def count_whole_models(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets how many experts that are whole models are in memory, whenever the weights of one are loaded from now on."""
+    models: WeakSet[GPT] = WeakSet()
+    found: list[int] = []
+    load = GPT.load_state_dict
+
+    def counted(self: GPT, *arguments: object, **named: object) -> object:
+        loaded = load(self, *arguments, **named)
+        if self.expert_scope == "model":
+            models.add(self)
+            found.append(sum(model.token_embedding.device.type != "meta" for model in models))
+        return loaded
+
+    monkeypatch.setattr(GPT, "load_state_dict", counted)
+    return found
 
 
 def write_trunks(directory: Path, output: Path) -> Path:

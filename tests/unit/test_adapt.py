@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-import subprocess
+import logging
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from demix.model.checkpoint import expert_names, load_model
 from demix.model.scoring import log_probabilities
 from demix.train.adapt import adapt_dense, adapt_expert
 from demix.train.stage import train_model
+from support.cli import demix
 from support.tokens import NOVEL, TRAINING
 from support.training import ADAPT, TRAIN, shard_paths, train_here, train_until_killed
 
@@ -35,6 +37,31 @@ def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         train_model(kind, longer, shard_paths(tokens), run / kind, run / f"{kind}.jsonl", run / "checkpoints" / kind)
     score(run / "demix", TRAINING, shard_paths(tokens, TRAINING + NOVEL, "dev"), scoring, run / "scores")
     return run
+
+
+@pytest.mark.parametrize("kind", ["demix", "dense"])
+def test_a_trained_model_is_used_alone(kind: str, tokens: Path, trained: Path, tmp_path: Path) -> None:
+    """What training writes, copied anywhere, and what is made of the copy."""
+    copy, text = shutil.copytree(trained / kind, tmp_path / "copy"), tokens / "corpus" / "fantasy" / "dev.parquet"
+    assert (copy / "tokenizer.json").read_bytes() == (tokens / "tokenizer.json").read_bytes()
+    expert = expert_names(copy)[0]
+    for words in (
+        ("experts", "verify", copy),
+        ("merge", copy, "--weights", f"{expert}=1", "--output", tmp_path / "merged"),
+        ("export", copy, "--expert", expert, "--output", tmp_path / "hf"),
+        ("import", tmp_path / "hf", "--output", tmp_path / "imported"),
+        *(("eval", tmp_path / made, text) for made in ("copy", "merged", "imported")),
+        *(("generate", tmp_path / made, "--prompt", "a", "--tokens", 2) for made in ("copy", "merged", "imported")),
+    ):
+        done = demix(*words)
+        assert done.exit_code == 0, (words, done.output, done.exception)
+    error = demix("eval", tmp_path / "hf", text).exception
+    assert f"demix import {tmp_path / 'hf'} --output" in str(error)
+    tokenizer = read_json(copy / "tokenizer.json")
+    write_json(copy / "tokenizer.json", tokenizer | {"version": "2.0"}, sort_keys=False)
+    for words in (("experts", "verify", copy), ("eval", copy, text), ("generate", copy, "--prompt", "a")):
+        done = demix(*words)
+        assert "is of another tokenizer" in f"{done.output}{done.exception}", words
 
 
 def test_experts_learn_their_domains(tokens: Path, trained: Path) -> None:
@@ -100,6 +127,7 @@ def test_dense_dapt_writes_its_own_model(tokens: Path, trained: Path) -> None:
     assert {path: sha256_file(path) for path in before} == before
     old, new = load_model(trained / "dense"), load_model(trained / "dense-dapt-fantasy")
     assert not torch.equal(old.token_embedding, new.token_embedding)
+    assert (trained / "dense-dapt-fantasy" / "tokenizer.json").read_bytes() == (tokens / "tokenizer.json").read_bytes()
     rows = read_json_lines(trained / "dense-adapted.jsonl")
     rows = [row for row in rows if "dev_loss/fantasy" in row]
     assert min(row["dev_loss/fantasy"] for row in rows) < rows[0]["dev_loss/fantasy"]
@@ -162,10 +190,7 @@ def test_adaptation_on_several_ranks_is_that_of_one(tokens: Path, trained: Path,
     for number in (1, 2):
         folder = tmp_path / str(number)
         more = ["--output", folder / "model", "--metrics", folder / "m.jsonl", "--checkpoints", folder / "checkpoints"]
-        if number == 1:
-            train_here([*command, *map(str, more)])
-        else:
-            subprocess.run([*command, *map(str, more), "--ranks", str(number)], check=True, capture_output=True)
+        train_here([*command, *map(str, more), "--ranks", str(number)])
         rows = read_json_lines(folder / "m.jsonl")
         found.append([value for row in rows for key, value in row.items() if "loss" in key or key == "step"])
     assert len(found[0]) > 40
@@ -173,7 +198,10 @@ def test_adaptation_on_several_ranks_is_that_of_one(tokens: Path, trained: Path,
         assert several == pytest.approx(found[0], rel=1e-9)
 
 
-def test_a_killed_adaptation_resumes_to_the_bit(tokens: Path, trained: Path, tmp_path: Path) -> None:
+def test_a_killed_adaptation_resumes_to_the_bit(
+    tokens: Path, trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     command = [
         sys.executable, "-m", "demix", "adapt-dense", str(trained / "dense"),
         *map(str, [tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev")]),
@@ -186,8 +214,9 @@ def test_a_killed_adaptation_resumes_to_the_bit(tokens: Path, trained: Path, tmp
 
     train_here(into(tmp_path / "whole"))
     train_until_killed(into(tmp_path / "killed"), tmp_path / "killed")
-    log = subprocess.run(into(tmp_path / "killed"), check=True, capture_output=True, text=True).stderr
-    assert "resuming at step" in log
+    assert "resuming at step" not in caplog.text
+    train_here(into(tmp_path / "killed"))
+    assert "resuming at step" in caplog.text
 
     def rows(folder: Path) -> list[dict]:
         found = read_json_lines(folder / "metrics.jsonl")

@@ -77,7 +77,7 @@ def test_a_seed_of_no_tokens_is_demix_from_scratch(
                            stage.place("dense", TRAINING, 2, 1)[0]).initialise(1)  # fmt: skip
     shared, own = begun.parted({f"parameter/{name}": p.detach() for name, p in begun.named_parameters()})
     none = State(0, shared, own, [])
-    monkeypatch.setattr(stage, "branched", lambda state, experts: branched(none, experts))
+    monkeypatch.setattr(stage, "branched", lambda state, *about: branched(none, *about))
     train_into(tmp_path, "none", "demix", tokens, branch=seed(run, 10))
     assert weights(tmp_path, "none") == weights(run, "demix")
 
@@ -216,8 +216,9 @@ def test_a_damaged_state_is_not_moved(run: Path, tokens: Path, tmp_path: Path) -
 def test_seeds_that_do_not_fit_are_refused(run: Path, tokens: Path, tmp_path: Path) -> None:
     for key, value in (("learning_rate", 1e-3), ("tokens", 9600), ("sequences", 4), ("warmup", 0.2), ("seed", 2)):
         other = dataclasses.replace(TRAIN, **{key: value})
+        told = ("sequences of a step", 4 * len(TRAINING)) if key == "sequences" else (key, value)
         with pytest.raises(
-            DemixError, match=f"step-00000010: is of a training with {key} .*, and this one has {value}"
+            DemixError, match="step-00000010: is of a training with {} .*, and this one has {}".format(*told)
         ):
             train_into(tmp_path, "other", "demix", tokens, other, branch=seed(run, 10))
     assert not (tmp_path / "models").exists()

@@ -9,9 +9,11 @@ import pytest
 import yaml
 
 from demix.config.run import read_run_config, write_run_config
+from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_json, write_json, write_parquet
-from demix.report.card import model_card
+from demix.model.usual import usual_of
+from demix.report.card import exported_card, model_card
 from support.cli import demix
 from support.models import write_model
 from support.synthetic_run import build_run
@@ -19,9 +21,9 @@ from support.synthetic_run import build_run
 EVIL = "<script>alert(1)</script> | [x](javascript:1)\n---\nCC0 https://example.org *all*"
 
 
-def trained(directory: Path, *tokenizer: object) -> None:
+def trained(directory: Path, *tokenizer: object, experts: tuple[str, ...] = ("code", "law", "news")) -> None:
     """A model of the made-up run's training domains, with the counts that training records beside it."""
-    write_model(directory, ("code", "law", "news"), *tokenizer)
+    write_model(directory, experts, *tokenizer)
     sizes = {"shared_parameters": 1000, "expert_parameters": 2000}
     write_json(directory / "model.json", read_json(directory / "model.json") | sizes)
 
@@ -112,21 +114,61 @@ def test_the_command_writes_a_card_for_every_model(run: Path) -> None:
     done = demix("card", run, "--output", run / "report" / "cards")
     assert done.exit_code == 0, done.output
     assert (run / "report" / "cards" / "demix.md").read_text() == model_card(run, "demix")
-    with pytest.raises(DemixError, match=r"nobody: is not a model of the run"):
-        model_card(run, "nobody")
+    with pytest.raises(DemixError, match=r"demos: is not a model of the run; did you mean demix\?"):
+        model_card(run, "demos")
 
 
-def test_an_exported_folder_has_the_card_of_its_model(run: Path, tokens: Path, tmp_path: Path) -> None:
-    from demix.data.tokenizer import Tokenizer
+def test_each_artefact_has_a_card_of_its_own(run: Path, tokens: Path, tmp_path: Path) -> None:
+    """An exported expert and a merged model say nothing of the mixture's results, nor of its tokens."""
+    model, tokenizer = run / "models" / "demix", Tokenizer.load(tokens / "tokenizer.json")
+    shutil.rmtree(model)
+    trained(model, tokenizer.sha256, tokenizer.vocab_size)
+    shutil.copy(tokens / "tokenizer.json", model)
 
-    tokenizer = Tokenizer.load(tokens / "tokenizer.json")
-    shutil.rmtree(run / "models" / "demix")
-    trained(run / "models" / "demix", tokenizer.sha256, tokenizer.vocab_size)
-    named = ("--expert", "law", "--tokenizer", tokens / "tokenizer.json", "--output", tmp_path / "hf")
-    done = demix("export", run / "models" / "demix", *named)
-    assert done.exit_code == 0, done.output
-    text = (tmp_path / "hf" / "README.md").read_text()
-    front, body = front_and_body(text)
-    assert front["model-index"][0]["name"] == "demix"
-    assert "# demix: expert law" in body
-    assert "12,345 | 678 | 901" in body
+    def card(folder: str, *words: object) -> tuple[dict, str]:
+        done = demix(*words, "--output", tmp_path / folder)
+        assert done.exit_code == 0, (done.output, done.exception)
+        return front_and_body((tmp_path / folder / "README.md").read_text())
+
+    front, body = card("hf", "export", model, "--expert", "law")
+    (index,) = front["model-index"]
+    (entry,) = index["results"]
+    assert (index["name"], entry["dataset"]["name"], entry["metrics"][0]["value"]) == ("demix-law", "law", 110.0)
+    assert (row(body, "## Data", "law")["words: train"], row(body, "| expert", "law")["tokens"]) == ("12,345", "31")
+    assert "of run made-up" in body
+    assert "90 tokens" not in body
+    assert "| news |" not in body
+
+    assert demix("card", run, "--output", run / "report" / "cards").exit_code == 0
+    assert (model / "README.md").read_text() == model_card(run, "demix")
+    copy = shutil.copytree(model, tmp_path / "copy")
+    copied, body = card("hf2", "export", copy, "--expert", "law")
+    assert copied["model-index"][0]["results"] == index["results"]
+    bare = shutil.copytree(copy, tmp_path / "bare", ignore=shutil.ignore_patterns("usual.json"))
+    for name, other in (("same", model), ("unknown", bare)):
+        added = other / "experts" / "law.safetensors"
+        assert demix("experts", "add", copy, added, "--name", name).exit_code == 0
+        assert not (copy / "README.md").exists(), "its results are those of the experts before"
+    assert usual_of(copy).keys() == {*usual_of(model), "same"}
+    assert demix("experts", "remove", copy, "same").exit_code == 0
+    assert usual_of(copy).keys() == usual_of(model).keys()
+    assert demix("experts", "add", copy, model / "experts" / "law.safetensors", "--name", "same").exit_code == 0
+    assert card("hf3", "export", copy, "--expert", "same")[0]["model-index"][0]["name"] == "copy-same"
+    front, body = card("hf4", "export", copy, "--expert", "unknown")
+    assert "model-index" not in front
+    assert "not scored alone" in body
+
+    front, body = card("merged", "merge", copy, "--weights", "law=0.25,news=0.75")
+    assert "model-index" not in front
+    parent = row(body, "## Parents", "news")
+    assert (parent["weight"], parent["tokens of its training"]) == ("0.7500", "32")
+    transformers = front | {"library_name": "transformers"}
+    assert card("hf5", "export", tmp_path / "merged", "--expert", "dense") == (transformers, body)
+
+    # What an earlier training left is not asked.
+    trained(run / "models" / "dense", experts=("dense",))
+    (run / "models" / "dense" / "README.md").write_text("an older card")
+    front, _ = front_and_body(exported_card(run / "models" / "dense", "dense"))
+    assert front["library_name"] == "transformers"
+    assert "mixture-of-experts" not in front["tags"]
+    assert {entry["dataset"]["name"] for entry in front["model-index"][0]["results"]} >= {"law", "news"}

@@ -2,6 +2,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 from itertools import chain
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from demix.data import corpus, leakage
 from demix.data.anonymize import SCHEMA
-from demix.data.corpus import SPLITS, Budget, split
+from demix.data.corpus import SPLITS, Budget, left_out, split
 from demix.data.duplicates import count_shared, mark_duplicates
 from demix.data.leakage import grams_of
 from demix.errors import DemixError
@@ -69,7 +70,7 @@ def _owners(folder, **texts):
 
 WORD = st.sampled_from("abcdefgh")
 TEXTS = st.lists(st.lists(WORD, min_size=1, max_size=3).map(" ".join), max_size=25)
-MANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+MANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
 
 
 @MANY
@@ -163,6 +164,30 @@ def test_the_card(tmp_path):
         assert card["words"][name] - rows[name][-1]["n_words"] < wanted
 
 
+def test_what_is_left_out_is_told_with_the_cure(tmp_path):
+    _owners(tmp_path, d=["a b", "c d", "e f g", "h"], e=["i j", "k l", "m n"], f=["o p", "q r", "s t"])
+    more = {
+        "d": {"rejected": {"empty": 2, "not_utf8": 1}, "normalised": {"invalid_bytes": 3}},
+        "e": {"rejected": {"empty": 1}},
+        "f": {},
+    }
+    for domain, found in more.items():
+        counts = tmp_path / "clean" / f"{domain}.json"
+        write_json(counts, read_json(counts) | found)
+        _split(tmp_path, domain, budget=Budget(None, 1, 1))
+    iconv = "(convert: iconv -f LATIN1 -t UTF-8 OLD > NEW)"
+    assert left_out(tmp_path / "corpus" / domain / "card.json" for domain in more) == [
+        f"d: left out: 1 document not in UTF-8, 3 bytes not in UTF-8, 2 documents empty {iconv}",
+        "e: left out: 1 document empty",
+    ]
+    _owners(tmp_path, d=["a b"])
+    counts = tmp_path / "clean" / "d.json"
+    write_json(counts, read_json(counts) | {"rejected": {"empty": 0, "not_utf8": 4}})
+    said = f"out of 1 documents with 2 words; left out: 4 documents not in UTF-8 {iconv}; lower them or add text"
+    with pytest.raises(DemixError, match=re.escape(said)):
+        _split(tmp_path, "d", budget=Budget(None, 1, 1))
+
+
 def test_the_order_of_documents_does_not_matter(tmp_path):
     _owners(tmp_path, a=TEXT)
     _split(tmp_path, "a")
@@ -184,7 +209,7 @@ def test_a_short_train_split_is_told(tmp_path, caplog):
     assert caplog.text == ""
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=20)
 @given(
     sizes=st.lists(st.integers(1, 3), min_size=20, max_size=40),
     dev=st.integers(1, 80), test=st.integers(1, 80), near=st.booleans(),

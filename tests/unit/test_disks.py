@@ -14,6 +14,7 @@ import pytest
 from demix.data.duplicates import mark_duplicates
 from demix.errors import DemixError
 from demix.files import database, read_parquet, sha256_file, write_parquet
+from support.cli import said
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs takes root")
 
@@ -45,22 +46,8 @@ def _noise(path: Path, megabytes: int) -> Path:
     return path
 
 
-def _run(*arguments: object, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    command = [*before, sys.executable, "-m", "demix", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def _download(source: Path, output: Path, **more: tuple[str, ...]) -> subprocess.CompletedProcess:
-    settings = json.dumps({"kind": "files", "path": str(source)})
-    return _run("download", "d", "--settings", settings, "--output", output, **more)
-
-
-def _error(done: subprocess.CompletedProcess) -> str:
-    lines = [line for line in done.stderr.splitlines() if line]
-    assert done.returncode == 1, done.stderr
-    assert lines[-1].startswith("demix: error: "), done.stderr
-    assert "Traceback" not in done.stderr
-    return lines[-1]
+def _download(source: Path, output: Path) -> list[str]:
+    return ["download", "d", "--settings", json.dumps({"kind": "files", "path": str(source)}), "--output", str(output)]
 
 
 @ROOT
@@ -68,12 +55,12 @@ def test_a_full_disk_leaves_nothing_and_a_rerun_is_clean(tmp_path, mounted):
     disk = mounted("size=2m")
     source = _noise(tmp_path / "a.jsonl", 8)
     output = disk / "raw" / "d" / "0000.parquet"
-    assert f"{output}: cannot be written (No space left on device); free space" in _error(_download(source, output))
+    assert f"{output}: cannot be written (No space left on device); free space" in str(said(_download(source, output)))
     assert [path for path in disk.rglob("*") if path.is_file()] == []
     subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
-    assert _download(source, output).returncode == 0
+    assert said(_download(source, output)) is None
     good = tmp_path / "raw" / "d" / "0000.parquet"
-    assert _download(source, good).returncode == 0
+    assert said(_download(source, good)) is None
     assert sha256_file(output) == sha256_file(good)
 
 
@@ -81,10 +68,10 @@ def test_a_full_disk_leaves_nothing_and_a_rerun_is_clean(tmp_path, mounted):
 def test_a_full_disk_while_anonymizing(tmp_path, mounted):
     disk = mounted("size=1m")
     raw = tmp_path / "raw" / "0000.parquet"
-    assert _download(_noise(tmp_path / "a.jsonl", 4), raw).returncode == 0
+    assert said(_download(_noise(tmp_path / "a.jsonl", 4), raw)) is None
     output = disk / "documents" / "0000.parquet"
-    done = _run("anonymize", raw, "--output", output, "--counts", output.with_suffix(".json"))
-    assert f"{output}: cannot be written (No space left on device)" in _error(done)
+    command = ["anonymize", str(raw), "--output", str(output), "--counts", str(output.with_suffix(".json"))]
+    assert f"{output}: cannot be written (No space left on device)" in str(said(command))
     assert [path for path in disk.rglob("*") if path.is_file()] == []
 
 
@@ -125,13 +112,12 @@ server.serve_forever()
         url = f"http://127.0.0.1:{int(server.stdout.readline())}/a.jsonl"
         settings = json.dumps({"kind": "url", "path": url})
         output = disk / "d" / "0000.parquet"
-        done = _run("download", "d", "--settings", settings, "--output", output)
-        assert "a.jsonl: cannot be written (No space left on device); free space" in _error(done)
+        command = ["download", "d", "--settings", settings, "--output", str(output)]
+        assert "a.jsonl: cannot be written (No space left on device); free space" in str(said(command))
         assert not [path for path in disk.rglob("a.jsonl") if path.is_file()]
         assert not output.exists()
         subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
-        done = _run("download", "d", "--settings", settings, "--output", output)
-        assert done.returncode == 0, done.stderr
+        assert said(command) is None
         assert [*output.parent.iterdir()] == [output]
     finally:
         server.terminate()
@@ -142,8 +128,8 @@ server.serve_forever()
 def test_a_disk_mounted_read_only(tmp_path, mounted):
     disk = mounted("size=2m")
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    error = _error(_download(_noise(tmp_path / "a.jsonl", 1), disk / "raw" / "d" / "0000.parquet"))
-    assert f"{disk}/raw/d: cannot be written (Read-only file system); mend its permissions" in error
+    error = said(_download(_noise(tmp_path / "a.jsonl", 1), disk / "raw" / "d" / "0000.parquet"))
+    assert f"{disk}/raw/d: cannot be written (Read-only file system); mend its permissions" in str(error)
 
 
 def test_a_folder_without_permission_to_write(tmp_path):
@@ -152,8 +138,11 @@ def test_a_folder_without_permission_to_write(tmp_path):
     (tmp_path / "raw").mkdir(mode=0o500)
     source = _noise(tmp_path / "a.jsonl", 1)
     output = tmp_path / "raw" / "d" / "0000.parquet"
-    error = _error(_download(source, output, before=plain if os.geteuid() == 0 else ()))
-    assert "cannot be written (Permission denied)" in error
+    command = [*(plain if os.geteuid() == 0 else ()), sys.executable, "-m", "demix", *_download(source, output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("demix: error: ")
+    assert "cannot be written (Permission denied)" in done.stderr
 
 
 def test_200_megabytes_in_one_line(tmp_path):
@@ -161,7 +150,7 @@ def test_200_megabytes_in_one_line(tmp_path):
     with open(source, "wb") as file:
         file.truncate(200_000_000)
     output = tmp_path / "raw" / "0000.parquet"
-    assert f"{source}, line 1: is over 128 MiB long" in _error(_download(source, output))
+    assert f"{source}, line 1: is over 128 MiB long" in str(said(_download(source, output)))
     assert [*output.parent.iterdir()] == []
 
 
@@ -170,15 +159,14 @@ def test_a_domain_without_a_word(tmp_path):
     run = tmp_path / "run"
     (tmp_path / "a.jsonl").write_text('{"text": " "}\n{"text": null}\n')
     raw, documents = run / "raw" / "d" / "0000.parquet", run / "documents" / "d" / "0000.parquet"
-    assert _download(tmp_path / "a.jsonl", raw).returncode == 0
-    done = _run("anonymize", raw, "--output", documents, "--counts", documents.with_suffix(".json"))
-    assert done.returncode == 0, done.stderr
+    assert said(_download(tmp_path / "a.jsonl", raw)) is None
+    counts = str(documents.with_suffix(".json"))
+    assert said(["anonymize", str(raw), "--output", str(documents), "--counts", counts]) is None
     assert json.loads(documents.with_suffix(".json").read_text())["rejected"] == {"empty": 2, "not_utf8": 0}
-    assert _run("deduplicate", documents, "--output", run / "owners.parquet").returncode == 0
+    assert said(["deduplicate", str(documents), "--output", str(run / "owners.parquet")]) is None
     words = {"train": None, "dev": 5, "test": 5}
     settings = json.dumps({"training": True, "seed": 1, "near_duplicates": None, "metadata": False, "words": words})
-    done = _run(
-        "split", "d", documents, "--owners", run / "owners.parquet", "--settings", settings, "--output", run / "corpus"
-    )
-    assert "d.words: dev (5) and test (5) leave no document for train out of 0 documents" in _error(done)
+    command = ["split", "d", str(documents), "--owners", str(run / "owners.parquet"), "--settings", settings]
+    error = said([*command, "--output", str(run / "corpus")])
+    assert "d.words: dev (5) and test (5) leave no document for train out of 0 documents" in str(error)
     assert [path for path in (run / "corpus").rglob("*") if path.is_file()] == []

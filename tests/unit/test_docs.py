@@ -1,5 +1,6 @@
 """The documentation: its commands run or are known, its commands and files are those that there are."""
 
+import ast
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -18,11 +20,11 @@ import zstandard
 from typer.main import get_command
 
 from demix.commands.main import app
-from demix.config.check import load_config
 from demix.config.run import read_run_config, write_run_config
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.domain import Evaluation
 from demix.evaluate.memorization import Audit
+from demix.evaluate.routing import Routing
 from demix.evaluate.score import Scoring, score
 from demix.files import read_json, write_json, write_parquet
 from demix.model.checkpoint import expert_names
@@ -37,7 +39,11 @@ DOCS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOS
 SAMPLE = yaml.safe_load((REPOSITORY / "config" / "sample.yaml").read_text())["domains"]
 TRAINING, NOVEL = tuple(SAMPLE["training"]), tuple(SAMPLE["novel"])
 # Stages that need a finished run of the sample: their flags and settings are checked instead.
-LONG = {"adapt": Adaptation, "adapt-dense": Adaptation, "evaluate": Evaluation, "audit": Audit}
+LONG = {"adapt": Adaptation, "adapt-dense": Adaptation, "evaluate": Evaluation, "audit": Audit, "route": Routing}
+
+
+# Commands that other programs give, or that take a machine that is not here.
+FOREIGN = {"cp", "git", "cd", "source", "python3.11", "pip", "uv", "touch", "docker", "apptainer", "sbatch"}
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -78,6 +84,7 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = folder / "results" / "sample"
     build_run(run, training=TRAINING, novel=NOVEL, retrained=("licenses", "scripture"))
     config = read_run_config(run) | {"tracking": {"uri": "sqlite:///results/mlflow.db"}}
+    config |= {"training": config["training"] | {"sweep": None}, "adaptation": {"tokens": 131072, "sequences": 4}}
     write_run_config(run / "config.json", config)
     shutil.copy(tokens / "tokenizer.json", run)
     encoder = Tokenizer.load(run / "tokenizer.json")
@@ -100,8 +107,9 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_parquet(pa.Table.from_pylist(priors), run / "evaluations" / "wiki.priors.parquet")
     shutil.copytree(run, folder / "results" / "larger")
     write_run_config(folder / "results" / "larger" / "config.json", config | {"run": "larger", "threads": 2})
-    for name in ("my.txt", "unknown.txt"):
-        (folder / name).write_text("The committee shall examine the proposal before the end of the year. " * 20)
+    (folder / "texts").mkdir()
+    for name in ("my.txt", "unknown.txt", "texts/letters.txt", "texts/recipes.txt", "texts/diary.txt"):
+        (folder / name).write_text("The committee shall examine the proposal before the end of the year. " * 100)
     return folder
 
 
@@ -110,7 +118,6 @@ def test_commands_run(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) 
     """In the order of the page; what is long, or never ends, is held against `--help`."""
     monkeypatch.chdir(place)
     if page.name == "own-data.md":
-        (place / "mine.yaml").write_text(own_config())
         (place / "results" / "mine").symlink_to("sample")
     for words in commands(page):
         if words[0] == "cp" and not words[-1].startswith("config/"):
@@ -122,7 +129,9 @@ def test_commands_run(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) 
         elif words[0] == "pytest":
             assert all((REPOSITORY / word).is_file() for word in words[1:]), words
         elif words[0] != "demix":
-            assert words[0] in ("cp", "git", "cd", "source", "python3.11", "pip", "uv", "touch"), words
+            assert words[0] in FOREIGN, words
+        elif words[1:3] == ["experts", "train"]:
+            known(words)
         elif words[1] == "playground":
             known(words)
             assert "--port" in words or len(words) == 3
@@ -134,10 +143,35 @@ def test_commands_run(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) 
             known(words)
             # What the page has the reader put there.
             words = ["config/paper-125m.yaml" if word == "config/mine.yaml" else word for word in words]
+            words, file = (words[:-2], words[-1]) if ">" in words else (words, None)
             done = demix(*words[1:])
             assert done.exit_code == 0, (words, done.exception, done.output)
+            if file:
+                Path(file).write_text(done.stdout)
             output = words[words.index("--output") + 1] if "--output" in words else "."
             assert (place / output).exists(), words
+
+
+def test_the_notebook_runs(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = json.loads((REPOSITORY / "docs" / "notebooks" / "results.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    monkeypatch.setenv("DEMIX_RUN", str(place / "results" / "sample"))
+    names: dict[str, object] = {}
+    # The last line of a cell is what a notebook shows.
+    shown = [shows(ast.parse("".join(cell["source"])), names) for cell in code]
+    assert set(shown[1].index) == {*TRAINING, *NOVEL}
+    assert shown[1].notna().all(axis=None)
+    chart = shown[2].to_dict()
+    assert [len(rows) for rows in chart["datasets"].values()] == [len(TRAINING + NOVEL)]
+    assert re.search(r"novels less politics on wiki: [+-]\d\.\d{4} nats per token \(", capsys.readouterr().out)
+
+
+def shows(cell: ast.Module, names: dict[str, object]) -> Any:
+    """The value of the last line of a cell, if it is an expression, after all lines have run with `names`."""
+    last = cell.body.pop() if isinstance(cell.body[-1], ast.Expr) else None
+    exec(compile(cell, "cell", "exec"), names)
+    return last and eval(compile(ast.Expression(last.value), "cell", "eval"), names)
 
 
 def assert_known_by(program: str, words: list[str]) -> None:
@@ -180,12 +214,13 @@ def own_config() -> str:
     return re.search(r"```yaml\n(.*?)```", text, re.DOTALL)[1]
 
 
-def test_own_data_takes_ten_lines(tmp_path: Path) -> None:
-    assert len(own_config().splitlines()) <= 10
-    (tmp_path / "mine.yaml").write_text(own_config())
-    config = load_config(tmp_path / "mine.yaml")
-    assert list(config["domains"]["training"]) == ["letters", "recipes", "diary"]
-    assert config["run"] == "mine"
+def test_the_config_of_own_data_is_that_of_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    texts = [f"texts/{name}.txt" for name in ("letters", "recipes", "diary")]
+    for text in texts:
+        Path(text).write_text("word " * 9000)
+    assert yaml.safe_load(demix("init", *texts).stdout) == yaml.safe_load(own_config())
 
 
 def in_a_clone(folder: Path) -> Path:
@@ -214,28 +249,36 @@ def test_snakemake_takes_these_arguments(words: tuple[str, ...], tmp_path: Path)
 
 
 @pytest.mark.workflow
-def test_own_data_is_run_and_a_text_gets_its_posterior(tmp_path: Path) -> None:
+def test_own_data_is_run_and_a_text_gets_its_posterior(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = in_a_clone(tmp_path)
     texts = {}
+    (folder / "texts").mkdir()
     for name, domain in (("letters", "novels"), ("recipes", "licenses"), ("diary", "scripture")):
         texts[name] = " ".join(words_of(domain)[:9000])
-        (folder / "mine").mkdir(exist_ok=True)
-        (folder / "mine" / f"{name}.txt").write_text(texts[name])
-    config = (folder / "mine.yaml").read_text()
+        (folder / "texts" / f"{name}.txt").write_text(texts[name])
+    (folder / "texts" / "diary.txt").rename(folder / "texts" / "diary_1.txt")
+    (folder / "texts" / "diary_2.txt").write_bytes("été déjà vu à la façon du garçon près de là".encode("latin-1"))
+    monkeypatch.chdir(folder)
+    (folder / "unknown.txt").write_text(" ".join(words_of("scripture")[9000:10000]))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    init, *ran = [words for words in commands(REPOSITORY / "docs" / "own-data.md") if words[1] != "playground"]
+    assert [words[:2] for words in ran] == [["demix", "config"], ["snakemake", "--configfile"], ["demix", "eval"]]
+    config = demix(*["texts/diary_*.txt" if word == "texts/diary.txt" else word for word in init[1:-2]]).stdout
     assert "tokens: 200000" in config
     # Two of the four models serve: nothing below reads the others.
     fewer = "models: {dense_unbalanced: null, domain_token: null}\n"
     (folder / "mine.yaml").write_text(config.replace("tokens: 200000", "tokens: 46080") + fewer)
-    (folder / "unknown.txt").write_text(" ".join(words_of("scripture")[9000:10000]))
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    ran = [words for words in commands(REPOSITORY / "docs" / "own-data.md") if words[1] != "playground"]
-    assert [words[:2] for words in ran] == [["demix", "config"], ["snakemake", "--configfile"], ["demix", "eval"]]
+    # Pages and tracking are shown of other runs.
+    ran[1][1:1] = ["results/mine/results.parquet", "results/mine/config.json"]
     ran[2] = [*ran[2], "--json"]
+    told = ""
     for words in ran:
         done = subprocess.run(
             words, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
+        told += done.stderr
+    assert "diary: left out: 1 document not in UTF-8 (convert: iconv -f LATIN1 -t UTF-8 OLD > NEW)" in told
     posterior = {line["name"]: line["posterior"] for line in json.loads(done.stdout)["experts"]}
     assert posterior.keys() == texts.keys()
     assert sum(posterior.values()) == pytest.approx(1)

@@ -18,7 +18,8 @@ from demix.config.evaluated import bases, compared
 from demix.config.evaluated import evaluated as evaluated_tables
 from demix.data.tokenizer import Tokenizer, byte_lengths, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
-from demix.evaluate.domain import COLUMNS, Evaluation, Outputs, evaluate_domain
+from demix.evaluate.columns import COLUMNS
+from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.intervals import bounds, resampled_sums
 from demix.evaluate.join import join
 from demix.evaluate.mix.choice import switching_on_dev, tempered_on_dev, write_mixing

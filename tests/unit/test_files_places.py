@@ -23,7 +23,7 @@ from demix.files import (
 )
 from demix.files.places import _PATTERNS, place_of, refuse_misplaced
 from demix.launch.job import TrainingJob
-from demix.launch.slurm import _collect
+from demix.launch.slurm import collect
 from demix.model.checkpoint import expert_names, load_model
 from demix.model.experts import add_expert, expert_fault
 from demix.model.merge import merge_experts
@@ -44,8 +44,20 @@ KINDS = {
     "rates": ("sweep/dense.json", "sweep/dense_unbalanced.json"),
     "metrics": ("metrics/demix.jsonl", "metrics/dense.jsonl"),
     "trials": ("metrics/sweep/dense/0.1.jsonl", "metrics/sweep/dense/0.2.jsonl", "metrics/sweep/demix/0.1.jsonl"),
+    "parts' metrics": ("metrics/btm/law.jsonl", "metrics/btm/news.jsonl"),
     "models": ("models/demix/model.json", "models/dense/model.json"),
+    "branches": ("branches/btm/law/model.json", "branches/btm/news/model.json"),
+    "branches' experts": ("branches/btm/law/experts/law.json", "branches/btm/news/experts/news.json"),
+    "clusterers": ("clusters/k2/clusterer.json", "clusters/k4/clusterer.json"),
+    "terms": ("clusters/k2/terms.parquet", "clusters/k4/terms.parquet"),
+    "assigned": ("clusters/k2/assigned/law.train.parquet", "clusters/k2/assigned/law.dev.parquet"),
+    "clusters' tokens": ("clusters/k2/shards/c00/train.json", "clusters/k2/shards/c01/train.json"),
+    "routing": (
+        *("routing/k2/document/law.dev.parquet", "routing/k2/block/law.dev.parquet"),
+        *("routing/k4/document/law.dev.parquet", "routing/k2/document/law.test.parquet"),
+    ),
     "mixing": ("models/demix/mixing.json", "models/dense/mixing.json"),
+    "usual": ("models/demix/usual.json", "models/dense/usual.json"),
     "experts": ("models/demix/experts/law.json", "models/demix/experts/news.json", "models/dense/experts/dense.json"),
     "dev columns": ("scores/demix/law.dev/law.parquet", "scores/demix/law.dev/news.parquet"),
     "test columns": ("scores/dense/law.test/dense.parquet", "scores/dense_unbalanced/law.test/dense.parquet"),
@@ -223,7 +235,7 @@ def test_what_a_slurm_job_leaves_says_where_it_was_put(tmp_path: Path) -> None:
     job = TrainingJob((), "0a", outputs, 1, 1, run / "checkpoints" / "dense", 1)
     write_model(job.finished / "output", ("dense",))
     write_json_lines(job.finished / "metrics", [{"step": 1, "loss": float("nan")}])
-    _collect(job)
+    collect(job)
     assert load_model(run / "models" / "dense").experts == ("dense",)
     (row,) = read_json_lines(run / "metrics" / "dense.jsonl")
     assert row["step"] == 1

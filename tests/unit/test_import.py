@@ -68,7 +68,7 @@ def test_the_logits_are_those_of_transformers(activation: str, tmp_path: Path) -
     assert config["activation_function"] == activation
 
     (tmp_path / "my.txt").write_text(REAL_TEXT * 5)
-    done = demix("eval", "--model", directory, "--text", tmp_path / "my.txt", "--json")
+    done = demix("eval", directory, tmp_path / "my.txt", "--json")
     assert done.exit_code == 0, done.exception
     assert [line["name"] for line in json.loads(done.stdout)["experts"]] == ["dense"]
 

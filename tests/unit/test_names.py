@@ -15,7 +15,8 @@ FILES = sorted(
     for path in (REPOSITORY / folder).rglob(suffix)
     if path != MADE_IN
 )
-PARTS = re.compile("without-|minus-|-seed|-dapt-")
+# An option such as --seed is no part of a name.
+PARTS = re.compile("without-|minus-|(?<!-)-seed|-dapt-")
 
 
 def strings_of_python(text: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,15 @@ from demix.evaluate.mix.choice import switching_on_dev
 from demix.evaluate.mix.mixtures import mix
 from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior
 from demix.evaluate.mix.rules import Tempered
-from demix.evaluate.own_text import DECAY, DEV_BLOCKS, run_tokenizer
+from demix.evaluate.own_text import DECAY, DEV_BLOCKS
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
+from demix.model.description import Usual
+from demix.model.tokenizer import tokenizer_of
+from demix.model.usual import write_usual
 from support.cli import demix
 from support.models import write_model
+from support.synthetic_run import build_run
 from support.tokens import TRAINING
 
 
@@ -32,7 +37,7 @@ def model(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(model: Path, text: Path, *more: object) -> dict:
-    result = demix("eval", "--model", model, "--text", text, "--json", *more)
+    result = demix("eval", model, text, "--json", *more)
     assert result.exit_code == 0, result.exception
     return json.loads(result.stdout)
 
@@ -85,11 +90,11 @@ def test_any_file_of_text_is_one_document(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_of_one_expert_has_no_mixtures(model: Path, tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(run_tokenizer(model))
+    path, tokenizer = tokenizer_of(model)
     write_model(tmp_path / "dense", ("dense",), tokenizer.sha256, tokenizer.vocab_size)
     text = tmp_path / "a.txt"
     text.write_text("the sea was calm")
-    found = asked(tmp_path / "dense", text, "--tokenizer", run_tokenizer(model))
+    found = asked(tmp_path / "dense", text, "--tokenizer", path)
     assert found["mixtures"] == []
     assert [line["name"] for line in found["experts"]] == ["dense"]
 
@@ -97,18 +102,57 @@ def test_a_model_of_one_expert_has_no_mixtures(model: Path, tmp_path: Path) -> N
 def test_the_terminal_shows_the_same_numbers(model: Path, tokens: Path) -> None:
     text = tokens / "corpus" / "fantasy" / "test.parquet"
     found = asked(model, text)
-    shown = demix("eval", "--model", model, "--text", text).output
+    shown = demix("eval", model, text).output
     rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in shown.splitlines() if "│" in line]
     wanted = [[line["name"], f"{line['perplexity']:.2f}", f"{line['bits_per_byte']:.3f}"] for line in found["mixtures"]]
     wanted += [
         [
             line["name"],
             f"{line['perplexity']:.2f}",
-            *(f"{line[key]:.3f}" for key in ("bits_per_byte", "weight", "posterior")),
+            f"{line['bits_per_byte']:.3f}",
+            "unknown",
+            *(f"{line[key]:.3f}" for key in ("behind", "weight", "posterior")),
         ]
         for line in sorted(found["experts"], key=lambda line: line["perplexity"])
     ]
     assert rows == wanted
+    first, second, _ = sorted(found["experts"], key=lambda line: line["perplexity"])
+    lead = math.log(second["perplexity"] / first["perplexity"])
+    assert (first["behind"], second["behind"]) == (0, pytest.approx(lead))
+    assert f"{first['name']} is {lead:.3f} nats per token ahead of {second['name']}." in shown
+    assert "probability, among these experts" in shown
+    assert f"like that of {first['name']} is unknown" in " ".join(shown.split())
+
+
+def test_a_text_is_held_against_the_experts_own_domains_and_the_dense_model(tokens: Path, tmp_path: Path) -> None:
+    """The made-up run says what is usual; a copied model takes it along, and its dense model stays behind."""
+    run = build_run(tmp_path / "run").path
+    tokenizer = Tokenizer.load(shutil.copy(tokens / "tokenizer.json", run))
+    model, text = run / "models" / "demix", tokens / "corpus" / "fantasy" / "test.parquet"
+    shutil.rmtree(run / "models")
+    for name, experts in (("demix", ("code", "law", "news")), ("dense", ("dense",))):
+        write_model(run / "models" / name, experts, tokenizer.sha256, tokenizer.vocab_size, seed=len(name))
+    found = asked(model, text)
+    by_name = {line["name"]: line for line in found["experts"]}
+    assert [by_name[name]["usual"]["perplexity"] for name in ("code", "law", "news")] == [100, 110, 120]
+    dense = asked(run / "models" / "dense", text)["experts"][0]["perplexity"]
+    assert {line["name"]: line["perplexity"] for line in found["mixtures"]}["dense model of the run"] == dense
+    # The weights are random, so that no text is like that of the made-up run.
+    assert found["unlike"] is True
+    assert "WARNING: the text is unlike" in demix("eval", model, text).output
+
+    best = min(found["experts"], key=lambda line: line["perplexity"])
+    copy = shutil.copytree(model, tmp_path / "copy")
+    shutil.copy(tokens / "tokenizer.json", copy)
+    assert asked(copy, text)["unlike"] is None
+    for factor, unlike in ((1.24, False), (1.26, True)):
+        figures = Usual(perplexity=7, bits_per_byte=best["bits_per_byte"] / factor)
+        write_usual(copy, {best["name"]: figures})
+        alone = asked(copy, text)
+        assert alone["unlike"] is unlike
+        assert ("WARNING" in demix("eval", copy, text).output) is unlike
+    assert "dense model of the run" not in {line["name"] for line in alone["mixtures"]}
+    assert {line["name"]: line["usual"] for line in alone["experts"]}[best["name"]]["perplexity"] == 7
 
 
 def test_errors_name_what_to_mend(model: Path, tokens: Path, tmp_path: Path) -> None:
@@ -121,8 +165,8 @@ def test_errors_name_what_to_mend(model: Path, tokens: Path, tmp_path: Path) -> 
     text.write_text("the sea")
     empty.write_text("")
     write_model(other, TRAINING)
-    assert "no.txt: is missing" in refused("--model", model, "--text", tmp_path / "no.txt")
-    assert "empty.md: holds no text" in refused("--model", model, "--text", empty)
-    assert "name the run's tokenizer.json with --tokenizer" in refused("--model", other, "--text", text)
-    assert "of another tokenizer" in refused("--model", other, "--text", text, "--tokenizer", tokens / "tokenizer.json")
-    assert "none.json: is missing" in refused("--model", model, "--text", text, "--tokenizer", tmp_path / "none.json")
+    assert "no.txt: is missing" in refused(model, tmp_path / "no.txt")
+    assert "empty.md: holds no text" in refused(model, empty)
+    assert "name the tokenizer.json of the model's run with --tokenizer" in refused(other, text)
+    assert "of another tokenizer" in refused(other, text, "--tokenizer", tokens / "tokenizer.json")
+    assert "none.json: is missing" in refused(model, text, "--tokenizer", tmp_path / "none.json")

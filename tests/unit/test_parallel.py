@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from torch.distributed import TCPStore
 
 from demix.config.architecture import Architecture, parameters
 from demix.config.placement import place, place_experts
-from demix.config.systems import KINDS
+from demix.config.rows import KINDS
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import read_json_lines
@@ -29,7 +28,10 @@ from demix.train import parallel
 from demix.train.batches import balanced_batches, mixed_batches
 from demix.train.parallel import synced_bytes
 from demix.train.stage import Training, train_model
+from support.cli import said
+from support.forks import FORKS
 from support.tokens import NOVEL, TRAINING
+from support.training import train_here
 
 DOMAINS = TRAINING + NOVEL
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 16}
@@ -95,11 +97,9 @@ def trained(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parallel")
     for case in {dataclasses.replace(case, ranks=1, replicas=(), micro=None) for case in CASES}:
         case.run(tokens, folder / case.name)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["demix.train.stage"])
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in CASES]
     ports = [store.port for store in stores]
-    ranks = [context.Process(target=work, args=(rank, tokens, folder, CASES, ports)) for rank in range(RANKS)]
+    ranks = [FORKS.Process(target=work, args=(rank, tokens, folder, CASES, ports)) for rank in range(RANKS)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -179,15 +179,12 @@ def check_partition(places: tuple, count: int, sequences: int) -> None:
 
 
 def test_ranks_that_do_not_fit_are_refused_before_a_process_starts(tokens: Path, tmp_path: Path) -> None:
-    done = subprocess.run(command(tokens, tmp_path, 5), capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.strip() == (
+    assert said(command(tokens, tmp_path, 5)[3:]) == (
         "demix: error: ranks: is 5, which does not fit 4 domains; use 1, 2, 4, 8, 12 or 16 ranks"
     )
     assert not list(tmp_path.iterdir())
     unknown = [*command(tokens, tmp_path, 5), "--replicas", "scripture=2,lego=1"]
-    done = subprocess.run(unknown, capture_output=True, text=True, check=False)
-    assert "replicas.lego: is no training domain" in done.stderr
+    assert "replicas.lego: is no training domain" in str(said(unknown[3:]))
 
 
 def test_ranks_of_a_domain_see_its_sequences_once(tokens: Path) -> None:
@@ -231,45 +228,53 @@ def losses(folder: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def undisturbed(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    subprocess.run(command(tokens, folder, 4), check=True, capture_output=True)
+    train_here(command(tokens, folder, 2))
     return losses(folder)
 
 
-def test_a_killed_rank_ends_all_and_is_named(tokens: Path, tmp_path: Path, undisturbed: list[float]) -> None:
-    process = subprocess.Popen(command(tokens, tmp_path, 4), stderr=subprocess.PIPE, text=True)
+def test_a_killed_rank_ends_all_and_is_named(
+    tokens: Path, tmp_path: Path, undisturbed: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    process = subprocess.Popen(command(tokens, tmp_path, 2), stderr=subprocess.PIPE, text=True)
     when_checkpointed(process, tmp_path)
     ranks = children(process.pid)
-    assert len(ranks) == 4
-    os.kill(ranks[2], signal.SIGKILL)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
     begun = time.monotonic()
-    _, said = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "demix: error: rank 2 of 4: was killed by SIGKILL" in said.splitlines()[-1], said
+    assert "demix: error: rank 1 of 2: was killed by SIGKILL" in told.splitlines()[-1], told
     assert time.monotonic() - begun < 60
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
-    log = subprocess.run(command(tokens, tmp_path, 4), check=True, capture_output=True, text=True).stderr
-    assert "resuming at step" in log
+    train_here(command(tokens, tmp_path, 2))
+    assert "resuming at step" in capfd.readouterr().err
     assert losses(tmp_path) == undisturbed
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+@pytest.mark.parametrize(("number", "ranks", "then"), [(signal.SIGUSR2, 4, 2), (signal.SIGTERM, 2, 4)])
 def test_a_signal_saves_the_state_and_another_number_of_ranks_goes_on(
-    tokens: Path, tmp_path: Path, undisturbed: list[float], number: int
+    tokens: Path,
+    tmp_path: Path,
+    undisturbed: list[float],
+    capfd: pytest.CaptureFixture[str],
+    number: int,
+    ranks: int,
+    then: int,
 ) -> None:
-    process = subprocess.Popen(command(tokens, tmp_path, 4), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command(tokens, tmp_path, ranks), stderr=subprocess.PIPE, text=True)
     when_checkpointed(process, tmp_path)
     process.send_signal(number)
-    _, said = process.communicate(timeout=30)
+    _, told = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "a signal stopped training; its state is saved" in said.splitlines()[-1], said
+    assert "a signal stopped training; its state is saved" in told.splitlines()[-1], told
     step = max(int(path.parent.name[5:]) for path in tmp_path.glob("checkpoints/*/step-*/manifest.json"))
-    log = subprocess.run(command(tokens, tmp_path, 2), check=True, capture_output=True, text=True).stderr
-    assert f"resuming at step {step} of" in log
+    train_here(command(tokens, tmp_path, then))
+    assert f"resuming at step {step} of" in capfd.readouterr().err
     assert losses(tmp_path) == pytest.approx(undisturbed, rel=1e-9)
 
 
 def test_ranks_end_when_their_launcher_is_killed(tokens: Path, tmp_path: Path, undisturbed: list[float]) -> None:
-    process = subprocess.Popen(command(tokens, tmp_path, 4), stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command(tokens, tmp_path, 2), stderr=subprocess.DEVNULL)
     when_checkpointed(process, tmp_path)
     ranks = children(process.pid)
     process.kill()
@@ -278,7 +283,7 @@ def test_ranks_end_when_their_launcher_is_killed(tokens: Path, tmp_path: Path, u
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    subprocess.run(command(tokens, tmp_path, 4), check=True, capture_output=True)
+    train_here(command(tokens, tmp_path, 2))
     assert losses(tmp_path) == undisturbed
 
 
@@ -287,9 +292,7 @@ def test_a_second_process_does_not_train_the_same_run(tokens: Path, tmp_path: Pa
     when_checkpointed(process, tmp_path)
     os.kill(process.pid, signal.SIGSTOP)
     try:
-        done = subprocess.run(command(tokens, tmp_path, 1), capture_output=True, text=True, check=False)
-        assert done.returncode == 1
-        assert f"{process.pid}) trains this run" in done.stderr
+        assert f"{process.pid}) trains this run" in str(said(command(tokens, tmp_path, 1)[3:]))
     finally:
         process.kill()
         process.wait()

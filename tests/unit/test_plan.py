@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from demix.config import rows
 from demix.config.check import load_config
-from demix.config.systems import KINDS, adaptations, trained
+from demix.config.scoring import scoring_jobs
+from demix.config.systems import adaptations, trained
 from demix.errors import DemixError
-from demix.plan.cost import plan_domain, plan_table, plan_training, training_tables
+from demix.plan.cost import folded, plan_domain, plan_table, plan_training, training_tables
 from demix.plan.flops import HARDWARE
-from demix.plan.jobs import jobs_table, plan_jobs
+from demix.plan.jobs import in_one_line, jobs_table, plan_jobs, scoring_cost, usual_hardware
 
 REPOSITORY = Path(__file__).parents[2]
 PAPER = {path.stem: load_config(path) for path in sorted((REPOSITORY / "config").glob("paper-*.yaml"))}
@@ -90,7 +93,7 @@ def test_the_plan_of_the_largest_models():
     config = PAPER["paper-1.3b"]
     plans = {plan.name: plan for plan in plan_training(config, 128, HARDWARE["v100"])}
     models, adapted = ([one.name for one in found] for found in (trained(config), adaptations(config)))
-    assert list(plans) == models + [f"{kind}, 3 rates" for kind in KINDS] + adapted
+    assert list(plans) == models + [f"{kind}, 3 rates" for kind in rows.PAPER] + adapted
     swept = plans["dense, 3 rates"]
     assert (swept.tokens, swept.steps) == (3 * 1_048_576_000, 1500)
     assert swept.hours == pytest.approx(0.03 * plans["dense"].hours)
@@ -158,10 +161,6 @@ def test_a_model_plans_with_its_own_settings():
     assert (plans["dense"].steps, plans["dense"].sequences) == (2_000_000 // (16 * 256), 16)
     # The sample's config computes in fp32.
     assert plans["demix"].activations == 8 * 256 * (3 * 128 * 64 + 8 * 4096)
-    del config["models"]["demix_seeded"]
-    config["training"]["tokens"] = 2047
-    with pytest.raises(DemixError, match="2047 is less than one step of demix"):
-        plan_training(config, 1, HARDWARE["cpu"])
 
 
 def test_a_seed_counts_for_each_model_that_begins_with_it_and_is_trained_once():
@@ -200,12 +199,83 @@ def test_the_command_prints_the_papers_numbers():
             rows.setdefault(name, []).append(cells)
     work, takes, job = rows["demix"]
     assert job[:4] == ["1", "16", "128", "128"]
+    assert job[-2] == "5,871.3"
     assert work == ["8", "105G", "50,000", "2,048", "508M", "806M", "7.0G", "23250.34", "1162517.08"]
-    assert takes == ["128", "1", "21.0GB", "3.8GB", "953MB", "83.4GB", "45.9", "5,871.3"]
+    assert takes == ["128", "1", "21.0GB", "3.8GB", "953MB", "83.4GB", "263TB", "45.9", "5,871.3"]
     assert rows["dense"][1][-2:] == ["49.5", "6,331.8"]
+    # Eight models trained without a domain, and eight adaptations of a kind, are one row of each table.
     for one in (*trained(PAPER["paper-1.3b"]), *adaptations(PAPER["paper-1.3b"])):
-        assert len(rows[one.name]) == 3
+        stem, dash, _ = one.name.rpartition("-")
+        assert len(rows[f"{stem}-* × 8" if dash else one.name]) == 3
     assert "Table 2" in shown
+    last = shown.splitlines()[-1]
+    assert re.fullmatch(
+        r"paper-1\.3b takes [\d,.]+ GPU-hours \(v100\) of training and scoring, at most [\d,.]+ GB of disk, "
+        r"[\d.]+ days on 16 nodes with 8 GPUs",
+        last,
+    )
+
+
+def test_rows_that_are_alike_are_one() -> None:
+    rows = [("a", "1"), ("a-x", "1"), ("a-y", "1"), ("a-z", "2"), ("b-x", "1"), ("a-v", "1")]
+    assert folded(rows) == [("a", "1"), ("a-* × 3", "1"), ("a-z", "2"), ("b-x", "1")]
+
+
+def test_the_number_of_ranks_reaches_the_jobs() -> None:
+    config = PAPER["paper-125m"]
+    jobs = {job.name: job for job in plan_jobs(config, "a100", 64)}
+    assert (jobs["demix"].ranks, jobs["demix"].nodes, jobs["demix"].gpus) == (64, 8, 64)
+    # A step of an adaptation has 128 sequences.
+    assert jobs["demix-dapt-yelp"].ranks == 64
+    assert list(jobs_table(config, "a100", 64).columns[3].cells).count("64") == 11
+    assert in_one_line(config, "a100", 64).endswith(" on 8 nodes with 8 GPUs")
+
+
+def test_the_last_line_sums_hours_disk_and_days() -> None:
+    config = copy.deepcopy(PAPER["paper-125m"])
+    plans, jobs = plan_training(config, None, HARDWARE["v100"]), plan_jobs(config, "v100")
+    scoring = sum(job.hours for job in jobs if job.stage == "score" and job.hours)
+    hours = sum(plan.rank_hours for plan in plans) + scoring
+    assert scoring > 1
+    demix, expert = (next(plan for plan in plans if plan.name == name) for name in ("demix", "demix-dapt-yelp"))
+    assert (demix.weights, demix.checkpoints) == (4 * (demix.shared + 8 * demix.expert), 2)
+    assert (expert.weights, sum(plan.weights for plan in plans if "rates" in plan.name)) == (4 * expert.expert, 0)
+    kept = sum(plan.weights + plan.jobs * 2 * plan.checkpoint for plan in plans)
+    disk = 650e9 + 214e9 + kept + sum(job.disk for job in jobs)
+    found = re.findall(r"[\d,.]*\d", in_one_line(config, "v100").partition("takes")[2].replace("(v100)", ""))
+    # The table rounds the text to 650 and 214 GB.
+    assert [float(number.replace(",", "")) for number in found] == pytest.approx(
+        [hours, disk / 1e9, hours / 32 / 24, 4, 8], rel=2e-3, abs=0.06
+    )
+    assert "of disk and" not in in_one_line(config, "v100")
+
+
+def test_where_no_gpu_is_given_cores_are_counted() -> None:
+    config = load_config(REPOSITORY / "config" / "sample.yaml")
+    assert usual_hardware(config) == "cpu"
+    assert usual_hardware(PAPER["paper-125m"]) == "v100"
+    takes = training_tables(config, None, "cpu")[1]
+    total = sum(plan.rank_hours for plan in plan_training(config, None, HARDWARE["cpu"]))
+    assert (takes.columns[-1].header, takes.columns[-1].footer) == ("core-hours", f"{2 * total:.2g}")
+    line = in_one_line(config, "cpu")
+    both = sum(job.rank_hours for job in plan_jobs(config, "cpu"))
+    assert line.startswith(f"sample takes {2 * both:.2g} core-hours (cpu) ")
+    assert re.search(rf"and the text of 16 domains, .*, {both:.2g} hours on 1 node with 2 cores$", line)
+
+
+def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
+    config = load_config(REPOSITORY / "config" / "sample.yaml")
+    jobs = {job.rule: scoring_cost(config, job, HARDWARE["cpu"])[1] for job in scoring_jobs(config)}
+    dev, test = 40 * 256, 15360
+    # Eight domains under eight experts; a domain under its own token alone, and new ones under all eight.
+    assert jobs["score_known_demix"] == jobs["score_demix"] == 8 * (dev + test) * (8 * 4 + 18)
+    assert jobs["score_known_domain_token"] == 8 * test * (4 + 18)
+    assert jobs["score_without_licenses"] == (dev + test) * (8 * 4 + 18)
+    # Beside tables that have the tokens: the first new expert on eight domains, the second on nine.
+    assert [jobs[f"score_adapted_{name}"] for name in ("wiki", "code")] == [n * (dev + test) * 4 for n in (8, 9)]
+    assert jobs["score_adapted_dense"] == (64 + 8) * test * (4 + 18)
+    of_all = sum(job.disk for job in plan_jobs(config, "cpu"))
+    assert of_all == sum(jobs.values())
 
 
 def test_what_a_source_needs_is_asked_for(tmp_path):
@@ -234,13 +304,10 @@ def test_the_files_that_sbatch_would_get(tmp_path):
     config["cluster"] |= {"partition": "gpu", "account": "lab", "qos": "long", "setup": ["module load cuda"]}
     config["cluster"]["stages"]["adapt"] = {"minutes": 90, "partition": "short"}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    (tmp_path / "srun").write_text("#!/bin/sh\n")
-    (tmp_path / "srun").chmod(0o755)
-    subprocess.run(
-        [sys.executable, "-m", "demix", "plan", "config.yaml", "--dry-run"],
-        cwd=tmp_path, check=True, stdout=subprocess.DEVNULL,
-        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-    )  # fmt: skip
+    # No command of SLURM is there.
+    command = [sys.executable, "-m", "demix", "plan", "config.yaml", "--dry-run"]
+    subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PATH": "/nowhere"})
+    assert [path.name for path in (tmp_path / "results/paper-125m").iterdir()] == ["sbatch"]
     written = {path.stem: path.read_text().splitlines() for path in (tmp_path / "results/paper-125m/sbatch").iterdir()}
     assert set(written) == {one.name for one in (*trained(config), *adaptations(config))}
     asked = {line.removeprefix("#SBATCH --") for line in written["demix"] if line.startswith("#SBATCH")}

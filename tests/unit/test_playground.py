@@ -2,7 +2,9 @@
 
 import http.client
 import json
+import os
 import shutil
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,19 +12,30 @@ from pathlib import Path
 from threading import Thread
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from scipy.special import logsumexp
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.ui import WebDriverWait
+from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.mix.mixtures import mix
-from demix.generate.playground.answers import MOST_TOKENS, opened
-from demix.generate.playground.server import CONNECTIONS, DRAINED_BYTES, MOST_BYTES, Playground
+from demix.files import write_parquet
+from demix.generate.playground.answers import (
+    EXAMPLE,
+    EXAMPLE_LENGTH,
+    MOST_TOKENS,
+    RULES,
+    Mixing,
+    Opened,
+    analyse,
+    opened,
+)
+from demix.generate.playground.server import CONNECTIONS, DRAINED_BYTES, MOST_BYTES, Playground, serve
 from demix.model.checkpoint import load_model
 from support.decoding import in_blocks, whole, write_run
 from support.disturbed import until
@@ -97,6 +110,34 @@ def test_an_analysis_is_what_mix_says(server: Playground, weights: str, prior: s
     with np.errstate(divide="ignore"):
         mixed = logsumexp(np.log(weights[:-1, order].T) + scores, axis=0)
     np.testing.assert_allclose(mixed, expected, atol=5e-2)
+
+
+def test_the_example_changes_its_domain(server: Playground, tokens: Path, tmp_path: Path) -> None:
+    """It is of the run's own dev documents, where there are any of two experts at least."""
+    assert json.loads(ask(server, "GET", "/model")[1])["example"] == "\n\n".join(EXAMPLE)
+    folder = write_run(tmp_path, tokens)
+    for name in ("law", "code"):
+        rows = [{"id": str(number), "text": f"{name} {number} " + "word " * 200} for number in range(2)]
+        write_parquet(pa.Table.from_pylist(rows), folder / "corpus" / name / "dev.parquet")
+    parts = opened(folder / "models" / "demix", None).example.split("\n\n")
+    assert [part[:6] for part in parts] == ["code 0", "law 0 "]
+    assert all(EXAMPLE_LENGTH - 6 < len(part) < EXAMPLE_LENGTH for part in parts)
+
+
+def test_the_default_rule_follows_a_change_of_domain(server: Playground) -> None:
+    """One expert predicts a half of the text better, and another the other half."""
+    half = 200
+    scores = torch.full((len(THREE), 1, 2 * half), -5.0)
+    scores[0, 0, :half], scores[1, 0, half:] = -4.9, -4.9
+    text = "a" * (2 * half)
+    model = Opened(server.model.directory, server.model.trunks, server.model.tokenizer, (), "")
+
+    def share(rule: str) -> float:
+        model.last = text, [0] * (2 * half), scores
+        weights = np.array(analyse(model, Mixing(text, server.model.experts, rule, ""))["weights"])
+        return float((weights[:half, 0].sum() + weights[half : 2 * half, 1].sum()) / (2 * half))
+
+    assert share(RULES[0]) > 0.7
 
 
 def test_an_expert_that_is_off_has_no_weight(server: Playground) -> None:
@@ -285,6 +326,12 @@ def test_the_page_in_a_browser(server: Playground, browser: webdriver.Chrome) ->
     wait.until(lambda _: text_of("#count") != before and find("#experts li.off"))
     assert text_of("#experts li.off output") == ""
 
+    many = find("#many")[0]
+    many.clear()
+    find("#go")[0].send_keys(Keys.ENTER)
+    wait.until(lambda _: text_of("#error") == "Tokens: 1 to 500")
+    many.send_keys("80")
+
     tokens = len(pieces)
     find("#go")[0].send_keys(Keys.ENTER)
     wait.until(lambda _: find("#go")[0].is_enabled() and len(find("#tokens .drawn")) > 10)
@@ -299,7 +346,36 @@ def test_the_page_in_a_browser(server: Playground, browser: webdriver.Chrome) ->
     assert len(drawn) > 10
 
     find("#none")[0].click()
-    wait.until(lambda _: len(find("#experts li.off")) == 2)
-    find("#experts input")[0].send_keys(Keys.SPACE)
-    wait.until(lambda _: "without weight" in text_of("#error"))
+    wait.until(lambda _: len(find("#experts li.off")) == 3 and text_of("#error") == "Tick at least one expert.")
+    assert [share.text for share in find("#experts output:first-of-type")] == ["", "", ""]
+    find("#all")[0].click()
+    wait.until(lambda _: not find("#experts li.off") and text_of("#error") == "")
+
+    find("#example")[0].click()
+    wait.until(lambda _: text_of("#tokens") == server.model.example)
+    weights = Select(find("#weights")[0])
+    assert [option.get_attribute("value") for option in weights.options] == list(RULES)
+    assert weights.first_selected_option.get_attribute("value") == RULES[0]
+    before = text_of("#count")
+    weights.select_by_value("history")
+    wait.until(lambda _: text_of("#count") != before)
+    assert Select(find("#prior")[0]).first_selected_option.text == "updating"
+    assert "of the block so far" in text_of("#meaning")
     assert [entry["message"] for entry in browser.get_log("browser") if "Content Security" in entry["message"]] == []
+
+
+def test_ctrl_c_stops_the_server_in_one_line(server: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+    own = Playground(server.model, 0)
+
+    def stop() -> None:
+        # It answers once the server is in its loop.
+        connection = http.client.HTTPConnection("127.0.0.1", own.server_port, timeout=30)
+        connection.request("GET", "/")
+        connection.getresponse().read()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = Thread(target=stop)
+    thread.start()
+    serve(own)
+    thread.join()
+    assert capsys.readouterr().out.splitlines()[1:] == [f"{own.address}: stopped"]

@@ -3,12 +3,16 @@
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from demix.commands.main import app
+from demix.commands.training import run_command
 from demix.config.run import read_run_config, write_run_config
 from support.cli import demix
 from support.synthetic_run import build_run
@@ -33,6 +37,27 @@ def test_text_that_cannot_be_printed_is_one_line(words: str, end: str, status: i
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr.startswith(told)
     assert done.stderr.count("\n") == bool(told), done.stderr
+
+
+def test_help_shows_the_commands_for_people_first() -> None:
+    shown = demix("--help").output
+    people, _, stages = shown.partition("Stages of the workflow")
+    for names, part in ((("config", "eval", "sql", "compare"), people), (("download", "train", "adapt"), stages)):
+        assert all(f"│ {name} " in part for name in names)
+    assert stages.count("│ ") > 20
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    text = (MAKEFILE.parent / "pyproject.toml").read_text()
+    assert demix("--version").output == f"demix {tomllib.loads(text)['project']['version']}\n"
+
+
+def test_bash_completes_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in (("_DEMIX_COMPLETE", "complete_bash"), ("COMP_WORDS", "demix pl"), ("COMP_CWORD", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        app(prog_name="demix")
+    assert capsys.readouterr().out.split() == ["plan", "playground"]
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
@@ -60,3 +85,9 @@ def test_a_printed_command_runs_nothing_that_a_file_holds(text: str, tmp_path: P
     assert not list(tmp_path.glob("**/made"))
     write_run_config(run.path / "config.json", config | {"tracking": {"uri": "http://x\x1b[2J`a`\n$(b)"}})
     assert "\x1b" not in demix("summary", run.path).output
+
+
+def test_an_interrupted_rank_is_not_taken_for_a_finished_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("demix.train.sweep.choose_rate", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(SystemExit, match="130"):
+        run_command(["choose-rate", "a.jsonl", "--output", "a.json"])

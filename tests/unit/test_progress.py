@@ -4,6 +4,7 @@ import logging
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -166,3 +167,28 @@ def test_the_display_counts_with_these_weights(tmp_path: Path, monkeypatch: pyte
     emit(LogEvent.JOB_INFO, rule_name="report", jobid=1, wildcards={}, log=[])
     emit(LogEvent.JOB_FINISHED, job_id=1)
     assert handler._summary().startswith(" 75% done, 1 of 2 jobs")
+
+
+def test_ctrl_c_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        handler = logger.LogHandler(SimpleNamespace(dryrun=False), None)
+        monkeypatch.setattr(handler, "_start", lambda: None)
+        for event in (
+            {"event": LogEvent.RUN_INFO, "stats": {"report": 2, "total": 2}},
+            {"event": LogEvent.JOB_INFO, "rule_name": "report", "jobid": 1, "wildcards": {}, "log": []},
+            {"event": LogEvent.JOB_FINISHED, "job_id": 1},
+            {"event": LogEvent.JOB_INFO, "rule_name": "report", "jobid": 2, "wildcards": {}, "log": []},
+        ):
+            handler.emit(logging.makeLogRecord(event))
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        handler.emit(logging.makeLogRecord({"event": LogEvent.JOB_ERROR, "jobid": 2}))
+        handler.emit(logging.makeLogRecord({"levelname": "ERROR", "msg": "At least one job did not complete"}))
+        handler.close()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "Interrupted: 1 of 2 jobs are done. The same command goes on.\n"

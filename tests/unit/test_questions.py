@@ -93,7 +93,7 @@ def test_scores_are_those_of_the_files_with_their_texts_and_documents(
 
 def test_trainings_of_a_model_are_told_apart_by_their_seed(run: Path) -> None:
     found = rows(run, "select * from metrics where model = 'demix' and seed = 2 order by domain nulls first")
-    same = {"run": "made-up", "model": "demix", "seed": 2, "step": 1, "tokens": 64, "metric": "loss"}
+    same = {"run": "made-up", "model": "demix", "seed": 2, "step": 1, "tokens": 64, "metric": "loss", "expert": None}
     assert found == [same | {"domain": None, "value": 2.5}, same | {"domain": "licenses", "value": 3}]
     assert not rows(run, "select 1 from metrics where model = 'demix-seed2'")
 

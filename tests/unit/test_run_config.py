@@ -14,20 +14,13 @@ from demix.config.check import complete
 from demix.config.run import FORMAT, read_run_config, write_run_config
 from demix.errors import DemixError
 from demix.files import read_json, write_json
+from support.cli import said
 from support.synthetic_run import build_run
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = REPOSITORY / "tests" / "workflow" / "tiny.yaml"
 # As older versions wrote it: no version, and a seal of blanks.
 OLD = '\t{\n  "run": "old",\n  "seed": 1\n}' + " \t" * 64 + "\n"
-
-
-def said(*arguments: object) -> str:
-    """The last line of a `demix` command that ends with an error."""
-    line = [sys.executable, "-m", "demix", *map(str, arguments)]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
-    return done.stderr.splitlines()[-1]
 
 
 def test_it_keeps_the_order_of_the_domains_and_has_a_version(tmp_path: Path) -> None:
@@ -79,7 +72,8 @@ def test_every_command_that_reads_a_run_refuses_another_version(tmp_path: Path) 
         "export": (run / "models" / "demix", "--expert", "law", "--tokenizer", experts, "--output", tmp_path / "hf"),
     }
     for command, arguments in commands.items():
-        assert f"{run}/config.json: belongs to a run of another version of demix" in said(command, *arguments), command
+        told = str(said([command, *map(str, arguments)]))
+        assert f"demix: error: {run}/config.json: belongs to a run of another version of demix" in told, command
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "nothing was written"
 
 

@@ -13,7 +13,7 @@ import yaml
 from demix.commands.main import app
 from demix.config.check import complete
 from demix.config.rules import LONGEST_ARGUMENT, RunRules, source_files, swept_rates
-from demix.config.run import read_run_config
+from demix.config.run import config_fingerprint, read_run_config
 from demix.config.systems import Model, planned
 from demix.errors import DemixError
 
@@ -130,7 +130,12 @@ def test_a_seed_is_kept_by_its_parent_and_begins_its_branches() -> None:
     assert folder.seed_of(row(folder, "mine"))[2:] == [
         f"imported/gpt2/experts/dense.{k}" for k in ("json", "safetensors")
     ]
-    assert shlex.split(one.train_options(row(one, "dense-seed5")))[-2:] == ["--keep", "15,32"]
+    options = shlex.split(one.train_options(row(one, "dense-seed5")))
+    assert options[-2:] == ["--keep", "15,32"]
+    where = json.loads(options[options.index("--live") + 1])
+    assert where == {"uri": "sqlite:///results/tiny/mlflow.db", "experiment": "demix-tiny"} | {
+        "run": one.config["run"], "config": config_fingerprint({k: v for k, v in one.config.items() if k != "cluster"})
+    }  # fmt: skip
     assert "--keep" not in one.train_options(row(one, "half"))
     # What is kept is no setting of a training, and a branch has those of its parent.
     plain = rules(models={"dense": {"sweep": sweep}})

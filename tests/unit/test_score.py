@@ -1,11 +1,9 @@
 """Score tables: streamed in row groups, resumed after a kill with the same bytes, and added to without a touch."""
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -29,6 +27,8 @@ from demix.files import sha256_file, write_parquet
 from demix.model.checkpoint import describe, load_model, save_expert, save_shared
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
+from support.cli import said
+from support.forks import FORKS
 from support.tokens import NOVEL, TRAINING
 
 EXPERTS = ("law", "lore", "news")
@@ -104,8 +104,6 @@ def test_a_killed_job_goes_on_from_its_last_piece_and_leaves_the_same_bytes(
     arguments = (model, EXPERTS, shards_of(tokens), SCORING)
     score(*arguments, tmp_path / "whole")
     # One server that has imported torch, from which every process is forked.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["demix.evaluate.score"])
     log, scored = tmp_path / "log", []
     moments = (
         (module.__name__, "trunk_log_probabilities", 3),
@@ -118,7 +116,7 @@ def test_a_killed_job_goes_on_from_its_last_piece_and_leaves_the_same_bytes(
     )
     for place, name, at in moments:
         log.write_text("")
-        process = context.Process(target=run_until, args=(place, name, at, log, *arguments, tmp_path / "killed"))
+        process = FORKS.Process(target=run_until, args=(place, name, at, log, *arguments, tmp_path / "killed"))
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL, name
@@ -241,10 +239,10 @@ def test_an_added_expert_touches_no_other_file(tokens: Path, model: Path, tmp_pa
     before = state()
     assert len(before) == 4 * 3
     command = [
-        sys.executable, "-m", "demix", "score", str(model), *map(str, paths), "--experts", EXPERTS[2],
+        "score", str(model), *map(str, paths), "--experts", EXPERTS[2],
         "--settings", json.dumps(vars(SCORING)), "--output", str(tmp_path / "scores"),
     ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True)
+    assert said(command) is None
     after = state()
     assert {path.stem for path in after.keys() - before.keys()} == {EXPERTS[2]}
     assert {path: after[path] for path in before} == before

@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -28,6 +29,14 @@ def tokenizer(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     gpt2_tokenizer(path)
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once():
+    """A tokenizer of GPT-2's size takes a second to load, and most of these tests load the same one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokenizer, "load", staticmethod(cache(Tokenizer.load)))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -157,9 +157,17 @@ def _is_utf8(data: bytes) -> bool:
         return False
 
 
-@pytest.mark.parametrize("data", ["some words in another coding".encode("utf-16"), bytes(range(128, 256)) * 3])
-def test_what_was_never_utf8_is_left_out_and_counted(tmp_path, data):
-    (tmp_path / "bad.txt").write_bytes(data)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
+@pytest.mark.parametrize("coding", ["utf-16", "utf-16-be"])
+def test_utf16_is_refused_by_its_mark(tmp_path, name, coding):
+    (tmp_path / name).write_bytes('\ufefftext\n"some words"\n'.encode(coding))
+    assert _refused(tmp_path, tmp_path / name).endswith(
+        f"{name}: is UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW"
+    )
+
+
+def test_what_was_never_utf8_is_left_out_and_counted(tmp_path):
+    (tmp_path / "bad.txt").write_bytes(bytes(range(128, 256)) * 3)
     (tmp_path / "good.txt").write_bytes(b"plain words")
     (row,) = _read(tmp_path, Source("files", str(tmp_path / "*.txt")))
     assert row["text"] == "plain words"
@@ -199,7 +207,7 @@ def test_unknown_kind_and_missing_file(tmp_path):
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', "a.jsonl, line 2: is not valid JSON"),
         ("a.jsonl", b'{"text": "a"}\n\n["b"]\n', "a.jsonl, line 3: is not a JSON object"),
-        ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "a.jsonl, row 2: has no field 'text'; fields are 'body'"),
+        ("a.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "a.jsonl, row 2: has no field 'text'; fields are 'body': "),
         ("a.jsonl", b'{"text": 5}\n', "a.jsonl, row 1: field 'text' is int, not text"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: is not valid JSON"),
         ("a.jsonl", b"", "a.jsonl: holds no documents"),

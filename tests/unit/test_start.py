@@ -95,7 +95,8 @@ def test_states_that_are_to_be_kept_stay(tmp_path: Path) -> None:
 
 def test_states_are_kept_beside_the_checkpoints_and_change_no_result(tokens: Path, tmp_path: Path) -> None:
     paths = [*shard_paths(tokens), *shard_paths(tokens, split="dev")]
-    settings = dataclasses.replace(TRAIN, dev_blocks=2, keep_checkpoints=1)
+    # At this rate the finished model is not the best on dev, whose checkpoint stays.
+    settings = dataclasses.replace(TRAIN, learning_rate=0.05, dev_blocks=3, checkpoint_every=3, keep_checkpoints=1)
     for keep in ((), (2, 5, 24)):
         folder = tmp_path / str(len(keep))
         train_model("demix", settings, paths, folder / "m", folder / "metrics", folder / "checkpoints", keep=keep)

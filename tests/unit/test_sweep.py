@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +14,7 @@ from demix.files import read_json, read_json_lines, write_json, write_json_lines
 from demix.train.loop import DivergedError
 from demix.train.stage import Training, train_model
 from demix.train.sweep import MARGIN, Trial, choose_rate, chosen_rate, judge, read_trial
+from support.cli import said
 from support.tokens import TRAINING
 
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32}
@@ -131,11 +130,12 @@ def test_a_sweeps_run_keeps_metrics_alone_and_divergence_is_no_error_there(token
     assert not (tmp_path / "other.jsonl").exists()
 
 
-def test_the_commands_agree_on_several_ranks(tokens: Path, tmp_path: Path) -> None:
+def test_the_commands_agree_on_several_ranks(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep of a diverging rate by three processes, the choice, and a training with it."""
+    monkeypatch.chdir(tmp_path)
 
     def demix(*arguments: object) -> None:
-        subprocess.run([sys.executable, "-m", "demix", *map(str, arguments)], check=True, cwd=tmp_path)
+        assert said([*map(str, arguments)]) is None
 
     common = [*shards(tokens), "--checkpoints", "checkpoints", "--settings"]
     for rate in (2e-3, 1e38):

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from demix.config.evaluated import bases, compared, evaluated, systems_of
+from demix.config.rows import KINDS, PAPER
 from demix.config.scoring import scoring_jobs
-from demix.config.systems import KINDS, adaptations, learning_rate_factor, planned, seeds, trained
+from demix.config.systems import adaptations, learning_rate_factor, planned, seeds, trained
 from demix.errors import DemixError
 
 TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")
@@ -19,7 +20,7 @@ def config(**changes: Any) -> dict[str, Any]:
         "seeds": [7, 9],
         "domains": {"training": dict.fromkeys(TRAINING), "novel": dict.fromkeys(NOVEL)},
         "training": {"tokens": 1000, "learning_rate": 1e-3, "sweep": None},
-        "models": {kind: {} for kind in KINDS},
+        "models": {kind: {} for kind in PAPER},
         "removal": {"retrain_without": ["law"], "replacement": "songs", "model": "demix"},
         "adaptation": {"tokens": 100, "model": "demix"},
     }
@@ -27,7 +28,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def with_rows(**rows: Any) -> dict[str, Any]:
-    return config(models={kind: {} for kind in KINDS} | rows)
+    return config(models={kind: {} for kind in PAPER} | rows)
 
 
 def test_the_models_of_a_run() -> None:
@@ -112,7 +113,7 @@ def test_a_row_with_a_seed_phase_follows_its_parent() -> None:
     [
         ({"mine": {"kind": "demix", "parent": "dense"}}, r"models\.mine\.seed_tokens: is missing beside parent"),
         ({"mine": {"kind": "demix", "seed_tokens": 5}}, r"models\.mine\.parent: is missing beside seed_tokens"),
-        ({"mine": SEEDED | {"parent": "old"}}, r"mine\.parent: is old, which is no row of models; name one of dense"),
+        ({"mine": SEEDED | {"parent": "old"}}, r"mine\.parent: is old, which is no row of models; known are dense"),
         ({"mine": SEEDED | {"parent": "domain_token"}}, r"mine\.parent: is domain_token of kind domain_token, which"),
         (
             {"mine": SEEDED | {"parent": "dense_unbalanced"}},
@@ -193,7 +194,7 @@ def test_rows_that_are_refused(rows: dict[str, Any], message: str) -> None:
 
 
 def test_rows_that_adaptation_and_removal_cannot_take() -> None:
-    with pytest.raises(DemixError, match=r"adaptation\.model: is plain, which is no such row.*name one of demix"):
+    with pytest.raises(DemixError, match=r"adaptation\.model: is plain, which is no such row.*known are demix"):
         planned(with_rows(plain={"kind": "dense"}) | {"adaptation": {"model": "plain"}})
     with pytest.raises(DemixError, match=r"removal\.model: is nothing"):
         planned(config(removal={"retrain_without": [], "model": "nothing"}))

@@ -1,6 +1,7 @@
 """Tracking writes to a real MLflow store in SQLite, and is read back through MLflow's own client."""
 
 import json
+import os
 import subprocess
 from collections import Counter
 from importlib.metadata import version
@@ -13,7 +14,9 @@ from demix.config.run import config_fingerprint, read_run_config
 from demix.errors import DemixError
 from demix.files import exclusive, read_json, read_json_lines, write_json, write_json_lines
 from demix.report import write_report
-from demix.track.store import NETWORK_FILE_SYSTEMS, file_system, flatten, track
+from demix.track.client import NETWORK_FILE_SYSTEMS, file_system
+from demix.track.records import flatten
+from demix.track.store import track
 from support.synthetic_run import NOVEL, TRAINING, Run, build_run
 
 MODELS = 4 + 1
@@ -81,6 +84,8 @@ def test_all_is_there_and_a_second_time_changes_nothing(
         assert nested.data.tags["demix.config"] == config_fingerprint(read_run_config(run.path))
         if key != "pipeline":
             assert nested.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        # MLflow's page opens the rows below a run that has one of this type below it.
+        assert (nested.data.tags.get("mlflow.runType") == "evaluation") == key.startswith("evaluation/")
 
     asked = ("git", "-C", Path(__file__).parent, "rev-parse", "HEAD")
     commit = subprocess.run(asked, capture_output=True, text=True, check=False)
@@ -116,6 +121,33 @@ def test_all_is_there_and_a_second_time_changes_nothing(
     after = stored(uri, "same")
     assert {key: item.info.run_id for key, item in after.items()} == {k: item.info.run_id for k, item in before.items()}
     assert len(history(uri, after["training/demix"].info.run_id, "loss")) == len(lines)
+
+
+def test_the_first_page_has_headlines_dev_curves_and_times(uri: str, tmp_path: Path) -> None:
+    run = build_run(tmp_path / "run", steps=4)
+    metrics = run.path / "metrics" / "demix.jsonl"
+    lines = [line | {"tokens_per_second": line["tokens"] / line["step"] / 5} for line in read_json_lines(metrics)]
+    dev = [{"step": 2, "tokens": lines[1]["tokens"], "dev_loss": 4.5}, {**lines[-1], "dev_loss": 4.0}]
+    write_json_lines(metrics, [*lines[:2], dev[0], lines[2], dev[1]])
+    os.utime(metrics, (5000, 5000))
+    for name, seconds, ended in (("train/demix", 30, 5001), ("score/demix/law", 10, 5040), ("report", 7, 5100)):
+        file = run.path / "benchmarks" / f"{name}.tsv"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"s\tcpu_time\tmax_rss\n{seconds}\t1\t1\n")
+        os.utime(file, (ended, ended))
+    track(run.path, run.config, uri, "first page")
+    found = stored(uri, "first page")
+    spans = {key: (one.info.start_time / 1000, one.info.end_time / 1000) for key, one in found.items()}
+    # Four updates of 5 seconds each, in a job of 30.
+    assert spans["training/demix"] == (4971, 5000)
+    assert spans["evaluation/demix/all"] == (5030, 5040)
+    assert spans["pipeline"] == (4971, 5100)
+    parent = found["pipeline"]
+    assert history(uri, parent.info.run_id, "dev_loss/demix") == [(2, 4.5), (4, 4.0)]
+    means = parent.data.metrics
+    assert means["perplexity_training/demix.cached.history"] == pytest.approx(110 * 1.01)
+    assert means["perplexity_training/dense"] == pytest.approx(110 * 1.3)
+    assert means["perplexity_novel/demix.all.cached.history"] == pytest.approx(135 * 1.01)
 
 
 def test_a_change_replaces_and_a_missing_file_deletes(uri: str, tmp_path: Path) -> None:
@@ -160,7 +192,7 @@ def test_settings_are_those_of_the_kind_of_model(uri: str, tmp_path: Path) -> No
 
 
 def test_one_process_writes_at_a_time(uri: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("demix.track.store.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("demix.track.client.PATIENCE_SECONDS", 0.0)
     store = Path(uri.removeprefix("sqlite:///"))
     with (
         exclusive(store.with_name(".mlflow.db.lock"), "tests"),
@@ -219,6 +251,6 @@ def test_sqlite_on_a_network_file_system_is_warned_of(
     track(run.path, run.config, uri, "quiet")
     assert "network file system" not in caplog.text
     assert file_system(Path("/proc/self")) == "proc"
-    monkeypatch.setattr("demix.track.store.NETWORK_FILE_SYSTEMS", NETWORK_FILE_SYSTEMS | {file_system(tmp_path)})
+    monkeypatch.setattr("demix.track.client.NETWORK_FILE_SYSTEMS", NETWORK_FILE_SYSTEMS | {file_system(tmp_path)})
     track(run.path, run.config, uri, "quiet")
     assert "SQLite on a network file system" in caplog.text

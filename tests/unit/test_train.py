@@ -117,11 +117,14 @@ def test_the_best_checkpoint_on_dev_is_kept(tokens: Path, tmp_path: Path, kind: 
     rows = read_json_lines(tmp_path / "metrics.jsonl")
     measured = {row["step"]: row["dev_loss"] for row in rows if "dev_loss" in row}
     assert list(measured) == [3, 6, 9, 12, 15, 18, 21, 24]
-    # The last is the model itself.
-    del measured[24]
-    (kept,) = tmp_path.glob("checkpoints/*/step-*")
-    assert int(kept.name[5:]) == min(measured, key=measured.__getitem__)
-    assert read_json(kept / "manifest.json")["dev_loss"] == min(measured.values())
+    # The last is the model itself, beside which only a better one is kept.
+    last = measured.pop(24)
+    best = min(measured, key=measured.__getitem__)
+    kept = {int(path.name[5:]): path for path in tmp_path.glob("checkpoints/*/step-*")}
+    assert [*kept] == [best] * (measured[best] < last)
+    assert (kind != "demix") or kept
+    for path in kept.values():
+        assert read_json(path / "manifest.json")["dev_loss"] == measured[best]
     for row in rows:
         if "dev_loss" in row:
             assert row["dev_loss"] == pytest.approx(np.mean([row[f"dev_loss/{domain}"] for domain in TRAINING]))
@@ -224,3 +227,21 @@ def test_early_stopping_keeps_the_best_parameters(tokens: Path, tmp_path: Path) 
     assert max(row["step"] for row in rows) == 12
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, seen[2][name])
+
+
+def test_losses_on_dev_change_no_weight_and_leave_no_state(tokens: Path, tmp_path: Path) -> None:
+    paths = [*shard_paths(tokens), *shard_paths(tokens, split="dev")]
+    for number in (0, 2):
+        folder = tmp_path / str(number)
+        settings = dataclasses.replace(TRAIN, dev_blocks=number, checkpoint_every=7)
+        train_model("demix", settings, paths, folder / "m", folder / "metrics", folder / "checkpoints")
+    without, with_dev = (
+        {path.name: path.read_bytes() for path in (tmp_path / name / "m").rglob("*.safetensors")} for name in "02"
+    )
+    assert without == with_dev
+    assert len(without) == 1 + len(TRAINING)
+    losses = [row["dev_loss"] for row in read_json_lines(tmp_path / "2" / "metrics") if "dev_loss" in row]
+    assert len(losses) > 2
+    # The finished model is the best, so that no other state needs to stay.
+    assert min(losses) == losses[-1]
+    assert not [*(tmp_path / "2" / "checkpoints").iterdir()]

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from demix.errors import DemixError
 from demix.evaluate.losses import Mixture, dev_priors, document_losses
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
-from demix.generate.playground.answers import Drawing, Mixing, analyse, draw, opened
+from demix.generate.playground.answers import Drawing, Mixing, analyse, draw, model_facts, opened
 from demix.model.checkpoint import load_experts
 from demix.model.decode import Decoder, generate
 from demix.model.posterior import Posterior
 from support.cli import demix
 from support.decoding import LENGTH, whole, write_run
-from support.models import THREE, model_of, randomise, write_trunks
+from support.models import THREE, count_whole_models, model_of, randomise, write_trunks
 from support.tokens import NOVEL
 
 TEXT = "All happy families are alike; every unhappy family is unhappy in its own way. " * 3
@@ -33,7 +34,10 @@ def models(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return run / "models" / "demix", write_trunks(run / "models" / "demix", apart / "models" / "demix")
 
 
-def test_they_are_scored_and_mixed_alike(models: tuple[Path, Path], tokens: Path, tmp_path: Path) -> None:
+def test_they_are_scored_and_mixed_alike(
+    models: tuple[Path, Path], tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = count_whole_models(monkeypatch)
     shards = [tokens / "tokens" / NOVEL[0] / f"{split}.arrow" for split in ("dev", "test")]
     tables, losses = [], []
     # Another order than that of the files.
@@ -45,6 +49,8 @@ def test_they_are_scored_and_mixed_alike(models: tuple[Path, Path], tokens: Path
         tables.append(read_scores(output / f"{NOVEL[0]}.test", experts))
         priors = dev_priors(read_scores(output / f"{NOVEL[0]}.dev", experts), mixtures)
         losses.append(document_losses(output / f"{NOVEL[0]}.test", experts, mixtures, priors))
+    assert max(live) == 1
+    assert not list(tmp_path.glob("*/*/.*"))
     np.testing.assert_allclose(tables[1].scores, tables[0].scores, rtol=1e-6)
     assert not np.allclose(tables[0].scores[..., 0], tables[0].scores[..., 1], atol=0.1)
     for key in experts:
@@ -53,13 +59,17 @@ def test_they_are_scored_and_mixed_alike(models: tuple[Path, Path], tokens: Path
         np.testing.assert_allclose(losses[1].mixtures[key], losses[0].mixtures[key], rtol=1e-6)
 
 
-def test_a_text_of_ones_own_is_predicted_alike(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_text_of_ones_own_is_predicted_alike(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = count_whole_models(monkeypatch)
     (tmp_path / "own.txt").write_text(TEXT)
     found = []
     for model in models:
-        result = demix("eval", "--model", model, "--text", tmp_path / "own.txt", "--json")
+        result = demix("eval", model, tmp_path / "own.txt", "--dev", tmp_path / "own.txt", "--json")
         assert result.exit_code == 0, result.exception
         found.append(json.loads(result.stdout))
+    assert max(live) == 1
     for part in ("mixtures", "experts"):
         for stacked, apart in zip(found[0][part], found[1][part], strict=True):
             assert stacked["name"] == apart["name"]
@@ -108,3 +118,51 @@ def test_the_terminal_and_the_page_show_the_same(models: tuple[Path, Path]) -> N
     drawing = Drawing(TEXT, THREE, "history", "wiki", 20, 1.0, 0.9, 3)
     texts = ["".join(line["pieces"][0] for line in draw(model, drawing)) for model in (stacked, apart)]
     assert texts[0] == texts[1] != ""
+
+
+def test_one_at_a_time_gives_the_same_bits(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    live = count_whole_models(monkeypatch)
+    given = torch.randint(0, 50, (2, LENGTH + 5), generator=torch.Generator().manual_seed(0))
+    found = []
+    for hold in (True, False):
+        trunks = load_experts(models[1], THREE, hold=hold)
+        decoder = Decoder(trunks, given[:, 0], Posterior(torch.zeros(3), LENGTH, 2))
+        read = decoder.read(given)
+        drawn = list(generate(decoder, LENGTH, generator=torch.Generator().manual_seed(1)))
+        found.append([*read, *(part for parts in drawn for part in parts), decoder.next_log_probabilities()])
+        assert max(live) == (3 if hold else 1)
+        live.clear()
+        del trunks, decoder
+    assert all(torch.equal(held, alone) for held, alone in zip(*found, strict=True))
+
+
+def test_experts_that_do_not_fit_are_read_one_at_a_time(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = models[1]
+    asked = Mixing(TEXT, THREE[:2], "tempered", "")
+    together, text = opened(model, None), demix("generate", model, "--prompt", TEXT, "--tokens", 5).output
+    assert not model_facts(together)["one_at_a_time"]
+    assert caplog.messages == []
+    files = sum(path.stat().st_size for path in model.glob("experts/*.safetensors"))
+    for free, fits in ((files * 5 // 4 + 1, True), (files, False)):
+        monkeypatch.setattr("demix.model.checkpoint.free_memory", lambda device, free=free: free)
+        assert model_facts(opened(model, None))["one_at_a_time"] is not fits
+    alone = opened(model, None, hold=False)
+    assert analyse(alone, asked) == analyse(together, asked)
+    caplog.clear()
+    assert demix("generate", model, "--prompt", TEXT, "--tokens", 5).output == text
+    (line,) = caplog.messages
+    assert line.startswith(
+        f"{model}: 3 experts that are whole models need 0.0 GB, and 0.0 GB are free: one is in memory"
+    )
+
+
+def test_a_file_that_changes_between_two_readings_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
+    shutil.copytree(models[1].parents[1], tmp_path / "run")
+    model = tmp_path / "run" / "models" / "demix"
+    decoder = Decoder(load_experts(model, THREE, hold=False), torch.zeros(1).long(), Posterior(torch.zeros(3), LENGTH))
+    decoder.read(torch.zeros(1, 3).long())
+    shutil.copy(model / "experts" / f"{THREE[0]}.safetensors", model / "experts" / f"{THREE[1]}.safetensors")
+    with pytest.raises(DemixError, match=rf"{THREE[1]}.safetensors: differs from its recorded sha256"):
+        decoder.read(torch.zeros(1, 3).long())

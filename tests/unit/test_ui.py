@@ -1,13 +1,18 @@
 """What `make ui` starts: MLflow's pages in a real browser, and what it refuses."""
 
 import asyncio
+import json
+import os
+import re
 import shutil
+import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 import urllib3
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -18,6 +23,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from demix.files import read_json_lines
+from demix.track.live import Sender
 from demix.track.store import track
 from demix.track.ui import MOST_BYTES, Guarded
 from support.mlflow_ui import PATIENCE, Served, first_line, serving, status
@@ -113,6 +119,30 @@ def test_a_server_takes_runs_too(served: Served, tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out.splitlines() == [first, second]
 
 
+def test_points_of_a_training_arrive_once_at_a_server_that_hangs_for_a_while(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    rows = read_json_lines(served.run.path / "metrics" / "demix.jsonl")
+    file = tmp_path / "results" / "sent" / "checkpoints" / "demix" / "0123" / "metrics.jsonl"
+    file.parent.mkdir(parents=True)
+    where = {"uri": served.address, "experiment": "sent", "run": "sent", "config": "digest"}
+    sending = Sender(json.dumps(where), "training", str(file.parents[1]), str(tmp_path / "none"), 1000.0)
+    client = MlflowClient(served.address)
+    for end, stopped in ((10, False), (20, True), (30, False)):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows[:end]))
+        if stopped:
+            os.killpg(served.group, signal.SIGSTOP)
+        try:
+            with pytest.raises(MlflowException, match=r"Timeout|timed out") if stopped else nullcontext():
+                sending.send()
+        finally:
+            os.killpg(served.group, signal.SIGCONT)
+    (run,) = client.search_runs([client.get_experiment_by_name("sent").experiment_id])
+    found = [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "loss")]
+    assert found == [(row["step"], row["loss"]) for row in rows]
+
+
 def open_run(browser: webdriver.Chrome, served: Served, name: str, tab: str) -> None:
     """The list of runs, which shows the one of the whole pipeline, then a tab of one of those below it."""
     client = MlflowClient(served.address)
@@ -169,3 +199,28 @@ def test_the_results_are_a_table(browser: webdriver.Chrome, served: Served) -> N
     first = dict(zip(head, body[0], strict=True))
     assert (first["domain"], first["method"], first["weights"]) == ("law", "cached", "history")
     assert float(first["perplexity"]) == pytest.approx(110 * 1.8)
+
+
+@pytest.mark.browser
+def test_the_printed_links_show_runs_without_a_click_and_curves_of_all_models(
+    browser: webdriver.Chrome, served: Served
+) -> None:
+    """The last test: the browser keeps the order of runs that a link asks for."""
+    browser.set_window_size(1600, 1200)
+    said = (served.run.path.parents[1] / "log").read_text()
+    (links,) = re.findall(r"^demix-made-up: runs (\S+), models (\S+)$", said, re.MULTILINE)
+
+    def shows(*names: str) -> None:
+        for name in names:
+            link = expected_conditions.visibility_of_element_located((By.XPATH, f"//a[starts-with(., '{name}')]"))
+            WebDriverWait(browser, PATIENCE).until(link, f"{name} is not in the list of runs")
+
+    browser.get(links[0])
+    browser.refresh()
+    shows("pipeline", "evaluation/")
+    browser.get(links[1])
+    browser.refresh()
+    shows("training/demix", "training/dense", "training/domain_token", "training/without-law")
+    # One line of each of the paper's models in a chart.
+    drawn = "return Math.max(0, ...[...document.querySelectorAll('.js-plotly-plot')].map(one => one.data.length))"
+    WebDriverWait(browser, PATIENCE).until(lambda _: browser.execute_script(drawn) >= 4, "the curves are not drawn")

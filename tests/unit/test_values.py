@@ -104,7 +104,7 @@ def test_json_of_an_evaluation_holds_no_nan(tokens: Path, tmp_path: Path) -> Non
     for path in [tmp_path / "model" / "model.json", *(tmp_path / "model" / "experts").glob("*.json")]:
         write_json(path, read_json(path) | {"shared_sha256": sha256_file(shared)})
     (tmp_path / "text.txt").write_text("It is a truth universally acknowledged. " * 9)
-    asked = ("--model", tmp_path / "model", "--text", tmp_path / "text.txt", "--tokenizer", tokens / "tokenizer.json")
+    asked = (tmp_path / "model", tmp_path / "text.txt", "--tokenizer", tokens / "tokenizer.json")
     done = demix("eval", *asked, "--json")
     assert done.exit_code == 0, done.exception
     found = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))

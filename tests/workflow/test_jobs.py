@@ -1,6 +1,7 @@
 """The plan's table of jobs and the resources of the rules, held against what `snakemake -n` plans."""
 
 import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import yaml
 
 from demix.config.check import load_config
 from demix.plan.jobs import plan_jobs
-from support.dry_run import REPOSITORY, dry_run, jobs_by_rule
+from support.dry_run import ENVIRONMENT, REPOSITORY, dry_run, jobs_by_rule
 
 pytestmark = pytest.mark.workflow
 
@@ -17,7 +18,7 @@ RULES = [path for path in sorted((REPOSITORY / "workflow" / "rules").glob("*.smk
 STAGES = ("download", "anonymize", "corpus", "train", "adapt", "score", "evaluate")
 
 
-@pytest.mark.parametrize("name", ["sample", "paper-125m"])
+@pytest.mark.parametrize("name", ["sample", "families", "paper-125m"])
 def test_the_plan_counts_the_jobs_of_the_workflow(name: str, tmp_path: Path) -> None:
     path = REPOSITORY / "config" / f"{name}.yaml"
     counted: Counter[str] = Counter()
@@ -54,6 +55,28 @@ def test_a_rule_without_resources_runs_where_snakemake_does(path: Path) -> None:
     assert rules
     for text in rules:
         assert ("**site(" in text) != ("localrule: True" in text), text
+
+
+def test_a_run_on_slurm_that_can_download_nothing_ends_before_its_first_job(tmp_path: Path) -> None:
+    """With commands of SLURM that are scripts, and a port of this machine where nobody listens."""
+    config = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())
+    config["domains"]["training"]["licenses"]["source"] = {"kind": "url", "path": "http://127.0.0.1:9/a.txt"}
+    config["cluster"] = {"downloads": "login"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    (tmp_path / "resources").symlink_to(REPOSITORY / "resources")
+    for name, script in {"sbatch": "touch submitted; exit 1", "sinfo": "echo all"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["snakemake", "--snakefile", REPOSITORY / "workflow" / "Snakefile", "--configfile", "config.yaml",
+         "--profile", REPOSITORY / "profiles" / "slurm"],
+        cwd=tmp_path, env=ENVIRONMENT | {"PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode
+    assert re.search(r"^http://127\.0\.0\.1:9/a\.txt: does not answer here .*; mend the network", done.stderr, re.M)
+    assert not (tmp_path / "submitted").exists()
+    assert not (tmp_path / "results").exists()
 
 
 def asked(output: str) -> dict[str, set[tuple[str, int, int, bool]]]:

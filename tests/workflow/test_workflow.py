@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from demix.config.check import load_config
-from demix.config.systems import KINDS
+from demix.config.rows import PAPER
 from demix.files import check_sealed, read_json, sha256_file
 from support.documented import assert_documented
 from support.dry_run import ENVIRONMENT, REPOSITORY, dry_run, jobs_by_rule, ran
@@ -73,7 +73,7 @@ def test_every_file_says_which_file_of_the_run_it_is(finished: Path) -> None:
         path: name
         for path, name in names.items()
         if path.suffix in (".json", ".jsonl", ".parquet")
-        and name not in ("config.json", "tokenizer.json", "tracked.json")
+        and path.name not in ("config.json", "tokenizer.json", "tracked.json")
         and not name.startswith((".", "checkpoints/", "mlartifacts/", "report/"))
     }
     assert {name.split("/")[0] for name in sealed.values()} >= {"corpus", "tokens", "models", "metrics", "scores"}
@@ -114,7 +114,7 @@ def test_a_new_training_domain_trains_again(finished: Path) -> None:
         "source": {"kind": "files", "path": "resources/sample/packages.jsonl.zst"}, "words": {"dev": 2000, "test": 2000}
     }  # fmt: skip
     jobs = planned(finished, config)
-    assert all(jobs[f"train_{kind}"] == 1 for kind in KINDS)
+    assert all(jobs[f"train_{kind}"] == 1 for kind in PAPER)
     assert jobs["download"] == 1, "the other domains' texts stay"
     assert jobs["anonymize"] == 1
 
@@ -402,16 +402,24 @@ def test_snakemake_report_is_one_page(finished: Path) -> None:
     page = (finished / "report.html").read_text()
     assert "figure2" in page
     assert "table5" in page
+    assert "At a glance" in page
 
 
-def test_a_bad_config_is_refused_in_one_line(finished: Path) -> None:
-    (finished / "config.yaml").write_text(yaml.safe_dump(changed(evalution__decay=0.5)))
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("evalution: {}", r"config.yaml, line \d+, config key evalution: is not known; did you mean evaluation?"),
+        ("seed: 7\nseed: 8", r"config.yaml, line \d+: names the key seed again, which is on line \d+ too; give"),
+    ],
+)
+def test_a_bad_config_is_refused_in_one_line(tmp_path: Path, more: str, told: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"{yaml.safe_dump(TINY)}\n{more}\n")
     done = subprocess.run(
         ["snakemake", "-n", "--snakefile", str(REPOSITORY / "workflow" / "Snakefile"), "--configfile", "config.yaml"],
-        cwd=finished, env=ENVIRONMENT, capture_output=True, text=True, check=False,
+        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode != 0
-    assert "config key evalution: is not known; did you mean evaluation?" in done.stdout + done.stderr
+    assert re.search(told.replace("?", "[?]"), done.stdout + done.stderr)
 
 
 def test_the_first_error_is_last_on_the_screen(tmp_path: Path) -> None:
@@ -432,8 +440,8 @@ def test_the_first_error_is_last_on_the_screen(tmp_path: Path) -> None:
 
 def test_a_further_seed_trains_and_scores_only_its_models(finished: Path) -> None:
     jobs = planned(finished, changed(seeds=[1, 2]))
-    again = {f"train_{kind}_seed2": 1 for kind in KINDS}
-    scored = {f"score_{kind}_seed2": 2 for kind in KINDS} | {f"score_known_{kind}_seed2": 1 for kind in KINDS}
+    again = {f"train_{kind}_seed2": 1 for kind in PAPER}
+    scored = {f"score_{kind}_seed2": 2 for kind in PAPER} | {f"score_known_{kind}_seed2": 1 for kind in PAPER}
     once = ("results", "audit_licenses", "audit", "report", "card", "track", "run_config")
     assert jobs == again | scored | {"choose_mixing": 1, "evaluate": 5} | dict.fromkeys(once, 1)
     assert planned(finished, changed(seeds=[1])).keys() <= {"run_config", "report", "card", "track"}

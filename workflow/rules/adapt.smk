@@ -32,7 +32,7 @@ for parent in {one.parent.name: one.parent for one in adaptations(config)}.value
         threads: cores(config["adaptation"])
         resources:
             **site("adapt"),
-            options=run_options("adapt", config["adaptation"]),
+            options=f"{run_options('adapt', config['adaptation'])} {RULES.live}",
         params:
             command="adapt" if adds else "adapt-dense",
             settings=as_json(

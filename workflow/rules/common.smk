@@ -4,39 +4,50 @@ from dataclasses import asdict
 from pathlib import Path
 
 from demix.config.addresses import moving
+from demix.config.averages import AVERAGED, averages
 from demix.config.check import complete
+from demix.config.keys import located, read_keys
 from demix.config.rules import RunRules, source_files, swept_rates
 from demix.config.run import refuse_other_format
 from demix.config.evaluated import bases, chosen_on_dev, compared, evaluated
 from demix.config.scoring import scoring_jobs
-from demix.config.sections import AdaptationRecipe, MixingRecipe, ScoringRecipe, taken
+from demix.config.evaluation import MixingRecipe, ScoredTokens, ScoringRecipe
+from demix.config.sections import AdaptationRecipe, taken
+from demix.config.rows import clusterings, clusters_of
 from demix.config.systems import (
     adaptations,
     adapted,
     adapted_model,
+    learned_splits,
     learning_rate_factor,
     left_out,
     planned,
     removal_model,
+    rule_of,
     seeds,
     trained,
     trained_without,
 )
 from demix.errors import DemixError
 from demix.files import exclusive
-from demix.report import REPORT_FILES, SHOWS
+from demix.report import SHOWS, report_files
 
+FILES = {}
 try:
+    # Snakemake has merged the files, and silently took the last of keys that stand twice in one.
+    for path in map(Path, workflow.configfiles):
+        FILES[path] = read_keys(path)[1]
     # The path in `base` is relative to the config file.
     complete(config, Path(workflow.configfiles[-1]).parent if workflow.configfiles else Path())
     MODELS = {model.name: model for model in planned(config)}
     RULES = RunRules(config)
     refuse_other_format(Path(RULES.run))
 except DemixError as error:
-    raise WorkflowError(str(error)) from None
+    raise WorkflowError(str(located(error, FILES))) from None
 
 RUN, as_json, given = RULES.run, RULES.as_json, RULES.given
 parts, tokens, experts, scores = RULES.parts, RULES.tokens, RULES.experts, RULES.scores
+trained_files, routing = RULES.trained_files, RULES.routing
 evaluated_scores, train_inputs, chosen_rate = RULES.evaluated_scores, RULES.train_inputs, RULES.chosen_rate
 training_settings, cores, site, run_options = RULES.training_settings, RULES.cores, RULES.site, RULES.run_options
 beginning, seed_files, seed_of, train_options = RULES.beginning, RULES.seed_files, RULES.seed_of, RULES.train_options
@@ -81,4 +92,6 @@ def captioned(name):
     if suffix not in formats:
         return path
     labels = {"shows": SHOWS[stem], "as": formats[suffix]}
-    return report(path, caption=f"../report/{stem}.rst", category=kind.capitalize() or "Claims", labels=labels)
+    # Snakemake sorts the categories by name; the run's first page comes first.
+    category = kind.capitalize() or {"index": "At a glance"}.get(stem, "Claims")
+    return report(path, caption=f"../report/{stem}.rst", category=category, labels=labels)

@@ -26,6 +26,7 @@ rule choose_mixing:
 rule evaluate:
     input:
         lambda wildcards: evaluated_scores(wildcards.domain),
+        routing=lambda wildcards: RULES.evaluated_routing(wildcards.domain),
         mixing=[f"{RUN}/models/{model.name}/mixing.json" for model in chosen_on_dev(config)],
         tokenizer=f"{RUN}/tokenizer.json",
     output:
@@ -83,6 +84,8 @@ rule run_config:
         f"{RUN}/config.json",
     log:
         f"{RUN}/logs/run_config.log",
+    # Commands know a run by this file.
+    priority: 200
     localrule: True
     conda:
         "../../environment.yml"
@@ -94,6 +97,8 @@ rule run_config:
 
 
 METRICS = [f"{RUN}/metrics/{one.name}.jsonl" for one in (*trained(config), *adaptations(config))]
+# What a report of clusters reads besides.
+CLUSTERED = list(dict.fromkeys(model.data for model in MODELS.values() if model.data))
 # The experts of all domains, including the added ones.
 EXPERTS = experts(adapted_model(config).name, [*TRAINING, *NOVEL])
 
@@ -107,12 +112,20 @@ rule report:
         f"{RUN}/corpus/overlap.parquet",
         f"{RUN}/audit.parquet" if WITHOUT else [],
         METRICS,
+        [f"{RUN}/clusters/{clustering}/clusterer.json" for clustering in CLUSTERED],
+        [
+            f"{RUN}/clusters/{clustering}/assigned/{domain}.{split}.parquet"
+            for clustering in CLUSTERED
+            for domain in TRAINING
+            for split in ("train", "test")
+        ],
+        [f"{RUN}/evaluations/{domain}.losses.parquet" for domain in TRAINING if CLUSTERED],
         # The learning rates that were tried.
         [f"{RUN}/models/{adapted_model(config).name}/experts/{novel}.json" for novel in NOVEL],
         [f"{RUN}/models/{one.name}/model.json" for one in MODELS.values() if one.adapted_to],
         config=f"{RUN}/config.json",
     output:
-        *[captioned(name) for name in REPORT_FILES],
+        *[captioned(name) for name in report_files(config)],
     log:
         f"{RUN}/logs/report.log",
     localrule: True
@@ -153,7 +166,7 @@ rule track:
         METRICS,
         EXPERTS,
         expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),
-        [f"{RUN}/report/{name}" for name in REPORT_FILES],
+        [f"{RUN}/report/{name}" for name in report_files(config)],
         rules.card.output,
         config=f"{RUN}/config.json",
     output:
@@ -164,9 +177,7 @@ rule track:
     conda:
         "../../environment.yml"
     params:
-        settings=as_json(
-            config["tracking"] | {"experiment": config["tracking"]["experiment"] or f"demix-{config['run']}"}
-        ),
+        settings=as_json(config["tracking"], experiment=RULES.experiment),
         run=below_run(""),
     shell:
         "demix track {params.run} --settings {params.settings:q} --output {output} 2> {log}"

@@ -3,7 +3,7 @@
 
 rule sweep:
     input:
-        tokens(TRAINING, "train"),
+        lambda wildcards: train_inputs(MODELS[wildcards.model], dev=False),
     output:
         f"{RUN}/metrics/sweep/{{model}}/{{rate}}.jsonl",
     log:
@@ -86,8 +86,8 @@ rule seed:
         " --output {params.folder} --kept {params.kept} --checkpoints {params.checkpoints} {resources.options} 2> {log}"
 
 
-# One rule per model: the outputs list the experts, which wildcards cannot.
-for model in trained(config):
+# One rule per training: the outputs list the experts, which wildcards cannot.
+for model in (model for model in trained(config) if not model.parts[0].part):
 
     rule:
         name:
@@ -97,10 +97,10 @@ for model in trained(config):
             tokens=train_inputs(model),
             seed=seed_of(model),
         output:
-            experts(model.name, model.experts),
-            metrics=f"{RUN}/metrics/{model.name}.jsonl",
+            trained_files(model),
+            metrics=f"{RUN}/metrics/{model.place}.jsonl",
         log:
-            f"{RUN}/logs/train/{model.name}.log",
+            f"{RUN}/logs/train/{model.place}.log",
         # Models that other rules wait for start first.
         priority: 0 if model.removed else 100 if model.kind.has_experts else 50
         localrule: SUBMITTED
@@ -114,9 +114,73 @@ for model in trained(config):
             kind=model.kind.name,
             settings=training_settings(model),
             beginning=beginning(model),
-            model=below_run(f"models/{model.name}"),
-            checkpoints=below_run(f"checkpoints/{model.name}"),
+            model=below_run(model.folder),
+            checkpoints=below_run(f"checkpoints/{model.place}"),
         shell:
             "demix train {params.kind} {input.tokens} --settings {params.settings:q}{params.beginning}"
             " --output {params.model} --metrics {output.metrics} --checkpoints {params.checkpoints}"
             " {resources.options} 2> {log}"
+
+
+# Experts that are whole models: one job for each, or for several, which it trains one after the other. How many these are
+# changes neither params nor inputs, so that it reruns nothing.
+for model, parts_of_job in ((model, job) for model in trained(config) if model.parts[0].part for job in model.jobs):
+
+    rule:
+        name:
+            rule_of(parts_of_job)
+        input:
+            rate=chosen_rate(model),
+            tokens=train_inputs(model),
+            seed=seed_of(model),
+        output:
+            [file for part in parts_of_job for file in trained_files(part)],
+            metrics=[f"{RUN}/metrics/{part.place}.jsonl" for part in parts_of_job],
+        log:
+            f"{RUN}/logs/train/{parts_of_job[0].place}.log",
+        priority: 0 if model.removed else 100
+        localrule: SUBMITTED
+        conda:
+            "../../environment.yml"
+        threads: cores(model.settings)
+        resources:
+            **site("train"),
+            options=f"{train_options(model)} --experts {','.join(part.part for part in parts_of_job)}",
+        params:
+            kind=model.kind.name,
+            settings=training_settings(model),
+            beginning=beginning(model),
+            model=below_run(f"branches/{model.name}"),
+            metrics=below_run(f"metrics/{model.name}"),
+            checkpoints=below_run(f"checkpoints/{model.name}"),
+        shell:
+            "demix train {params.kind} {input.tokens} --settings {params.settings:q}{params.beginning}"
+            " --output {params.model} --metrics {params.metrics} --checkpoints {params.checkpoints}"
+            " {resources.options} 2> {log}"
+
+
+# The experts that are whole models, and were trained one by one, as one model.
+for model in (model for model in trained(config) if model.parts[0].part):
+
+    rule:
+        name:
+            f"join_{model.rule}"
+        input:
+            [file for part in model.parts for file in trained_files(part)],
+            metrics=[f"{RUN}/metrics/{part.place}.jsonl" for part in model.parts],
+        output:
+            experts(model.name, model.experts),
+            metrics=f"{RUN}/metrics/{model.name}.jsonl",
+        log:
+            f"{RUN}/logs/join/{model.name}.log",
+        conda:
+            "../../environment.yml"
+        resources:
+            **site("corpus"),
+        params:
+            branches=[f"{RUN}/{part.folder}" for part in model.parts],
+            metrics=",".join(f"{RUN}/metrics/{part.place}.jsonl" for part in model.parts),
+            model=below_run(f"models/{model.name}"),
+        shell:
+            "demix join-branches {params.branches} --metrics-of {params.metrics} --output {params.model}"
+            " --metrics {output.metrics} 2> {log}"

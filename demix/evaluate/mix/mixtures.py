@@ -3,11 +3,11 @@
 import numpy as np
 from scipy.special import log_softmax, logsumexp
 
+from demix.config.evaluation import DECAY
 from demix.config.mixing import METHODS
-from demix.config.sections import DECAY
 from demix.errors import DemixError
 from demix.evaluate.mix.priors import log_prior_path
-from demix.evaluate.mix.rules import Chunk, PriorAlone, WeightsRule, weights_rule
+from demix.evaluate.mix.rules import DISTANCES, Chunk, PriorAlone, WeightsRule, weights_rule
 
 SCORERS = ("paper", "released")
 # In hindsight, no mixtures: the floor of `history`, which picks one expert for a block, and that of every rule.
@@ -26,14 +26,16 @@ def mix(
     log_prior: np.ndarray | None = None,
     top_k: int | None = None,
     scorer: str = "paper",
+    distances: np.ndarray | None = None,
 ) -> np.ndarray:
     """log p [B, T] in nats of each token under the mixture of experts (paper, Eq. 4).
 
     `scores` [B, T, E] and `mask` [B, T] are as in `demix.evaluate.mix.priors`; the result is 0 at padding. `method` is
     `average` (equal weights, no posterior), or a posterior with the prior `uniform`, `updating` (with `decay`),
     `cached` or `fitted` (`log_prior` [E], from `cached_log_prior` or `fitted_log_prior`). With the scorer `released`,
-    the weights and the updating prior are those of the paper's published code. Raises DemixError for an unknown method
-    or scorer, for a missing prior, and for an updating prior with weights that see earlier blocks.
+    the weights and the updating prior are those of the paper's published code. `distances` [B, T, E] are the squared
+    distances of the text before each token to the experts' clusters, for weights that need them. Raises DemixError for
+    an unknown method or scorer, for a missing prior, and for an updating prior with weights that see earlier blocks.
     """
     blocks, _, experts = scores.shape
     rule = mixing_rule(method, weights, scorer)
@@ -44,7 +46,8 @@ def mix(
         log_priors[:] = log_prior
     elif method == "updating":
         log_priors = log_prior_path(scores, mask, weights, decay, scorer)[:-1]
-    evidence, _ = rule.evidence(Chunk(scores, mask), rule.begin(log_priors[0]))
+    beside = {} if distances is None else {DISTANCES: distances}
+    evidence, _ = rule.evidence(Chunk(scores, mask, beside), rule.begin(log_priors[0]))
     mixed = log_mixtures(scores, log_priors[:, None], evidence, rule.uniform_start, top_k)[:, 0]
     return np.where(mask, mixed, 0.0)
 

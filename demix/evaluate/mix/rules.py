@@ -14,9 +14,11 @@ from typing import ClassVar
 import numpy as np
 from scipy.signal import lfilter
 
-from demix.config.mixing import parsed_weights
+from demix.config.mixing import Weights, parsed_weights
 from demix.errors import DemixError
 
+# What a rule that weights experts by their clusters reads beside the scores: squared distances [B, T, E].
+DISTANCES = "distances"
 # What a rule keeps of the text before a chunk. Rules whose evidence starts anew in each block keep nothing.
 State = tuple[np.ndarray, ...]
 # Stretches of a chunk that `Switching` scans side by side; with some 128 the scan of 10M tokens takes least time.
@@ -241,15 +243,48 @@ class Switching(WeightsRule):
         yield from zip(followed.transpose(2, 0, 1), logs.T, strict=True)
 
 
+@dataclass(frozen=True)
+class Cluster(History):
+    """The evidence is how near the text so far is to the cluster of each expert (Gururangan et al. 2023, Eq. 3).
+
+    L[t, j] = -d²[t, j] / temperature, d the distance of the text before token t to the centre of cluster j. The
+    distances of a block tell nothing of the next block, so that updating and cached priors are those of `History`.
+    """
+
+    temperature: float
+
+    def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
+        """See `WeightsRule.evidence`."""
+        return self._nearness(chunk), state
+
+    def _nearness(self, chunk: Chunk) -> np.ndarray:
+        if DISTANCES not in chunk.beside:
+            cause = "need the distances of the text to the experts' clusters"
+            raise DemixError("weights cluster", cause, "score under a model whose run has routing tables")
+        nearness: np.ndarray = chunk.beside[DISTANCES] / -self.temperature
+        return nearness
+
+
+@dataclass(frozen=True)
+class ClusterHistory(Cluster):
+    """The evidence is that of `Cluster` and that of `History` together."""
+
+    def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
+        """See `WeightsRule.evidence`."""
+        return self._nearness(chunk) + History().evidence(chunk, state)[0], state
+
+
 CLASSES: dict[str, type[WeightsRule]] = {
     "history": History,
     "released": Released,
     "tempered": Tempered,
     "switching": Switching,
+    "cluster": Cluster,
+    "cluster+history": ClusterHistory,
 }
 
 
-def weights_rule(weights: str | int | WeightsRule) -> WeightsRule:
+def weights_rule(weights: str | int | Weights | WeightsRule) -> WeightsRule:
     """The rule that a value of `evaluation.weights` stands for; "" is the prior alone, a rule stands for itself.
 
     Raises DemixError for an unknown value, and for one that leaves parameters open.
@@ -259,7 +294,7 @@ def weights_rule(weights: str | int | WeightsRule) -> WeightsRule:
     if weights == "":
         return PriorAlone()
     try:
-        parsed = parsed_weights(weights)
+        parsed = weights if isinstance(weights, Weights) else parsed_weights(weights)
     except ValueError as error:
         raise DemixError(f"weights {weights}", *error.args) from None
     if parsed.open:

@@ -260,6 +260,6 @@ def serve(server: Playground) -> None:
     try:
         server.serve_forever()
     except KeyboardInterrupt:
-        print()
+        print(f"{server.address}: stopped")
     finally:
         server.server_close()

@@ -1,0 +1,116 @@
+"""The commands that write, check and pin configs."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from demix.errors import DemixError, printable
+
+app = typer.Typer()
+
+
+@app.command()
+def init(
+    texts: Annotated[
+        list[str], typer.Argument(help="The text of each training domain: a file, a folder, or a glob in quotes.")
+    ],
+    novel: Annotated[
+        list[str] | None, typer.Option(help="The text of a domain to be added after the training.")
+    ] = None,
+    field: Annotated[str | None, typer.Option(help="The field of the text in records; guessed by default.")] = None,
+) -> None:
+    """Print a config for your own texts, one domain each, with sizes that fit them."""
+    from demix.data.outline import outline
+
+    # Reading the texts logs the steps of a data stage, which are noise here.
+    logging.getLogger("demix").setLevel(logging.ERROR)
+    schema = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schema.yaml"
+    print(outline(texts, novel or [], field, os.path.relpath(schema) if schema.is_file() else None), end="")
+
+
+@app.command()
+def config(
+    file: Annotated[Path | None, typer.Argument(help="A config file.")] = None,
+    values: Annotated[bool, typer.Option("--values", help="Print every value, defaults included, instead.")] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="Print the reference of all keys instead.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of configs instead.")] = False,
+) -> None:
+    """Check a config file and say what it will run."""
+    import yaml
+
+    from demix.config.check import load_config, refuse_missing_files
+    from demix.config.reference import editor_schema
+    from demix.config.reference import reference as keys
+
+    if reference:
+        print(keys(), end="")
+    elif schema:
+        print(editor_schema(), end="")
+    elif file is None:
+        raise DemixError("FILE", "is missing", "name a config file, such as config/sample.yaml")
+    elif values:
+        print(yaml.safe_dump(load_config(file), sort_keys=False, allow_unicode=True), end="")
+    else:
+        settings = load_config(file)
+        refuse_missing_files(settings, file)
+        print(printable(f"{file} is valid. It runs:"))
+        for head, text in _will_run(settings):
+            print(f"  {head:17} {text}")
+        print(printable(f"demix plan {file} says what it takes; demix config --values {file} prints every value."))
+
+
+def _will_run(settings: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a completed config runs: heads and lines."""
+    from demix.config.architecture import architecture_from
+    from demix.config.systems import adaptations, trained
+    from demix.plan.jobs import plan_jobs
+
+    context = architecture_from(settings["architecture"]).context
+    models: dict[str, list[str]] = {}
+    for model in trained(settings):
+        tokens = model.settings["tokens"]
+        updates = tokens // model.step_tokens(context)
+        models.setdefault(f"of {tokens:,} tokens in {updates:,} updates", []).append(model.name)
+    lines = [("run", f"results/{settings['run']}")]
+    for kind, names in settings["domains"].items():
+        lines.append((f"{kind} domains", ": ".join(filter(None, (str(len(names)), ", ".join(names))))))
+    lines += [("models", f"{len(names)} {size}: {', '.join(names)}") for size, names in models.items()]
+    if adapted := adaptations(settings):
+        lines.append(("adaptations", f"{len(adapted)} of {settings['adaptation']['tokens']:,} tokens at most"))
+    return [*lines, ("jobs", f"{sum(jobs.count for jobs in plan_jobs(settings, 'cpu')):,}, less those that are done")]
+
+
+@app.command()
+def pin(file: Annotated[Path, typer.Argument(help="A config file.")]) -> None:
+    """Print what pins a config's sources, ready to paste: digests of files, which are fetched once, and commits."""
+    import textwrap
+
+    import yaml
+
+    from demix.config.check import load_config
+    from demix.data.pins import pins
+    from demix.data.sources import Source
+    from demix.files import scratch
+    from demix.settings import settings_from
+
+    config, failed, above = load_config(file, allow_branches=True), False, ""
+    with scratch(Path("results") / config["run"] / "pins") as folder:
+        for kind, domains in config["domains"].items():
+            for name, domain in domains.items():
+                try:
+                    found = pins(settings_from(Source, domain["source"]), folder)
+                except DemixError as error:
+                    failed = True
+                    logging.getLogger("demix").error("%s: %s", name, error)
+                    continue
+                if found:
+                    # Each domain is printed at once: those after it may take hours.
+                    heads = ("" if above else "domains:\n") + ("" if above == kind else f"  {kind}:\n")
+                    text = yaml.safe_dump({name: {"source": found}}, width=120)
+                    print(heads + textwrap.indent(text, "    "), end="", flush=True)
+                    above = kind
+    if failed:
+        raise typer.Exit(1)

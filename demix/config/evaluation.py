@@ -1,0 +1,107 @@
+"""The section `evaluation` of a config: what is scored and how experts are mixed."""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from demix.config.mixing import DEFAULTS, FAMILIES, parsed_weights
+from demix.settings import DistinctItems, Number, Positive, Text, settings
+
+# Default lambda of the updating and cached priors (Eq. 7).
+DECAY = 0.3
+
+Decay = Annotated[Number, Field(gt=0, le=1)]
+_LEAST, _MOST = FAMILIES["cluster"].parameters["temperature"]
+Temperature = Annotated[Number, Field(ge=_LEAST, le=_MOST)]
+
+
+def _weights_name(weights: str | int) -> str | int:
+    parsed_weights(weights)
+    return weights
+
+
+WeightsName = Annotated[Text | Positive, AfterValidator(_weights_name)]
+
+
+@settings()
+class DevBlocks:
+    """The setting that scoring and mixing share."""
+
+    dev_blocks: Positive = Field(
+        default=100, description="Blocks of each dev split that are scored and from which the cached prior is computed."
+    )
+
+
+@settings()
+class ScoredTokens(DevBlocks):
+    """The settings of the section `evaluation` that say which tokens are scored: first blocks of dev, first of test."""
+
+    test_tokens: Positive | None = Field(
+        default=None, description="Tokens of each test split to score; null scores all."
+    )
+
+    def limit(self, split: str, length: int) -> int | None:
+        """The maximum number of tokens of `split` to score, with blocks of `length` tokens; None stands for all."""
+        return self.dev_blocks * length if split == "dev" else self.test_tokens
+
+
+@settings()
+class ScoringRecipe(ScoredTokens):
+    """The settings of the section `evaluation` that scoring takes."""
+
+    precision: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="Number format of the forward pass in scoring. Logits and all that follows are fp32 or more.",
+    )
+
+
+@settings(kw_only=True)
+class MixingRecipe(DevBlocks):
+    """The settings of the section `evaluation` that mixing takes."""
+
+    decay: Decay = Field(default=DECAY, description="Lambda of the updating and cached priors (Eq. 7).")
+    decays: DistinctItems[Decay] = Field(
+        default=(0.1, 0.3, 0.5, 0.7, 1.0),
+        description="Further lambdas to evaluate; the paper's tables use `decay`. The released code's running mean has "
+        "a decay of 0.7.",
+    )
+    prior_blocks: DistinctItems[Positive] = Field(
+        default=(1, 5, 10, 50, 100),
+        description="Further numbers of dev blocks from which to compute the cached prior, at most `dev_blocks`. "
+        "Where 100 blocks are asked for, the scorer released with the paper takes 202; score 202 blocks "
+        "to compare with the paper's numbers.",
+    )
+    weights: DistinctItems[WeightsName] = Field(
+        default=("history", "released", "tempered", "switching"),
+        min_length=1,
+        description="Rules that compute the experts' weights from the text so far. Of the current block: history (all "
+        "tokens so far, Eq. 5-6), released (only the last token, as in the code published with the paper), or a number "
+        "of last tokens. Of all text so far: tempered and switching, which the paper does not have. Their parameters "
+        "are chosen on dev, or given as in `tempered(0.2,0.98)` (beta, gamma) and `switching(0.2)` (alpha). By the "
+        "distance of the text so far to each expert's cluster (section `clusterings`): cluster, and cluster+history, "
+        "which adds the evidence of history; `cluster(0.3)` has a temperature of its own.",
+    )
+    temperature: Temperature = Field(
+        default=DEFAULTS["cluster"][0],
+        description="Temperature of the weights cluster and cluster+history: the squared distance is divided by it.",
+    )
+    temperatures: DistinctItems[Temperature] = Field(
+        default=(),
+        description="Further temperatures to evaluate, each with every top_k; the tables use `temperature`. Of all of "
+        "these, one is chosen by domain on dev, as a row of its own.",
+    )
+    routing_context: DistinctItems[Literal["document", "block"]] = Field(
+        default=("document",),
+        min_length=1,
+        description="The text whose distance is taken: document (since its beginning, across blocks) or block (what "
+        "the model sees). The tables use the first; a further one is evaluated besides.",
+    )
+    top_k: DistinctItems[Positive] = Field(
+        default=(),
+        description="Numbers k of experts. For each k, mix once more with only the k likeliest experts at each token.",
+    )
+
+
+@settings(kw_only=True)
+class EvaluationSection(ScoringRecipe, MixingRecipe):
+    """What is scored and how experts are mixed."""

@@ -1,0 +1,67 @@
+"""YAML files of settings: no key stands twice in one, and the line of each key is known."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from demix.errors import DemixError
+
+
+def read_keys(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The mapping in the YAML or JSON file `path`, and the line of each key, by keys such as `training.tokens`.
+
+    Raises DemixError where the file is missing, is no YAML, or names a key twice, of which YAML's readers, and
+    Snakemake with them, silently take the last.
+    """
+    try:
+        # YAML takes JSON but for tabs, which JSON has only between its words.
+        text = path.read_text(encoding="utf-8")
+        loader = yaml.SafeLoader(text.replace("\t", " ") if text.lstrip().startswith("{") else text)
+        node = loader.get_single_node()
+        lines = dict(_lines(node, "", path, set()))
+        content = loader.construct_document(node) if node else None
+    except FileNotFoundError:
+        raise DemixError(path, "does not exist", "give the path of a config file, such as config/sample.yaml") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise DemixError(path, f"is not YAML ({error})", "correct the line that this message names") from None
+    if not isinstance(content, dict):
+        raise DemixError(path, "is not a mapping of keys", "start from config/sample.yaml")
+    return content, lines
+
+
+def _lines(node: yaml.Node | None, above: str, path: Path, seen: set[int]) -> Iterator[tuple[str, int]]:
+    # An alias is the node that it names: hostile files name one node exponentially often, or itself.
+    if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for number, item in enumerate(node.value):
+            yield from _lines(item, f"{above}{number}.", path, seen)
+        return
+    first: dict[str, int] = {}
+    for key, value in node.value:
+        # Several mappings can be merged into one.
+        if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+            place, line = f"{above}{key.value}", key.start_mark.line + 1
+            if place in first:
+                cause = f"names the key {place} again, which is on line {first[place]} too"
+                raise DemixError(f"{path}, line {line}", cause, "give each key one name, and name it once")
+            first[place] = line
+            yield place, line
+            yield from _lines(value, f"{place}.", path, seen)
+
+
+def located(error: DemixError, files: Mapping[Path, Mapping[str, int]]) -> DemixError:
+    """The error of a config key with the file and the line that name the key, where one of `files` does.
+
+    Of several, the last file names it, as Snakemake merges them. A key that is missing has the line of its section.
+    """
+    key = error.subject.removeprefix("config key ")
+    places = (key, key.rpartition(".")[0]) if error.cause == "is missing" else (key,)
+    for place in places:
+        for path, lines in reversed([*files.items()]):
+            if place in lines and key != error.subject:
+                return DemixError(f"{path}, line {lines[place]}, {error.subject}", error.cause, error.cure)
+    return error

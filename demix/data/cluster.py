@@ -1,0 +1,334 @@
+"""Clusters of documents: fitted on a sample, then used to assign documents and to see how near a context is to each.
+
+Sources: Gururangan et al. 2023, sections 2.1, 2.2 and 3.2. A clusterer is a folder: `clusterer.safetensors` (idf,
+components, mean, scale, centres), `terms.parquet` (term) and, written last, the sealed `clusterer.json`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import pyarrow as pa
+from safetensors.numpy import load_file, save_file
+
+from demix.config.clustering import Clustering, cluster_names
+from demix.data.balance import kmeans, means, squared_distances
+from demix.data.embed import Embedding, Prefixes, fit_embedding
+from demix.data.shards import TokenShard, write_spans
+from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError
+from demix.files import (
+    REMAKE,
+    digest,
+    read_json,
+    read_parquet,
+    replacing,
+    seed_for,
+    sha256_file,
+    write_json,
+    write_parquet,
+)
+from demix.files.batches import BATCH_BYTES, BATCH_ROWS, counted, read_batches, write_batches
+
+VERSION = 1
+# A sample that is larger has terms of ten documents or more, so that it is fitted within 1.5 GB.
+FEW_DOCUMENTS = 100_000
+ASSIGNED = pa.schema([pa.field("cluster", pa.uint16(), False), pa.field("distance", pa.float32(), False)])
+# Tokens whose distances are in memory at one time.
+_TOKENS = 1 << 14
+
+Context = Literal["document", "block"]
+
+
+@dataclass(frozen=True)
+class Clusterer:
+    """K clusters: an embedding of texts and the centres [K, D], named `names`.
+
+    `method` and `seed` tell which clusters documents are assigned to; `sha256` is that of the whole folder's content.
+    """
+
+    embedding: Embedding
+    centres: np.ndarray
+    names: tuple[str, ...]
+    method: str
+    seed: int
+    sha256: str = ""
+
+    @staticmethod
+    def open(folder: Path) -> "Clusterer":
+        """The clusterer in `folder`. Raises DemixError if a file is missing, damaged or of another version."""
+        manifest = read_json(folder / "clusterer.json")
+        if manifest["version"] != VERSION:
+            cause = f"is of version {manifest['version']}; this demix reads version {VERSION}"
+            raise DemixError(folder / "clusterer.json", cause, "fit the clusters again")
+        for name, expected in manifest["files"].items():
+            path = folder / name
+            if not path.is_file():
+                raise DemixError(path, "is missing", "fit the clusters again")
+            if sha256_file(path) != expected:
+                raise DemixError(path, "is damaged: its sha256 is not the one in clusterer.json", REMAKE)
+        arrays = load_file(folder / "clusterer.safetensors")
+        centres = arrays.pop("centres")
+        terms = tuple(read_parquet(folder / "terms.parquet").column("term").to_pylist())
+        embedding = Embedding(terms, **arrays, normalise=manifest["normalise"])
+        names, method, seed = tuple(manifest["names"]), manifest["method"], manifest["seed"]
+        return Clusterer(embedding, centres, names, method, seed, digest(manifest))
+
+    def write(self, folder: Path, more: Mapping[str, Any]) -> "Clusterer":
+        """Write the files below `folder`; `more` is told in `clusterer.json` besides."""
+        embedding = self.embedding
+        arrays = {name: getattr(embedding, name) for name in ("idf", "components", "mean", "scale")}
+        with replacing(folder / "clusterer.safetensors") as temporary:
+            save_file(arrays | {"centres": self.centres}, temporary)
+        write_parquet(pa.table({"term": pa.array(embedding.terms, pa.string())}), folder / "terms.parquet")
+        files = {name: sha256_file(folder / name) for name in ("clusterer.safetensors", "terms.parquet")}
+        manifest = {"version": VERSION, "method": self.method, "names": self.names, "seed": self.seed}
+        write_json(
+            folder / "clusterer.json", manifest | {"normalise": embedding.normalise, "files": files} | dict(more)
+        )
+        return replace(self, sha256=digest(read_json(folder / "clusterer.json")))
+
+    def distances(self, points: np.ndarray) -> np.ndarray:
+        """The squared distances [N, K] of `points` [N, D], of z-scores divided by the dimensions."""
+        found = squared_distances(points, self.centres)
+        return found / points.shape[1] if self.embedding.normalise == "standard" else found
+
+    def labels(self, domain: str, ids: Sequence[str], distances: np.ndarray) -> np.ndarray:
+        """The clusters [N] of documents of `domain` with these `ids`, [N], and `distances` [N, K]."""
+        given = _given(self.method, self.names, self.seed, domain, ids)
+        return distances.argmin(1) if given is None else given
+
+
+def _given(method: str, names: Sequence[str], seed: int, domain: str, ids: Sequence[str]) -> np.ndarray | None:
+    """The clusters [N] of documents where their text does not matter. A novel domain's are the nearest ones."""
+    if method == "random":
+        return np.array([seed_for(seed, "random cluster", name) % len(names) for name in ids], np.int64)
+    if method == "metadata" and domain in names:
+        return np.full(len(ids), names.index(domain))
+    return None
+
+
+def fit_clusters(
+    documents: Mapping[str, Path], clustering: Clustering, seed: int, output: Path, name: str = "clusters"
+) -> Clusterer:
+    """Fit a clustering to a sample of `documents` (train.parquet of each training domain), and write it to `output`.
+
+    The sample and the first centres are drawn by the hash of `seed` and a document's id: neither the order of
+    documents nor that of domains matters. Raises DemixError that names `name`, the clustering's key in the config, for
+    too few documents or terms.
+    """
+    documents = dict(sorted(documents.items()))
+    subject, names = f"clusterings.{name}", cluster_names(name, clustering, documents)
+    last, size = _last_key(documents, seed, clustering.documents)
+    if size < len(names):
+        _too_few(subject, len(names), f"{size} documents")
+    drawn: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def sample() -> Iterator[tuple[list[str], np.ndarray]]:
+        # Of a large corpus each batch holds few documents of the sample.
+        texts: list[str] = []
+        waiting: list[int] = []
+        for domain, path in documents.items():
+            batches = read_batches(path, ["id", "text"])
+            for batch in counted(batches, f"{name}: documents of {domain} counted", [path]):
+                keys = _keys(batch, seed)
+                chosen, keys = batch.filter(pa.array(keys <= last)), keys[keys <= last]
+                given = _given(clustering.method, names, seed, domain, chosen.column("id").to_pylist())
+                drawn.append((keys, np.full(len(keys), -1) if given is None else given))
+                texts += chosen.column("text").to_pylist()
+                waiting += keys.tolist()
+                if len(texts) >= BATCH_ROWS or sum(map(len, texts)) >= BATCH_BYTES:
+                    yield texts, np.array(waiting)
+                    texts, waiting = [], []
+        yield texts, np.array(waiting, np.int64)
+
+    few = clustering.min_documents
+    embedding, points = fit_embedding(
+        sample(),
+        dimensions=clustering.dimensions,
+        min_documents=few if few is not None else 1 if size <= FEW_DOCUMENTS else 10,
+        normalise=clustering.normalise,
+        numbers=clustering.numbers,
+        seed=seed,
+        subject=subject,
+    )
+    objectives: list[float] = []
+    if clustering.method == "kmeans":
+        start = _distinct(points, len(names))
+        if len(start) < len(names):
+            _too_few(subject, len(names), f"{len(start)} documents that differ")
+        centres, labels, objectives = kmeans(points, start, clustering.rounds, clustering.balanced)
+    else:
+        keys, labels = map(np.concatenate, zip(*drawn, strict=True))
+        labels = labels[np.argsort(keys, kind="stable")]
+        if missing := set(range(len(names))) - set(labels.tolist()):
+            cause = f"leaves {names[min(missing)]} without any of the {size} documents of the sample"
+            raise DemixError(subject, cause, "raise documents, or make fewer clusters")
+        centres = means(points, labels, len(names), np.zeros(size))
+    more = {
+        "documents": size,
+        "sizes": np.bincount(labels, minlength=len(names)).tolist(),
+        "objectives": objectives,
+        "clustering": asdict(clustering),
+    }
+    return Clusterer(embedding, centres, names, clustering.method, seed).write(output, more)
+
+
+def _too_few(subject: str, clusters: int, what: str) -> NoReturn:
+    raise DemixError(f"{subject}.clusters", f"is {clusters} for {what}", "lower it")
+
+
+def _keys(batch: pa.RecordBatch, seed: int) -> np.ndarray:
+    """The place of each document in the order by hash."""
+    return np.array([seed_for(seed, "cluster", name) for name in batch.column("id").to_pylist()], np.int64)
+
+
+def _last_key(documents: Mapping[str, Path], seed: int, count: int) -> tuple[int, int]:
+    """The largest key of a sample of `count` documents at most, and their number."""
+    kept = np.empty(0, np.int64)
+    for path in documents.values():
+        for batch in read_batches(path, ["id"]):
+            kept = np.append(kept, _keys(batch, seed))
+            if len(kept) > 2 * count:
+                kept = np.partition(kept, count)[:count]
+    kept = np.sort(kept)[:count]
+    return (int(kept[-1]) if len(kept) else -1), len(kept)
+
+
+def _distinct(points: np.ndarray, count: int) -> np.ndarray:
+    """The first `count` points that differ from all before them; fewer where there are no more."""
+    found: dict[bytes, int] = {}
+    for number, point in enumerate(points):
+        # Where a point is zero, its sign is no difference.
+        found.setdefault((point + 0.0).tobytes(), number)
+        if len(found) == count:
+            break
+    return points[list(found.values())]
+
+
+def assign(clusterer: Clusterer, domain: str, documents: Path, output: Path) -> None:
+    """Write the cluster of each document of a split, in the order of the split: `cluster` and squared `distance`.
+
+    Documents stream through memory in batches. The footer holds the `clusterer_sha256`.
+    """
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        read = read_batches(documents, ["id", "text"])
+        for batch in counted(read, f"{domain} {documents.stem}: documents assigned", [documents]):
+            distances = clusterer.distances(clusterer.embedding.points(batch.column("text").to_pylist()))
+            labels = clusterer.labels(domain, batch.column("id").to_pylist(), distances)
+            own = distances[np.arange(len(labels)), labels]
+            arrays = [pa.array(labels.astype(np.uint16)), pa.array(own.astype(np.float32))]
+            yield pa.record_batch(arrays, schema=ASSIGNED)
+
+    metadata = {"clusterer_sha256": clusterer.sha256}
+    write_batches(output, ASSIGNED, batches(), footer=lambda: metadata)
+
+
+class Contexts:
+    """The contexts of the tokens of a text that grows, and the squared distance of each context to each centre.
+
+    A context is the text since the last `<|endoftext|>` (`document`), or what the model sees: the token before the
+    block of `length` tokens, and the block's tokens before the token (`block`). In a block `<|endoftext|>` is a
+    newline. An empty text has the point of no terms.
+    """
+
+    def __init__(self, clusterer: Clusterer, tokenizer: Tokenizer, context: Context, length: int) -> None:
+        self.names, self.length = clusterer.names, length
+        self._clusterer, self._context = clusterer, context
+        self.end_of_text = tokenizer.end_of_text
+        self._bytes = tokenizer.encoding.decode_tokens_bytes(range(tokenizer.vocab_size))
+        self._bytes[self.end_of_text] = b"\n"
+        self._sizes = np.array([len(each) for each in self._bytes])
+        self._prefixes, self._seen = Prefixes(clusterer.embedding), 0
+
+    def distances(self, tokens: np.ndarray) -> np.ndarray:
+        """The distances (float32, [N, K]) of the contexts that end with each of the next `tokens` [N].
+
+        The first token of all is the one before the text.
+        """
+        if self._context == "document":
+            begins = np.flatnonzero(tokens == self.end_of_text)
+        else:
+            begins = np.arange(-self._seen % self.length, len(tokens), self.length)
+        found = np.empty((len(tokens), len(self.names)), np.float32)
+        for first, last in pairwise(np.unique([0, *begins, len(tokens)]).tolist()):
+            # A piece may begin inside of a context.
+            if first or begins[:1].tolist() == [0]:
+                self._prefixes = Prefixes(self._clusterer.embedding)
+            ids = tokens[first:last].tolist()
+            data = b"".join([self._bytes[token] for token in ids])
+            found[first:last] = self._clusterer.distances(self._prefixes.extend(data, np.cumsum(self._sizes[ids])))
+        self._seen += len(tokens)
+        return found
+
+
+def context_distances(
+    clusterer: Clusterer, tokenizer: Tokenizer, shard: TokenShard, context: Context, length: int, limit: int | None
+) -> Iterator[np.ndarray]:
+    """The squared distances (float32, [n, K] at a time) to each centre of what stands before each token of a shard.
+
+    Of the first `limit` tokens (None: all). `Contexts` explains `context` and `length`. Raises DemixError for a shard
+    of another tokenizer.
+    """
+    if shard.tokenizer_sha256 != tokenizer.sha256:
+        raise DemixError(shard.path, "was made with another tokenizer", "tokenize it again")
+    total = len(shard) if limit is None else min(limit, len(shard))
+    size = _TOKENS if context == "document" else max(1, _TOKENS // length) * length
+    contexts = Contexts(clusterer, tokenizer, context, length)
+    for start in range(0, total, size):
+        before = shard.read(max(start, 1) - 1, min(start + size, total) - 1)
+        yield contexts.distances(before if start else np.append(before.dtype.type(shard.end_of_text), before))
+
+
+def cluster_shards(
+    clusterer: Clusterer,
+    assigned: Mapping[str, Path],
+    shards: Mapping[str, Path],
+    length: int,
+    output: Path,
+    name: str = "clusters",
+) -> None:
+    """Write `<cluster>/<split>.arrow` below `output` for each cluster of `clusterer`: its documents, as spans.
+
+    `assigned` has what `assign` wrote for one split of each training domain, `shards` the split's tokens. Before
+    anything is written, DemixError is raised for a cluster of fewer training tokens than a block of `length` or without
+    any on dev, and for a split whose documents are others than those assigned, or were assigned by another clusterer.
+    """
+    names = clusterer.names
+    domains = sorted(shards)
+    split = shards[domains[0]].stem
+    opened = [TokenShard.open(shards[domain]) for domain in domains]
+    tables = [read_parquet(assigned[domain]) for domain in domains]
+    for domain, table in zip(domains, tables, strict=True):
+        if (table.schema.metadata or {}).get(b"clusterer_sha256", b"").decode() != clusterer.sha256:
+            raise DemixError(assigned[domain], "was made with another clusterer", "assign the documents again")
+    labels = [table.column("cluster").to_numpy() for table in tables]
+    for domain, shard, some in zip(domains, opened, labels, strict=True):
+        if len(some) != len(shard.offsets):
+            cause = f"has {len(some)} documents, not the {len(shard.offsets)} of {shard.path}"
+            raise DemixError(assigned[domain], cause, "assign the documents again")
+
+    def spans(cluster: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The source, first token and length of each document."""
+        columns = []
+        for number, (shard, some) in enumerate(zip(opened, labels, strict=True)):
+            own = np.flatnonzero(some == cluster)
+            after = shard.offsets[np.minimum(own + 1, len(some) - 1)]
+            ends = np.where(own + 1 < len(some), after, len(shard))
+            columns.append((np.full(len(own), number), shard.offsets[own], ends - shard.offsets[own]))
+        source, start, lengths = map(np.concatenate, zip(*columns, strict=True))
+        return source, start, lengths
+
+    for number, cluster in enumerate(names):
+        # A loss on dev is measured on short blocks too.
+        if (tokens := spans(number)[2].sum()) < (least := length if split == "train" else 1):
+            kind = {"train": "training"}.get(split, split)
+            cause = f"{cluster} has {tokens} {kind} tokens, fewer than one block of {length}"
+            cause = cause if least > 1 else f"{cluster} has no {kind} tokens"
+            raise DemixError(f"clustering {name}", cause, "fewer clusters, or more text")
+    for number, cluster in enumerate(names):
+        write_spans([shards[domain] for domain in domains], *spans(number), output / cluster / f"{split}.arrow")

@@ -1,0 +1,274 @@
+"""Texts as points: tf-idf, reduced by a truncated SVD, of whole documents and of every prefix of a text.
+
+Sources: Gururangan et al. 2023, section 3.2. scikit-learn fits an embedding; to use one takes numpy and scipy alone.
+"""
+
+import codecs
+import re
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from demix.errors import DemixError
+
+NUMBER = "#NUMBER"
+# scikit-learn's own `(?u)\b\w\w+\b`, whose words are the same.
+_WORD = re.compile(r"\w\w+")
+_GAP = re.compile(r"\W")
+# Letters whose words are in memory at one time.
+_PIECE = 1 << 20
+# Counts of so many terms of documents, or more, are fitted in float32, so that 400,000 documents take 1.5 GB.
+_MANY_COUNTS = 1 << 24
+
+
+def lowered(text: str) -> str:
+    """`text` in lower case, with one small sigma, so that a letter never depends on those that follow it."""
+    return text.lower().replace("ς", "σ")
+
+
+class _Terms(dict[str, int]):
+    """The number of each term. A word that begins with a digit is NUMBER; another one is -1, or grows the terms."""
+
+    def __init__(self, terms: dict[str, int], grows: bool = False) -> None:
+        super().__init__(terms)
+        self.grows = grows
+        self.longest = max(map(len, self), default=0)
+
+    def __missing__(self, word: str) -> int:
+        if word[0].isdigit():
+            return self.get(NUMBER, -1)
+        if not self.grows:
+            return -1
+        self[word] = number = len(self)
+        return number
+
+    def counts(self, texts: Sequence[str], dtype: type[np.floating[Any]]) -> csr_array:
+        """How often each term is in each text, [N, terms]; columns that are no term's stay empty."""
+        found, ends = array("i"), [0]
+        for text in map(lowered, texts):
+            start = 0
+            while start < len(text):
+                gap = _GAP.search(text, start + _PIECE)
+                end = gap.start() if gap else len(text)
+                found.extend(map(self.__getitem__, _WORD.findall(text, start, end)))
+                start = end
+            ends.append(len(found))
+        numbers = np.array(found, np.int32)
+        known = numbers >= 0
+        edges = np.append(0, np.cumsum(known, dtype=np.int32)).astype(np.int32)[ends]
+        shape = (len(texts), len(self))
+        counts = csr_array((np.ones(edges[-1], dtype), numbers[known], edges), shape=shape)
+        counts.sum_duplicates()
+        return counts
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """V terms and what makes D numbers of their counts.
+
+    `terms` are the V terms in alphabetical order, `idf` [V] their weights, `components` [V, D] their rows of the SVD.
+    `normalise` is `unit` (a point has length 1, or 0 without any term) or `standard` (z-scores by `mean` and `scale`
+    [D], those of the sample).
+    """
+
+    terms: tuple[str, ...]
+    idf: np.ndarray
+    components: np.ndarray
+    mean: np.ndarray
+    scale: np.ndarray
+    normalise: str
+
+    @cached_property
+    def known(self) -> _Terms:
+        """The number of each term."""
+        return _Terms({term: number for number, term in enumerate(self.terms)})
+
+    def points(self, texts: Sequence[str]) -> np.ndarray:
+        """The points [N, D] of texts, float64."""
+        counts = self.known.counts(texts, np.float64)
+        counts.data *= self.idf[counts.indices]
+        return self.normalised(counts @ self.components, np.sqrt((counts * counts).sum(1)))
+
+    def normalised(self, sums: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """The points [N, D] of sums of rows of the SVD, weighted by tf-idf of `lengths` [N]."""
+        if self.normalise == "unit":
+            # The length of the tf-idf cancels.
+            lengths = np.sqrt(np.einsum("nd,nd->n", sums, sums))
+        points: np.ndarray = sums / np.where(lengths > 0, lengths, 1)[:, None]
+        return points if self.normalise == "unit" else (points - self.mean) / self.scale
+
+    def top_terms(self, centre: np.ndarray, count: int) -> list[str]:
+        """The `count` terms that weigh most in a `centre` [D], mapped back by the inverse of the SVD."""
+        weights = self.components @ (centre if self.normalise == "unit" else centre * self.scale + self.mean)
+        return [self.terms[number] for number in np.argsort(-weights, kind="stable")[:count]]
+
+
+def fit_embedding(
+    batches: Iterable[tuple[Sequence[str], np.ndarray]],
+    *,
+    dimensions: int,
+    min_documents: int,
+    normalise: str,
+    numbers: bool,
+    seed: int,
+    subject: str,
+) -> tuple[Embedding, np.ndarray]:
+    """Fit an embedding to documents; returned besides are their points [N, D] in the order of their keys.
+
+    `batches` give texts and a distinct number (key) for each; the order of the documents does not matter. Stop words
+    are scikit-learn's English ones, a term occurs in `min_documents` documents at least, a word that begins with a
+    digit is the term NUMBER, or none without `numbers`. Raises DemixError that names `subject` (the key of the
+    clustering in the config) for fewer terms or documents than dimensions.
+    """
+    # Takes a second to import; only fitting needs it.
+    from sklearn.decomposition import TruncatedSVD
+    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS, TfidfTransformer
+
+    stopped = dict.fromkeys(map(lowered, ENGLISH_STOP_WORDS), -1)
+    terms = _Terms(stopped | ({NUMBER: len(stopped)} if numbers else {}), grows=True)
+    # Few large buffers, which go back to the system when they are freed. The numbers of the stop words are taken.
+    numbered, counted, edges, keys = array("i"), array("f"), [0], []
+    occurs = np.zeros(len(terms), np.int64)
+    for texts, some in batches:
+        part = terms.counts(texts, np.float32)
+        numbered.frombytes(part.indices.tobytes())
+        counted.frombytes(part.data.tobytes())
+        edges += (edges[-1] + part.indptr[1:]).tolist()
+        keys.append(some)
+        found = np.bincount(part.indices, minlength=len(terms))
+        found[: len(occurs)] += occurs
+        occurs = found
+    names = sorted(term for term, number in terms.items() if number >= 0 and occurs[number] >= min_documents)
+    columns, documents = np.array([terms[name] for name in names], np.int64), len(edges) - 1
+    shape = (documents, len(terms))
+    del terms
+    if dimensions > min(len(names), documents):
+        what = f"{len(names)} terms" if len(names) <= documents else f"{documents} documents"
+        raise DemixError(f"{subject}.dimensions", f"is {dimensions} for {what}", "lower it")
+    counts = csr_array((np.frombuffer(counted, np.float32), np.frombuffer(numbered, np.int32), edges), shape=shape)
+    del counted, numbered
+    counts = counts[:, columns]
+    counts = counts[np.argsort(np.concatenate(keys), kind="stable")]
+    counts.sort_indices()
+    if counts.nnz < _MANY_COUNTS:
+        counts = counts.astype(np.float64)
+    weighting = TfidfTransformer()
+    counts = weighting.fit(counts).transform(counts, copy=False)
+    components = TruncatedSVD(dimensions, n_iter=5, random_state=seed % 2**32).fit(counts).components_.T
+    sums = (counts @ components).astype(np.float64, copy=False)
+    del counts
+    mean, scale = np.zeros(dimensions), np.ones(dimensions)
+    if normalise == "standard":
+        mean, scale = sums.mean(0), sums.std(0)
+        scale[scale == 0] = 1
+    idf, components = (np.ascontiguousarray(some, np.float64) for some in (weighting.idf_, components))
+    embedding = Embedding(tuple(names), idf, components, mean, scale, normalise)
+    return embedding, embedding.normalised(sums, np.ones(documents))
+
+
+class Prefixes:
+    """The points of a text that grows: of every prefix, as if the prefix were a text of its own."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        self._embedding = embedding
+        # Of the words that have ended: the weighted sum of their rows, the squared length of their tf-idf, and counts.
+        self._sum = np.zeros(embedding.components.shape[1])
+        self._square = 0.0
+        self._counts = np.zeros(len(embedding.idf) if embedding.normalise == "standard" else 0, np.int64)
+        # The bytes of the word, and of the character, that go on.
+        self._pending = b""
+
+    def extend(self, data: bytes, ends: np.ndarray) -> np.ndarray:
+        """Append the UTF-8 `data`; give the points [n, D] of all text up to before each of `ends` [n] in `data`.
+
+        `ends` are non-decreasing. A character that is cut counts as none, bytes that are not UTF-8 as no letters.
+        """
+        terms, idf = self._embedding.known, self._embedding.idf
+        data, ends = self._pending + data, ends + len(self._pending)
+        text, whole = codecs.utf_8_decode(data, "surrogateescape", False)
+        edges = _byte_edges(text, whole)
+        text = lowered(text)
+        cuts = np.searchsorted(edges, ends, side="right") - 1
+        words = [(*match.span(), terms[match.group()]) for match in _WORD.finditer(text)]
+        starts, stops, numbers = np.array(words, np.int64).reshape(-1, 3).T
+        # The last word may go on.
+        open_from = len(text) - 1 if text and not _GAP.match(text[-1]) else len(text)
+        if len(stops) and stops[-1] == len(text):
+            open_from = int(starts[-1])
+        # A cut word is a word of its own.
+        of = np.searchsorted(stops, cuts, side="right")
+        inside = np.flatnonzero(of < len(stops))
+        inside = inside[starts[of[inside]] + 2 <= cuts[inside]]
+        begun, until = starts[of[inside]].tolist(), cuts[inside].tolist()
+        spans = zip(begun, until, strict=True)
+        # No longer word is a term; a number tells by its first digit.
+        parts = np.array([terms[text[a : min(b, a + terms.longest + 1)]] for a, b in spans], np.int64)
+        inside, parts = inside[parts >= 0], parts[parts >= 0]
+        known = numbers >= 0
+        stops, numbers = stops[known], numbers[known]
+        done = np.searchsorted(stops, cuts, side="right")
+
+        sums = self._running(self._sum, self._rows(numbers))
+        found = sums[done]
+        found[inside] += self._rows(parts)
+        squares = np.array([self._square])
+        lengths = np.zeros(len(cuts))
+        if len(self._counts):
+            earlier = _Earlier(numbers)
+            counts = self._counts[numbers] + earlier.before(numbers, np.arange(len(numbers)))
+            squares = self._running(squares[0], idf[numbers] ** 2 * (2 * counts + 1))
+            lengths = squares[done]
+            counts = self._counts[parts] + earlier.before(parts, done[inside])
+            lengths[inside] += idf[parts] ** 2 * (2 * counts + 1)
+        points = self._embedding.normalised(found, np.sqrt(lengths))
+
+        ended = int(np.searchsorted(stops, open_from, side="right"))
+        self._sum = sums[ended]
+        if len(self._counts):
+            self._square = float(squares[ended])
+            np.add.at(self._counts, numbers[:ended], 1)
+        head = min(len(text), open_from + terms.longest + 1)
+        self._pending = data[edges[open_from] : edges[head]] + data[whole:]
+        return points
+
+    def _rows(self, numbers: np.ndarray) -> np.ndarray:
+        rows: np.ndarray = self._embedding.components[numbers]
+        rows = rows * self._embedding.idf[numbers, None]
+        return rows
+
+    @staticmethod
+    def _running(first: Any, steps: np.ndarray) -> np.ndarray:
+        """The sums of `first` and of all steps before each, and of all."""
+        return np.cumsum(np.concatenate([np.reshape(first, (1, *steps.shape[1:])), steps]), axis=0)
+
+
+class _Earlier:
+    """How often a number stands in a list before a place."""
+
+    def __init__(self, numbers: np.ndarray) -> None:
+        self._size = len(numbers) + 1
+        self._sorted = np.sort(numbers * self._size + np.arange(len(numbers)))
+
+    def before(self, numbers: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """The count of each of `numbers` [n] before each of `places` [n]."""
+        until, since = (numbers * self._size + place for place in (places, 0))
+        return np.searchsorted(self._sorted, until) - np.searchsorted(self._sorted, since)
+
+
+def _byte_edges(text: str, size: int) -> np.ndarray:
+    """Where each letter of `lowered(text)` ends in the `size` bytes of `text`, after a 0 (int64, one more)."""
+    if len(text) == size:
+        return np.arange(size + 1)
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    # A byte that is not UTF-8 has become a surrogate.
+    sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+    sizes[(codes >= 0xDC80) & (codes <= 0xDCFF)] = 1
+    edges = np.append(0, np.cumsum(sizes))
+    # It alone has two letters in lower case; both are there once it is.
+    longer = np.flatnonzero(codes == ord("İ"))
+    return np.insert(edges, longer + 1, edges[longer + 1])

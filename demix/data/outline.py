@@ -1,0 +1,200 @@
+"""A first config for a user's own texts: domains by file, and sizes that fit the amount of text."""
+
+import glob
+import hashlib
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from demix.config.reference import inline
+from demix.data.readers import TO_UTF8, Reading, read_rows, readable, stem
+from demix.data.sources import Source, download
+from demix.data.text import count_words
+from demix.errors import DemixError
+from demix.files.batches import read_batches
+from demix.settings import settings_from
+
+# Words of one domain: fewer are refused, and of more only so many are counted.
+LEAST_WORDS = 1_000
+MOST_WORDS = 2_000_000
+# The records from which the field of the text is guessed.
+GUESSED_FROM = 20
+
+
+@dataclass(frozen=True)
+class Found:
+    """One domain: its source as in a config, and the distinct documents, words and longest document of its text."""
+
+    name: str
+    source: dict[str, Any]
+    documents: int
+    words: int
+    longest: int
+    not_utf8: int
+
+
+def outline(training: Sequence[str], novel: Sequence[str], field: str | None, schema: str | None) -> str:
+    """The YAML of a config whose domains are these files, folders and globs.
+
+    `field` holds the text of records; where a file lacks it, the field is guessed. `schema` is the path of the JSON
+    schema, for editors. The same texts give the same config. Raises DemixError for fewer than two training domains, for
+    too little text, and for a field that cannot be guessed.
+    """
+    if len(training) < 2:
+        cause = f"{len(training)} is given, and experts are mixed from 2 training domains on"
+        raise DemixError("training domains", cause, "name a file of text for each: demix init letters.txt recipes.txt")
+    names = _names([*training, *novel])
+    domains = [_found(name, text, field) for name, text in names.items()]
+    known, total = domains[: len(training)], sum(domain.words for domain in domains[: len(training)])
+    small = total < 200_000
+    layers, width, heads, context = (2, 64, 2, 128) if small else (3, 128, 4, 256)
+    tokens = _rounded(min(max(5 * total, 200_000), 1_000_000))
+    sequences = next((n for n in (4, 2) if 100 * n * len(known) * context <= tokens), 1)
+    step = sequences * len(known) * context
+    tokens = max(tokens, 100 * step)
+    lines = [
+        *([f"# yaml-language-server: $schema={schema}"] if schema else []),
+        "# config/README.md explains every key; `demix config FILE` checks this file and says what will run.",
+        "run: mine  # the name of the folder in results/",
+        "domains:",
+        "  training:",
+        *_listed(known),
+        *(["  novel:  # each gets an expert after the training", *_listed(domains[len(known) :])] if novel else []),
+        f"tokenizer: {{kind: bpe, vocab_size: {2048 if small else 4096}}}",
+        f"architecture: {{layers: {layers}, width: {width}, heads: {heads}, context: {context}}}",
+        "training:",
+        f"  tokens: {tokens}  # of each model: {tokens // step} updates, for {_rounded(total):,} words of text",
+        f"  sequences: {sequences}  # of each domain in one update",
+        "  learning_rate: 2.0e-3",
+    ]  # fmt: skip
+    if novel:
+        share = _rounded(tokens // len(known))
+        lines.append(f"adaptation: {{tokens: {share}, sequences: 4, evaluate_every: 10}}")
+    return "\n".join(lines) + "\n"
+
+
+def _listed(domains: Iterable[Found]) -> Iterable[str]:
+    for domain in domains:
+        many = "at least " if domain.words >= MOST_WORDS else ""
+        said = f"{many}{domain.words:,} words in {domain.documents:,} document{'s' * (domain.documents > 1)}"
+        if domain.not_utf8:
+            said += f"; left out: {domain.not_utf8:,} not in UTF-8: {TO_UTF8}"
+        source = dict(domain.source)
+        # Few documents cannot be divided into splits, and one that is long fills a split beyond its budget.
+        if domain.documents < 50 or 20 * domain.longest > domain.words:
+            source["piece_words"] = min(max(domain.words // 50, 50), 250)
+        held_out = _rounded(min(domain.words // 10, 15_000))
+        yield f"    {inline(domain.name)}:  # {said}"
+        yield f"      source: {inline(source)}"
+        yield f"      words: {{dev: {held_out}, test: {held_out}}}"
+
+
+def _rounded(number: int) -> int:
+    """The number down to two digits that are not zero."""
+    unit = int(10 ** max(0, len(str(number)) - 2))
+    return number // unit * unit
+
+
+def _names(texts: Sequence[str]) -> dict[str, str]:
+    """The name of each text's domain, made of the text's own: a to z, digits and _, and no name twice."""
+    names: dict[str, str] = {}
+    for number, text in enumerate(texts, 1):
+        if text in names.values():
+            raise DemixError(text, "is given twice", "name each text once")
+        # Of letters/*.txt the folder says more.
+        places = [Path(text), *Path(text).parents] if glob.has_magic(text) else [Path(text)]
+        name = next(filter(None, (_plain(stem(place.name)) for place in places)), f"domain_{number}")
+        if name in ("tokens", "dense"):
+            name += "_text"
+        while name in names:
+            name += f"_{number}"
+        names[name] = text
+    return names
+
+
+def _plain(name: str) -> str:
+    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode().lower()
+    return re.sub("[^a-z0-9]+", "_", plain).strip("_")
+
+
+def _found(name: str, text: str, field: str | None) -> Found:
+    """What there is of one domain's text."""
+    paths = _paths(text)
+    files = sorted({file for path in paths for file in glob.glob(path, recursive=True)})
+    if not files:
+        raise DemixError(text, "is no file, and no folder of files that can be read", "mend the name or its ending")
+    source: dict[str, Any] = {"kind": "files", "path": paths[0] if len(paths) == 1 else paths}
+    source |= _layout(Path(files[0]), field)
+    with TemporaryDirectory(prefix="demix.") as folder:
+        raw = Path(folder, "raw", f"{name}.parquet")
+        download(settings_from(Source, source | {"words": MOST_WORDS}), name, raw)
+        counts = [
+            (hashlib.sha256(document.as_py().encode()).digest(), int(words))
+            for batch in read_batches(raw, ["text"])
+            for document, words in zip(batch.column(0), count_words(batch.column(0)), strict=True)
+            if words
+        ]
+        not_utf8 = int((pq.read_metadata(raw).metadata or {}).get(b"not_utf8", 0))
+    # Texts that stand there twice are kept once.
+    documents = dict(counts)
+    words = sum(documents.values())
+    if words < LEAST_WORDS:
+        cause = f"has {words:,} words in {len(documents):,} documents"
+        cause += f", and {not_utf8:,} not in UTF-8" if not_utf8 else ""
+        cure = f"give a domain {LEAST_WORDS:,} words or more" + (f"; convert them: {TO_UTF8}" if not_utf8 else "")
+        raise DemixError(text, cause, cure)
+    return Found(name, source, len(documents), words, max(documents.values()), not_utf8)
+
+
+def _paths(text: str) -> list[str]:
+    """The globs of a source: those of the endings in a folder, a file's own name, or a glob."""
+    path = Path(text)
+    if not path.is_dir():
+        return [glob.escape(text) if path.exists() else text]
+    below = f"{glob.escape(text.rstrip('/'))}/**/*"
+    names = (Path(file).name for file in glob.glob(below, recursive=True) if Path(file).is_file())
+    return [f"{below}{ending}" for ending in sorted({Path(name).suffix for name in names if readable(name)})]
+
+
+def _layout(file: Path, field: str | None) -> dict[str, str]:
+    """The keys `json` and `text` of a source, where they differ from their defaults, by the first records of a file."""
+    layout: dict[str, str] = {}
+    try:
+        rows = list(islice(read_rows(file, Reading(())), GUESSED_FROM))
+    except DemixError:
+        if ".json" not in file.suffixes:
+            raise
+        rows = list(islice(read_rows(file, Reading((), values=True)), GUESSED_FROM))
+        layout["json"] = "values"
+    words: Counter[str] = Counter()
+    for row in rows:
+        _count_fields(row.fields, "", words)
+    (best, most), (_, second) = [*words.most_common(2), ("", 0), ("", 0)][:2]
+    named = next((name for name in (field, "text") if name in words), None)
+    if named is None and most < max(1, 10 * second):
+        several = ", ".join(f"{name} ({number:,} words)" for name, number in words.most_common(16))
+        cause = f"has no field that is plainly the text: {several or 'none holds words'}"
+        raise DemixError(file, cause, "name it with --field")
+    if (chosen := named or best) != "text":
+        layout["text"] = chosen
+    return layout
+
+
+def _count_fields(value: Any, path: str, words: Counter[str]) -> None:
+    """Add the words of each field of text in a record, by paths as `demix.data.selection.select` takes them."""
+    if isinstance(value, str):
+        words[path] += len(value.split())
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            _count_fields(inner, f"{path}.{name}" if path else name, words)
+    elif isinstance(value, list):
+        for inner in value:
+            _count_fields(inner, f"{path}[]", words)

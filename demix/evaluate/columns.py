@@ -1,0 +1,113 @@
+"""The columns of the tables that an evaluation writes."""
+
+import pyarrow as pa
+
+# results.parquet. `variant` is empty in the rows of the tables; others say what varies in theirs: decay and dev_blocks
+# (a whole grid, the config's own value too), dev_choice (an expert chosen on dev, not by the test's oracle) and
+# released_scorer (the paper's published code, by `scorer` too: paper or released). `chosen_on` is the split on which
+# `naive` chose an expert for a novel domain. `beta`, `gamma` and `alpha` are the parameters of `tempered` and
+# `switching`. `routing` is the clustering whose distances weight the experts, `context` the text that is measured
+# (document or block) and `temperature` what squared distances are divided by; the variant routing is the whole grid of
+# contexts, temperatures and top-k, and dev_temperature has the temperature and top-k chosen on dev. The methods
+# best_block and best_token are no mixtures but floors, in hindsight. `documents` counts documents of origin, `pieces`
+# what was scored of them: equal where none was cut. Bounds are of the 95% interval over documents of origin, null below
+# 20 of them.
+COLUMNS = {
+    "model": pa.string(),
+    "experts": pa.string(),
+    "n_experts": pa.int32(),
+    "method": pa.string(),
+    "weights": pa.string(),
+    "top_k": pa.int32(),
+    "decay": pa.float64(),
+    "beta": pa.float64(),
+    "gamma": pa.float64(),
+    "alpha": pa.float64(),
+    "routing": pa.string(),
+    "context": pa.string(),
+    "temperature": pa.float64(),
+    "dev_blocks": pa.int32(),
+    "domain": pa.string(),
+    "kind": pa.string(),
+    "split": pa.string(),
+    "expert": pa.string(),
+    "oracle": pa.bool_(),
+    "documents": pa.int32(),
+    "pieces": pa.int32(),
+    "tokens": pa.int64(),
+    "nll": pa.float64(),
+    "perplexity": pa.float64(),
+    "tokens_sha256": pa.string(),
+    "variant": pa.string(),
+    "scorer": pa.string(),
+    "chosen_on": pa.string(),
+    "perplexity_low": pa.float64(),
+    "perplexity_high": pa.float64(),
+    "bytes": pa.int64(),
+    "bits_per_byte": pa.float64(),
+    "seed": pa.int32(),
+}
+# differences.parquet: each system less the one it is held `against` (dense or demix_cached), over the same documents;
+# negative is better than that one.
+DIFFERENCES = {
+    "model": pa.string(),
+    "experts": pa.string(),
+    "method": pa.string(),
+    "weights": pa.string(),
+    "against": pa.string(),
+    "domain": pa.string(),
+    "kind": pa.string(),
+    "documents": pa.int32(),
+    "pieces": pa.int32(),
+    "tokens": pa.int64(),
+    "nats_per_token": pa.float64(),
+    "nats_per_token_low": pa.float64(),
+    "nats_per_token_high": pa.float64(),
+    "perplexity": pa.float64(),
+    "perplexity_low": pa.float64(),
+    "perplexity_high": pa.float64(),
+    "tokens_sha256": pa.string(),
+    "seed": pa.int32(),
+}
+# priors.parquet: the cached priors of the tables' rows by their weights, and the fitted priors (weights: fitted).
+PRIORS = {
+    "model": pa.string(),
+    "experts": pa.string(),
+    "weights": pa.string(),
+    "domain": pa.string(),
+    "kind": pa.string(),
+    "expert": pa.string(),
+    "prior": pa.float64(),
+    "seed": pa.int32(),
+}
+# posteriors.parquet: over demix's training experts after each block, with the updating prior (Figures 7 and 8).
+POSTERIORS = {
+    "model": pa.string(),
+    "experts": pa.string(),
+    "weights": pa.string(),
+    "decay": pa.float64(),
+    "domain": pa.string(),
+    "kind": pa.string(),
+    "split": pa.string(),
+    "block": pa.int32(),
+    "expert": pa.string(),
+    "posterior": pa.float64(),
+    "seed": pa.int32(),
+}
+# losses.parquet: the loss of each document under each column of each model's score table, in nats. `document` is its
+# number in the split, `origin` is the same for pieces of one document, and `tokens` counts its scored tokens.
+LOSSES = {
+    "domain": pa.string(),
+    "document": pa.int32(),
+    "origin": pa.int64(),
+    "tokens": pa.int64(),
+    "model": pa.string(),
+    "seed": pa.int32(),
+    "expert": pa.string(),
+    "nll": pa.float64(),
+}
+
+
+def table_schema(columns: dict[str, pa.DataType]) -> pa.Schema:
+    """The schema of one of the tables above; the training seed is never null."""
+    return pa.schema([pa.field(name, kind, nullable=name != "seed") for name, kind in columns.items()])

@@ -1,0 +1,127 @@
+"""A new domain's expert for a model in any folder: from text files to the expert and what it is worth, with no run."""
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from demix.config.domains import Budget
+from demix.config.rows import DENSE_EXPERT
+from demix.config.run import read_run_config
+from demix.config.sections import AdaptationRecipe, taken
+from demix.config.systems import learning_rate_factor, planned, row_of
+from demix.data.anonymize import anonymize_documents
+from demix.data.corpus import split
+from demix.data.duplicates import mark_duplicates
+from demix.data.shards import tokenize
+from demix.errors import DemixError, StoppedError
+from demix.evaluate.own_text import OwnText, evaluate_text, raw_text
+from demix.evaluate.parent import choose_parent
+from demix.evaluate.score import Scoring, score
+from demix.files import read_json, refuse_used, replacing, scratch
+from demix.model.checkpoint import describe, expert_names
+from demix.model.description import Usual, run_of
+from demix.model.experts import refuse_name
+from demix.model.tokenizer import copy_tokenizer, tokenizer_of
+from demix.model.usual import usual_of, write_usual
+from demix.settings import settings_from
+from demix.train.adapt import Adaptation, adapt_expert
+
+# Long documents are cut, so that one file can be parted into train, dev and test.
+PIECE_WORDS = 250
+# Dev decides when training stops, and test measures. Each gets this part of the words.
+HELD_OUT = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Added:
+    """The expert that was copied, and the text held out of training under the model before and after."""
+
+    parent: str
+    before: OwnText
+    after: OwnText
+
+
+def add_domain(
+    model: Path,
+    domain: str,
+    texts: Sequence[Path],
+    output: Path,
+    field: str = "text",
+    tokens: int | None = None,
+    rate: float | None = None,
+) -> Added:
+    """Write a copy of `model` to `output` that has one more expert: DEMix-DAPT on `texts` (paper, section 6).
+
+    The text is anonymized, cut into pieces of PIECE_WORDS words and parted into train, dev and test. The expert starts
+    as a copy of the one with the highest posterior on dev. `tokens` (most tokens of training) and `rate` (peak learning
+    rate as a fraction of the model's) override the settings of `adaptation_of`. Raises DemixError, and leaves no
+    `output`, for a name that is taken, a model without experts, and text that is too short.
+    """
+    refuse_used(output)
+    refuse_name(model, domain)
+    description, experts = describe(model, "training"), expert_names(model)
+    if experts == (DENSE_EXPERT,) or description["domain_tokens"]:
+        raise DemixError(model, "has no experts of domains", "choose a model that has")
+    tokenizer, _ = tokenizer_of(model)
+    adaptation = adaptation_of(model, tokens, rate)
+    with scratch(output) as folder:
+        shards, test = _tokens(domain, texts, tokenizer, field, folder)
+        scoring = Scoring(dev_blocks=adaptation.parent_blocks, threads=adaptation.threads)
+        score(model, experts, [shards[1]], scoring, folder / "scores")
+        blocks, decay = adaptation.parent_blocks, adaptation.parent_decay
+        chosen = choose_parent(folder / "scores", domain, experts, blocks=blocks, decay=decay)
+        before = evaluate_text(model, test, tokenizer)
+        with replacing(output.resolve(), directory=True) as made:
+            shutil.copytree(model, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "README.md"))
+            copy_tokenizer(tokenizer, made)
+            try:
+                adapt_expert(model, shards, chosen, {}, adaptation, made, folder / "metrics.jsonl", folder / "states")
+            except StoppedError:
+                raise KeyboardInterrupt from None
+            after = evaluate_text(made, test, tokenizer)
+            own = next(line for line in after.experts if line.name == domain)
+            usual = Usual(perplexity=own.perplexity, bits_per_byte=own.bits_per_byte)
+            write_usual(made, usual_of(model) | {domain: usual})
+    return Added(chosen["parent"], before, after)
+
+
+def adaptation_of(model: Path, tokens: int | None, rate: float | None) -> Adaptation:
+    """The settings of adaptations to `model`: those of its run, else those of an expert that was added, else defaults.
+
+    A sweep of learning rates is left out.
+    """
+    trained, run = describe(model, "training")["training"], run_of(model)
+    given: dict[str, Any] = {}
+    for name in expert_names(model):
+        given |= read_json(model / "experts" / f"{name}.json").get("adaptation") or {}
+    if model.resolve().parent.name == "models" and (run / "config.json").is_file():
+        config = read_run_config(run)
+        row = row_of(model.resolve().name, config)[0]
+        parent = next((one for one in planned(config) if one.name == row), None)
+        given = taken(AdaptationRecipe, config["adaptation"])
+        if parent is not None:
+            given["learning_rate_factor"] = learning_rate_factor(config, parent)
+    changes = {"tokens": tokens, "learning_rate_factor": rate, "sweep": None}
+    given |= {"seed": trained["seed"], "threads": trained.get("threads", 1)}
+    return settings_from(Adaptation, given | {key: value for key, value in changes.items() if value or key == "sweep"})
+
+
+def _tokens(
+    domain: str, texts: Sequence[Path], tokenizer: Path, field: str, folder: Path
+) -> tuple[tuple[Path, Path], Path]:
+    """The token shards of train and dev of `texts` below `folder`, and the documents of test."""
+    documents, owners, parts = (folder / f"{name}.parquet" for name in ("documents", "owners", "raw"))
+    raw_text(texts, field, domain, parts)
+    anonymize_documents(parts, documents, documents.with_suffix(".json"), piece_words=PIECE_WORDS)
+    mark_duplicates({domain: [documents]}, owners)
+    words = math.ceil(HELD_OUT * read_json(documents.with_suffix(".json"))["words"])
+    outputs = {name: folder / "corpus" / f"{name}.parquet" for name in ("train", "dev", "test")}
+    budget = Budget(dev=max(1, words), test=max(1, words))
+    split(domain, [documents], [documents.with_suffix(".json")], owners, True, budget, 1, outputs, folder / "card.json")
+    shards = [folder / "tokens" / domain / f"{name}.arrow" for name in ("train", "dev")]
+    for shard in shards:
+        tokenize(tokenizer, outputs[shard.stem], shard)
+    return (shards[0], shards[1]), outputs["test"]

@@ -1,0 +1,118 @@
+"""Routing tables: how far the text before each scored token is from the centres of a clustering.
+
+`routing/<clustering>/<context>/<domain>.<split>.parquet` has one float32 column of squared distances per cluster and
+one row per token that scoring scores. It is made once for all models; every temperature and top-k is arithmetic on it
+(Gururangan et al. 2023, Eq. 3).
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+
+from demix.config.evaluation import ScoredTokens
+from demix.data.cluster import Clusterer, context_distances
+from demix.data.shards import TokenShard
+from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError
+from demix.evaluate.losses import Mixture, document_losses
+from demix.evaluate.score_tables import Beside, row_groups
+from demix.files import digest, parquet_reader, read_json
+from demix.files.batches import write_batches
+from demix.progress import followed
+from demix.settings import Positive, settings
+
+log = logging.getLogger(__name__)
+
+
+@settings(kw_only=True)
+class Routing(ScoredTokens):
+    """Which tokens are routed, those that scoring scores, in blocks of `length` tokens, and by which context."""
+
+    length: Positive
+    context: Literal["document", "block"]
+
+
+def route(folder: Path, shards: Sequence[Path], tokenizer: Path, routing: Routing, output: Path) -> None:
+    """Write output/<domain>.<split>.parquet for each of the token shards tokens/<domain>/<split>.arrow.
+
+    `folder` is that of a clusterer. The tables stream: memory does not grow with the tokens. Raises DemixError for a
+    shard of another tokenizer, and for an empty split.
+    """
+    clusterer, encoder = Clusterer.open(folder), Tokenizer.load(tokenizer)
+    for path in shards:
+        domain, split = path.parent.name, path.stem
+        shard = TokenShard.open(path, verify=True)
+        limit = routing.limit(split, routing.length)
+        total = len(shard) if limit is None else min(limit, len(shard))
+        if not total:
+            raise DemixError(path, "holds no token to score", "give the domain more words, or raise the limit")
+        groups = row_groups(total, routing.length)
+        hashed = hashlib.sha256()
+        for start, stop in groups:
+            hashed.update(shard.read(start, stop).astype("<u4").tobytes())
+        about = {"tokens_sha256": hashed.hexdigest(), "clusterer_sha256": clusterer.sha256, "context": routing.context}
+        schema = pa.schema([pa.field(name, pa.float32(), False) for name in clusterer.names], about)
+        pieces = context_distances(clusterer, encoder, shard, routing.context, routing.length, limit)
+        pieces = followed(pieces, f"{domain} {split}: tokens", total, len)
+        rows = (
+            pa.record_batch([pa.array(np.ascontiguousarray(column)) for column in group.T], schema=schema)
+            for group in _grouped(pieces, [stop - start for start, stop in groups])
+        )
+        path = output / f"{domain}.{split}.parquet"
+        write_batches(path, schema, rows, use_dictionary=False, column_encoding="BYTE_STREAM_SPLIT")
+        log.info("%s %s: %d tokens, %d clusters", domain, split, total, len(clusterer.names))
+
+
+def _grouped(pieces: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.ndarray]:
+    """The rows of `pieces` [n, K] in groups of `sizes` rows."""
+    rest = next(pieces)
+    for size in sizes:
+        parts, missing = [rest[:size]], size - len(rest)
+        while missing > 0:
+            rest = next(pieces)
+            parts.append(rest[:missing])
+            size, missing = missing, missing - len(rest)
+        rest = rest[size:]
+        yield np.concatenate(parts)
+
+
+def beside_of(table: Path, mixtures: Iterable[Mixture]) -> dict[str, Beside]:
+    """The distances that `mixtures` read beside the score table scores/<model>/<domain>.<split>, by context.
+
+    Raises DemixError for a routing table of another clusterer than that of the run, and for experts without a centre.
+    """
+    wanted = [mixture for mixture in mixtures if mixture.routing]
+    experts = tuple(dict.fromkeys(name for mixture in wanted for name in mixture.experts))
+    places = dict.fromkeys((mixture.context, mixture.routing) for mixture in wanted)
+    run = table.absolute().parents[2]
+    return {context: _beside(run, routing, context, table.name, experts) for context, routing in places}
+
+
+def _beside(run: Path, clustering: str, context: str, table: str, experts: tuple[str, ...]) -> Beside:
+    path = run / "routing" / clustering / context / f"{table}.parquet"
+    with parquet_reader(path) as file:
+        names, about = file.schema_arrow.names, file.schema_arrow.metadata or {}
+    clusterer = digest(read_json(run / "clusters" / clustering / "clusterer.json"))
+    if about.get(b"clusterer_sha256", b"").decode() != clusterer:
+        raise DemixError(path, "was made with another clusterer than the experts", "route again")
+    for name in experts:
+        if name not in names:
+            raise DemixError(path, f"has no column of {name}", f"choose experts among {', '.join(names)}")
+    return Beside(path, experts)
+
+
+def best_on_dev(
+    dev: Path, columns: Sequence[str], tried: Sequence[Mixture], log_priors: dict[Mixture, np.ndarray]
+) -> list[tuple[Mixture, str]]:
+    """Of `tried`, the mixture of lowest loss on the score table `dev` by method and weights; none without a choice."""
+    found: dict[tuple[str, str | int], list[Mixture]] = {}
+    for mixture in tried:
+        found.setdefault((mixture.method, mixture.weights), []).append(mixture)
+    losses = document_losses(dev, columns, tried, log_priors, beside=beside_of(dev, tried)).mixtures
+    best = [min(some, key=lambda one: losses[one].sum()) for some in found.values() if len(some) > 1]
+    return [(mixture, "dev_temperature") for mixture in best]

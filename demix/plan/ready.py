@@ -1,0 +1,91 @@
+"""What a run on SLURM needs before its first job: sbatch, its partitions, and the network where its downloads run."""
+
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from demix.config.addresses import local
+from demix.config.check import site_of
+from demix.errors import DemixError, nearest
+
+# A node that is free within so many seconds is asked for an address; a longer queue is not waited for.
+SECONDS_IN_QUEUE = 30
+# By this status the process that asks for an address says that it got nothing; its last line has the address and why.
+REFUSED = 3
+ASKS = """
+import os, sys
+from demix.data.fetch import refusal
+hub = {!r}
+why = "" if hub and os.environ.get("HF_HUB_OFFLINE") else refusal(sys.argv[1], any_answer=hub)
+print(sys.argv[1], why)
+sys.exit({} * bool(why))
+"""
+# As huggingface_hub reads it where the download runs: lines of `cluster.setup` may export it.
+HUB = '"${HF_ENDPOINT:-https://huggingface.co}"'
+
+
+def check_site(config: dict[str, Any], domains: Iterable[str]) -> str | None:
+    """Check that SLURM answers, has the partitions of a completed config, and that one address of `domains` answers.
+
+    `domains` are those whose text the run downloads. The address is asked for where downloads run, after the lines of
+    `cluster.setup`: here, or by `srun` on a compute node. Returns what could not be checked and why, or None. Raises
+    DemixError.
+    """
+    if shutil.which("sbatch") is None:
+        raise DemixError("sbatch", "is not installed here", "log in to the cluster, or leave out --profile")
+    if shutil.which("sinfo") is None:
+        return "neither partitions nor an address were checked: sinfo is not installed here"
+    known = _partitions()
+    cluster = config["cluster"]
+    for key, site in {"cluster": cluster, **{f"cluster.stages.{k}": v for k, v in cluster["stages"].items()}}.items():
+        for partition in filter(None, (site.get("partition") or "").split(",")):
+            if partition not in known:
+                cause = f"is {partition!r}, which this cluster does not have"
+                raise DemixError(f"config key {key}.partition", cause, nearest(partition, known, "mend it"))
+    both = config["domains"]["training"] | config["domains"]["novel"]
+    asked = next(filter(None, (_address(both[domain]["source"]) for domain in domains)), None)
+    return _asked(asked, site_of(config, "download")) if asked else None
+
+
+def _partitions() -> list[str]:
+    try:
+        done = subprocess.run(
+            ["sinfo", "--all", "--noheader", "--format", "%R"], capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str((getattr(error, "stderr", None) or "").strip() or error).splitlines()[-1]
+        raise DemixError("sinfo", f"gives no answer ({said})", "rerun when SLURM's controller is back") from None
+    return sorted(set(done.stdout.split()))
+
+
+def _address(source: dict[str, Any]) -> str | None:
+    """One address of a source as a word of the shell; None for files of this machine."""
+    if source["kind"] == "url":
+        return shlex.quote(source["path"] if isinstance(source["path"], str) else source["path"][0])
+    return HUB if source["kind"] == "hub" and not local(source["path"]) else None
+
+
+def _asked(address: str, site: dict[str, Any]) -> str | None:
+    """Ask for an address where downloads of `site` run; returns why nobody could ask, or None."""
+    ask = shlex.join([sys.executable, "-c", ASKS.format(address == HUB, REFUSED)])
+    command = ["bash", "-c", "; ".join([*site["setup"], f"{ask} {address}"])]
+    on_nodes = site["downloads"] == "compute"
+    if on_nodes:
+        options = [f"--{key}={site[key]}" for key in ("partition", "account", "qos", "constraint") if site[key]]
+        limits = [f"--immediate={SECONDS_IN_QUEUE}", "--time=5", "--ntasks=1", f"--mem={site['memory_mb']}M"]
+        command = ["srun", "--quiet", "--job-name=demix-address", *limits, *options, *command]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_IN_QUEUE + 120, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no address was asked for: {error}"
+    url, _, why = (done.stdout.splitlines() or [""])[-1].partition(" ")
+    if done.returncode == REFUSED and why:
+        cause = f"does not answer {'a compute node' if on_nodes else 'here'} ({why})"
+        cure = "where compute nodes have no internet, set cluster.downloads: login" if on_nodes else "mend the network"
+        raise DemixError(url, cause, f"{cure}, or name a proxy in cluster.setup (export HTTPS_PROXY=…)")
+    if done.returncode:
+        return f"no address was asked for: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
+    return None

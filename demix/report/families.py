@@ -1,0 +1,439 @@
+"""The families of models side by side: dense, DEMix, BTM and c-BTM, what each costs, and how many experts it takes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import numpy as np
+import pandas as pd
+
+from demix.config.architecture import architecture_from, parameters, vocabulary
+from demix.config.averages import averages
+from demix.config.clustering import Clustering
+from demix.config.evaluated import System, label_of, systems_of, table_rows
+from demix.config.rows import clusterings
+from demix.config.systems import Model, adapted, trained
+from demix.plan.flops import scoring_flops, training_flops_per_token
+from demix.report import left_out, read
+from demix.report.all_tables import filled, scale_note
+from demix.report.cells import kinds_of_domains, lowest, mean_of, percent, seeds_of
+from demix.report.clusters import Clusters, cluster_experts, cluster_sizes, clusters_table
+from demix.report.figures import write_charts
+from demix.report.look import COLOURS, DASHES, finish, finite, heading_of
+from demix.report.read import Results, evaluations, novel_domains, perplexities, step_seconds
+from demix.report.render import Table, write_table
+from demix.report.verdict import mean_interval
+
+# The numbers of experts a token whose cost is told.
+TOP_K = (1, 2, 4)
+ONE = "1 cluster"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of `models` of the run's own seed, and the system that stands for it.
+
+    `experts` is the number of its training experts, 1 for a dense model. `clustering` is None for experts of domains.
+    """
+
+    model: Model
+    system: System
+    experts: int
+    clustering: Clustering | None
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of training of all experts together, the seed phase included."""
+        return int(self.model.settings["tokens"])
+
+    @property
+    def begun(self) -> str:
+        """How training began where not with a seed whose schedule it goes on with: restart, or folder."""
+        if self.model.settings.get("initial"):
+            return "folder"
+        return "restart" if self.model.restarts else ""
+
+    @property
+    def budget(self) -> tuple[int, str]:
+        """What rows that are compared share: tokens, and how training began."""
+        return self.tokens, self.begun
+
+    @property
+    def name(self) -> str:
+        """The name of the family in papers."""
+        kind = self.model.kind
+        if not self.clustering:
+            return kind.label
+        return "c-BTM" if kind.expert_scope == "model" else f"{kind.label} on clusters"
+
+    @property
+    def made(self) -> str:
+        """How the clusters were made; empty for experts of domains."""
+        if not self.clustering:
+            return ""
+        balanced = self.clustering.method != "kmeans" or self.clustering.balanced
+        return {"kmeans": "k-means", "random": "random"}[self.clustering.method] if balanced else "k-means, unbalanced"
+
+
+def families(config: dict[str, Any]) -> dict[str, Family]:
+    """The rows of `models` in the order of tables, without domain tokens.
+
+    Experts of domains are weighted by the cached prior and those of clusters by the distance of the context to the
+    clusters, as in their papers.
+    """
+    models = {model.name: model for model in trained(config) if model.seed == config["seed"]}
+    known, routed = clusterings(config), routed_weights(config)
+    found = {}
+    for row, kind in table_rows(config).items():
+        if kind.domain_tokens:
+            continue
+        model, system = models[row], systems_of(row, kind)[-1]
+        if model.data and routed:
+            system = by_distance(model, routed)
+        found[row] = Family(model, system, len(model.experts), known.get(model.data))
+    return found
+
+
+def by_label(config: dict[str, Any]) -> dict[str, Family]:
+    """The families by their labels in tables, each followed by the averages of its experts: single models."""
+    found = {}
+    for row, family in families(config).items():
+        label = label_of(row, family.model.kind)
+        found[label] = family
+        for one in averages(config):
+            if one.model.name == row:
+                system = System(f"{label}, averaged", row, "training", "merged", one.weights)
+                found[f"{label}, averaged ({one.weights})"] = replace(family, system=system, experts=1)
+    return found
+
+
+def by_distance(model: Model, weights: str) -> System:
+    """The experts of `model` weighted by the distance of the context to their clusters."""
+    return System(f"{label_of(model.row, model.kind)} ({weights})", model.row, "training", "uniform", weights)
+
+
+def routed_weights(config: dict[str, Any]) -> str:
+    """The first of `evaluation.weights` by the distance to clusters alone; empty if there is none."""
+    named = (str(weights) for weights in (config.get("evaluation") or {}).get("weights") or ())
+    return next((weights for weights in named if weights.split("(")[0] == "cluster"), "")
+
+
+def tried_top_k(config: dict[str, Any], experts: int) -> list[int]:
+    """The values of `evaluation.top_k` below a number of experts, ascending."""
+    return sorted(k for k in (config.get("evaluation") or {}).get("top_k") or () if k < experts)
+
+
+def families_table(results: Results, config: dict[str, Any]) -> Table:
+    """Perplexity of each family on the training and the novel domains, at its tokens of training."""
+    rows: dict[str, dict[str, Any]] = {}
+    beneath: dict[str, dict[str, str]] = {}
+    balanced = {kind: mean_of(perplexities(results, read.BALANCED, domains)) for kind, domains in _kinds(config)}
+    for label, family in by_label(config).items():
+        model, system = family.model, family.system
+        mixed = model.kind.has_experts
+        what = "clusters" if family.clustering else "domains"
+        row: dict[str, Any] = {
+            "Family": family.name,
+            "Experts": f"{len(model.experts)} {what}" if mixed else "1",
+            "Mixed by": " ".join(filter(None, (system.method, system.weights))) if mixed else "",
+            "Tokens": float(family.tokens),
+        }
+        lines = beneath[label] = {}
+        for kind, domains in _kinds(config):
+            row[kind] = mean_of(perplexities(results, system, domains))
+            lines[kind] = _spread(results, system, domains)
+            other = system != read.BALANCED
+            row[f"{kind}, %"] = percent(balanced[kind], row[kind]) if other else np.nan
+        for rule, chosen in _chosen_on_dev(system, config).items() if mixed and system.method != "merged" else ():
+            for kind, domains in _kinds(config):
+                row[f"{kind}, {rule}"] = mean_of(perplexities(results, chosen, domains))
+        rows[label] = row
+    frame = pd.DataFrame.from_dict(rows, orient="index")
+    seeds = len(results.by_seed)
+    return Table(
+        "families",
+        "Families of models",
+        "Mean test perplexity over the training and over the novel domains of each row of models, mixed by the rule of "
+        "its paper, of which nothing is chosen: cached (a prior from dev text of the domain, with weights by the "
+        "block's history) for experts of domains; cluster (the distance of the text so far to each cluster) for "
+        "experts of clusters, where evaluation.weights names it. Lower is better. % is the change from Dense "
+        "(Balanced).",
+        frame,
+        notes=(
+            "The last columns are by rules whose parameters are chosen on dev: tempered on that of the training "
+            "domains, switching (its prior too) and cluster (temperature and top-k) on that of the domain itself. So "
+            "these two are told the domain, as cached is.",
+            "Tokens are those of all experts together, the seed phase included.",
+            *(
+                ["Averaged experts are one model of their mean parameters, of the first seed."]
+                if averages(config)
+                else []
+            ),
+            f"Means over {seeds} seeds, ± the standard deviation of a seed's mean. All seeds have the same clusters."
+            if seeds > 1
+            else "Below a mean its 95% interval from resampling test documents, where every domain has 20 of them.",
+        ),
+        formats={"Tokens": "{:,.0f}"} | {name: "{:+.1f}" for name in frame if name.endswith("%")},
+        best=lowest(frame[[kind for kind, _ in _kinds(config)]], axis=0),
+        beneath=pd.DataFrame.from_dict(beneath, orient="index"),
+    )
+
+
+def _chosen_on_dev(system: System, config: dict[str, Any]) -> dict[str, System]:
+    """`system` by other rules of weights, whose parameters are chosen on dev."""
+    chosen = {
+        "tempered": replace(system, method="uniform", weights="tempered"),
+        "switching": replace(system, method="fitted", weights="switching"),
+    }
+    if routed := routed_weights(config):
+        chosen["cluster on dev"] = replace(system, method="uniform", weights=routed, variant="dev_temperature")
+    return chosen
+
+
+def _kinds(config: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    """The headings of the kinds of domains that the run has, and the domains."""
+    return [(kind.capitalize(), domains) for kind, domains in kinds_of_domains(config) if domains]
+
+
+def _spread(results: Results, system: System, domains: list[str]) -> str:
+    """The spread over seeds, or the interval over documents, of a mean over domains; empty where there is neither."""
+    found = evaluations(results, system, domains)
+    if found["perplexity"].isna().any():
+        return ""
+    if len(results.by_seed) > 1:
+        return seeds_of(results, system, domains)
+    interval = mean_interval(found["perplexity"], found[["low", "high"]].dropna())
+    return f"[{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
+
+
+def family_costs_table(run: Path, config: dict[str, Any]) -> Table:
+    """What each family costs: parameters, FLOPs of training and of a token by the experts that it takes, exchange."""
+    architecture, vocab_size = architecture_from(config["architecture"]), vocabulary(config["tokenizer"])
+    by_token = training_flops_per_token(architecture, vocab_size, architecture.context)
+    rows: dict[str, dict[str, Any]] = {}
+    for label, family in by_label(config).items():
+        model, scope = family.model, family.model.kind.expert_scope
+        shared, expert = parameters(architecture, vocab_size, expert_scope=scope)
+        step, begin = model.step_tokens(architecture.context), model.seed_step(architecture.context)
+        updates, own = family.tokens // step, family.tokens // step - model.first_step(architecture.context)
+        # What all ranks must agree on after each update; a seed phase is that of a dense model.
+        agreed = shared if model.kind.has_experts else shared + expert
+        row: dict[str, Any] = {"Parameters": float(shared + family.experts * expert)}
+        active = [*((f"top-{k}", k) for k in TOP_K if k < family.experts), ("all", family.experts)]
+        for most, k in active:
+            row[f"Parameters a token, {most}"] = float(shared + k * expert)
+        for most, k in active:
+            row[f"FLOPs a token, {most}"] = float(scoring_flops(architecture, vocab_size, k, scope))
+        row["FLOPs of training"] = by_token * updates * step
+        row["Bytes synchronised"] = 4.0 * (agreed * own + (shared + expert) * begin)
+        row["Seconds to add a domain"] = _seconds_to_add(run, model, config)
+        rows[label] = row
+    numbered = [
+        f"{what} a token, {k}" for what in ("Parameters", "FLOPs") for k in (*(f"top-{k}" for k in TOP_K), "all")
+    ]
+    columns = ["Parameters", *numbered, "FLOPs of training", "Bytes synchronised", "Seconds to add a domain"]
+    frame = pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns)
+    return Table(
+        "family_costs",
+        "What each family costs",
+        "Parameters of a family and of a token by the experts that the token takes (top-k), the FLOPs to predict a "
+        "token and to train, the bytes of gradients that all experts must agree on in training, and the time to add a "
+        "domain.",
+        frame,
+        notes=(
+            "Only weights by clusters, or one known domain, choose experts before these are computed: by all other "
+            "rules a token costs what “all” says, whatever top-k is.",
+            "FLOPs of training include activation checkpointing and a seed phase (section 5.1 of Narayanan et al. "
+            "2021). Bytes synchronised are 4 per parameter and update, of what each expert shares with others, and of "
+            "the whole model in a seed phase; an expert on several ranks exchanges its own gradients besides.",
+            "Seconds are those of steps: of the adaptation to a novel domain (their mean), or of one expert's training "
+            "where experts are whole models (their mean), after the seed phase.",
+        ),
+        formats=dict.fromkeys(columns[:5], "{:,.0f}")
+        | dict.fromkeys(columns[5:10], "{:.3g}")
+        | {"Bytes synchronised": "{:,.0f}", "Seconds to add a domain": "{:,.1f}"},
+    )
+
+
+def _seconds_to_add(run: Path, model: Model, config: dict[str, Any]) -> float:
+    """The mean seconds of steps of the trainings of the model's experts, or of its adaptations; NaN for none."""
+    if model.kind.expert_scope == "model":
+        places = [part.place for part in model.parts]
+    else:
+        places = [adapted(model.row, domain) for domain in novel_domains(config)]
+    seconds = [step_seconds(run / "metrics" / f"{place}.jsonl") for place in places]
+    return mean_of(each for each in seconds if each)
+
+
+def top_k_table(results: Results, config: dict[str, Any]) -> Table:
+    """Perplexity by the number of experts a token: Figure 9 and Table 9 of c-BTM's paper."""
+    rows: dict[str, dict[str, float]] = {}
+    for family in families(config).values():
+        single = not family.model.kind.has_experts
+        lines = rows[family.system.label] = {}
+        for kind, domains in _kinds(config):
+            for k in [] if single else tried_top_k(config, family.experts):
+                lines[f"{kind}, top-{k}"] = mean_of(perplexities(results, replace(family.system, top_k=k), domains))
+            lines[f"{kind}, all"] = mean_of(perplexities(results, family.system, domains))
+    most = max((family.experts for family in families(config).values()), default=1)
+    columns = [
+        f"{kind}, {k}" for kind, _ in _kinds(config) for k in (*(f"top-{k}" for k in tried_top_k(config, most)), "all")
+    ]
+    frame = pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns)
+    return Table(
+        "top_k",
+        "How many experts a token needs",
+        "Mean test perplexity by the number of experts that are mixed at each token, the likeliest ones (as in Figure "
+        "9 and Table 9 of the c-BTM paper). Lower is better.",
+        frame,
+        notes=("A model without domain experts is under “all”.",),
+        best=lowest(frame, axis=0),
+    )
+
+
+def temperatures_table(results: Results, config: dict[str, Any]) -> Table:
+    """Perplexity by context, temperature and number of experts a token: Table 9 of c-BTM's paper, by row of models."""
+    evaluation, rows = config.get("evaluation") or {}, dict[str, dict[str, float]]()
+    tried = results.rows.query("split == 'test' and variant == 'routing' and method == 'uniform'")
+    tried = tried.assign(k=[f"top-{k:.0f}" if pd.notna(k) else "all" for k in tried["top_k"]])
+    for family in families(config).values():
+        found = tried[(tried["model"] == family.model.row) & (tried["weights"] == routed_weights(config))]
+        for kind, domains in _kinds(config):
+            by_domain = found.pivot_table("perplexity", ["context", "temperature", "k"], "domain")
+            means = by_domain.reindex(columns=domains).dropna().mean(axis=1)
+            for (context, temperature, k), mean in means.items():
+                rows.setdefault(f"{family.model.row}, {context}, τ = {temperature:g}", {})[f"{kind}, {k}"] = mean
+    ks = (*(f"top-{k}" for k in sorted(evaluation.get("top_k") or ())), "all")
+    columns = [f"{kind}, {k}" for kind, _ in _kinds(config) for k in ks]
+    return Table(
+        "temperatures",
+        "Temperature and number of experts",
+        "Mean test perplexity of experts that are weighted by the distance of a context to their clusters, by the "
+        "context (the document so far, or what of it is in the block), the temperature τ and the number of experts a "
+        "token (as in Table 9 of the c-BTM paper). Lower is better.",
+        pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns).astype("float64"),
+        notes=(
+            f"The other tables use the {next(iter(evaluation.get('routing_context') or ()), 'document')} and τ = "
+            f"{evaluation.get('temperature', 0.1):g}. The lowest of a column is no choice that a system could have "
+            "made.",
+        ),
+    )
+
+
+def one_clusters(config: dict[str, Any]) -> dict[tuple[int, str], System]:
+    """The models of one cluster by their budgets: Dense (Balanced), and dense rows that begin as branches do.
+
+    A seed is a state of Dense (Balanced), which goes on with the same schedule.
+    """
+    single = [family for family in families(config).values() if not family.model.kind.has_experts]
+    return {one.budget: one.system for one in single if one.begun or one.system == read.BALANCED}
+
+
+def by_clusters_points(results: Results, config: dict[str, Any]) -> pd.DataFrame:
+    """Perplexity by number of clusters: columns made (how experts came by their text), clusters, tokens, kind,
+    perplexity, row."""
+    singles = one_clusters(config).values()
+
+    def points() -> Iterator[tuple[str, int, int, str, float, str]]:
+        for row, family in families(config).items():
+            whole = family.model.kind.expert_scope == "model"
+            if family.clustering:
+                made = family.made if whole else f"{family.model.kind.label}, {family.made}"
+            elif whole:
+                made = "domains (BTM)"
+            elif family.system in singles:
+                made = ONE
+            else:
+                continue
+            made += f", {family.begun}" if family.begun else ""
+            for kind, domains in _kinds(config):
+                perplexity = mean_of(perplexities(results, family.system, domains))
+                yield made, family.experts, family.tokens, kind, perplexity, row
+
+    return pd.DataFrame(points(), columns=["made", "clusters", "tokens", "kind", "perplexity", "row"]).dropna()
+
+
+def by_clusters(results: Results, config: dict[str, Any]) -> alt.TopLevelMixin:
+    """Figures 5, 6, 13 and 18 of c-BTM's paper: perplexity by clusters and, with several budgets, by tokens."""
+    points = by_clusters_points(results, config)
+    several = points["tokens"].nunique() > 1
+    points["series"] = points["made"] + (points["tokens"].map(", {:,} tokens".format) if several else "")
+    single = points["made"] == ONE
+    # The model of one cluster is the first point of every line of its budget.
+    lines = points[~single & ~points["made"].str.startswith("domains")]
+    starts = lines[["series", "tokens"]].drop_duplicates().merge(points[single].drop(columns="series"), on="tokens")
+    parts = [_panels(points, pd.concat([starts, lines]), "clusters", config)]
+    budgets = points.groupby(["made", "clusters", "kind"])["tokens"].transform("nunique") > 1
+    if budgets.any():
+        grown = points[budgets]
+        made = grown["made"] + ", K = " + grown["clusters"].astype(str)
+        grown = grown.assign(series=made.where(grown["made"] != ONE, ONE))
+        parts.append(_panels(grown, grown, "tokens", config))
+    labels = " or ".join(one.label for one in one_clusters(config).values())
+    return finish(
+        alt.vconcat(*parts, spacing=28).resolve_scale(color="independent", strokeDash="independent"),
+        "Perplexity by the number of clusters",
+        "As Figures 5, 6 and 13 of the c-BTM paper: mean test perplexity by the number of clusters"
+        + (", and by the tokens of training" if budgets.any() else "")
+        + f". Experts of domains (BTM) stand at the number of domains. One cluster is {labels}, which learns from all "
+        "text.",
+    )
+
+
+def _panels(points: pd.DataFrame, lines: pd.DataFrame, over: str, config: dict[str, Any]) -> alt.HConcatChart:
+    """Points and lines of perplexity over `over` (clusters or tokens), one panel per kind of domain."""
+    series = list(dict.fromkeys(points["series"]))
+    colours = [COLOURS[index % len(COLOURS)] for index in range(len(series))]
+    dashes = [DASHES[index % len(DASHES)] for index in range(len(series))]
+    legend = alt.Legend(title=None, symbolSize=200, symbolType="stroke")
+
+    def base(rows: pd.DataFrame) -> alt.Chart:
+        values = [
+            {"series": row.series, "row": row.row, over: getattr(row, over), "perplexity": finite(row.perplexity)}
+            for row in rows.itertuples()
+        ]
+        chart: alt.Chart = alt.Chart(alt.InlineData(values=values)).encode(
+            x=alt.X(
+                f"{over}:Q",
+                title=over,
+                scale=alt.Scale(type="log", base=2, nice=False, padding=16),
+                axis=alt.Axis(values=sorted(set(points[over])), format=".3~s", grid=False),
+            ),
+            y=alt.Y("perplexity:Q", title="test perplexity", scale=alt.Scale(zero=False)),
+            color=alt.Color("series:N", sort=series, scale=alt.Scale(domain=series, range=colours), legend=legend),
+            tooltip=["row:N", "series:N", f"{over}:Q", "perplexity:Q"],
+        )
+        return chart
+
+    dashed = alt.StrokeDash("series:N", sort=series, scale=alt.Scale(domain=series, range=dashes), legend=legend)
+    panels = [
+        (
+            base(lines[lines["kind"] == kind]).mark_line(strokeWidth=2).encode(strokeDash=dashed)
+            + base(points[points["kind"] == kind]).mark_point(size=60, filled=True, opacity=1)
+        ).properties(width=340, height=260, title=heading_of(f"{kind} domains"))
+        for kind, _ in _kinds(config)
+    ]
+    return alt.hconcat(*panels, spacing=30)
+
+
+def write_families(run: Path, results: Results, clusters: Clusters, config: dict[str, Any], output: Path) -> None:
+    """Write the tables and figures of families that the run has into tables/ and figures/ below `output`."""
+    own, absent = read.of_seed(results, config), left_out(config)
+    tables: dict[str, Callable[[], Table]] = {
+        "families": lambda: families_table(results, config),
+        "family_costs": lambda: family_costs_table(run, config),
+        "top_k": lambda: top_k_table(results, config),
+        "temperatures": lambda: temperatures_table(own, config),
+        "clusters": lambda: clusters_table(clusters),
+    }
+    charts: dict[str, Callable[[], alt.TopLevelMixin]] = {
+        "by_clusters": lambda: by_clusters(own, config),
+        "cluster_experts": lambda: cluster_experts(clusters, config),
+        "cluster_sizes": lambda: cluster_sizes(clusters),
+    }
+    for name, make in tables.items():
+        if name not in absent:
+            write_table(filled(make()).noted(scale_note(results, config)), output / "tables")
+    write_charts({name: draw() for name, draw in charts.items() if name not in absent}, output / "figures")

@@ -1,0 +1,172 @@
+"""Claims about families of models: of the c-BTM paper (Gururangan et al. 2023), and of BTM's (Li et al. 2022)."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from demix.config.evaluated import System
+from demix.report import left_out, read
+from demix.report.clusters import Clusters, over_own
+from demix.report.families import Family, by_distance, families, one_clusters, routed_weights, tried_top_k
+from demix.report.read import Results, novel_domains, perplexities, training_domains
+from demix.report.verdict import HARM, Claim, Part, claim_of, compare
+
+# The comparison of two systems on domains: whether the first has the lower perplexity.
+Lower = Callable[[System, System, list[str]], Part]
+
+
+def family_claims(results: Results, clusters: Clusters | None, lower: Lower, config: dict[str, Any]) -> Iterator[Claim]:
+    """The claims about families whose rows the config has, judged on the rows `results` of one seed."""
+    if "families" in left_out(config):
+        return
+    training, novel = training_domains(config), novel_domains(config)
+    known, ones = families(config), one_clusters(config)
+    routed = routed_weights(config)
+    one = " or ".join(system.label for system in ones.values())
+    whole = [family for family in known.values() if family.model.kind.expert_scope == "model"]
+    made = {
+        how: [family for family in whole if family.made == how] for how in ("k-means", "k-means, unbalanced", "random")
+    }
+    several = [family for family in made["k-means"] if family.experts > 1 and family.budget in ones]
+
+    def below(pairs: list[tuple[Family, System]], domains: list[str] = training) -> list[Part]:
+        return [lower(family.system, other, domains) for family, other in pairs]
+
+    def alike(how: str) -> list[tuple[Family, Family]]:
+        """The balanced rows beside those of the same number of clusters that are made in another way."""
+        return [
+            (family, other)
+            for family in several
+            for other in made[how]
+            if (family.experts, family.budget) == (other.experts, other.budget)
+        ]
+
+    if several:
+        yield claim_of(
+            "clusters_beat_one",
+            f"More than one cluster beats one: c-BTM has lower perplexity than {one}, which learns from all "
+            "text, on the training domains at equal tokens (c-BTM, 4.1, Figure 5).",
+            *below([(family, ones[family.budget]) for family in several]),
+        )
+        if routed:
+            # Other weights compute all experts before they leave some out.
+            yield from _sparse_claims(results, several, training, config)
+        yield _own_cluster_best(results, clusters, several)
+    if pairs := alike("random"):
+        yield claim_of(
+            "random_clusters_are_worse",
+            "What is in a cluster matters: random clusters are worse than k-means' and worse than one cluster "
+            "(c-BTM, 7.1, Figure 13).",
+            *below([(family, other.system) for family, other in pairs]),
+            *(lower(ones[other.budget], other.system, training) for _, other in pairs),
+        )
+    if pairs := alike("k-means, unbalanced"):
+        family, other = max(pairs, key=lambda pair: pair[0].experts)
+        yield claim_of(
+            "balance_helps_at_large_k",
+            f"With many clusters ({family.experts} is the most that this run has both ways) balanced ones are better "
+            "than unbalanced ones (c-BTM, 7.2, Figures 13 and 14).",
+            *below([(family, other.system)]),
+        )
+    by_domain = [family for family in whole if not family.clustering]
+    equal = [(family, other) for family in several for other in by_domain if family.budget == other.budget]
+    if equal:
+        # As clusters are not told the domain, domains are not either where their experts can be weighted alike.
+        nearest, other = min(equal, key=lambda pair: abs(pair[0].experts - len(training)))
+        metadata = by_distance(other.model, routed) if routed and other.model.routing else other.system
+        yield claim_of(
+            "clusters_against_metadata",
+            "Clusters do as well as domains given by metadata or better, perplexity at most "
+            f"{100 * HARM:g}% higher: {nearest.experts} clusters against {len(training)} domains, each expert a whole "
+            "model (c-BTM, 7.4, Figure 18 and Table 8).",
+            compare(
+                nearest.system.label,
+                perplexities(results, nearest.system, training),
+                metadata.label,
+                perplexities(results, metadata, training),
+                allowance=HARM,
+            ),
+        )
+    if apart := [(family, read.BALANCED) for family in by_domain if family.budget == known["dense"].budget]:
+        yield claim_of(
+            "btm_against_dense",
+            f"Experts of domains that are trained apart (BTM, cached prior) beat {read.BALANCED.label} at equal tokens "
+            "(Li et al. 2022).",
+            *(part for domains in (training, novel) if domains for part in below(apart, domains)),
+        )
+    layers = [family for family in known.values() if family.model.kind.expert_scope == "feedforward"]
+    seeded = [family for family in layers if family.model.settings.get("seed_tokens") and not family.clustering]
+    scratch = known["demix"]
+    seeded = [family for family in seeded if family.budget == scratch.budget]
+    if seeded and not scratch.model.parent:
+        yield claim_of(
+            "seeding_helps",
+            "A seed phase helps: experts that begin with what one model has learned of all domains beat experts from "
+            "scratch at equal tokens (Li et al. 2022, there for whole models; here for DEMix).",
+            *below([(family, scratch.system) for family in seeded]),
+        )
+
+
+def _sparse_claims(
+    results: Results, several: list[Family], training: list[str], config: dict[str, Any]
+) -> Iterator[Claim]:
+    """The claims about few experts a token, for the numbers that the config tries."""
+    ones = one_clusters(config)
+
+    def on(system: System) -> pd.Series:
+        return perplexities(results, system, training)
+
+    def only(family: Family, k: int) -> System:
+        return replace(family.system, label=f"{family.system.label}, top-{k}", top_k=k)
+
+    if single := [family for family in several if 1 in tried_top_k(config, family.experts)]:
+        yield claim_of(
+            "one_expert_beats_one_cluster",
+            "Even one expert a token beats one cluster at one model's FLOPs (c-BTM, 4.3, Figure 9).",
+            *(
+                compare(only(family, 1).label, on(only(family, 1)), ones[family.budget].label, on(ones[family.budget]))
+                for family in single
+            ),
+        )
+    few = [(family, k) for family in several for k in tried_top_k(config, family.experts) if k in (2, 4)]
+    if few:
+        yield claim_of(
+            "few_experts_suffice",
+            f"Two or four experts a token do as well as all: perplexity is at most {100 * HARM:g}% higher (c-BTM, 4.3, "
+            "Figure 9).",
+            *(
+                compare(only(family, k).label, on(only(family, k)), "all experts", on(family.system), allowance=HARM)
+                for family, k in few
+            ),
+        )
+
+
+def _own_cluster_best(results: Results, clusters: Clusters | None, several: list[Family]) -> Claim:
+    """Whether each cluster's own expert is the best on the cluster's test documents, one part per model."""
+    seed, parts = int(results.rows["seed"].iloc[0]), []
+    for family in several:
+        row, names = family.model.row, family.model.domains
+        losses = (
+            clusters.losses
+            if clusters
+            else pd.DataFrame(columns=["model", "seed", "cluster", "expert", "nll", "tokens"])
+        )
+        ratios = over_own(losses[(losses["model"] == row) & (losses["seed"] == seed)], names).to_numpy(copy=True)
+        np.fill_diagonal(ratios, np.nan)
+        best = np.array([np.nanmin(line) for line in ratios if np.isfinite(line).any()])
+        agreeing = int((best > 1).sum())
+        sentence = (
+            f"{row}: the best other expert's perplexity is {best.mean():.2f} times the own expert's on average; the "
+            f"own expert is the best on {agreeing} of {len(best)} clusters."
+            if len(best)
+            else f"{row}: no losses of experts by cluster."
+        )
+        parts.append(Part(bool(len(best) and best.mean() > 1), agreeing, len(best), sentence))
+    return claim_of(
+        "own_cluster_expert_best",
+        "On the test documents of each cluster the cluster's own expert is the best of all (c-BTM, Figure 15).",
+        *parts,
+    )

@@ -1,0 +1,158 @@
+"""The trainings under way in a run, from its files alone: a login node sees what compute nodes do."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from demix.config.architecture import architecture_from
+from demix.config.rules import swept_rates
+from demix.config.run import read_run_config
+from demix.config.systems import adaptations, seeds, trained
+from demix.launch.outcome import last_rows, tokens_of_update
+from demix.progress import clock
+from demix.report.read import read_metrics
+
+SECONDS_BETWEEN_PICTURES = 2.0
+# So long an ended training is shown. A training on another node that has written nothing for so long has ended.
+RECENT = 600.0
+# Speed and training loss are means over so many updates.
+UPDATES = 20
+# The last loss on dev is looked for in so many last rows.
+ROWS = 2000
+
+
+@dataclass(frozen=True)
+class Course:
+    """Where a training is: `step` of at most `steps` updates, losses in nats per token, tokens and seconds left.
+
+    `state` is `running`, `ended`, or `stopped` where a training has ended without its results.
+    """
+
+    name: str
+    state: str
+    step: int = 0
+    steps: int = 1
+    loss: float | None = None
+    dev_loss: float | None = None
+    tokens_per_second: float = 0.0
+    seconds_left: float | None = None
+
+
+def watch(run: Path, console: Console) -> None:
+    """Draw the trainings of the run in the folder `run` until none runs and its snakemake has ended.
+
+    Where `console` is no terminal it gets one picture. Raises DemixError if `run` is no folder of a run.
+    """
+    config = read_run_config(run)
+    if not console.is_terminal:
+        console.print(picture(run, courses(run, config)))
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            found = courses(run, config)
+            live.update(picture(run, found), refresh=True)
+            if not (any(one.state == "running" for one in found) or _held(run / ".lock")):
+                return
+            time.sleep(SECONDS_BETWEEN_PICTURES)
+
+
+def courses(run: Path, config: dict[str, Any]) -> list[Course]:
+    """The trainings of a run that are under way, or that have ended in the last minutes, in the order of the config."""
+    return [course for name, steps in _planned(config) if (course := _course(run, name, steps))]
+
+
+def picture(run: Path, found: list[Course]) -> Table:
+    """One line per training."""
+    running = sum(one.state == "running" for one in found)
+    table = Table(title=f"{run.resolve().name}: {running} in training", title_justify="left", box=None, padding=(0, 1))
+    for head in ("model", "", "", "update", "loss", "dev loss", "tokens/s", "left"):
+        table.add_column(head, justify="left" if head in ("model", "") else "right", no_wrap=True)
+    for one in found:
+        share = 1.0 if one.state == "ended" else one.step / one.steps
+        left = one.state if one.seconds_left is None else clock(one.seconds_left)
+        losses = ("–" if loss is None else f"{loss:.3f}" for loss in (one.loss, one.dev_loss))
+        bar = ProgressBar(total=1.0, completed=share, width=20)
+        update = f"{one.step:,}/{one.steps:,}"
+        table.add_row(one.name, bar, f"{share:.0%}", update, *losses, f"{one.tokens_per_second:,.0f}", left)
+    return table
+
+
+def _planned(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """All trainings of a config: the folder below checkpoints/, and the most updates."""
+    context, models = architecture_from(config["architecture"]).context, trained(config)
+    for model in models:
+        for rate in swept_rates(model) if model.sweeps else []:
+            steps = model.settings["sweep"]["tokens"] // model.step_tokens(context)
+            yield f"sweep/{model.name}/{rate}", steps
+    for part in (part for model in models for job in model.jobs for part in job):
+        yield part.place, part.settings["tokens"] // part.step_tokens(context)
+    for parent, step in seeds(config, context):
+        yield f"{parent}-step-{step:08d}", step
+    section = config["adaptation"]
+    for one in adaptations(config):
+        yield one.name, max(1, section["tokens"] // (section["sequences"] * context))
+
+
+def _course(run: Path, name: str, steps: int) -> Course | None:
+    """How far a training is; None if it has not begun, or ended a while ago."""
+    folder, metrics, since = run / "checkpoints" / name, run / "metrics" / f"{name}.jsonl", time.time() - RECENT
+    running = any(_held(rows.with_name("lock")) for rows in folder.glob("*/metrics.jsonl"))
+    rows = last_rows(folder, 0.0 if running else since, ROWS)
+    state = "running" if running else "stopped"
+    if not running and metrics.is_file() and (written := metrics.stat().st_mtime) > since:
+        rows, state = _ended(metrics, written), "ended"
+    if not rows:
+        return Course(name, state, steps=steps) if running else None
+    updates = [row for row in rows if "tokens_per_second" in row][-UPDATES:]
+    dev = [row[key] for row in rows for key in ("dev_loss", "early_stopping_loss") if key in row]
+    rate = len(updates) / sum(1 / row["tokens_per_second"] for row in updates) if updates else 0.0
+    step = rows[-1]["step"]
+    return Course(
+        name,
+        state,
+        step,
+        steps,
+        sum(row["loss"] for row in updates) / len(updates) if updates else None,
+        dev[-1] if dev else None,
+        rate,
+        (steps - step) * tokens_of_update(updates) / rate if state == "running" and rate else None,
+    )
+
+
+@lru_cache
+def _ended(metrics: Path, written: float) -> list[dict[str, Any]]:
+    return list(read_metrics(metrics))
+
+
+def _held(lock: Path) -> bool:
+    """Whether the process that a lock file names still runs.
+
+    To try the lock itself could keep a process from it. A process of another node runs while files beside it change.
+    """
+    try:
+        node, _, pid = lock.read_text().strip().partition(" ")
+        if node != os.uname().nodename:
+            # A folder changes when a file in it appears or goes.
+            return time.time() - max(map(_changed, [*lock.parent.iterdir(), *lock.parent.glob("*/*")])) < RECENT
+        # A later process may have got the same number.
+        return psutil.Process(int(pid)).create_time() < lock.stat().st_mtime + 1
+    except (OSError, ValueError, psutil.Error):
+        return False
+
+
+def _changed(path: Path) -> float:
+    """The time of the last change of a file or folder; 0 if it has just gone."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_mtime
+    return 0.0

@@ -1,0 +1,253 @@
+"""Clusterers: fitted, kept in files, used to assign documents and to measure contexts."""
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from sklearn.metrics.pairwise import euclidean_distances
+
+from demix.config.clustering import Clustering
+from demix.data import cluster
+from demix.data.cluster import Clusterer, assign, cluster_shards, context_distances, fit_clusters
+from demix.data.embed import Embedding
+from demix.data.shards import TokenShard, tokenize
+from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError
+from demix.files import digest, read_json, read_parquet, write_json
+from support.tokens import NOVEL, TRAINING
+
+
+def train(tokens: Path) -> dict[str, Path]:
+    return {domain: tokens / "corpus" / domain / "train.parquet" for domain in TRAINING}
+
+
+@pytest.fixture(scope="module")
+def fitted(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Clusterers of four clusters by k-means, balanced and not, of random ones and of the domains."""
+    found = {}
+    for name, options in {
+        "balanced": {"clusters": 4},
+        "standard": {"clusters": 4, "balanced": False, "normalise": "standard"},
+        "random": {"clusters": 3, "method": "random"},
+        "domains": {"method": "metadata"},
+        "one": {"clusters": 1},
+    }.items():
+        found[name] = tmp_path_factory.mktemp("clusters") / name
+        fit_clusters(train(tokens), Clustering(dimensions=6, **options), 1, found[name])
+    return found
+
+
+@pytest.mark.parametrize("name", ["balanced", "standard", "random", "domains", "one"])
+def test_documents_go_to_the_nearest_centre_or_where_their_method_says(
+    fitted: dict[str, Path], tokens: Path, tmp_path: Path, name: str
+) -> None:
+    clusterer = Clusterer.open(fitted[name])
+    manifest = read_json(fitted[name] / "clusterer.json")
+    labels = []
+    for domain in (*TRAINING, *NOVEL):
+        documents = tokens / "corpus" / domain / "train.parquet"
+        assign(clusterer, domain, documents, tmp_path / "assigned.parquet")
+        table, rows = read_parquet(tmp_path / "assigned.parquet"), pq.read_table(documents)
+        assert table.schema.metadata[b"clusterer_sha256"] == clusterer.sha256.encode()
+        points = clusterer.embedding.points(rows["text"].to_pylist())
+        distances = euclidean_distances(points, clusterer.centres, squared=True) / (6 if name == "standard" else 1)
+        own = table["cluster"].to_numpy()
+        assert table["distance"].to_numpy() == pytest.approx(distances[np.arange(len(own)), own], abs=1e-6)
+        if name == "domains" and domain in TRAINING:
+            assert {clusterer.names[label] for label in own} == {domain}
+        elif name != "random":
+            assert np.array_equal(own, distances.argmin(1))
+        labels += own.tolist() if domain in TRAINING else []
+    assert manifest["documents"] == sum(manifest["sizes"]) == len(labels)
+    if name == "balanced":
+        assert max(manifest["sizes"]) - min(manifest["sizes"]) <= 1
+    else:
+        assert np.bincount(labels, minlength=len(clusterer.names)).tolist() == manifest["sizes"]
+        assert min(manifest["sizes"]) > 0
+
+
+def test_random_clusters_are_about_equal_and_do_not_depend_on_texts(fitted: dict[str, Path]) -> None:
+    ids = [str(number) for number in range(3000)]
+    clusterer = Clusterer.open(fitted["random"])
+    labels = clusterer.labels("a", ids, np.zeros((3000, 3)))
+    assert np.bincount(labels) == pytest.approx([1000] * 3, rel=0.1)
+    assert np.array_equal(clusterer.labels("b", ids[::-1], np.ones((3000, 3)))[::-1], labels)
+
+
+@pytest.mark.parametrize("method", ["kmeans", "random", "metadata"])
+def test_the_order_of_documents_and_domains_changes_nothing(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    shuffled = {}
+    for domain, path in reversed(train(tokens).items()):
+        table = pq.read_table(path)
+        shuffled[domain] = tmp_path / f"{domain}.parquet"
+        pq.write_table(table.take(pa.array(np.arange(len(table))[::-1])), shuffled[domain])
+    assert sum(pq.read_metadata(path).num_rows for path in shuffled.values()) > 40
+    clustering = Clustering(clusters=4, dimensions=5, method=method, documents=20)
+    first = fit_clusters(train(tokens), clustering, 1, tmp_path / "first")
+    monkeypatch.setattr(cluster, "BATCH_ROWS", 9)
+    assert fit_clusters(shuffled, clustering, 1, tmp_path / "second").sha256 == first.sha256
+    assert first.sha256 != fit_clusters(shuffled, clustering, 2, tmp_path / "third").sha256
+    assert read_json(tmp_path / "first" / "clusterer.json")["documents"] == 20
+
+
+def test_a_clusterer_is_read_as_it_was_fitted(fitted: dict[str, Path], tokens: Path, tmp_path: Path) -> None:
+    clustering = Clustering(clusters=4, dimensions=6)
+    made = fit_clusters(train(tokens), clustering, 1, tmp_path)
+    read = Clusterer.open(fitted["balanced"])
+    assert read.sha256 == made.sha256 == digest(read_json(tmp_path / "clusterer.json"))
+    assert (read.names, read.method) == (("c00", "c01", "c02", "c03"), "kmeans")
+    assert read.embedding.terms == made.embedding.terms
+    for name in ("idf", "components", "mean", "scale"):
+        assert np.array_equal(getattr(read.embedding, name), getattr(made.embedding, name))
+    assert {path.name for path in tmp_path.iterdir()} == {"clusterer.json", "clusterer.safetensors", "terms.parquet"}
+
+
+def test_damaged_and_foreign_files_are_refused(fitted: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "k4"
+    shutil.copytree(fitted["balanced"], folder)
+    for name in ("clusterer.safetensors", "terms.parquet"):
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+        with pytest.raises(DemixError, match=rf"{name}: is damaged"):
+            Clusterer.open(folder)
+        (folder / name).unlink()
+        with pytest.raises(DemixError, match=rf"{name}: is missing"):
+            Clusterer.open(folder)
+        (folder / name).write_bytes(data)
+    manifest = read_json(folder / "clusterer.json")
+    write_json(folder / "clusterer.json", manifest | {"version": 0})
+    with pytest.raises(DemixError, match=r"clusterer\.json: is of version 0; .*fit the clusters again"):
+        Clusterer.open(folder)
+    (folder / "clusterer.json").unlink()
+    with pytest.raises(DemixError, match=r"clusterer\.json: is missing"):
+        Clusterer.open(folder)
+
+
+def write_documents(path: Path, texts: list[str]) -> Path:
+    pq.write_table(pa.table({"id": [f"{path.stem} {n}" for n in range(len(texts))], "text": texts}), path)
+    return path
+
+
+def test_what_cannot_be_clustered_is_refused(tmp_path: Path) -> None:
+    words = ["alpha beta", "gamma delta", "epsilon zeta", "alpha gamma", "beta zeta"]
+    five = {"a": write_documents(tmp_path / "a.parquet", words)}
+    twice = {"a": write_documents(tmp_path / "b.parquet", [*words[:2], *words[:2] * 4])}
+    uneven = {domain: write_documents(tmp_path / f"{domain}.parquet", words[:4]) for domain in ("c", "d")}
+    for documents, options, told in (
+        (five, {"clusters": 8}, "clusterings.k8.clusters: is 8 for 5 documents; lower it"),
+        (twice, {"clusters": 3}, "clusterings.k8.clusters: is 3 for 2 documents that differ; lower it"),
+        (five, {}, "clusterings.k8.clusters: is missing; say how many clusters there are"),
+        (uneven, {"method": "metadata", "documents": 1}, "clusterings.k8.clusters: is 2 for 1 documents; lower it"),
+        (five, {"clusters": 5, "method": "random"}, "clusterings.k8: leaves c0"),
+        (five, {"clusters": 2, "dimensions": 7}, "clusterings.k8.dimensions: is 7 for 5 documents; lower it"),
+        (five, {"clusters": 2, "min_documents": 3}, "clusterings.k8.dimensions: is 2 for 0 terms; lower it"),
+    ):
+        with pytest.raises(DemixError, match=re.escape(told)):
+            fit_clusters(documents, Clustering(**{"dimensions": 2} | options), 1, tmp_path / "out", "k8")
+    assert not (tmp_path / "out").exists()
+
+
+def expected(clusterer: Clusterer, tokenizer: Tokenizer, shard: TokenShard, context: str, length: int) -> np.ndarray:
+    """The distances, each context decoded and embedded by itself."""
+    ids, texts = shard.read(0, len(shard)).tolist(), []
+    for place in range(len(ids)):
+        seen = [shard.end_of_text, *ids[:place]]
+        if context == "block":
+            seen = seen[place // length * length :]
+        else:
+            seen = seen[len(seen) - 1 - seen[::-1].index(shard.end_of_text) :]
+        texts.append(tokenizer.decode(seen).replace("<|endoftext|>", "\n"))
+    return clusterer.distances(clusterer.embedding.points(texts))
+
+
+@pytest.fixture(scope="module")
+def shard(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenShard:
+    """A shard of short documents, one of them empty, whose tokens cut words and characters."""
+    texts = [text[:150] for path in train(tokens).values() for text in pq.read_table(path)["text"].to_pylist()[:2]]
+    folder = tmp_path_factory.mktemp("shard")
+    documents = write_documents(folder / "dev.parquet", [*texts, "", "naïve İstanbul ΟΔΟΣ 日本語 Straße 1999 law"])
+    tokenize(tokens / "tokenizer.json", documents, folder / "dev.arrow")
+    return TokenShard.open(folder / "dev.arrow")
+
+
+@pytest.mark.parametrize("context", ["document", "block"])
+@pytest.mark.parametrize("name", ["balanced", "standard"])
+def test_distances_of_contexts_are_those_of_their_decoded_texts(
+    fitted: dict[str, Path],
+    tokens: Path,
+    shard: TokenShard,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    context: cluster.Context,
+) -> None:
+    monkeypatch.setattr(cluster, "_TOKENS", 70)
+    clusterer, tokenizer = Clusterer.open(fitted[name]), Tokenizer.load(tokens / "tokenizer.json")
+    # The name of the token between documents is no word of theirs.
+    terms = ("endoftext", *clusterer.embedding.terms[1:])
+    clusterer = replace(clusterer, embedding=replace(clusterer.embedding, terms=terms))
+    wanted = expected(clusterer, tokenizer, shard, context, 32)
+    pieces = list(context_distances(clusterer, tokenizer, shard, context, 32, None))
+    assert {len(piece) for piece in pieces[:-1]} == {70 if context == "document" else 64}
+    found = np.concatenate(pieces)
+    assert found.dtype == np.float32
+    assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+    limited = list(context_distances(clusterer, tokenizer, shard, context, 32, 101))
+    assert np.array_equal(np.concatenate(limited), found[:101])
+    empty = clusterer.distances(clusterer.embedding.points([""]))[0]
+    assert found[0] == pytest.approx(empty, rel=1e-6)
+
+
+def test_distances_want_the_tokenizer_of_the_shard(
+    fitted: dict[str, Path], tokens: Path, shard: TokenShard, tmp_path: Path
+) -> None:
+    tokenizer = read_json(tokens / "tokenizer.json")
+    write_json(tmp_path / "tokenizer.json", tokenizer | {"other": 1}, sort_keys=False)
+    with pytest.raises(DemixError, match="was made with another tokenizer"):
+        next(context_distances(Clusterer.open(fitted["one"]), Tokenizer.load(tmp_path / "tokenizer.json"), shard,
+                               "document", 32, None))  # fmt: skip
+
+
+def test_using_a_clusterer_takes_no_scikit_learn(fitted: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "sklearn", None)
+    clusterer = Clusterer.open(fitted["balanced"])
+    assert isinstance(clusterer.embedding, Embedding)
+    assert clusterer.embedding.points(["a text"]).shape == (1, 6)
+    assert len(clusterer.embedding.top_terms(clusterer.centres[0], 5)) == 5
+
+
+def test_shards_of_clusters_hold_the_documents_of_all_domains(
+    fitted: dict[str, Path], tokens: Path, tmp_path: Path
+) -> None:
+    clusterer, wanted = Clusterer.open(fitted["standard"]), {}
+    assigned = {domain: tmp_path / f"{domain}.train.parquet" for domain in TRAINING}
+    shards = {domain: tokens / "tokens" / domain / "train.arrow" for domain in TRAINING}
+    for domain, documents in sorted(train(tokens).items()):
+        assign(clusterer, domain, documents, assigned[domain])
+        shard = TokenShard.open(shards[domain])
+        ends = [*shard.offsets[1:], len(shard)]
+        labels = read_parquet(assigned[domain])["cluster"].to_pylist()
+        for start, end, label in zip(shard.offsets, ends, labels, strict=True):
+            wanted.setdefault(clusterer.names[label], []).append(shard.read(start, end))
+    cluster_shards(clusterer, assigned, dict(reversed(shards.items())), 16, tmp_path / "shards")
+    for name in clusterer.names:
+        found = TokenShard.open(tmp_path / "shards" / name / "train.arrow", verify=True)
+        assert np.array_equal(found.read(0, len(found)), np.concatenate(wanted[name]))
+
+    least = min(wanted, key=lambda name: sum(map(len, wanted[name])))
+    size = sum(map(len, wanted[least]))
+    told = f"clustering k4: {least} has {size} training tokens, fewer than one block of {size + 1}; fewer clusters"
+    with pytest.raises(DemixError, match=re.escape(told)):
+        cluster_shards(clusterer, assigned, shards, size + 1, tmp_path / "none", "k4")
+    with pytest.raises(DemixError, match=r"train\.parquet: was made with another clusterer; assign"):
+        cluster_shards(Clusterer.open(fitted["balanced"]), assigned, shards, 16, tmp_path / "none")
+    one, other = TRAINING[:2]
+    with pytest.raises(DemixError, match=rf"{other}\.train\.parquet: has \d+ documents, not the"):
+        cluster_shards(clusterer, assigned | {one: assigned[other]}, shards, 16, tmp_path / "none")
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,315 @@
+"""Weights by distance to clusters: Eq. 2 and 3 of Gururangan et al. 2023, and the rows that they give."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import softmax
+from sklearn.metrics.pairwise import euclidean_distances
+
+from demix.config.check import load_config
+from demix.config.evaluated import bases, compared, evaluated
+from demix.config.mixing import parsed_weights
+from demix.config.rules import RunRules
+from demix.errors import DemixError
+from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
+from demix.evaluate.losses import Mixture, dev_priors, document_losses
+from demix.evaluate.mix.choice import switching_on_dev, tempered_on_dev
+from demix.evaluate.mix.mixtures import mix
+from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior
+from demix.evaluate.mix.rules import Cluster, ClusterHistory, Tempered, weights_rule
+from demix.evaluate.routing import beside_of
+from demix.evaluate.score_tables import read_scores
+from demix.files import digest, read_json, write_json, write_parquet
+from demix.report.read import read_results
+from support.scored import LENGTH, write_table
+
+TINY = Path(__file__).parents[1] / "workflow" / "tiny.yaml"
+BLOCKS, EXPERTS = 5, 4
+
+
+def made_up(seed: int, experts: int = EXPERTS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scores [B, T, E], a mask with a short last block, and squared distances of points to centres."""
+    chance = np.random.default_rng(seed)
+    scores = -chance.exponential(3, (BLOCKS, LENGTH, experts))
+    mask = np.ones((BLOCKS, LENGTH), bool)
+    mask[-1, 3:] = False
+    points = chance.normal(size=(BLOCKS * LENGTH, 6))
+    points /= np.linalg.norm(points, axis=1, keepdims=True)
+    distances = euclidean_distances(points, points[:experts] * 0.5, squared=True).reshape(scores.shape)
+    return np.where(mask[..., None], scores, 0), mask, distances
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 2, 3])
+@pytest.mark.parametrize("weights", ["cluster(0.1)", "cluster+history(0.3)"])
+@pytest.mark.parametrize("prior", [None, (0.5, 0.2, 0.2, 0.1)])
+def test_the_mixture_is_that_of_the_equations_in_a_loop(
+    weights: str, top_k: int | None, prior: tuple[float, ...] | None
+) -> None:
+    scores, mask, distances = made_up(1)
+    family, temperature = parsed_weights(weights).family, parsed_weights(weights).parameters[0]
+    given = {} if prior is None else {"log_prior": np.log(prior)}
+    method = "uniform" if prior is None else "cached"
+    found = mix(scores, mask, method, weights, top_k=top_k, distances=distances, **given)
+    for block, position in np.argwhere(mask):
+        logits = np.log(prior or [1 / EXPERTS] * EXPERTS) - distances[block, position] / temperature
+        if family == "cluster+history":
+            logits = logits + scores[block, :position].sum(axis=0)
+        g = softmax(logits)
+        if top_k:
+            g[np.argsort(-g)[top_k:]] = 0
+            g /= g.sum()
+        expected = np.log(sum(g[j] * np.exp(scores[block, position, j]) for j in range(EXPERTS)))
+        assert found[block, position] == pytest.approx(expected, abs=1e-12)
+    assert (found[~mask] == 0).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 1000), order=st.permutations(range(EXPERTS)),
+    weights=st.sampled_from([Cluster, ClusterHistory]), temperature=st.floats(0.01, 10),
+    top_k=st.sampled_from([None, 2]),
+)  # fmt: skip
+def test_properties(seed: int, order: list[int], weights: type[Cluster], temperature: float, top_k: int | None) -> None:
+    scores, mask, distances = made_up(seed)
+
+    def mixed(rule: Cluster, columns: list[int], top_k: int | None = None) -> np.ndarray:
+        part, far = scores[..., columns], distances[..., columns]
+        return mix(part, mask, "uniform", rule, top_k=top_k, distances=far)
+
+    every, near = list(range(EXPERTS)), distances.argmin(axis=2)[..., None]
+    rule = weights(temperature)
+    np.testing.assert_allclose(mixed(rule, order, top_k), mixed(rule, every, top_k), atol=1e-12)
+    np.testing.assert_allclose(mixed(rule, [2]), scores[..., 2], atol=1e-12)
+    average = mix(scores, mask, "average")
+    np.testing.assert_allclose(mixed(Cluster(1e15), every), average, atol=1e-12)
+    history = mix(scores, mask, "uniform", "history")
+    np.testing.assert_allclose(mixed(ClusterHistory(1e15), every), history, atol=1e-9)
+    top = np.take_along_axis(scores, near, axis=2)[..., 0]
+    np.testing.assert_allclose(mixed(weights(1e-9), every)[mask], top[mask], atol=1e-12)
+    np.testing.assert_allclose(mixed(Cluster(temperature), every, 1)[mask], top[mask], atol=1e-12)
+
+
+def test_weights_without_distances_and_with_impossible_temperatures_are_refused() -> None:
+    scores, mask, _ = made_up(1)
+    with pytest.raises(DemixError, match="weights cluster: need the distances of the text"):
+        mix(scores, mask, "uniform", "cluster(0.1)")
+    for weights, told in (
+        ("cluster(0)", r"has temperature 0; use cluster\(temperature\) with temperature from 1e-06 to 1e\+06"),
+        ("cluster+history(1,2)", r"has other parameters than its rule; use cluster\+history\(temperature\)"),
+        ("clusters", "is not known"),
+        ("cluster+", "is not known"),
+    ):
+        with pytest.raises(DemixError, match=told):
+            weights_rule(weights)
+
+
+TRAINING, NOVEL, CLUSTERS = ("law", "news", "code"), ("songs",), ("c00", "c01", "c02", "c03")
+CONFIG: dict[str, Any] = {
+    "run": "x",
+    "seed": 7,
+    "domains": {"training": dict.fromkeys(TRAINING), "novel": dict.fromkeys(NOVEL)},
+    "clusterings": {"k4": {"clusters": 4}, "by_domain": {"method": "metadata"}},
+    "models": {"cbtm": {"kind": "branched", "data": "k4", "sequences": 4}, "domain_token": None},
+    "training": {"sequences": 4},
+    "evaluation": {"weights": ["history", "cluster", "cluster+history"]},
+}
+
+
+@pytest.fixture(scope="module")
+def scores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The score tables and routing tables of a run, on a training domain."""
+    run = tmp_path_factory.mktemp("run")
+    models = {"demix": TRAINING + NOVEL, "cbtm": CLUSTERS, "dense": ("dense",), "dense_unbalanced": ("dense",)}
+    models["dense-dapt-songs"] = ("dense",)
+    for number, (model, experts) in enumerate(models.items()):
+        for text, split in enumerate(("dev", "test")):
+            write_table(run / "scores" / model / f"law.{split}", experts, seed=number, text=text)
+    for clustering, names in (("k4", CLUSTERS), ("by_domain", tuple(sorted(TRAINING)))):
+        write_json(run / "clusters" / clustering / "clusterer.json", {"names": names})
+        for number, context in enumerate(("document", "block")):
+            for split in ("dev", "test"):
+                write_routing(run, clustering, context, f"law.{split}", names, number)
+    return run / "scores"
+
+
+def write_routing(run: Path, clustering: str, context: str, table: str, names: tuple[str, ...], seed: int) -> None:
+    model = "cbtm" if clustering == "k4" else "demix"
+    expert = CLUSTERS[0] if clustering == "k4" else "law"
+    scored = read_scores(run / "scores" / model / table, (expert,))
+    chance = np.random.default_rng([seed, len(table)])
+    far = chance.uniform(0.1, 1.5, (scored.tokens, len(names))).astype(np.float32)
+    clusterer = digest(read_json(run / "clusters" / clustering / "clusterer.json"))
+    about = {"tokens_sha256": scored.sha256, "clusterer_sha256": clusterer, "context": context}
+    columns = pa.table(dict(zip(names, far.T, strict=True))).replace_schema_metadata(about)
+    write_parquet(columns, run / "routing" / clustering / context / f"{table}.parquet")
+
+
+def evaluation(**changes: Any) -> Evaluation:
+    more = {"decay": 0.3, "dev_blocks": 6, "weights": ("history", "cluster", "cluster+history"), "top_k": (2,)}
+    return Evaluation(
+        kind="training", tables=evaluated(CONFIG, "law"), compared=tuple(one.key for one in compared(CONFIG, "law")),
+        against=tuple((name, *one.key) for name, one in bases(CONFIG).items()), seed=7, **more | changes,
+    )  # fmt: skip
+
+
+def outputs(folder: Path) -> Outputs:
+    names = ("results", "priors", "differences", "posteriors", "losses")
+    return Outputs(*(folder / f"{name}.parquet" for name in names))
+
+
+def distances(scores: Path, clustering: str, context: str, experts: tuple[str, ...], split: str = "test") -> np.ndarray:
+    """[B, T, E], 0 at padding."""
+    table = pd.read_parquet(scores.parent / "routing" / clustering / context / f"law.{split}.parquet")[list(experts)]
+    filled = np.zeros((-(-len(table) // LENGTH) * LENGTH, len(experts)))
+    filled[: len(table)] = table.to_numpy(np.float64)
+    return filled.reshape(-1, LENGTH, len(experts))
+
+
+def test_rows_of_an_evaluation_are_those_of_the_formulas(scores: Path, tmp_path: Path) -> None:
+    evaluate_domain(scores, "law", evaluation(), outputs(tmp_path), None)
+    found = read_results(tmp_path / "results.parquet").rows
+    routed = found[found.routing != ""]
+    assert {*zip(routed.model, routed.experts, strict=True)} == {
+        ("demix", "training"), ("demix", "minus-law"), ("cbtm", "training"),
+    }  # fmt: skip
+    assert set(routed.variant) == {"", "dev_temperature"}
+    assert set(routed.context) == {"document"}
+    assert routed[routed.variant == ""].temperature.tolist() == [0.1] * sum(routed.variant == "")
+    for model, experts, label, clustering in (
+        ("demix", TRAINING, "training", "by_domain"), ("cbtm", CLUSTERS, "training", "k4"),
+        ("demix", ("news", "code"), "minus-law", "by_domain"),
+    ):  # fmt: skip
+        test, dev = (read_scores(scores / model / f"law.{split}", experts) for split in ("test", "dev"))
+        far = distances(scores, clustering, "document", experts)
+        prior = cached_log_prior(dev.scores, dev.mask, "history", decay=0.3, blocks=6)
+        own = routed[(routed.model == model) & (routed.experts == label) & (routed.variant == "")]
+        assert set(own.routing) == {clustering}
+        methods = {("uniform", "cluster"), ("uniform", "cluster+history"), ("cached", "cluster+history")}
+        wanted = methods if label == "training" else {("cached", "cluster+history")}
+        assert {*zip(own.method, own.weights, strict=True)} == wanted
+        for row in own.itertuples():
+            top_k = None if np.isnan(row.top_k) else int(row.top_k)
+            log_p = mix(
+                test.scores, test.mask, row.method, f"{row.weights}(0.1)", log_prior=prior, top_k=top_k, distances=far
+            )
+            assert row.nll == pytest.approx(-log_p.sum(), rel=1e-12)
+    # The grid is left out where it has one temperature and one context; the rest of the table does not change.
+    plain = tmp_path / "plain"
+    evaluate_domain(scores, "law", evaluation(weights=("history",)), outputs(plain), None)
+    without = read_results(plain / "results.parquet").rows
+    kept = found[found.routing == ""].reset_index(drop=True)
+    pd.testing.assert_frame_equal(kept, without)
+    assert without.temperature.isna().all()
+
+
+def test_the_grid_and_what_dev_chooses(scores: Path, tmp_path: Path) -> None:
+    changes = {"temperatures": (0.01, 1.0), "routing_context": ("document", "block")}
+    evaluate_domain(scores, "law", evaluation(**changes), outputs(tmp_path), None)
+    found = read_results(tmp_path / "results.parquet")
+    assert not {"routing", "decay"} & {key[4] for key in found.evaluations.index}
+    rows = found.rows[found.rows.model == "cbtm"].fillna({"top_k": 0})
+    grid = rows[rows.variant == "routing"]
+    assert len(grid) == 3 * 2 * 3 * 2
+    key = ["method", "weights", "top_k", "context", "temperature"]
+    main = rows[(rows.variant == "") & (rows.routing != "")]
+    assert set(main.context) == {"document"}
+    both = main.merge(grid, on=key)
+    assert len(both) == len(main)
+    np.testing.assert_array_equal(both.nll_x, both.nll_y)
+    test, dev = (read_scores(scores / "cbtm" / f"law.{split}", CLUSTERS) for split in ("test", "dev"))
+    far = {split: distances(scores, "k4", "document", CLUSTERS, split) for split in ("dev", "test")}
+    tried = {}
+    for temperature in (0.01, 0.1, 1.0):
+        for top_k in (None, 2):
+            how = {"weights": Cluster(temperature), "top_k": top_k}
+            loss = -mix(dev.scores, dev.mask, "uniform", distances=far["dev"], **how).sum()
+            nll = -mix(test.scores, test.mask, "uniform", distances=far["test"], **how).sum()
+            tried[loss] = (temperature, top_k or 0, nll)
+    chosen = rows[(rows.variant == "dev_temperature") & (rows.weights == "cluster")]
+    ((temperature, top_k, nll),) = zip(chosen.temperature, chosen.top_k, chosen.nll, strict=True)
+    best = tried[min(tried)]
+    assert (temperature, top_k, nll) == (*best[:2], pytest.approx(best[2]))
+
+
+def test_any_prior_goes_with_clusters_and_those_of_history_are_theirs(scores: Path) -> None:
+    """Updating priors follow the tokens' evidence alone."""
+    mixtures = [
+        Mixture(method, CLUSTERS, weights, rule=rule, routing="k4", context=context, dev_blocks=6)
+        for method in ("uniform", "updating", "cached", "fitted")
+        for weights, rule in (("cluster", Cluster(0.2)), ("cluster+history", ClusterHistory(0.2)))
+        for context in ("document", "block")
+    ]
+    test = scores / "cbtm" / "law.test"
+    table, dev = read_scores(test, CLUSTERS), read_scores(scores / "cbtm" / "law.dev", CLUSTERS)
+    priors = dev_priors(dev, mixtures)
+    losses = document_losses(test, CLUSTERS, mixtures, priors, beside=beside_of(test, mixtures))
+    assert cached_log_prior(dev.scores, dev.mask, "history", decay=0.3, blocks=6) == pytest.approx(priors[mixtures[8]])
+    for mixture in mixtures:
+        log_p = mix(
+            table.scores, table.mask, mixture.method, mixture.rule, log_prior=priors.get(mixture),
+            distances=distances(scores, "k4", mixture.context, CLUSTERS),
+        )  # fmt: skip
+        assert losses.mixtures[mixture].sum() == pytest.approx(-log_p.sum(), rel=1e-12)
+    assert len({losses.mixtures[mixture].sum() for mixture in mixtures}) == len(mixtures)
+
+
+def test_distances_of_other_tokens_are_refused(scores: Path) -> None:
+    place = scores.parent / "routing" / "k4" / "document" / "law.test.parquet"
+    kept = place.read_bytes()
+    far = pd.read_parquet(place)
+    about = {"clusterer_sha256": digest(read_json(scores.parent / "clusters" / "k4" / "clusterer.json"))}
+    write_parquet(pa.Table.from_pandas(far).replace_schema_metadata(about | {"tokens_sha256": "0"}), place)
+    try:
+        mixture = Mixture("uniform", CLUSTERS, "cluster", rule=Cluster(0.1), routing="k4", context="document")
+        test = scores / "cbtm" / "law.test"
+        with pytest.raises(DemixError, match=r"routing/k4/document/law\.test\.parquet: belongs to other tokens than"):
+            document_losses(test, CLUSTERS, [mixture], beside=beside_of(test, [mixture]))
+    finally:
+        place.write_bytes(kept)
+
+
+def test_clusters_weight_models_that_have_a_clustering() -> None:
+    mixing = load_config(TINY)["evaluation"] | {"weights": ["history", "cluster"]}
+    with pytest.raises(DemixError, match=r"evaluation\.weights: cluster has no clustering for demix; add by_domain"):
+        load_config(TINY, evaluation=mixing, clusterings={})
+    load_config(TINY, evaluation=mixing, clusterings={"by_domain": {"method": "metadata", "dimensions": 4}})
+
+
+def test_an_evaluation_reads_the_distances_that_its_models_need() -> None:
+    """With weights by distance alone, and only for clusterings of some model."""
+    more = {"clusterings": {"k4": {"clusters": 4}, "k2": {"clusters": 2}, "by_domain": {"method": "metadata"}}}
+    more["models"] = {"cbtm": {"kind": "branched", "data": "k4"}, "domain_token": None}
+    mixing = load_config(TINY)["evaluation"] | {"routing_context": ["document", "block"]}
+    config = load_config(TINY, evaluation=mixing, **more)
+    assert RunRules(config).evaluated_routing("fantasy") == []
+    config = load_config(TINY, evaluation=mixing | {"weights": ["history", "cluster+history(0.2)"]}, **more)
+    run = "results/tiny"
+    assert RunRules(config).evaluated_routing("fantasy") == [
+        f"{run}/routing/{name}/{context}/fantasy.{split}.parquet"
+        for name in ("by_domain", "k4") for context in ("document", "block") for split in ("dev", "test")
+    ] + [f"{run}/clusters/{name}/clusterer.json" for name in ("by_domain", "k4")]  # fmt: skip
+
+
+def test_rules_beyond_the_paper_weight_experts_of_clusters_as_all_others(scores: Path, tmp_path: Path) -> None:
+    evaluate_domain(scores, "law", evaluation(weights=("history", "tempered", "switching")), outputs(tmp_path), None)
+    found = read_results(tmp_path / "results.parquet").rows.query("model == 'cbtm' and variant == '' and top_k.isna()")
+    test, dev = (read_scores(scores / "cbtm" / f"law.{split}", CLUSTERS) for split in ("test", "dev"))
+    prior = fitted_log_prior(dev.scores, dev.mask)
+    for method, weights, rule in (
+        ("uniform", "tempered", Tempered(0.1, 0.99)), ("fitted", "switching", switching_on_dev(dev, prior)),
+        ("fitted", "", ""),
+    ):  # fmt: skip
+        (row,) = found[(found.method == method) & (found.weights == weights)].itertuples()
+        log_p = mix(test.scores, test.mask, method, rule, log_prior=prior)
+        assert row.nll == pytest.approx(-log_p.sum(), rel=1e-12)
+    grid = tempered_on_dev({"law": dev})
+    best = CLUSTERS[int(dev.scores.sum(axis=(0, 1)).argmax())]
+    rest = dev.select([name for name in CLUSTERS if name != best])
+    parts = [mix(part.scores, part.mask, "uniform", grid[0].rule).sum() / part.tokens for part in (dev, rest)]
+    assert grid[0].nats == pytest.approx(-sum(parts))

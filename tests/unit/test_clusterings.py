@@ -1,0 +1,163 @@
+"""Rows of models that learn from clusters of documents: what they make of a config, and what is refused."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demix.config.check import load_config
+from demix.config.evaluated import evaluated
+from demix.config.rows import clusters_of
+from demix.config.rules import RunRules
+from demix.config.scoring import scoring_jobs
+from demix.config.systems import Model, planned
+from demix.data.shards import TokenShard
+from demix.errors import DemixError
+from demix.files import read_json, read_json_lines
+from demix.model.checkpoint import expert_names
+from demix.model.tokenizer import tokenizer_of
+from demix.train.join import join_branches
+from demix.train.stage import take_seed, train_model
+from support.cli import said
+from support.tokens import TRAINING
+from support.training import TRAIN, shard_paths
+
+TINY = Path(__file__).parents[1] / "workflow" / "tiny.yaml"
+K2 = {"clusters": 2, "dimensions": 6}
+DOMAINS = load_config(TINY)["domains"]
+TWICE = DOMAINS | {"novel": {"c01": DOMAINS["novel"]["fantasy"], "fantasy": DOMAINS["novel"]["fortunes"]}}
+BRANCH = {"kind": "branched", "data": "k2", "parent": "dense", "seed_tokens": 6000}
+
+
+def config(clusterings: dict[str, Any] | None = None, sequences: int = 2, **more: Any) -> dict[str, Any]:
+    """The tiny config (three domains) with rows on clusters."""
+    given = load_config(TINY)["training"] | {"sequences": sequences}
+    defaults = {"k2": K2, "by_domain": {"method": "metadata"}} if clusterings is None else clusterings
+    return load_config(TINY, training=given, clusterings=defaults, **more)
+
+
+def run(*words: object) -> None:
+    assert said([str(word) for word in words]) is None
+
+
+def rows(found: dict[str, Any]) -> dict[str, Model]:
+    return {model.name: model for model in planned(found)}
+
+
+def test_a_row_on_clusters_has_an_expert_for_each_with_an_equal_part_of_a_step() -> None:
+    found = config(models={"cbtm_2": BRANCH, "demix_2": {"kind": "demix", "data": "k2"}})
+    models, rules = rows(found), RunRules(found)
+    cbtm, on_clusters, domains = models["cbtm_2"], models["demix_2"], models["demix"]
+    assert cbtm.experts == cbtm.columns == on_clusters.experts == ("c00", "c01") == clusters_of(found, "k2")
+    # Three domains of two sequences are two clusters of three.
+    assert cbtm.settings["sequences"] == on_clusters.settings["sequences"] == 3
+    assert {model.step_tokens(32) for model in (domains, cbtm, *cbtm.parts, on_clusters)} == {3 * 2 * 32}
+    assert [part.place for part in cbtm.parts] == ["cbtm_2/c00", "cbtm_2/c01"]
+    assert cbtm.scored == domains.scored == ("parliament", "scripture", "licenses", "fantasy", "fortunes")
+    assert (cbtm.routing, domains.routing, models["dense"].routing) == ("k2", "by_domain", "")
+    assert models["without-licenses"].routing == "", "the replacement has no centre"
+    shard = "results/tiny/clusters/k2/shards/{}/train.arrow"
+    assert rules.train_inputs(on_clusters) == [shard.format("c00"), shard.format("c01")]
+    assert rules.train_inputs(cbtm.parts[1]) == [shard.format("c01")]
+    jobs = {job.rule: job for job in scoring_jobs(found)}
+    assert jobs["score_known_cbtm_2"].columns == ("c00", "c01")
+    for domain in ("licenses", "fantasy"):
+        (table,) = [table for table in evaluated(found, domain) if table.model == "cbtm_2"]
+        (some,) = table.sets
+        assert (some.label, some.experts, some.alone) == ("training", ("c00", "c01"), True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"models": {"x": BRANCH | {"data": "k3"}}},
+            "config key models.x.data: k3 is no clustering; known are k2, by_domain",
+        ),
+        (
+            {"models": {"x": BRANCH | {"data": "by_domain"}}},
+            "config key models.x.data: is by_domain, whose clusters are the domains; leave it out",
+        ),
+        (
+            {"models": {"x": BRANCH}, "sequences": 3},
+            "config key models.x.data: k2 of 2 clusters does not divide the 9 sequences of a step; raise "
+            "training.sequences, or make one of 1, 3, 9 clusters",
+        ),
+        (
+            {"models": {"x": {"kind": "dense", "data": "k2"}}},
+            "config key models.x.data: is given to a row of kind dense; use kind: branched or demix, or leave it out",
+        ),
+        (
+            {"models": {"demix": {"data": "k2"}}},
+            "config key models.demix.data: is given to the row demix; add a row of another name",
+        ),
+        (
+            {"models": {"x": BRANCH}, "clusterings": {"k2": {}}},
+            "config key clusterings.k2.clusters: is missing; say how many clusters there are",
+        ),
+        (
+            {"models": {"x": BRANCH}, "adaptation": load_config(TINY)["adaptation"] | {"model": "x"}},
+            "config key adaptation.model: is x, which is no such row of models",
+        ),
+        (
+            {"models": {}, "clusterings": {"k2": K2}, "domains": TWICE},
+            "config key clusterings.k2: has a cluster c01, and a domain has this name too; rename the domain",
+        ),
+        (
+            {"models": {}, "clusterings": {"k2": K2 | {"method": "spectral"}}},
+            "config key clusterings.k2.method: is 'spectral'",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_runs(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(DemixError, match=re.escape(told)):
+        config(**changes)
+
+
+def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens: Path, tmp_path: Path) -> None:
+    """An expert of each cluster goes on from the dense model's state, with as many tokens as a domain's would have."""
+    (tmp_path / "corpus").symlink_to(tokens / "corpus")
+    (tmp_path / "tokens").symlink_to(tokens / "tokens")
+    (tmp_path / "tokenizer.json").symlink_to(tokens / "tokenizer.json")
+    folder = tmp_path / "clusters" / "k2"
+    texts = [tmp_path / "corpus" / domain / "train.parquet" for domain in TRAINING]
+    shards = [tmp_path / "tokens" / domain / "train.arrow" for domain in TRAINING]
+    run("fit-clusters", *texts, "--settings", '{"clusters": 2, "dimensions": 6}', "--output", folder)
+    run("assign", folder, *texts, "--output", folder / "assigned")
+    run("cluster-shards", folder, *shards, "--length", 16, "--output", folder / "shards")
+    opened = [TokenShard.open(folder / "shards" / name / "train.arrow", verify=True) for name in ("c00", "c01")]
+    assert sum(map(len, opened)) == sum(len(TokenShard.open(path)) for path in shards)
+
+    state = tmp_path / "seeds" / "dense" / "step-00000010"
+    kept = tmp_path / "checkpoints" / "dense"
+    paths = (tmp_path / "models" / "dense", tmp_path / "metrics" / "dense.jsonl", kept)
+    train_model("dense", TRAIN, shard_paths(tmp_path), *paths, keep=(10,))
+    assert take_seed("dense", TRAIN, shard_paths(tmp_path), 10, kept, state)
+    sequences = len(TRAINING) * TRAIN.sequences
+    assert sequences % 2 == 0
+    training = dataclasses.replace(TRAIN, sequences=sequences // 2)
+    for name in ("c00", "c01"):
+        shard = folder / "shards" / name / "train.arrow"
+        places = tmp_path / "branches" / name, tmp_path / "metrics" / f"{name}.jsonl", tmp_path / "checkpoints" / name
+        train_model("branched", training, [shard], *places, branch=state, share=2)
+    join_branches([tmp_path / "branches" / name for name in ("c00", "c01")], tmp_path / "models" / "cbtm_2")
+    joined = tmp_path / "models" / "cbtm_2"
+    assert expert_names(joined) == ("c00", "c01")
+    ends = [read_json_lines(tmp_path / "metrics" / f"{name}.jsonl")[-1]["step"] for name in ("dense", "c00", "c01")]
+    assert len(set(ends)) == 1, "equal updates"
+    tokens_of = {name: read_json(tmp_path / "models" / name / "model.json")["tokens"] for name in ("dense", "cbtm_2")}
+    assert tokens_of["cbtm_2"] == tokens_of["dense"]
+    assert tokenizer_of(tmp_path / "branches" / "c00")[0].parent.name == "c00", "the tokenizer travels with an expert"
+
+    more = dataclasses.replace(TRAIN, sequences=sequences)
+    with pytest.raises(DemixError, match=r"is of a training with sequences of a step \d+, and this one has"):
+        train_model("branched", more, [shard], *places, branch=state, share=2)
+
+
+def test_a_cluster_without_text_is_told_in_one_line(tokens: Path, tmp_path: Path) -> None:
+    texts = [tokens / "corpus" / domain / "train.parquet" for domain in TRAINING]
+    words = ["fit-clusters", *map(str, texts), "--settings", '{"clusters": 100000}', "--output", str(tmp_path / "k")]
+    assert re.search(r"clusterings\.k\.clusters: is 100000 for \d+ documents; lower it", said(words) or "")
+    assert not list(tmp_path.rglob("clusterer*"))

@@ -1,0 +1,208 @@
+"""Configs as people write them: made by `demix init`, checked by `demix config`, with the lines of what is wrong."""
+
+import io
+import json
+import logging
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+import zstandard
+from rich.console import Console
+from snakemake_interface_logger_plugins.common import LogEvent
+
+import snakemake_logger_plugin_demix as display
+from demix.config.check import load_config
+from demix.config.keys import read_keys
+from support.cli import demix, said
+
+REPOSITORY = Path(__file__).parents[2]
+TWO = """run: mine
+domains:
+  training:
+    law:
+      source: {kind: files, path: mine/law.txt}
+    news:
+      source:
+        kind: files
+        path: [mine/*.csv, mine/news.txt]
+architecture: {layers: 1, width: 8, heads: 1, context: 16}
+training: {tokens: 4000, sequences: 2, learning_rate: 1.0e-3}
+"""
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the text of nine domains, in as many formats."""
+    monkeypatch.chdir(tmp_path)
+    pieces = [" ".join(f"w{number}x{place}" for place in range(30)) for number in range(60)]
+    records = [{"title": f"the page {number}", "body": piece} for number, piece in enumerate(pieces)]
+    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    Path("Büro [1].txt").write_text(" ".join(pieces))
+    Path("büro 1.txt").write_text(" ".join(pieces))
+    Path("2024.jsonl.zst").write_bytes(zstandard.compress(lines))
+    Path("tokens.csv").write_text("id,text\n" + "".join(f"{number},{piece}\n" for number, piece in enumerate(pieces)))
+    pq.write_table(pa.table({"n": range(60), "doc": [{"parts": [piece]} for piece in pieces]}), "a.parquet")
+    Path("b.json").write_text(json.dumps([{"id": number, "text": piece} for number, piece in enumerate(pieces)]))
+    with tarfile.open("c.tar.gz", "w:gz") as archive:
+        for number, piece in enumerate(pieces):
+            entry = tarfile.TarInfo(f"{number}.txt")
+            entry.size = len(piece)
+            archive.addfile(entry, io.BytesIO(piece.encode()))
+    for name in ("letters/1.txt", "letters/old/2.txt", "letters/notes.md", "more/1.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(" ".join(pieces))
+    return tmp_path
+
+
+def test_init_writes_a_valid_config_of_any_files(texts: Path) -> None:
+    given = [
+        "Büro [1].txt",
+        "büro 1.txt",
+        "2024.jsonl.zst",
+        "tokens.csv",
+        "a.parquet",
+        "b.json",
+        "c.tar.gz",
+        "letters/",
+    ]
+    done = demix("init", *given, "--novel", "more/*.txt")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout == demix("init", *given, "--novel", "more/*.txt").stdout
+    (texts / "mine.yaml").write_text(done.stdout)
+    config = load_config(texts / "mine.yaml")
+    sources = {
+        name: {key: value for key, value in domain["source"].items() if key in ("path", "text", "json", "piece_words")}
+        for domains in config["domains"].values()
+        for name, domain in domains.items()
+    }
+    usual = {"text": "text", "json": "lines", "piece_words": None}
+    assert sources == {
+        "buro_1": usual | {"path": "Büro [[]1].txt", "piece_words": 50},
+        "buro_1_2": usual | {"path": "büro 1.txt", "piece_words": 50},
+        "2024": usual | {"path": "2024.jsonl.zst", "text": "body"},
+        "tokens_text": usual | {"path": "tokens.csv"},
+        "a": usual | {"path": "a.parquet", "text": "doc.parts[]"},
+        "b": usual | {"path": "b.json", "json": "values"},
+        "c": usual | {"path": "c.tar.gz"},
+        "letters": usual | {"path": "letters/**/*.txt", "piece_words": 50},
+        "more": usual | {"path": "more/*.txt", "piece_words": 50},
+    }
+    assert list(config["domains"]["novel"]) == ["more"]
+    assert {tuple(one["words"].values()) for one in config["domains"]["training"].values()} == {(180, 180, None)}
+    told = demix("config", "mine.yaml")
+    assert told.exit_code == 0
+    assert "mine.yaml is valid" in told.stdout
+    first, schema = done.stdout.splitlines()[0].split("$schema=")
+    assert first == "# yaml-language-server: "
+    assert Path(schema).samefile(REPOSITORY / "workflow" / "schemas" / "config.schema.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["büro 1.txt"], "training domains: 1 is given, and experts are mixed from 2 training domains on; name a file"),
+        (["büro 1.txt", "little.txt"], "little.txt: has 2 words in 1 documents; give a domain 1,000 words or more"),
+        (["büro 1.txt", "nothere.txt"], "nothere.txt: is no file, and no folder of files that can be read; mend"),
+        (["büro 1.txt", "büro 1.txt"], "büro 1.txt: is given twice; name each text once"),
+        (["büro 1.txt", "letters/notes.md"], "letters/notes.md: is of an unknown format; known are .parquet"),
+        (["büro 1.txt", "two.jsonl"], "plainly the text: question (3 words), answer (2 words); name it with --field"),
+        (["büro 1.txt", "utf16.txt"], "utf16.txt: is UTF-16, not UTF-8; convert it: iconv -f UTF-16 -t UTF-8 OLD"),
+        (
+            ["büro 1.txt", "latin.txt"],
+            "has 0 words in 0 documents, and 1 not in UTF-8; give a domain 1,000 words or more; convert",
+        ),
+    ],
+)
+def test_init_refuses_in_one_line(words: list[str], told: str, texts: Path) -> None:
+    (texts / "little.txt").write_text("two words")
+    (texts / "two.jsonl").write_text('{"question": "what is that", "answer": "a question"}\n')
+    (texts / "utf16.txt").write_text("one text\n" * 2000, encoding="utf-16")
+    (texts / "latin.txt").write_text("été déjà vu\n" * 2000, encoding="latin-1")
+    line = said(["init", *words])
+    assert line is not None
+    assert told in line
+    assert "\n" not in line
+
+
+def test_a_field_that_is_named_is_taken(texts: Path) -> None:
+    (texts / "two.jsonl").write_text('{"question": "what is that", "answer": "a question"}\n' * 2)
+    line = said(["init", "2024.jsonl.zst", "two.jsonl", "--field", "answer"])
+    assert line is not None
+    assert "two.jsonl: has 2 words in 1 documents" in line
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (
+            "    news:",
+            "    law:",
+            "mine.yaml, line 6: names the key domains.training.law again, which is on line 4 too;",
+        ),
+        ("run: mine", "run: mine\nrun: other", "mine.yaml, line 2: names the key run again, which is on line 1 too;"),
+        (
+            "tokens: 4000",
+            "tokens: 63",
+            "line 11, config key training.tokens: is 63, less than the 64 tokens of one step",
+        ),
+        ("kind: files\n", "kind: file\n", "mine.yaml, line 8, config key domains.training.news.source.kind: is 'file'"),
+        (", learning_rate: 1.0e-3", "", "mine.yaml, line 11, config key training.learning_rate: is missing;"),
+        ("run", "rum", "mine.yaml, line 1, config key rum: is not known; did you mean run?"),
+        ("run", "run", "missing: mine/law.txt (law, line 5), mine/*.csv (news, line 9), mine/news.txt (news, line 9);"),
+        ("run: mine", "run: &a [*a]", "mine.yaml, line 1, config key run: is [[...]]"),
+    ],
+)
+def test_config_names_the_line(old: str, new: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(TWO.replace(old, new, 1))
+    line = said(["config", "mine.yaml"])
+    assert line is not None
+    assert told in line
+    assert "\n" not in line
+
+
+def test_a_key_twice_in_a_base_is_told_too(tmp_path: Path) -> None:
+    (tmp_path / "below.yaml").write_text(TWO + "seed: 1\nseed: 2\n")
+    (tmp_path / "mine.yaml").write_text("base: below.yaml\n")
+    line = said(["config", str(tmp_path / "mine.yaml")])
+    assert line is not None
+    assert "below.yaml, line 13: names the key seed again, which is on line 12 too" in line
+
+
+def test_what_yaml_and_snakemake_read_is_not_refused(tmp_path: Path) -> None:
+    tabs, merged = tmp_path / "tabs.json", tmp_path / "merged.yaml"
+    tabs.write_text(json.dumps(yaml.safe_load(TWO), indent="\t"))
+    assert read_keys(tabs)[0] == yaml.safe_load(TWO)
+    merged.write_text("a: &a {b: 1}\nc: &c {d: 2}\ne:\n  <<: *a\n  <<: *c\n")
+    assert read_keys(merged)[0] == yaml.safe_load(merged.read_text())
+
+
+def test_config_says_what_will_run() -> None:
+    sample = REPOSITORY / "config" / "sample.yaml"
+    told = demix("config", sample).stdout
+    for part in (
+        "training domains  8: parliament, ",
+        "novel domains     8: wiki, ",
+        "7 of 1,000,000 tokens in 488 updates: demix, dense, ",
+    ):
+        assert part in told
+    assert "16 of 131,072 tokens at most" in told
+    assert yaml.safe_load(demix("config", "--values", sample).stdout) == load_config(sample)
+
+
+def test_the_display_shows_warnings_and_a_missing_config_in_one_line() -> None:
+    handler = display.LogHandler(SimpleNamespace(dryrun=False), None)
+    handler.console = Console(file=io.StringIO(), width=200)
+    trace = "Traceback …\n  File x, line 3, in load_configfile\nFileNotFoundError: [Errno 2] No such file: 'no.yaml'\n"
+    error = {"event": LogEvent.ERROR, "exception": "FileNotFoundError", "msg": trace, "levelno": logging.ERROR}
+    handler.emit(logging.makeLogRecord(error))
+    handler.emit(logging.makeLogRecord({"msg": "law: left out: 1 documents", "levelno": logging.WARNING}))
+    handler.emit(logging.makeLogRecord({"msg": "rule law", "levelno": logging.INFO}))
+    cure = "give the path of a config file, such as config/sample.yaml"
+    lines = handler.console.file.getvalue().splitlines()
+    assert lines == [f"error: --configfile: No such file: 'no.yaml'; {cure}", "law: left out: 1 documents"]

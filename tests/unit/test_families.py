@@ -1,0 +1,259 @@
+"""The report of families: numbers against plain loops over rows, claims shown and not, and what a run lacks."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from demix.config.architecture import architecture_from, parameters
+from demix.plan.flops import training_flops_per_token
+from demix.report import FAMILY_FIGURES, FAMILY_TABLES, SHOWS, left_out, left_out_notes, report_files
+from demix.report.claims import Claim, claims
+from demix.report.clusters import clustered, clusters_table, over_own, read_clusters, shares, sizes
+from demix.report.families import (
+    by_clusters_points,
+    families_table,
+    family_costs_table,
+    temperatures_table,
+    top_k_table,
+    write_families,
+)
+from demix.report.index import _groups
+from demix.report.read import read_results
+from support.families_run import MODELS, TOP_K, build_families, experts_of, nll_of
+from support.synthetic_run import NOVEL, TRAINING, Run, build_run
+
+LABELS = {"Dense": "dense_unbalanced", "Dense (Balanced)": "dense", "DEMix": "demix"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return build_families(tmp_path_factory.mktemp("run"))
+
+
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def rows(run: Run) -> Rows:
+    found = run.results.rows[run.results.rows["experts"].isin(["training", "dense"])]
+    return found.astype({"top_k": "float64"}).fillna({"top_k": 0}).to_dict("records")
+
+
+def mean(
+    rows: Rows, model: str, domains: tuple[str, ...], method: str, weights: str, variant: str = "", top_k: int = 0
+) -> float:
+    """The mean of the perplexities of a row of models, by a loop over the rows of results."""
+    wanted = {"model": model, "method": method, "weights": weights, "variant": variant, "top_k": top_k}
+    found = [row["perplexity"] for row in rows if row["domain"] in domains and wanted.items() <= row.items()]
+    assert len(found) == len(domains)
+    return sum(found) / len(found)
+
+
+def test_families_are_mixed_by_the_rule_of_their_paper(run: Run, rows: Rows) -> None:
+    frame = families_table(run.results, run.config).frame
+    averaged = {f"btm, averaged ({weights})": weights for weights in ("uniform", "posterior")}
+    assert list(frame.index) == [*LABELS, "demix_seeded", "btm", *averaged, *list(MODELS)[2:]]
+    for label, weights in averaged.items():
+        assert frame.at[label, "Novel"] == pytest.approx(mean(rows, "btm", NOVEL, "merged", weights))
+    for label, row in frame.drop(index=list(averaged)).iterrows():
+        model = LABELS.get(str(label), str(label))
+        clusters = "data" in MODELS.get(model, {})
+        rule = ("uniform", "cluster") if clusters else ("cached", "history")
+        rule = ("dense", "") if model.startswith("dense") else rule
+        for kind, domains in (("Training", TRAINING), ("Novel", NOVEL)):
+            own, dense = (mean(rows, *of) for of in ((model, domains, *rule), ("dense", domains, "dense", "")))
+            assert row[kind] == pytest.approx(own)
+            if model != "dense":
+                assert row[f"{kind}, %"] == pytest.approx(100 * (own / dense - 1))
+            if model in MODELS:
+                assert row[f"{kind}, switching"] == pytest.approx(mean(rows, model, domains, "fitted", "switching"))
+                dev = mean(rows, model, domains, "uniform", "cluster", variant="dev_temperature", top_k=2)
+                assert row[f"{kind}, cluster on dev"] == pytest.approx(dev)
+    assert frame.loc["cbtm_2", ["Family", "Experts", "Mixed by"]].tolist() == [
+        "c-BTM", "2 clusters", "uniform cluster",
+    ]  # fmt: skip
+    assert frame["Family"][["btm", "demix_k3", "demix_seeded"]].tolist() == ["BTM", "DEMix on clusters", "DEMix"]
+
+
+def test_an_interval_of_a_mean_adds_up_those_of_the_domains(run: Run, rows: Rows) -> None:
+    table = families_table(run.results, run.config)
+    each = [mean(rows, "cbtm_3", (domain,), "uniform", "cluster") for domain in TRAINING]
+    half = math.sqrt(sum((0.15 * value) ** 2 for value in each)) / 3
+    centre = sum(each) / 3
+    assert table.second_lines().at["cbtm_3", "Training"] == f"[{centre - half:.2f}, {centre + half:.2f}]"
+    assert table.second_lines().at["DEMix", "Training"] == "", "domains of 7 documents have no interval"
+
+
+def test_costs_follow_from_sizes_and_settings(run: Run) -> None:
+    frame = family_costs_table(run.path, run.config).frame
+    architecture = architecture_from(run.config["architecture"])
+    shared, expert = parameters(architecture, 4096)
+    whole = shared + expert
+    step = 3 * 4 * 256
+    updates, begin = 2457600 // step, 819200 // step
+    told = {
+        "Dense (Balanced)": (whole, whole * updates),
+        "DEMix": (shared + 3 * expert, shared * updates),
+        "demix_seeded": (shared + 3 * expert, shared * (updates - begin) + whole * begin),
+        "btm": (3 * whole, whole * begin),
+        "btm, averaged (uniform)": (whole, whole * begin),
+        "cbtm_2": (2 * whole, whole * begin),
+        "cbtm_2_short": (2 * whole, 0),
+    }
+    for label, (size, exchanged) in told.items():
+        assert frame.at[label, "Parameters"] == size
+        assert frame.at[label, "Bytes synchronised"] == 4 * exchanged
+    by_token = training_flops_per_token(architecture, 4096, 256)
+    assert frame.at["cbtm_3", "FLOPs of training"] == pytest.approx(by_token * updates * step)
+    assert frame.at["cbtm_2_short", "FLOPs of training"] == pytest.approx(by_token * (1228800 // step) * step)
+    one = frame.at["Dense", "FLOPs a token, all"]
+    assert frame.at["cbtm_3", "FLOPs a token, top-1"] == one
+    assert frame.at["cbtm_3", "FLOPs a token, top-2"] == 2 * one
+    assert frame.at["cbtm_3", "FLOPs a token, all"] == 3 * one
+    # Experts that are layers share the first attention.
+    assert frame.at["DEMix", "FLOPs a token, all"] == 3 * one - 2 * (8 * 128**2 + 2 * 256 * 128)
+    assert frame.at["cbtm_3", "Parameters a token, top-2"] == 2 * whole
+    assert frame.at["DEMix", "Parameters a token, top-2"] == shared + 2 * expert
+    assert math.isnan(frame.at["cbtm_2", "Parameters a token, top-2"]), "all"
+    # Five steps of 8,192 tokens; the second expert takes twice as long as the first.
+    assert frame.at["cbtm_3", "Seconds to add a domain"] == pytest.approx(5 * (1 + 2 + 3) / 3)
+    assert math.isnan(frame.at["demix_k3", "Seconds to add a domain"])
+
+
+def test_perplexity_by_top_k_and_temperature(run: Run, rows: Rows) -> None:
+    frame = top_k_table(run.results, run.config).frame
+    hot = temperatures_table(run.results, run.config).frame
+    for model in ("cbtm_3", "demix_k3"):
+        for k in TOP_K:
+            column = f"Novel, {f'top-{k}' if k else 'all'}"
+            own = mean(rows, model, NOVEL, "uniform", "cluster", top_k=k or 0)
+            assert frame.at[f"{model} (cluster)", column] == pytest.approx(own)
+            assert hot.at[f"{model}, document, τ = 0.01", column] == pytest.approx(1.03 * own)
+    assert math.isnan(frame.at["cbtm_2 (cluster)", "Training, top-2"]), "two experts are all"
+    assert frame.at["Dense (Balanced)", "Training, all"] == pytest.approx(110 * 1.3)
+    assert len(hot) == 3 * len(MODELS)
+
+
+def test_points_of_the_figure_by_clusters(run: Run, rows: Rows) -> None:
+    points = by_clusters_points(run.results, run.config).query("kind == 'Training'").set_index("row")
+    assert points["made"].to_dict() == {
+        "dense": "1 cluster", "btm": "domains (BTM)", "cbtm_2": "k-means", "cbtm_3": "k-means",
+        "cbtm_3_random": "random", "cbtm_3_loose": "k-means, unbalanced", "demix_k3": "DEMix, k-means",
+        "cbtm_2_short": "k-means",
+    }  # fmt: skip
+    assert points["clusters"].to_dict() == {"dense": 1} | {
+        model: len(experts_of(model)) for model in MODELS if model != "demix_seeded"
+    }
+    assert points.at["cbtm_2_short", "tokens"] == 1228800
+    assert points.at["cbtm_2", "perplexity"] == pytest.approx(mean(rows, "cbtm_2", TRAINING, "uniform", "cluster"))
+
+
+def test_clusters_by_loops_over_documents(run: Run) -> None:
+    clusters = read_clusters(run.path, run.config)
+    assert [model.row for model in clustered(run.config)] == [model for model, row in MODELS.items() if "data" in row]
+    names = experts_of("cbtm_3")
+    ratios = over_own(clusters.losses.query("model == 'cbtm_3'"), names)
+    for cluster in names:
+        for expert in names:
+            less = nll_of("", expert, cluster) - nll_of("", cluster, cluster)
+            assert ratios.at[cluster, expert] == pytest.approx(math.exp(less))
+    folder = run.path / "clusters" / "k3" / "assigned"
+    labels = {
+        (domain, split): pd.read_parquet(folder / f"{domain}.{split}.parquet")["cluster"].tolist()
+        for domain in TRAINING for split in ("train", "test")
+    }  # fmt: skip
+    own = clusters.documents[clusters.documents["clustering"] == "k3"]
+    found = shares(own, list(TRAINING), names)
+    told = clusters_table(clusters).frame
+    spread = sizes(clusters).query("clustering == 'k3'").set_index("cluster")["share"]
+    test = [label for domain in TRAINING for label in labels[domain, "test"]]
+    for number, cluster in enumerate(names):
+        counts = {domain: labels[domain, "train"].count(number) for domain in TRAINING}
+        for domain in TRAINING:
+            assert found.at[domain, cluster] == pytest.approx(counts[domain] / len(labels[domain, "train"]))
+        assert told.at[f"k3 {cluster}", "Training documents"] == sum(counts.values())
+        assert told.at[f"k3 {cluster}", "Most are of"] == max(counts, key=counts.__getitem__)
+        assert spread[cluster] == pytest.approx(test.count(number) / len(test) * 3)
+    # Each of three clusters has the words of one domain.
+    top = {told.at[f"k3 {name}", "Terms"].split(", ")[0] for name in names}
+    assert len(top) == 3
+    scored = sum(10 + document for place in range(3) for document in range(4 + place))
+    assert clusters.losses.query("model == 'cbtm_3' and expert == 'c00'")["tokens"].sum() == scored
+    assert list(told.index) == [f"{data} {name}" for data in ("k2", "k3", "r3", "u3") for name in experts_of(
+        next(model for model, row in MODELS.items() if row.get("data") == data)
+    )]  # fmt: skip
+
+
+def judge(run: Run) -> dict[str, Claim]:
+    clusters = read_clusters(run.path, run.config)
+    judged = claims(run.results, run.overlap, run.differences, run.parents, run.config, clusters)
+    return {claim.name: claim for claim in judged}
+
+
+CLAIMS = {
+    "clusters_beat_one", "one_expert_beats_one_cluster", "few_experts_suffice", "own_cluster_expert_best",
+    "random_clusters_are_worse", "balance_helps_at_large_k", "clusters_against_metadata", "btm_against_dense",
+    "seeding_helps",
+}  # fmt: skip
+
+
+def test_a_run_like_the_papers_shows_every_claim_of_families(run: Run) -> None:
+    judged = judge(run)
+    assert {name: judged[name].verdict for name in CLAIMS} == dict.fromkeys(CLAIMS, "shown")
+    # The row of fewer tokens has no model of one cluster beside it.
+    assert "cbtm_2_short" not in judged["clusters_beat_one"].numbers
+    assert "cbtm_3 (cluster) " in judged["random_clusters_are_worse"].numbers
+    assert "cbtm_2" not in judged["random_clusters_are_worse"].numbers, "two clusters are not made at random"
+    assert "cbtm_3 (cluster), top-1" in judged["one_expert_beats_one_cluster"].numbers
+    assert "cbtm_3 (cluster), top-2" in judged["few_experts_suffice"].numbers
+    assert "against btm (cluster)" in judged["clusters_against_metadata"].numbers, "both without the domain's dev text"
+    assert "2 of 2 clusters. cbtm_3: the best other" in judged["own_cluster_expert_best"].numbers
+
+
+def test_a_run_unlike_the_papers_shows_none(tmp_path: Path) -> None:
+    def change(model: str, value: float) -> float:
+        return {"cbtm_3_random": 0.9, "cbtm_3_loose": 1.4, "btm": 1.5, "demix_seeded": 1.5}.get(model, 1.6)
+
+    run = build_families(tmp_path, change)
+    judged = judge(run)
+    untouched = {"few_experts_suffice", "own_cluster_expert_best"}
+    assert {judged[name].verdict for name in CLAIMS - untouched} == {"not shown"}
+
+
+def test_a_run_without_such_models_tells_nothing_of_them(tmp_path: Path, run: Run) -> None:
+    plain = build_run(tmp_path)
+    assert not {Path(name).stem for name in report_files(plain.config)} & {*FAMILY_TABLES, *FAMILY_FIGURES}
+    assert not left_out_notes(plain.config)
+    judged = claims(plain.results, plain.overlap, plain.differences, plain.parents, plain.config)
+    assert not CLAIMS & {claim.name for claim in judged}
+    alone = run.config | {"clusterings": {}, "models": {"btm": MODELS["btm"]}}
+    assert {*FAMILY_TABLES, *FAMILY_FIGURES} - left_out(alone).keys() == {"families", "family_costs", "top_k"}
+
+
+def test_the_report_has_all_that_is_promised(run: Run, tmp_path: Path) -> None:
+    some = run.config | {"models": {name: MODELS[name] for name in ("btm", "cbtm_2", "cbtm_2_short")}}
+    write_families(run.path, read_results(run.path / "results.parquet"), read_clusters(run.path, some), some, tmp_path)
+    made = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
+    assert made == {name for name in report_files(some) if Path(name).stem in (*FAMILY_TABLES, *FAMILY_FIGURES)}
+    assert len(made) == 3 * len(FAMILY_TABLES) + 4 * len(FAMILY_FIGURES)
+    drawn = json.loads((tmp_path / "figures" / "by_clusters.json").read_text())["datasets"].values()
+    short = [row for rows in drawn for row in rows if row["row"] == "cbtm_2_short" and "tokens" in row]
+    assert {row["tokens"] for row in short} == {1228800}, "k-means by two clusters has two budgets"
+    ratios = json.loads((tmp_path / "figures" / "cluster_experts.json").read_text())["datasets"].values()
+    own = [
+        row["value"] for rows in ratios for row in rows if row["kind"] == "cbtm_2" and row["domain"] == row["expert"]
+    ]
+    assert own == [1, 1]
+    assert [entry["shows"] for entry in _groups(some)["Families"]] == [
+        SHOWS[name] for name in (*FAMILY_TABLES, *FAMILY_FIGURES)
+    ]
+
+
+def test_every_name_has_a_heading_and_a_caption() -> None:
+    for name in (*FAMILY_TABLES, *FAMILY_FIGURES):
+        assert SHOWS[name]
+        assert (Path(__file__).parents[2] / "workflow" / "report" / f"{name}.rst").stat().st_size

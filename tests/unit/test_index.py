@@ -1,0 +1,71 @@
+"""The first page of a run: what it says of the run, and where its links lead."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from demix.errors import DemixError
+from demix.report import write_report
+from demix.report.stages import STAGES, drawing
+from support.synthetic_run import build_run
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_the_first_page_leads_to_all_and_says_what_the_run_took(tmp_path: Path) -> None:
+    run = build_run(tmp_path)
+    for job, seconds in (("train/demix", 3600.0), ("train/dense", 65.0), ("score/demix/law", 30.0), ("report", 9999.0)):
+        path = run.path / "benchmarks" / f"{job}.tsv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"s\tcpu_time\tmax_rss\n{seconds}\t{2 * seconds}\t300.25\n")
+    config = run.config | {"training": run.config["training"] | {"ranks": 2}, "adaptation": {"ranks": 1}}
+    write_report(run.path, config, run.path / "report")
+    page = (run.path / "report" / "index.html").read_text()
+
+    links = re.findall(r'href="([^"]+)"', page)
+    there = [link for link in links if not link.startswith("cards/")]
+    assert all((run.path / "report" / link).is_file() for link in there)
+    made = {path.relative_to(run.path / "report").as_posix() for path in (run.path / "report").rglob("*.*")}
+    assert made - set(there) == {"index.html", "claims.md"}
+    assert "cards/demix.md" in links
+
+    rows = dict(re.findall(r'<th scope="row">([^<]+)</th>(.*?)</tr>', page))
+    cells = re.findall("<td>(.*?)</td>", rows["train"])
+    assert cells[:3] == ["2", "1:01:05", "2:02:10"]
+    assert cells[4] == "300 MiB"
+    steps = sum(path.read_text().count("tokens_per_second") for path in (run.path / "metrics").glob("*.jsonl"))
+    hours, minutes, seconds = map(int, cells[3].split(":"))
+    assert abs(3600 * hours + 60 * minutes + seconds - 2 * steps * 8192 / 11000) < 1
+    assert re.findall("<td>(.*?)</td>", rows["score"])[:2] == ["1", "0:00:30"]
+    assert "2:46:39" not in page, "what ends after the page"
+
+    assert re.search(r">DEMix \(naive\)</td>.*?>110.00  </td>", page)
+    assert re.search(r'verdict">shown</td><td[^>]*>With the domain known', page)
+
+
+def test_a_run_by_hand_has_no_record_of_jobs(tmp_path: Path) -> None:
+    run = build_run(tmp_path)
+    write_report(run.path, run.config, run.path / "report")
+    assert "no record of its jobs" in (run.path / "report" / "index.html").read_text()
+
+
+def test_a_damaged_record_of_a_job_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    run = build_run(tmp_path / "run")
+    path = run.path / "benchmarks" / "tokenizer.tsv"
+    path.parent.mkdir()
+    path.write_text("s\tcpu_time\tmax_rss\n1.5\t")
+    with pytest.raises(DemixError, match=r"tokenizer\.tsv: is damaged"):
+        write_report(run.path, run.config, tmp_path / "report")
+    assert not (tmp_path / "report").exists()
+
+
+def test_each_rule_of_the_workflow_belongs_to_one_stage_and_the_drawing_shows_all() -> None:
+    text = "".join(path.read_text() for path in (REPOSITORY / "workflow" / "rules").glob("*.smk"))
+    rules = set(re.findall(r"^rule (\w+):", text, re.MULTILINE))
+    staged = [rule for stage in STAGES for rule in stage.rules]
+    assert sorted(staged) == sorted(
+        rules | {"train", "join", "adapt", "adapt-dense", "score", "cluster_shards", "average", "route"}
+    )
+    assert (REPOSITORY / "docs" / "pipeline.svg").read_text() == drawing()
+    assert all(f">{stage.name}</text>" in drawing() for stage in STAGES)

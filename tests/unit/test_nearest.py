@@ -1,0 +1,170 @@
+"""Weights by distance outside of the workflow: generated text, the playground, `demix mix` and a user's own text."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from demix.commands.main import app
+from demix.config.run import write_run_config
+from demix.data.cluster import Clusterer, Clustering, context_distances, fit_clusters
+from demix.data.shards import TokenShard
+from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError
+from demix.evaluate.mix.mixtures import mix
+from demix.evaluate.own_text import evaluate_text
+from demix.evaluate.routing import Routing, route
+from demix.evaluate.score import Scoring, score
+from demix.evaluate.score_tables import read_scores
+from demix.files import read_json, write_json
+from demix.generate.playground.answers import Mixing, analyse, model_facts, opened
+from demix.model.checkpoint import load_experts
+from demix.model.decode import Decoder, generate, log_prior_of, named_prior, posterior_of, weights_of
+from support.models import write_model
+from support.tokens import TRAINING
+
+EXPERTS = (*TRAINING, "extra")
+
+
+@pytest.fixture(scope="module")
+def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a model with an expert for each training domain and one more, with the clustering by domain."""
+    folder = tmp_path_factory.mktemp("nearest")
+    (folder / "tokenizer.json").symlink_to(tokens / "tokenizer.json")
+    encoder = Tokenizer.load(tokens / "tokenizer.json")
+    for name, experts in (("demix", TRAINING), ("demix-seed2", EXPERTS)):
+        write_model(folder / "models" / name, experts, encoder.sha256, encoder.vocab_size)
+    config = {"seed": 1, "seeds": [2], "domains": {"training": dict.fromkeys(TRAINING), "novel": {}}}
+    mixing = {"routing_context": ["document"], "temperature": 0.1, "weights": ["history", "cluster"]}
+    config |= {"clusterings": {"by_domain": {"method": "metadata"}}, "evaluation": mixing, "run": "x"}
+    write_run_config(folder / "config.json", config)
+    documents = {domain: tokens / "corpus" / domain / "train.parquet" for domain in TRAINING}
+    fit_clusters(documents, Clustering(method="metadata", dimensions=6), 1, folder / "clusters" / "by_domain")
+    return folder
+
+
+def with_context(run: Path, context: str) -> None:
+    config = read_json(run / "config.json")
+    config["evaluation"]["routing_context"] = [context]
+    write_json(run / "config.json", config, sort_keys=False)
+
+
+@pytest.mark.parametrize("context", ["document", "block"])
+@pytest.mark.parametrize(
+    ("weights", "method", "decay"),
+    [("cluster", "uniform", None), ("cluster+history(0.3)", "updating", 0.3), ("cluster+history", "fitted", None)],
+)
+def test_generation_gives_the_probabilities_of_an_evaluation(
+    run: Path, tokens: Path, weights: str, method: str, decay: float | None, context: str
+) -> None:
+    with_context(run, context)
+    model, encoder = run / "models" / "demix", Tokenizer.load(run / "tokenizer.json")
+    trunks = load_experts(model, None)
+    experts, length = tuple(name for trunk in trunks for name in trunk.experts), trunks[0].architecture.context
+    prior = log_prior_of(experts, dict(zip(experts, (3, 1, 2) if method == "fitted" else (1, 1, 1), strict=True)))
+    rule = weights_of(weights, model)
+    posterior = posterior_of(rule, prior, model, experts, encoder, length, decay)
+    decoder = Decoder([trunk.double() for trunk in trunks], torch.tensor([encoder.end_of_text]), posterior)
+    # Three documents, the last one goes on with what is drawn.
+    shard = TokenShard.open(tokens / "tokens" / "scripture" / "test.arrow")
+    given = np.concatenate([shard.read(0, 2 * length + 5), [shard.end_of_text], shard.read(40, 60)]).astype(np.int64)
+    scores, log_weights = decoder.read(torch.from_numpy(given)[None, :50])
+    parts = [(torch.from_numpy(given)[None, :50], scores, log_weights)]
+    parts.append((torch.from_numpy(given)[None, 50:], *decoder.read(torch.from_numpy(given)[None, 50:])))
+    parts += generate(decoder, length + 3, generator=torch.Generator().manual_seed(1))
+    ids = torch.cat([part[0] for part in parts], 1)[0].numpy()
+    scored = torch.cat([part[1] for part in parts], 2)[:, 0].T.numpy()
+    mixed = (torch.cat([part[2] for part in parts], 1)[0] + torch.from_numpy(scored)).logsumexp(-1).numpy()
+
+    class Drawn(TokenShard):
+        def read(self, start: int, stop: int) -> np.ndarray:
+            return ids[start:stop]
+
+        def __len__(self) -> int:
+            return len(ids)
+
+    blocks = -(-len(ids) // length)
+    table, far = np.zeros((blocks * length, len(experts))), np.zeros((blocks * length, len(experts)))
+    clusterer = Clusterer.open(run / "clusters" / "by_domain")
+    found = context_distances(clusterer, encoder, Drawn(**vars(shard)), context, length, None)
+    columns = [clusterer.names.index(name) for name in experts]
+    far[: len(ids)], table[: len(ids)] = np.concatenate(list(found))[:, columns], scored
+    mask = (np.arange(blocks * length) < len(ids)).reshape(blocks, length)
+    ours = mix(
+        table.reshape(blocks, length, -1), mask, method, weights if "(" in weights else f"{weights}(0.1)",
+        decay=decay or 0.3, log_prior=prior.numpy(), distances=far.reshape(blocks, length, -1),
+    )[mask]  # fmt: skip
+    np.testing.assert_allclose(mixed, ours, atol=1e-10, rtol=0)
+
+
+def test_an_expert_without_a_cluster_takes_no_weights_by_distance(run: Path) -> None:
+    model, encoder = run / "models" / "demix-seed2", Tokenizer.load(run / "tokenizer.json")
+    rule = weights_of("cluster", model)
+    assert named_prior("", model, EXPERTS, rule)[1] is None, "the default prior is uniform"
+    every = log_prior_of(EXPERTS, dict.fromkeys(EXPERTS, 1.0))
+    with pytest.raises(DemixError, match="--weights cluster: need one cluster per expert; extra has none"):
+        posterior_of(rule, every, model, EXPERTS, encoder, 16, None)
+    some = log_prior_of(EXPERTS, dict.fromkeys(TRAINING, 1.0))
+    weights = posterior_of(rule, some, model, EXPERTS, encoder, 16, None).log_weights[0].exp()
+    assert weights.sum() == pytest.approx(1)
+    assert weights[EXPERTS.index("extra")] == 0
+
+
+def test_the_playground_offers_clusters_where_the_run_has_them(run: Path) -> None:
+    with_context(run, "document")
+    model = opened(run / "models" / "demix", None)
+    assert {"cluster", "cluster+history"} <= {*model_facts(model)["weights"]}
+    text = "And it came to pass, that the minister shall answer."
+    found = analyse(model, Mixing(text, TRAINING, "cluster", ""))
+    rule = weights_of("cluster", run / "models" / "demix")
+    prior = log_prior_of(model.experts, dict.fromkeys(model.experts, 1.0))
+    posterior = posterior_of(rule, prior, run / "models" / "demix", model.experts, model.tokenizer, model.context, None)
+    ids = torch.tensor([model.tokenizer.encode(text).tolist()])
+    expected = posterior.observe(torch.zeros(len(model.experts), 1, ids.shape[1]), ids)[0].exp()
+    np.testing.assert_allclose(found["weights"][:-1], expected, atol=1e-4)
+    assert np.ptp(np.array(found["weights"]), axis=0).max() > 0.05, "the weights follow the text"
+
+
+def test_a_run_without_a_clustering_says_so(run: Path, tmp_path: Path) -> None:
+    config = read_json(run / "config.json")
+    write_json(tmp_path / "config.json", config | {"clusterings": {}}, sort_keys=False)
+    (tmp_path / "models").symlink_to(run / "models")
+    (tmp_path / "models" / "demix").resolve()
+    with pytest.raises(
+        DemixError, match=r"models/other: has no clustering of its experts in its run; use other weights"
+    ):
+        weights_of("cluster", run / "models" / "other")
+
+
+def test_mix_and_eval_take_weights_by_distance(run: Path, tokens: Path, tmp_path: Path) -> None:
+    with_context(run, "document")
+    model = run / "models" / "demix"
+    shards = [tokens / "tokens" / "scripture" / f"{split}.arrow" for split in ("dev", "test")]
+    length = 16
+    score(model, TRAINING, shards, Scoring(3, 200, "fp32", threads=1), run / "scores" / "demix")
+    settings = Routing(dev_blocks=3, test_tokens=200, length=length, context="document")
+    routing = run / "routing" / "by_domain" / "document"
+    route(run / "clusters" / "by_domain", shards, run / "tokenizer.json", settings, routing)
+    test = run / "scores" / "demix" / "scripture.test"
+    arguments = ["mix", str(test), "--weights", "cluster(0.3)", "--methods", "uniform,cached"]
+    found = CliRunner().invoke(app, arguments)
+    assert found.exit_code == 0, found.output
+    table = read_scores(test, TRAINING)
+    encoder, clusterer = Tokenizer.load(run / "tokenizer.json"), Clusterer.open(run / "clusters" / "by_domain")
+    far = np.zeros((table.mask.size, len(TRAINING)))
+    rows = np.concatenate(
+        list(context_distances(clusterer, encoder, TokenShard.open(shards[1]), "document", length, 200))
+    )
+    far[:200] = rows[:, [clusterer.names.index(name) for name in TRAINING]]
+    far = far.reshape(table.scores.shape)
+    log_p = mix(table.scores, table.mask, "uniform", "cluster(0.3)", distances=far)
+    assert f"{np.exp(-log_p.sum() / 200):.2f}" in found.output
+    text = tmp_path / "text.txt"
+    text.write_text("And it came to pass, that the minister shall answer in those days. " * 5)
+    lines = {line.name: line.perplexity for line in evaluate_text(model, text).mixtures}
+    assert lines["cluster (uniform prior)"] not in (lines["average"], lines["uniform"])
+    assert "cluster (uniform prior)" not in {
+        line.name for line in evaluate_text(run / "models" / "demix-seed2", text).mixtures
+    }

@@ -1,0 +1,113 @@
+"""`demix experts train`: a new domain's expert from text files alone."""
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from demix.errors import DemixError
+from demix.evaluate.new_domain import adaptation_of, add_domain
+from demix.files import read_json, sha256_file, write_json
+from demix.model.checkpoint import expert_names
+from demix.model.usual import usual_of
+from demix.train.stage import train_model
+from support.cli import demix
+from support.tokens import TRAINING
+from support.training import ADAPT, TRAIN, shard_paths
+
+
+@pytest.fixture(scope="module")
+def model(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in a folder of its own, of which one expert says how it was adapted."""
+    folder = tmp_path_factory.mktemp("trained")
+    train_model("demix", TRAIN, shard_paths(tokens), folder / "demix", None, folder / "checkpoints")
+    path = folder / "demix" / "experts" / "licenses.json"
+    write_json(path, read_json(path) | {"adaptation": dataclasses.asdict(ADAPT)})
+    return folder / "demix"
+
+
+@pytest.fixture(scope="module")
+def texts(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two plain files, of which one has a suffix that says nothing."""
+    documents = pq.read_table(tokens / "corpus" / "fantasy" / "train.parquet")["text"].to_pylist()
+    folder, middle = tmp_path_factory.mktemp("texts"), len(documents) // 2
+    for name, part in (("one.txt", documents[:middle]), ("two.notes", documents[middle:])):
+        (folder / name).write_text("\n\n".join(part))
+    return sorted(folder.iterdir())
+
+
+def contents(folder: Path) -> dict[Path, str]:
+    return {path.relative_to(folder): sha256_file(path) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_domain_is_added_to_a_copy_and_better_than_before(model: Path, texts: list[Path], tmp_path: Path) -> None:
+    before, output = contents(model), tmp_path / "grown"
+    done = demix(
+        "experts", "train", model, "fantasy", *(word for text in texts for word in ("--text", text)),
+        "--output", output, "--rate", 0.9,
+    )  # fmt: skip
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert contents(model) == before
+    after = contents(output)
+    new = {Path("experts/fantasy.json"), Path("experts/fantasy.safetensors"), Path("usual.json")}
+    assert {path: digest for path, digest in after.items() if path not in new} == before
+    assert expert_names(output) == tuple(sorted((*TRAINING, "fantasy")))
+    assert demix("experts", "verify", output).exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["grown"]
+
+    lineage = read_json(output / "experts" / "fantasy.json")
+    assert (lineage["adaptation"]["learning_rate_factor"], lineage["adaptation"]["tokens"]) == (0.9, ADAPT.tokens)
+    assert lineage["parent"] == max(lineage["priors"], key=lineage["priors"].__getitem__)
+    cells = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in done.output.splitlines() if "│" in line]
+    (_, best, own), (_, mixed, mixed_after) = ((name, float(a), float(b)) for name, a, b in cells)
+    assert own < best
+    assert mixed_after < mixed
+    assert usual_of(output)["fantasy"].perplexity == pytest.approx(own, abs=0.01)
+
+
+def test_the_settings_are_those_of_earlier_adaptations(model: Path) -> None:
+    assert adaptation_of(model, None, None) == ADAPT
+    changed = adaptation_of(model, 999, 0.25)
+    assert changed == dataclasses.replace(ADAPT, tokens=999, learning_rate_factor=0.25)
+
+
+def test_interrupted_it_leaves_nothing(model: Path, texts: list[Path], tmp_path: Path) -> None:
+    """Ctrl-C arrives when the training has begun."""
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not list(tmp_path.glob(".grown.*/states/*/metrics.jsonl")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    waiting = threading.Thread(target=interrupt)
+    waiting.start()
+    with pytest.raises(KeyboardInterrupt):
+        add_domain(model, "fantasy", texts, tmp_path / "grown", tokens=10**9)
+    waiting.join()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_trained_is_one_line(model: Path, texts: list[Path], tmp_path: Path) -> None:
+    short, output = tmp_path / "short.txt", tmp_path / "grown"
+    short.write_text("too short to part")
+
+    def refused(domain: str, text: Path, *more: object, of: Path = model) -> str:
+        error = demix("experts", "train", of, domain, "--text", text, "--output", output, *more).exception
+        assert isinstance(error, DemixError), error
+        assert not output.exists()
+        return str(error)
+
+    assert "expert licenses: is an expert of" in refused("licenses", texts[0])
+    assert "expert dense: is reserved" in refused("dense", texts[0])
+    assert "expert Two Words: is no usable name" in refused("Two Words", texts[0])
+    assert "none.txt: is missing" in refused("fantasy", tmp_path / "none.txt")
+    assert "leave no document for train" in refused("fantasy", short)
+    assert demix("merge", model, "--weights", "licenses=1", "--output", tmp_path / "merged").exit_code == 0
+    assert "has no experts of domains" in refused("fantasy", texts[0], of=tmp_path / "merged")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "short.txt"]

@@ -1,0 +1,139 @@
+"""What is checked before the first job of a run on SLURM, with commands of SLURM that are scripts and a real server."""
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socket import socket
+from typing import Any
+
+import pytest
+
+from demix.config.check import load_config
+from demix.errors import DemixError
+from demix.plan.ready import check_site
+
+SAMPLE = load_config(Path(__file__).parents[2] / "config" / "sample.yaml")
+Commands = Callable[..., Path]
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    """Makes scripts that take the place of SLURM's commands; beside them only bash is found."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "bash").symlink_to("/bin/bash")
+
+    def make(**scripts: str) -> Path:
+        for name, script in scripts.items():
+            (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+            (tmp_path / name).chmod(0o755)
+        return tmp_path
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of a server that answers /<status>/… with this status."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(int(self.path.split("/")[1]))
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+
+
+def config(address: str = "", **cluster: Any) -> dict[str, Any]:
+    changed = copy.deepcopy(SAMPLE)
+    changed["cluster"] |= cluster
+    if address:
+        changed["domains"]["novel"]["wiki"]["source"] |= {"kind": "url", "path": [address]}
+    return changed
+
+
+@pytest.fixture(scope="module")
+def nobody() -> Iterator[str]:
+    """The address of a port of this machine where nobody listens; while it is bound, no other process can take it."""
+    with closing(socket()) as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
+def test_sbatch_and_the_controller_are_there(commands: Commands) -> None:
+    with pytest.raises(DemixError, match=r"^sbatch: is not installed here; log in to the cluster"):
+        check_site(config(), [])
+    commands(sbatch="", sinfo="echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(DemixError, match=r"^sinfo: gives no answer \(slurm_load_partitions: Unable .*\); rerun when"):
+        check_site(config(), [])
+
+
+def test_partitions_are_those_of_the_cluster(commands: Commands) -> None:
+    commands(sbatch="", sinfo="printf 'gpu\\ncpu\\ngpu\\n'")
+    assert check_site(config(partition="gpu,cpu", stages={"score": {"partition": "cpu"}}), ["wiki"]) is None
+    message = r"^config key cluster\.partition: is 'gpus', .* does not have; did you mean gpu\? known are cpu, gpu$"
+    with pytest.raises(DemixError, match=message):
+        check_site(config(partition="cpu,gpus"), [])
+    with pytest.raises(DemixError, match=r"cluster\.stages\.score\.partition: is 'short'"):
+        check_site(config(stages={"score": {"partition": "short"}}), [])
+
+
+def test_an_address_is_asked_for_where_downloads_run_here(commands: Commands, server: str, nobody: str) -> None:
+    commands(sbatch="", sinfo="")
+    login = {"downloads": "login", "setup": ["echo modules are loaded"]}
+    assert check_site(config(f"{server}/200/a.txt", **login), ["code", "wiki"]) is None
+    # A server under load, as the download itself takes it.
+    assert check_site(config(f"{server}/503/a.txt", **login), ["wiki"]) is None
+    with pytest.raises(
+        DemixError, match=rf"^{server}/403/a\.txt: does not answer here \(403 Forbidden\); mend the net"
+    ):
+        check_site(config(f"{server}/403/a.txt", **login), ["wiki"])
+    closed = config(f"{nobody}/a.txt", **login)
+    with pytest.raises(DemixError, match=r"a\.txt: does not answer here \(.*[Cc]onnection refused.*\); mend") as told:
+        check_site(closed, ["wiki"])
+    assert "\n" not in str(told.value)
+    assert check_site(closed, ["code"]) is None, "nothing is downloaded for wiki"
+    # The lines that a job begins with count: here they name a proxy that nobody runs.
+    proxied = login | {"setup": [f"export http_proxy={nobody} no_proxy="]}
+    with pytest.raises(DemixError, match=r"[Pp]roxy"):
+        check_site(config(f"{server}/200/a.txt", **proxied), ["wiki"])
+
+
+def test_an_address_is_asked_for_by_a_compute_node(commands: Commands, server: str, nobody: str) -> None:
+    folder = commands(
+        sbatch="", sinfo="echo gpu",
+        srun='echo "$@" > "$0.asked"; while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    )  # fmt: skip
+    assert check_site(config(f"{server}/200/a.txt", partition="gpu", qos="short"), ["wiki"]) is None
+    asked = (folder / "srun.asked").read_text().split()
+    assert {"--immediate=30", "--partition=gpu", "--qos=short", "--mem=4000M", "--time=5"} <= set(asked)
+    with pytest.raises(DemixError, match=r"does not answer a compute node .* set cluster\.downloads: login"):
+        check_site(config(f"{nobody}/a.txt"), ["wiki"])
+    commands(srun="echo 'srun: error: Unable to allocate resources: Requested nodes are busy' >&2; exit 1")
+    note = check_site(config(f"{nobody}/a.txt"), ["wiki"])
+    assert note == "no address was asked for: srun: error: Unable to allocate resources: Requested nodes are busy"
+
+
+def test_a_data_set_of_the_hub_is_its_endpoint(
+    commands: Commands, server: str, nobody: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands(sbatch="", sinfo="")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    of_hub = config(downloads="login")
+    of_hub["domains"]["novel"]["wiki"]["source"] |= {"kind": "hub", "path": "owner/name"}
+    # Which pages an endpoint has is its own affair.
+    monkeypatch.setenv("HF_ENDPOINT", f"{server}/404")
+    assert check_site(of_hub, ["wiki"]) is None
+    monkeypatch.setenv("HF_ENDPOINT", nobody)
+    with pytest.raises(DemixError, match=f"^{nobody}: does not answer here"):
+        check_site(of_hub, ["wiki"])
+    of_hub["cluster"]["setup"] = [f"export HF_ENDPOINT={server}/200"]
+    assert check_site(of_hub, ["wiki"]) is None

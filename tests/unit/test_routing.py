@@ -1,0 +1,140 @@
+"""Routing tables: the distances of the text before each scored token, and the mixtures that they weight."""
+
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from sklearn.metrics.pairwise import euclidean_distances
+from typer.testing import CliRunner
+
+from demix.commands.main import app
+from demix.config.evaluation import ScoringRecipe
+from demix.data.cluster import Clusterer, Clustering, Contexts, context_distances, fit_clusters
+from demix.data.shards import TokenShard
+from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError
+from demix.evaluate import score_tables
+from demix.evaluate.losses import Mixture
+from demix.evaluate.routing import Routing, beside_of, route
+from demix.evaluate.score_tables import tokens_sha256
+from demix.files import read_parquet
+from support.tokens import NOVEL, TRAINING
+
+DOMAINS = TRAINING + NOVEL
+LENGTH, DEV_BLOCKS, TEST_TOKENS = 16, 3, 101
+
+
+@pytest.fixture(scope="module")
+def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a clustering of four clusters and the routing tables of both contexts."""
+    folder = tmp_path_factory.mktemp("run")
+    for name in ("tokens", "corpus", "tokenizer.json"):
+        (folder / name).symlink_to(tokens / name)
+    documents = {domain: tokens / "corpus" / domain / "train.parquet" for domain in TRAINING}
+    fit_clusters(documents, Clustering(clusters=4, dimensions=6), 1, folder / "clusters" / "k4")
+    for context in ("document", "block"):
+        settings = Routing(dev_blocks=DEV_BLOCKS, test_tokens=TEST_TOKENS, length=LENGTH, context=context)
+        shards = [folder / "tokens" / domain / f"{split}.arrow" for domain in DOMAINS for split in ("dev", "test")]
+        route(folder / "clusters" / "k4", shards, folder / "tokenizer.json", settings, output(folder, context))
+    return folder
+
+
+def output(run: Path, context: str) -> Path:
+    return run / "routing" / "k4" / context
+
+
+@pytest.mark.parametrize("context", ["document", "block"])
+def test_a_table_has_the_distances_of_every_decoded_prefix_that_is_scored(run: Path, context: str) -> None:
+    clusterer, tokenizer = Clusterer.open(run / "clusters" / "k4"), Tokenizer.load(run / "tokenizer.json")
+    scored = ScoringRecipe(dev_blocks=DEV_BLOCKS, test_tokens=TEST_TOKENS)
+    for domain, split in (("scripture", "dev"), ("fantasy", "test")):
+        shard = TokenShard.open(run / "tokens" / domain / f"{split}.arrow")
+        ids = shard.read(0, scored.limit(split, LENGTH)).tolist()
+        texts = []
+        for place in range(len(ids)):
+            seen = [shard.end_of_text, *ids[:place]]
+            start = place // LENGTH * LENGTH if context == "block" else place - seen[::-1].index(shard.end_of_text)
+            texts.append(tokenizer.decode(seen[start:]).replace("<|endoftext|>", "\n"))
+        points = clusterer.embedding.points(texts)
+        table = read_parquet(output(run, context) / f"{domain}.{split}.parquet")
+        assert table.column_names == list(clusterer.names)
+        found = np.stack([table[name].to_numpy() for name in clusterer.names], axis=1)
+        assert found.dtype == np.float32
+        assert found == pytest.approx(euclidean_distances(points, clusterer.centres, squared=True), abs=1e-6)
+        about = table.schema.metadata
+        assert about[b"tokens_sha256"].decode() == tokens_sha256(np.array(ids))
+        assert (about[b"clusterer_sha256"].decode(), about[b"context"].decode()) == (clusterer.sha256, context)
+
+
+def test_row_groups_are_those_of_score_tables(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clusterer, tokenizer = Clusterer.open(run / "clusters" / "k4"), Tokenizer.load(run / "tokenizer.json")
+    shard = run / "tokens" / "scripture" / "test.arrow"
+    wanted = np.concatenate(list(context_distances(clusterer, tokenizer, TokenShard.open(shard), "block", 16, None)))
+    monkeypatch.setattr(score_tables, "ROW_GROUP_TOKENS", 100)
+    for at_once in (1000, 64, 150):
+        monkeypatch.setattr("demix.data.cluster._TOKENS", at_once)
+        settings = Routing(dev_blocks=1, length=16, context="block")
+        route(run / "clusters" / "k4", [shard], run / "tokenizer.json", settings, tmp_path)
+        path = tmp_path / "scripture.test.parquet"
+        file = pq.ParquetFile(path).metadata
+        sizes = [file.row_group(number).num_rows for number in range(file.num_row_groups)]
+        assert sizes == [stop - start for start, stop in score_tables.row_groups(len(wanted), 16)]
+        assert len(sizes) > 10
+        assert np.array_equal(np.stack([column.to_numpy() for column in read_parquet(path)], axis=1), wanted)
+
+
+@pytest.mark.parametrize("context", ["document", "block"])
+def test_a_later_token_changes_no_earlier_row(run: Path, context: str) -> None:
+
+    clusterer, tokenizer = Clusterer.open(run / "clusters" / "k4"), Tokenizer.load(run / "tokenizer.json")
+    shard = TokenShard.open(run / "tokens" / "scripture" / "test.arrow")
+    ids = shard.read(0, 300)
+    first = Contexts(clusterer, tokenizer, context, LENGTH).distances(ids)
+    changed = ids.copy()
+    changed[150:160] = shard.end_of_text
+    other = Contexts(clusterer, tokenizer, context, LENGTH).distances(changed)
+    assert np.array_equal(first[:150], other[:150])
+    assert not np.array_equal(first[150:], other[150:])
+
+
+def test_the_command_writes_the_same_bytes(run: Path, tmp_path: Path) -> None:
+    place = tmp_path / "routing" / "k4" / "document"
+    settings = '{"dev_blocks": 3, "test_tokens": 101, "length": 16, "context": "document"}'
+    inputs = [run / "clusters" / "k4", run / "tokens" / "fantasy" / "dev.arrow"]
+    arguments = [*inputs, "--tokenizer", run / "tokenizer.json", "--settings", settings, "--output", place]
+    found = CliRunner().invoke(app, ["route", *map(str, arguments)])
+    assert found.exit_code == 0, found.output
+    file = "fantasy.dev.parquet"
+    assert (place / file).read_bytes() == (output(run, "document") / file).read_bytes()
+
+
+def test_a_table_of_another_clusterer_or_place_is_refused(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "clusters", tmp_path / "clusters")
+    shutil.copytree(run / "routing", tmp_path / "routing")
+    one = Mixture("uniform", ("c02", "c00"), routing="k4", context="block")
+    dev, test = (tmp_path / "scores" / "cbtm" / f"fantasy.{split}" for split in ("dev", "test"))
+    beside = beside_of(dev, [one, replace(one, context="document"), replace(one, routing="")])
+    assert beside.keys() == {"block", "document"}
+    assert {each.columns for each in beside.values()} == {one.experts}
+    with pytest.raises(DemixError, match=r"fantasy\.dev\.parquet: has no column of songs; choose experts among c00"):
+        beside_of(dev, [replace(one, experts=("c00", "songs"))])
+    place = tmp_path / "routing" / "k4" / "block" / "fantasy.dev.parquet"
+    shutil.copy(tmp_path / "routing" / "k4" / "document" / "fantasy.dev.parquet", place)
+    with pytest.raises(DemixError, match="is another file of the run: it was written as routing/k4/document/fantasy"):
+        beside_of(dev, [one])
+    documents = {domain: run / "corpus" / domain / "train.parquet" for domain in TRAINING}
+    fit_clusters(documents, Clustering(clusters=4, dimensions=6), 2, tmp_path / "clusters" / "k4")
+    told = "routing/k4/block/fantasy.test.parquet: was made with another clusterer than the experts; route again"
+    with pytest.raises(DemixError, match=re.escape(told)):
+        beside_of(test, [one])
+
+
+def test_routing_and_evaluation_load_no_torch() -> None:
+    code = "import sys, demix.evaluate.domain, demix.evaluate.routing; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,125 @@
+"""`demix watch`: the trainings under way in a run, from its files."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from demix.config.check import load_config
+from demix.config.run import write_run_config
+from demix.files import write_json_lines
+from demix.report import watch as module
+from demix.report.watch import courses, watch
+from support.cli import demix, said
+
+REPOSITORY = Path(__file__).parents[2]
+STEP_TOKENS = 8 * 256
+STEPS = 1_000_000 // STEP_TOKENS
+
+
+def rows(steps: int, *, dev: bool = True, speed: float = 1024.0) -> list[dict[str, float]]:
+    lines = []
+    for step in range(1, steps + 1):
+        tokens = step * STEP_TOKENS
+        lines.append({"step": step, "tokens": tokens, "loss": 8 - step / 100, "tokens_per_second": speed})
+        if dev and step % 100 == 0:
+            lines.append({"step": step, "tokens": tokens, "dev_loss": 9 - step / 100})
+    return lines
+
+
+def under_way(run: Path, name: str, lines: list[dict[str, float]], holder: str, age: float = 0.0) -> Path:
+    folder = run / "checkpoints" / name / "0123abcd"
+    folder.mkdir(parents=True)
+    (folder / "lock").write_text(holder)
+    file = folder / "metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9')
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - age,) * 2)
+    return folder
+
+
+def of_this_process() -> str:
+    return f"{os.uname().nodename} {os.getpid()}\n"
+
+
+@pytest.fixture(scope="module")
+def dead() -> str:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    return f"{os.uname().nodename} {ended.pid}\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    run = tmp_path / "results" / "sample"
+    write_run_config(run / "config.json", load_config(REPOSITORY / "config" / "sample.yaml"))
+    return run
+
+
+def test_what_runs_what_ended_and_what_stopped(run: Path, dead: str) -> None:
+    under_way(run, "demix", rows(250), of_this_process())
+    under_way(run, "dense", [], of_this_process())
+    under_way(run, "domain_token", rows(30, dev=False), dead)
+    under_way(run, "dense_unbalanced", rows(30), "another-node 1\n", age=module.RECENT / 2)
+    under_way(run, "demix_seeded", rows(30), "another-node 1\n", age=module.RECENT * 2)
+    write_json_lines(run / "metrics" / "without-licenses.jsonl", rows(STEPS))
+    write_json_lines(run / "metrics" / "without-scripture.jsonl", rows(STEPS))
+    os.utime(run / "metrics" / "without-scripture.jsonl", (time.time() - 2 * module.RECENT,) * 2)
+    under_way(run, "demix-dapt-wiki", [{"step": 0, "tokens": 0, "early_stopping_loss": 7.0}], of_this_process())
+
+    shown = demix("watch", run).stdout
+    lines = {line.split()[0]: line for line in shown.splitlines()[2:]}
+    assert [*lines] == [*("demix", "dense", "dense_unbalanced", "domain_token", "without-licenses", "demix-dapt-wiki")]
+    # The mean of the last 20 updates, and 2,048 tokens in 2 seconds.
+    assert lines["demix"].split()[-6:] == ["51%", f"250/{STEPS}", "5.595", "7.000", "1,024", "7:56"]
+    assert lines["dense"].split()[-5:] == [f"0/{STEPS}", "–", "–", "0", "running"]
+    assert lines["dense_unbalanced"].split()[-1] == "15:16"
+    assert lines["domain_token"].split()[-3:] == ["–", "1,024", "stopped"]
+    assert lines["without-licenses"].split()[-6:] == ["100%", f"{STEPS}/{STEPS}", "3.215", "5.000", "1,024", "ended"]
+    assert lines["demix-dapt-wiki"].split()[-5:] == ["0/128", "–", "7.000", "0", "running"]
+    assert shown.startswith("sample: 4 in training")
+
+
+def test_it_ends_when_nothing_runs(run: Path, dead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two trainings the run's snakemake holds its lock; what ends is left on the screen."""
+    folder = under_way(run, "demix", rows(250), of_this_process())
+    (run / ".lock").write_text(of_this_process())
+    seen: list[list[str]] = []
+
+    def sleep(_: float) -> None:
+        seen.append([course.state for course in courses(run, load_config(REPOSITORY / "config" / "sample.yaml"))])
+        if len(seen) == 1:
+            write_json_lines(run / "metrics" / "demix.jsonl", rows(STEPS))
+            (folder / "metrics.jsonl").unlink()
+        else:
+            (run / ".lock").write_text(dead)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=time.time, sleep=sleep))
+    screen = io.StringIO()
+    watch(run, Console(file=screen, force_terminal=True, width=120))
+    assert seen == [["running"], ["ended"]]
+    last = screen.getvalue().rpartition("in training")[2]
+    assert "ended" in last
+    assert "7:56" not in last
+
+
+def test_a_number_that_a_later_process_got_is_not_the_holder(run: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as later:
+        under_way(run, "demix", rows(5), f"{os.uname().nodename} {later.pid}\n", age=module.RECENT / 2)
+        (course,) = courses(run, load_config(REPOSITORY / "config" / "sample.yaml"))
+        later.kill()
+    assert course.state == "stopped"
+
+
+def test_a_folder_that_is_no_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parents[1])
+    line = said(["watch", "results/smaple"])
+    assert line is not None
+    assert "none of a run; did you mean results/sample?" in line

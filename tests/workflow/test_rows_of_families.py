@@ -1,0 +1,99 @@
+"""Branch-Train-Merge and c-BTM as rows that join a finished run, which leave what it has as it is."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from scipy.special import log_softmax, logsumexp
+
+from demix.files import read_json, read_json_lines, sha256_file
+from support.dry_run import jobs_by_rule, ran
+from support.once import once, run_with_progress
+
+TINY = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())
+BRANCH = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
+ROWS = {
+    "models": {
+        "btm": BRANCH | {"experts_per_job": 3},
+        "cbtm_2": BRANCH | {"data": "k2", "experts_per_job": 2},
+    },
+    "clusterings": {"k2": {"clusters": 2, "dimensions": 20}, "by_domain": {"method": "metadata", "dimensions": 20}},
+    "evaluation": TINY["evaluation"] | {"weights": ["history", "cluster", "cluster+history"]},
+}
+
+pytestmark = pytest.mark.workflow
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str], str]:
+    """A run that the rows have joined, the digests of its weights before, and what was planned."""
+    folder = tmp_path_factory.mktemp("families") / "copy"
+    shutil.copytree(once(tmp_path_factory, "tiny", run_with_progress), folder, symlinks=True)
+    run = folder / "results" / "tiny"
+    before = {str(path): sha256_file(path) for path in (run / "models").rglob("*.safetensors")}
+    (folder / "config.yaml").write_text(yaml.safe_dump(TINY | ROWS, sort_keys=False))
+    planned = ran(folder, "config.yaml", "-n", "--quiet", "rules")
+    ran(folder, "config.yaml")
+    return folder, before, planned
+
+
+def test_rows_join_a_finished_run_and_leave_its_models_as_they_are(
+    finished: tuple[Path, dict[str, str], str],
+) -> None:
+    folder, before, planned = finished
+    jobs = jobs_by_rule(planned)
+    assert {rule: number for rule, number in jobs.items() if rule.startswith(("train", "join", "seed", "adapt"))} == {
+        "seed": 1, "train_btm__parliament__and_2_more": 1, "train_cbtm_2__c00__and_1_more": 1,
+        "join_btm": 1, "join_cbtm_2": 1,
+    }  # fmt: skip
+    assert all(sha256_file(Path(path)) == sha256 for path, sha256 in before.items())
+    assert "Nothing to be done" in ran(folder, "config.yaml", "-n")
+    run = folder / "results" / "tiny"
+    dense = read_json_lines(run / "metrics" / "dense.jsonl")[-1]
+    for model, experts in (("btm", list(TINY["domains"]["training"])), ("cbtm_2", ["c00", "c01"])):
+        assert sorted(path.stem for path in (run / "models" / model / "experts").glob("*.json")) == sorted(experts)
+        ended = read_json_lines(run / "metrics" / f"{model}.jsonl")[-1]
+        assert (ended["step"], ended["tokens"]) == (dense["step"], dense["tokens"]), "equal tokens and updates"
+        assert read_json(run / "models" / model / "model.json")["expert_scope"] == "model"
+
+
+def test_shards_of_clusters_hold_no_tokens(finished: tuple[Path, dict[str, str], str]) -> None:
+    run = finished[0] / "results" / "tiny"
+    shards = list((run / "clusters" / "k2" / "shards").glob("*/train.arrow"))
+    manifests = [read_json(path.with_suffix(".json")) for path in shards]
+    of_domains = [read_json(run / "tokens" / name / "train.json") for name in TINY["domains"]["training"]]
+    for key in ("tokens", "documents"):
+        assert sum(one[key] for one in manifests) == sum(one[key] for one in of_domains)
+    headers = 2000 * len(shards)
+    assert sum(path.stat().st_size for path in shards) < 16 * sum(one["documents"] for one in manifests) + headers
+
+
+@pytest.mark.parametrize(("model", "clustering"), [("cbtm_2", "k2"), ("btm", "by_domain")])
+@pytest.mark.parametrize("domain", ["licenses", "fantasy"])
+def test_the_mixture_by_clusters_is_that_of_plain_arithmetic(
+    model: str, clustering: str, domain: str, finished: tuple[Path, dict[str, str], str]
+) -> None:
+    """Equation 3 of c-BTM on the run's own files, at the default temperature of 0.1."""
+    run = finished[0] / "results" / "tiny"
+    distances = pq.read_table(run / "routing" / clustering / "document" / f"{domain}.test.parquet")
+    experts = distances.column_names
+    folder = run / "scores" / model / f"{domain}.test"
+    scores = np.stack([pq.read_table(folder / f"{name}.parquet").column(0).to_numpy() for name in experts], 1)
+    near = np.stack([distances[name].to_numpy() for name in experts], 1).astype(np.float64)
+    found = pd.read_parquet(run / "results.parquet").query(
+        "model == @model and domain == @domain and experts == 'training'"
+    )
+    rows = found[(found["weights"] == "cluster") & (found["variant"] == "") & (found["method"] == "uniform")]
+    assert set(rows["routing"]) == {clustering}
+    for row in rows.to_dict("records"):
+        weights = -near / 0.1
+        if not np.isnan(row["top_k"] or np.nan):
+            least = np.sort(weights, 1)[:, [-int(row["top_k"])]]
+            weights = np.where(weights >= least, weights, -np.inf)
+        wanted = -logsumexp(log_softmax(weights, 1) + scores.astype(np.float64), 1).sum()
+        assert row["nll"] == pytest.approx(wanted, rel=1e-9)
+    assert len(rows) == (1 if model == "cbtm_2" else 2), "and of the two nearest experts"

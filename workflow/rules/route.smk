@@ -1,0 +1,35 @@
+# How far each context is from the centres of a clustering: once for all models, temperatures and top-k. All training domains
+# in one job, and each novel domain by itself, so that a domain that is appended routes no other.
+for name, domains in {"route": TRAINING, "route_novel": ["{novel}"] if NOVEL else []}.items():
+    if not domains:
+        continue
+
+    rule:
+        name:
+            name
+        input:
+            clusterer=[
+                f"{RUN}/clusters/{{clustering}}/{file}"
+                for file in ("clusterer.json", "clusterer.safetensors", "terms.parquet")
+            ],
+            tokens=tokens(domains, "dev", "test"),
+            tokenizer=f"{RUN}/tokenizer.json",
+        output:
+            routing("{clustering}", "{context}", domains, ("dev", "test")),
+        log:
+            f"{RUN}/logs/route/{{clustering}}.{{context}}{'.{novel}' if name == 'route_novel' else ''}.log",
+        wildcard_constraints:
+            context="document|block",
+        conda:
+            "../../environment.yml"
+        resources:
+            **site("evaluate"),
+        params:
+            settings=lambda wildcards: as_json(
+                taken(ScoredTokens, config["evaluation"]), length=RULES.context, context=wildcards.context
+            ),
+            clusterer=below_run("clusters/{clustering}"),
+            folder=below_run("routing/{clustering}/{context}"),
+        shell:
+            "demix route {params.clusterer} {input.tokens} --tokenizer {input.tokenizer}"
+            " --settings {params.settings:q} --output {params.folder} 2> {log}"
