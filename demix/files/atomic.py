@@ -60,20 +60,11 @@ def scratch(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def _reserved(path: Path) -> Iterator[Path]:
-    """Yield a new folder beside `path`, which this process has locked; remove it and those that killed processes left.
-
-    A lock tells the folder of a live process also where this process cannot see the other, as in a container.
-    """
+    """Yield a new folder beside `path`, which this process has locked. Remove it, and those of killed processes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    before = f".{path.name}.{os.uname().nodename}."
-    for leftover in path.parent.glob(f"{glob.escape(before)}*"):
-        pid = leftover.name.removeprefix(before).partition(".")[0]
-        if pid.isdigit():
-            with _locked(leftover) as found:
-                if found is _Lock.HELD or (found is _Lock.NONE and not is_alive(int(pid))):
-                    _remove(leftover)
+    remove_leftovers(path)
     while True:
-        folder = Path(mkdtemp(dir=path.parent, prefix=f"{before}{os.getpid()}.", suffix=".partial"))
+        folder = Path(mkdtemp(dir=path.parent, prefix=f"{_before(path)}{os.getpid()}.", suffix=".partial"))
         with _locked(folder) as found:
             # Another process may have taken the new folder for a leftover before it was locked.
             if found is _Lock.TAKEN or not folder.exists():
@@ -83,6 +74,25 @@ def _reserved(path: Path) -> Iterator[Path]:
             finally:
                 _remove(folder)
             return
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the folders that processes of this node left beside `path` when they were killed.
+
+    A lock tells the folder of a live process also where this process cannot see the other, as in a container.
+    """
+    before = _before(path)
+    for leftover in path.parent.glob(f"{glob.escape(before)}*"):
+        pid = leftover.name.removeprefix(before).partition(".")[0]
+        if pid.isdigit():
+            with _locked(leftover) as found:
+                if found is _Lock.HELD or (found is _Lock.NONE and not is_alive(int(pid))):
+                    _remove(leftover)
+
+
+def _before(path: Path) -> str:
+    """The beginning of the names of this node's temporary folders beside `path`."""
+    return f".{path.name}.{os.uname().nodename}."
 
 
 class _Lock(enum.Enum):

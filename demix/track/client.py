@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from demix.errors import DemixError
-from demix.files import digest, exclusive, replacing
+from demix.files import digest, exclusive, remove_leftovers, replacing
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -73,6 +73,8 @@ def opened(uri: str) -> "tuple[MlflowClient, tuple[type[Exception], ...]]":
                 " local disk, or name a server", _sqlite_folder(uri), kind,
             )  # fmt: skip
         _try_sqlite(uri)
+        # A process that was killed between its rename and its end leaves an empty folder beside a finished database.
+        remove_leftovers(_sqlite_path(uri))
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
     from sqlalchemy.exc import SQLAlchemyError

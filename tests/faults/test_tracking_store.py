@@ -1,6 +1,7 @@
 """The tracking store gone, locked or damaged: the run's results stand, and tracking later fills in what is missing."""
 
 import json
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from demix.errors import DemixError
 from demix.files import sha256_file
+from demix.track.client import opened
 from demix.track.store import track
 from support.breaking import Note, command, run_tiny
 from support.cli import said
@@ -95,6 +97,9 @@ def test_a_kill_while_the_store_is_made(tmp_path: Path, note: Note) -> None:
     with note.timed("SIGKILL while the tracking store is made", "the next track makes it"):
         subprocess.run(command, check=True)
     assert runs(database) > 5
+    # As a kill after the rename leaves it.
+    (tmp_path / f".mlflow.db.{os.uname().nodename}.{process.pid}.x.partial").mkdir()
+    opened(f"sqlite:///{database}")
     assert [path.name for path in tmp_path.glob("*.partial")] == []
 
 

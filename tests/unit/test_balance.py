@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from k_means_constrained import KMeansConstrained
 from scipy.optimize import linear_sum_assignment, linprog
 from scipy.spatial.distance import cdist
 from sklearn.cluster import KMeans
@@ -55,11 +56,10 @@ def linear_program(costs: np.ndarray) -> float:
 
 @pytest.mark.parametrize(("count", "clusters"), [(400, 5), (403, 5), (1000, 16)])
 def test_balanced_labels_cost_what_k_means_constrained_finds(count: int, clusters: int) -> None:
-    """Which takes plain distances in whole thousandths: `pip install -e .[peers]`."""
-    peer = pytest.importorskip("k_means_constrained")
+    """Which takes plain distances in whole thousandths."""
     points = made_points(count, 10, 6, seed=count)
     bounds = {"size_min": count // clusters, "size_max": -(-count // clusters)}
-    fitted = peer.KMeansConstrained(clusters, init=points[:clusters], n_init=1, max_iter=2, **bounds).fit(points)
+    fitted = KMeansConstrained(clusters, init=points[:clusters], n_init=1, max_iter=2, **bounds).fit(points)
     costs = np.around(1000 * cdist(points, fitted.cluster_centers_))
     labels = balanced_labels(costs)
     refuse_unequal(labels, clusters)
