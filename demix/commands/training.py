@@ -324,6 +324,7 @@ def _train(
         outputs=outputs,
         steps=steps,
         entry=run_command,
+        in_turn=[checkpoints / name for name in experts] if len(experts) > 1 else (),
     )
     if outcome is Launched.HERE and experts:
         train_in_turn(

@@ -92,7 +92,8 @@ class TrainingJob:
 
     `command` holds the arguments of `demix`. `fingerprint` identifies the training. `outputs` maps the options that
     name results to the places where the results belong. All starts of the training share the folder `checkpoints`,
-    which all nodes must see. `steps` is the number of optimizer updates, for the display of progress.
+    which all nodes must see. `steps` is the number of optimizer updates, for the display of progress. `in_turn` holds
+    the folders of checkpoints of several trainings which the job does one after the other; none where it does one.
     """
 
     command: tuple[str, ...]
@@ -102,12 +103,19 @@ class TrainingJob:
     threads: int
     checkpoints: Path
     steps: int
+    in_turn: tuple[Path, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """What people call the training: its place below the run's checkpoints, such as demix or btm/law."""
+        above = next((folder for folder in self.checkpoints.parents if folder.name == "checkpoints"), None)
+        return self.checkpoints.relative_to(above or self.checkpoints.parent).as_posix()
 
     @property
     def name(self) -> str:
         """The job's name in SLURM, by which a later process finds the job: one name per folder of checkpoints."""
         place = hashlib.sha256(str(self.checkpoints.resolve()).encode()).hexdigest()[:12]
-        return f"demix-{self.checkpoints.name}-{place}"
+        return f"demix-{self.label.replace('/', '-')}-{place}"
 
     @property
     def finished(self) -> Path:

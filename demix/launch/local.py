@@ -44,14 +44,15 @@ def launched(
     outputs: Mapping[str, Path],
     steps: int,
     entry: Callable[[Sequence[str]], None],
+    in_turn: Sequence[Path] = (),
 ) -> Launched:
     """Have the command of this process done by `ranks` processes.
 
     `cluster` is the config's section for the stage, as JSON. With `launch: slurm` a SLURM job runs the training (see
-    `demix.launch.job.TrainingJob`) and calls `entry` with the command's arguments. With other values processes of this
-    machine run the training. `fingerprinted`, demix's version and the data of `shards` identify the training. Returns
-    `Launched.HERE` for one rank, and in a rank that a launcher (this one, torchrun or a batch system) has already
-    started.
+    `demix.launch.job.TrainingJob`, also for `in_turn`) and calls `entry` with the command's arguments. With other
+    values processes of this machine run the training. `fingerprinted`, demix's version and the data of `shards`
+    identify the training. Returns `Launched.HERE` for one rank, and in a rank that a launcher (this one, torchrun or a
+    batch system) has already started.
     """
     site = settings_from(Cluster, cluster, "--cluster") if cluster else None
 
@@ -72,6 +73,7 @@ def launched(
             threads=threads,
             checkpoints=checkpoints,
             steps=steps,
+            in_turn=tuple(in_turn),
         )
         run(job, site, entry)
         return Launched.DONE

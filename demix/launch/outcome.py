@@ -18,7 +18,8 @@ from demix.launch.rank import START
 def progress_line(job: TrainingJob, job_id: str, shown: Mapping[str, str]) -> str:
     """One line of progress, with loss and speed once a step of this start is done.
 
-    For example: `job 12 running on n[1-2], queued again 2 times step 40/488 loss 5.321 2100 tokens/s 3:20 left`
+    For example: `job 12 running on n[1-2], queued again 2 times step 40/488 loss 5.321 2100 tokens/s 3:20 left`. A job
+    of several trainings also says which one is on: `… law, 3 of 8 step 40/488 … 3:20 left for it`.
     """
     state, restarts = shown.get("JobState", "unknown").lower(), int(shown.get("Restarts", "0"))
     where = f" on {shown['NodeList']}" if shown.get("NodeList", "(null)") not in ("(null)", "") else ""
@@ -26,16 +27,23 @@ def progress_line(job: TrainingJob, job_id: str, shown: Mapping[str, str]) -> st
     again = f", queued again {restarts} times" if restarts > 1 else ", queued again once" if restarts else ""
     head = f"job {job_id} {state}{why}{where}{again}"
     rows: list[dict[str, Any]] = []
+    which = left = ""
     if state == "running":
         # Rows that are older than this start belong to another training in the same folder.
         with suppress(ValueError, KeyError, OSError):
-            rows = last_rows(job.checkpoints, datetime.fromisoformat(shown["StartTime"]).timestamp())
+            since = datetime.fromisoformat(shown["StartTime"]).timestamp()
+            for number, folder in enumerate(job.in_turn or [job.checkpoints], 1):
+                if found := last_rows(folder, since):
+                    rows = found
+                    if job.in_turn:
+                        which, left = f"  {folder.name}, {number} of {len(job.in_turn)}", " for it"
     steps = [row for row in rows if "loss" in row]
     if not steps:
         return head
     row, rate = steps[-1], sum(row["tokens_per_second"] for row in steps) / len(steps)
     remaining = timedelta(seconds=round((job.steps - row["step"]) * tokens_of_update(steps) / rate))
-    return f"{head}  step {row['step']}/{job.steps}  loss {row['loss']:.3f}  {rate:.0f} tokens/s  {remaining} left"
+    loss = f"loss {row['loss']:.3f}"
+    return f"{head}{which}  step {row['step']}/{job.steps}  {loss}  {rate:.0f} tokens/s  {remaining} left{left}"
 
 
 def tokens_of_update(updates: Sequence[Mapping[str, Any]]) -> float:

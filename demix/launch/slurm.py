@@ -136,7 +136,7 @@ def find(job: TrainingJob) -> str | None:
         ]
     for job_id, _, *fingerprint in found:
         if fingerprint != [job.fingerprint]:
-            cause = f"still trains {job.checkpoints.name} with other settings or data"
+            cause = f"still trains {job.label} with other settings or data"
             raise DemixError(f"job {job_id}", cause, f"wait for it, or `scancel {job_id}`, then rerun")
     return found[0][0] if found else None
 
@@ -304,7 +304,7 @@ def _waiting_alone(checkpoints: Path) -> Iterator[None]:
 def _print_line(job: TrainingJob, line: str) -> None:
     """Print a line to standard output, which snakemake shows on the terminal. Standard error goes to the log."""
     try:
-        print(f"{job.checkpoints.name}: {line}", flush=True)
+        print(f"{job.label}: {line}", flush=True)
     except OSError:
         # The terminal is gone. Flushing the buffer at exit must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

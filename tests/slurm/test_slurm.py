@@ -1,8 +1,10 @@
 """The workflow on a real SLURM of two nodes: the same numbers as on one machine, and a job that is queued again."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -55,6 +57,67 @@ def test_the_workflow_gives_the_numbers_of_one_machine(slurm: None, prepared: Pa
     assert len(adapted) == 2
     assert max(row["Start"] for row in adapted) < min(row["End"] for row in adapted), "one after the other"
     assert len({row["JobID"].split("_")[0] for row in rows if "_" in row["JobID"]}) >= 2, "no arrays"
+
+
+def test_experts_that_are_whole_models_train_at_the_same_time_and_a_killed_one_goes_on_alone(
+    slurm: None, prepared: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(prepared, tmp_path / "run", symlinks=True)
+    folder = tmp_path / "run"
+    (folder / "printed.log").unlink()
+    experts = ("parliament", "scripture", "licenses")
+    btm = {"kind": "branched", "parent": "dense", "seed_tokens": 1920, "schedule": "restart"}
+    # The branches are much longer than the dense model that they begin with.
+    models = {"btm": btm | {"tokens": 2000 * 384, "checkpoint_every": 20}}
+    config = config_with(training={"precision": "fp64"}, cluster=SITE, models=models)
+    process = snakemake(folder, config, "results/tiny/models/btm/model.json")
+    places = {name: folder / "results" / "tiny" / "checkpoints" / "btm" / name for name in experts}
+    until(lambda: step_of(places["licenses"]) > 45)
+    command = ["pgrep", "-f", f"submitit.core._submit {places['licenses'] / 'jobs'}"]
+    for pid in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split():
+        if b"srun" not in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]:
+            os.kill(int(pid), signal.SIGKILL)
+    assert process.wait() == 0, printed(folder)
+    assert re.search(r"^btm/licenses: job \d+ running on n\d  step \d+/\d+  loss \d", printed(folder), re.MULTILINE)
+
+    starts = {name: starts_of(place) for name, place in places.items()}
+    assert {name: len(rows) for name, rows in starts.items()} == {"parliament": 1, "scripture": 1, "licenses": 2}
+    first = [rows[0] for rows in starts.values()]
+    assert max(start for start, _ in first) < min(end for _, end in first), "one after the other"
+
+    # On one machine, undisturbed: the same losses.
+    alone = tmp_path / "alone"
+    left_out = shutil.ignore_patterns("btm", "btm.jsonl", "printed.log")
+    shutil.copytree(folder, alone, symlinks=True, ignore=left_out)
+    rerun = snakemake(alone, config, "results/tiny/branches/btm/licenses/model.json", profile="default")
+    assert rerun.wait() == 0, printed(alone)
+    ours, theirs = (
+        [row["loss"] for row in read_json_lines(place / "results/tiny/metrics/btm/licenses.jsonl") if "loss" in row]
+        for place in (folder, alone)
+    )
+    assert len(ours) > 1900
+    assert ours == pytest.approx(theirs, rel=1e-12, abs=0)
+
+
+def step_of(checkpoints: Path) -> int:
+    """The last step that a running training has recorded."""
+    lines = [line for path in checkpoints.glob("*/metrics.jsonl") for line in path.read_text().splitlines()]
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def starts_of(checkpoints: Path) -> list[tuple[str, str]]:
+    """(start, end) of every SLURM job of a training, in order, as the accounting has them."""
+    from demix.launch.job import TrainingJob
+
+    name = TrainingJob((), "", {}, 1, 1, checkpoints, 0).name
+    command = ["sacct", "-X", "-D", "-n", "-P", "--name", name, "-S", "now-3hours", "-o", "Start,End,State"]
+
+    def ended() -> list[list[str]]:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        rows = [line.split("|") for line in lines]
+        return [] if any("RUNNING" in state for *_, state in rows) else rows
+
+    return sorted((start, end) for start, end, _ in until(ended))
 
 
 def test_a_config_of_ones_own_that_drops_the_profiles_is_refused(slurm: None, prepared: Path, tmp_path: Path) -> None:

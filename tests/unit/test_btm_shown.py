@@ -10,7 +10,8 @@ import yaml
 from demix.config.check import complete
 from demix.config.run import write_run_config
 from demix.files import read_json, write_json, write_json_lines
-from demix.launch.outcome import tokens_of_update
+from demix.launch.job import TrainingJob
+from demix.launch.outcome import progress_line, tokens_of_update
 from demix.report.watch import courses
 from demix.track.live import Sender
 from demix.track.records import records
@@ -42,6 +43,25 @@ def test_watch_shows_each_expert_that_trains(tmp_path: Path) -> None:
     assert (one.state, one.step, one.steps, found["btm/scripture"].state) == ("running", 20, 32, "ended")
     assert one.seconds_left == pytest.approx(12 * 128 / 64)
     assert tokens_of_update(rows[:1]) == rows[0]["tokens"] / 16
+
+
+def test_a_job_of_several_experts_says_which_one_is_on(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "results" / "tiny" / "checkpoints" / "btm"
+    names = ("licenses", "parliament", "scripture")
+    for name in names[:2]:
+        (checkpoints / name / "0123").mkdir(parents=True)
+        rows = [line(step, step * 128) for step in (1, 2)]
+        (checkpoints / name / "0123" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = TrainingJob(
+        (), "", {}, 1, 1, checkpoints / "licenses-and-2-more", 12, tuple(checkpoints / name for name in names)
+    )
+    assert job.label == "btm/licenses-and-2-more"
+    assert job.name.startswith("demix-btm-licenses-and-2-more-")
+    shown = {"JobState": "RUNNING", "StartTime": "2026-01-01T00:00:00", "NodeList": "n1"}
+    wanted = "job 7 running on n1  parliament, 2 of 3  step 2/12  loss 5.000  64 tokens/s  0:00:20 left for it"
+    assert progress_line(job, "7", shown) == wanted
+    alone = TrainingJob((), "", {}, 1, 1, checkpoints / names[0], 12)
+    assert progress_line(alone, "7", shown) == wanted.replace("  parliament, 2 of 3", "").removesuffix(" for it")
 
 
 def test_live_metrics_name_the_model_and_the_expert(tmp_path: Path) -> None:
