@@ -166,7 +166,8 @@ def test_a_server_that_is_gone_or_hangs_costs_a_training_little_and_is_told_once
                 signal.signal(signal.SIGUSR2, lambda *_: heard.append("signal"))
                 Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
             ended = time.monotonic()
-        assert time.monotonic() - ended < 5
+        # The sender itself waits for 20 s and tries again.
+        assert time.monotonic() - ended < 15
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
         assert not heard
     lines = (said + capfd.readouterr().err).splitlines()
