@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from demix.report.all_tables import scale_note
+from demix.report.all_tables import main_table, scale_note
 from demix.report.own_tables import full_table, seeds_table
 from demix.report.paper_tables import table3, table4
 from demix.report.read import Results
@@ -47,3 +47,10 @@ def test_changes_within_a_seed_and_their_spread(run: Run) -> None:
     assert both.loc["DEMix (naive)", "±, training"] == pytest.approx(stats.tstd(changes))
     assert both.loc["Dense", "±, training"] == pytest.approx(0, abs=1e-9)
     assert "Dense (Balanced)" not in both.index
+
+
+def test_rules_that_a_config_leaves_out_have_no_rows_in_the_main_table(run: Run) -> None:
+    less = Results(run.results.rows.query("weights != 'released'"))
+    weights = [list(main_table(results, run.config).columns[1].cells) for results in (run.results, less)]
+    assert weights[1] == [rule for rule in weights[0] if rule != "released"]
+    assert len(weights[1]) < len(weights[0])
