@@ -31,6 +31,7 @@ from snakemake_interface_logger_plugins.common import LogEvent
 COSTS = (
     (r"train_", 150.0),
     (r"adapt", 12.0),
+    (r"fit_clusters", 8.0),
     (r"score_known_demix", 72.0),
     (r"score_known_", 25.0),
     (r"score_(demix|domain_token|without)", 9.0),
