@@ -68,7 +68,7 @@ def test_experts_that_are_whole_models_train_at_the_same_time_and_a_killed_one_g
     experts = ("parliament", "scripture", "licenses")
     btm = {"kind": "branched", "parent": "dense", "seed_tokens": 1920, "schedule": "restart"}
     # The branches are much longer than the dense model that they begin with.
-    models = {"btm": btm | {"tokens": 2000 * 384, "checkpoint_every": 20}}
+    models = {"btm": btm | {"tokens": 1000 * 384, "checkpoint_every": 20}}
     config = config_with(training={"precision": "fp64"}, cluster=SITE, models=models)
     process = snakemake(folder, config, "results/tiny/models/btm/model.json")
     places = {name: folder / "results" / "tiny" / "checkpoints" / "btm" / name for name in experts}
@@ -95,7 +95,7 @@ def test_experts_that_are_whole_models_train_at_the_same_time_and_a_killed_one_g
         [row["loss"] for row in read_json_lines(place / "results/tiny/metrics/btm/licenses.jsonl") if "loss" in row]
         for place in (folder, alone)
     )
-    assert len(ours) > 1900
+    assert len(ours) > 900
     assert ours == pytest.approx(theirs, rel=1e-12, abs=0)
 
 
