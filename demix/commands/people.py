@@ -360,7 +360,7 @@ def experts_train(
         if name in values[0]:
             table.add_row(name, values[0][name], (values[0] | values[1])[name])
     terminal().print(table)
-    print(f"{output}: {model} with the expert {domain}, which began as a copy of {added.parent}")
+    print(f"{output}: {model} with the expert {domain}, which began as {added.begun}")
 
 
 @experts.command("add")

@@ -315,10 +315,11 @@ def card(
 ) -> None:
     """Write the cards of a run's models: data, licences, training, lineage, results, limits.
 
-    What belongs to a model wherever it is copied goes into its folder too: the card (README.md), and how well each
-    expert predicts its own domain (usual.json).
+    What belongs to a model wherever it is copied goes into its folder too: the card (README.md), how well each expert
+    predicts its own domain (usual.json), and the clusters that can weight its experts (clusterer/).
     """
     from demix.files import write_text
+    from demix.model.clusters import copy_clusters
     from demix.model.usual import usual_of, write_usual
     from demix.report.card import model_card
 
@@ -327,6 +328,7 @@ def card(
         for path in (output / f"{model}.md", directory / "README.md"):
             write_text(path, text)
         write_usual(directory, usual_of(directory))
+        copy_clusters(directory, directory)
 
 
 @app.command()

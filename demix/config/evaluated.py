@@ -6,7 +6,7 @@ from typing import Any
 
 from demix.config.averages import AVERAGED, averages
 from demix.config.mixing import METHODS, parsed_weights
-from demix.config.rows import KINDS, PAPER, Kind, model_rows, novel_domains, training_domains
+from demix.config.rows import KINDS, PAPER, Kind, clusterings, model_rows, novel_domains, training_domains
 from demix.config.systems import (
     Model,
     adapted_model,
@@ -86,10 +86,20 @@ class System:
         """The same system with another rule for the experts' weights."""
         return replace(self, label=f"{self.label}, {weights} weights", weights=weights)
 
+    @property
+    def by_distance(self) -> bool:
+        """Whether the distance of the text to the experts' clusters alone weights the experts."""
+        return self.weights.split("(")[0] == "cluster"
+
     def released_scorer(self) -> "System":
-        """The same mixture by the released code's scorer, which for a uniform prior is its rule of weights alone."""
-        variant = "" if self.method == "uniform" else "released_scorer"
-        return replace(self, label=f"{self.label}, released scorer", weights="released", variant=variant)
+        """The same mixture by the scorer of released code: of c-BTM's for weights by distance alone, else of DEMix's.
+
+        For a uniform prior the latter is its rule of weights alone.
+        """
+        scored = replace(self, label=f"{self.label}, released scorer", variant="released_scorer")
+        if self.by_distance:
+            return scored
+        return replace(scored, weights="released", variant="" if self.method == "uniform" else scored.variant)
 
     def chosen_on_dev(self) -> "System":
         """The same system with the expert or domain token that was chosen on dev.
@@ -230,6 +240,49 @@ BASES = {
 def bases(config: Mapping[str, Any]) -> dict[str, System]:
     """Those of `BASES` that the config's models form."""
     return {name: base for name, base in BASES.items() if base.model in model_rows(config)}
+
+
+def routed_weights(config: Mapping[str, Any]) -> str:
+    """The first of `evaluation.weights` by the distance to clusters alone; empty if there is none."""
+    named = (str(weights) for weights in (config.get("evaluation") or {}).get("weights") or ())
+    return next((weights for weights in named if weights.split("(")[0] == "cluster"), "")
+
+
+def by_distance(model: Model, weights: str) -> System:
+    """The experts of `model` weighted by the distance of the context to their clusters."""
+    return System(f"{label_of(model.row, model.kind)} ({weights})", model.row, "training", "uniform", weights)
+
+
+def clustered(config: Mapping[str, Any]) -> tuple[Model, ...]:
+    """The models of the run's own seed that learn from clusters."""
+    models = (model for model in trained(config) if model.data and model.seed == config["seed"])
+    return tuple(model for model in models if not model.removed)
+
+
+def balanced_pairs(config: Mapping[str, Any]) -> tuple[tuple[System, System], ...]:
+    """Each row that learns from clusters, and the row of as many balanced clusters that it is compared with.
+
+    Both are weighted by distance. The second is the first row of whole models that learns as many tokens from balanced
+    clusters of k-means; it is in no pair of its own. There are none where no weights go by distance alone. In
+    differences.parquet the second is `against` by the name of its row.
+    """
+    weights, known = routed_weights(config), clusterings(config)
+    models = clustered(config) if weights else ()
+    bases: dict[tuple[int, Any], Model] = {}
+    for model in models:
+        made = known[model.data]
+        if model.kind.expert_scope == "model" and made.method == "kmeans" and made.balanced:
+            bases.setdefault(_size(model), model)
+    return tuple(
+        (by_distance(model, weights), by_distance(base, weights))
+        for model in models
+        if (base := bases.get(_size(model), model)) != model
+    )
+
+
+def _size(model: Model) -> tuple[int, Any]:
+    """The number of a model's clusters and its tokens."""
+    return len(model.domains), model.settings.get("tokens")
 
 
 def table_rows(config: Mapping[str, Any]) -> dict[str, Kind]:

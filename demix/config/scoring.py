@@ -16,7 +16,8 @@ class ScoringJob:
     Names may hold the wildcards {training} and {novel}. The rule reads the files of `experts` and makes one score table
     for each of `columns`. With `shared` the rule also makes the table of the tokens; otherwise that table already
     exists for the domains of `after`. With `added` the rule scores what an adaptation made. With `own` each domain has
-    one column, its own domain token.
+    one column, its own domain token. `expert_scope` is that of the model's kind: with `model` nothing of one column's
+    work is another's.
     """
 
     rule: str
@@ -32,6 +33,7 @@ class ScoringJob:
     after: tuple[str, ...] = ()
     added: bool = False
     own: bool = False
+    expert_scope: str = "none"
 
     def columns_on(self, domain: str) -> tuple[str, ...]:
         """The columns of the score tables of a domain."""
@@ -56,7 +58,7 @@ def scoring_jobs(config: Mapping[str, Any]) -> tuple[ScoringJob, ...]:
         priority = 0 if model.removed else 80 if model == receiver else 10
         job = ScoringJob(
             f"score_{model.rule}", model.name, model.name, model.experts, model.columns, (model.removed,), model.splits,
-            1, priority,
+            1, priority, expert_scope=model.kind.expert_scope,
         )  # fmt: skip
         if model.removed:
             jobs.append(job)
@@ -71,7 +73,10 @@ def scoring_jobs(config: Mapping[str, Any]) -> tuple[ScoringJob, ...]:
         jobs.append(replace(job, log=f"{model.name}/{{novel}}", domains=("{novel}",), jobs=len(novel)))
     for number, name in enumerate(novel):
         before, so_far = (*training, *novel[:number]), novel[: number + 1]
-        into = ScoringJob("", "", receiver.name, (), (), (), receiver.splits, 1, priority=60, shared=False, added=True)
+        into = ScoringJob(
+            "", "", receiver.name, (), (), (), receiver.splits, 1, priority=60, shared=False, added=True,
+            expert_scope=receiver.kind.expert_scope,
+        )  # fmt: skip
         jobs += [
             replace(
                 into, rule=f"score_adapted_{name}", log=f"adapted/{name}", experts=(name,), columns=(name,),

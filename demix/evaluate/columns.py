@@ -4,7 +4,7 @@ import pyarrow as pa
 
 # results.parquet. `variant` is empty in the rows of the tables; others say what varies in theirs: decay and dev_blocks
 # (a whole grid, the config's own value too), dev_choice (an expert chosen on dev, not by the test's oracle) and
-# released_scorer (the paper's published code, by `scorer` too: paper or released). `chosen_on` is the split on which
+# released_scorer (the published code of a paper, by `scorer` too: paper or released). `chosen_on` is the split on which
 # `naive` chose an expert for a novel domain. `beta`, `gamma` and `alpha` are the parameters of `tempered` and
 # `switching`. `routing` is the clustering whose distances weight the experts, `context` the text that is measured
 # (document or block) and `temperature` what squared distances are divided by; the variant routing is the whole grid of
@@ -47,8 +47,8 @@ COLUMNS = {
     "bits_per_byte": pa.float64(),
     "seed": pa.int32(),
 }
-# differences.parquet: each system less the one it is held `against` (dense or demix_cached), over the same documents;
-# negative is better than that one.
+# differences.parquet: each system less the one it is held `against` (dense_unbalanced, dense, demix_cached, or a row of
+# balanced clusters), over the same documents; negative is better than that one.
 DIFFERENCES = {
     "model": pa.string(),
     "experts": pa.string(),

@@ -42,14 +42,16 @@ class Evaluation(MixingRecipe):
 
     `kind` is training or novel. `tables` are the score tables with the sets of experts to mix
     (`demix.config.evaluated.evaluated`). Each system of `compared`, given as (model, experts, method, weights), is
-    compared with each system of `against`, given as (name, model, experts, method, weights). `seed` is the seed of the
-    run. Only models of that seed are compared.
+    compared with each system of `against`, given as (name, model, experts, method, weights). `pairs` are further
+    comparisons: a system's model, experts, method and weights, and then those of the one that it is compared with,
+    which goes by its model's name. `seed` is the seed of the run. Only models of that seed are compared.
     """
 
     kind: Text
     tables: Items[Evaluated]
     compared: Items[Items[Text]]
     against: Items[Items[Text]]
+    pairs: Items[Items[Text]] = ()
     seed: Seed
 
 
@@ -342,21 +344,27 @@ def _with_intervals(
         if names := _system(row, common.get("seed")):
             systems[names] = (row, nll)
     differences = []
-    compared = map(tuple, evaluation.compared) if evaluation else ()
-    against = {name: tuple(key) for name, *key in evaluation.against} if evaluation else {}
-    for names in compared:
-        for name, other in against.items():
-            if names != other and names in systems and other in systems:
-                (row, nll), (base, base_nll) = systems[names], systems[other]
-                difference = row.values | {
-                    "against": name,
-                    "nats_per_token": (row.values["nll"] - base.values["nll"]) / row.values["tokens"],
-                    "perplexity": row.values["perplexity"] - base.values["perplexity"],
-                }
-                if enough:
-                    low, high = bounds((nll - base_nll) / tokens)
-                    difference |= {"nats_per_token_low": low, "nats_per_token_high": high}
-                    low, high = bounds(np.exp(nll / tokens) - np.exp(base_nll / tokens))
-                    difference |= {"perplexity_low": low, "perplexity_high": high}
-                differences.append({name: difference.get(name) for name in DIFFERENCES})
+    for names, name, other in _comparisons(evaluation) if evaluation else ():
+        if names != other and names in systems and other in systems:
+            (row, nll), (base, base_nll) = systems[names], systems[other]
+            difference = row.values | {
+                "against": name,
+                "nats_per_token": (row.values["nll"] - base.values["nll"]) / row.values["tokens"],
+                "perplexity": row.values["perplexity"] - base.values["perplexity"],
+            }
+            if enough:
+                low, high = bounds((nll - base_nll) / tokens)
+                difference |= {"nats_per_token_low": low, "nats_per_token_high": high}
+                low, high = bounds(np.exp(nll / tokens) - np.exp(base_nll / tokens))
+                difference |= {"perplexity_low": low, "perplexity_high": high}
+            differences.append({name: difference.get(name) for name in DIFFERENCES})
     return results, differences
+
+
+def _comparisons(evaluation: Evaluation) -> Iterator[tuple[tuple[str, ...], str, tuple[str, ...]]]:
+    """A system, the name of the one that it is compared with, and that one."""
+    for system in evaluation.compared:
+        for name, *key in evaluation.against:
+            yield tuple(system), name, tuple(key)
+    for pair in evaluation.pairs:
+        yield tuple(pair[:4]), pair[4], tuple(pair[4:])

@@ -21,7 +21,8 @@ from demix.evaluate.own_text import OwnText, evaluate_text, raw_text
 from demix.evaluate.parent import choose_parent
 from demix.evaluate.score import Scoring, score
 from demix.files import read_json, refuse_used, replacing, scratch
-from demix.model.checkpoint import describe, expert_names
+from demix.model.checkpoint import describe, expert_lineage, expert_names
+from demix.model.clusters import copy_clusters
 from demix.model.description import Usual, run_of
 from demix.model.experts import refuse_name
 from demix.model.tokenizer import copy_tokenizer, tokenizer_of
@@ -37,9 +38,9 @@ HELD_OUT = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Added:
-    """The expert that was copied, and the text held out of training under the model before and after."""
+    """What the expert began as, and the text held out of training under the model before and after."""
 
-    parent: str
+    begun: str
     before: OwnText
     after: OwnText
 
@@ -56,9 +57,10 @@ def add_domain(
     """Write a copy of `model` to `output` that has one more expert: DEMix-DAPT on `texts` (paper, section 6).
 
     The text is anonymized, cut into pieces of PIECE_WORDS words and parted into train, dev and test. The expert starts
-    as a copy of the one with the highest posterior on dev. `tokens` (most tokens of training) and `rate` (peak learning
-    rate as a fraction of the model's) override the settings of `adaptation_of`. Raises DemixError, and leaves no
-    `output`, for a name that is taken, a model without experts, and text that is too short.
+    as a copy of the one with the highest posterior on dev; of whole models, as their average by posterior. `tokens`
+    (most tokens of training) and `rate` (peak learning rate as a fraction of the model's) override the settings of
+    `adaptation_of`. Raises DemixError, and leaves no `output`, for a name that is taken, a model without experts, and
+    text that is too short.
     """
     refuse_used(output)
     refuse_name(model, domain)
@@ -77,6 +79,7 @@ def add_domain(
         with replacing(output.resolve(), directory=True) as made:
             shutil.copytree(model, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "README.md"))
             copy_tokenizer(tokenizer, made)
+            copy_clusters(model, made)
             try:
                 adapt_expert(model, shards, chosen, {}, adaptation, made, folder / "metrics.jsonl", folder / "states")
             except StoppedError:
@@ -85,7 +88,8 @@ def add_domain(
             own = next(line for line in after.experts if line.name == domain)
             usual = Usual(perplexity=own.perplexity, bits_per_byte=own.bits_per_byte)
             write_usual(made, usual_of(model) | {domain: usual})
-    return Added(chosen["parent"], before, after)
+            parent = expert_lineage(made, domain)["parent"]
+    return Added(f"a copy of {parent}" if parent else "the average of the others, by posterior", before, after)
 
 
 def adaptation_of(model: Path, tokens: int | None, rate: float | None) -> Adaptation:

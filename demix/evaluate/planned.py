@@ -24,7 +24,10 @@ def planned_mixtures(evaluation: MixingRecipe, some: ExpertSet, scored: int) -> 
             for weights, rules in named:
                 if method in rules.evaluated:
                     mixture = replace(main, method=method, weights=weights, top_k=top_k)
-                    yield routed(mixture, some.routing, context, evaluation.temperature), ""
+                    mixture = routed(mixture, some.routing, context, evaluation.temperature)
+                    yield mixture, ""
+                    if parsed_weights(weights).family == "cluster":
+                        yield replace(mixture, scorer="released"), "released_scorer"
             # The prior alone: equal weights have no likeliest experts.
             if method == "fitted" or (method == "average" and top_k is None):
                 yield replace(main, method=method, weights="", top_k=top_k), ""

@@ -23,6 +23,7 @@ from demix.evaluate.losses import Mixture, document_losses
 from demix.evaluate.score_tables import Beside, row_groups
 from demix.files import digest, parquet_reader, read_json
 from demix.files.batches import write_batches
+from demix.model.clusters import refuse_other_clusters
 from demix.progress import followed
 from demix.settings import Positive, settings
 
@@ -84,12 +85,15 @@ def _grouped(pieces: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.
 def beside_of(table: Path, mixtures: Iterable[Mixture]) -> dict[str, Beside]:
     """The distances that `mixtures` read beside the score table scores/<model>/<domain>.<split>, by context.
 
-    Raises DemixError for a routing table of another clusterer than that of the run, and for experts without a centre.
+    Raises DemixError for a routing table of another clusterer than that of the run, for experts of the clusters of
+    another one, and for experts without a centre.
     """
     wanted = [mixture for mixture in mixtures if mixture.routing]
     experts = tuple(dict.fromkeys(name for mixture in wanted for name in mixture.experts))
     places = dict.fromkeys((mixture.context, mixture.routing) for mixture in wanted)
     run = table.absolute().parents[2]
+    for _, routing in places:
+        refuse_other_clusters(run / "models" / table.parent.name, run / "clusters" / routing, experts)
     return {context: _beside(run, routing, context, table.name, experts) for context, routing in places}
 
 

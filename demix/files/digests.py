@@ -25,6 +25,16 @@ def sha256_file(path: str | Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def check_sha256(path: Path, sha256: str) -> None:
+    """Raise DemixError unless the file `path` has the given sha256. The file is never in memory as a whole."""
+    try:
+        found = sha256_file(path)
+    except FileNotFoundError:
+        raise DemixError(path, "is missing", "run the stage that makes it") from None
+    if found != sha256:
+        raise DemixError(path, "differs from its recorded sha256", "delete it and rerun the stage that makes it")
+
+
 def seed_for(seed: int, *names: object) -> int:
     """A 63-bit seed that depends only on the run's `seed` and on `names`, never on order, time or `hash()`."""
     digest = hashlib.sha256("\0".join([str(seed), *map(str, names)]).encode()).digest()

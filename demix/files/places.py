@@ -16,6 +16,7 @@ _PATTERNS = (
     *("corpus/*/*.parquet", "corpus/*/card.json", "corpus/owners.parquet", "corpus/overlap.parquet"),
     *("corpus/shared.json", "tokens/*/*.json", "sweep/*.json", "metrics/*.jsonl", "metrics/sweep/*/*.jsonl"),
     *("models/*/model.json", "models/*/mixing.json", "models/*/usual.json", "models/*/experts/*.json"),
+    "models/*/clusterer/*.json",
     *("clusters/*/clusterer.json", "clusters/*/terms.parquet", "clusters/*/assigned/*.parquet"),
     *("clusters/*/shards/*/*.json", "routing/*/*/*.parquet"),
     *("metrics/*/*.jsonl", "branches/*/*/model.json", "branches/*/*/experts/*.json"),

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from demix.config.architecture import Architecture
 from demix.errors import DemixError, nearest
-from demix.files import opened, replacing, sha256_file, write_json
+from demix.files import check_sha256, opened, replacing, sha256_file, write_json
 from demix.model.description import NO_NAME, is_expert_name, read_description, read_lineage
 from demix.model.device import free_memory
 from demix.model.gpt import GPT
@@ -341,16 +341,6 @@ def load_verified(path: Path, sha256: str) -> dict[str, torch.Tensor]:
         raise DemixError(
             path, f"is not a safetensors file ({error})", "delete it and rerun the stage that makes it"
         ) from None
-
-
-def check_sha256(path: Path, sha256: str) -> None:
-    """Raise DemixError unless the file `path` has the given sha256. The file is never in memory as a whole."""
-    try:
-        found = sha256_file(path)
-    except FileNotFoundError:
-        raise DemixError(path, "is missing", "run the stage that makes it") from None
-    if found != sha256:
-        raise DemixError(path, "differs from its recorded sha256", "delete it and rerun the stage that makes it")
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

@@ -1,6 +1,11 @@
-"""The clusters of a model's experts, as its run has them: for weights by distance outside of the workflow."""
+"""The clusters of a model's experts, for weights by distance outside of the workflow.
 
-from collections.abc import Sequence
+They are those of the model's run. `demix card` copies them to the folder `clusterer` of the model, which keeps them
+where it is copied.
+"""
+
+import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +18,17 @@ from demix.data.cluster import Clusterer, Context, Contexts, context_distances
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.model.description import run_of
+from demix.files import check_sha256, read_json, replacing, write_json
+from demix.model.description import read_lineage, read_routed, run_of
+
+NAME, DESCRIPTION, ROUTING = "clusterer", "clusterer.json", "routing.json"
 
 
 @dataclass(frozen=True)
 class Clusters:
     """The clustering `name`, in the folder `folder`, whose distances weight a model's experts.
 
-    `context` and `temperature` are those of the tables of the model's run.
+    `context` and `temperature` are those of the tables of the run that trained the model.
     """
 
     name: str
@@ -46,21 +54,66 @@ class Clusters:
 
 
 def has_clusters(directory: Path) -> bool:
-    """Whether the model in `directory` lies in a run that has a clustering of its experts."""
-    return (run_of(directory) / "config.json").is_file() and bool(_routing(directory))
+    """Whether the run of the model in `directory` has a clustering of its experts, or else its folder."""
+    return _found(directory) is not None
 
 
 def clusters_of(directory: Path) -> Clusters:
-    """The clusters of a model's experts. Raises DemixError if the run of the model has no clustering of its experts."""
-    run, name = run_of(directory), _routing(directory)
-    if not name:
+    """The clusters of a model's experts: those of its run, else those in its folder.
+
+    Raises DemixError if there are none in either, if the description of those in the folder is damaged, and if an
+    expert learned from the cluster of another clusterer of the run (`refuse_other_clusters`).
+    """
+    directory = Path(directory)
+    if (found := _found(directory)) is None:
         cure = "use other weights, or add by_domain: {method: metadata} to the run's clusterings"
-        raise DemixError(directory, "has no clustering of its experts in its run", cure)
-    mixing = read_run_config(run).get("evaluation") or {}
-    context: Context = "block" if (mixing.get("routing_context") or ("",))[0] == "block" else "document"
-    return Clusters(name, run / "clusters" / name, context, mixing.get("temperature") or DEFAULTS["cluster"][0])
+        raise DemixError(directory, "has no clustering of its experts in its run or folder", cure)
+    refuse_other_clusters(directory, found.folder, [path.stem for path in directory.glob("experts/[!.]*.json")])
+    return found
 
 
-def _routing(directory: Path) -> str:
-    models = planned(read_run_config(run_of(directory)))
-    return next((model.routing for model in models if model.name == Path(directory).resolve().name), "")
+def refuse_other_clusters(directory: Path, folder: Path, experts: Iterable[str]) -> None:
+    """Raise DemixError if one of `experts` of a model learned from another cluster than that of its name in `folder`.
+
+    The sha256 of all tokens that an expert learned from, in its lineage, is compared with that of the cluster's shard:
+    it differs where another clusterer of the same name made the expert's cluster. Experts of domains have no shard.
+    """
+    for name in experts:
+        lineage, shard = directory / "experts" / f"{name}.json", folder / "shards" / name / "train.json"
+        if lineage.is_file() and shard.is_file():
+            learned = read_lineage(lineage).get("data_sha256", {})
+            if learned.get(name) != read_json(shard)["sha256"]:
+                cause = f"learned from another cluster than {name} of {folder}"
+                raise DemixError(lineage, cause, "train it again, or remove it")
+
+
+def copy_clusters(source: Path, directory: Path) -> None:
+    """Copy the clusterer of the model `source` into the model directory `directory`, which can then be used alone.
+
+    Its context and temperature are written beside it. Without a clusterer nothing is copied.
+    """
+    found, folder = _found(source), Path(directory) / NAME
+    if found is None or not (found.folder / DESCRIPTION).is_file() or found.folder.resolve() == folder.resolve():
+        return
+    with replacing(folder, directory=True) as temporary:
+        manifest = read_json(found.folder / DESCRIPTION)
+        for name, expected in manifest["files"].items():
+            shutil.copyfile(found.folder / name, temporary / name)
+            check_sha256(temporary / name, expected)
+        about = {"clustering": found.name, "context": found.context, "temperature": found.temperature}
+        for name, content in ((ROUTING, about), (DESCRIPTION, manifest)):
+            write_json(temporary / name, content, at=folder / name)
+
+
+def _found(directory: Path) -> Clusters | None:
+    run, own = run_of(directory), Path(directory) / NAME
+    config = read_run_config(run) if (run / "config.json").is_file() else {}
+    models = planned(config) if config else ()
+    if name := next((model.routing for model in models if model.name == Path(directory).resolve().name), ""):
+        mixing = config.get("evaluation") or {}
+        context: Context = "block" if (mixing.get("routing_context") or ("",))[0] == "block" else "document"
+        return Clusters(name, run / "clusters" / name, context, mixing.get("temperature") or DEFAULTS["cluster"][0])
+    if not (own / DESCRIPTION).is_file():
+        return None
+    routed = read_routed(own / ROUTING)
+    return Clusters(routed.clustering, own, routed.context, routed.temperature)

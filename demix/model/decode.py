@@ -160,8 +160,8 @@ def weights_of(name: str, directory: Path) -> Weights:
     """The rule for the experts' weights that `name` stands for, with the parameters of the model in `directory`.
 
     `name` is a value of `evaluation.weights` other than a number of tokens. Where it leaves parameters open, those of
-    `tempered` come from the model's mixing.json, and the temperature of rules by distance from its run; a model without
-    that file, and `switching`, have those of `DEFAULTS`.
+    `tempered` come from the model's mixing.json, and the temperature of rules by distance from `clusters_of`; a model
+    without that file, and `switching`, have those of `DEFAULTS`.
     """
     try:
         weights = parsed_weights(name)

@@ -6,12 +6,14 @@ has a form and a bound. A description may hold more keys than those declared her
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from demix.config.architecture import Architecture
+from demix.config.evaluation import Temperature
 from demix.errors import DemixError, nearest
 from demix.files import read_json
 from demix.settings import Integer, Items, Number, Text, settings, settings_from
@@ -64,7 +66,10 @@ class Learned:
 
 @settings(kw_only=True, open=True)
 class Branched:
-    """The state of another model with which a training began (`demix.train.branch`), and whose schedule it had."""
+    """The state of another model with which a training began (`demix.train.branch`), and whose schedule it had.
+
+    `step` is 0 for a model in a folder, of whose `tokens` none are among those of the training.
+    """
 
     model: ModelName
     step: Count
@@ -121,13 +126,17 @@ class Origin:
 
 @settings(kw_only=True, open=True)
 class Lineage(Learned):
-    """The description of an expert."""
+    """The description of an expert.
+
+    `tokens` counts those of the states that it began with too: `seeds`, tokens by the state's sha256.
+    """
 
     sha256: Digest
     name: ExpertName = "dense"
     parent: ModelName | None = None
     parents: dict[ExpertName, Origin] = Field(default_factory=dict)
     parent_prior: Share = 0.0
+    seeds: dict[Digest, Count] = Field(default_factory=dict)
 
 
 @settings(kw_only=True, open=True)
@@ -151,6 +160,20 @@ class Usuals:
     """The content of `usual.json`: the figures of a model's experts."""
 
     experts: dict[ExpertName, Usual]
+
+
+@settings(kw_only=True, open=True)
+class Routed:
+    """The content of `clusterer/routing.json`: the name of a clustering, and how its distances weight experts."""
+
+    clustering: ModelName
+    context: Literal["document", "block"]
+    temperature: Temperature
+
+
+def read_routed(path: Path) -> Routed:
+    """The content of `clusterer/routing.json`. Raises DemixError if the file is missing or damaged."""
+    return settings_from(Routed, _read(path, Routed, (), "weights by distance", "get the model again"))
 
 
 def read_usual(path: Path) -> dict[str, Usual]:
@@ -182,6 +205,24 @@ def read_description(path: Path, *needed: str) -> dict[str, Any]:
 def read_lineage(path: Path, *needed: str) -> dict[str, Any]:
     """The content of `experts/<name>.json`, as `read_description` reads that of `model.json`."""
     return _read(path, Lineage, needed, "an expert", "train or adapt it again, or get it again")
+
+
+def parent_of(lineage: Mapping[str, Any]) -> str | None:
+    """What an expert began with: the name of its parent, or average of several; None if it was trained from scratch."""
+    return "average" if lineage.get("parents") else lineage.get("parent")
+
+
+def tokens_learned(description: Mapping[str, Any]) -> int | None:
+    """The tokens that a model has learned from, with those of a model in a folder that it began with.
+
+    None if they are not known: of an imported model, and of what was made of one.
+    """
+    tokens, parent = description.get("tokens"), description.get("parent")
+    # An adapted model counts the tokens of its adaptation alone.
+    if tokens is None or isinstance(parent, str):
+        return None
+    before = parent.get("tokens") if parent and not parent["step"] else 0
+    return None if before is None else tokens + before
 
 
 def read_seed_manifest(path: Path) -> SeedManifest:

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from demix.data.cluster import Clusterer
 from demix.errors import DemixError
-from demix.files import digest, exclusive, read_json, replacing, write_json
+from demix.files import check_sha256, digest, exclusive, read_json, replacing, write_json
+from demix.model import clusters
 from demix.model.checkpoint import (
     Shapes,
     blueprint,
-    check_sha256,
     check_shapes,
     check_weights,
     describe,
@@ -31,7 +32,7 @@ from demix.model.usual import usual_of, write_usual
 RESERVED = ("tokens", "dense")
 LOCK = ".lock"
 # What a model directory may hold beside its weights.
-BESIDE = ("tokenizer.json", "mixing.json", "usual.json", "README.md")
+BESIDE = ("tokenizer.json", "mixing.json", "usual.json", "README.md", clusters.NAME)
 # Copying an expert takes seconds.
 LOCK_SECONDS = 60.0
 
@@ -100,6 +101,8 @@ def find_faults(directory: Path) -> list[DemixError]:
     faults += [expert_fault(directory, name) for name in names]
     if (tokenizer := directory / "tokenizer.json").exists():
         faults.append(_raised(lambda: refuse_other_tokenizer(directory, tokenizer, digest(read_json(tokenizer)))))
+    if (clusterer := directory / clusters.NAME).exists():
+        faults.append(_raised(lambda: Clusterer.open(clusterer)))
     known = {directory / name for name in ("model.json", "experts", LOCK, *BESIDE)} | {shared}
     known |= {directory / "experts" / f"{name}{suffix}" for name in names for suffix in (".json", ".safetensors")}
     faults += [
@@ -212,7 +215,7 @@ def _shapes(directory: Path) -> tuple[Shapes, Shapes]:
     return shapes_of(blueprint(directory, ("any",)))
 
 
-def _raised(check: Callable[[], None]) -> DemixError | None:
+def _raised(check: Callable[[], object]) -> DemixError | None:
     try:
         check()
     except DemixError as error:

@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from demix.model.checkpoint import (
     expert_lineage,
     save_tensors,
     shapes_of,
+    whole_models,
 )
 from demix.model.tokenizer import copy_tokenizer, tokenizer_path
 
@@ -31,8 +32,9 @@ def merge_experts(
     """Write a model to `output` whose one expert `dense` is the average of the experts of `directory` by `weights`.
 
     Averages are computed in float64 and cast to the type of the experts. The shared weights and the tokenizer are
-    copied. README.md holds `card` (`demix.report.card.merged_card`). Raises DemixError for weights that are negative or
-    do not sum to 1, for an unknown expert, and for an `output` that is not empty, unless it may be made `again`.
+    copied. The tokens are those of `learned_of`. README.md holds `card` (`demix.report.card.merged_card`). Raises
+    DemixError for weights that are negative or do not sum to 1, for an unknown expert, and for an `output` that is not
+    empty, unless it may be made `again`.
     """
     if not again:
         refuse_used(output)
@@ -40,10 +42,15 @@ def merge_experts(
     check_weights(directory / "shared.safetensors", description["shared_sha256"], _shapes(directory)[0])
     merged, parents = averaged(directory, weights)
     origins = origins_of(weights, parents)
-    data = {domain: sha256 for lineage in parents.values() for domain, sha256 in lineage.get("data_sha256", {}).items()}
+    learned, seeds = learned_of(parents.values())
+    description |= {"kind": "merged"}
+    if whole_models(directory):
+        # They share nothing, so nothing is left of the experts without a weight.
+        seeded = sum(seeds.values())
+        description |= learned | {"tokens_seed": seeded, "tokens_branch": learned["tokens"] - seeded}
     with replacing(output.resolve(), directory=True) as temporary:
         shutil.copyfile(directory / "shared.safetensors", temporary / "shared.safetensors")
-        write_json(temporary / "model.json", description | {"kind": "merged"}, at=output / "model.json")
+        write_json(temporary / "model.json", description, at=output / "model.json")
         copy_tokenizer(tokenizer, temporary)
         if card is not None:
             (temporary / "README.md").write_text(card, encoding="utf-8")
@@ -54,14 +61,12 @@ def merge_experts(
             "name": "dense",
             "parent": None,
             "parents": origins,
-            "steps": max(lineage.get("steps", 0) for lineage in parents.values()),
-            "tokens": sum(lineage.get("tokens", 0) for lineage in parents.values()),
-            "data_sha256": data,
+            "seeds": seeds,
             "tokenizer_sha256": description.get("tokenizer_sha256"),
             "shared_sha256": description["shared_sha256"],
             "sha256": sha256_file(path),
         }
-        write_json(path.with_suffix(".json"), lineage, at=output / "experts" / "dense.json")
+        write_json(path.with_suffix(".json"), lineage | learned, at=output / "experts" / "dense.json")
 
 
 def averaged(
@@ -94,6 +99,20 @@ def averaged(
         for key, dtype in types.items()
     }
     return tensors, parents
+
+
+def learned_of(lineages: Collection[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, int]]:
+    """The steps, tokens and data of experts with these `lineages` together, and the tokens of their seeds by sha256.
+
+    A seed that several of them began with counts once.
+    """
+    seeds = {sha256: tokens for one in lineages for sha256, tokens in one.get("seeds", {}).items()}
+    own = sum(one.get("tokens", 0) - sum(one.get("seeds", {}).values()) for one in lineages)
+    return {
+        "steps": max(one.get("steps", 0) for one in lineages),
+        "tokens": sum(seeds.values()) + own,
+        "data_sha256": {domain: sha256 for one in lineages for domain, sha256 in one.get("data_sha256", {}).items()},
+    }, seeds
 
 
 def origins_of(weights: Mapping[str, float], parents: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

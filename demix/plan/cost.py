@@ -3,6 +3,7 @@
 import glob
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ from demix.config.rows import Kind
 from demix.config.systems import Model, adaptations, rule_of, trained
 from demix.data.sources import Source
 from demix.errors import DemixError
+from demix.model.description import read_description, tokens_learned
 from demix.plan.flops import (
     HARDWARE,
     Hardware,
@@ -308,6 +310,7 @@ def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) ->
             if any(plan.begin for plan in plans)
             else ""
         )
+        + "".join(f"; {told}" for told in _of_folders(config))
         + f"; {ALIKE}",
         show_footer=True,
     )
@@ -348,6 +351,21 @@ def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) ->
             for cells in folded(row(plan) for plan in part):
                 table.add_row(*cells)
     return work, takes
+
+
+def _of_folders(config: dict[str, Any]) -> list[str]:
+    """What the models in folders, with which models of a completed config begin, have learned from before."""
+    begun: dict[str, list[str]] = {}
+    for model in trained(config):
+        if folder := model.settings.get("initial"):
+            begun.setdefault(folder, []).append(model.name)
+    told = []
+    for folder, names in begun.items():
+        path = Path(folder) / "model.json"
+        tokens = tokens_learned(read_description(path)) if path.is_file() else None
+        known = "are not known" if tokens is None else f"({_short(tokens)}) are not counted"
+        told.append(f"tokens of the parent {folder} of {', '.join(names)} {known}")
+    return told
 
 
 def _work_row(plan: TrainingPlan) -> tuple[str, ...]:

@@ -41,9 +41,16 @@ def scoring_flops(architecture: Architecture, vocab_size: int, experts: int, exp
     return experts * (attention + each) if expert_scope == "model" else attention + experts * each
 
 
-def scoring_hours(architecture: Architecture, vocab_size: int, experts: int, tokens: int, tflops: float) -> float:
-    """Hours of one rank at `tflops` TFLOP/s that scores `tokens` tokens under all experts at once."""
-    return scoring_flops(architecture, vocab_size, experts) * tokens / (tflops * 1e12) / 3600
+def scoring_hours(
+    architecture: Architecture,
+    vocab_size: int,
+    experts: int,
+    tokens: int,
+    tflops: float,
+    expert_scope: str = "feedforward",
+) -> float:
+    """Hours of one rank at `tflops` TFLOP/s that scores `tokens` tokens under all `experts` (see `scoring_flops`)."""
+    return scoring_flops(architecture, vocab_size, experts, expert_scope) * tokens / (tflops * 1e12) / 3600
 
 
 def score_table_bytes(experts: int, tokens: int) -> int:

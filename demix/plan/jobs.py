@@ -143,7 +143,7 @@ def scoring_cost(config: dict[str, Any], job: ScoringJob, device: Hardware) -> t
             tokens += min(there, limits[split] or there)
     columns = 1 if job.own else len(job.columns)
     tflops = achieved_tflops(device, architecture, demix=columns > 1)
-    hours = scoring_hours(architecture, vocabulary(config["tokenizer"]), columns, tokens, tflops)
+    hours = scoring_hours(architecture, vocabulary(config["tokenizer"]), columns, tokens, tflops, job.expert_scope)
     return hours, score_table_bytes(columns, tokens) - (0 if job.shared else score_table_bytes(0, tokens))
 
 

@@ -18,6 +18,7 @@ from demix.config.systems import row_of
 from demix.errors import DemixError
 from demix.files import REMAKE, parquet_reader, read_json, read_json_lines
 from demix.files.batches import read_batches
+from demix.model.description import parent_of
 
 # The approximate tokens of a score table that are read at once, under all experts that a query names.
 TOKENS = 1 << 16
@@ -230,7 +231,7 @@ def _model(part: Part) -> Iterator[dict[str, Any]]:
 def _expert(part: Part) -> Iterator[dict[str, Any]]:
     expert = read_json(part.path)
     rate = expert.get("adaptation", {}).get("learning_rate_factor")
-    yield {**expert, "learning_rate_factor": rate}
+    yield {**expert, "parent": parent_of(expert), "learning_rate_factor": rate}
 
 
 def _job(part: Part) -> list[dict[str, float]]:

@@ -12,7 +12,7 @@ PAPER_TABLES = ("table3", "table4", "table5", "table6", "table7", "table13")
 TABLES = (*PAPER_TABLES, "weights", "decay", "dev_blocks", "overlap", "seeds", "rates", "full", "differences", "audit")
 FIGURES = ("figure2", "figure4", "figure6", "figure7", "figure8", "training")
 # Families of models and clusters of documents (docs/families.md).
-FAMILY_TABLES = ("families", "family_costs", "top_k", "temperatures", "clusters")
+FAMILY_TABLES = ("families", "family_differences", "family_costs", "top_k", "temperatures", "clusters")
 FAMILY_FIGURES = ("by_clusters", "cluster_experts", "cluster_sizes")
 # The entries of `snakemake --report`, worded so that sorting gives the order of the paper.
 SHOWS = {
@@ -44,6 +44,7 @@ SHOWS = {
     "cluster_sizes": "How unequal the clusters of held-out documents are",
     "clusters": "Clusters of documents: their terms, sizes and domains",
     "families": "Families of models: perplexity at equal tokens",
+    "family_differences": "Rows of clusters less balanced ones and less Dense (Balanced), with intervals",
     "family_costs": "Families of models: parameters, FLOPs, bytes and seconds",
     "temperatures": "Temperatures of weights by clusters, and numbers of experts",
     "top_k": "Numbers of experts a token",
@@ -75,7 +76,9 @@ NEEDS = {
 # The same, of which nothing is told where a run lacks it: few runs are meant to have it.
 NEEDS_UNTOLD = {
     "several families": ("families", "family_costs", "top_k"),
-    "model that learns from clusters": ("clusters", "by_clusters", "cluster_experts", "cluster_sizes"),
+    "model that learns from clusters": (
+        *("family_differences", "clusters", "by_clusters", "cluster_experts", "cluster_sizes"),
+    ),
     "further temperature or context": ("temperatures",),
 }
 
@@ -152,6 +155,6 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     write_tables(results, differences, overlap, audit, parents, trials, config, output / "tables")
     own = read.of_seed(results, config)
     write_figures(own, priors, overlap, posteriors, run / "metrics", config, output / "figures")
-    write_families(run, results, clusters, config, output)
+    write_families(run, results, differences, clusters, config, output)
     judged = write_claims(results, overlap, differences, parents, config, output, clusters)
     write_index(results, judged, cost, config, output)

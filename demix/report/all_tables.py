@@ -24,7 +24,7 @@ from demix.report.own_tables import (
 )
 from demix.report.paper import SIZES, nearest, printed, size_of
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
-from demix.report.read import Results, novel_domains, perplexities, training_domains
+from demix.report.read import Parent, Results, novel_domains, perplexities, training_domains
 from demix.report.render import Table, cell, write_table
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def all_tables(
     differences: pd.DataFrame,
     overlap: pd.DataFrame,
     audit: pd.DataFrame,
-    parents: dict[str, str],
+    parents: dict[str, Parent],
     trials: pd.DataFrame,
     config: dict[str, Any],
 ) -> list[Table]:
@@ -139,7 +139,7 @@ def write_tables(
     differences: pd.DataFrame,
     overlap: pd.DataFrame,
     audit: pd.DataFrame,
-    parents: dict[str, str],
+    parents: dict[str, Parent],
     trials: pd.DataFrame,
     config: dict[str, Any],
     output_dir: str | Path,

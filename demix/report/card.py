@@ -14,7 +14,8 @@ from demix.config.systems import left_out, planned
 from demix.errors import DemixError, nearest
 from demix.files import read_json
 from demix.model.checkpoint import describe, expert_lineage
-from demix.model.description import read_description, read_lineage, run_of
+from demix.model.description import parent_of, read_description, read_lineage, run_of
+from demix.model.merge import learned_of
 from demix.model.usual import usual_of
 from demix.report.read import novel_domains, read_results, training_domains
 from demix.report.render import as_markdown
@@ -108,6 +109,7 @@ def merged_card(directory: Path, weights: dict[str, float], name: str) -> str:
     description = describe(directory)
     parents = {expert: expert_lineage(directory, expert) for expert, weight in weights.items() if weight}
     shared = ", ".join(map(as_markdown, description.get("data_sha256") or {}))
+    learned, seeds = learned_of(parents.values())
     rows = [
         (expert, f"{weights[expert]:.4f}", f"{one.get('tokens', 0):,}", one["sha256"][:12])
         for expert, one in parents.items()
@@ -120,6 +122,9 @@ def merged_card(directory: Path, weights: dict[str, float], name: str) -> str:
         f"{as_markdown(directory.resolve().name)}, with the weights that its experts share.",
         "## Parents",
         _table(("expert", "weight", "tokens of its training", "sha256"), rows),
+        f"Together these are {learned['tokens']:,} tokens: those of a seed that several began with count once."
+        if any(seeds.values())
+        else "",
         f"The weights that they share learned from {shared}." if shared else "",
         "## Results",
         "It was not evaluated. The figures of its parents, and of their mixture, are not its own.",
@@ -216,8 +221,11 @@ def _training(description: dict[str, Any], experts: list[dict[str, Any]]) -> Ite
     done = f"{description['tokens']:,} tokens in {description['steps']:,} steps"
     adapted = [expert for expert in experts if "adaptation" in expert]
     parent = description.get("parent")
-    if isinstance(parent, dict):
+    if isinstance(parent, dict) and parent["step"]:
         done += f", the first {parent['tokens']:,} tokens as the model {as_markdown(parent['model'])}"
+    elif isinstance(parent, dict):
+        known = "not known" if parent.get("tokens") is None else f"{parent['tokens']:,}"
+        done += f", beside the tokens of its parent {as_markdown(parent['model'])} ({known})"
     elif parent:
         yield f"{as_markdown(parent)} was trained with:"
         yield _table(("setting", "value"), _settings(description.get("training") or {}))
@@ -237,7 +245,7 @@ def _lineage(experts: list[dict[str, Any]]) -> str:
     rows = [
         (
             expert["name"],
-            "average" if expert.get("parents") else expert.get("parent") or "–",
+            parent_of(expert) or "–",
             f"{expert['parent_prior']:.3f}" if "parent_prior" in expert else "–",
             ", ".join(expert.get("data_sha256") or {}) or "–",
             *(f"{expert[key]:,}" if key in expert else "–" for key in ("tokens", "steps")),

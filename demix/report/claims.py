@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.config.evaluated import BASES, System, bases
+from demix.config.evaluated import System, bases
 from demix.files import write_text
 from demix.report import left_out, left_out_notes, read
 from demix.report.affinity import affinities, relation_with_own, with_overlap
@@ -15,7 +15,7 @@ from demix.report.cells import mean_of
 from demix.report.clusters import Clusters
 from demix.report.family_claims import family_claims
 from demix.report.page import render
-from demix.report.read import Results, each, expert_perplexities, novel_domains, perplexities, training_domains
+from demix.report.read import Parent, Results, each, expert_perplexities, novel_domains, perplexities, training_domains
 from demix.report.render import as_markdown
 from demix.report.verdict import HARM, UNCHANGED, Claim, Part, as_percent, claim_of, compare
 
@@ -24,7 +24,7 @@ def claims(
     results: Results,
     overlap: pd.DataFrame,
     differences: pd.DataFrame,
-    parents: dict[str, str],
+    parents: dict[str, Parent],
     config: dict[str, Any],
     clusters: Clusters | None = None,
 ) -> list[Claim]:
@@ -43,7 +43,7 @@ def _judged(
     results: Results,
     overlap: pd.DataFrame,
     differences: pd.DataFrame,
-    parents: dict[str, str],
+    parents: dict[str, Parent],
     config: dict[str, Any],
     clusters: Clusters | None,
 ) -> list[Claim]:
@@ -56,10 +56,9 @@ def _judged(
         return perplexities(results, system, domains)
 
     def less(system: System, base: System, domains: list[str]) -> pd.DataFrame:
-        if system in BASES.values():
-            turned = read.paired(differences, lambda _: base, system, domains)
-            return -turned.rename(columns={"low": "high", "high": "low"})
-        return read.paired(differences, lambda _: system, base, domains)
+        found = read.paired(differences, lambda _: system, base, domains)
+        turned = read.paired(differences, lambda _: base, system, domains)
+        return -turned.rename(columns={"low": "high", "high": "low"}) if found.empty else found
 
     def lower(system: System, base: System, domains: list[str], labels: tuple[str, str] = ("", "")) -> Part:
         named = oracle if domains == novel else {}
@@ -255,18 +254,22 @@ def _one_added(
 
 
 def _demix_adaptation(
-    results: Results, config: dict[str, Any], parents: dict[str, str], training: list[str], novel: list[str]
+    results: Results, config: dict[str, Any], parents: dict[str, Parent], training: list[str], novel: list[str]
 ) -> Claim:
     (naive, _), (all_naive, _) = read.before_adding(config), read.added(config)
-    parent = pd.Series(
+    likeliest = pd.Series(
         [
-            expert_perplexities(results, naive.model, name, [parents[name]]).iloc[0] if name in parents else None
+            expert_perplexities(results, naive.model, name, [parents[name].likeliest]).iloc[0]
+            if name in parents
+            else None
             for name in novel
         ],
         index=novel,
         dtype="float64",
     )
-    own = compare("Adapted expert", perplexities(results, all_naive, novel), "its parent", parent)
+    averaged = any(parent.averaged for parent in parents.values())
+    base = "the likeliest training expert" if averaged else "its parent"
+    own = compare("Adapted expert", perplexities(results, all_naive, novel), base, likeliest)
     before = perplexities(results, naive, training)
     change = (perplexities(results, all_naive, training) / before - 1).abs().dropna()
     agreeing = int((change <= UNCHANGED).sum())
@@ -279,8 +282,9 @@ def _demix_adaptation(
     kept = Part(bool(len(change)) and agreeing == len(change), agreeing, len(change), sentence)
     return claim_of(
         "demix_dapt",
-        "DEMix-DAPT adapts without forgetting: the new expert beats its parent on the new domain, and the training "
-        "domains stay as they were (Figure 6, Table 13).",
+        f"DEMix-DAPT adapts without forgetting: the new expert beats {base} on the new domain, and the training "
+        "domains stay as they were (Figure 6, Table 13)."
+        + (" Here it began as the average of all training experts, by posterior." if averaged else ""),
         own,
         kept,
     )
@@ -356,7 +360,7 @@ def write_claims(
     results: Results,
     overlap: pd.DataFrame,
     differences: pd.DataFrame,
-    parents: dict[str, str],
+    parents: dict[str, Parent],
     config: dict[str, Any],
     output_dir: str | Path,
     clusters: Clusters | None = None,

@@ -9,7 +9,7 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from demix.config.systems import Model, trained
+from demix.config.evaluated import clustered
 from demix.data.cluster import Clusterer
 from demix.files import read_parquet
 from demix.report.heatmaps import heat_maps
@@ -36,11 +36,6 @@ class Clusters:
     terms: Mapping[str, Mapping[str, list[str]]]
     documents: pd.DataFrame
     losses: pd.DataFrame
-
-
-def clustered(config: dict[str, Any]) -> list[Model]:
-    """The models of the run's own seed that learn from clusters."""
-    return [model for model in trained(config) if model.data and model.seed == config["seed"] and not model.removed]
 
 
 def read_clusters(run: Path, config: dict[str, Any]) -> Clusters:

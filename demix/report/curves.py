@@ -53,10 +53,12 @@ def figure6(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopLevelMixi
     own, old = (
         ends_lower(*(last.loc[last["kind"] == kind, part] for kind in ("Dense-DAPT", "DEMix-DAPT"))) for part in parts
     )
+    whole = adapted_model(config).kind.expert_scope == "model"
+    begun = "the average of all experts, by posterior, as one more" if whole else "a copy of one expert"
     return finish(
         alt.vconcat(*(_small_multiples(curves, part, present, heading) for part, heading in parts.items()), spacing=24),
         "Figure 6: adapting to a novel domain with and without forgetting",
-        "Each panel is one novel domain. DEMix-DAPT trains a copy of one expert; Dense-DAPT trains every parameter of "
+        f"Each panel is one novel domain. DEMix-DAPT trains {begun}; Dense-DAPT trains every parameter of "
         f"{before_dense_dapt(config).label} on the same data. The number at the end of a line is its last value. The "
         f"model kept is the best on dev. On the domain adapted to, {own}; on the training domains, {old}.",
     )

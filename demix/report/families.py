@@ -1,5 +1,6 @@
 """The families of models side by side: dense, DEMix, BTM and c-BTM, what each costs, and how many experts it takes."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pandas as pd
 from demix.config.architecture import architecture_from, parameters, vocabulary
 from demix.config.averages import averages
 from demix.config.clustering import Clustering
-from demix.config.evaluated import System, label_of, systems_of, table_rows
+from demix.config.evaluated import System, by_distance, label_of, routed_weights, systems_of, table_rows
 from demix.config.rows import clusterings
 from demix.config.systems import Model, adapted, trained
 from demix.plan.flops import scoring_flops, training_flops_per_token
@@ -20,6 +21,7 @@ from demix.report import left_out, read
 from demix.report.all_tables import filled, scale_note
 from demix.report.cells import kinds_of_domains, lowest, mean_of, percent, seeds_of
 from demix.report.clusters import Clusters, cluster_experts, cluster_sizes, clusters_table
+from demix.report.family_differences import family_differences_table
 from demix.report.figures import write_charts
 from demix.report.look import COLOURS, DASHES, finish, finite, heading_of
 from demix.report.read import Results, evaluations, novel_domains, perplexities, step_seconds
@@ -29,6 +31,11 @@ from demix.report.verdict import mean_interval
 # The numbers of experts a token whose cost is told.
 TOP_K = (1, 2, 4)
 ONE = "1 cluster"
+OF_RELEASED = (
+    "Released scorer: weights by clusters as in the code released with c-BTM, at the same temperature: distances are "
+    "squared twice, and the context lacks the last token."
+)
+OF_AVERAGES = "Averaged experts are one model of their mean parameters, of the first seed."
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,11 @@ class Family:
     def tokens(self) -> int:
         """The tokens of training of all experts together, the seed phase included."""
         return int(self.model.settings["tokens"])
+
+    def learned(self, before: dict[str, int | None]) -> float:
+        """The tokens with those of a folder's model, which `before` has by row; NaN if these are not known."""
+        known = before.get(self.model.row, 0)
+        return math.nan if known is None else float(self.tokens + known)
 
     @property
     def begun(self) -> str:
@@ -109,24 +121,16 @@ def by_label(config: dict[str, Any]) -> dict[str, Family]:
     return found
 
 
-def by_distance(model: Model, weights: str) -> System:
-    """The experts of `model` weighted by the distance of the context to their clusters."""
-    return System(f"{label_of(model.row, model.kind)} ({weights})", model.row, "training", "uniform", weights)
-
-
-def routed_weights(config: dict[str, Any]) -> str:
-    """The first of `evaluation.weights` by the distance to clusters alone; empty if there is none."""
-    named = (str(weights) for weights in (config.get("evaluation") or {}).get("weights") or ())
-    return next((weights for weights in named if weights.split("(")[0] == "cluster"), "")
-
-
 def tried_top_k(config: dict[str, Any], experts: int) -> list[int]:
     """The values of `evaluation.top_k` below a number of experts, ascending."""
     return sorted(k for k in (config.get("evaluation") or {}).get("top_k") or () if k < experts)
 
 
-def families_table(results: Results, config: dict[str, Any]) -> Table:
-    """Perplexity of each family on the training and the novel domains, at its tokens of training."""
+def families_table(results: Results, config: dict[str, Any], before: dict[str, int | None]) -> Table:
+    """Perplexity of each family on the training and the novel domains, at its tokens of training.
+
+    `before` is that of `read.tokens_before`.
+    """
     rows: dict[str, dict[str, Any]] = {}
     beneath: dict[str, dict[str, str]] = {}
     balanced = {kind: mean_of(perplexities(results, read.BALANCED, domains)) for kind, domains in _kinds(config)}
@@ -138,7 +142,7 @@ def families_table(results: Results, config: dict[str, Any]) -> Table:
             "Family": family.name,
             "Experts": f"{len(model.experts)} {what}" if mixed else "1",
             "Mixed by": " ".join(filter(None, (system.method, system.weights))) if mixed else "",
-            "Tokens": float(family.tokens),
+            "Tokens": family.learned(before),
         }
         lines = beneath[label] = {}
         for kind, domains in _kinds(config):
@@ -146,9 +150,9 @@ def families_table(results: Results, config: dict[str, Any]) -> Table:
             lines[kind] = _spread(results, system, domains)
             other = system != read.BALANCED
             row[f"{kind}, %"] = percent(balanced[kind], row[kind]) if other else np.nan
-        for rule, chosen in _chosen_on_dev(system, config).items() if mixed and system.method != "merged" else ():
+        for rule, ruled in _other_rules(system, config).items() if mixed and system.method != "merged" else ():
             for kind, domains in _kinds(config):
-                row[f"{kind}, {rule}"] = mean_of(perplexities(results, chosen, domains))
+                row[f"{kind}, {rule}"] = mean_of(perplexities(results, ruled, domains))
         rows[label] = row
     frame = pd.DataFrame.from_dict(rows, orient="index")
     seeds = len(results.by_seed)
@@ -162,15 +166,13 @@ def families_table(results: Results, config: dict[str, Any]) -> Table:
         "(Balanced).",
         frame,
         notes=(
-            "The last columns are by rules whose parameters are chosen on dev: tempered on that of the training "
+            "Further columns are by rules whose parameters are chosen on dev: tempered on that of the training "
             "domains, switching (its prior too) and cluster (temperature and top-k) on that of the domain itself. So "
             "these two are told the domain, as cached is.",
+            *([OF_RELEASED] if routed_weights(config) else []),
             "Tokens are those of all experts together, the seed phase included.",
-            *(
-                ["Averaged experts are one model of their mean parameters, of the first seed."]
-                if averages(config)
-                else []
-            ),
+            *read.parent_notes(config, before),
+            *([OF_AVERAGES] if averages(config) else []),
             f"Means over {seeds} seeds, ± the standard deviation of a seed's mean. All seeds have the same clusters."
             if seeds > 1
             else "Below a mean its 95% interval from resampling test documents, where every domain has 20 of them.",
@@ -181,15 +183,17 @@ def families_table(results: Results, config: dict[str, Any]) -> Table:
     )
 
 
-def _chosen_on_dev(system: System, config: dict[str, Any]) -> dict[str, System]:
-    """`system` by other rules of weights, whose parameters are chosen on dev."""
-    chosen = {
+def _other_rules(system: System, config: dict[str, Any]) -> dict[str, System]:
+    """`system` by rules of weights whose parameters are chosen on dev, and by that of the code released with c-BTM."""
+    rules = {
         "tempered": replace(system, method="uniform", weights="tempered"),
         "switching": replace(system, method="fitted", weights="switching"),
     }
     if routed := routed_weights(config):
-        chosen["cluster on dev"] = replace(system, method="uniform", weights=routed, variant="dev_temperature")
-    return chosen
+        near = replace(system, method="uniform", weights=routed)
+        rules["cluster on dev"] = replace(near, variant="dev_temperature")
+        rules["released scorer"] = near.released_scorer()
+    return rules
 
 
 def _kinds(config: dict[str, Any]) -> list[tuple[str, list[str]]]:
@@ -212,6 +216,7 @@ def family_costs_table(run: Path, config: dict[str, Any]) -> Table:
     """What each family costs: parameters, FLOPs of training and of a token by the experts that it takes, exchange."""
     architecture, vocab_size = architecture_from(config["architecture"]), vocabulary(config["tokenizer"])
     by_token = training_flops_per_token(architecture, vocab_size, architecture.context)
+    before = read.tokens_before(run, config)
     rows: dict[str, dict[str, Any]] = {}
     for label, family in by_label(config).items():
         model, scope = family.model, family.model.kind.expert_scope
@@ -226,7 +231,7 @@ def family_costs_table(run: Path, config: dict[str, Any]) -> Table:
             row[f"Parameters a token, {most}"] = float(shared + k * expert)
         for most, k in active:
             row[f"FLOPs a token, {most}"] = float(scoring_flops(architecture, vocab_size, k, scope))
-        row["FLOPs of training"] = by_token * updates * step
+        row["FLOPs of training"] = by_token * (updates * step + family.learned(before) - family.tokens)
         row["Bytes synchronised"] = 4.0 * (agreed * own + (shared + expert) * begin)
         row["Seconds to add a domain"] = _seconds_to_add(run, model, config)
         rows[label] = row
@@ -250,6 +255,7 @@ def family_costs_table(run: Path, config: dict[str, Any]) -> Table:
             "the whole model in a seed phase; an expert on several ranks exchanges its own gradients besides.",
             "Seconds are those of steps: of the adaptation to a novel domain (their mean), or of one expert's training "
             "where experts are whole models (their mean), after the seed phase.",
+            *read.parent_notes(config, before),
         ),
         formats=dict.fromkeys(columns[:5], "{:,.0f}")
         | dict.fromkeys(columns[5:10], "{:.3g}")
@@ -418,11 +424,14 @@ def _panels(points: pd.DataFrame, lines: pd.DataFrame, over: str, config: dict[s
     return alt.hconcat(*panels, spacing=30)
 
 
-def write_families(run: Path, results: Results, clusters: Clusters, config: dict[str, Any], output: Path) -> None:
+def write_families(
+    run: Path, results: Results, differences: pd.DataFrame, clusters: Clusters, config: dict[str, Any], output: Path
+) -> None:
     """Write the tables and figures of families that the run has into tables/ and figures/ below `output`."""
     own, absent = read.of_seed(results, config), left_out(config)
     tables: dict[str, Callable[[], Table]] = {
-        "families": lambda: families_table(results, config),
+        "families": lambda: families_table(results, config, read.tokens_before(run, config)),
+        "family_differences": lambda: family_differences_table(own, differences, config),
         "family_costs": lambda: family_costs_table(run, config),
         "top_k": lambda: top_k_table(results, config),
         "temperatures": lambda: temperatures_table(own, config),

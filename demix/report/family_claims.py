@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.config.evaluated import System
+from demix.config.evaluated import System, by_distance, routed_weights
 from demix.report import left_out, read
 from demix.report.clusters import Clusters, over_own
-from demix.report.families import Family, by_distance, families, one_clusters, routed_weights, tried_top_k
+from demix.report.families import Family, families, one_clusters, tried_top_k
 from demix.report.read import Results, novel_domains, perplexities, training_domains
 from demix.report.verdict import HARM, Claim, Part, claim_of, compare
 

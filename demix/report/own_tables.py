@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.config.evaluated import BASES, System, stream_systems
+from demix.config.evaluated import BASES, System, balanced_pairs, stream_systems
 from demix.config.rows import KINDS
 from demix.errors import DemixError
 from demix.files.database import ask
@@ -201,10 +201,12 @@ def full_table(results: Results, config: dict[str, Any]) -> Table:
 
 
 def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Table:
-    """Each system minus each of `BASES`, on the same documents of a domain.
+    """Each system minus each of `BASES`, and clusters minus balanced ones, on the same documents of a domain.
 
     Raises DemixError for a row whose system is none of the tables'.
     """
+    named = {base.model: base.label for _, base in balanced_pairs(config)}
+    named |= {name: base.label for name, base in BASES.items()}
     frame = ask(
         """select domain as Domain, label as System, base as Less,
             nats_per_token as "Nats a token", nats_per_token_low as "Nats low", nats_per_token_high as "Nats high",
@@ -215,7 +217,7 @@ def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Tabl
         left join bases using (against) order by min(place) over (partition by domain), number""",
         differences=differences.assign(number=range(len(differences))),
         systems=_every_system(config),
-        bases=pd.DataFrame([(name, base.label) for name, base in BASES.items()], columns=["against", "base"]),
+        bases=pd.DataFrame(named.items(), columns=["against", "base"]),
     )
     if len(unknown := frame[frame["System"].isna() | frame["Less"].isna()]):
         cause = f"{len(unknown)} rows are of systems that no table has, such as on {unknown['Domain'].iloc[0]}"
@@ -361,7 +363,8 @@ def _systems_on(domain: str, kind: str, config: dict[str, Any]) -> list[System]:
     oracle = [replace(system, label=f"{system.label}, oracle") for system in naive]
     single = naive if kind == "training" else [*oracle, *(system.chosen_on_dev() for system in naive)]
     released = [system.with_weights("released") for system in mixed if system.weights == "history"]
-    released += [one.released_scorer() for one in POSTERIOR_MIXTURES if one.released_scorer().variant]
+    by_code = [*POSTERIOR_MIXTURES, *(system for system in mixed if system.by_distance)]
+    released += [one.released_scorer() for one in by_code if one.released_scorer().variant]
     removed = [
         replace(read.without_expert(config)(domain), label="DEMix without its expert (cached)"),
         replace(read.without_domain(domain), label="DEMix never trained on it (cached)"),

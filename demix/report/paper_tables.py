@@ -27,7 +27,15 @@ from demix.report.cells import (
     second_lines,
     seeds_of,
 )
-from demix.report.read import Results, evaluations, expert_perplexities, novel_domains, perplexities, training_domains
+from demix.report.read import (
+    Parent,
+    Results,
+    evaluations,
+    expert_perplexities,
+    novel_domains,
+    perplexities,
+    training_domains,
+)
 from demix.report.render import Table
 
 ADAPTATIONS = ("Dense-DAPT", "DEMix-DAPT", "One expert added")
@@ -214,11 +222,12 @@ def table7(results: Results, config: dict[str, Any]) -> Table:
     )
 
 
-def adapting(results: Results, config: dict[str, Any], parents: dict[str, str]) -> tuple[pd.DataFrame, pd.DataFrame]:
+def adapting(results: Results, config: dict[str, Any], parents: dict[str, Parent]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Test perplexities before and after the adaptation to each novel domain: one row per domain.
 
     The columns are Dense-DAPT, DEMix-DAPT and the mixture with one expert added, each on the training domains (the
-    mean) and on the domain adapted to. `parents` maps a novel domain to the expert that was copied to start its own.
+    mean) and on the domain adapted to. `parents` maps a novel domain to what its expert began with; before it stands
+    the training expert of highest posterior.
     """
     training, novel = training_domains(config), novel_domains(config)
     (naive, cached), (all_naive, _) = read.before_adding(config), read.added(config)
@@ -230,7 +239,8 @@ def adapting(results: Results, config: dict[str, Any], parents: dict[str, str]) 
     for name in novel:
         adapted = perplexities(results, read.dense_adapted(config)(name), [*training, name])
         nine = perplexities(results, read.one_added(config)(name), [*training, name])
-        parent = expert_perplexities(results, naive.model, name, [parents.get(name, "")]).iloc[0]
+        likeliest = [parents[name].likeliest] if name in parents else [""]
+        parent = expert_perplexities(results, naive.model, name, likeliest).iloc[0]
         rows[name] = (
             *((mean_of(dense[training]), mean_of(adapted[training])), (dense[name], adapted[name])),
             *(own_experts, (parent, experts[name])),
@@ -254,7 +264,7 @@ def changed_bytes(config: dict[str, Any]) -> dict[str, int]:
     return dict(zip(ADAPTATIONS, (4 * whole, 4 * expert, 4 * expert), strict=True))
 
 
-def adaptation_table(results: Results, config: dict[str, Any], parents: dict[str, str]) -> Table:
+def adaptation_table(results: Results, config: dict[str, Any], parents: dict[str, Parent]) -> Table:
     """What adaptation to one domain gains there, and what it costs: forgetting and bytes; means over novel domains."""
     before, after = adapting(results, config, parents)
     training, novel = (f"{len(domains)} {kind}" for kind, domains in kinds_of_domains(config))
@@ -276,7 +286,7 @@ def adaptation_table(results: Results, config: dict[str, Any], parents: dict[str
     )
 
 
-def table13(results: Results, config: dict[str, Any], parents: dict[str, str]) -> Table:
+def table13(results: Results, config: dict[str, Any], parents: dict[str, Parent]) -> Table:
     """Table 13: change of perplexity in percent by Dense-DAPT and DEMix-DAPT, on the training and on the novel domain.
 
     Below each change stand the perplexities. `parents` is that of `adapting`.
@@ -289,7 +299,9 @@ def table13(results: Results, config: dict[str, Any], parents: dict[str, str]) -
     beneath = before.map("{:.2f}".format) + " to " + after.map("{:.2f}".format)
     sizes = changed_bytes(config)
     formats = dict.fromkeys(frame, "{:+.1f}")
-    frame["Parent expert"] = [*(parents.get(name, "") for name in novel), " "]
+    averaged = any(parent.averaged for parent in parents.values())
+    shown = {name: "average" if parent.averaged else parent.likeliest for name, parent in parents.items()}
+    frame["Parent expert"] = [*(shown.get(name, "") for name in novel), " "]
     own, old = (
         ends_lower(*(after.loc[novel, f"{kind}: {part}"] for kind in ADAPTATIONS[:2]))
         for part in ("own domain", "training domains")
@@ -301,7 +313,12 @@ def table13(results: Results, config: dict[str, Any], parents: dict[str, str]) -
         f"the perplexities before and after: averaged over the {len(training)} training domains, which shows "
         f"forgetting, and on the domain adapted to. On the domain adapted to, {own}; on the training domains, {old}. "
         f"Dense-DAPT starts from {read.before_dense_dapt(config).label} and is compared with it; DEMix-DAPT's expert "
-        "with the parent expert it was copied from, and on training domains each domain's own expert before and after "
+        + (
+            "began as the average of the training experts by posterior and is compared with the likeliest of them"
+            if averaged
+            else "with the parent expert it was copied from"
+        )
+        + ", and on training domains each domain's own expert before and after "
         "the experts were added, the same by construction: no file of theirs is written. One expert added: the mixture "
         f"of the {len(training)} training experts and the new one with a cached prior (6.2, Figure 6), compared with "
         f"that of the {len(training)}.",

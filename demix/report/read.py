@@ -1,6 +1,6 @@
 """Reading evaluations: the rows of `results.parquet` behind each line of the paper's tables."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,12 +13,14 @@ from demix.config import rows
 from demix.config.evaluated import BASES, System, label_of, row_systems, systems_of, table_rows
 from demix.config.rows import KINDS
 from demix.config.systems import (
+    Model,
     adapted,
     adapted_model,
     dense_adapted_row,
     left_out,
     one_more,
     removal_model,
+    trained,
     trained_without,
 )
 from demix.errors import DemixError
@@ -292,9 +294,11 @@ def paired(
 ) -> pd.DataFrame:
     """Bounds (low, high) of the 95% interval of `system` minus `base` in perplexity, on the same documents of a domain.
 
-    Only `BASES` have such intervals. Domains without an interval are left out.
+    Only `BASES` and the second systems of `balanced_pairs` have such intervals. Domains without an interval are left
+    out.
     """
-    against = next((key for key, one in BASES.items() if one == base), None)
+    by_row = base.model if base.by_distance and base.top_k is None and not base.variant else None
+    against = next((key for key, one in BASES.items() if one == base), by_row)
     key = ["domain", "model", "experts", "method", "weights"]
     found = ask(
         f"""select domain, perplexity_low as low, perplexity_high as high
@@ -327,13 +331,52 @@ def grid(results: Results, setting: str, method: str, domains: Iterable[str]) ->
     return table.dropna().mean(axis=1) if domains else pd.Series(dtype="float64")
 
 
-def read_parents(experts: str | Path, novel: list[str]) -> dict[str, str]:
+def tokens_before(run: Path, config: dict[str, Any]) -> dict[str, int | None]:
+    """The tokens that the model in a folder had learned from when a row of `models` began with it, by row.
+
+    None if they are not known.
+    """
+    files = {model.row: run / "models" / model.name / "model.json" for model in _from_folders(config)}
+    made = {row: read_json(path) if is_made(path) else {} for row, path in files.items()}
+    return {row: (description.get("parent") or {}).get("tokens") for row, description in made.items()}
+
+
+def parent_notes(config: dict[str, Any], before: dict[str, int | None]) -> list[str]:
+    """What stands below a table with the tokens of rows; `before` is that of `tokens_before`."""
+    return ["Tokens of the model in a folder that a row began with count, too."] * any(before.values()) + [
+        f"Tokens of the parent {model.settings['initial']} of {model.row} are not known; the row's own training took "
+        f"{model.settings['tokens']:,}."
+        for model in _from_folders(config)
+        if before[model.row] is None
+    ]
+
+
+def _from_folders(config: dict[str, Any]) -> list[Model]:
+    return [model for model in trained(config) if model.settings.get("initial") and model.name == model.row]
+
+
+@dataclass(frozen=True)
+class Parent:
+    """What the expert of a novel domain began with: a copy of the training expert `likeliest`, that of highest
+    posterior, or the average of all by posterior."""
+
+    likeliest: str
+    averaged: bool = False
+
+
+def read_parents(experts: str | Path, novel: list[str]) -> dict[str, Parent]:
     """The parent of each novel domain's expert, from `models/<model>/experts/<domain>.json`.
 
     Domains without such a file are left out.
     """
-    lineages = {domain: Path(experts) / f"{domain}.json" for domain in novel}
-    return {domain: read_json(path)["parent"] for domain, path in lineages.items() if is_made(path)}
+    files = {domain: Path(experts) / f"{domain}.json" for domain in novel}
+    lineages = {domain: read_json(path) for domain, path in files.items() if is_made(path)}
+    return {domain: _parent(lineage) for domain, lineage in lineages.items()}
+
+
+def _parent(lineage: Mapping[str, Any]) -> Parent:
+    weights = {name: origin["weight"] for name, origin in lineage.get("parents", {}).items()}
+    return Parent(max(weights, key=weights.__getitem__), averaged=True) if weights else Parent(lineage["parent"])
 
 
 def read_trials(models: str | Path, config: dict[str, Any]) -> pd.DataFrame:

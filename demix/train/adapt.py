@@ -77,8 +77,9 @@ def adapt_expert(
     changes. The files of the expert go below `output`, which may be `directory`.
 
     `shards` are the domain's train and dev tokens. `chosen` comes from `demix.evaluate.parent.choose_parent`: its key
-    `parent` names the expert to copy, and all of it goes into the lineage. `unchanged` are the training domains' losses
-    on dev in nats per token, by domain. The training domains keep their experts, so these losses hold at every step.
+    `parent` names the expert to copy. All of it goes into the lineage, but an average has no single parent. `unchanged`
+    are the training domains' losses on dev in nats per token, by domain. The training domains keep their experts, so
+    these losses hold at every step.
     """
     if init not in ("", *INITS):
         raise DemixError(f"--init {init}", "is not known", f"use {' or '.join(INITS)}")
@@ -87,7 +88,7 @@ def adapt_expert(
     with joined() as world:
         _, dev_shard = open_shards(list(shards), world)
         domain = shards[0].parent.name
-        log.info("%s: %s, parent %s (posterior %.3f)", domain, init, chosen["parent"], chosen["parent_prior"])
+        log.info("%s: %s, likeliest expert %s (posterior %.3f)", domain, init, chosen["parent"], chosen["parent_prior"])
         others = {f"dev_loss/{name}": loss for name, loss in unchanged.items()}
 
         def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
@@ -97,7 +98,9 @@ def adapt_expert(
         average, origin = None, {**chosen}
         if init == "average":
             average, parents = averaged(directory, chosen["priors"])
-            origin |= {"parents": origins_of(chosen["priors"], parents)}
+            origin |= {"parent": None, "parents": origins_of(chosen["priors"], parents)}
+            # That of one parent. The weights say it of all.
+            del origin["parent_prior"]
         else:
             origin |= {"parent_sha256": expert_lineage(directory, chosen["parent"])["sha256"]}
         found = _adapt(

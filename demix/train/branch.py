@@ -12,7 +12,7 @@ from demix.config.rows import DENSE_EXPERT, SCHEDULES
 from demix.errors import DemixError
 from demix.files import digest, linked, read_json, replacing, write_json
 from demix.model.checkpoint import describe, expert_lineage, load_model, load_verified, refuse_other_tokenizer
-from demix.model.description import SeedManifest, read_seed_manifest
+from demix.model.description import SeedManifest, read_seed_manifest, tokens_learned
 from demix.train.state import SHARED, State, expert_file, load_state
 
 MANIFEST, EXPERT = "manifest.json", expert_file(DENSE_EXPERT)
@@ -152,7 +152,7 @@ def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel
     refuse_other_tokenizer(directory, Path("tokens"), identity["tokenizer_sha256"])
     manifest = SeedManifest(
         step=0,
-        tokens=description.get("tokens"),
+        tokens=tokens_learned(description),
         training={},
         tokenizer_sha256=identity["tokenizer_sha256"],
         data_sha256={**description.get("data_sha256", {})},

@@ -7,8 +7,9 @@ from statistics import fmean, harmonic_mean
 from typing import Any
 
 from demix.errors import DemixError
-from demix.files import read_json_lines, replacing, write_json
-from demix.model.checkpoint import check_sha256, describe, expert_files, expert_lineage, expert_names
+from demix.files import check_sha256, read_json_lines, replacing, write_json
+from demix.model.checkpoint import describe, expert_files, expert_lineage, expert_names
+from demix.model.tokenizer import copy_tokenizer, tokenizer_path
 from demix.train.loop import write_metrics
 
 # What each branch counts for itself.
@@ -38,6 +39,7 @@ def join_branches(branches: Sequence[Path], output: Path) -> None:
         shutil.copyfile(branches[0] / "shared.safetensors", temporary / "shared.safetensors")
         model = whole | ({"tokens_branch": branched} if "tokens_branch" in first else {})
         write_json(temporary / "model.json", model, at=output / "model.json")
+        copy_tokenizer(tokenizer_path(branches[0]), temporary)
         for branch in branches:
             for name in expert_names(branch):
                 lineage = expert_lineage(branch, name)

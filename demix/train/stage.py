@@ -213,22 +213,23 @@ def _write_model(
     shared, own = parameters(model.architecture, model.vocab_size, len(model.domain_tokens), model.expert_scope)
     # All experts have learned from what the seed has seen.
     before = {} if seed is None else seed.manifest.data_sha256
+    begun = seed.manifest.tokens or 0 if seed and seed.manifest.step else 0
     seen = {"steps": steps, "tokens": tokens, "data_sha256": before | data}
     if world.rank == 0:
         counts = {"shared_parameters": shared, "expert_parameters": own}
         if seed is not None:
-            begun = seed.manifest.tokens or 0 if seed.manifest.step else 0
             lineage = lineage | {"parent": seed.origin, "tokens_seed": begun, "tokens_branch": tokens - begun}
         save_shared(model, output, lineage | counts | seen)
         copy_tokenizer(tokenizer, output)
     world.wait()
+    origin: dict[str, Any] = {"parent": None, "tokenizer_sha256": lineage["tokenizer_sha256"]}
+    if seed is not None:
+        origin |= {"parent": DENSE_EXPERT, "seeds": {seed.origin["state_sha256"]: begun}}
     for expert in model.experts if world.writes_experts else ():
         if kind.batches == "by_domain":
-            seen = seen | {"tokens": tokens // len(data), "data_sha256": before | {expert: data[expert]}}
-        parent = None if seed is None else DENSE_EXPERT
-        save_expert(
-            model, expert, output, {"parent": parent} | seen | {"tokenizer_sha256": lineage["tokenizer_sha256"]}
-        )
+            own_tokens = begun + (tokens - begun) // len(data)
+            seen = seen | {"tokens": own_tokens, "data_sha256": before | {expert: data[expert]}}
+        save_expert(model, expert, output, origin | seen)
     world.wait()
 
 

@@ -32,7 +32,7 @@ def patterns() -> dict[str, re.Pattern[str]]:
 # Gone when all is done, or made only where a config or an option asks for it.
 FLEETING = {"raw/<domain>/<part>.parquet", "checkpoints/<model>/…", "sbatch/…"}
 FLEETING |= {"sweep/<model>.json", "metrics/sweep/<model>/<rate>.jsonl", "settings/<digest>.json"}
-FLEETING |= {"routing/<clustering>/<context>/<domain>.<split>.parquet"}
+FLEETING |= {"routing/<clustering>/<context>/<domain>.<split>.parquet", "models/<model>/clusterer/…"}
 FLEETING |= {"seeds/<model>/step-<n>/manifest.json", "seeds/<model>/step-<n>/<part>.safetensors"}
 
 

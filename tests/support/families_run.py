@@ -40,6 +40,9 @@ FACTORS = {
     "demix_seeded": 0.95, "btm": 0.94, "cbtm_2": 0.96, "cbtm_3": 0.92, "cbtm_3_random": 1.45, "cbtm_3_loose": 0.97,
     "demix_k3": 0.98, "cbtm_2_short": 1.2,
 }  # fmt: skip
+# The rows that rows of as many balanced clusters are compared with.
+BALANCED = {"cbtm_3_random": "cbtm_3", "cbtm_3_loose": "cbtm_3", "demix_k3": "cbtm_3"}
+WIDTH = 0.5
 TOP_K = {None: 1.0, 1: 1.02, 2: 1.001}
 TEMPERATURES = {0.01: 1.03, 0.1: 1.0, 1.0: 1.1}
 WORDS = {
@@ -73,9 +76,11 @@ def build_families(path: Path, change: Callable[[str, float], float | None] = la
     write_run_config(path / "config.json", config)
     results = pd.concat([run.results.rows, _rows(change)], ignore_index=True)
     write_parquet(pa.Table.from_pandas(results, preserve_index=False), path / "results.parquet")
+    differences = pd.concat([run.differences, _differences(results)], ignore_index=True)
+    write_parquet(pa.Table.from_pandas(differences, preserve_index=False), path / "differences.parquet")
     _write_metrics(path)
     _write_clusters(path)
-    return replace(run, config=config, results=Results(results))
+    return replace(run, config=config, results=Results(results), differences=differences)
 
 
 def _rows(change: Callable[[str, float], float | None]) -> pd.DataFrame:
@@ -96,6 +101,10 @@ def _rows(change: Callable[[str, float], float | None]) -> pd.DataFrame:
                     for tau, hot in TEMPERATURES.items()
                 ]
             lines.append(routed | {"top_k": 2, "perplexity": own * 0.97, "variant": "dev_temperature"})
+            lines += [
+                routed | {"top_k": top_k, "perplexity": own * more * 1.07, "variant": "released_scorer"}
+                for top_k, more in TOP_K.items()
+            ]
             if "averages" in MODELS[model]:
                 merged = {"uniform": 1.2, "posterior": 1.15}
                 lines += [{"method": "merged", "weights": by, "perplexity": own * more} for by, more in merged.items()]
@@ -110,6 +119,28 @@ def _rows(change: Callable[[str, float], float | None]) -> pd.DataFrame:
                     "tokens_sha256": hashlib.sha256(domain.encode()).hexdigest(), **line,
                 })  # fmt: skip
     return pd.DataFrame(rows).astype({"top_k": "Int64"})
+
+
+def _differences(results: pd.DataFrame) -> pd.DataFrame:
+    """Rows of clusters less the dense model and less the balanced rows, with bounds `WIDTH` to either side."""
+    rows = results[(results["variant"] == "") & results["top_k"].isna()]
+    dense, routed = rows[rows["model"] == "dense"], rows[rows["weights"] == "cluster"]
+    perplexity = pd.concat([dense, routed]).set_index(["model", "domain"])["perplexity"]
+    found = []
+    for model in (model for model, row in MODELS.items() if "data" in row):
+        for against in filter(None, ("dense", BALANCED.get(model))):
+            own = routed[routed["model"] == model]
+            others = np.array([perplexity.get((against, domain), np.nan) for domain in own["domain"]])
+            less = {
+                "perplexity": own["perplexity"] - others,
+                "nats_per_token": np.log(own["perplexity"] / others),
+            }
+            low, high = (
+                {f"{name}_{end}": value + sign * WIDTH for name, value in less.items()}
+                for end, sign in (("low", -1), ("high", 1))
+            )
+            found.append(own.assign(against=against, **less | low | high))
+    return pd.concat(found)
 
 
 def _write_metrics(path: Path) -> None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 from demix.config.evaluated import BASES
 from demix.config.run import write_run_config
 from demix.files import write_json, write_json_lines, write_parquet
-from demix.report.read import Results
+from demix.report.read import Parent, Results
 
 TRAINING, NOVEL = ("code", "law", "news"), ("wiki", "songs")
 # Domains with documents enough for an interval.
@@ -80,7 +80,7 @@ class Run:
     priors: pd.DataFrame
     overlap: pd.DataFrame
     differences: pd.DataFrame
-    parents: dict[str, str]
+    parents: dict[str, Parent]
 
 
 def build_run(
@@ -158,7 +158,7 @@ def build_run(
     write_parquet(pa.Table.from_pandas(priors, preserve_index=False), path / "priors.parquet")
     _write_metrics(path, training, novel, retrained, steps)
     _write_cards(path, training, novel, retrained)
-    parents = {name: parent_of(name, training, novel) for name in novel}
+    parents = {name: Parent(parent_of(name, training, novel)) for name in novel}
     return Run(path, config, Results(results), priors, overlap, differences, parents)
 
 

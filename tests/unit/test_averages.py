@@ -16,6 +16,7 @@ from demix.files import read_json, read_json_lines, sha256_file, write_json
 from demix.model.checkpoint import load_experts, load_model
 from demix.model.merge import averaged
 from demix.model.scoring import log_probabilities
+from demix.report.read import Parent, read_parents
 from demix.train.adapt import adapt_expert
 from demix.train.in_turn import train_in_turn
 from demix.train.join import join_branches
@@ -99,7 +100,9 @@ def test_an_added_expert_begins_as_the_average_by_posterior(run: Path, tokens: P
     assert {path: sha256_file(path) for path in model.rglob("*") if path.is_file()} == before
     lineage = read_json(tmp_path / "added" / "experts" / "fantasy.json")
     assert {name: parent["weight"] for name, parent in lineage["parents"].items()} == chosen["priors"]
-    assert "parent_sha256" not in lineage
+    assert (lineage["parent"], "parent_sha256" in lineage, "parent_prior" in lineage) == (None, False, False)
+    likeliest = max(chosen["priors"], key=chosen["priors"].__getitem__)
+    assert read_parents(tmp_path / "added" / "experts", ["fantasy"]) == {"fantasy": Parent(likeliest, averaged=True)}
 
     # Its first loss on dev is that of a merged model with the same weights, and training lowers it.
     assert said(

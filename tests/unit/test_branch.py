@@ -15,7 +15,9 @@ from demix.config.sections import fingerprinted
 from demix.errors import DemixError, StoppedError
 from demix.files import digest, read_json, read_json_lines, write_json
 from demix.model.checkpoint import describe, expert_lineage, load_model
+from demix.model.description import tokens_learned
 from demix.model.gpt import GPT
+from demix.model.merge import merge_experts
 from demix.train import stage
 from demix.train.batches import Batch, Batches, balanced_batches, batches_of
 from demix.train.branch import branched, read_seed
@@ -128,9 +130,13 @@ def test_its_record_says_where_it_comes_from(run: Path, tokens: Path, tmp_path: 
     assert (description["tokens"], description["tokens_seed"], description["tokens_branch"]) == (4608, 1920, 2688)
     for name in TRAINING:
         lineage = expert_lineage(tmp_path / "models" / "half", name)
-        assert (lineage["parent"], lineage["tokens"], lineage["steps"]) == ("dense", 1536, STEPS)
+        assert (lineage["parent"], lineage["tokens"], lineage["steps"]) == ("dense", 1920 + 2688 // 3, STEPS)
+        assert lineage["seeds"] == {sha256: 1920}
         assert lineage["data_sha256"] == manifest["data_sha256"], "the seed has read all domains"
+    merge_experts(tmp_path / "models" / "half", dict.fromkeys(TRAINING, 1 / 3), tmp_path / "merged")
+    assert expert_lineage(tmp_path / "merged", "dense")["tokens"] == 4608
     assert describe(run / "models" / "demix").get("parent") is None
+    assert "seeds" not in expert_lineage(run / "models" / "demix", TRAINING[0])
 
 
 def test_a_stopped_branch_resumes_to_the_bit(
@@ -267,6 +273,7 @@ def test_a_model_in_a_folder_gives_its_parameters_and_nothing_else(run: Path, to
     description = describe(tmp_path / "models" / "mine")
     assert (description["parent"]["model"], description["parent"]["step"]) == ("my_model", 0)
     assert (description["tokens_seed"], description["tokens_branch"]) == (0, 4608)
+    assert tokens_learned(description) == 2 * 4608
 
     other = dataclasses.replace(TRAIN, architecture=TRAIN.architecture | {"activation": "gelu_new"})
     with pytest.raises(DemixError, match=r"my model: has the architecture .*; set the section architecture"):

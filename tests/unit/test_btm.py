@@ -1,6 +1,7 @@
 """Branch-Train-Merge: experts that are whole models, each branched from a dense training and trained by itself."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from demix.files import read_json, read_json_lines, write_json
 from demix.model.checkpoint import describe, load_experts, load_model
+from demix.model.experts import add_expert
 from demix.model.export import gpt2_names
 from demix.train.batches import balanced_batches
 from demix.train.join import join_branches, join_metrics
@@ -134,6 +136,33 @@ def test_the_joined_model_has_the_experts_and_counts_the_seed_once(run: Path, jo
         assert row["loss"] == pytest.approx(sum(one["loss"] for one in several) / 3)
         assert {key for key in row if key.startswith("loss/")} == {f"loss/{name}" for name in TRAINING}
     assert said(["experts", "verify", str(joined)]) is None
+
+
+def test_a_merged_model_counts_each_seed_once(run: Path, joined: Path, tokens: Path, tmp_path: Path) -> None:
+    """In the model's description, too, since whole models share nothing. Experts without a weight count nothing."""
+    model, seed, own = tmp_path / "btm", SEED * 3 * 64, (STEPS - SEED) * 64
+    shutil.copytree(joined, model)
+    first, second, third = TRAINING
+    branch(run, tokens, first, STEPS, into="late")
+    add_expert(model, run / "branches" / "late" / first / "experts" / f"{first}.safetensors", "late")
+
+    def tokens_of(*names: str) -> int:
+        weights = ",".join([*(f"{name}={1 / len(names)!r}" for name in names), *(f"{first}=0",) * (first not in names)])
+        output = tmp_path / "-".join(names)
+        assert said(["merge", str(model), "--weights", weights, "--output", str(output)]) is None
+        about, lineage = describe(output), read_json(output / "experts" / "dense.json")
+        assert about["tokens"] == lineage["tokens"] == about["tokens_seed"] + about["tokens_branch"]
+        assert about["tokens_seed"] == sum(lineage["seeds"].values())
+        assert about["data_sha256"] == lineage["data_sha256"]
+        assert f"Together these are {about['tokens']:,} tokens" in (output / "README.md").read_text()
+        return int(about["tokens"])
+
+    assert tokens_of(first, second, third) == seed + 3 * own == describe(joined)["tokens"]
+    assert tokens_of(second, third) == seed + 2 * own
+    late = STEPS * 3 * 64
+    assert tokens_of(first, "late") == seed + own + late, "of another seed"
+    add_expert(model, tmp_path / f"{first}-late" / "experts" / "dense.safetensors", "both")
+    assert tokens_of("both", third) == seed + late + 2 * own, "an average of averages"
 
 
 def test_branches_that_do_not_belong_together_are_refused(run: Path, tmp_path: Path) -> None:

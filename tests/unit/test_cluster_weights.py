@@ -1,5 +1,6 @@
 """Weights by distance to clusters: Eq. 2 and 3 of Gururangan et al. 2023, and the rows that they give."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from demix.evaluate.mix.mixtures import mix
 from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior
 from demix.evaluate.mix.rules import Cluster, ClusterHistory, Tempered, weights_rule
 from demix.evaluate.routing import beside_of
-from demix.evaluate.score_tables import read_scores
+from demix.evaluate.score_tables import read_scores, stream_scores
 from demix.files import digest, read_json, write_json, write_parquet
 from demix.report.read import read_results
 from support.scored import LENGTH, write_table
@@ -67,6 +68,49 @@ def test_the_mixture_is_that_of_the_equations_in_a_loop(
         expected = np.log(sum(g[j] * np.exp(scores[block, position, j]) for j in range(EXPERTS)))
         assert found[block, position] == pytest.approx(expected, abs=1e-12)
     assert (found[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_the_released_scorer_squares_twice_and_lacks_the_last_token(top_k: int | None) -> None:
+    """As the code published with the paper: exp(-(d²)²/τ), d² of the token before, across blocks."""
+    scores, mask, distances = made_up(2)
+    for scale in (1, 1e-3):
+        far = distances * scale
+        found = mix(scores, mask, "uniform", f"cluster({0.1 * scale})", top_k=top_k, distances=far, scorer="released")
+        before = far.reshape(-1, EXPERTS)[:1]
+        for (block, position), row in zip(np.argwhere(mask), far[mask], strict=True):
+            g = softmax(-(before[0] ** 2) / (0.1 * scale))
+            if top_k:
+                g[np.argsort(-g)[top_k:]] = 0
+                g /= g.sum()
+            expected = np.log(sum(g[j] * np.exp(scores[block, position, j]) for j in range(EXPERTS)))
+            assert found[block, position] == pytest.approx(expected, abs=1e-12)
+            before = row[None]
+        assert (found[~mask] == 0).all()
+
+
+def test_the_released_scorer_goes_on_from_chunk_to_chunk(scores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixtures = [
+        Mixture("uniform", CLUSTERS, "cluster", rule=Cluster(0.1), routing="k4", context="document", top_k=top_k,
+                scorer="released")
+        for top_k in (None, 2)
+    ]  # fmt: skip
+    test = scores / "cbtm" / "law.test"
+    table, far = read_scores(test, CLUSTERS), distances(scores, "k4", "document", CLUSTERS)
+    chunks = partial(stream_scores, at_once=2 * LENGTH)
+    assert len(list(chunks(test, CLUSTERS))) > 2
+    monkeypatch.setattr("demix.evaluate.losses.stream_scores", chunks)
+    losses = document_losses(test, CLUSTERS, mixtures, beside=beside_of(test, mixtures))
+    for mixture in mixtures:
+        summed, before = 0.0, far[0, 0]
+        for p, row in zip(table.scores[table.mask], far[table.mask], strict=True):
+            g = softmax(-(before**2) / 0.1)
+            if mixture.top_k:
+                g[np.argsort(-g)[mixture.top_k :]] = 0
+                g /= g.sum()
+            summed -= np.log(g @ np.exp(p))
+            before = row
+        assert losses.mixtures[mixture].sum() == pytest.approx(summed, abs=1e-12 * table.tokens)
 
 
 @settings(max_examples=30, deadline=None)
@@ -178,9 +222,9 @@ def test_rows_of_an_evaluation_are_those_of_the_formulas(scores: Path, tmp_path:
     assert {*zip(routed.model, routed.experts, strict=True)} == {
         ("demix", "training"), ("demix", "minus-law"), ("cbtm", "training"),
     }  # fmt: skip
-    assert set(routed.variant) == {"", "dev_temperature"}
+    assert set(routed.variant) == {"", "dev_temperature", "released_scorer"}
     assert set(routed.context) == {"document"}
-    assert routed[routed.variant == ""].temperature.tolist() == [0.1] * sum(routed.variant == "")
+    assert set(routed[routed.variant != "dev_temperature"].temperature) == {0.1}
     for model, experts, label, clustering in (
         ("demix", TRAINING, "training", "by_domain"), ("cbtm", CLUSTERS, "training", "k4"),
         ("demix", ("news", "code"), "minus-law", "by_domain"),
@@ -198,6 +242,19 @@ def test_rows_of_an_evaluation_are_those_of_the_formulas(scores: Path, tmp_path:
             log_p = mix(
                 test.scores, test.mask, row.method, f"{row.weights}(0.1)", log_prior=prior, top_k=top_k, distances=far
             )
+            assert row.nll == pytest.approx(-log_p.sum(), rel=1e-12)
+        released = routed[
+            (routed.model == model) & (routed.experts == label) & (routed.variant == "released_scorer")
+        ].fillna({"top_k": 0})
+        keys = ["method", "weights", "scorer", "top_k"]
+        assert released[keys].to_numpy().tolist() == [
+            ["uniform", "cluster", "released", top_k] for top_k in (0, 2) if label == "training"
+        ]  # fmt: skip
+        for row in released.itertuples():
+            log_p = mix(
+                test.scores, test.mask, "uniform", "cluster(0.1)", top_k=int(row.top_k) or None, distances=far,
+                scorer="released",
+            )  # fmt: skip
             assert row.nll == pytest.approx(-log_p.sum(), rel=1e-12)
     # The grid is left out where it has one temperature and one context; the rest of the table does not change.
     plain = tmp_path / "plain"

@@ -1,6 +1,7 @@
 """Rows of models that learn from clusters of documents: what they make of a config, and what is refused."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from demix.config.scoring import scoring_jobs
 from demix.config.systems import Model, planned
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
+from demix.evaluate.losses import Mixture
+from demix.evaluate.routing import beside_of
 from demix.files import read_json, read_json_lines
 from demix.model.checkpoint import expert_names
 from demix.model.tokenizer import tokenizer_of
@@ -150,6 +153,25 @@ def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens: Path, 
     tokens_of = {name: read_json(tmp_path / "models" / name / "model.json")["tokens"] for name in ("dense", "cbtm_2")}
     assert tokens_of["cbtm_2"] == tokens_of["dense"]
     assert tokenizer_of(tmp_path / "branches" / "c00")[0].parent.name == "c00", "the tokenizer travels with an expert"
+
+    # The tokens of its shard say of which clusterer an expert is: one of the same name is refused.
+    table = tmp_path / "scores" / "cbtm_2" / "licenses.dev"
+    by_distance = Mixture("uniform", ("c00", "c01"), routing="k2", context="document")
+    for method in ("kmeans", "random"):
+        settings = json.dumps({"clusters": 2, "dimensions": 6, "method": method})
+        run("fit-clusters", *texts, "--settings", settings, "--output", folder)
+        run("assign", folder, *texts, "--output", folder / "assigned")
+        run("cluster-shards", folder, *shards, "--length", 16, "--output", folder / "shards")
+        run(
+            "route", folder, tmp_path / "tokens" / "licenses" / "dev.arrow", "--tokenizer", tmp_path / "tokenizer.json",
+            "--settings", '{"dev_blocks": 3, "test_tokens": 101, "length": 16, "context": "document"}',
+            "--output", tmp_path / "routing" / "k2" / "document",
+        )  # fmt: skip
+        if method == "kmeans":
+            assert beside_of(table, [by_distance])
+        else:
+            with pytest.raises(DemixError, match=r"c00\.json: learned from another cluster than c00 of .*k2; train it"):
+                beside_of(table, [by_distance])
 
     more = dataclasses.replace(TRAIN, sequences=sequences)
     with pytest.raises(DemixError, match=r"is of a training with sequences of a step \d+, and this one has"):

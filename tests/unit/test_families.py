@@ -9,10 +9,13 @@ import pandas as pd
 import pytest
 
 from demix.config.architecture import architecture_from, parameters
+from demix.config.evaluated import clustered
+from demix.data.cluster import Clusterer
+from demix.files import read_json
 from demix.plan.flops import training_flops_per_token
 from demix.report import FAMILY_FIGURES, FAMILY_TABLES, SHOWS, left_out, left_out_notes, report_files
 from demix.report.claims import Claim, claims
-from demix.report.clusters import clustered, clusters_table, over_own, read_clusters, shares, sizes
+from demix.report.clusters import clusters_table, over_own, read_clusters, shares, sizes
 from demix.report.families import (
     by_clusters_points,
     families_table,
@@ -22,7 +25,9 @@ from demix.report.families import (
     write_families,
 )
 from demix.report.index import _groups
+from demix.report.own_tables import full_table
 from demix.report.read import read_results
+from support.cli import demix
 from support.families_run import MODELS, TOP_K, build_families, experts_of, nll_of
 from support.synthetic_run import NOVEL, TRAINING, Run, build_run
 
@@ -54,7 +59,7 @@ def mean(
 
 
 def test_families_are_mixed_by_the_rule_of_their_paper(run: Run, rows: Rows) -> None:
-    frame = families_table(run.results, run.config).frame
+    frame = families_table(run.results, run.config, {}).frame
     averaged = {f"btm, averaged ({weights})": weights for weights in ("uniform", "posterior")}
     assert list(frame.index) == [*LABELS, "demix_seeded", "btm", *averaged, *list(MODELS)[2:]]
     for label, weights in averaged.items():
@@ -73,6 +78,8 @@ def test_families_are_mixed_by_the_rule_of_their_paper(run: Run, rows: Rows) -> 
                 assert row[f"{kind}, switching"] == pytest.approx(mean(rows, model, domains, "fitted", "switching"))
                 dev = mean(rows, model, domains, "uniform", "cluster", variant="dev_temperature", top_k=2)
                 assert row[f"{kind}, cluster on dev"] == pytest.approx(dev)
+                released = mean(rows, model, domains, "uniform", "cluster", variant="released_scorer")
+                assert row[f"{kind}, released scorer"] == pytest.approx(released)
     assert frame.loc["cbtm_2", ["Family", "Experts", "Mixed by"]].tolist() == [
         "c-BTM", "2 clusters", "uniform cluster",
     ]  # fmt: skip
@@ -80,7 +87,7 @@ def test_families_are_mixed_by_the_rule_of_their_paper(run: Run, rows: Rows) -> 
 
 
 def test_an_interval_of_a_mean_adds_up_those_of_the_domains(run: Run, rows: Rows) -> None:
-    table = families_table(run.results, run.config)
+    table = families_table(run.results, run.config, {})
     each = [mean(rows, "cbtm_3", (domain,), "uniform", "cluster") for domain in TRAINING]
     half = math.sqrt(sum((0.15 * value) ** 2 for value in each)) / 3
     centre = sum(each) / 3
@@ -125,6 +132,9 @@ def test_costs_follow_from_sizes_and_settings(run: Run) -> None:
 
 
 def test_perplexity_by_top_k_and_temperature(run: Run, rows: Rows) -> None:
+    full = full_table(run.results, run.config).frame.set_index(["Domain", "System"])
+    released = mean(rows, "cbtm_3", NOVEL[:1], "uniform", "cluster", variant="released_scorer")
+    assert full.at[(NOVEL[0], "cbtm_3 (cluster), released scorer"), "Perplexity"] == pytest.approx(released)
     frame = top_k_table(run.results, run.config).frame
     hot = temperatures_table(run.results, run.config).frame
     for model in ("cbtm_3", "demix_k3"):
@@ -236,7 +246,8 @@ def test_a_run_without_such_models_tells_nothing_of_them(tmp_path: Path, run: Ru
 
 def test_the_report_has_all_that_is_promised(run: Run, tmp_path: Path) -> None:
     some = run.config | {"models": {name: MODELS[name] for name in ("btm", "cbtm_2", "cbtm_2_short")}}
-    write_families(run.path, read_results(run.path / "results.parquet"), read_clusters(run.path, some), some, tmp_path)
+    results, clusters = read_results(run.path / "results.parquet"), read_clusters(run.path, some)
+    write_families(run.path, results, run.differences, clusters, some, tmp_path)
     made = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
     assert made == {name for name in report_files(some) if Path(name).stem in (*FAMILY_TABLES, *FAMILY_FIGURES)}
     assert len(made) == 3 * len(FAMILY_TABLES) + 4 * len(FAMILY_FIGURES)
@@ -251,6 +262,15 @@ def test_the_report_has_all_that_is_promised(run: Run, tmp_path: Path) -> None:
     assert [entry["shows"] for entry in _groups(some)["Families"]] == [
         SHOWS[name] for name in (*FAMILY_TABLES, *FAMILY_FIGURES)
     ]
+
+
+def test_cards_leave_the_clusters_in_the_folders_of_models(run: Run, tmp_path: Path) -> None:
+    done = demix("card", run.path, "demix", "--output", tmp_path)
+    assert done.exit_code == 0, done.output
+    own = Clusterer.open(run.path / "models" / "demix" / "clusterer")
+    assert own.sha256 == Clusterer.open(run.path / "clusters" / "by_domain").sha256
+    about = read_json(run.path / "models" / "demix" / "clusterer" / "routing.json")
+    assert about == {"clustering": "by_domain", "context": "document", "temperature": 0.1}
 
 
 def test_every_name_has_a_heading_and_a_caption() -> None:

@@ -58,6 +58,10 @@ KINDS = {
     ),
     "mixing": ("models/demix/mixing.json", "models/dense/mixing.json"),
     "usual": ("models/demix/usual.json", "models/dense/usual.json"),
+    "models' clusterers": (
+        *("models/demix/clusterer/clusterer.json", "models/dense/clusterer/clusterer.json"),
+        "models/demix/clusterer/routing.json",
+    ),
     "experts": ("models/demix/experts/law.json", "models/demix/experts/news.json", "models/dense/experts/dense.json"),
     "dev columns": ("scores/demix/law.dev/law.parquet", "scores/demix/law.dev/news.parquet"),
     "test columns": ("scores/dense/law.test/dense.parquet", "scores/dense_unbalanced/law.test/dense.parquet"),

@@ -107,15 +107,21 @@ def test_the_documented_cost_of_scoring_is_the_computed_one() -> None:
     assert f"{size // tokens} bytes per token" in text
 
 
-def test_scoring_flops_are_those_that_torch_counts() -> None:
+@pytest.mark.parametrize("scope", ["feedforward", "model"])
+def test_scoring_flops_are_those_that_torch_counts(scope: str) -> None:
     """Shared work once. Of attention torch counts, and without a fused kernel does, what the mask leaves out too."""
     architecture = Architecture(3, 32, 4, 64)
-    model = GPT(architecture, 200, EIGHT).initialise(1)
+    trunks = [EIGHT] if scope == "feedforward" else [(name,) for name in EIGHT]
+    models = [GPT(architecture, 200, experts, (), scope).initialise(1) for experts in trunks]
     ids = np.zeros((2, 64), np.int64)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        log_probabilities(model, ids, ids, ids == 0)
-    masked = 2 * architecture.context * architecture.width * (1 + 8 * (architecture.layers - 1))
-    assert counter.get_total_flops() == ids.size * (scoring_flops(architecture, 200, 8) + masked)
+        for model in models:
+            log_probabilities(model, ids, ids, ids == 0)
+    masked = 2 * architecture.context * architecture.width * (len(trunks) + 8 * (architecture.layers - 1))
+    found = scoring_flops(architecture, 200, 8, scope)
+    assert counter.get_total_flops() == ids.size * (found + masked)
+    hours = scoring_hours(architecture, 200, 8, 3_600, 1e-12 * found, scope)
+    assert hours == pytest.approx(1, rel=1e-12)
 
 
 def test_activations_are_what_backward_keeps() -> None:

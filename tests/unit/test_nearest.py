@@ -1,10 +1,13 @@
 """Weights by distance outside of the workflow: generated text, the playground, `demix mix` and a user's own text."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from scipy.special import softmax
+from sklearn.metrics.pairwise import euclidean_distances
 from typer.testing import CliRunner
 
 from demix.commands.main import app
@@ -18,10 +21,12 @@ from demix.evaluate.own_text import evaluate_text
 from demix.evaluate.routing import Routing, route
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
-from demix.files import read_json, write_json
+from demix.files import read_json, write_json, write_json_lines
 from demix.generate.playground.answers import Mixing, analyse, model_facts, opened
 from demix.model.checkpoint import load_experts
+from demix.model.clusters import copy_clusters
 from demix.model.decode import Decoder, generate, log_prior_of, named_prior, posterior_of, weights_of
+from demix.model.experts import add_expert, find_faults, remove_expert
 from support.models import write_model
 from support.tokens import TRAINING
 
@@ -133,7 +138,7 @@ def test_a_run_without_a_clustering_says_so(run: Path, tmp_path: Path) -> None:
     (tmp_path / "models").symlink_to(run / "models")
     (tmp_path / "models" / "demix").resolve()
     with pytest.raises(
-        DemixError, match=r"models/other: has no clustering of its experts in its run; use other weights"
+        DemixError, match=r"models/other: has no clustering of its experts in its run or folder; use other weights"
     ):
         weights_of("cluster", run / "models" / "other")
 
@@ -168,3 +173,81 @@ def test_mix_and_eval_take_weights_by_distance(run: Path, tokens: Path, tmp_path
     assert "cluster (uniform prior)" not in {
         line.name for line in evaluate_text(run / "models" / "demix-seed2", text).mixtures
     }
+
+
+@pytest.fixture
+def copied(run: Path, tmp_path: Path) -> Path:
+    """A copy of the run's model by itself, with its tokenizer; its run measured blocks, at a temperature of 0.3."""
+    config = read_json(run / "config.json")
+    mixing = config["evaluation"] | {"routing_context": ["block"], "temperature": 0.3}
+    write_json(tmp_path / "run" / "config.json", config | {"evaluation": mixing}, sort_keys=False)
+    (tmp_path / "run" / "clusters").symlink_to(run / "clusters")
+    model = tmp_path / "run" / "models" / "demix"
+    shutil.copytree(run / "models" / "demix", model)
+    write_json_lines(tmp_path / "run" / "metrics" / "demix.jsonl", [])
+    for _ in range(2):
+        copy_clusters(model, model)
+    place = shutil.copytree(model, tmp_path / "copied")
+    copy_clusters(place, place)
+    shutil.copyfile(run / "tokenizer.json", place / "tokenizer.json")
+    assert {path.name for path in (model / "clusterer").iterdir()} == {
+        "clusterer.json", "clusterer.safetensors", "routing.json", "terms.parquet",
+    }  # fmt: skip
+    return place
+
+
+def weights_on(model: Path, experts: tuple[str, ...], text: str) -> np.ndarray:
+    """The weights [N, E] by distance after each token of a text."""
+    encoder = Tokenizer.load(model / "tokenizer.json")
+    prior = log_prior_of(experts, dict.fromkeys(experts, 1.0))
+    posterior = posterior_of(weights_of("cluster", model), prior, model, experts, encoder, 16, None)
+    ids = torch.tensor([encoder.encode(text).tolist()])
+    return posterior.observe(torch.zeros(len(experts), 1, ids.shape[1]), ids)[0].exp().numpy()
+
+
+def test_a_copied_model_keeps_its_clusters(run: Path, copied: Path, tmp_path: Path) -> None:
+    with_context(run, "document")
+    text = "And it came to pass, that the minister shall answer in those days."
+    clusterer, encoder = Clusterer.open(run / "clusters" / "by_domain"), Tokenizer.load(run / "tokenizer.json")
+    assert Clusterer.open(copied / "clusterer").sha256 == clusterer.sha256
+    ids = [encoder.end_of_text, *encoder.encode(text).tolist()]
+    for experts in (TRAINING, TRAINING[1:]):
+        for place, found in enumerate(weights_on(copied, experts, text)):
+            # As the model sees it: the token before its block, and the block so far.
+            start = place // 16 * 16
+            seen = encoder.decode(ids[start : place + 1]).replace("<|endoftext|>", "\n")
+            far = euclidean_distances(clusterer.embedding.points([seen]), clusterer.centres, squared=True)[0]
+            expected = softmax(-far[[clusterer.names.index(name) for name in experts]] / 0.3)
+            np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert "cluster" in model_facts(opened(copied, None))["weights"]
+    (tmp_path / "text.txt").write_text(text * 5)
+    assert "cluster (uniform prior)" in {line.name for line in evaluate_text(copied, tmp_path / "text.txt").mixtures}
+    assert find_faults(copied) == []
+
+
+def test_a_copied_model_whose_experts_change(copied: Path) -> None:
+    text = "And it came to pass."
+    left = TRAINING[1:]
+    before = weights_on(copied, left, text)
+    remove_expert(copied, TRAINING[0])
+    np.testing.assert_array_equal(weights_on(copied, left, text), before)
+    add_expert(copied, copied / "experts" / f"{left[0]}.safetensors", "new")
+    with pytest.raises(DemixError, match="--weights cluster: need one cluster per expert; new has none"):
+        weights_on(copied, (*left, "new"), text)
+
+
+def test_damage_to_a_copied_clusterer_is_one_line(copied: Path, run: Path) -> None:
+    terms, routing = copied / "clusterer" / "terms.parquet", copied / "clusterer" / "routing.json"
+    whole = terms.read_bytes()
+    terms.write_bytes(whole[:-1])
+    assert ["terms.parquet: is damaged" in str(fault) for fault in find_faults(copied)] == [True]
+    with pytest.raises(DemixError, match=r"clusterer/terms\.parquet: is damaged"):
+        weights_on(copied, TRAINING, "And")
+    terms.write_bytes(whole)
+    kept = read_json(routing)
+    write_json(routing, kept | {"temperature": 0})
+    with pytest.raises(DemixError, match=r"clusterer/routing\.json: does not describe weights by distance \(temper"):
+        weights_of("cluster", copied)
+    shutil.rmtree(copied / "clusterer")
+    with pytest.raises(DemixError, match="copied: has no clustering of its experts in its run or folder"):
+        weights_of("cluster", copied)

@@ -1,6 +1,7 @@
 """The plan of experts that are whole models: jobs, FLOPs, bytes sent, disk."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import yaml
 
 from demix.config.architecture import Architecture
 from demix.config.check import complete, load_config
+from demix.config.scoring import scoring_jobs
 from demix.config.systems import rule_of, trained
 from demix.plan.cost import plan_training, training_tables
 from demix.plan.flops import HARDWARE, training_flops_per_token
-from demix.plan.jobs import in_one_line, plan_jobs, write_sbatch_files
+from demix.plan.jobs import in_one_line, plan_jobs, scoring_cost, write_sbatch_files
 
 REPOSITORY = Path(__file__).parents[2]
 PAPER = load_config(REPOSITORY / "config" / "cbtm-1.3b.yaml")
@@ -74,6 +76,21 @@ def test_what_ranks_send_is_what_they_hold_together() -> None:
     assert plans["demix"].synced == 4 * plans["demix"].shared
     assert plans["wide"].synced == 4 * (plans["demix"].shared + plans["demix"].expert)
     assert plans["dense"].synced == 0
+
+
+def test_scoring_takes_a_whole_pass_for_each_whole_model() -> None:
+    """Of an added expert too. Experts of DEMix share the attention of the first layer."""
+    rows = {"models": {"btm": BTM}, "adaptation": {**TINY["adaptation"], "model": "btm"}}
+    config, saved = complete(copy.deepcopy(TINY) | rows, Path()), {}
+    for job in scoring_jobs(config):
+        if len(job.columns) > 1 and not job.own:
+            single = replace(job, columns=job.columns[:1])
+            together, alone = (scoring_cost(config, one, HARDWARE["cpu"])[0] for one in (job, single))
+            saved[job.rule] = 1 - together / (len(job.columns) * alone)
+    whole = {"score_known_btm", "score_btm", "score_adapted_on_fortunes"}
+    assert saved.keys() >= whole | {"score_known_demix", "score_demix", "score_without_licenses"}
+    assert {rule for rule, share in saved.items() if share == pytest.approx(0, abs=1e-12)} == whole
+    assert saved["score_demix"] > 0.05
 
 
 def test_each_expert_gets_an_sbatch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from demix.report.own_tables import (
     weights_table,
 )
 from demix.report.paper_tables import adaptation_table, table3, table4, table5, table6, table7, table13
-from demix.report.read import Results, read_audit, read_parents, read_results, read_trials
+from demix.report.read import Parent, Results, read_audit, read_parents, read_results, read_trials
 from support.cli import demix
 from support.synthetic_run import DECAYS, DEV_BLOCKS, NOVEL, RELEASED_SCORER, TRAINING, Run, base, build_run
 
@@ -145,7 +145,7 @@ def test_table7_averages_only_what_can_be_compared(run: Run) -> None:
 
 def test_table13_shows_forgetting_and_adaptation(run: Run) -> None:
     found = read_parents(run.path / "models" / "demix" / "experts", list(NOVEL))
-    assert found == {"wiki": "code", "songs": "law"}
+    assert found == {"wiki": Parent("code"), "songs": Parent("law")}
     table = table13(run.results, run.config, found)
     frame = table.frame
     for label in NOVEL:

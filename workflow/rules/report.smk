@@ -48,6 +48,8 @@ rule evaluate:
             tables=[asdict(table) for table in evaluated(config, wildcards.domain)],
             compared=[system.key for system in compared(config, wildcards.domain)],
             against=[(name, *system.key) for name, system in bases(config).items()],
+            # A run without such pairs keeps its settings, and its evaluations.
+            **({"pairs": [(*one.key, *base.key) for one, base in pairs]} if (pairs := balanced_pairs(config)) else {}),
             seed=config["seed"],
         ),
         scores=below_run("scores"),

@@ -7,7 +7,7 @@ from demix.config.evaluation import DECAY
 from demix.config.mixing import METHODS
 from demix.errors import DemixError
 from demix.evaluate.mix.priors import log_prior_path
-from demix.evaluate.mix.rules import DISTANCES, Chunk, PriorAlone, WeightsRule, weights_rule
+from demix.evaluate.mix.rules import DISTANCES, Chunk, PriorAlone, WeightsRule, released_rule, weights_rule
 
 SCORERS = ("paper", "released")
 # In hindsight, no mixtures: the floor of `history`, which picks one expert for a block, and that of every rule.
@@ -33,9 +33,10 @@ def mix(
     `scores` [B, T, E] and `mask` [B, T] are as in `demix.evaluate.mix.priors`; the result is 0 at padding. `method` is
     `average` (equal weights, no posterior), or a posterior with the prior `uniform`, `updating` (with `decay`),
     `cached` or `fitted` (`log_prior` [E], from `cached_log_prior` or `fitted_log_prior`). With the scorer `released`,
-    the weights and the updating prior are those of the paper's published code. `distances` [B, T, E] are the squared
-    distances of the text before each token to the experts' clusters, for weights that need them. Raises DemixError for
-    an unknown method or scorer, for a missing prior, and for an updating prior with weights that see earlier blocks.
+    the weights (`demix.evaluate.mix.rules.released_rule`) and the updating prior are those of the paper's published
+    code. `distances` [B, T, E] are the squared distances of the text before each token to the experts' clusters, for
+    weights that need them. Raises DemixError for an unknown method or scorer, for a missing prior, and for an updating
+    prior with weights that see earlier blocks.
     """
     blocks, _, experts = scores.shape
     rule = mixing_rule(method, weights, scorer)
@@ -53,12 +54,12 @@ def mix(
 
 
 def mixing_rule(method: str, weights: str | int | WeightsRule, scorer: str = "paper") -> WeightsRule:
-    """The weights rule of a method and a scorer: the rule that `weights` names, or the prior alone for `average`."""
+    """The weights rule of a method and a scorer: that of `weights`, of published code, or the prior for `average`."""
     if method not in METHODS:
         raise DemixError(f"method {method}", "is not known", f"use one of {', '.join(METHODS)}")
     if scorer not in SCORERS:
         raise DemixError(f"scorer {scorer}", "is not known", f"use one of {', '.join(SCORERS)}")
-    rule = weights_rule("released" if scorer == "released" else weights)
+    rule = (released_rule if scorer == "released" else weights_rule)(weights)
     return PriorAlone() if method == "average" else rule
 
 

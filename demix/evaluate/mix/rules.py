@@ -255,14 +255,23 @@ class Cluster(History):
 
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
         """See `WeightsRule.evidence`."""
-        return self._nearness(chunk), state
+        return _distances(chunk) / -self.temperature, state
 
-    def _nearness(self, chunk: Chunk) -> np.ndarray:
-        if DISTANCES not in chunk.beside:
-            cause = "need the distances of the text to the experts' clusters"
-            raise DemixError("weights cluster", cause, "score under a model whose run has routing tables")
-        nearness: np.ndarray = chunk.beside[DISTANCES] / -self.temperature
-        return nearness
+
+@dataclass(frozen=True)
+class ReleasedCluster(Cluster):
+    """The rule of the code published with c-BTM: that of `Cluster` with distances squared twice, one token late.
+
+    L[t, j] = -(d²[t-1, j])² / temperature: the text that is measured lacks the token before t, which is the model's
+    input. The first token of all has no row before its own, and takes that.
+    """
+
+    def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
+        """See `WeightsRule.evidence`. The state is the last row so far."""
+        distances = _distances(chunk)
+        rows = distances.reshape(-1, distances.shape[2])
+        late = np.concatenate([state[0][None] if state else rows[:1], rows[:-1]])
+        return (late**2 / -self.temperature).reshape(distances.shape), (rows[int(chunk.mask.sum()) - 1],)
 
 
 @dataclass(frozen=True)
@@ -271,7 +280,7 @@ class ClusterHistory(Cluster):
 
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
         """See `WeightsRule.evidence`."""
-        return self._nearness(chunk) + History().evidence(chunk, state)[0], state
+        return _distances(chunk) / -self.temperature + History().evidence(chunk, state)[0], state
 
 
 CLASSES: dict[str, type[WeightsRule]] = {
@@ -301,6 +310,23 @@ def weights_rule(weights: str | int | Weights | WeightsRule) -> WeightsRule:
         form = f"{parsed.family}({','.join(parsed.rules.parameters)})"
         raise DemixError(f"weights {weights}", "leave parameters open", f"give them as {form}")
     return Window(parsed.window) if parsed.window else CLASSES[parsed.family](*parsed.parameters)
+
+
+def released_rule(weights: str | int | Weights | WeightsRule) -> WeightsRule:
+    """The rule of published code in the place of `weights`: of c-BTM's for weights by clusters, else of DEMix's.
+
+    Raises the errors of `weights_rule`.
+    """
+    rule = weights_rule(weights)
+    return ReleasedCluster(rule.temperature) if isinstance(rule, Cluster) else Released()
+
+
+def _distances(chunk: Chunk) -> np.ndarray:
+    """The squared distances [B, T, E] beside the scores. Raises DemixError where there are none."""
+    if DISTANCES not in chunk.beside:
+        cause = "need the distances of the text to the experts' clusters"
+        raise DemixError("weights cluster", cause, "score under a model whose run has routing tables")
+    return chunk.beside[DISTANCES]
 
 
 def _before(sums: np.ndarray) -> np.ndarray:

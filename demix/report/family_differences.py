@@ -1,0 +1,56 @@
+"""Rows that learn from clusters less other rows, with intervals from resampling the same documents for both."""
+
+from typing import Any
+
+import pandas as pd
+
+from demix.config.evaluated import balanced_pairs, by_distance, clustered, routed_weights
+from demix.report import read
+from demix.report.cells import always, kinds_of_domains, mean_of, percent
+from demix.report.read import Results, perplexities
+from demix.report.render import Table
+from demix.report.verdict import mean_interval
+
+
+def family_differences_table(results: Results, differences: pd.DataFrame, config: dict[str, Any]) -> Table:
+    """Each row that learns from clusters less the balanced row of as many clusters, and less Dense (Balanced).
+
+    `results` are those of the run's own seed.
+    """
+    weights, base_of = routed_weights(config), dict(balanced_pairs(config))
+    systems = [by_distance(model, weights) for model in clustered(config)] if weights else []
+    pairs = [(system, base) for system in systems for base in (base_of.get(system), read.BALANCED) if base]
+    rows: dict[str, dict[str, float]] = {}
+    beneath: dict[str, dict[str, str]] = {}
+    for system, base in pairs:
+        label = f"{system.label} less {base.label}"
+        row, lines = rows.setdefault(label, {}), beneath.setdefault(label, {})
+        for kind, domains in kinds_of_domains(config):
+            if not domains:
+                continue
+            own, other = (perplexities(results, one, domains) for one in (system, base))
+            bounds = read.paired(differences, always(system), base, domains)
+            interval, name = mean_interval(own - other, bounds), kind.capitalize()
+            row[name] = mean_of(own - other)
+            row[f"{name}, %"] = percent(mean_of(other), mean_of(own))
+            row[f"{name}: lower"] = float((own < other).sum())
+            row[f"{name}: surely lower"] = float((bounds["high"] < 0).sum())
+            row[f"{name}: surely higher"] = float((bounds["low"] > 0).sum())
+            lines[name] = f"[{interval[0]:+.2f}, {interval[1]:+.2f}]".replace("-", "−") if interval else ""
+    frame = pd.DataFrame.from_dict(rows, orient="index", dtype="float64")
+    return Table(
+        "family_differences",
+        "Clusters against balanced clusters and against one model",
+        "The mean test perplexity of each row that learns from clusters less that of the row of as many balanced "
+        "clusters and tokens, and less that of Dense (Balanced), with the bounds of 95% intervals from resampling test "
+        "documents, the same ones for both. Negative: better than the other. Experts are weighted by the distance of "
+        "the text so far to each cluster. Then the number of domains where it is lower, and of those where the whole "
+        "interval of the domain is below zero (surely lower) or above.",
+        frame,
+        notes=(
+            "The interval of a mean is there where every domain has 20 test documents. One training each: seeds are "
+            "not in it.",
+        ),
+        formats={name: "{:+.1f}" if name.endswith("%") else "{:.0f}" if ":" in name else "{:+.2f}" for name in frame},
+        beneath=pd.DataFrame.from_dict(beneath, orient="index"),
+    )
