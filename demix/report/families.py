@@ -35,7 +35,7 @@ OF_RELEASED = (
     "Released scorer: weights by clusters as in the code released with c-BTM, at the same temperature: distances are "
     "squared twice, and the context lacks the last token."
 )
-OF_AVERAGES = "Averaged experts are one model of their mean parameters, of the first seed."
+OF_AVERAGES = "Averaged experts are one model of their mean parameters, of the run's own seed, as is their Dense."
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,10 @@ def tried_top_k(config: dict[str, Any], experts: int) -> list[int]:
 
 
 def families_table(results: Results, config: dict[str, Any], before: dict[str, int | None]) -> Table:
-    """Perplexity of each family on the training and the novel domains, at its tokens of training.
-
-    `before` is that of `read.tokens_before`.
-    """
+    """Perplexity of each family on both kinds of domains, at its tokens with those `before` (`read.tokens_before`)."""
     rows: dict[str, dict[str, Any]] = {}
     beneath: dict[str, dict[str, str]] = {}
-    balanced = {kind: mean_of(perplexities(results, read.BALANCED, domains)) for kind, domains in _kinds(config)}
+    own = read.of_seed(results, config)
     for label, family in by_label(config).items():
         model, system = family.model, family.system
         mixed = model.kind.has_experts
@@ -148,8 +145,9 @@ def families_table(results: Results, config: dict[str, Any], before: dict[str, i
         for kind, domains in _kinds(config):
             row[kind] = mean_of(perplexities(results, system, domains))
             lines[kind] = _spread(results, system, domains)
-            other = system != read.BALANCED
-            row[f"{kind}, %"] = percent(balanced[kind], row[kind]) if other else np.nan
+            # Averages are made of the run's own seed alone.
+            dense = perplexities(own if system.method == "merged" else results, read.BALANCED, domains)
+            row[f"{kind}, %"] = percent(mean_of(dense), row[kind]) if system != read.BALANCED else np.nan
         for rule, ruled in _other_rules(system, config).items() if mixed and system.method != "merged" else ():
             for kind, domains in _kinds(config):
                 row[f"{kind}, {rule}"] = mean_of(perplexities(results, ruled, domains))

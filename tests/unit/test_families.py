@@ -26,7 +26,7 @@ from demix.report.families import (
 )
 from demix.report.index import _groups
 from demix.report.own_tables import full_table
-from demix.report.read import read_results
+from demix.report.read import Results, read_results
 from support.cli import demix
 from support.families_run import MODELS, TOP_K, build_families, experts_of, nll_of
 from support.synthetic_run import NOVEL, TRAINING, Run, build_run
@@ -277,3 +277,16 @@ def test_every_name_has_a_heading_and_a_caption() -> None:
     for name in (*FAMILY_TABLES, *FAMILY_FIGURES):
         assert SHOWS[name]
         assert (Path(__file__).parents[2] / "workflow" / "report" / f"{name}.rst").stat().st_size
+
+
+def test_averages_are_compared_with_the_dense_model_of_their_seed(run: Run) -> None:
+    """They are made of the run's own seed alone, here of two."""
+    more = run.results.rows.query("method != 'merged'").assign(seed=2)
+    both = Results(pd.concat([run.results.rows, more.assign(perplexity=3 * more["perplexity"])], ignore_index=True))
+    alone, table = (families_table(results, run.config, {}).frame for results in (run.results, both))
+    averaged = [label for label in alone.index if "averaged" in label]
+    assert averaged
+    for label in averaged:
+        for column in ("Training", "Training, %", "Novel, %"):
+            assert table.at[label, column] == pytest.approx(alone.at[label, column])
+    assert table.at["btm", "Training"] == pytest.approx(2 * alone.at["btm", "Training"])
