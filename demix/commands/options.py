@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from demix.config.rows import KINDS
 from demix.errors import printable
 from demix.files import read_json
 from demix.files.json_files import SEAL, read_unsealed
@@ -31,10 +32,13 @@ Ranks = Annotated[int, typer.Option(min=1, help="Processes of this machine that 
 Settings = Annotated[str, typer.Option(callback=_of_file, help="The settings of the stage, as JSON or @FILE.")]
 Files = Annotated[list[Path], typer.Argument(help="Input files.")]
 Output = Annotated[Path, typer.Option(help="Path of the result.")]
-Kind = Annotated[str, typer.Argument(help="demix, dense, dense_unbalanced or domain_token.")]
+Kind = Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")]
 TrainShards = Annotated[
     list[Path],
-    typer.Argument(help="tokens/<domain>/train.arrow of each training domain; dev.arrow to evaluate on dev."),
+    typer.Argument(
+        help="tokens/<domain>/train.arrow of each training domain, or "
+        "clusters/<clustering>/shards/<cluster>/train.arrow of each cluster; dev.arrow to evaluate on dev."
+    ),
 ]
 Metrics = Annotated[Path, typer.Option(help="Path of the metrics (JSON lines).")]
 Checkpoints = Annotated[Path, typer.Option(help="Folder of the checkpoints from which a killed run resumes.")]

@@ -63,8 +63,9 @@ def train(
     experts: Annotated[
         str,
         typer.Option(
-            help="Of the domains in SHARDS, train the experts of these, which are whole models, one after the other, "
-            "each with its share of the tokens. Output, metrics and checkpoints are then folders of one entry each."
+            help="Of the domains or clusters of SHARDS, train the experts of these, which are whole models, one after "
+            "the other, each with its share of the tokens. Output, metrics and checkpoints are then folders of "
+            "one entry each."
         ),
     ] = "",
     schedule: Annotated[

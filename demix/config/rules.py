@@ -142,7 +142,7 @@ class RunRules:
         return [*chain.from_iterable(tables), *(f"{self.run}/clusters/{name}/clusterer.json" for name in names)]
 
     def train_inputs(self, model: Model, dev: bool = True) -> list[str]:
-        """The token files that training reads: also dev, where checkpoints are evaluated on dev and `dev` allows."""
+        """The shards of domains or clusters that training reads: dev too, where it is evaluated and `dev` allows."""
         splits = ("train", "dev") if dev and model.settings["dev_blocks"] else ("train",)
         if model.data:
             return [file for split in splits for file in self.shards(model.data, model.domains, split)]
