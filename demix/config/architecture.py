@@ -1,17 +1,42 @@
 """Sizes of the language models: presets and parameter counts."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
 
 from demix.errors import DemixError
-from demix.settings import Integer, Positive, settings, settings_from
+from demix.settings import Integer, Number, Positive, settings, settings_from
+
+
+@settings(kw_only=True)
+class Routed:
+    """Feedforwards of `experts` experts, of which each token chooses `top_k`, in every `every`-th block."""
+
+    experts: Positive = Field(le=4096)
+    top_k: Positive
+    every: Positive
+    capacity: Number = Field(gt=0)
+    balance: Number = Field(ge=0)
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.experts:
+            cause = f"is {self.top_k}, and a layer has {self.experts} experts"
+            raise DemixError("architecture.routed.top_k", cause, "lower it, or raise experts")
+
+    def in_block(self, number: int) -> bool:
+        """Whether the feedforward of block `number` (from 0) is routed."""
+        return number % self.every == self.every - 1
+
+    def places(self, positions: int) -> int:
+        """The tokens of a sequence of T positions that an expert takes in training: ⌊capacity·⌈T/experts⌉⌋."""
+        return math.floor(self.capacity * -(-positions // self.experts))
 
 
 @settings()
-class Architecture:
+class Sizes:
     """A GPT-3-like decoder: `layers` blocks of `width` units, `heads` attention heads, `context` positions."""
 
     layers: Positive = Field(le=256, description="Number of transformer blocks.")
@@ -31,10 +56,38 @@ class Architecture:
                 "architecture.heads", f"{self.heads} does not divide the width {self.width}", "choose a divisor"
             )
 
+
+@settings()
+class Architecture(Sizes):
+    """A decoder of these sizes; with `routed`, the tokens choose among experts in some feedforwards."""
+
+    routed: Routed | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.routed and self.routed.every > self.layers:
+            cause = f"is {self.routed.every}, and the model has {self.layers} layers"
+            raise DemixError("architecture.routed.every", cause, f"use 1 to {self.layers}")
+        if self.routed and not self.routed.places(self.context):
+            cause = f"is {self.routed.capacity:g}, which leaves an expert no token of {self.context}"
+            raise DemixError("architecture.routed.capacity", cause, "raise it, or lower experts")
+
+    @property
+    def routed_layers(self) -> int:
+        """The number of blocks whose feedforward is routed."""
+        return self.layers // self.routed.every if self.routed else 0
+
+    @property
+    def unrouted(self) -> "Architecture":
+        """The same architecture with dense feedforwards."""
+        return dataclasses.replace(self, routed=None)
+
     @property
     def described(self) -> dict[str, Any]:
-        """The sizes as JSON, with `activation` only where it is not gelu: older descriptions do not have it."""
-        return {key: value for key, value in dataclasses.asdict(self).items() if (key, value) != ("activation", "gelu")}
+        """The architecture as JSON, without a key that is as in descriptions that do not have it."""
+        usual = {"activation": "gelu", "routed": None}
+        given = dataclasses.asdict(self).items()
+        return {key: value for key, value in given if key not in usual or value != usual[key]}
 
 
 GPT2_TYPES = 50257
@@ -65,6 +118,36 @@ def vocabulary(tokenizer: Mapping[str, Any]) -> int:
     return GPT2_TYPES if tokenizer["kind"] == "gpt2" else int(tokenizer["vocab_size"])
 
 
+def training_flops_per_token(architecture: Architecture, vocab_size: int, length: int) -> float:
+    """96·l·h²·(1 + s/6h + V/16lh) for sequences of `length`: forward, forward again, backward (twice a forward).
+
+    Narayanan et al. 2021, section 5.1. V is rounded up to a multiple of 8, as in the paper's Table 2. A token passes
+    through one expert per layer: DEMix costs as much as a dense model. Without activation checkpointing the layers
+    cost three quarters of the formula's value. Each of the m routed layers adds the router and k - 1 more experts of a
+    token: 4·m·(16h²(k - 1) + 2hE).
+    """
+    layers, width, vocabulary = architecture.layers, architecture.width, -(-vocab_size // 8) * 8
+    dense = 96 * layers * width**2 * (1 + length / (6 * width) + vocabulary / (16 * layers * width))
+    return dense + 4 * routing_flops(architecture)
+
+
+def routing_flops(architecture: Architecture) -> int:
+    """FLOPs a token of a forward pass that routed layers need beyond those of a dense model."""
+    routed, width = architecture.routed, architecture.width
+    if not routed:
+        return 0
+    return architecture.routed_layers * (16 * width**2 * (routed.top_k - 1) + 2 * width * routed.experts)
+
+
+def chosen_parameters(architecture: Architecture) -> int:
+    """The parameters of an expert (`parameters`) without those of the routed experts that a token does not choose."""
+    expert = parameters(architecture, 0)[1]
+    if routed := architecture.routed:
+        width = architecture.width
+        expert -= architecture.routed_layers * (routed.experts - routed.top_k) * (8 * width**2 + 5 * width)
+    return expert
+
+
 def parameters(
     architecture: Architecture, vocab_size: int, domain_tokens: int = 0, expert_scope: str = "feedforward"
 ) -> tuple[int, int]:
@@ -72,7 +155,8 @@ def parameters(
 
     An expert owns the feedforward of every layer, biases included; with `expert_scope` "model" an expert owns
     everything. The shared parameters are tied embeddings, positions, attention and norms. `domain_tokens` > 0 adds the
-    extra position and the input embeddings of the domain-token baseline.
+    extra position and the input embeddings of the domain-token baseline. A routed feedforward counts with all its
+    experts and its router.
     """
     layers, width = architecture.layers, architecture.width
     positions = architecture.context + (1 if domain_tokens else 0)
@@ -80,5 +164,8 @@ def parameters(
     attention = 4 * width * width + 4 * width
     norms = 2 * 2 * width
     rest = embeddings + layers * (attention + norms) + 2 * width
-    feedforwards = layers * (8 * width**2 + 5 * width)
+    feedforward = 8 * width**2 + 5 * width
+    feedforwards = layers * feedforward
+    if routed := architecture.routed:
+        feedforwards += architecture.routed_layers * ((routed.experts - 1) * feedforward + routed.experts * width)
     return (0, rest + feedforwards) if expert_scope == "model" else (rest, feedforwards)

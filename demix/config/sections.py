@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from demix.config.architecture import PRESETS, Architecture
+from demix.config.architecture import PRESETS, Sizes
 from demix.config.branching import BRANCHING
 from demix.config.clustering import Clustering
 from demix.config.domains import DomainsSection, TokenizerSection
@@ -267,7 +267,7 @@ class RemovalSection:
 # `demix.config.architecture.architecture_from` fills in the sizes of a preset.
 ArchitectureSection = partial(
     "ArchitectureSection",
-    Architecture,
+    Sizes,
     preset=Annotated[
         Literal[tuple(PRESETS)],
         Field(description="One of the paper's four sizes (125M, 350M, 760M, 1.3B)."),

@@ -1,4 +1,7 @@
-"""The language model: a GPT whose feedforwards are stacks of experts. A dense model has one expert."""
+"""The language model: a GPT whose feedforwards are stacks of experts. A dense model has one expert.
+
+A model whose tokens choose their experts has one expert, too, whose feedforwards hold all that tokens choose from.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from demix.config.architecture import Architecture
 from demix.errors import DemixError
 from demix.files import seed_for
-from demix.model.layers import Attention, KeyValues, attention_bias, feedforward, layer_norm
+from demix.model.layers import Attention, Auxiliary, KeyValues, attention_bias, feedforward, layer_norm
 
 # How many rows of logits over the vocabulary exist at once. Few rows are fastest on a CPU; a GPU needs more.
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
@@ -34,7 +37,7 @@ class Block(nn.Module):
         self.feedforward_norm = nn.LayerNorm(architecture.width)
         self.feedforward = feedforward(architecture, layer, experts)
 
-    def forward(self, x: Tensor, past: KeyValues | None = None, auxiliary: list[Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, past: KeyValues | None = None, auxiliary: list[Auxiliary] | None = None) -> Tensor:
         """Map `x` [E or 1, B, T, D] to [E, B, T, D]; `past` and `auxiliary` as in `GPT.forward`."""
         bias = attention_bias(self.architecture, x.shape[2], past, x.device)
         x = x + self.attention(layer_norm(x, self.attention_norm), bias, past)
@@ -64,6 +67,9 @@ class GPT(nn.Module):
             raise DemixError(f"expert_scope {expert_scope}", "is not known", f"use one of {', '.join(SCOPES)}")
         if expert_scope == "model" and len(experts) != 1:
             raise DemixError(f"experts {', '.join(experts)}", "share no tensor", "load each expert as its own model")
+        if architecture.routed and len(experts) != 1:
+            cause = "are given to an architecture whose tokens choose among experts of their own"
+            raise DemixError(f"experts {', '.join(experts)}", cause, "give one")
         self.architecture, self.vocab_size = architecture, vocab_size
         self.experts, self.domain_tokens = tuple(experts), tuple(domain_tokens)
         self.expert_scope = expert_scope
@@ -93,7 +99,7 @@ class GPT(nn.Module):
             model.to("meta")
 
     def initialise(self, seed: int) -> "GPT":
-        """Draw weights from N(0, 0.02²); biases are 0, and all experts of a layer start equal.
+        """Draw weights from N(0, 0.02²); biases are 0, and all experts of a layer start equal but for routed ones.
 
         The outputs of residual branches are divided by sqrt(2 * layers). The seed of each tensor depends on its name,
         so that a tensor of the same name and shape starts with the same values in every model.
@@ -119,15 +125,15 @@ class GPT(nn.Module):
         domains: Tensor | None = None,
         dtype: torch.dtype | None = None,
         past: list[KeyValues] | None = None,
-        auxiliary: list[Tensor] | None = None,
+        auxiliary: list[Auxiliary] | None = None,
     ) -> Tensor:
         """Final hidden states [E, B, T, D] of `inputs` [E, B, T], or of [1, B, T] that every expert reads.
 
         `domains` [E, B] are the domain tokens before the sequences. Only domain-token models take them, and no state is
         returned for their position. `dtype` is the type to compute in (by default the type of the parameters). `past`
         holds one entry per layer, from `no_past`: `inputs` follow the positions that it holds and are added to it. It
-        needs gradients to be off. Layers that train a router append their losses to `auxiliary`: nats [E, B], one
-        number per sequence, already multiplied by the weight of the loss.
+        needs gradients to be off. A training pass gives the list `auxiliary`, to which layers that train a router
+        append their losses, and in which experts that tokens choose have a capacity.
         """
         x = self.token_embedding[inputs]
         if self.domain_tokens:

@@ -6,21 +6,10 @@ Model Training on GPU Clusters Using Megatron-LM".
 
 from dataclasses import dataclass
 
-from demix.config.architecture import PRESETS, Architecture
+from demix.config.architecture import PRESETS, Architecture, routing_flops, training_flops_per_token
 
 # Logits exist for so many tokens at a time: `demix.model.gpt.ROWS_AT_ONCE` on a GPU.
 LOGITS_ROWS = 4096
-
-
-def training_flops_per_token(architecture: Architecture, vocab_size: int, length: int) -> float:
-    """96·l·h²·(1 + s/6h + V/16lh) for sequences of `length`: forward, forward again, backward (twice a forward).
-
-    Narayanan et al. 2021, section 5.1. V is rounded up to a multiple of 8, as in the paper's Table 2. A token passes
-    through one expert per layer: DEMix costs as much as a dense model. Without activation checkpointing the layers
-    cost three quarters of the formula's value.
-    """
-    layers, width, vocabulary = architecture.layers, architecture.width, -(-vocab_size // 8) * 8
-    return 96 * layers * width**2 * (1 + length / (6 * width) + vocabulary / (16 * layers * width))
 
 
 def update_flops(architecture: Architecture, vocab_size: int, sequences: int, length: int) -> float:
@@ -32,12 +21,12 @@ def scoring_flops(architecture: Architecture, vocab_size: int, experts: int, exp
     """FLOPs of the matrix products that score one token of a full block under `experts` experts at once.
 
     All experts share the embedding and the attention of the first layer, unless they are whole models (`expert_scope`
-    "model"). Attention counts only the half that the causal mask leaves.
+    "model"). Attention counts only the half that the causal mask leaves. A routed layer computes what a token chooses.
     """
     layers, width = architecture.layers, architecture.width
     attention = 8 * width**2 + 2 * architecture.context * width
     feedforward = 16 * width**2
-    each = layers * (attention + feedforward) - attention + 2 * width * vocab_size
+    each = layers * (attention + feedforward) - attention + 2 * width * vocab_size + routing_flops(architecture)
     return experts * (attention + each) if expert_scope == "model" else attention + experts * each
 
 
@@ -79,10 +68,12 @@ def activation_bytes(
     Large Transformer Models", section 4.1) count 34 bytes in 16 bits; here the two dropout masks of one byte each are
     absent, and so are the scores, since attention is fused. With activation `checkpointing` only the inputs of all
     layers are kept, and the 16 values of one layer at a time. One chunk of logits exists at a time, in fp32 and in the
-    type of the values.
+    type of the values. A routed layer keeps 9 values more for each expert beyond a token's first: its input, and 4
+    before and 4 after the activation.
     """
-    layers, width = architecture.layers, architecture.width
-    kept = layers + 16 if checkpointing else 16 * layers
+    layers, width, routed = architecture.layers, architecture.width, architecture.routed
+    more = 9 * (routed.top_k - 1) if routed else 0
+    kept = layers + 16 + more if checkpointing else 16 * layers + more * architecture.routed_layers
     tokens = sequences * architecture.context
     return tokens * kept * width * value_bytes + min(tokens, LOGITS_ROWS) * vocab_size * (4 + value_bytes)
 

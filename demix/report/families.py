@@ -10,13 +10,13 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from demix.config.architecture import architecture_from, parameters, vocabulary
+from demix.config.architecture import architecture_from, parameters, training_flops_per_token, vocabulary
 from demix.config.averages import averages
 from demix.config.clustering import Clustering
 from demix.config.evaluated import System, by_distance, label_of, routed_weights, systems_of, table_rows
 from demix.config.rows import clusterings
 from demix.config.systems import Model, adapted, trained
-from demix.plan.flops import scoring_flops, training_flops_per_token
+from demix.plan.flops import scoring_flops
 from demix.report import left_out, read
 from demix.report.all_tables import filled, scale_note
 from demix.report.cells import kinds_of_domains, lowest, mean_of, percent, seeds_of

@@ -21,6 +21,7 @@ from demix.errors import DemixError, StoppedError
 from demix.files import cannot_be_written, write_json_lines, write_text
 from demix.model.device import compute_type
 from demix.model.gpt import GPT
+from demix.model.layers import Auxiliary, router_metrics
 from demix.progress import progress
 from demix.settings import Integer, Positive, settings
 from demix.train.batches import Batches
@@ -170,7 +171,8 @@ def train(
             losses = _backward(model, batches, step, domains, dtype, scale, optimization.micro_sequences, sync)
             *losses, signals = world.sum([*losses, signalled()])
             sync.finish()
-            totals, counts = losses[: len(domains)], losses[len(domains) :]
+            number = len(domains)
+            totals, counts, routed = losses[:number], losses[number : 2 * number], losses[2 * number :]
             by_domain = {name: total / n for name, total, n in zip(domains, totals, counts, strict=True) if n}
             if not math.isfinite(sum(totals)):
                 worst = ", ".join(name for name, value in by_domain.items() if not math.isfinite(value))
@@ -207,6 +209,7 @@ def train(
                 | ({"loss_scale": scale} if dtype == torch.float16 else {})
                 | ({"synced_bytes": sync.sent - sent} if world.size > 1 else {})
                 | {f"loss/{name}": value for name, value in by_domain.items()}
+                | (router_metrics(routed) if routed else {})
             )
             sent = sync.sent
             row = metrics[-1]
@@ -232,16 +235,17 @@ def _backward(
     """Accumulate this rank's gradients of the step's mean loss, times `scale`, and begin to send them.
 
     Returns 2 * len(domains) numbers for this rank: the sum of losses of each domain, then the sum of the targets'
-    weights of each domain.
+    weights of each domain. The counts of routers follow (`router_metrics`), where a layer has one.
     """
     batch = batches.draw(step)
     sequences = batch.inputs.shape[1]
     sums = torch.zeros(2, len(domains), dtype=torch.float64, device=sync.world.device)
+    counted: list[Tensor] = []
     for start in range(0, sequences, micro or sequences):
         part = batch.part(start, start + (micro or sequences)).to(sync.world.device)
         if start + (micro or sequences) >= sequences:
             sync.begin()
-        auxiliary: list[Tensor] = []
+        auxiliary: list[Auxiliary] = []
         hidden = model(part.inputs, part.domains if model.domain_tokens else None, dtype, auxiliary=auxiliary)
         losses = -model.log_probabilities(hidden, part.targets)  # [E, B, T]
         counts = torch.full_like(part.domains, losses.shape[-1], dtype=torch.float64)  # [E, B]
@@ -250,12 +254,14 @@ def _backward(
         loss = losses.sum() * (scale / (batches.targets or batches.tokens))
         for each in auxiliary:
             # The auxiliary loss counts as its mean over the sequences of the step.
-            loss = loss + each.sum() * (scale * losses.shape[-1] / batches.tokens)
+            loss = loss + each.losses.sum() * (scale * losses.shape[-1] / batches.tokens)
+        counted += [each.counts for each in auxiliary if each.counts is not None]
         torch.autograd.backward(loss)
         numbers = part.domains.flatten()
         sums[0].index_add_(0, numbers, losses.detach().sum(-1, dtype=torch.float64).flatten())
         sums[1].index_add_(0, numbers, counts.flatten())
-    return sums.flatten().tolist()
+    routers = torch.stack(counted).sum(0).tolist() if counted else []
+    return [*sums.flatten().tolist(), *routers]
 
 
 @contextmanager

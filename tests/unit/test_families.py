@@ -8,11 +8,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from demix.config.architecture import architecture_from, parameters
+from demix.config.architecture import architecture_from, parameters, training_flops_per_token
 from demix.config.evaluated import clustered
 from demix.data.cluster import Clusterer
 from demix.files import read_json
-from demix.plan.flops import training_flops_per_token
 from demix.report import FAMILY_FIGURES, FAMILY_TABLES, SHOWS, left_out, left_out_notes, report_files
 from demix.report.claims import Claim, claims
 from demix.report.clusters import clusters_table, over_own, read_clusters, shares, sizes

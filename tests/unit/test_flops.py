@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from demix.config.architecture import PRESETS, Architecture, parameters
+from demix.config.architecture import PRESETS, Architecture, parameters, training_flops_per_token
 from demix.model.gpt import GPT, ROWS_AT_ONCE
 from demix.model.scoring import log_probabilities
 from demix.plan.flops import (
@@ -22,7 +22,6 @@ from demix.plan.flops import (
     score_table_bytes,
     scoring_flops,
     scoring_hours,
-    training_flops_per_token,
     training_state_bytes,
     update_flops,
 )

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from demix.config.architecture import Architecture
+from demix.config.architecture import Architecture, training_flops_per_token
 from demix.config.check import complete, load_config
 from demix.config.scoring import scoring_jobs
 from demix.config.systems import rule_of, trained
 from demix.plan.cost import plan_training, training_tables
-from demix.plan.flops import HARDWARE, training_flops_per_token
+from demix.plan.flops import HARDWARE
 from demix.plan.jobs import in_one_line, plan_jobs, scoring_cost, write_sbatch_files
 
 REPOSITORY = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import torch
 
 from demix.config.architecture import Architecture
 from demix.model.gpt import GPT
-from demix.model.layers import DEMixLayer
+from demix.model.layers import Auxiliary, DEMixLayer
 from demix.train.batches import Batches, balanced_batches, mixed_batches
 from demix.train.loop import Optimization, train
 from demix.train.parallel import World
@@ -126,19 +126,19 @@ def test_the_weights_of_targets_and_the_losses_of_routers_count(
     )
     forward = DEMixLayer.forward
 
-    def routed(self: DEMixLayer, x: torch.Tensor, auxiliary: list[torch.Tensor] | None = None) -> torch.Tensor:
+    def routed(self: DEMixLayer, x: torch.Tensor, auxiliary: list[Auxiliary] | None = None) -> torch.Tensor:
         out = forward(self, x, auxiliary)
-        auxiliary.append(0.1 * out.square().mean((2, 3)))
+        auxiliary.append(Auxiliary(0.1 * out.square().mean((2, 3))))
         return out
 
     monkeypatch.setattr(DEMixLayer, "forward", routed)
     batch = plain.draw(0)
     reference = new_model(tokens, TRAINING).double()
-    auxiliary: list[torch.Tensor] = []
+    auxiliary: list[Auxiliary] = []
     logits = reference.logits(reference(batch.inputs, auxiliary=auxiliary))
     losses = -logits.log_softmax(-1).gather(-1, batch.targets[..., None])[..., 0] * weights
-    assert [each.shape for each in auxiliary] == [(3, 2)] * SIZES["layers"]
-    (losses.sum() / 80 + sum(each.mean() for each in auxiliary)).backward()
+    assert [each.losses.shape for each in auxiliary] == [(3, 2)] * SIZES["layers"]
+    (losses.sum() / 80 + sum(each.losses.mean() for each in auxiliary)).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()]).item()
 
     one_step = dataclasses.replace(OPTIMIZATION, steps=1, warmup=0.0, precision="fp64")

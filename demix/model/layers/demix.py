@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from demix.model.layers.routed import Auxiliary
+
 
 class DEMixLayer(nn.Module):
     """One feedforward per expert (paper, section 3.2). The first axis of the input chooses the expert (Eq. 3).
@@ -27,7 +29,7 @@ class DEMixLayer(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, width, 4 * width))
         self.down_bias = nn.Parameter(torch.empty(experts, width))
 
-    def forward(self, x: Tensor, auxiliary: list[Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, auxiliary: list[Auxiliary] | None = None) -> Tensor:
         """Map `x` [E, B, T, D] to [E, B, T, D] with the exact (erf) GELU, or with that by tanh for `gelu_new`.
 
         Every expert gets an `x` of [1, B, T, D].
