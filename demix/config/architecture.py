@@ -139,13 +139,10 @@ def routing_flops(architecture: Architecture) -> int:
     return architecture.routed_layers * (16 * width**2 * (routed.top_k - 1) + 2 * width * routed.experts)
 
 
-def chosen_parameters(architecture: Architecture) -> int:
-    """The parameters of an expert (`parameters`) without those of the routed experts that a token does not choose."""
-    expert = parameters(architecture, 0)[1]
-    if routed := architecture.routed:
-        width = architecture.width
-        expert -= architecture.routed_layers * (routed.experts - routed.top_k) * (8 * width**2 + 5 * width)
-    return expert
+def unchosen_parameters(architecture: Architecture) -> int:
+    """The parameters of routed experts that a token does not choose."""
+    routed, width = architecture.routed, architecture.width
+    return architecture.routed_layers * (routed.experts - routed.top_k) * (8 * width**2 + 5 * width) if routed else 0
 
 
 def parameters(

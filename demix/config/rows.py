@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from demix.config.clustering import Clustering, cluster_names
+from demix.config.routed import ROUTED, check_routed, matched_tokens, routed_row
 from demix.errors import DemixError, nearest
 from demix.settings import settings_from
 
@@ -22,7 +23,8 @@ class Kind:
     `feedforward` (DEMix layers), `model` (Branch-Train-Merge: each expert is a whole model, trained by itself), or
     `none` for a model whose single expert is called `dense`. `batches` says how a step is drawn: `by_domain` (a group
     of sequences for each domain's expert), `mixed` (the same sequences as one group) or `proportional` (in proportion
-    to the domains' sizes). With `domain_tokens` the token of its domain stands before each sequence.
+    to the domains' sizes). With `domain_tokens` the token of its domain stands before each sequence. With `routed` the
+    tokens choose among experts in some feedforwards (`demix.config.routed`).
     """
 
     name: str
@@ -30,6 +32,7 @@ class Kind:
     expert_scope: str
     batches: str
     domain_tokens: bool = False
+    routed: bool = False
 
     @property
     def has_experts(self) -> bool:
@@ -45,6 +48,7 @@ KINDS = {
         Kind("dense_unbalanced", "Dense", "none", "proportional"),
         Kind("domain_token", "+ Domain Token", "none", "mixed", domain_tokens=True),
         Kind("branched", "BTM", "model", "by_domain"),
+        Kind("routed", "Token-routed", "none", "mixed", routed=True),
     )
 }
 # The paper's models, which a run has unless a row is null.
@@ -72,6 +76,7 @@ def model_rows(config: Mapping[str, Any]) -> dict[str, tuple[Kind, dict[str, Any
     """
     given, domains = config.get("models") or {}, len(training_domains(config))
     rows: dict[str, tuple[Kind, dict[str, Any]]] = {}
+    owned: dict[str, dict[str, Any]] = {}
     for name in (*PAPER, *(name for name in given if name not in PAPER)):
         overrides = given.get(name, {})
         if overrides is None:
@@ -87,19 +92,29 @@ def model_rows(config: Mapping[str, Any]) -> dict[str, tuple[Kind, dict[str, Any
         if name in PAPER and kind != name:
             raise DemixError(f"config key models.{name}.kind", f"is {kind}", "use this kind in a row of another name")
         own = {key: value for key, value in overrides.items() if key != "kind"}
+        if KINDS[kind].routed:
+            own = routed_row(own)
+        elif foreign := [key for key in own if key in ROUTED]:
+            cause = f"is given to a row of kind {kind}"
+            raise DemixError(f"config key models.{name}.{foreign[0]}", cause, "use kind: routed, or leave it out")
         if "/" in (own.get("parent") or ""):
             own["initial"] = own.pop("parent")
+        owned[name] = own
         rows[name] = (KINDS[kind], (config.get("training") or {}) | own)
     for name, (row_kind, settings) in rows.items():
         _check_seed_phase(name, row_kind, settings, rows)
         if parent := settings.get("parent"):
-            own = {key: value for key, value in given[name].items() if key != "kind"}
+            own = owned[name]
             parents = rows[parent][1]
             if own.get("schedule") == "restart":
                 parents = parents | {"warmup": 0.0, "seed_sequences": domains * parents["sequences"]}
                 # The row's own rate takes the place of the one that its parent's sweep chooses.
                 parents |= {"sweep": None} if "learning_rate" in own else {}
             rows[name] = (row_kind, parents | own)
+        if row_kind.routed:
+            settings = rows[name][1]
+            check_routed(name, config, settings)
+            rows[name] = (row_kind, settings | {"tokens": matched_tokens(config, settings)})
     for name, (row_kind, settings) in rows.items():
         if data := settings.get("data"):
             _check_data(name, row_kind, data, config)

@@ -12,6 +12,7 @@ from typing import Any
 from demix.config.architecture import architecture_from
 from demix.config.check import site_of
 from demix.config.evaluated import evaluated, routed
+from demix.config.routed import section_of
 from demix.config.rows import DENSE_EXPERT
 from demix.config.run import config_fingerprint
 from demix.config.sections import Execution, TrainingRecipe, taken
@@ -161,7 +162,7 @@ class RunRules:
         more = {
             "seed": model.seed,
             "threads": self.config["threads"],
-            "architecture": self.config["architecture"],
+            "architecture": section_of(self.config, model.settings),
         }
         return self.as_json(kept, **(more | changes))
 

@@ -16,6 +16,7 @@ from demix.config.branching import BRANCHING
 from demix.config.clustering import Clustering
 from demix.config.domains import DomainsSection, TokenizerSection
 from demix.config.evaluation import DECAY, Decay, EvaluationSection
+from demix.config.routed import ROUTED
 from demix.config.rows import KINDS
 from demix.launch.job import Cluster, Site
 from demix.settings import DistinctItems, Integer, Number, Positive, Switch, Text, names_of, partial, settings
@@ -153,6 +154,7 @@ ModelRow = partial(
         Field(description="Kind of the model. A row that is named like a kind may omit this key."),
     ],
     **BRANCHING,
+    **ROUTED,
 )
 
 

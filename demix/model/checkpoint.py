@@ -108,6 +108,13 @@ def unknown_expert(directory: Path, name: str) -> DemixError:
     return DemixError(expert_files(directory, name)[0], "is missing, so the model has no such expert", cure)
 
 
+def refuse_routed(directory: Path, use: str) -> None:
+    """Raise DemixError if the tokens of the model in `directory` choose their experts, which is not for this `use`."""
+    if describe(directory)["architecture"].get("routed"):
+        cause = f"is a model whose tokens choose their experts, which {use}"
+        raise DemixError(directory, cause, "use another model")
+
+
 def refuse_other_tokenizer(directory: Path, subject: Path, sha256: str | None, vocab_size: int | None = None) -> None:
     """Raise DemixError unless `sha256`, the tokenizer of `subject`, is that of the model in `directory`.
 

@@ -21,6 +21,7 @@ from demix.model.checkpoint import (
     expert_lineage,
     expert_names,
     refuse_other_tokenizer,
+    refuse_routed,
     shapes_of,
     tensor_shapes,
     unknown_expert,
@@ -141,6 +142,7 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
     other, name = source.parent.parent, name or source.stem
     refuse_name(directory, name)
     lineage, ours, theirs = expert_lineage(other, source.stem), describe(directory), describe(other)
+    refuse_routed(directory, "no expert of a domain can join")
     parts = {
         "architecture": "architecture",
         "vocab_size": "vocabulary",

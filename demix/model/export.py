@@ -8,7 +8,7 @@ from torch import Tensor
 
 from demix.errors import DemixError
 from demix.files import refuse_used, replacing
-from demix.model.checkpoint import describe, load_model, save_tensors
+from demix.model.checkpoint import describe, load_model, refuse_routed, save_tensors
 from demix.model.tokenizer import tokenizer_of
 
 # A block's tensors: their names here and in GPT-2, and whether they are transposed (Conv1D keeps weights as [in, out]).
@@ -56,6 +56,7 @@ def export_hf(directory: Path, expert: str, tokenizer: Path | None, output: Path
     description = describe(directory, "kind")
     if description["domain_tokens"]:
         raise DemixError(directory, "is a domain-token model, which GPT-2's format cannot hold", "export another model")
+    refuse_routed(directory, "GPT-2's format cannot hold")
     _, encoder = tokenizer_of(directory, tokenizer)
     model = load_model(directory, (expert,))
     sizes = model.architecture

@@ -19,6 +19,7 @@ from demix.model.checkpoint import (
     describe,
     expert_files,
     expert_lineage,
+    refuse_routed,
     save_tensors,
     shapes_of,
     whole_models,
@@ -77,6 +78,7 @@ def averaged(
     Averages are computed in float64 and cast to the type of the experts; one tensor of each expert is in memory at a
     time. Raises DemixError for weights that are negative or do not sum to 1, and for an unknown or damaged expert.
     """
+    refuse_routed(directory, "have no average")
     _check_weights(weights)
     # Zero times an infinite parameter would be NaN, so an expert with weight zero is left out.
     parents = {name: expert_lineage(directory, name) for name, weight in weights.items() if weight}

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from demix.config.architecture import architecture_from, parameters, vocabulary
 from demix.config.placement import place_experts
+from demix.config.routed import architecture_of
 from demix.config.rows import Kind
 from demix.config.systems import Model, adaptations, rule_of, trained
 from demix.data.sources import Source
@@ -129,6 +130,7 @@ class TrainingPlan:
     one checkpoint on disk, of which `checkpoints` are kept during the training. `weights`: bytes of what the training
     adds to models. `jobs`: the number of jobs of the workflow's `rule`. `tokens`: the most, since an adaptation may
     stop early. `begin` of the `steps` are those of a seed phase, which another training does: `hours` leaves them out.
+    `seed_flops` are those of such a step, where they are others than `flops`.
     `synced`: bytes of gradients that a rank gives to all-reduce in an update.
     """
 
@@ -154,6 +156,13 @@ class TrainingPlan:
     synced: int = 0
     jobs: int = 1
     begin: int = 0
+    seed_flops: float | None = None
+
+    @property
+    def all_flops(self) -> float:
+        """The operations of the whole training, with those of the seed phase."""
+        seed = self.flops if self.seed_flops is None else self.seed_flops
+        return (self.steps - self.begin) * self.flops + self.begin * seed
 
     @property
     def rank_hours(self) -> float:
@@ -198,6 +207,7 @@ def _plan_job(config: dict[str, Any], job: tuple[Model, ...], ranks: int | None,
         tokens=number * one.tokens,
         experts=number * one.experts,
         flops=number * one.flops,
+        seed_flops=number * (one.seed_flops or one.flops),
         weights=number * one.weights,
         hours=number * one.hours,
     )
@@ -242,7 +252,7 @@ def _plan_run(
     begin: int = 0,
 ) -> TrainingPlan:
     ranks = ranks or settings["ranks"]
-    architecture, vocab_size = architecture_from(config["architecture"]), vocabulary(config["tokenizer"])
+    architecture, vocab_size = architecture_of(config, settings), vocabulary(config["tokenizer"])
     experts = domains if kind.has_experts else 1
     sequences = domains * settings["sequences"]
     steps = settings["tokens"] // (sequences * architecture.context)
@@ -265,7 +275,9 @@ def _plan_run(
         for checkpointing in (False, True)
     )
     length = architecture.context + (1 if domain_tokens else 0)
-    flops = update_flops(architecture, vocab_size, sequences, length)
+    flops, seed_flops = (
+        update_flops(one, vocab_size, sequences, length) for one in (architecture, architecture.unrouted)
+    )
     return TrainingPlan(
         name=name,
         rule=rule,
@@ -286,6 +298,7 @@ def _plan_run(
         checkpoints=settings["keep_checkpoints"],
         weights=4 * (own if adapts else shared + experts * expert),
         begin=begin,
+        seed_flops=seed_flops,
         synced=4 * ((shared if ranks > 1 else 0) + (experts_per_rank * expert if ranks > experts else 0)),
         hours=hours(flops, steps - begin, ranks, achieved_tflops(hardware, architecture, demix=kind.has_experts)),
     )
@@ -304,7 +317,9 @@ def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) ->
     plans = plan_training(config, ranks, device)
     work = Table(
         title=f"Training of {config['run']}",
-        caption="FLOPs: 96·B·s·l·h²·(1 + s/6h + V/16lh) (Narayanan et al. 2021); adaptations stop early, so at most"
+        caption="FLOPs: 96·B·s·l·h²·(1 + s/6h + V/16lh) (Narayanan et al. 2021)"
+        + (", and 4·(16h²(k - 1) + 2hE) a token and routed layer" if _routes(config) else "")
+        + "; adaptations stop early, so at most"
         + (
             "; a seed phase counts for its parent and for each model that begins with it, and once in the total"
             if any(plan.begin for plan in plans)
@@ -368,6 +383,10 @@ def _of_folders(config: dict[str, Any]) -> list[str]:
     return told
 
 
+def _routes(config: dict[str, Any]) -> bool:
+    return any(model.kind.routed for model in trained(config))
+
+
 def _work_row(plan: TrainingPlan) -> tuple[str, ...]:
     return (
         plan.name,
@@ -377,7 +396,7 @@ def _work_row(plan: TrainingPlan) -> tuple[str, ...]:
         f"{plan.sequences:,}",
         *(_short(size) for size in (plan.shared, plan.expert, plan.shared + plan.experts * plan.expert)),
         _flops(plan.flops / 1e12),
-        _flops(plan.steps * plan.flops / 1e15),
+        _flops(plan.all_flops / 1e15),
     )
 
 

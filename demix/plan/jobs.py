@@ -10,6 +10,7 @@ from demix.config.architecture import architecture_from, vocabulary
 from demix.config.averages import averages
 from demix.config.check import site_of
 from demix.config.evaluated import chosen_on_dev, routed
+from demix.config.routed import architecture_of
 from demix.config.scoring import ScoringJob, scoring_jobs
 from demix.config.systems import adaptations, job_place, learned_splits, seeds, trained
 from demix.files import write_text
@@ -132,7 +133,8 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
 
 def scoring_cost(config: dict[str, Any], job: ScoringJob, device: Hardware) -> tuple[float, int]:
     """Hours of one rank, and bytes of score tables before compression, of all jobs of a rule that scores."""
-    architecture, section = architecture_from(config["architecture"]), config["evaluation"]
+    settings = next((model.settings for model in trained(config) if model.name == job.model), {})
+    architecture, section = architecture_of(config, settings), config["evaluation"]
     training, novel = config["domains"]["training"], config["domains"]["novel"]
     several = {"{training}": list(training), "{novel}": list(novel)}
     limits = {"dev": section["dev_blocks"] * architecture.context, "test": section["test_tokens"]}

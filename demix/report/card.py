@@ -156,6 +156,8 @@ def _about(model: str, config: dict[str, Any], description: dict[str, Any], expe
     size = f"{shared + len(experts) * own:,} parameters"
     if len(experts) > 1:
         size += f": {shared:,} that all share, and {len(experts)} experts of {own:,}"
+    if routed := architecture.get("routed"):
+        size += f", and a token chooses {routed['top_k']} of the {routed['experts']} experts of a routed feedforward"
     return (
         f"A language model of kind {as_markdown(description['kind'])}, of run {as_markdown(config['run'])}, seed "
         f"{_planned(model, config)[1]}. It has {size}; {architecture['layers']} layers of width "

@@ -10,10 +10,11 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from demix.config.architecture import architecture_from, parameters, training_flops_per_token, vocabulary
+from demix.config.architecture import parameters, training_flops_per_token, unchosen_parameters, vocabulary
 from demix.config.averages import averages
 from demix.config.clustering import Clustering
 from demix.config.evaluated import System, by_distance, label_of, routed_weights, systems_of, table_rows
+from demix.config.routed import architecture_of
 from demix.config.rows import clusterings
 from demix.config.systems import Model, adapted, trained
 from demix.plan.flops import scoring_flops
@@ -81,6 +82,11 @@ class Family:
         return "c-BTM" if kind.expert_scope == "model" else f"{kind.label} on clusters"
 
     @property
+    def chosen(self) -> str:
+        """The experts of a model of one column: 1, or those among which a token chooses."""
+        return "{experts}, top-{top_k}".format(**self.model.settings) if self.model.kind.routed else "1"
+
+    @property
     def made(self) -> str:
         """How the clusters were made; empty for experts of domains."""
         if not self.clustering:
@@ -137,7 +143,7 @@ def families_table(results: Results, config: dict[str, Any], before: dict[str, i
         what = "clusters" if family.clustering else "domains"
         row: dict[str, Any] = {
             "Family": family.name,
-            "Experts": f"{len(model.experts)} {what}" if mixed else "1",
+            "Experts": f"{len(model.experts)} {what}" if mixed else family.chosen,
             "Mixed by": " ".join(filter(None, (system.method, system.weights))) if mixed else "",
             "Tokens": family.learned(before),
         }
@@ -211,53 +217,58 @@ def _spread(results: Results, system: System, domains: list[str]) -> str:
 
 
 def family_costs_table(run: Path, config: dict[str, Any]) -> Table:
-    """What each family costs: parameters, FLOPs of training and of a token by the experts that it takes, exchange."""
-    architecture, vocab_size = architecture_from(config["architecture"]), vocabulary(config["tokenizer"])
-    by_token = training_flops_per_token(architecture, vocab_size, architecture.context)
+    """What each family costs: parameters, updates, FLOPs of training and of a token, bytes exchanged, seconds."""
+    vocab_size = vocabulary(config["tokenizer"])
     before = read.tokens_before(run, config)
     rows: dict[str, dict[str, Any]] = {}
     for label, family in by_label(config).items():
         model, scope = family.model, family.model.kind.expert_scope
+        architecture = architecture_of(config, model.settings)
         shared, expert = parameters(architecture, vocab_size, expert_scope=scope)
-        step, begin = model.step_tokens(architecture.context), model.seed_step(architecture.context)
-        updates, own = family.tokens // step, family.tokens // step - model.first_step(architecture.context)
+        dense, context = architecture.unrouted, architecture.context
+        step, begin = model.step_tokens(context), model.seed_step(context)
+        updates, own = family.tokens // step, family.tokens // step - model.first_step(context)
         # What all ranks must agree on after each update; a seed phase is that of a dense model.
         agreed = shared if model.kind.has_experts else shared + expert
         row: dict[str, Any] = {"Parameters": float(shared + family.experts * expert)}
         active = [*((f"top-{k}", k) for k in TOP_K if k < family.experts), ("all", family.experts)]
         for most, k in active:
-            row[f"Parameters a token, {most}"] = float(shared + k * expert)
-        for most, k in active:
+            row[f"Parameters a token, {most}"] = float(shared + k * expert - unchosen_parameters(architecture))
             row[f"FLOPs a token, {most}"] = float(scoring_flops(architecture, vocab_size, k, scope))
-        row["FLOPs of training"] = by_token * (updates * step + family.learned(before) - family.tokens)
-        row["Bytes synchronised"] = 4.0 * (agreed * own + (shared + expert) * begin)
+        row["Updates"] = float(updates)
+        # What a seed phase stands for was done by a dense model.
+        row["FLOPs of training"] = sum(
+            number * step * training_flops_per_token(one, vocab_size, context)
+            for number, one in ((own, architecture), (updates - own, dense))
+        ) + (family.learned(before) - family.tokens) * training_flops_per_token(dense, vocab_size, context)
+        row["Bytes synchronised"] = 4.0 * (agreed * own + sum(parameters(dense, vocab_size)) * begin)
         row["Seconds to add a domain"] = _seconds_to_add(run, model, config)
         rows[label] = row
     numbered = [
         f"{what} a token, {k}" for what in ("Parameters", "FLOPs") for k in (*(f"top-{k}" for k in TOP_K), "all")
     ]
-    columns = ["Parameters", *numbered, "FLOPs of training", "Bytes synchronised", "Seconds to add a domain"]
+    columns = ["Parameters", *numbered, "Updates", "FLOPs of training", "Bytes synchronised", "Seconds to add a domain"]
     frame = pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns)
     return Table(
         "family_costs",
         "What each family costs",
-        "Parameters of a family and of a token by the experts that the token takes (top-k), the FLOPs to predict a "
-        "token and to train, the bytes of gradients that all experts must agree on in training, and the time to add a "
-        "domain.",
+        "Parameters of a family and of a token by the experts that the token takes (top-k), the updates of training, "
+        "the FLOPs to predict a token and to train, the bytes of gradients that all experts must agree on in training, "
+        "and the time to add a domain.",
         frame,
         notes=(
             "Only weights by clusters, or one known domain, choose experts before these are computed: by all other "
-            "rules a token costs what “all” says, whatever top-k is.",
+            "rules a token costs what “all” says, whatever top-k is. Of a token-routed model “all” are the chosen.",
             "FLOPs of training include activation checkpointing and a seed phase (section 5.1 of Narayanan et al. "
-            "2021). Bytes synchronised are 4 per parameter and update, of what each expert shares with others, and of "
-            "the whole model in a seed phase; an expert on several ranks exchanges its own gradients besides.",
+            "2021), as updates do. Bytes synchronised are 4 per parameter and update, of what each expert shares with "
+            "others, and of the whole model in a seed phase; several ranks of an expert exchange its own besides.",
             "Seconds are those of steps: of the adaptation to a novel domain (their mean), or of one expert's training "
             "where experts are whole models (their mean), after the seed phase.",
             *read.parent_notes(config, before),
         ),
         formats=dict.fromkeys(columns[:5], "{:,.0f}")
-        | dict.fromkeys(columns[5:10], "{:.3g}")
-        | {"Bytes synchronised": "{:,.0f}", "Seconds to add a domain": "{:,.1f}"},
+        | dict.fromkeys([*columns[5:9], "FLOPs of training"], "{:.3g}")
+        | {"Updates": "{:,.0f}", "Bytes synchronised": "{:,.0f}", "Seconds to add a domain": "{:,.1f}"},
     )
 
 
@@ -331,7 +342,7 @@ def one_clusters(config: dict[str, Any]) -> dict[tuple[int, str], System]:
 
     A seed is a state of Dense (Balanced), which goes on with the same schedule.
     """
-    single = [family for family in families(config).values() if not family.model.kind.has_experts]
+    single = [one for one in families(config).values() if one.chosen == "1" and not one.model.kind.has_experts]
     return {one.budget: one.system for one in single if one.begun or one.system == read.BALANCED}
 
 

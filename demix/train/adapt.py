@@ -18,6 +18,7 @@ from demix.model.checkpoint import (
     expert_lineage,
     load_model,
     refuse_other_tokenizer,
+    refuse_routed,
     save_expert,
     save_shared,
 )
@@ -83,6 +84,7 @@ def adapt_expert(
     """
     if init not in ("", *INITS):
         raise DemixError(f"--init {init}", "is not known", f"use {' or '.join(INITS)}")
+    refuse_routed(directory, "no expert of a domain can join")
     init = init or ("average" if describe(directory).get("expert_scope") == "model" else "parent")
     set_threads(adaptation.threads)
     with joined() as world:

@@ -13,6 +13,7 @@ from demix.errors import DemixError
 from demix.files import digest, linked, read_json, replacing, write_json
 from demix.model.checkpoint import describe, expert_lineage, load_model, load_verified, refuse_other_tokenizer
 from demix.model.description import SeedManifest, read_seed_manifest, tokens_learned
+from demix.model.gpt import GPT
 from demix.train.state import SHARED, State, expert_file, load_state
 
 MANIFEST, EXPERT = "manifest.json", expert_file(DENSE_EXPERT)
@@ -126,8 +127,12 @@ def read_seed(directory: Path, identity: Mapping[str, Any], schedule: str = "con
             cause = "is a model, with which a training of its own begins anyway"
             raise DemixError(directory, cause, "leave out --schedule")
         return _initial_model(directory, identity)
+    architecture = {key: value for key, value in identity["training"]["architecture"].items() if key != "routed"}
+    if not restart and architecture != identity["training"]["architecture"]:
+        cause = "is continue, and the state of a dense model has no moments of a router"
+        raise DemixError("--schedule", cause, "use restart")
     seed = SeedState(directory, read_seed_manifest(directory / MANIFEST), restart)
-    own = {**identity["training"], "tokenizer": identity["tokenizer_sha256"]}
+    own = {**identity["training"], "tokenizer": identity["tokenizer_sha256"], "architecture": architecture}
     parents = {**seed.manifest.training, "tokenizer": seed.manifest.tokenizer_sha256}
     # Experts of clusters have other numbers of sequences than those of domains, and as many in a step all together.
     own["sequences of a step"] = own.pop("sequences") * len(identity["data"]) * identity.get("share", 1)
@@ -145,7 +150,7 @@ def read_seed(directory: Path, identity: Mapping[str, Any], schedule: str = "con
 
 def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel:
     description, lineage = describe(directory), expert_lineage(directory, DENSE_EXPERT)
-    architecture = architecture_from(identity["training"]["architecture"]).described
+    architecture = architecture_from(identity["training"]["architecture"]).unrouted.described
     if description["architecture"] != architecture:
         cause = f"has the architecture {description['architecture']}, and this training {architecture}"
         raise DemixError(directory, cause, "set the section architecture to that of the model")
@@ -182,3 +187,19 @@ def branched(state: State, experts: Sequence[str], scope: str = "feedforward") -
         for name, tensor in dense.items()
     }
     return State(state.step, state.shared, dict.fromkeys(experts, own), state.metrics)
+
+
+def upcycled(state: State, model: GPT) -> State:
+    """The state of a dense model as that of `model`, in whose routed layers each expert is a copy of the feedforward.
+
+    Routers are those of `model`, as it was initialised (Komatsuzaki et al. 2023, "Sparse Upcycling"). A state with
+    moments of Adam is not for `model`, whose experts see a part of the tokens each.
+    """
+    (dense,) = state.experts.values()
+    _, own = model.parted({f"parameter/{name}": tensor.detach() for name, tensor in model.named_parameters()})
+    (begun,) = own.values()
+    copies = {
+        name: initial if name.endswith(".router") else dense[name].expand(initial.shape)
+        for name, initial in begun.items()
+    }
+    return State(state.step, state.shared, {DENSE_EXPERT: copies}, state.metrics)

@@ -29,9 +29,9 @@ from demix.model.device import set_threads
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.model.tokenizer import copy_tokenizer
-from demix.settings import Integer, Text, names_of, settings
+from demix.settings import Integer, Number, Text, names_of, settings
 from demix.train.batches import batches_of
-from demix.train.branch import SeedState, branched, keep_seed, read_seed
+from demix.train.branch import SeedState, branched, keep_seed, read_seed, upcycled
 from demix.train.loop import DivergedError, Evaluation, Optimization, train, write_metrics
 from demix.train.parallel import World, joined
 from demix.train.state import remove_states, step_folder
@@ -44,7 +44,7 @@ class Training(TrainingRecipe):
     """How a model is trained from scratch. `tokens` is the model's total; `sequences` counts per domain and step."""
 
     seed: Seed
-    architecture: dict[Text, Text | Integer]
+    architecture: dict[Text, Text | Integer | dict[Text, Integer | Number]]
     threads: Threads
 
     def step_tokens(self, domains: int) -> int:
@@ -115,7 +115,9 @@ def train_model(
             kind, steps, len(domains), training.sequences, world.size,
         )  # fmt: skip
         update = training.step_tokens(len(domains) * share)
-        first = None if seed is None else branched(seed.load(update), _experts(row, domains), row.expert_scope)
+        first = None if seed is None else seed.load(update)
+        if first is not None:
+            first = upcycled(first, model) if row.routed else branched(first, _experts(row, domains), row.expert_scope)
         keeping = (*keep, *([until] if until else []))
         begin = first.step if first and seed and seed.restart else 0
         try:
@@ -190,6 +192,9 @@ def _initial(
     kind: Kind, architecture: Architecture, vocab_size: int, domains: tuple[str, ...], placement: Placement
 ) -> GPT:
     """The model of `kind` with the experts of one rank, before its parameters are initialised."""
+    if kind.routed != bool(architecture.routed):
+        cause = f"{'lacks' if kind.routed else 'has'} routed, and the kind of the model is {kind.name}"
+        raise DemixError("--settings.architecture", cause, "copy both from the command that snakemake prints")
     experts = _experts(kind, domains)
     # A model without expert tensors still stores its feedforwards in a separate file, as those of its one expert.
     scope = "feedforward" if kind.expert_scope == "none" else kind.expert_scope

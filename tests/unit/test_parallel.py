@@ -35,6 +35,7 @@ from support.training import train_here
 
 DOMAINS = TRAINING + NOVEL
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 16}
+ROUTED = {"experts": 4, "top_k": 2, "every": 2, "capacity": 1.0, "balance": 0.1}
 STEPS = 20
 EXACT = Training(
     seed=1, architecture=SIZES, tokens=16 * 4 * 4 * STEPS, sequences=4, learning_rate=3e-3, warmup=0.1, clip=0.5,
@@ -66,6 +67,8 @@ class Case:
         )
         paths = [tokens / "tokens" / domain / "train.arrow" for domain in DOMAINS[: self.domains]]
         places = folder / "model", folder / "metrics.jsonl", folder / "checkpoints"
+        if self.kind == "routed":
+            training = dataclasses.replace(training, architecture=SIZES | {"routed": ROUTED})
         branch = folder.parent / "seeds" / "dense" / f"step-{self.seed:08d}" if self.seed else None
         if branch and not branch.exists():
             train_model("dense", training, paths, branch, None, folder.parent / "checkpoints", until=self.seed)
@@ -78,6 +81,7 @@ CASES = [
     Case("demix", 2, 8), Case("demix", 3, 3), Case("demix", 4, 2, micro=1), Case("demix", 4, 8, precision="fp32"),
     Case("dense", 4, 2), Case("dense", 4, 3), Case("dense", 4, 8, precision="fp32"),
     Case("dense_unbalanced", 3, 5), Case("domain_token", 4, 2),
+    Case("routed", 4, 2), Case("routed", 4, 4), Case("routed", 4, 2, micro=1),
     Case("demix", 4, 2, seed=7), Case("demix", 4, 8, seed=7), Case("demix", 4, 7, UNEQUAL, seed=7),
 ]  # fmt: skip
 
@@ -120,7 +124,9 @@ def test_any_number_of_ranks_trains_as_one_process(trained: Path, case: Case) ->
     assert len(ours) == len(theirs) == STEPS - case.seed
     tolerance = {"fp64": 1e-9, "fp32": 1e-5}[case.precision]
     for mine, other in zip(ours, theirs, strict=True):
-        shared = [key for key in other if key.startswith("loss") or key in ("step", "tokens", "gradient_norm")]
+        shared = [
+            key for key in other if key.startswith(("loss", "router")) or key in ("step", "tokens", "gradient_norm")
+        ]
         assert len(shared) >= 4
         assert [mine[key] for key in shared] == pytest.approx([other[key] for key in shared], rel=tolerance)
     files = sorted(path.relative_to(trained / alone.name) for path in (trained / alone.name).rglob("*.safetensors"))
@@ -140,7 +146,7 @@ def test_any_number_of_ranks_trains_as_one_process(trained: Path, case: Case) ->
 @pytest.mark.parametrize("case", [case for case in CASES if case.ranks > 1], ids=lambda case: case.name)
 def test_the_bytes_sent_are_those_of_the_formula(trained: Path, tokens: Path, case: Case) -> None:
     vocab_size = TokenShard.open(tokens / "tokens" / DOMAINS[0] / "train.arrow").vocab_size
-    architecture = Architecture(**SIZES)
+    architecture = Architecture(**SIZES, **({"routed": ROUTED} if case.kind == "routed" else {}))
     domain_tokens = case.domains if case.kind == "domain_token" else 0
     shared, expert = parameters(architecture, vocab_size, domain_tokens)
     # The first rank's; the metrics are its.
