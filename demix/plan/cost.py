@@ -1,7 +1,7 @@
 """The cost of a config by domain and by model, before anything runs or is downloaded."""
 
 import glob
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from demix.config.systems import Model, adaptations, rule_of, trained
 from demix.data.sources import Source
 from demix.errors import DemixError
 from demix.model.description import read_description, tokens_learned
+from demix.plan.cells import decimal, folded, short, significant
 from demix.plan.flops import (
     HARDWARE,
     Hardware,
@@ -329,7 +330,7 @@ def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) ->
         + f"; {ALIKE}",
         show_footer=True,
     )
-    total = _flops(sum((plan.steps - plan.begin) * plan.flops for plan in plans) / 1e15)
+    total = significant(sum((plan.steps - plan.begin) * plan.flops for plan in plans) / 1e15)
     for head in (
         "model",
         "domains",
@@ -378,7 +379,7 @@ def _of_folders(config: dict[str, Any]) -> list[str]:
     for folder, names in begun.items():
         path = Path(folder) / "model.json"
         tokens = tokens_learned(read_description(path)) if path.is_file() else None
-        known = "are not known" if tokens is None else f"({_short(tokens)}) are not counted"
+        known = "are not known" if tokens is None else f"({short(tokens)}) are not counted"
         told.append(f"tokens of the parent {folder} of {', '.join(names)} {known}")
     return told
 
@@ -391,12 +392,12 @@ def _work_row(plan: TrainingPlan) -> tuple[str, ...]:
     return (
         plan.name,
         str(plan.domains),
-        _short(plan.tokens),
+        short(plan.tokens),
         f"{plan.steps:,}",
         f"{plan.sequences:,}",
-        *(_short(size) for size in (plan.shared, plan.expert, plan.shared + plan.experts * plan.expert)),
-        _flops(plan.flops / 1e12),
-        _flops(plan.all_flops / 1e15),
+        *(short(size) for size in (plan.shared, plan.expert, plan.shared + plan.experts * plan.expert)),
+        significant(plan.flops / 1e12),
+        significant(plan.all_flops / 1e15),
     )
 
 
@@ -405,35 +406,11 @@ def _takes_row(plan: TrainingPlan, device: Hardware) -> tuple[str, ...]:
         plan.name,
         str(plan.ranks),
         str(plan.experts_per_rank),
-        *(f"{_short(size)}B" for size in (plan.state, plan.activations, plan.recomputed, plan.checkpoint)),
-        f"{_short((plan.steps - plan.begin) * plan.synced)}B",
+        *(f"{short(size)}B" for size in (plan.state, plan.activations, plan.recomputed, plan.checkpoint)),
+        f"{short((plan.steps - plan.begin) * plan.synced)}B",
         decimal(plan.hours),
         decimal(device.units * plan.rank_hours),
     )
-
-
-def folded(rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Rows of a name and cells, where rows that are alike but for what follows the last "-" of the name are one row.
-
-    Eight rows demix-dapt-<domain> of equal cells become `demix-dapt-* × 8` with the cells of one.
-    """
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, *cells in rows:
-        stem, dash, _ = name.rpartition("-")
-        groups.setdefault((stem + dash or name, *cells), []).append(name)
-    return [
-        (names[0] if len(names) == 1 else f"{stem}* × {len(names)}", *cells) for (stem, *cells), names in groups.items()
-    ]
-
-
-def _flops(number: float) -> str:
-    """Two decimals; three significant digits below one."""
-    return f"{number:.2f}" if number >= 1 else f"{number:.3g}"
-
-
-def decimal(number: float) -> str:
-    """One decimal; two significant digits below one."""
-    return f"{number:,.1f}" if number >= 1 else f"{number:.2g}"
 
 
 def _sum(values: list[int | None]) -> int | None:
@@ -447,16 +424,7 @@ def _shown(plan: DomainPlan, partly: Sequence[DomainPlan] = ()) -> tuple[str, st
     def more(key: str) -> str:
         return "+" if any(getattr(part, key) is None for part in partly) else ""
 
-    documents = "?" if plan.documents is None else _short(plan.documents) + more("documents")
-    words = "all" if plan.words is None else _short(plan.words) + more("words")
-    kept, passing = ("?" if size is None else f"{_short(size)}B{more('kept')}" for size in (plan.kept, plan.passing))
+    documents = "?" if plan.documents is None else short(plan.documents) + more("documents")
+    words = "all" if plan.words is None else short(plan.words) + more("words")
+    kept, passing = ("?" if size is None else f"{short(size)}B{more('kept')}" for size in (plan.kept, plan.passing))
     return documents, words, str(plan.jobs), kept, passing
-
-
-def _short(number: int) -> str:
-    """A number with a suffix for thousands to trillions: 1234567 becomes 1.2M."""
-    value, letters = float(number), iter(("", "k", "M", "G", "T"))
-    letter = next(letters)
-    while value >= 999.5 and letter != "T":
-        value, letter = value / 1000, next(letters)
-    return f"{value:.0f}{letter}" if value >= 99.5 or not letter else f"{value:.1f}{letter}"

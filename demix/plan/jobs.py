@@ -16,7 +16,8 @@ from demix.config.systems import adaptations, job_place, learned_splits, seeds, 
 from demix.files import write_text
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.slurm import sbatch_text
-from demix.plan.cost import ALIKE, TOKENS_PER_WORD, TrainingPlan, decimal, folded, named, plan_domains, plan_training
+from demix.plan.cells import decimal, folded
+from demix.plan.cost import ALIKE, TOKENS_PER_WORD, TrainingPlan, named, plan_domains, plan_training
 from demix.plan.flops import HARDWARE, Hardware, achieved_tflops, score_table_bytes, scoring_hours
 from demix.settings import settings_from
 

@@ -136,7 +136,7 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     from demix.report.all_tables import write_tables
     from demix.report.claims import write_claims
     from demix.report.clusters import read_clusters
-    from demix.report.families import write_families
+    from demix.report.family_pages import write_families
     from demix.report.figures import write_figures
     from demix.report.index import cost_by_stage, write_index
 

@@ -1,7 +1,7 @@
 """The families of models side by side: dense, DEMix, BTM and c-BTM, what each costs, and how many experts it takes."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,11 @@ from demix.config.routed import architecture_of
 from demix.config.rows import clusterings
 from demix.config.systems import Model, adapted, trained
 from demix.plan.flops import scoring_flops
-from demix.report import left_out, read
-from demix.report.all_tables import filled, scale_note
+from demix.report import read
 from demix.report.cells import kinds_of_domains, lowest, mean_of, percent, seeds_of
-from demix.report.clusters import Clusters, cluster_experts, cluster_sizes, clusters_table
-from demix.report.family_differences import family_differences_table
-from demix.report.figures import write_charts
 from demix.report.look import COLOURS, DASHES, finish, finite, heading_of
 from demix.report.read import Results, evaluations, novel_domains, perplexities, step_seconds
-from demix.report.render import Table, write_table
+from demix.report.render import Table
 from demix.report.verdict import mean_interval
 
 # The numbers of experts a token whose cost is told.
@@ -431,27 +427,3 @@ def _panels(points: pd.DataFrame, lines: pd.DataFrame, over: str, config: dict[s
         for kind, _ in _kinds(config)
     ]
     return alt.hconcat(*panels, spacing=30)
-
-
-def write_families(
-    run: Path, results: Results, differences: pd.DataFrame, clusters: Clusters, config: dict[str, Any], output: Path
-) -> None:
-    """Write the tables and figures of families that the run has into tables/ and figures/ below `output`."""
-    own, absent = read.of_seed(results, config), left_out(config)
-    tables: dict[str, Callable[[], Table]] = {
-        "families": lambda: families_table(results, config, read.tokens_before(run, config)),
-        "family_differences": lambda: family_differences_table(own, differences, config),
-        "family_costs": lambda: family_costs_table(run, config),
-        "top_k": lambda: top_k_table(results, config),
-        "temperatures": lambda: temperatures_table(own, config),
-        "clusters": lambda: clusters_table(clusters),
-    }
-    charts: dict[str, Callable[[], alt.TopLevelMixin]] = {
-        "by_clusters": lambda: by_clusters(own, config),
-        "cluster_experts": lambda: cluster_experts(clusters, config),
-        "cluster_sizes": lambda: cluster_sizes(clusters),
-    }
-    for name, make in tables.items():
-        if name not in absent:
-            write_table(filled(make()).noted(scale_note(results, config)), output / "tables")
-    write_charts({name: draw() for name, draw in charts.items() if name not in absent}, output / "figures")

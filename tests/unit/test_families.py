@@ -21,8 +21,8 @@ from demix.report.families import (
     family_costs_table,
     temperatures_table,
     top_k_table,
-    write_families,
 )
+from demix.report.family_pages import write_families
 from demix.report.index import _groups
 from demix.report.own_tables import full_table
 from demix.report.read import Results, read_results

@@ -17,7 +17,8 @@ from demix.config.check import load_config
 from demix.config.scoring import scoring_jobs
 from demix.config.systems import adaptations, trained
 from demix.errors import DemixError
-from demix.plan.cost import folded, plan_domain, plan_table, plan_training, training_tables
+from demix.plan.cells import folded
+from demix.plan.cost import plan_domain, plan_table, plan_training, training_tables
 from demix.plan.flops import HARDWARE
 from demix.plan.jobs import in_one_line, jobs_table, plan_jobs, scoring_cost, usual_hardware
 

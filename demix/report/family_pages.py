@@ -1,0 +1,41 @@
+"""All tables and figures of families, as files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import pandas as pd
+
+from demix.report import left_out, read
+from demix.report.all_tables import filled, scale_note
+from demix.report.clusters import Clusters, cluster_experts, cluster_sizes, clusters_table
+from demix.report.families import by_clusters, families_table, family_costs_table, temperatures_table, top_k_table
+from demix.report.family_differences import family_differences_table
+from demix.report.figures import write_charts
+from demix.report.read import Results
+from demix.report.render import Table, write_table
+
+
+def write_families(
+    run: Path, results: Results, differences: pd.DataFrame, clusters: Clusters, config: dict[str, Any], output: Path
+) -> None:
+    """Write the tables and figures of families that the run has into tables/ and figures/ below `output`."""
+    own, absent = read.of_seed(results, config), left_out(config)
+    tables: dict[str, Callable[[], Table]] = {
+        "families": lambda: families_table(results, config, read.tokens_before(run, config)),
+        "family_differences": lambda: family_differences_table(own, differences, config),
+        "family_costs": lambda: family_costs_table(run, config),
+        "top_k": lambda: top_k_table(results, config),
+        "temperatures": lambda: temperatures_table(own, config),
+        "clusters": lambda: clusters_table(clusters),
+    }
+    charts: dict[str, Callable[[], alt.TopLevelMixin]] = {
+        "by_clusters": lambda: by_clusters(own, config),
+        "cluster_experts": lambda: cluster_experts(clusters, config),
+        "cluster_sizes": lambda: cluster_sizes(clusters),
+    }
+    for name, make in tables.items():
+        if name not in absent:
+            write_table(filled(make()).noted(scale_note(results, config)), output / "tables")
+    write_charts({name: draw() for name, draw in charts.items() if name not in absent}, output / "figures")
