@@ -1,4 +1,4 @@
-"""Branch-Train-Merge and c-BTM as rows that join a finished run, which leave what it has as it is."""
+"""Rows of other families that join a finished run, which leave what it has as it is."""
 
 import shutil
 from pathlib import Path
@@ -20,10 +20,13 @@ ROWS = {
     "models": {
         "btm": BRANCH | {"experts_per_job": 3},
         "cbtm_2": BRANCH | {"data": "k2", "experts_per_job": 2},
+        "upcycled": BRANCH | {"kind": "routed", "experts": 4, "top_k": 2, "every": 2},
     },
     "clusterings": {"k2": {"clusters": 2, "dimensions": 20}, "by_domain": {"method": "metadata", "dimensions": 20}},
     "evaluation": TINY["evaluation"] | {"weights": ["history", "cluster", "cluster+history"]},
 }
+
+TOKENS_OF_UPDATE = 3 * TINY["training"]["sequences"] * TINY["architecture"]["context"]
 
 pytestmark = pytest.mark.workflow
 
@@ -48,7 +51,7 @@ def test_rows_join_a_finished_run_and_leave_its_models_as_they_are(
     jobs = jobs_by_rule(planned)
     assert {rule: number for rule, number in jobs.items() if rule.startswith(("train", "join", "seed", "adapt"))} == {
         "seed": 1, "train_btm__parliament__and_2_more": 1, "train_cbtm_2__c00__and_1_more": 1,
-        "join_btm": 1, "join_cbtm_2": 1,
+        "join_btm": 1, "join_cbtm_2": 1, "train_upcycled": 1,
     }  # fmt: skip
     assert all(sha256_file(Path(path)) == sha256 for path, sha256 in before.items())
     assert "Nothing to be done" in ran(folder, "config.yaml", "-n")
@@ -59,6 +62,13 @@ def test_rows_join_a_finished_run_and_leave_its_models_as_they_are(
         ended = read_json_lines(run / "metrics" / f"{model}.jsonl")[-1]
         assert (ended["step"], ended["tokens"]) == (dense["step"], dense["tokens"]), "equal tokens and updates"
         assert read_json(run / "models" / model / "model.json")["expert_scope"] == "model"
+    routed = read_json(run / "models" / "upcycled" / "model.json")
+    assert routed["architecture"]["routed"]["experts"] == 4
+    assert routed["parent"]["step"] * TOKENS_OF_UPDATE == routed["tokens_seed"]
+    assert routed["tokens_seed"] < routed["tokens"] < dense["tokens"], "the FLOPs of dense, in fewer updates"
+    scored = pd.read_parquet(run / "results.parquet").query("model == 'upcycled' and split == 'test'")
+    assert set(scored["domain"]) == {*TINY["domains"]["training"], *TINY["domains"]["novel"]}
+    assert scored["perplexity"].between(10, 512).all()
 
 
 def test_shards_of_clusters_hold_no_tokens(finished: tuple[Path, dict[str, str], str]) -> None:
