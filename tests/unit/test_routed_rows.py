@@ -168,7 +168,7 @@ def test_an_upcycled_model_is_the_dense_one_before_its_first_step() -> None:
     assert torch.equal(model.blocks[1].feedforward.router, router)
     inputs = np.random.default_rng(1).integers(400, size=(3, 32))
     mask = np.ones_like(inputs, bool)
-    before, after = (log_probabilities(one, inputs, inputs[:, ::-1].copy(), mask) for one in (dense, model))
+    before, after = (log_probabilities(one.double(), inputs, inputs[:, ::-1].copy(), mask) for one in (dense, model))
     np.testing.assert_allclose(after, before, rtol=0, atol=1e-6)
     for expert in range(4):
         assert torch.equal(model.blocks[1].feedforward.up[0, expert], dense.blocks[1].feedforward.up[0])
@@ -195,7 +195,7 @@ def test_upcycling_begins_with_the_next_loss_of_its_parent(run: Path) -> None:
     rows = [row for row in up if "loss" in row]
     assert up[0] == {"step": 10, "tokens": 1920, "branched_from": "dense"}
     assert [row["step"] for row in rows] == list(range(11, 25))
-    assert rows[0]["loss"] == pytest.approx(dense[10]["loss"], rel=1e-6)
+    assert rows[0]["loss"] == pytest.approx(dense[10]["loss"], rel=1e-5)
     assert rows[0]["learning_rate"] == TRAIN.learning_rate
     assert rows[0]["router_dropped"] == 0, "a capacity of all tokens"
     assert sum(rows[-1][f"router_load/{expert}"] for expert in range(4)) == pytest.approx(1)

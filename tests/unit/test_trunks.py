@@ -51,12 +51,12 @@ def test_they_are_scored_and_mixed_alike(
         losses.append(document_losses(output / f"{NOVEL[0]}.test", experts, mixtures, priors))
     assert max(live) == 1
     assert not list(tmp_path.glob("*/*/.*"))
-    np.testing.assert_allclose(tables[1].scores, tables[0].scores, rtol=1e-6)
+    np.testing.assert_allclose(tables[1].scores, tables[0].scores, rtol=1e-5)
     assert not np.allclose(tables[0].scores[..., 0], tables[0].scores[..., 1], atol=0.1)
     for key in experts:
-        np.testing.assert_allclose(losses[1].experts[key], losses[0].experts[key], rtol=1e-6)
+        np.testing.assert_allclose(losses[1].experts[key], losses[0].experts[key], rtol=1e-5)
     for key in mixtures:
-        np.testing.assert_allclose(losses[1].mixtures[key], losses[0].mixtures[key], rtol=1e-6)
+        np.testing.assert_allclose(losses[1].mixtures[key], losses[0].mixtures[key], rtol=1e-5)
 
 
 def test_a_text_of_ones_own_is_predicted_alike(
@@ -73,7 +73,7 @@ def test_a_text_of_ones_own_is_predicted_alike(
     for part in ("mixtures", "experts"):
         for stacked, apart in zip(found[0][part], found[1][part], strict=True):
             assert stacked["name"] == apart["name"]
-            assert apart["perplexity"] == pytest.approx(stacked["perplexity"], rel=1e-6)
+            assert apart["perplexity"] == pytest.approx(stacked["perplexity"], rel=1e-5)
 
 
 def test_texts_are_decoded_alike(models: tuple[Path, Path]) -> None:
@@ -91,7 +91,7 @@ def test_texts_are_decoded_alike(models: tuple[Path, Path]) -> None:
         found.append((*read, *drawn, decoder.next_log_probabilities()))
     for stacked, apart in zip(*found, strict=True):
         assert apart.shape == stacked.shape
-        np.testing.assert_allclose(apart, stacked, rtol=1e-6)
+        np.testing.assert_allclose(apart, stacked, rtol=1e-5)
 
 
 def test_each_trunk_reads_with_its_own_weights() -> None:
