@@ -8,10 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from demix.data.shards import TokenShard
 from demix.files import read_json_lines
+from demix.train import stage
 from demix.train.adapt import Adaptation
+from demix.train.batches import Batch, Batches, batches_of
 from demix.train.stage import Training
 from support.cli import said
 from support.tokens import TRAINING
@@ -34,6 +39,29 @@ def shard_paths(tokens: Path, domains=TRAINING, split: str = "train") -> list[Pa
 
 def opened(tokens: Path) -> list[TokenShard]:
     return [TokenShard.open(path) for path in shard_paths(tokens)]
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, steps: set[int], domains=TRAINING) -> list[tuple[str, ...]]:
+    """Stop trainings of `domains` by SIGTERM before each of `steps`, which is then removed.
+
+    Returns a list to which every batch that is drawn adds its domains.
+    """
+    drawn: list[tuple[str, ...]] = []
+
+    def stopping(*arguments: Any) -> Batches:
+        batches, names = batches_of(*arguments), tuple(arguments[2])
+
+        def batch(number: int) -> Batch:
+            drawn.append(names)
+            if names == tuple(domains) and number in steps:
+                steps.remove(number)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return batches.draw(number)
+
+        return dataclasses.replace(batches, draw=batch)
+
+    monkeypatch.setattr(stage, "batches_of", stopping)
+    return drawn
 
 
 def train_command(kind: str, tokens: Path, folder: Path, settings: Training = TRAIN) -> list[str]:

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -19,14 +17,14 @@ from demix.model.description import tokens_learned
 from demix.model.gpt import GPT
 from demix.model.merge import merge_experts
 from demix.train import stage
-from demix.train.batches import Batch, Batches, balanced_batches, batches_of
+from demix.train.batches import balanced_batches
 from demix.train.branch import branched, read_seed
 from demix.train.loop import learning_rate_at
 from demix.train.stage import identity_of, optimization, take_seed, train_model
 from demix.train.state import State
 from support.cli import demix, said
 from support.tokens import TRAINING
-from support.training import TRAIN, losses, opened, shard_paths
+from support.training import TRAIN, losses, opened, shard_paths, stop_at
 
 # A step of TRAIN is 192 tokens, and there are 24.
 STEPS = 24
@@ -144,20 +142,9 @@ def test_a_stopped_branch_resumes_to_the_bit(
 ) -> None:
     train_into(tmp_path, "whole", "demix", tokens, branch=seed(run, 10))
 
-    def dying(*arguments: object) -> Batches:
-        batches = batches_of(*arguments)
-
-        def batch(number: int) -> Batch:
-            if number in stops:
-                stops.remove(number)
-                os.kill(os.getpid(), signal.SIGTERM)
-            return batches.draw(number)
-
-        return dataclasses.replace(batches, draw=batch)
-
     # The first before any update of its own, the others between checkpoints.
     stops = {10, 13, 17}
-    monkeypatch.setattr(stage, "batches_of", dying)
+    stop_at(monkeypatch, stops)
     for _ in range(3):
         with pytest.raises(StoppedError):
             train_into(tmp_path, "again", "demix", tokens, branch=seed(run, 10))

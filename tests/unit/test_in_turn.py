@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,10 @@ from demix.config.rules import RunRules
 from demix.config.systems import Model, trained
 from demix.errors import DemixError, StoppedError
 from demix.files import read_json
-from demix.train import stage
-from demix.train.batches import Batch, Batches, batches_of
 from demix.train.in_turn import job_folder
 from support.cli import demix, said
 from support.tokens import TRAINING
-from support.training import TRAIN, shard_paths
+from support.training import TRAIN, shard_paths, stop_at
 
 CONFIG = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 SHORT = dataclasses.replace(TRAIN, tokens=32 * 2 * 3 * 12)
@@ -47,32 +44,17 @@ def test_experts_of_one_job_are_those_of_many(
     alone, together = tmp_path / "alone", tmp_path / "together"
     for name in TRAINING:
         assert said(command(tokens, alone, name)) is None
-    drawn: list[str] = []
-    stops = [(TRAINING[1], 7)]
-
-    def dying(*arguments: Any) -> Batches:
-        batches, (name,) = batches_of(*arguments), arguments[2]
-
-        def batch(number: int) -> Batch:
-            drawn.append(name)
-            if (name, number) in stops:
-                stops.clear()
-                os.kill(os.getpid(), signal.SIGTERM)
-            return batches.draw(number)
-
-        return dataclasses.replace(batches, draw=batch)
-
-    monkeypatch.setattr(stage, "batches_of", dying)
+    drawn = stop_at(monkeypatch, {7}, TRAINING[1:2])
     lost = demix(*command(tokens, together, *TRAINING))
     assert isinstance(lost.exception, StoppedError)
     assert not list((together / "branches").glob("*")), "Snakemake would delete them"
     assert not list((together / "metrics").glob("*"))
-    assert set(drawn) == set(TRAINING[:2])
+    assert set(drawn) == {(name,) for name in TRAINING[:2]}
     drawn.clear()
     for experts in again:
         assert said(command(tokens, together, *experts)) is None
     # The lost one goes on from its own state after seven updates, and the one before it is not trained again.
-    assert [drawn.count(name) for name in TRAINING] == [0, 12 - 7, 12]
+    assert [drawn.count((name,)) for name in TRAINING] == [0, 12 - 7, 12]
     assert files(together) == files(alone)
     for name in TRAINING:
         found = [

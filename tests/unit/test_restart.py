@@ -2,8 +2,6 @@
 
 import copy
 import dataclasses
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,10 @@ from demix.errors import DemixError, StoppedError
 from demix.files import read_json_lines
 from demix.model.checkpoint import describe, load_model
 from demix.train import stage
-from demix.train.batches import Batch, Batches, batches_of
 from demix.train.stage import take_seed, train_model
 from support.cli import said
 from support.tokens import TRAINING
-from support.training import TRAIN, shard_paths, train_command
+from support.training import TRAIN, shard_paths, stop_at, train_command
 
 SEED = 10
 # A step of TRAIN is 192 tokens, one of OWN 288. The seed's 1,920 tokens are 6 of these steps and a part of the next.
@@ -63,19 +60,7 @@ def test_a_stopped_one_resumes_to_the_bit(
 ) -> None:
     whole = train_into(tmp_path / "whole", "demix", tokens, seed)
     stops = {7, 10}
-
-    def dying(*arguments: Any) -> Batches:
-        batches = batches_of(*arguments)
-
-        def batch(number: int) -> Batch:
-            if number in stops:
-                stops.remove(number)
-                os.kill(os.getpid(), signal.SIGTERM)
-            return batches.draw(number)
-
-        return dataclasses.replace(batches, draw=batch)
-
-    monkeypatch.setattr(stage, "batches_of", dying)
+    stop_at(monkeypatch, stops)
     for _ in range(2):
         with pytest.raises(StoppedError):
             train_into(tmp_path / "again", "demix", tokens, seed)
