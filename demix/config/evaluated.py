@@ -229,6 +229,11 @@ def chosen_on_dev(config: Mapping[str, Any]) -> tuple[Model, ...]:
     return tuple(model for model in trained(config) if model.kind.has_experts and not model.removed)
 
 
+def token_routed(config: Mapping[str, Any]) -> tuple[Model, ...]:
+    """The models of the run's own seed whose tokens choose their experts."""
+    return tuple(model for model in trained(config) if model.kind.routed and model.seed == config["seed"])
+
+
 # The systems that differences.parquet subtracts, by their names in its column `against`.
 BASES = {
     "dense_unbalanced": systems_of("dense_unbalanced", KINDS["dense_unbalanced"])[0],

@@ -9,7 +9,7 @@ from rich.table import Table
 from demix.config.architecture import architecture_from, vocabulary
 from demix.config.averages import averages
 from demix.config.check import site_of
-from demix.config.evaluated import chosen_on_dev, routed
+from demix.config.evaluated import chosen_on_dev, routed, token_routed
 from demix.config.routed import architecture_of
 from demix.config.scoring import ScoringJob, scoring_jobs
 from demix.config.systems import adaptations, job_place, learned_splits, seeds, trained
@@ -117,6 +117,7 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
         of_scoring("score", added=False),
         *(of_training("adapt", plan) for plan in plans if plan.rule in adapting),
         of_scoring("score what was adapted", added=True),
+        Jobs("score", "loads of routers", {"loads": len(token_routed(config))}, sites["score"], 1, threads),
         Jobs("corpus", "join experts", joining, sites["corpus"]),
         Jobs("evaluate", "average", averaging, sites["evaluate"]),
         Jobs(

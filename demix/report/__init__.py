@@ -12,8 +12,8 @@ PAPER_TABLES = ("table3", "table4", "table5", "table6", "table7", "table13")
 TABLES = (*PAPER_TABLES, "weights", "decay", "dev_blocks", "overlap", "seeds", "rates", "full", "differences", "audit")
 FIGURES = ("figure2", "figure4", "figure6", "figure7", "figure8", "training")
 # Families of models and clusters of documents (docs/families.md).
-FAMILY_TABLES = ("families", "family_differences", "family_costs", "top_k", "temperatures", "clusters")
-FAMILY_FIGURES = ("by_clusters", "cluster_experts", "cluster_sizes")
+FAMILY_TABLES = ("families", "family_differences", "family_costs", "top_k", "temperatures", "clusters", "routers")
+FAMILY_FIGURES = ("by_clusters", "cluster_experts", "cluster_sizes", "router_loads")
 # The entries of `snakemake --report`, worded so that sorting gives the order of the paper.
 SHOWS = {
     "index": "The run on one page",
@@ -46,6 +46,8 @@ SHOWS = {
     "families": "Families of models: perplexity at equal tokens",
     "family_differences": "Rows of clusters less balanced ones and less Dense (Balanced), with intervals",
     "family_costs": "Families of models: parameters, FLOPs, bytes and seconds",
+    "router_loads": "Which experts the tokens of each domain choose",
+    "routers": "Routers of tokens: what an expert tells of the domain, and loads",
     "temperatures": "Temperatures of weights by clusters, and numbers of experts",
     "top_k": "Numbers of experts a token",
 }
@@ -80,6 +82,7 @@ NEEDS_UNTOLD = {
         *("family_differences", "clusters", "by_clusters", "cluster_experts", "cluster_sizes"),
     ),
     "further temperature or context": ("temperatures",),
+    "model whose tokens choose experts": ("routers", "router_loads"),
 }
 
 
@@ -87,8 +90,10 @@ def left_out(config: dict[str, Any]) -> dict[str, str]:
     """What the report of a run has no table, figure or claim of: their names, each with what the run lacks."""
     rows, evaluation = model_rows(config), config.get("evaluation") or {}
     clusters = any(settings.get("data") for _, settings in rows.values())
+    routers = any(kind.routed for kind, _ in rows.values())
     has = {
-        "several families": clusters or any(kind.expert_scope == "model" for kind, _ in rows.values()),
+        "several families": clusters or routers or any(kind.expert_scope == "model" for kind, _ in rows.values()),
+        "model whose tokens choose experts": routers,
         "model that learns from clusters": clusters,
         "further temperature or context": clusters
         and len(evaluation.get("temperatures") or ()) + len(evaluation.get("routing_context") or ()) > 1,
@@ -124,9 +129,9 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
 
     `run` is the run's folder. The report reads results.parquet, priors.parquet, differences.parquet,
     posteriors.parquet, corpus/overlap.parquet, audit.parquet and benchmarks/ (if they exist), metrics/*.jsonl, the
-    lineages of the experts, and clusters/ and the losses by document of models that learn from clusters. `config` is
-    the run's config; the report shows domains in the config's order. "–" stands for what the run did not make: a domain
-    that no model was trained without.
+    lineages of the experts, clusters/ and the losses by document of models that learn from clusters, and loads/ of
+    models whose tokens choose experts. `config` is the run's config; the report shows domains in the config's order.
+    "–" stands for what the run did not make: a domain that no model was trained without.
 
     Raises DemixError if a file is missing or damaged or lacks a column, or if the rows of one domain were scored on
     different tokens.
@@ -139,6 +144,7 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     from demix.report.family_pages import write_families
     from demix.report.figures import write_figures
     from demix.report.index import cost_by_stage, write_index
+    from demix.report.routers import read_loads
 
     results = read.read_results(run / "results.parquet")
     priors = read.read_priors(run / "priors.parquet").query("seed == @config['seed']")
@@ -151,10 +157,10 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     # The curves are drawn long after the tables; a damaged file must be refused before anything is written.
     for path in sorted((run / "metrics").glob("*.jsonl")):
         check_sealed(path)
-    cost, clusters = cost_by_stage(run, config), read_clusters(run, config)
+    cost, clusters, loads = cost_by_stage(run, config), read_clusters(run, config), read_loads(run, config)
     write_tables(results, differences, overlap, audit, parents, trials, config, output / "tables")
     own = read.of_seed(results, config)
     write_figures(own, priors, overlap, posteriors, run / "metrics", config, output / "figures")
-    write_families(run, results, differences, clusters, config, output)
+    write_families(run, results, differences, clusters, loads, config, output)
     judged = write_claims(results, overlap, differences, parents, config, output, clusters)
     write_index(results, judged, cost, config, output)

@@ -232,11 +232,8 @@ def family_costs_table(run: Path, config: dict[str, Any]) -> Table:
             row[f"Parameters a token, {most}"] = float(shared + k * expert - unchosen_parameters(architecture))
             row[f"FLOPs a token, {most}"] = float(scoring_flops(architecture, vocab_size, k, scope))
         row["Updates"] = float(updates)
-        # What a seed phase stands for was done by a dense model.
-        row["FLOPs of training"] = sum(
-            number * step * training_flops_per_token(one, vocab_size, context)
-            for number, one in ((own, architecture), (updates - own, dense))
-        ) + (family.learned(before) - family.tokens) * training_flops_per_token(dense, vocab_size, context)
+        known = (family.learned(before) - family.tokens) * training_flops_per_token(dense, vocab_size, context)
+        row["FLOPs of training"] = training_flops(model, config)[0] + known
         row["Bytes synchronised"] = 4.0 * (agreed * own + sum(parameters(dense, vocab_size)) * begin)
         row["Seconds to add a domain"] = _seconds_to_add(run, model, config)
         rows[label] = row
@@ -266,6 +263,20 @@ def family_costs_table(run: Path, config: dict[str, Any]) -> Table:
         | dict.fromkeys([*columns[5:9], "FLOPs of training"], "{:.3g}")
         | {"Updates": "{:,.0f}", "Bytes synchronised": "{:,.0f}", "Seconds to add a domain": "{:,.1f}"},
     )
+
+
+def training_flops(model: Model, config: dict[str, Any]) -> tuple[float, float]:
+    """The FLOPs of all updates of a model, those that its seed phase stands for included, and of its last update.
+
+    The parent of a seed phase is a dense model.
+    """
+    architecture, vocab_size = architecture_of(config, model.settings), vocabulary(config["tokenizer"])
+    step, begun = model.step_tokens(architecture.context), model.first_step(architecture.context)
+    dense, own = (
+        step * training_flops_per_token(one, vocab_size, architecture.context)
+        for one in (architecture.unrouted, architecture)
+    )
+    return dense * begun + own * (int(model.settings["tokens"]) // step - begun), own
 
 
 def _seconds_to_add(run: Path, model: Model, config: dict[str, Any]) -> float:

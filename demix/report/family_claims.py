@@ -10,7 +10,7 @@ import pandas as pd
 from demix.config.evaluated import System, by_distance, routed_weights
 from demix.report import left_out, read
 from demix.report.clusters import Clusters, over_own
-from demix.report.families import Family, families, one_clusters, tried_top_k
+from demix.report.families import Family, families, one_clusters, training_flops, tried_top_k
 from demix.report.read import Results, novel_domains, perplexities, training_domains
 from demix.report.verdict import HARM, Claim, Part, claim_of, compare
 
@@ -97,6 +97,22 @@ def family_claims(results: Results, clusters: Clusters | None, lower: Lower, con
             "(Li et al. 2022).",
             *(part for domains in (training, novel) if domains for part in below(apart, domains)),
         )
+    rivals = [family for family in known.values() if family.model.kind.routed]
+    experts = [family for family in known.values() if family.model.kind.has_experts and not family.clustering]
+    if matched := _matched(experts, rivals, config):
+        yield claim_of(
+            "domain_experts_against_token_routed",
+            "At equal FLOPs of training experts of domains (cached prior) have lower perplexity than experts that "
+            "tokens choose, where both begin alike: from scratch, or with the same state of a dense model.",
+            *(part for domains in (training, novel) if domains for part in below(matched, domains)),
+        )
+    if matched := _matched(several, rivals, config):
+        yield claim_of(
+            "clusters_against_upcycling",
+            "At equal FLOPs of training c-BTM beats sparse upcycling, a mixture of experts that begins with the same "
+            "dense model (c-BTM, 6, Figure 12: at large budgets; at small ones upcycling is better).",
+            *below(matched),
+        )
     layers = [family for family in known.values() if family.model.kind.expert_scope == "feedforward"]
     seeded = [family for family in layers if family.model.settings.get("seed_tokens") and not family.clustering]
     scratch = known["demix"]
@@ -108,6 +124,26 @@ def family_claims(results: Results, clusters: Clusters | None, lower: Lower, con
             "scratch at equal tokens (Li et al. 2022, there for whole models; here for DEMix).",
             *below([(family, scratch.system) for family in seeded]),
         )
+
+
+def _matched(families: list[Family], rivals: list[Family], config: dict[str, Any]) -> list[tuple[Family, System]]:
+    """The pairs that begin with as many tokens of a dense parent and take the same FLOPs, up to an update of a rival.
+
+    `match: flops` cannot come nearer. A parent from a folder has a budget of its own.
+    """
+
+    def begun(family: Family) -> tuple[Any, ...]:
+        return tuple(family.model.settings.get(key) for key in ("parent", "seed_tokens", "initial"))
+
+    pairs = []
+    for rival in rivals:
+        flops, update = training_flops(rival.model, config)
+        pairs += [
+            (family, rival.system)
+            for family in families
+            if begun(family) == begun(rival) and abs(training_flops(family.model, config)[0] - flops) < update
+        ]
+    return pairs
 
 
 def _sparse_claims(

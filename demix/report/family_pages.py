@@ -15,12 +15,22 @@ from demix.report.family_differences import family_differences_table
 from demix.report.figures import write_charts
 from demix.report.read import Results
 from demix.report.render import Table, write_table
+from demix.report.routers import router_loads, routers_table
 
 
 def write_families(
-    run: Path, results: Results, differences: pd.DataFrame, clusters: Clusters, config: dict[str, Any], output: Path
+    run: Path,
+    results: Results,
+    differences: pd.DataFrame,
+    clusters: Clusters,
+    loads: dict[str, pd.DataFrame],
+    config: dict[str, Any],
+    output: Path,
 ) -> None:
-    """Write the tables and figures of families that the run has into tables/ and figures/ below `output`."""
+    """Write the tables and figures of families that the run has into tables/ and figures/ below `output`.
+
+    `loads` are those of `demix.report.routers.read_loads`.
+    """
     own, absent = read.of_seed(results, config), left_out(config)
     tables: dict[str, Callable[[], Table]] = {
         "families": lambda: families_table(results, config, read.tokens_before(run, config)),
@@ -29,11 +39,13 @@ def write_families(
         "top_k": lambda: top_k_table(results, config),
         "temperatures": lambda: temperatures_table(own, config),
         "clusters": lambda: clusters_table(clusters),
+        "routers": lambda: routers_table(loads, run, config),
     }
     charts: dict[str, Callable[[], alt.TopLevelMixin]] = {
         "by_clusters": lambda: by_clusters(own, config),
         "cluster_experts": lambda: cluster_experts(clusters, config),
         "cluster_sizes": lambda: cluster_sizes(clusters),
+        "router_loads": lambda: router_loads(loads, config),
     }
     for name, make in tables.items():
         if name not in absent:

@@ -244,9 +244,15 @@ def test_a_run_without_such_models_tells_nothing_of_them(tmp_path: Path, run: Ru
 
 
 def test_the_report_has_all_that_is_promised(run: Run, tmp_path: Path) -> None:
-    some = run.config | {"models": {name: MODELS[name] for name in ("btm", "cbtm_2", "cbtm_2_short")}}
+    models = {name: MODELS[name] for name in ("btm", "cbtm_2", "cbtm_2_short")}
+    some = run.config | {"models": models | {"switch": {"kind": "routed", "experts": 2}}}
+    loads = {
+        "switch": pd.DataFrame(
+            0.5, pd.MultiIndex.from_product([[1], [*TRAINING, *NOVEL]], names=["layer", "domain"]), [0, 1]
+        )
+    }
     results, clusters = read_results(run.path / "results.parquet"), read_clusters(run.path, some)
-    write_families(run.path, results, run.differences, clusters, some, tmp_path)
+    write_families(run.path, results, run.differences, clusters, loads, some, tmp_path)
     made = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
     assert made == {name for name in report_files(some) if Path(name).stem in (*FAMILY_TABLES, *FAMILY_FIGURES)}
     assert len(made) == 3 * len(FAMILY_TABLES) + 4 * len(FAMILY_FIGURES)

@@ -122,6 +122,7 @@ rule report:
             for split in ("train", "test")
         ],
         [f"{RUN}/evaluations/{domain}.losses.parquet" for domain in TRAINING if CLUSTERED],
+        [f"{RUN}/loads/{model.name}.parquet" for model in token_routed(config)],
         # The learning rates that were tried.
         [f"{RUN}/models/{adapted_model(config).name}/experts/{novel}.json" for novel in NOVEL],
         [f"{RUN}/models/{one.name}/model.json" for one in MODELS.values() if one.adapted_to],

@@ -35,3 +35,26 @@ for job in scoring_jobs(config):
         shell:
             "demix score {params.model} {input.tokens} --experts {params.experts}"
             " --settings {params.settings:q} --output {params.folder} 2> {log}"
+
+
+# Which experts tokens choose on each domain.
+rule loads:
+    input:
+        model=lambda wildcards: experts(wildcards.model, MODELS[wildcards.model].experts),
+        tokens=tokens(DOMAINS, "test"),
+    output:
+        f"{RUN}/loads/{{model}}.parquet",
+    log:
+        f"{RUN}/logs/loads/{{model}}.log",
+    wildcard_constraints:
+        model="|".join(model.name for model in token_routed(config)) or "none",
+    conda:
+        "../../environment.yml"
+    threads: config["threads"]
+    resources:
+        **site("score"),
+    params:
+        settings=SCORING,
+        model=below_run("models/{model}"),
+    shell:
+        "demix router-loads {params.model} {input.tokens} --settings {params.settings:q} --output {output} 2> {log}"

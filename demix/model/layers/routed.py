@@ -48,8 +48,7 @@ class RoutedLayer(nn.Module):
         finds a place, and so its score.
         """
         _, B, T, D = x.shape
-        scores = router_scores(x[0], self.router[0])  # [B, T, E]
-        gates, chosen = scores.topk(self.routed.top_k, dim=-1)  # [B, T, k], the largest first
+        scores, gates, chosen = self.choices(x[0])
         if auxiliary is not None:
             kept = within_capacity(chosen, self.routed.experts, self.routed.places(T))
             auxiliary.append(_auxiliary(scores, chosen, kept, self.routed.balance))
@@ -59,6 +58,15 @@ class RoutedLayer(nn.Module):
             gates = gates / total.masked_fill(total == 0, 1)
         taken = kept.flatten() if auxiliary is not None else None
         return self._experts(x.reshape(B * T, D), gates.flatten(), chosen.flatten(), taken).view(1, B, T, D)
+
+    def choices(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The scores [B, T, E] of the experts for states `x` [B, T, D], and of the chosen ones scores and numbers.
+
+        The latter are [B, T, k], the largest score first.
+        """
+        scores = router_scores(x, self.router[0])
+        gates, chosen = scores.topk(self.routed.top_k, dim=-1)
+        return scores, gates, chosen
 
     def _experts(self, x: Tensor, gates: Tensor, chosen: Tensor, taken: Tensor | None) -> Tensor:
         """The sum of each token's experts by their gates [N, D], for tokens `x` [N, D] and choices [N·k]."""

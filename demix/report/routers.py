@@ -1,0 +1,122 @@
+"""Routers of token-routed models: which experts the tokens of each domain choose, and what a choice tells of it."""
+
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import numpy as np
+import pandas as pd
+from scipy.stats import entropy
+
+from demix.config.evaluated import label_of, token_routed
+from demix.files import read_parquet
+from demix.report.cells import mean_of
+from demix.report.heatmaps import heat_maps
+from demix.report.look import CELL_RANGE, finish, finite
+from demix.report.read import novel_domains, read_metrics, training_domains
+from demix.report.render import Table
+
+# A figure has this many layers of a model at most: the first, the last and those between at equal distances.
+LAYERS_SHOWN = 3
+
+
+def read_loads(run: Path, config: dict[str, Any]) -> dict[str, pd.DataFrame]:
+    """The share of a domain's choices (rows) that fall on each expert (columns), by model and layer of the routed rows.
+
+    Keys are the labels of rows; the frames have the index (layer, domain), and domains in the config's order. Raises
+    DemixError if a file loads/<model>.parquet is missing or damaged.
+    """
+    domains = [*training_domains(config), *novel_domains(config)]
+    shares = {}
+    for model in token_routed(config):
+        table = read_parquet(run / "loads" / f"{model.name}.parquet").to_pandas()
+        counts = table.pivot(index=["layer", "domain"], columns="expert", values="choices").astype("float64")
+        counts = counts.reindex(
+            pd.MultiIndex.from_product([sorted(set(table["layer"])), domains], names=counts.index.names)
+        )
+        shares[label_of(model.row, model.kind)] = counts.div(counts.sum(axis=1), axis=0)
+    return shares
+
+
+def told(shares: pd.DataFrame) -> float:
+    """The share of a domain's identity that one choice of an expert tells, from `shares` [domains, experts]; 0 to 1.
+
+    The mutual information of expert and domain, where all domains are equally likely, over the most that so many
+    experts could tell of so many domains: the logarithm of the smaller number.
+    """
+    information = entropy(shares.mean(axis=0)) - np.mean(entropy(shares.to_numpy(), axis=1))
+    most = np.log(min(shares.shape))
+    return float(information / most) if most else float("nan")
+
+
+def routers_table(loads: dict[str, pd.DataFrame], run: Path, config: dict[str, Any]) -> Table:
+    """What each router's choices tell of the domain, and how equal the loads of its experts are."""
+    training, rows = training_domains(config), dict[str, dict[str, Any]]()
+    for model in token_routed(config):
+        label = label_of(model.row, model.kind)
+        by_layer = {
+            layer: of_layer.droplevel("layer").loc[training] for layer, of_layer in loads[label].groupby("layer")
+        }
+        information = [100 * told(shares) for shares in by_layer.values()]
+        means = [shares.mean(axis=0) for shares in by_layer.values()]
+        lines = list(read_metrics(run / "metrics" / f"{model.name}.jsonl"))
+        last = [line["router_dropped"] for line in lines[-max(1, len(lines) // 10) :] if "router_dropped" in line]
+        rows[label] = {
+            "A token chooses": f"{model.settings['top_k']} of {model.settings['experts']}",
+            "Routed layers": float(len(by_layer)),
+            "Told of the domain, %": mean_of(information),
+            "in the layer that tells most, %": max(information),
+            "Busiest expert, times an equal share": max(float(mean.max() * len(mean)) for mean in means),
+            "Effective experts": mean_of(float(np.exp(entropy(mean))) for mean in means),
+            "Dropped in training, %": 100 * mean_of(last),
+        }
+    frame = pd.DataFrame.from_dict(rows, orient="index")
+    return Table(
+        "routers",
+        "Routers of tokens",
+        "Which experts the test tokens of the training domains choose, in models whose tokens choose their experts. "
+        "Told of the domain: the mutual information of a chosen expert and the domain of its token, over the most "
+        "that as many experts could tell; 0% if all domains choose alike, 100% if each domain has experts of its own. "
+        "A mean over routed layers. Then the load of the busiest expert of any layer, the exponential of the entropy "
+        "of loads (a mean over layers), and the choices that no expert took in the last tenth of the updates.",
+        frame,
+        notes=("Tests have no capacity, so that no choice is dropped there.",),
+        formats={name: "{:.1f}" for name in frame if name.endswith("%")}
+        | {"Routed layers": "{:.0f}", "Busiest expert, times an equal share": "{:.2f}", "Effective experts": "{:.1f}"},
+    )
+
+
+def router_loads(loads: dict[str, pd.DataFrame], config: dict[str, Any]) -> alt.TopLevelMixin:
+    """The share of each domain's choices that fall on each expert, a heat map for each model and layer."""
+    training, novel = training_domains(config), novel_domains(config)
+    maps = []
+    for label, of_model in loads.items():
+        layers = list(dict.fromkeys(of_model.index.get_level_values("layer")))
+        shown = np.unique(np.linspace(0, len(layers) - 1, min(LAYERS_SHOWN, len(layers))).round().astype(int))
+        for layer in (layers[index] for index in shown):
+            shares = of_model.loc[layer]
+            heading = f"{label}, layer {layer}: tells {100 * told(shares.loc[training]):.0f}% of the domain"
+            cells = [
+                {"kind": "all", "domain": domain, "expert": str(expert), "value": finite(value)}
+                for domain, values in shares.iterrows()
+                for expert, value in values.items()
+            ]
+            maps.append(
+                heat_maps(
+                    cells,
+                    {"all": ([*training, *novel], heading)},
+                    [str(expert) for expert in shares.columns],
+                    alt.Scale(domain=[0, 1], range=CELL_RANGE, interpolate="lab"),
+                    legend=alt.Legend(title="share", format=".0%", titlePadding=8),
+                    form=".0%",
+                )
+            )
+    last = f"; the last {len(novel)} domains are novel" if novel else ""
+    return finish(
+        alt.concat(*maps, columns=2, spacing=24, align="each"),
+        "Which experts the tokens of each domain choose",
+        "The share of the choices of a domain's test tokens (row) that fall on each expert (column) of a layer, in "
+        f"models whose tokens choose their experts{last}. Each row sums to 1. Experts of different layers or models "
+        "have nothing in common but their number. Above each map: the mutual information of expert and training "
+        "domain, over the most that as many experts could tell.",
+    )
