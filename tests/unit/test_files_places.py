@@ -67,6 +67,7 @@ KINDS = {
     "test columns": ("scores/dense/law.test/dense.parquet", "scores/dense_unbalanced/law.test/dense.parquet"),
     "splits' columns": ("scores/demix/law.dev/law.parquet", "scores/demix/law.test/law.parquet"),
     "domains' columns": ("scores/demix/law.dev/law.parquet", "scores/demix/news.dev/law.parquet"),
+    "loads": ("loads/switch.parquet", "loads/upcycled.parquet"),
     "scored tokens": ("scores/demix/law.dev/tokens.parquet", "scores/demix/news.dev/tokens.parquet"),
     "evaluations": ("evaluations/law.parquet", "evaluations/news.parquet", "results.parquet"),
     "priors": ("evaluations/law.priors.parquet", "evaluations/news.priors.parquet", "priors.parquet"),

@@ -69,6 +69,11 @@ def test_rows_join_a_finished_run_and_leave_its_models_as_they_are(
     scored = pd.read_parquet(run / "results.parquet").query("model == 'upcycled' and split == 'test'")
     assert set(scored["domain"]) == {*TINY["domains"]["training"], *TINY["domains"]["novel"]}
     assert scored["perplexity"].between(10, 512).all()
+    loads = pd.read_parquet(run / "loads" / "upcycled.parquet")
+    tokens = scored[scored["domain"].isin(loads["domain"])].set_index("domain")["tokens"]
+    assert loads.groupby("domain")["choices"].sum().to_dict() == (2 * tokens).to_dict(), "two choices of each token"
+    assert set(loads["layer"]) == {2}
+    assert (run / "report" / "figures" / "router_loads.svg").is_file()
 
 
 def test_shards_of_clusters_hold_no_tokens(finished: tuple[Path, dict[str, str], str]) -> None:
