@@ -95,7 +95,7 @@ def router_loads(loads: dict[str, pd.DataFrame], config: dict[str, Any]) -> alt.
         shown = np.unique(np.linspace(0, len(layers) - 1, min(LAYERS_SHOWN, len(layers))).round().astype(int))
         for layer in (layers[index] for index in shown):
             shares = of_model.loc[layer]
-            heading = f"{label}, layer {layer}: tells {100 * told(shares.loc[training]):.0f}% of the domain"
+            heading = f"{label}, layer {layer}: tells {100 * told(shares.loc[training]):.1f}% of the domain"
             cells = [
                 {"kind": "all", "domain": domain, "expert": str(expert), "value": finite(value)}
                 for domain, values in shares.iterrows()
