@@ -48,7 +48,7 @@ class RoutedLayer(nn.Module):
         finds a place, and so its score.
         """
         _, B, T, D = x.shape
-        scores = router_scores(x[0], self.router[0])  # [B, T, E]
+        scores = router_scores(x[0], self.router[0], self.routed.cosine)  # [B, T, E]
         gates, chosen = scores.topk(self.routed.top_k, dim=-1)  # [B, T, k], the largest first
         if auxiliary is not None:
             kept = within_capacity(chosen, self.routed.experts, self.routed.places(T))
@@ -74,10 +74,14 @@ class RoutedLayer(nn.Module):
         return torch.zeros_like(x).index_add(0, tokens, out * gates[order, None].to(x.dtype))
 
 
-def router_scores(x: Tensor, router: Tensor) -> Tensor:
-    """softmax(router·x) [..., E], at least fp32, of states `x` [..., D] and a router [E, D] (Switch, Eq. 1)."""
+def router_scores(x: Tensor, router: Tensor, cosine: bool = False) -> Tensor:
+    """softmax(router·x) [..., E], at least fp32, of states `x` [..., D] and a router [E, D] (Switch, Eq. 1).
+
+    With `cosine` the states are divided by their lengths first.
+    """
     exact = torch.promote_types(x.dtype, torch.float32)
-    return F.linear(x.to(exact), router.to(exact)).softmax(-1)
+    states = F.normalize(x.to(exact), dim=-1) if cosine else x.to(exact)
+    return F.linear(states, router.to(exact)).softmax(-1)
 
 
 def within_capacity(chosen: Tensor, experts: int, places: int) -> Tensor:
