@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from demix.config.averages import AVERAGED, averages
+from demix.config.merged import MERGED, merged_models
 from demix.config.mixing import METHODS, parsed_weights
 from demix.config.rows import KINDS, PAPER, Kind, clusterings, model_rows, novel_domains, training_domains
 from demix.config.systems import (
@@ -44,8 +44,8 @@ class Evaluated:
     """The score tables of one model on a domain, and the sets of experts to evaluate on these tables.
 
     `sets` is empty for a model with one column, and has one set of one expert for a domain's own token. `model` and
-    `seed` are the values of these columns in results. `folder` is the folder of the tables below scores/. `merged` are
-    the weights of an average of the model's experts, whose one column the table has.
+    `seed` are the values of these columns in results. `folder` is the folder of the tables below scores/. `merged` says
+    how a model was made of the model's experts, whose one column the table has (`demix.config.merged`).
     """
 
     model: str
@@ -206,8 +206,8 @@ def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
         mixed = [table for model, table in tables if table.sets and not model.kind.domain_tokens]
         found += [*single, *tokens, *mixed]
     found += [
-        Evaluated(one.model.row, one.of(domain), one.model.seed, AVERAGED, merged=one.weights)
-        for one in averages(config)
+        Evaluated(one.model.row, one.of(domain), one.model.seed, MERGED, merged=one.weights)
+        for one in merged_models(config)
         if domain in one.model.scored
     ]
     return tuple(found)

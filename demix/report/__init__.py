@@ -88,7 +88,8 @@ def left_out(config: dict[str, Any]) -> dict[str, str]:
     rows, evaluation = model_rows(config), config.get("evaluation") or {}
     clusters = any(settings.get("data") for _, settings in rows.values())
     has = {
-        "several families": clusters or any(kind.expert_scope == "model" for kind, _ in rows.values()),
+        "several families": clusters
+        or any(kind.expert_scope == "model" or settings.get("merged_routed") for kind, settings in rows.values()),
         "model that learns from clusters": clusters,
         "further temperature or context": clusters
         and len(evaluation.get("temperatures") or ()) + len(evaluation.get("routing_context") or ()) > 1,

@@ -10,10 +10,16 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from demix.config.architecture import parameters, training_flops_per_token, unchosen_parameters, vocabulary
-from demix.config.averages import averages
+from demix.config.architecture import (
+    Architecture,
+    parameters,
+    training_flops_per_token,
+    unchosen_parameters,
+    vocabulary,
+)
 from demix.config.clustering import Clustering
 from demix.config.evaluated import System, by_distance, label_of, routed_weights, systems_of, table_rows
+from demix.config.merged import merged_models
 from demix.config.routed import architecture_of
 from demix.config.rows import clusterings
 from demix.config.systems import Model, adapted, trained
@@ -33,6 +39,10 @@ OF_RELEASED = (
     "squared twice, and the context lacks the last token."
 )
 OF_AVERAGES = "Averaged experts are one model of their mean parameters, of the run's own seed, as is their Dense."
+OF_ROUTED = (
+    "Merged-routed: of a row's experts each token chooses two in every layer, by the cosine of its state with the mean "
+    "state of each expert's dev text. Nothing was trained for it; of the run's own seed, as is its Dense."
+)
 
 
 @dataclass(frozen=True)
@@ -40,12 +50,14 @@ class Family:
     """A row of `models` of the run's own seed, and the system that stands for it.
 
     `experts` is the number of its training experts, 1 for a dense model. `clustering` is None for experts of domains.
+    `architecture` is that of the model that predicts text: of a merged-routed one another than that which was trained.
     """
 
     model: Model
     system: System
     experts: int
     clustering: Clustering | None
+    architecture: Architecture
 
     @property
     def tokens(self) -> int:
@@ -73,6 +85,8 @@ class Family:
     def name(self) -> str:
         """The name of the family in papers."""
         kind = self.model.kind
+        if self.architecture.routed and not kind.routed:
+            return "Merged-routed"
         if not self.clustering:
             return kind.label
         return "c-BTM" if kind.expert_scope == "model" else f"{kind.label} on clusters"
@@ -80,7 +94,8 @@ class Family:
     @property
     def chosen(self) -> str:
         """The experts of a model of one column: 1, or those among which a token chooses."""
-        return "{experts}, top-{top_k}".format(**self.model.settings) if self.model.kind.routed else "1"
+        routed = self.architecture.routed
+        return f"{routed.experts}, top-{routed.top_k}" if routed else "1"
 
     @property
     def made(self) -> str:
@@ -106,20 +121,22 @@ def families(config: dict[str, Any]) -> dict[str, Family]:
         model, system = models[row], systems_of(row, kind)[-1]
         if model.data and routed:
             system = by_distance(model, routed)
-        found[row] = Family(model, system, len(model.experts), known.get(model.data))
+        architecture = architecture_of(config, model.settings)
+        found[row] = Family(model, system, len(model.experts), known.get(model.data), architecture)
     return found
 
 
 def by_label(config: dict[str, Any]) -> dict[str, Family]:
-    """The families by their labels in tables, each followed by the averages of its experts: single models."""
+    """The families by their labels in tables, each followed by what was made of its experts: single models."""
     found = {}
     for row, family in families(config).items():
         label = label_of(row, family.model.kind)
         found[label] = family
-        for one in averages(config):
+        for one in merged_models(config):
             if one.model.name == row:
-                system = System(f"{label}, averaged", row, "training", "merged", one.weights)
-                found[f"{label}, averaged ({one.weights})"] = replace(family, system=system, experts=1)
+                named = f"{label}, merged-routed" if one.weights == "routed" else f"{label}, averaged ({one.weights})"
+                system = System(named, row, "training", "merged", one.weights)
+                found[named] = replace(family, system=system, experts=1, architecture=one.architecture(config))
     return found
 
 
@@ -139,7 +156,7 @@ def families_table(results: Results, config: dict[str, Any], before: dict[str, i
         what = "clusters" if family.clustering else "domains"
         row: dict[str, Any] = {
             "Family": family.name,
-            "Experts": f"{len(model.experts)} {what}" if mixed else family.chosen,
+            "Experts": f"{len(model.experts)} {what}" if mixed and not family.architecture.routed else family.chosen,
             "Mixed by": " ".join(filter(None, (system.method, system.weights))) if mixed else "",
             "Tokens": family.learned(before),
         }
@@ -147,7 +164,7 @@ def families_table(results: Results, config: dict[str, Any], before: dict[str, i
         for kind, domains in _kinds(config):
             row[kind] = mean_of(perplexities(results, system, domains))
             lines[kind] = _spread(results, system, domains)
-            # Averages are made of the run's own seed alone.
+            # Merged models are made of the run's own seed alone.
             dense = perplexities(own if system.method == "merged" else results, read.BALANCED, domains)
             row[f"{kind}, %"] = percent(mean_of(dense), row[kind]) if system != read.BALANCED else np.nan
         for rule, ruled in _other_rules(system, config).items() if mixed and system.method != "merged" else ():
@@ -172,7 +189,8 @@ def families_table(results: Results, config: dict[str, Any], before: dict[str, i
             *([OF_RELEASED] if routed_weights(config) else []),
             "Tokens are those of all experts together, the seed phase included.",
             *read.parent_notes(config, before),
-            *([OF_AVERAGES] if averages(config) else []),
+            *([OF_AVERAGES] if any(one.weights != "routed" for one in merged_models(config)) else []),
+            *([OF_ROUTED] if any(one.weights == "routed" for one in merged_models(config)) else []),
             f"Means over {seeds} seeds, ± the standard deviation of a seed's mean. All seeds have the same clusters."
             if seeds > 1
             else "Below a mean its 95% interval from resampling test documents, where every domain has 20 of them.",
@@ -219,7 +237,7 @@ def family_costs_table(run: Path, config: dict[str, Any]) -> Table:
     rows: dict[str, dict[str, Any]] = {}
     for label, family in by_label(config).items():
         model, scope = family.model, family.model.kind.expert_scope
-        architecture = architecture_of(config, model.settings)
+        architecture, learned = family.architecture, architecture_of(config, model.settings)
         shared, expert = parameters(architecture, vocab_size, expert_scope=scope)
         dense, context = architecture.unrouted, architecture.context
         step, begin = model.step_tokens(context), model.seed_step(context)
@@ -235,7 +253,7 @@ def family_costs_table(run: Path, config: dict[str, Any]) -> Table:
         # What a seed phase stands for was done by a dense model.
         row["FLOPs of training"] = sum(
             number * step * training_flops_per_token(one, vocab_size, context)
-            for number, one in ((own, architecture), (updates - own, dense))
+            for number, one in ((own, learned), (updates - own, dense))
         ) + (family.learned(before) - family.tokens) * training_flops_per_token(dense, vocab_size, context)
         row["Bytes synchronised"] = 4.0 * (agreed * own + sum(parameters(dense, vocab_size)) * begin)
         row["Seconds to add a domain"] = _seconds_to_add(run, model, config)

@@ -56,7 +56,7 @@ STAGES = (
     Stage(
         "score",
         ("each expert once", "on each domain"),
-        ("score", "route"),
+        ("score", "merge_routed", "route"),
         4,
         after=("train", "adapt"),
         accelerated=True,
