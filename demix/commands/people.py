@@ -176,11 +176,31 @@ def merge(
     experts: Annotated[
         str, typer.Option(help="The set of experts that were mixed: training, all or minus-<domain>.")
     ] = ("training"),
+    routed: Annotated[
+        bool, typer.Option("--routed", help="No average: of all experts each token chooses two, in every layer.")
+    ] = False,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --routed, the folder with <domain>/dev.arrow of every expert's domain, whose mean states route "
+            "to the expert; by default tokens/ of the model's run."
+        ),
+    ] = None,
 ) -> None:
-    """Average experts into one dense model, with weights by hand or from a cached prior."""
-    from demix.model.merge import merge_experts, parse_weights, prior_weights
-    from demix.report.card import merged_card
+    """Merge experts without training: average them into one dense model, or let tokens choose among all of them.
 
+    The weights of an average are given by hand or come from a cached prior.
+    """
+    from demix.model.merge import merge_experts, parse_weights, prior_weights
+    from demix.model.merge_routed import dev_shards, merge_routed
+    from demix.report.card import merged_card, merged_routed_card
+
+    if (weights, priors, domain) != (None, None, None) if routed else tokens is not None:
+        cause = "is given with weights, which make an average" if routed else "is for --routed alone"
+        raise DemixError("--routed" if routed else "--tokens", cause, "leave one of them out")
+    if routed:
+        merge_routed(model, dev_shards(model, tokens), output, merged_routed_card(model, output.resolve().name))
+        return
     if weights is not None and priors is None:
         chosen = parse_weights(weights)
     elif weights is None and priors is not None and domain is not None:

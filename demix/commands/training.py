@@ -158,6 +158,21 @@ def average_experts(
     merge_experts(model, weights, output, again=True)
 
 
+@app.command("merge-routed")
+def merge_routed_of(
+    model: Annotated[Path, typer.Argument(help="A DEMix model directory.")],
+    shards: Annotated[list[Path], typer.Argument(help="tokens/<domain>/dev.arrow of each expert to merge, in order.")],
+    output: Annotated[Path, typer.Option(help="The directory of the merged model.")],
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+) -> None:
+    """Merge domain experts, without training, into a model whose tokens choose two of them in every layer."""
+    from demix.model.device import set_threads
+    from demix.model.merge_routed import merge_routed
+
+    set_threads(threads)
+    merge_routed(model, {path.parent.name: path for path in shards}, output, again=True)
+
+
 @app.command("choose-rate")
 def choose_rate(
     metrics: Annotated[list[Path], typer.Argument(help="Metrics of `demix sweep`, each <learning rate>.jsonl.")],

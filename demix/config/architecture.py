@@ -8,18 +8,24 @@ from typing import Any, Literal
 from pydantic import Field
 
 from demix.errors import DemixError
-from demix.settings import Integer, Number, Positive, settings, settings_from
+from demix.settings import Integer, Number, Positive, Switch, settings, settings_from
 
 
 @settings(kw_only=True)
 class Routed:
-    """Feedforwards of `experts` experts, of which each token chooses `top_k`, in every `every`-th block."""
+    """Feedforwards of `experts` experts, of which each token chooses `top_k`, in every `every`-th block.
+
+    With `cosine` a token's state is divided by its length before the router. The rows of the router then have the
+    length 1/temperature, so that its logits are cosines over the temperature (`demix.model.merge_routed`). No training
+    makes such a router.
+    """
 
     experts: Positive = Field(le=4096)
     top_k: Positive
     every: Positive
     capacity: Number = Field(gt=0)
     balance: Number = Field(ge=0)
+    cosine: Switch = False
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
@@ -86,8 +92,18 @@ class Architecture(Sizes):
     def described(self) -> dict[str, Any]:
         """The architecture as JSON, without a key that is as in descriptions that do not have it."""
         usual = {"activation": "gelu", "routed": None}
-        given = dataclasses.asdict(self).items()
-        return {key: value for key, value in given if key not in usual or value != usual[key]}
+        given = dataclasses.asdict(self)
+        if self.routed and not self.routed.cosine:
+            del given["routed"]["cosine"]
+        return {key: value for key, value in given.items() if key not in usual or value != usual[key]}
+
+    def merged_routed(self, experts: int) -> "Architecture":
+        """The architecture in which each token chooses two of `experts` domain experts in every layer, by cosine.
+
+        It is not trained: each expert has a place for every token, and the loss of balance has no weight.
+        """
+        routed = Routed(experts=experts, top_k=2, every=1, capacity=float(experts), balance=0.0, cosine=True)
+        return dataclasses.replace(self, routed=routed)
 
 
 GPT2_TYPES = 50257

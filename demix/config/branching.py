@@ -56,4 +56,12 @@ BRANCHING: dict[str, Any] = {
             "for each domain one by its cached prior. Each costs what one model costs."
         ),
     ],
+    "merged_routed": Annotated[
+        Switch,
+        Field(
+            description="Score the experts of a row of kind demix as a token-routed model, too, which is made without "
+            "training: each token chooses two of them in every layer, by the cosine of its state with the mean state "
+            "of each expert's domain (or cluster) over 20 blocks of dev text."
+        ),
+    ],
 }

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from demix.config.averages import AVERAGED, averages
+from demix.config.merged import MERGED, Merged, merged_models
 from demix.config.mixing import METHODS, parsed_weights
 from demix.config.rows import KINDS, PAPER, Kind, clusterings, model_rows, novel_domains, training_domains
 from demix.config.systems import (
@@ -44,8 +44,8 @@ class Evaluated:
     """The score tables of one model on a domain, and the sets of experts to evaluate on these tables.
 
     `sets` is empty for a model with one column, and has one set of one expert for a domain's own token. `model` and
-    `seed` are the values of these columns in results. `folder` is the folder of the tables below scores/. `merged` are
-    the weights of an average of the model's experts, whose one column the table has.
+    `seed` are the values of these columns in results. `folder` is the folder of the tables below scores/. `merged` says
+    how a model was made of the model's experts, whose one column the table has (`demix.config.merged`).
     """
 
     model: str
@@ -112,6 +112,12 @@ class System:
 def label_of(row: str, kind: Kind) -> str:
     """The name of a row of `models` in tables: the paper's for a row that is named like its kind."""
     return kind.label if row == kind.name else row
+
+
+def merged_label(merged: Merged) -> str:
+    """The name of a merged model in tables."""
+    label = label_of(merged.model.row, merged.model.kind)
+    return f"{label}, merged-routed" if merged.weights == "routed" else f"{label}, averaged ({merged.weights})"
 
 
 def systems_of(row: str, kind: Kind) -> tuple[System, ...]:
@@ -206,8 +212,8 @@ def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
         mixed = [table for model, table in tables if table.sets and not model.kind.domain_tokens]
         found += [*single, *tokens, *mixed]
     found += [
-        Evaluated(one.model.row, one.of(domain), one.model.seed, AVERAGED, merged=one.weights)
-        for one in averages(config)
+        Evaluated(one.model.row, one.of(domain), one.model.seed, MERGED, merged=one.weights)
+        for one in merged_models(config)
         if domain in one.model.scored
     ]
     return tuple(found)
@@ -229,9 +235,32 @@ def chosen_on_dev(config: Mapping[str, Any]) -> tuple[Model, ...]:
     return tuple(model for model in trained(config) if model.kind.has_experts and not model.removed)
 
 
-def token_routed(config: Mapping[str, Any]) -> tuple[Model, ...]:
-    """The models of the run's own seed whose tokens choose their experts."""
-    return tuple(model for model in trained(config) if model.kind.routed and model.seed == config["seed"])
+@dataclass(frozen=True)
+class Routers:
+    """A model of the run's own seed whose tokens choose experts: its folder below models/, and its label in tables.
+
+    `experts` names the experts of a layer, `top_k` of which a token chooses: domains or clusters where the model was
+    made of their experts, else numbers from 0.
+    """
+
+    name: str
+    label: str
+    experts: tuple[str, ...]
+    top_k: int
+
+
+def token_routed(config: Mapping[str, Any]) -> tuple[Routers, ...]:
+    """The models whose tokens choose their experts: the rows of kind routed, then those merged of domain experts."""
+    own = (one for one in trained(config) if one.kind.routed and one.seed == config["seed"])
+    rows = [(one.name, label_of(one.row, one.kind), one.settings["experts"], one.settings["top_k"]) for one in own]
+    return (
+        *(Routers(name, label, tuple(map(str, range(experts))), top_k) for name, label, experts, top_k in rows),
+        *(
+            Routers(one.place, merged_label(one), one.model.experts, routed.top_k)
+            for one in merged_models(config)
+            if (routed := one.architecture(config).routed)
+        ),
+    )
 
 
 # The systems that differences.parquet subtracts, by their names in its column `against`.

@@ -125,6 +125,9 @@ def model_rows(config: Mapping[str, Any]) -> dict[str, tuple[Kind, dict[str, Any
                 cure = f"raise training.sequences, or make one of {fitting} clusters"
                 raise DemixError(f"config key models.{name}.data", cause, cure)
             rows[name] = (row_kind, settings | {"sequences": sequences // clusters})
+        if settings.get("merged_routed") and len(learned(config, settings)) < 2:
+            cause = "is given to a row of one expert, and tokens choose among several"
+            raise DemixError(f"config key models.{name}.merged_routed", cause, "leave it out, or add a training domain")
     return rows
 
 
@@ -172,9 +175,9 @@ def _check_seed_phase(
     if "schedule" in settings and parent is None:
         cause = "is given to a row that begins with no state of another row"
         raise DemixError(f"{key}.schedule", cause, "leave it out, or give parent and seed_tokens")
-    for only in ("experts_per_job", "averages"):
-        if only in settings and kind.expert_scope != "model":
-            raise DemixError(f"{key}.{only}", f"is given to a row of kind {kind.name}", "use kind: branched")
+    for only, kept in (("experts_per_job", "branched"), ("averages", "branched"), ("merged_routed", "demix")):
+        if only in settings and kind.name != kept:
+            raise DemixError(f"{key}.{only}", f"is given to a row of kind {kind.name}", f"use kind: {kept}")
     if "initial" in settings:
         if kind.domain_tokens or settings.get("seed_tokens") is not None:
             cause = "is a folder, whose model has no domain tokens and begins no seed phase"

@@ -145,9 +145,13 @@ class RunRules:
     def train_inputs(self, model: Model, dev: bool = True) -> list[str]:
         """The shards of domains or clusters that training reads: dev too, where it is evaluated and `dev` allows."""
         splits = ("train", "dev") if dev and model.settings["dev_blocks"] else ("train",)
+        return [file for split in splits for file in self.learned_tokens(model, split)]
+
+    def learned_tokens(self, model: Model, split: str) -> list[str]:
+        """The shards of a split of the domains or clusters that a model learns from, in order."""
         if model.data:
-            return [file for split in splits for file in self.shards(model.data, model.domains, split)]
-        return [file for split in splits for file in self.tokens(model.domains, split)]
+            return self.shards(model.data, model.domains, split)
+        return self.tokens(model.domains, split)
 
     def shards(self, clustering: str, clusters: Iterable[str], split: str) -> list[str]:
         """The token files of a split of the clusters of a clustering."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from demix.config.averages import AVERAGED, averages
+from demix.config.merged import MERGED, merged_models
 from demix.config.rows import DENSE_EXPERT, novel_domains, training_domains
 from demix.config.systems import adapted, adapted_model, dense_adapted_row, trained
 
@@ -95,14 +95,14 @@ def scoring_jobs(config: Mapping[str, Any]) -> tuple[ScoringJob, ...]:
                 added=True,
             )
         )  # fmt: skip
-    for average in averages(config):
-        place, kind = average.place, ScoringJob("", "", "", AVERAGED, AVERAGED, (*training, *novel), ("test",), 1)
-        if average.weights == "uniform":
-            jobs.append(replace(kind, rule=f"score_{average.rule}", log=place, model=place))
+    for merged in merged_models(config):
+        place, kind = merged.place, ScoringJob("", "", "", MERGED, MERGED, (*training, *novel), ("test",), 1)
+        if not merged.by_domain:
+            jobs.append(replace(kind, rule=f"score_{merged.rule}", log=place, model=place))
         else:
             jobs += [
                 replace(
-                    kind, rule=f"score_{name}_{average.rule}", log=place.format(domain=f"{{{name}}}"),
+                    kind, rule=f"score_{name}_{merged.rule}", log=place.format(domain=f"{{{name}}}"),
                     model=place.format(domain=f"{{{name}}}"), domains=(f"{{{name}}}",), jobs=len(domains),
                 )
                 for name, domains in (("training", training), ("novel", novel)) if domains

@@ -205,6 +205,14 @@ def adapted(row: str, domain: str) -> str:
     return f"{row}-dapt-{domain}"
 
 
+def made_of(model: str, weights: str) -> str:
+    """The folder of what is made of the experts of a model by `weights` (`demix.config.merged`).
+
+    {domain} stands for the domain of a prior.
+    """
+    return f"{model}-{'average-{domain}' if weights == 'posterior' else weights}"
+
+
 def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
     """All models of a run of a completed config.
 
@@ -279,10 +287,11 @@ def trained(config: Mapping[str, Any]) -> tuple[Model, ...]:
 
 
 def learned_splits(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """The clusterings that models learn from, each with the splits that their trainings read."""
+    """The clusterings that models learn from, each with the splits that their trainings and their routers read."""
     models = [model for model in trained(config) if model.data]
     found = [(model.data, "train") for model in models]
-    return tuple(dict.fromkeys(found + [(one.data, "dev") for one in models if one.settings["dev_blocks"]]))
+    on_dev = [one for one in models if one.settings["dev_blocks"] or one.settings.get("merged_routed")]
+    return tuple(dict.fromkeys(found + [(one.data, "dev") for one in on_dev]))
 
 
 def seeds(config: Mapping[str, Any], context: int) -> dict[tuple[str, int], Model]:

@@ -125,10 +125,20 @@ class Origin:
 
 
 @settings(kw_only=True, open=True)
+class Choice:
+    """An expert among which tokens choose, and the hash of the tokens whose mean state routes to it."""
+
+    expert: ExpertName
+    sha256: Digest
+    data_sha256: Digest
+
+
+@settings(kw_only=True, open=True)
 class Lineage(Learned):
     """The description of an expert.
 
-    `tokens` counts those of the states that it began with too: `seeds`, tokens by the state's sha256.
+    `tokens` counts those of the states that it began with too: `seeds`, tokens by the state's sha256. `choices` are the
+    experts among which the tokens of a merged expert choose, in the order of the router's rows.
     """
 
     sha256: Digest
@@ -137,6 +147,7 @@ class Lineage(Learned):
     parents: dict[ExpertName, Origin] = Field(default_factory=dict)
     parent_prior: Share = 0.0
     seeds: dict[Digest, Count] = Field(default_factory=dict)
+    choices: Annotated[Items[Choice], Field(max_length=4096)] = ()
 
 
 @settings(kw_only=True, open=True)
@@ -208,8 +219,9 @@ def read_lineage(path: Path, *needed: str) -> dict[str, Any]:
 
 
 def parent_of(lineage: Mapping[str, Any]) -> str | None:
-    """What an expert began with: the name of its parent, or average of several; None if it was trained from scratch."""
-    return "average" if lineage.get("parents") else lineage.get("parent")
+    """What an expert began with: its parent's name, or several, as an average or as choices; None if from scratch."""
+    several = next((name for key, name in (("parents", "average"), ("choices", "choices")) if lineage.get(key)), None)
+    return several or lineage.get("parent")
 
 
 def tokens_learned(description: Mapping[str, Any]) -> int | None:

@@ -42,8 +42,9 @@ LOCK_SECONDS = 60.0
 class Expert:
     """An expert as its files describe it. A value is None where the files lack it.
 
-    `parent` of a merged expert lists the weights of its parents, down to 0.01. `parameters` counts the parameters that
-    the expert owns, `bytes` the bytes of both its files. `fault` is None for an expert without a fault.
+    `parent` of a merged expert lists the weights of its parents, down to 0.01, or those among which tokens choose.
+    `parameters` counts the parameters that the expert owns, `bytes` the bytes of both its files. `fault` is None for an
+    expert without a fault.
     """
 
     name: str
@@ -73,6 +74,8 @@ def _read_expert(directory: Path, name: str) -> Expert:
     except DemixError:
         parameters = None
     parent, data = lineage.get("parent"), list(lineage.get("data_sha256", {}).values())
+    if choices := lineage.get("choices"):
+        parent = " or ".join(choice["expert"] for choice in choices)
     if parents := lineage.get("parents"):
         shares = sorted(((origin["weight"], name) for name, origin in parents.items()), reverse=True)
         parent = " + ".join(f"{share:.2f} {name}" for share, name in shares if share >= 0.01)

@@ -190,6 +190,15 @@ class GPT(nn.Module):
         """The parameters that every expert uses, by name."""
         return {name: p for name, p in self.named_parameters() if not self.owned(name)}
 
+    def only(self, expert: str) -> "GPT":
+        """This model with the named one of its stacked experts alone, in the same memory."""
+        with torch.device("meta"):
+            single = GPT(self.architecture, self.vocab_size, (expert,))
+        number = self.experts.index(expert)
+        experts = {name: tensor.detach()[number : number + 1] for name, tensor in self.expert_tensors().items()}
+        single.load_state_dict(self.shared_tensors() | experts, assign=True)
+        return single
+
     def parted(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
         """Split named `tensors` of this model into (shared, own by expert). An expert's own have no axis of experts."""
         shared = {name: tensor for name, tensor in tensors.items() if not self.owned(name)}

@@ -39,7 +39,7 @@ def merge_experts(
     """
     if not again:
         refuse_used(output)
-    description, tokenizer = describe(directory), tokenizer_path(directory)
+    description = describe(directory)
     check_weights(directory / "shared.safetensors", description["shared_sha256"], _shapes(directory)[0])
     merged, parents = averaged(directory, weights)
     origins = origins_of(weights, parents)
@@ -49,25 +49,39 @@ def merge_experts(
         # They share nothing, so nothing is left of the experts without a weight.
         seeded = sum(seeds.values())
         description |= learned | {"tokens_seed": seeded, "tokens_branch": learned["tokens"] - seeded}
+    write_merged(directory, description, merged, {"parents": origins, "seeds": seeds} | learned, output, card)
+
+
+def write_merged(
+    directory: Path,
+    description: Mapping[str, Any],
+    merged: dict[str, torch.Tensor],
+    lineage: Mapping[str, Any],
+    output: Path,
+    card: str | None,
+) -> None:
+    """Write the model of one expert `dense`, with the tensors `merged`, that was made of the model in `directory`.
+
+    The shared weights and the tokenizer are copied. `lineage` says what the expert was made of.
+    """
+    tokenizer = tokenizer_path(directory)
     with replacing(output.resolve(), directory=True) as temporary:
         shutil.copyfile(directory / "shared.safetensors", temporary / "shared.safetensors")
-        write_json(temporary / "model.json", description, at=output / "model.json")
+        write_json(temporary / "model.json", dict(description), at=output / "model.json")
         copy_tokenizer(tokenizer, temporary)
         if card is not None:
             (temporary / "README.md").write_text(card, encoding="utf-8")
         (temporary / "experts").mkdir()
         path = temporary / "experts" / "dense.safetensors"
         save_tensors(merged, path)
-        lineage = {
+        belongs = {
             "name": "dense",
             "parent": None,
-            "parents": origins,
-            "seeds": seeds,
             "tokenizer_sha256": description.get("tokenizer_sha256"),
             "shared_sha256": description["shared_sha256"],
             "sha256": sha256_file(path),
         }
-        write_json(path.with_suffix(".json"), lineage | learned, at=output / "experts" / "dense.json")
+        write_json(path.with_suffix(".json"), {**lineage, **belongs}, at=output / "experts" / "dense.json")
 
 
 def averaged(

@@ -7,9 +7,9 @@ from typing import Any
 from rich.table import Table
 
 from demix.config.architecture import architecture_from, vocabulary
-from demix.config.averages import averages
 from demix.config.check import site_of
 from demix.config.evaluated import chosen_on_dev, routed, token_routed
+from demix.config.merged import merged_models
 from demix.config.routed import architecture_of
 from demix.config.scoring import ScoringJob, scoring_jobs
 from demix.config.systems import adaptations, job_place, learned_splits, seeds, trained
@@ -95,7 +95,10 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
 
     chosen = len(chosen_on_dev(config))
     joining = {f"join_{model.rule}": 1 for model in models if model.parts[0].part}
-    averaging = {one.rule: one.jobs(config) for one in averages(config)}
+    averaging, routing = (
+        {one.rule: one.jobs(config) for one in merged_models(config) if (one.weights == "routed") == routes}
+        for routes in (False, True)
+    )
     near, contexts = routed(config), len(config["evaluation"]["routing_context"])
     clustered = dict.fromkeys(name for name, _ in learned_splits(config))
     clustering = {"fit_clusters": len(clustered | dict.fromkeys(near)), "assign": len(clustered)}
@@ -120,6 +123,7 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
         Jobs("score", "loads of routers", {"loads": len(token_routed(config))}, sites["score"], 1, threads),
         Jobs("corpus", "join experts", joining, sites["corpus"]),
         Jobs("evaluate", "average", averaging, sites["evaluate"]),
+        Jobs("score", "merge as routed", routing, sites["score"], 1, threads),
         Jobs(
             "evaluate",
             "route",
@@ -135,8 +139,9 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
 
 def scoring_cost(config: dict[str, Any], job: ScoringJob, device: Hardware) -> tuple[float, int]:
     """Hours of one rank, and bytes of score tables before compression, of all jobs of a rule that scores."""
-    settings = next((model.settings for model in trained(config) if model.name == job.model), {})
-    architecture, section = architecture_of(config, settings), config["evaluation"]
+    known = {one.place: one.architecture(config) for one in merged_models(config)}
+    known |= {model.name: architecture_of(config, model.settings) for model in trained(config)}
+    architecture, section = known.get(job.model, architecture_of(config, {})), config["evaluation"]
     training, novel = config["domains"]["training"], config["domains"]["novel"]
     several = {"{training}": list(training), "{novel}": list(novel)}
     limits = {"dev": section["dev_blocks"] * architecture.context, "test": section["test_tokens"]}
@@ -206,6 +211,7 @@ def in_one_line(config: dict[str, Any], hardware: str, ranks: int | None = None)
     by_name = {plan.name: plan for plan in plans}
     kept = seeds(config, architecture_from(config["architecture"]).context)
     size += sum(by_name[parent].checkpoint for parent, _ in kept)
+    size += sum(by_name[one.model.name].weights for one in merged_models(config) if one.weights == "routed")
     unknown = sum(domain.kept is None for domain in domains)
     more = f" and the text of {unknown} domains, which no setting bounds" if unknown else ""
     spent = sum(job.rank_hours for job in jobs)

@@ -90,7 +90,7 @@ def left_out(config: dict[str, Any]) -> dict[str, str]:
     """What the report of a run has no table, figure or claim of: their names, each with what the run lacks."""
     rows, evaluation = model_rows(config), config.get("evaluation") or {}
     clusters = any(settings.get("data") for _, settings in rows.values())
-    routers = any(kind.routed for kind, _ in rows.values())
+    routers = any(kind.routed or settings.get("merged_routed") for kind, settings in rows.values())
     has = {
         "several families": clusters or routers or any(kind.expert_scope == "model" for kind, _ in rows.values()),
         "model whose tokens choose experts": routers,

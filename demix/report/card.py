@@ -1,6 +1,6 @@
 """The card of a model, as Hugging Face's hub shows it: data, training, lineage of experts, results and limits."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from demix.config.sections import Execution
 from demix.config.systems import left_out, planned
 from demix.errors import DemixError, nearest
 from demix.files import read_json
-from demix.model.checkpoint import describe, expert_lineage
+from demix.model.checkpoint import describe, expert_lineage, expert_names
 from demix.model.description import parent_of, read_description, read_lineage, run_of
 from demix.model.merge import learned_of
+from demix.model.merge_routed import BLOCKS
 from demix.model.usual import usual_of
 from demix.report.read import novel_domains, read_results, training_domains
 from demix.report.render import as_markdown
@@ -106,22 +107,50 @@ def exported_card(directory: Path, expert: str) -> str:
 
 def merged_card(directory: Path, weights: dict[str, float], name: str) -> str:
     """The card of the model `name` that averages the experts of the model in `directory` by `weights`."""
-    description = describe(directory)
     parents = {expert: expert_lineage(directory, expert) for expert, weight in weights.items() if weight}
+    about = (
+        f"A dense model: the weighted average of {len(parents)} experts of the model "
+        f"{as_markdown(directory.resolve().name)}, with the weights that its experts share."
+    )
+    shares = {"weight": {expert: f"{weights[expert]:.4f}" for expert in parents}}
+    return _merged_card(directory, name, ["merge"], about, parents, shares)
+
+
+def merged_routed_card(directory: Path, name: str) -> str:
+    """The card of the model `name` whose tokens choose among the experts of the model in `directory`."""
+    parents = {expert: expert_lineage(directory, expert) for expert in expert_names(directory)}
+    about = (
+        f"A model whose tokens choose two of {len(parents)} experts in every layer: the feedforwards of the experts of "
+        f"the model {as_markdown(directory.resolve().name)}, with the weights that these share. Nothing was trained: a "
+        f"token's choice is by the cosine of its state with the mean state of each expert's domain, over {BLOCKS} "
+        "blocks of dev text."
+    )
+    return _merged_card(directory, name, ["merge", "mixture-of-experts"], about, parents, {})
+
+
+def _merged_card(
+    directory: Path,
+    name: str,
+    tags: list[str],
+    about: str,
+    parents: Mapping[str, dict[str, Any]],
+    more: Mapping[str, Mapping[str, str]],
+) -> str:
+    """The card of the model `name` made of the experts `parents`, whose table has `more` columns by heading."""
+    description = describe(directory)
     shared = ", ".join(map(as_markdown, description.get("data_sha256") or {}))
     learned, seeds = learned_of(parents.values())
     rows = [
-        (expert, f"{weights[expert]:.4f}", f"{one.get('tokens', 0):,}", one["sha256"][:12])
+        (expert, *(column[expert] for column in more.values()), f"{one.get('tokens', 0):,}", one["sha256"][:12])
         for expert, one in parents.items()
     ]
     return _card(
         name,
-        ["merge"],
+        tags,
         [],
-        f"A dense model: the weighted average of {len(parents)} experts of the model "
-        f"{as_markdown(directory.resolve().name)}, with the weights that its experts share.",
+        about,
         "## Parents",
-        _table(("expert", "weight", "tokens of its training", "sha256"), rows),
+        _table(("expert", *more, "tokens of its training", "sha256"), rows),
         f"Together these are {learned['tokens']:,} tokens: those of a seed that several began with count once."
         if any(seeds.values())
         else "",

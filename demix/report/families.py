@@ -3,36 +3,38 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import altair as alt
 import numpy as np
 import pandas as pd
 
-from demix.config.architecture import parameters, training_flops_per_token, unchosen_parameters, vocabulary
-from demix.config.averages import averages
+from demix.config.architecture import (
+    Architecture,
+)
 from demix.config.clustering import Clustering
-from demix.config.evaluated import System, by_distance, label_of, routed_weights, systems_of, table_rows
+from demix.config.evaluated import System, by_distance, label_of, merged_label, routed_weights, systems_of, table_rows
+from demix.config.merged import merged_models
 from demix.config.routed import architecture_of
 from demix.config.rows import clusterings
-from demix.config.systems import Model, adapted, trained
-from demix.plan.flops import scoring_flops
+from demix.config.systems import Model, trained
 from demix.report import read
 from demix.report.cells import kinds_of_domains, lowest, mean_of, percent, seeds_of
 from demix.report.look import COLOURS, DASHES, finish, finite, heading_of
-from demix.report.read import Results, evaluations, novel_domains, perplexities, step_seconds
+from demix.report.read import Results, evaluations, perplexities
 from demix.report.render import Table
 from demix.report.verdict import mean_interval
 
-# The numbers of experts a token whose cost is told.
-TOP_K = (1, 2, 4)
 ONE = "1 cluster"
 OF_RELEASED = (
     "Released scorer: weights by clusters as in the code released with c-BTM, at the same temperature: distances are "
     "squared twice, and the context lacks the last token."
 )
 OF_AVERAGES = "Averaged experts are one model of their mean parameters, of the run's own seed, as is their Dense."
+OF_ROUTED = (
+    "Merged-routed: of a row's experts each token chooses two in every layer, by the cosine of its state with the mean "
+    "state of each expert's dev text. Nothing was trained for it; of the run's own seed, as is its Dense."
+)
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,14 @@ class Family:
     """A row of `models` of the run's own seed, and the system that stands for it.
 
     `experts` is the number of its training experts, 1 for a dense model. `clustering` is None for experts of domains.
+    `architecture` is that of the model that predicts text: of a merged-routed one another than that which was trained.
     """
 
     model: Model
     system: System
     experts: int
     clustering: Clustering | None
+    architecture: Architecture
 
     @property
     def tokens(self) -> int:
@@ -73,6 +77,8 @@ class Family:
     def name(self) -> str:
         """The name of the family in papers."""
         kind = self.model.kind
+        if self.architecture.routed and not kind.routed:
+            return "Merged-routed"
         if not self.clustering:
             return kind.label
         return "c-BTM" if kind.expert_scope == "model" else f"{kind.label} on clusters"
@@ -80,7 +86,8 @@ class Family:
     @property
     def chosen(self) -> str:
         """The experts of a model of one column: 1, or those among which a token chooses."""
-        return "{experts}, top-{top_k}".format(**self.model.settings) if self.model.kind.routed else "1"
+        routed = self.architecture.routed
+        return f"{routed.experts}, top-{routed.top_k}" if routed else "1"
 
     @property
     def made(self) -> str:
@@ -106,20 +113,22 @@ def families(config: dict[str, Any]) -> dict[str, Family]:
         model, system = models[row], systems_of(row, kind)[-1]
         if model.data and routed:
             system = by_distance(model, routed)
-        found[row] = Family(model, system, len(model.experts), known.get(model.data))
+        architecture = architecture_of(config, model.settings)
+        found[row] = Family(model, system, len(model.experts), known.get(model.data), architecture)
     return found
 
 
 def by_label(config: dict[str, Any]) -> dict[str, Family]:
-    """The families by their labels in tables, each followed by the averages of its experts: single models."""
+    """The families by their labels in tables, each followed by what was made of its experts: single models."""
     found = {}
     for row, family in families(config).items():
         label = label_of(row, family.model.kind)
         found[label] = family
-        for one in averages(config):
+        for one in merged_models(config):
             if one.model.name == row:
-                system = System(f"{label}, averaged", row, "training", "merged", one.weights)
-                found[f"{label}, averaged ({one.weights})"] = replace(family, system=system, experts=1)
+                named = merged_label(one)
+                system = System(named, row, "training", "merged", one.weights)
+                found[named] = replace(family, system=system, experts=1, architecture=one.architecture(config))
     return found
 
 
@@ -139,7 +148,7 @@ def families_table(results: Results, config: dict[str, Any], before: dict[str, i
         what = "clusters" if family.clustering else "domains"
         row: dict[str, Any] = {
             "Family": family.name,
-            "Experts": f"{len(model.experts)} {what}" if mixed else family.chosen,
+            "Experts": f"{len(model.experts)} {what}" if mixed and not family.architecture.routed else family.chosen,
             "Mixed by": " ".join(filter(None, (system.method, system.weights))) if mixed else "",
             "Tokens": family.learned(before),
         }
@@ -147,7 +156,7 @@ def families_table(results: Results, config: dict[str, Any], before: dict[str, i
         for kind, domains in _kinds(config):
             row[kind] = mean_of(perplexities(results, system, domains))
             lines[kind] = _spread(results, system, domains)
-            # Averages are made of the run's own seed alone.
+            # Merged models are made of the run's own seed alone.
             dense = perplexities(own if system.method == "merged" else results, read.BALANCED, domains)
             row[f"{kind}, %"] = percent(mean_of(dense), row[kind]) if system != read.BALANCED else np.nan
         for rule, ruled in _other_rules(system, config).items() if mixed and system.method != "merged" else ():
@@ -172,7 +181,8 @@ def families_table(results: Results, config: dict[str, Any], before: dict[str, i
             *([OF_RELEASED] if routed_weights(config) else []),
             "Tokens are those of all experts together, the seed phase included.",
             *read.parent_notes(config, before),
-            *([OF_AVERAGES] if averages(config) else []),
+            *([OF_AVERAGES] if any(one.weights != "routed" for one in merged_models(config)) else []),
+            *([OF_ROUTED] if any(one.weights == "routed" for one in merged_models(config)) else []),
             f"Means over {seeds} seeds, ± the standard deviation of a seed's mean. All seeds have the same clusters."
             if seeds > 1
             else "Below a mean its 95% interval from resampling test documents, where every domain has 20 of them.",
@@ -210,83 +220,6 @@ def _spread(results: Results, system: System, domains: list[str]) -> str:
         return seeds_of(results, system, domains)
     interval = mean_interval(found["perplexity"], found[["low", "high"]].dropna())
     return f"[{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
-
-
-def family_costs_table(run: Path, config: dict[str, Any]) -> Table:
-    """What each family costs: parameters, updates, FLOPs of training and of a token, bytes exchanged, seconds."""
-    vocab_size = vocabulary(config["tokenizer"])
-    before = read.tokens_before(run, config)
-    rows: dict[str, dict[str, Any]] = {}
-    for label, family in by_label(config).items():
-        model, scope = family.model, family.model.kind.expert_scope
-        architecture = architecture_of(config, model.settings)
-        shared, expert = parameters(architecture, vocab_size, expert_scope=scope)
-        dense, context = architecture.unrouted, architecture.context
-        step, begin = model.step_tokens(context), model.seed_step(context)
-        updates, own = family.tokens // step, family.tokens // step - model.first_step(context)
-        # What all ranks must agree on after each update; a seed phase is that of a dense model.
-        agreed = shared if model.kind.has_experts else shared + expert
-        row: dict[str, Any] = {"Parameters": float(shared + family.experts * expert)}
-        active = [*((f"top-{k}", k) for k in TOP_K if k < family.experts), ("all", family.experts)]
-        for most, k in active:
-            row[f"Parameters a token, {most}"] = float(shared + k * expert - unchosen_parameters(architecture))
-            row[f"FLOPs a token, {most}"] = float(scoring_flops(architecture, vocab_size, k, scope))
-        row["Updates"] = float(updates)
-        known = (family.learned(before) - family.tokens) * training_flops_per_token(dense, vocab_size, context)
-        row["FLOPs of training"] = training_flops(model, config)[0] + known
-        row["Bytes synchronised"] = 4.0 * (agreed * own + sum(parameters(dense, vocab_size)) * begin)
-        row["Seconds to add a domain"] = _seconds_to_add(run, model, config)
-        rows[label] = row
-    numbered = [
-        f"{what} a token, {k}" for what in ("Parameters", "FLOPs") for k in (*(f"top-{k}" for k in TOP_K), "all")
-    ]
-    columns = ["Parameters", *numbered, "Updates", "FLOPs of training", "Bytes synchronised", "Seconds to add a domain"]
-    frame = pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns)
-    return Table(
-        "family_costs",
-        "What each family costs",
-        "Parameters of a family and of a token by the experts that the token takes (top-k), the updates of training, "
-        "the FLOPs to predict a token and to train, the bytes of gradients that all experts must agree on in training, "
-        "and the time to add a domain.",
-        frame,
-        notes=(
-            "Only weights by clusters, or one known domain, choose experts before these are computed: by all other "
-            "rules a token costs what “all” says, whatever top-k is. Of a token-routed model “all” are the chosen.",
-            "FLOPs of training include activation checkpointing and a seed phase (section 5.1 of Narayanan et al. "
-            "2021), as updates do. Bytes synchronised are 4 per parameter and update, of what each expert shares with "
-            "others, and of the whole model in a seed phase; several ranks of an expert exchange its own besides.",
-            "Seconds are those of steps: of the adaptation to a novel domain (their mean), or of one expert's training "
-            "where experts are whole models (their mean), after the seed phase.",
-            *read.parent_notes(config, before),
-        ),
-        formats=dict.fromkeys(columns[:5], "{:,.0f}")
-        | dict.fromkeys([*columns[5:9], "FLOPs of training"], "{:.3g}")
-        | {"Updates": "{:,.0f}", "Bytes synchronised": "{:,.0f}", "Seconds to add a domain": "{:,.1f}"},
-    )
-
-
-def training_flops(model: Model, config: dict[str, Any]) -> tuple[float, float]:
-    """The FLOPs of all updates of a model, those that its seed phase stands for included, and of its last update.
-
-    The parent of a seed phase is a dense model.
-    """
-    architecture, vocab_size = architecture_of(config, model.settings), vocabulary(config["tokenizer"])
-    step, begun = model.step_tokens(architecture.context), model.first_step(architecture.context)
-    dense, own = (
-        step * training_flops_per_token(one, vocab_size, architecture.context)
-        for one in (architecture.unrouted, architecture)
-    )
-    return dense * begun + own * (int(model.settings["tokens"]) // step - begun), own
-
-
-def _seconds_to_add(run: Path, model: Model, config: dict[str, Any]) -> float:
-    """The mean seconds of steps of the trainings of the model's experts, or of its adaptations; NaN for none."""
-    if model.kind.expert_scope == "model":
-        places = [part.place for part in model.parts]
-    else:
-        places = [adapted(model.row, domain) for domain in novel_domains(config)]
-    seconds = [step_seconds(run / "metrics" / f"{place}.jsonl") for place in places]
-    return mean_of(each for each in seconds if each)
 
 
 def top_k_table(results: Results, config: dict[str, Any]) -> Table:

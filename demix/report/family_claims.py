@@ -10,7 +10,8 @@ import pandas as pd
 from demix.config.evaluated import System, by_distance, routed_weights
 from demix.report import left_out, read
 from demix.report.clusters import Clusters, over_own
-from demix.report.families import Family, families, one_clusters, training_flops, tried_top_k
+from demix.report.families import Family, families, one_clusters, tried_top_k
+from demix.report.family_costs import training_flops
 from demix.report.read import Results, novel_domains, perplexities, training_domains
 from demix.report.verdict import HARM, Claim, Part, claim_of, compare
 

@@ -10,7 +10,8 @@ import pandas as pd
 from demix.report import left_out, read
 from demix.report.all_tables import filled, scale_note
 from demix.report.clusters import Clusters, cluster_experts, cluster_sizes, clusters_table
-from demix.report.families import by_clusters, families_table, family_costs_table, temperatures_table, top_k_table
+from demix.report.families import by_clusters, families_table, temperatures_table, top_k_table
+from demix.report.family_costs import family_costs_table
 from demix.report.family_differences import family_differences_table
 from demix.report.figures import write_charts
 from demix.report.read import Results

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import entropy
 
-from demix.config.evaluated import label_of, token_routed
+from demix.config.evaluated import token_routed
 from demix.files import read_parquet
 from demix.report.cells import mean_of
 from demix.report.heatmaps import heat_maps
@@ -28,13 +28,12 @@ def read_loads(run: Path, config: dict[str, Any]) -> dict[str, pd.DataFrame]:
     """
     domains = [*training_domains(config), *novel_domains(config)]
     shares = {}
-    for model in token_routed(config):
-        table = read_parquet(run / "loads" / f"{model.name}.parquet").to_pandas()
+    for routers in token_routed(config):
+        table = read_parquet(run / "loads" / f"{routers.name}.parquet").to_pandas()
         counts = table.pivot(index=["layer", "domain"], columns="expert", values="choices").astype("float64")
-        counts = counts.reindex(
-            pd.MultiIndex.from_product([sorted(set(table["layer"])), domains], names=counts.index.names)
-        )
-        shares[label_of(model.row, model.kind)] = counts.div(counts.sum(axis=1), axis=0)
+        places = pd.MultiIndex.from_product([sorted(set(table["layer"])), domains], names=counts.index.names)
+        counts = counts.reindex(places).set_axis(list(routers.experts), axis=1)
+        shares[routers.label] = counts.div(counts.sum(axis=1), axis=0)
     return shares
 
 
@@ -53,16 +52,12 @@ def routers_table(loads: dict[str, pd.DataFrame], run: Path, config: dict[str, A
     """What each router's choices tell of the domain, and how equal the loads of its experts are."""
     training, rows = training_domains(config), dict[str, dict[str, Any]]()
     for model in token_routed(config):
-        label = label_of(model.row, model.kind)
-        by_layer = {
-            layer: of_layer.droplevel("layer").loc[training] for layer, of_layer in loads[label].groupby("layer")
-        }
-        information = [100 * told(shares) for shares in by_layer.values()]
-        means = [shares.mean(axis=0) for shares in by_layer.values()]
+        by_layer = [shares.droplevel("layer").loc[training] for _, shares in loads[model.label].groupby("layer")]
+        information, means = [100 * told(shares) for shares in by_layer], [shares.mean(axis=0) for shares in by_layer]
         lines = list(read_metrics(run / "metrics" / f"{model.name}.jsonl"))
         last = [line["router_dropped"] for line in lines[-max(1, len(lines) // 10) :] if "router_dropped" in line]
-        rows[label] = {
-            "A token chooses": f"{model.settings['top_k']} of {model.settings['experts']}",
+        rows[model.label] = {
+            "A token chooses": f"{model.top_k} of {len(model.experts)}",
             "Routed layers": float(len(by_layer)),
             "Told of the domain, %": mean_of(information),
             "in the layer that tells most, %": max(information),
@@ -80,7 +75,10 @@ def routers_table(loads: dict[str, pd.DataFrame], run: Path, config: dict[str, A
         "A mean over routed layers. Then the load of the busiest expert of any layer, the exponential of the entropy "
         "of loads (a mean over layers), and the choices that no expert took in the last tenth of the updates.",
         frame,
-        notes=("Tests have no capacity, so that no choice is dropped there.",),
+        notes=(
+            "Tests have no capacity, so that no choice is dropped there. Merged-routed models are not trained: their "
+            "routers know the mean state of each expert's dev text.",
+        ),
         formats={name: "{:.1f}" for name in frame if name.endswith("%")}
         | {"Routed layers": "{:.0f}", "Busiest expert, times an equal share": "{:.2f}", "Effective experts": "{:.1f}"},
     )
@@ -97,7 +95,7 @@ def router_loads(loads: dict[str, pd.DataFrame], config: dict[str, Any]) -> alt.
             shares = of_model.loc[layer]
             heading = f"{label}, layer {layer}: tells {100 * told(shares.loc[training]):.1f}% of the domain"
             cells = [
-                {"kind": "all", "domain": domain, "expert": str(expert), "value": finite(value)}
+                {"kind": "all", "domain": domain, "expert": expert, "value": finite(value)}
                 for domain, values in shares.iterrows()
                 for expert, value in values.items()
             ]
@@ -105,7 +103,7 @@ def router_loads(loads: dict[str, pd.DataFrame], config: dict[str, Any]) -> alt.
                 heat_maps(
                     cells,
                     {"all": ([*training, *novel], heading)},
-                    [str(expert) for expert in shares.columns],
+                    list(shares.columns),
                     alt.Scale(domain=[0, 1], range=CELL_RANGE, interpolate="lab"),
                     legend=alt.Legend(title="share", format=".0%", titlePadding=8),
                     form=".0%",
@@ -116,7 +114,7 @@ def router_loads(loads: dict[str, pd.DataFrame], config: dict[str, Any]) -> alt.
         alt.concat(*maps, columns=2, spacing=24, align="each"),
         "Which experts the tokens of each domain choose",
         "The share of the choices of a domain's test tokens (row) that fall on each expert (column) of a layer, in "
-        f"models whose tokens choose their experts{last}. Each row sums to 1. Experts of different layers or models "
-        "have nothing in common but their number. Above each map: the mutual information of expert and training "
-        "domain, over the most that as many experts could tell.",
+        f"models whose tokens choose their experts{last}. Each row sums to 1. Experts with numbers have nothing in "
+        "common with those of other layers; experts with names are those of a domain or cluster. Above each map: the "
+        "mutual information of expert and training domain, over the most that as many experts could tell.",
     )

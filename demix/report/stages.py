@@ -56,7 +56,7 @@ STAGES = (
     Stage(
         "score",
         ("each expert once", "on each domain"),
-        ("score", "route", "loads"),
+        ("score", "merge_routed", "route", "loads"),
         4,
         after=("train", "adapt"),
         accelerated=True,

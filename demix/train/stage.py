@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from demix.config.architecture import Architecture, architecture_from, parameters
 from demix.config.placement import Placement, place
 from demix.config.rows import DENSE_EXPERT, KINDS, Kind
@@ -274,19 +272,9 @@ def dev_loss(model: GPT, shard: TokenShard, count: int, domain: str) -> float:
     """
     length = model.architecture.context
     if len(model.experts) > 1:
-        model = _single(model, domain)
+        model = model.only(domain)
     (scored,) = log_probabilities(model, *blocks(shard, length, count * length), domain_tokens=(domain,))
     return float(-scored.mean())
-
-
-def _single(model: GPT, expert: str) -> GPT:
-    """The model with only the named expert, in the same memory."""
-    with torch.device("meta"):
-        single = GPT(model.architecture, model.vocab_size, (expert,))
-    number = model.experts.index(expert)
-    experts = {name: tensor.detach()[number : number + 1] for name, tensor in model.expert_tensors().items()}
-    single.load_state_dict(model.shared_tensors() | experts, assign=True)
-    return single
 
 
 def optimization(

@@ -19,7 +19,7 @@ from support.synthetic_run import NOVEL, TRAINING, Run, base, build_run
 
 SEED = {"parent": "dense", "seed_tokens": 819200}
 MODELS = {
-    "demix_seeded": {"kind": "demix", **SEED},
+    "demix_seeded": {"kind": "demix", "merged_routed": True, **SEED},
     "btm": {"kind": "branched", "averages": True, **SEED},
     "cbtm_2": {"kind": "branched", "data": "k2", **SEED},
     "cbtm_3": {"kind": "branched", "data": "k3", **SEED},
@@ -105,9 +105,12 @@ def _rows(change: Callable[[str, float], float | None]) -> pd.DataFrame:
                 routed | {"top_k": top_k, "perplexity": own * more * 1.07, "variant": "released_scorer"}
                 for top_k, more in TOP_K.items()
             ]
-            if "averages" in MODELS[model]:
-                merged = {"uniform": 1.2, "posterior": 1.15}
-                lines += [{"method": "merged", "weights": by, "perplexity": own * more} for by, more in merged.items()]
+            made = {"averages": {"uniform": 1.2, "posterior": 1.15}, "merged_routed": {"routed": 1.1}}
+            lines += [
+                {"method": "merged", "weights": by, "perplexity": own * more}
+                for key in made.keys() & MODELS[model].keys()
+                for by, more in made[key].items()
+            ]
             for line in lines:
                 value, tokens = line["perplexity"], 1000 + len(domain)
                 rows.append({

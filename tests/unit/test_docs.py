@@ -94,6 +94,12 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(tokens / "tokens" / "fantasy", run / "tokens" / "wiki")
     for path in (run / "tokens" / "wiki").glob("*.json"):
         write_json(path, read_json(tokens / "tokens" / "fantasy" / path.name))
+    # What makes a router: some dev text of every expert's domain.
+    for domain in {*TRAINING, *NOVEL} - {"wiki"}:
+        (run / "tokens" / domain).mkdir()
+        for path in (tokens / "tokens" / "parliament").glob("dev*.arrow"):
+            shutil.copy(path, run / "tokens" / domain)
+        write_json(run / "tokens" / domain / "dev.json", read_json(tokens / "tokens" / "parliament" / "dev.json"))
     shards = [run / "tokens" / "wiki" / f"{split}.arrow" for split in ("dev", "test")]
     shards.append(tokens / "tokens" / "parliament" / "dev.arrow")
     score(

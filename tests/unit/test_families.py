@@ -18,10 +18,10 @@ from demix.report.clusters import clusters_table, over_own, read_clusters, share
 from demix.report.families import (
     by_clusters_points,
     families_table,
-    family_costs_table,
     temperatures_table,
     top_k_table,
 )
+from demix.report.family_costs import family_costs_table
 from demix.report.family_pages import write_families
 from demix.report.index import _groups
 from demix.report.own_tables import full_table
@@ -59,11 +59,19 @@ def mean(
 
 def test_families_are_mixed_by_the_rule_of_their_paper(run: Run, rows: Rows) -> None:
     frame = families_table(run.results, run.config, {}).frame
-    averaged = {f"btm, averaged ({weights})": weights for weights in ("uniform", "posterior")}
-    assert list(frame.index) == [*LABELS, "demix_seeded", "btm", *averaged, *list(MODELS)[2:]]
+    routed, averaged = (
+        "demix_seeded, merged-routed",
+        {f"btm, averaged ({weights})": weights for weights in ("uniform", "posterior")},
+    )
+    assert list(frame.index) == [*LABELS, "demix_seeded", routed, "btm", *averaged, *list(MODELS)[2:]]
     for label, weights in averaged.items():
         assert frame.at[label, "Novel"] == pytest.approx(mean(rows, "btm", NOVEL, "merged", weights))
-    for label, row in frame.drop(index=list(averaged)).iterrows():
+    assert frame.at[routed, "Training"] == pytest.approx(mean(rows, "demix_seeded", TRAINING, "merged", "routed"))
+    assert frame.loc[routed, ["Family", "Experts", "Mixed by"]].tolist() == [
+        "Merged-routed", "3, top-2", "merged routed",
+    ]  # fmt: skip
+    assert math.isnan(frame.at[routed, "Novel, switching"])
+    for label, row in frame.drop(index=[routed, *averaged]).iterrows():
         model = LABELS.get(str(label), str(label))
         clusters = "data" in MODELS.get(model, {})
         rule = ("uniform", "cluster") if clusters else ("cached", "history")
@@ -114,6 +122,14 @@ def test_costs_follow_from_sizes_and_settings(run: Run) -> None:
         assert frame.at[label, "Parameters"] == size
         assert frame.at[label, "Bytes synchronised"] == 4 * exchanged
     by_token = training_flops_per_token(architecture, 4096, 256)
+    routed, layers, width = "demix_seeded, merged-routed", architecture.layers, architecture.width
+    assert frame.at[routed, "Parameters"] == shared + 3 * (expert + layers * width), "and a router in each layer"
+    assert frame.at[routed, "Parameters a token, all"] == shared + 2 * expert + 3 * layers * width
+    assert frame.at[routed, "FLOPs a token, all"] - frame.at["Dense", "FLOPs a token, all"] == layers * (
+        16 * width**2 + 2 * 3 * width
+    )
+    for column in ("Updates", "FLOPs of training", "Bytes synchronised"):
+        assert frame.at[routed, column] == frame.at["demix_seeded", column], "nothing is trained for it"
     assert frame.at["cbtm_3", "FLOPs of training"] == pytest.approx(by_token * updates * step)
     assert frame.at["cbtm_2_short", "FLOPs of training"] == pytest.approx(by_token * (1228800 // step) * step)
     one = frame.at["Dense", "FLOPs a token, all"]
@@ -284,13 +300,13 @@ def test_every_name_has_a_heading_and_a_caption() -> None:
         assert (Path(__file__).parents[2] / "workflow" / "report" / f"{name}.rst").stat().st_size
 
 
-def test_averages_are_compared_with_the_dense_model_of_their_seed(run: Run) -> None:
+def test_merged_models_are_compared_with_the_dense_model_of_their_seed(run: Run) -> None:
     """They are made of the run's own seed alone, here of two."""
     more = run.results.rows.query("method != 'merged'").assign(seed=2)
     both = Results(pd.concat([run.results.rows, more.assign(perplexity=3 * more["perplexity"])], ignore_index=True))
     alone, table = (families_table(results, run.config, {}).frame for results in (run.results, both))
-    averaged = [label for label in alone.index if "averaged" in label]
-    assert averaged
+    averaged = [label for label in alone.index if "averaged" in label or "merged" in label]
+    assert len(averaged) == 3
     for label in averaged:
         for column in ("Training", "Training, %", "Novel, %"):
             assert table.at[label, column] == pytest.approx(alone.at[label, column])

@@ -14,7 +14,8 @@ from demix.model.description import tokens_learned
 from demix.plan.cost import training_tables
 from demix.plan.flops import training_flops_per_token
 from demix.report.card import model_card
-from demix.report.families import families_table, family_costs_table
+from demix.report.families import families_table
+from demix.report.family_costs import family_costs_table
 from demix.report.read import tokens_before
 from support.models import write_model
 from support.synthetic_run import build_run

@@ -100,16 +100,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Run:
     rows = {"switch": SWITCH, "upcycled": UPCYCLED, "longer": SWITCH | {"match": "updates"}}
     dense = run.results.rows.query("model == 'dense'")
     more = [dense.assign(model=row, perplexity=[base(domain) * 1.2 for domain in dense["domain"]]) for row in rows]
-    for model, layers in (("switch", (1, 2, 3)), ("upcycled", (2,)), ("longer", (1, 2, 3))):
+    experts = {name: row["experts"] for name, row in rows.items()} | {"demix_seeded-routed": 3}
+    for model, number_of in experts.items():
+        layers = (2,) if model == "upcycled" else (1, 2, 3)
         loads = [
             {"domain": domain, "layer": layer, "expert": expert, "choices": 1 + 99 * (expert == number % 3) * layer}
             for number, domain in enumerate((*TRAINING, *NOVEL))
             for layer in layers
-            for expert in range(rows[model]["experts"])
+            for expert in range(number_of)
         ]
         write_parquet(pa.Table.from_pylist(loads), run.path / "loads" / f"{model}.parquet")
         lines = [{"step": step, "tokens": step, "router_dropped": step / 100} for step in range(1, 21)]
-        write_json_lines(run.path / "metrics" / f"{model}.jsonl", lines)
+        if model in rows:
+            write_json_lines(run.path / "metrics" / f"{model}.jsonl", lines)
     config = run.config | {"models": MODELS | rows}
     return replace(run, config=config, results=Results(pd.concat([run.results.rows, *more], ignore_index=True)))
 
@@ -124,6 +127,8 @@ def test_the_table_of_routers(made: Run) -> None:
     assert frame.at["upcycled", "Effective experts"] == pytest.approx(3)
     assert frame.at["upcycled", "Busiest expert, times an equal share"] == pytest.approx(1)
     assert frame.at["upcycled", "Dropped in training, %"] == pytest.approx(19.5)
+    assert frame.at["demix_seeded, merged-routed", "A token chooses"] == "2 of 3"
+    assert np.isnan(frame.at["demix_seeded, merged-routed", "Dropped in training, %"]), "nothing was trained"
     assert frame.at["switch", "in the layer that tells most, %"] > frame.at["switch", "Told of the domain, %"]
 
 
@@ -134,8 +139,10 @@ def test_the_figure_has_a_map_for_each_model_and_layer(made: Run) -> None:
         *(f"switch, layer {layer}" for layer in (1, 2, 3)),
         "upcycled, layer 2",
         *(f"longer, layer {layer}" for layer in (1, 2, 3)),
+        *(f"demix_seeded, merged-routed, layer {layer}" for layer in (1, 2, 3)),
     ]
     values = [row for rows in drawn["datasets"].values() for row in rows]
+    assert {row["expert"] for row in values} == {*TRAINING, "0", "1", "2", "3"}, "merged experts have names"
     shown = [row["value"] for row in values if row["domain"] == TRAINING[1] and row["expert"] == "1"]
     # Of four experts, the first layer's own one gets 100 of 103 choices. Equal maps share their numbers.
     assert sorted(shown) == pytest.approx(sorted([100 / 103, 199 / 202, 298 / 301, 199 / 201]), abs=1e-5)

@@ -10,7 +10,11 @@ import pytest
 import yaml
 from scipy.special import log_softmax, logsumexp
 
+from demix.data.shards import TokenShard, blocks
 from demix.files import read_json, read_json_lines, sha256_file
+from demix.model.checkpoint import load_model
+from demix.model.experts import find_faults
+from demix.model.scoring import log_probabilities
 from support.dry_run import jobs_by_rule, ran
 from support.once import once, run_with_progress
 
@@ -18,6 +22,7 @@ TINY = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())
 BRANCH = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
 ROWS = {
     "models": {
+        "demix": {"merged_routed": True},
         "btm": BRANCH | {"experts_per_job": 3},
         "cbtm_2": BRANCH | {"data": "k2", "experts_per_job": 2},
         "upcycled": BRANCH | {"kind": "routed", "experts": 4, "top_k": 2, "every": 2},
@@ -53,6 +58,7 @@ def test_rows_join_a_finished_run_and_leave_its_models_as_they_are(
         "seed": 1, "train_btm__parliament__and_2_more": 1, "train_cbtm_2__c00__and_1_more": 1,
         "join_btm": 1, "join_cbtm_2": 1, "train_upcycled": 1,
     }  # fmt: skip
+    assert jobs["merge_routed_demix"] == jobs["score_merge_routed_demix"] == 1
     assert all(sha256_file(Path(path)) == sha256 for path, sha256 in before.items())
     assert "Nothing to be done" in ran(folder, "config.yaml", "-n")
     run = folder / "results" / "tiny"
@@ -74,6 +80,27 @@ def test_rows_join_a_finished_run_and_leave_its_models_as_they_are(
     assert loads.groupby("domain")["choices"].sum().to_dict() == (2 * tokens).to_dict(), "two choices of each token"
     assert set(loads["layer"]) == {2}
     assert (run / "report" / "figures" / "router_loads.svg").is_file()
+
+
+def test_the_experts_of_demix_are_scored_as_a_routed_model(finished: tuple[Path, dict[str, str], str]) -> None:
+    run = finished[0] / "results" / "tiny"
+    assert find_faults(run / "models" / "demix-routed") == []
+    merged, demix = (read_json(run / "models" / name / "model.json") for name in ("demix-routed", "demix"))
+    assert merged["architecture"] == demix["architecture"] | {"routed": merged["architecture"]["routed"]}
+    lineage = read_json(run / "models" / "demix-routed" / "experts" / "dense.json")
+    # The experts of novel domains, which are in the folder too, are not among them.
+    assert [choice["expert"] for choice in lineage["choices"]] == list(TINY["domains"]["training"])
+    results = pd.read_parquet(run / "results.parquet").query("model == 'demix' and split == 'test'")
+    scored = results.query("method == 'merged' and weights == 'routed'").set_index("domain")
+    assert sorted(scored.index) == sorted({**TINY["domains"]["training"], **TINY["domains"]["novel"]})
+    model = load_model(run / "models" / "demix-routed")
+    for domain, row in scored.iterrows():
+        shard, length = TokenShard.open(run / "tokens" / domain / "test.arrow"), model.architecture.context
+        (log_p,) = log_probabilities(model, *blocks(shard, length, int(row["tokens"])))
+        assert row["nll"] == pytest.approx(-log_p.sum(), rel=1e-5)
+        assert (row["experts"], row["n_experts"]) == ("training", 1)
+    for table in ("families", "family_costs"):
+        assert "DEMix, merged-routed" in (run / "report" / "tables" / f"{table}.md").read_text()
 
 
 def test_shards_of_clusters_hold_no_tokens(finished: tuple[Path, dict[str, str], str]) -> None:

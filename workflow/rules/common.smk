@@ -4,12 +4,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from demix.config.addresses import moving
-from demix.config.averages import AVERAGED, averages
 from demix.config.check import complete
 from demix.config.keys import located, read_keys
 from demix.config.rules import RunRules, source_files, swept_rates
 from demix.config.run import refuse_other_format
 from demix.config.evaluated import balanced_pairs, bases, chosen_on_dev, compared, evaluated, token_routed
+from demix.config.merged import MERGED, merged_models
 from demix.config.scoring import scoring_jobs
 from demix.config.evaluation import MixingRecipe, ScoredTokens, ScoringRecipe
 from demix.config.sections import AdaptationRecipe, taken

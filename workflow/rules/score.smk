@@ -40,7 +40,7 @@ for job in scoring_jobs(config):
 # Which experts tokens choose on each domain.
 rule loads:
     input:
-        model=lambda wildcards: experts(wildcards.model, MODELS[wildcards.model].experts),
+        model=lambda wildcards: experts(wildcards.model, MERGED),
         tokens=tokens(DOMAINS, "test"),
     output:
         f"{RUN}/loads/{{model}}.parquet",

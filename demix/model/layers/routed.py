@@ -64,7 +64,7 @@ class RoutedLayer(nn.Module):
 
         The latter are [B, T, k], the largest score first.
         """
-        scores = router_scores(x, self.router[0])
+        scores = router_scores(x, self.router[0], self.routed.cosine)
         gates, chosen = scores.topk(self.routed.top_k, dim=-1)
         return scores, gates, chosen
 
@@ -82,10 +82,14 @@ class RoutedLayer(nn.Module):
         return torch.zeros_like(x).index_add(0, tokens, out * gates[order, None].to(x.dtype))
 
 
-def router_scores(x: Tensor, router: Tensor) -> Tensor:
-    """softmax(router·x) [..., E], at least fp32, of states `x` [..., D] and a router [E, D] (Switch, Eq. 1)."""
+def router_scores(x: Tensor, router: Tensor, cosine: bool = False) -> Tensor:
+    """softmax(router·x) [..., E], at least fp32, of states `x` [..., D] and a router [E, D] (Switch, Eq. 1).
+
+    With `cosine` the states are divided by their lengths first.
+    """
     exact = torch.promote_types(x.dtype, torch.float32)
-    return F.linear(x.to(exact), router.to(exact)).softmax(-1)
+    states = F.normalize(x.to(exact), dim=-1) if cosine else x.to(exact)
+    return F.linear(states, router.to(exact)).softmax(-1)
 
 
 def within_capacity(chosen: Tensor, experts: int, places: int) -> Tensor:

@@ -1,0 +1,258 @@
+"""Domain experts merged into a model whose tokens choose among them, against loops and Hugging Face's GPT-2."""
+
+import itertools
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from scipy.special import erf, softmax
+from transformers import GPT2LMHeadModel
+
+from demix.config.architecture import Architecture, parameters
+from demix.data.shards import TokenShard, blocks
+from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError
+from demix.files import read_json, sha256_file, write_json
+from demix.model.checkpoint import describe, load_model, save_expert
+from demix.model.description import parent_of
+from demix.model.experts import find_faults, read_experts
+from demix.model.export import export_hf
+from demix.model.gpt import GPT
+from demix.model.merge_routed import BLOCKS, dev_shards, mean_states, merge_routed
+from demix.model.scoring import log_probabilities
+from support.cli import demix
+from support.models import SMALL, write_model, write_trunks
+from support.tokens import TRAINING
+
+# The order of the experts in the merged layers: that of the names in the folder.
+ORDER = tuple(sorted(TRAINING))
+LAYERS, WIDTH, T = SMALL.layers, SMALL.width, SMALL.context
+
+
+@pytest.fixture(scope="module")
+def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the tokens of three domains, a DEMix model of their experts, and the model merged of it."""
+    folder = tmp_path_factory.mktemp("runs") / "results" / "small"
+    shutil.copytree(tokens / "tokens", folder / "tokens")
+    shutil.copy(tokens / "tokenizer.json", folder)
+    encoder = Tokenizer.load(folder / "tokenizer.json")
+    write_model(folder / "models" / "demix", TRAINING, encoder.sha256, encoder.vocab_size)
+    done = demix("merge", folder / "models" / "demix", "--routed", "--output", folder / "models" / "demix-routed")
+    assert done.exit_code == 0, done.exception
+    return folder
+
+
+def expert_of(run: Path, name: str) -> dict[str, np.ndarray]:
+    path = run / "models" / "demix" / "experts" / f"{name}.safetensors"
+    return {key: tensor.astype(np.float64) for key, tensor in load_file(path).items()}
+
+
+def routers_of(directory: Path) -> list[np.ndarray]:
+    """The router [E, D] of each layer, in float64."""
+    tensors = load_file(directory / "experts" / "dense.safetensors")
+    return [tensors[f"blocks.{layer}.feedforward.router"].astype(np.float64) for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize("count", [BLOCKS, 10**6], ids=["20 blocks", "the whole split"])
+def test_mean_states_are_those_of_hugging_faces_gpt2_of_the_domains_own_expert(
+    run: Path, count: int, tmp_path: Path
+) -> None:
+    for number, domain in enumerate(ORDER):
+        export_hf(run / "models" / "demix", domain, None, tmp_path / domain)
+        theirs = GPT2LMHeadModel.from_pretrained(tmp_path / domain).double().eval()
+        states: list[list[np.ndarray]] = [[] for _ in range(LAYERS)]
+        for seen, block in zip(states, theirs.transformer.h, strict=True):
+            block.ln_2.register_forward_hook(lambda _, __, out, seen=seen: seen.append(out[0].numpy()))
+        shard = TokenShard.open(run / "tokens" / domain / "dev.arrow")
+        ids = [shard.end_of_text, *shard.read(0, len(shard)).tolist()][: count * T + 1]
+        for start in range(0, len(ids) - 1, T):
+            with torch.no_grad():
+                theirs(torch.tensor([ids[start : min(start + T, len(ids) - 1)]]))
+        wanted = [np.concatenate(of_layer).mean(0) for of_layer in states]
+        own = load_model(run / "models" / "demix", (domain,))
+        np.testing.assert_allclose(mean_states(own, shard, count), wanted, rtol=0, atol=2e-5)
+        if count == BLOCKS:
+            for layer, mean in enumerate(wanted):
+                row = routers_of(run / "models" / "demix-routed")[layer][number]
+                np.testing.assert_allclose(row, mean / math.sqrt(sum(mean**2)) / 0.1, rtol=0, atol=2e-4)
+
+
+def by_hand(run: Path, layer: int, x: np.ndarray, means: np.ndarray) -> tuple[np.ndarray, list[int], list[float]]:
+    """The output [D] of a layer for the state `x` [D] in float64, the two experts that it chose, and their gates."""
+    cosines = [sum(x * mean) / math.sqrt(sum(x**2) * sum(mean**2)) for mean in means]
+    first, second = sorted(range(len(means)), key=lambda e: -cosines[e])[:2]
+    gates = softmax([cosines[first] / 0.1, cosines[second] / 0.1])
+    out = np.zeros(WIDTH)
+    for gate, e in zip(gates, (first, second), strict=True):
+        own = {key.rpartition(".")[2]: value for key, value in expert_of(run, ORDER[e]).items() if f".{layer}." in key}
+        inner = own["up"] @ x + own["up_bias"]
+        out += gate * (own["down"] @ (inner * (1 + erf(inner / math.sqrt(2))) / 2) + own["down_bias"])
+    return out, [first, second], list(gates)
+
+
+def test_a_merged_layer_is_the_top_two_experts_of_demix_by_hand(run: Path) -> None:
+    merged, generator = load_model(run / "models" / "demix-routed").double(), np.random.default_rng(1)
+    chosen = set()
+    for layer, router in enumerate(routers_of(run / "models" / "demix-routed")):
+        # Any length of the means and of the states gives the same cosines.
+        for x in [*generator.normal(size=(20, WIDTH)), 7.5 * router[1], 1e-4 * router[2]]:
+            wanted, choices, _ = by_hand(run, layer, x, 3 * router)
+            with torch.no_grad():
+                found = merged.blocks[layer].feedforward(torch.from_numpy(x)[None, None, None])[0, 0, 0]
+            # The router's rows are rounded to fp32.
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+            chosen.add(tuple(choices))
+        for expert, mean in enumerate(router):
+            _, (first, second), (gate, _) = by_hand(run, layer, mean, router)
+            assert first == expert, "a state that is a domain's mean goes to the domain's expert"
+            cosine = mean @ router[second] / 100
+            assert gate == pytest.approx(1 / (1 + math.exp((cosine - 1) / 0.1)), rel=1e-5)
+    assert len(chosen) > 3
+
+
+def scores_of(model: GPT, inputs: np.ndarray) -> np.ndarray:
+    targets = np.roll(inputs, -1, 1)
+    (found,) = log_probabilities(model, inputs, targets, np.ones_like(inputs, bool))
+    return found.reshape(inputs.shape)
+
+
+def test_the_order_of_the_experts_changes_nothing(run: Path, tmp_path: Path) -> None:
+    inputs = np.random.default_rng(2).integers(400, size=(3, T))
+    wanted = scores_of(load_model(run / "models" / "demix-routed").double(), inputs)
+    for number, names in enumerate(itertools.permutations(TRAINING)):
+        shards = {name: run / "tokens" / name / "dev.arrow" for name in names}
+        merge_routed(run / "models" / "demix", shards, tmp_path / str(number))
+        model = load_model(tmp_path / str(number)).double()
+        np.testing.assert_allclose(scores_of(model, inputs), wanted, rtol=0, atol=1e-9)
+        choices = read_json(tmp_path / str(number) / "experts" / "dense.json")["choices"]
+        assert tuple(choice["expert"] for choice in choices) == names
+
+
+def test_equal_experts_merge_to_that_expert(run: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(run / "models" / "demix", model)
+    for name in TRAINING[1:]:
+        save_expert(
+            load_model(model, TRAINING[:1]), TRAINING[0], model, read_json(model / f"experts/{name}.json"), name
+        )
+    merge_routed(model, dev_shards(model, run / "tokens"), tmp_path / "merged")
+    inputs = np.random.default_rng(3).integers(400, size=(3, T))
+    one, merged = (load_model(*place).double() for place in ((model, TRAINING[:1]), (tmp_path / "merged",)))
+    np.testing.assert_allclose(scores_of(merged, inputs), scores_of(one, inputs), rtol=0, atol=1e-9)
+
+
+def test_a_later_token_changes_no_earlier_score_and_no_token_lacks_an_expert(run: Path) -> None:
+    model = load_model(run / "models" / "demix-routed").double()
+    inputs = np.random.default_rng(4).integers(400, size=(2, T))
+    before = scores_of(model, inputs)
+    for t in (3, T - 2):
+        changed = inputs.copy()
+        changed[:, t + 1] = (changed[:, t + 1] + 1) % 400
+        after = scores_of(model, changed)
+        np.testing.assert_allclose(after[:, :t], before[:, :t], rtol=0, atol=1e-12)
+        assert (np.abs(after[:, t:] - before[:, t:]) > 1e-9).any()
+    # All tokens of a sequence like the same two experts, and each gets them.
+    x = torch.randn(WIDTH, dtype=torch.float64).expand(1, 1, T, WIDTH)
+    with torch.no_grad():
+        out = model.blocks[0].feedforward(x)
+        alone = model.blocks[0].feedforward(x[:, :, :1])
+        trained = model.blocks[0].feedforward(x, [])
+    torch.testing.assert_close(out, alone.expand_as(out), rtol=0, atol=1e-12)
+    torch.testing.assert_close(trained, out, rtol=0, atol=1e-12)
+
+
+def test_the_files_say_what_was_merged(run: Path) -> None:
+    merged, demix_model = run / "models" / "demix-routed", run / "models" / "demix"
+    assert find_faults(merged) == []
+    about = describe(merged)
+    routed = {"experts": 3, "top_k": 2, "every": 1, "capacity": 3.0, "balance": 0.0, "cosine": True}
+    assert (about["kind"], about["architecture"]["routed"]) == ("merged", routed)
+    architecture = Architecture(**about["architecture"])
+    assert architecture == SMALL.merged_routed(3)
+    assert (about["shared_parameters"], about["expert_parameters"]) == parameters(architecture, about["vocab_size"])
+    lineage = read_json(merged / "experts" / "dense.json")
+    assert lineage["choices"] == [
+        {
+            "expert": name,
+            "sha256": sha256_file(demix_model / "experts" / f"{name}.safetensors"),
+            "data_sha256": read_json(run / "tokens" / name / "dev.json")["sha256"],
+        }
+        for name in ORDER
+    ]
+    assert lineage["tokens"] == 30 + 31 + 32
+    assert parent_of(lineage) == "choices"
+    (expert,) = read_experts(merged)
+    assert (expert.parent, expert.parameters) == (" or ".join(ORDER), about["expert_parameters"])
+    for name in ("shared.safetensors", "tokenizer.json"):
+        beside = demix_model if name.startswith("shared") else run
+        assert (merged / name).read_bytes() == (beside / name).read_bytes()
+    tensors = load_file(merged / "experts" / "dense.safetensors")
+    for number, name in enumerate(ORDER):
+        for key, tensor in load_file(demix_model / "experts" / f"{name}.safetensors").items():
+            assert np.array_equal(tensors[key][number], tensor)
+    card = (merged / "README.md").read_text()
+    assert "choose two of 3 experts in every layer" in card
+    assert "over 20 blocks of dev text" in card
+    assert "weighted average" not in card
+
+
+def test_commands_take_it_as_a_model_of_one_expert(run: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(run / "models" / "demix-routed", tmp_path / "copied")
+    (tmp_path / "own.txt").write_text("It is a truth universally acknowledged. " * 40)
+    for words in (
+        ("eval", copied, tmp_path / "own.txt"), ("experts", "verify", copied), ("experts", "list", copied),
+        ("generate", copied, "--prompt", "It is", "--tokens", 3),
+    ):  # fmt: skip
+        done = demix(*words)
+        assert done.exit_code == 0, (words, done.exception)
+    told = r"which GPT-2's format cannot hold, nor can Mixtral's \(LayerNorm, biases, learned positions, GELU\); use"
+    with pytest.raises(DemixError, match=told):
+        export_hf(copied, "dense", None, tmp_path / "hf")
+
+
+def test_what_cannot_be_merged_is_refused_in_one_line(run: Path, tokens: Path, tmp_path: Path) -> None:
+    model, merged = run / "models" / "demix", run / "models" / "demix-routed"
+    encoder = Tokenizer.load(tokens / "tokenizer.json")
+    write_trunks(model, tmp_path / "models" / "btm")
+    write_model(tmp_path / "models" / "dense", ("dense",), encoder.sha256, encoder.vocab_size)
+    write_model(tmp_path / "models" / "other", TRAINING, "0" * 64, encoder.vocab_size)
+    write_model(tmp_path / "models" / "one", TRAINING[:1], encoder.sha256, encoder.vocab_size)
+    told = tmp_path / "models" / "told"
+    shutil.copytree(model, told)
+    description = read_json(told / "model.json")
+    (told / "model.json").unlink()
+    write_json(told / "model.json", description | {"domain_tokens": list(TRAINING)})
+    refused = {
+        (merged,): "is a model whose tokens choose their experts, which are routed already; use another model",
+        (tmp_path / "models" / "btm",): "has experts that are whole models, which share no layer to choose in; merge a",
+        (told,): "is a domain-token model, which has one expert; merge a model of kind demix",
+        (
+            tmp_path / "models" / "dense",
+        ): "has one expert, and tokens choose among several; merge a model of kind demix",
+        (tmp_path / "models" / "one",): "has one expert, and tokens choose among several",
+        (tmp_path / "models" / "other", "--tokens", run / "tokens"): r"dev\.arrow: is of another tokenizer",
+        (tmp_path / "models" / "other",): r"tokens/licenses/dev\.arrow: is missing, and the mean state of this text is "
+        r"what routes to the expert licenses; name the folder of <domain>/dev\.arrow of every expert with --tokens",
+        (model, "--weights", "licenses=1"): "--routed: is given with weights, which make an average; leave one",
+    }
+    for words, message in refused.items():
+        done = demix("merge", *words, "--routed", "--output", tmp_path / "out")
+        assert isinstance(done.exception, DemixError), words
+        assert "\n" not in str(done.exception)
+        with pytest.raises(DemixError, match=message):
+            raise done.exception
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(DemixError, match="--tokens: is for --routed alone"):
+        raise demix("merge", model, "--tokens", run / "tokens", "--output", tmp_path / "out").exception
+    with pytest.raises(DemixError, match="exists and is not empty"):
+        merge_routed(model, dev_shards(model), merged)
+
+
+def test_other_architectures_are_described_without_the_key(run: Path) -> None:
+    plain = {"experts": 4, "top_k": 2, "every": 1, "capacity": 2.0, "balance": 0.01}
+    assert Architecture(**describe(run / "models" / "demix")["architecture"], routed=plain).described["routed"] == plain
+    assert blocks(TokenShard.open(run / "tokens" / TRAINING[0] / "dev.arrow"), T, BLOCKS * T)[2].all()

@@ -1,0 +1,125 @@
+"""What is made of the experts of a row without training: averages and routed models, scored as models of their own."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from demix.config.architecture import architecture_from, parameters
+from demix.config.check import complete
+from demix.config.evaluated import evaluated
+from demix.config.merged import merged_models
+from demix.config.rules import RunRules
+from demix.config.scoring import scoring_jobs
+from demix.config.systems import trained
+from demix.errors import DemixError
+from demix.plan.jobs import in_one_line, plan_jobs
+from demix.report import left_out
+
+TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
+BTM = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
+
+
+def tiny(**rows: Any) -> dict[str, Any]:
+    return complete(copy.deepcopy(TINY) | {"models": rows, "seeds": [1, 2]}, Path())
+
+
+def test_each_average_is_made_scored_and_evaluated_once() -> None:
+    config = tiny(btm=BTM | {"averages": True}, other=BTM)
+    training, novel = list(config["domains"]["training"]), list(config["domains"]["novel"])
+    assert [(one.rule, one.place) for one in merged_models(config)] == [
+        ("average_btm__uniform", "btm-uniform"), ("average_btm", "btm-average-{domain}"),
+    ]  # fmt: skip
+    made = set()
+    for job in scoring_jobs(config):
+        if "average" in job.rule:
+            assert (job.columns, job.splits, job.experts) == (("dense",), ("test",), ("dense",))
+            names = {"{training}": training, "{novel}": novel}
+            for place in job.domains:
+                for name in names.get(place, [place]):
+                    table = job.model.replace(place, name), name
+                    assert table not in made
+                    made.add(table)
+    read = {
+        (table.folder, domain) for domain in training + novel for table in evaluated(config, domain) if table.merged
+    }
+    assert (
+        read
+        == made
+        == {(folder, domain) for domain in training + novel for folder in ("btm-uniform", f"btm-average-{domain}")}
+    )
+    (uniform, posterior) = [table for table in evaluated(config, novel[0]) if table.merged]
+    assert (uniform.model, uniform.merged, uniform.sets, uniform.splits) == ("btm", "uniform", (), ("test",))
+    assert (posterior.model, posterior.merged, posterior.seed) == ("btm", "posterior", 1)
+    (job,) = [job for job in plan_jobs(config, "cpu") if job.name == "average"]
+    assert job.rules == {"average_btm__uniform": 1, "average_btm": len(training + novel)}
+
+
+def test_rows_that_do_not_ask_have_none() -> None:
+    config = tiny(btm=BTM)
+    assert merged_models(config) == ()
+    assert not [job for job in scoring_jobs(config) if "average" in job.rule]
+    assert not [job for job in plan_jobs(config, "cpu") if job.name == "average"]
+    with pytest.raises(DemixError, match=r"models\.x\.averages: is given to a row of kind demix; use kind: branched"):
+        tiny(x={"kind": "demix", "averages": True})
+    for row, kind in ({"kind": "branched", "parent": "dense", "seed_tokens": 6000}, "branched"), ({}, "dense"):
+        with pytest.raises(DemixError, match=rf"merged_routed: is given to a row of kind {kind}; use kind: demix"):
+            tiny(**{"x" if row else "dense": row | {"merged_routed": True}})
+    one = {"training": {"law": TINY["domains"]["training"]["licenses"]}}
+    alone = copy.deepcopy(TINY) | {"domains": one, "models": {"demix": {"merged_routed": True}}, "removal": {}}
+    with pytest.raises(DemixError, match=r"models\.demix\.merged_routed: is given to a row of one expert, and tokens"):
+        complete(alone, Path())
+
+
+def test_a_routed_model_is_made_of_a_row_of_demix_scored_and_evaluated_once() -> None:
+    rows = {"demix": {"merged_routed": True}, "on_clusters": {"kind": "demix", "data": "k2", "merged_routed": True}}
+    clusterings = {"k2": {"clusters": 2}}
+    config, before = (
+        complete(copy.deepcopy(TINY) | {"models": models, "clusterings": clusterings, "seeds": [1, 2]}, Path())
+        for models in (rows, {"demix": {}, "on_clusters": {"kind": "demix", "data": "k2"}})
+    )
+    domains = [*config["domains"]["training"], *config["domains"]["novel"]]
+    made = merged_models(config)
+    assert [(one.rule, one.place) for one in made] == [
+        ("merge_routed_demix", "demix-routed"), ("merge_routed_on_clusters", "on_clusters-routed"),
+    ]  # fmt: skip
+    assert [one.architecture(config).routed.experts for one in made] == [3, 2]
+    for domain in domains:
+        found, were = (list(evaluated(one, domain)) for one in (config, before))
+        assert found[: len(were)] == were
+        assert [(table.model, table.folder, table.seed, table.merged, table.columns, table.splits, table.sets)
+                for table in found[len(were) :]] == [
+            ("demix", "demix-routed", 1, "routed", ("dense",), ("test",), ()),
+            ("on_clusters", "on_clusters-routed", 1, "routed", ("dense",), ("test",), ()),
+        ]  # fmt: skip
+    more = [job for job in scoring_jobs(config) if job not in scoring_jobs(before)]
+    assert [(job.rule, job.model, job.domains, job.jobs) for job in more] == [
+        ("score_merge_routed_demix", "demix-routed", tuple(domains), 1),
+        ("score_merge_routed_on_clusters", "on_clusters-routed", tuple(domains), 1),
+    ]
+    counts = [{rule: count for job in plan_jobs(one, "cpu") for rule, count in job.rules.items()}
+              for one in (config, before)]  # fmt: skip
+    # Nothing but these jobs is new: trainings and their settings are as before.
+    dev = {"cluster_dev_k2": 1}
+    assert {rule: count for rule, count in counts[0].items() if counts[1].get(rule) != count} == dev | {
+        rule: 1 for one in made for rule in (one.rule, f"score_{one.rule}")
+    }
+    assert not counts[1].keys() - counts[0].keys()
+    for now, then in zip(trained(config), trained(before), strict=True):
+        assert RunRules(config).training_settings(now) == RunRules(before).training_settings(then)
+        assert RunRules(config).train_inputs(now) == RunRules(before).train_inputs(then)
+        assert (
+            RunRules(config).train_options(now).split(" --live ")[0]
+            == RunRules(before).train_options(then).split(" --live ")[0]
+        )
+    tokens = RunRules(config).learned_tokens(made[1].model, "dev")
+    assert tokens == [f"results/tiny/clusters/k2/shards/{cluster}/dev.arrow" for cluster in ("c00", "c01")]
+    large = {"architecture": {"preset": "gpt3-xl"}}
+    now, then = (float(re.search(r"([\d.]+) GB", in_one_line(one | large, "cpu"))[1]) for one in (config, before))
+    shared, expert = parameters(architecture_from({"preset": "gpt3-xl"}), config["tokenizer"]["vocab_size"])
+    assert now - then == pytest.approx(4 * (2 * shared + 5 * expert) / 1e9, abs=0.2)
+    assert "families" in left_out(tiny(demix={}))
+    assert "families" not in left_out(tiny(demix={"merged_routed": True}))
