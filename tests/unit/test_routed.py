@@ -135,6 +135,26 @@ def test_dropped_rows_are_0_whatever_was_in_memory(grouped: bool, monkeypatch: p
         torch.testing.assert_close(for_bias, torch.stack([incoming[a:b].sum(0) for a, b in ((0, 2), (2, 2), (2, 5))]))
 
 
+def test_a_dropped_choice_is_not_computed() -> None:
+    layer = layer_of(SWITCH)
+    with torch.no_grad():
+        layer.down_bias.fill_(math.inf)
+    out = layer(states(), [])
+    # A product with a gate of 0 would be NaN.
+    assert not out.isnan().any()
+    assert (out == 0).all(-1).any()
+
+
+def test_the_activation_is_that_of_the_architecture() -> None:
+    for activation, approximate in (("gelu", "none"), ("gelu_new", "tanh")):
+        layer = RoutedLayer(dataclasses.replace(SWITCH, experts=1), WIDTH, activation)
+        randomise(layer)
+        x = states(torch.float32)
+        inner = F.gelu(F.linear(x, layer.up[0, 0], layer.up_bias[0, 0]), approximate=approximate)
+        expected = F.linear(inner, layer.down[0, 0], layer.down_bias[0, 0])
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_an_expert_that_no_token_chooses_has_no_gradient() -> None:
     layer = layer_of(SWITCH, torch.float32)
     with torch.no_grad():

@@ -112,9 +112,10 @@ def _expert_linear(x: Tensor, weight: Tensor, bias: Tensor, ends: Tensor) -> Ten
         out += bias.to(x.dtype)[expert.clamp(max=len(weight) - 1)]
         # The product leaves what was in memory in the dropped rows.
         return out.masked_fill_((expert == len(weight))[:, None], 0)
-    out = x.new_zeros(len(x), weight.shape[1])
+    out = x.new_empty(len(x), weight.shape[1])
     for e, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         torch.addmm(bias[e].to(x.dtype), x[start:end], weight[e].to(x.dtype).T, out=out[start:end])
+    out[end:] = 0
     return out
 
 
@@ -129,7 +130,7 @@ def _expert_linear_backward(incoming: Tensor, x: Tensor, weight: Tensor, ends: T
         # A matrix product adds up in the same order every time, index_add on a GPU does not.
         for_bias = F.one_hot(expert, len(weight) + 1)[:, :-1].T.to(x.dtype) @ incoming
         return for_x, for_weight.to(weight.dtype), for_bias.to(weight.dtype)
-    for_x, for_weight = torch.zeros_like(x), torch.empty_like(weight)
+    for_x, for_weight = torch.empty_like(x), torch.empty_like(weight)
     for_bias = weight.new_empty(weight.shape[:2])
     for e, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         part = incoming[start:end]
@@ -139,6 +140,7 @@ def _expert_linear_backward(incoming: Tensor, x: Tensor, weight: Tensor, ends: T
         else:
             for_weight[e] = part.T @ x[start:end]
         torch.sum(part, 0, dtype=weight.dtype, out=for_bias[e])
+    for_x[end:] = 0
     return for_x, for_weight, for_bias
 
 
