@@ -1,4 +1,4 @@
-"""Training steps of ours (dense and DEMix), of nanoGPT's recipe and of Hugging Face's GPT-2, side by side in one run.
+"""Training steps of ours (dense, DEMix, token-routed), of nanoGPT's recipe and of Hugging Face's GPT-2 in one run.
 
     python benchmarks/train.py [--quick] [--threads 2] [--profile] [--json rows.json]
 
@@ -8,6 +8,13 @@ medians over the turns count, so that on a shared machine ratios hold. `--thread
 other work changes least. DEMix has 8 experts and sees as many tokens a step as dense, an eighth each. On a GPU the
 sizes are those that fill one. `--quick` compiles nothing and takes few steps; `--profile` prints where the time of ours
 goes instead. Needs transformers, and a C++ compiler to compile.
+
+Token-routed models (`switch`: top-1 of 8 in every layer; top-2 of 8 in every second layer) stand beside dense in
+FLOP/s, because top-2 needs more FLOPs a token. A `layer` is forward and backward of one routed feedforward, without an
+update, beside transformers' Mixtral block by the fastest of its implementations; in bf16 once under autocast, as ours
+trains, and once with weights that are bf16 themselves. Mixtral's experts have three matrices of D × 8D/3 (down to a
+multiple of 16) where ours have two of D × 4D, so FLOP/s are compared. All choices are computed: Mixtral drops none, and
+ours have a capacity of all tokens.
 """
 
 import argparse
@@ -28,9 +35,10 @@ import torch.nn.functional as F
 from tables import show
 from torch import Tensor, nn
 
-from demix.config.architecture import PRESETS, Architecture
+from demix.config.architecture import PRESETS, Architecture, Routed
 from demix.model.device import compute_type
 from demix.model.gpt import GPT
+from demix.model.layers import Auxiliary, RoutedLayer
 from demix.plan.flops import scoring_flops
 from demix.train.batches import Batch, Batches
 from demix.train.loop import Optimization, train
@@ -38,6 +46,11 @@ from demix.train.parallel import World
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXPERTS = tuple(f"domain{number}" for number in range(8))
+# A capacity as large as the number of experts drops nothing.
+ROUTED = {
+    "switch": Routed(experts=8, top_k=1, every=1, capacity=8.0, balance=0.01),
+    "top-2": Routed(experts=8, top_k=2, every=2, capacity=8.0, balance=0.01),
+}
 
 
 @dataclass(frozen=True)
@@ -59,10 +72,17 @@ class Setting:
     def tokens(self) -> int:
         return self.sequences * self.architecture.context
 
-    @property
-    def flops(self) -> float:
-        """Of a step's matrix products, backward twice forward; attention's is the half that the causal mask leaves."""
-        return 3.0 * self.tokens * scoring_flops(self.architecture, self.vocabulary, 1)
+    def flops(self, name: str) -> float:
+        """Of the matrix products of a variant's step, backward twice forward; attention's is the half that the causal
+        mask leaves.
+        """
+        sizes = self.architecture
+        if name == "matmul":
+            return 4 * 2.0 * _matmul_side() ** 3
+        if routed := sizes.routed:
+            expert = 6 * _mixtral_inner(sizes.width) if "mixtral" in name else 16 * sizes.width
+            return 3.0 * self.tokens * sizes.width * (routed.top_k * expert + 2 * routed.experts)
+        return 3.0 * self.tokens * scoring_flops(replace(sizes, routed=ROUTED.get(name)), self.vocabulary, 1)
 
 
 @dataclass(frozen=True)
@@ -77,6 +97,23 @@ class Measured:
 PEERS = {"dense": "ours", "nanogpt": "nanoGPT's recipe", "hf": "Hugging Face", "plain": "ours, whole logits"}
 
 
+MIXTRAL = ("mixtral eager", "mixtral grouped_mm")
+MIXTRAL_BF16 = tuple(f"{name}, weights in bf16" for name in MIXTRAL)
+
+
+def layers(quick: bool) -> Iterator[tuple[Setting, tuple[str, ...], int]]:
+    """As `comparisons`, for one routed layer."""
+    on_gpu = DEVICE.type == "cuda"
+    for routed in ROUTED.values():
+        for width, context, sequences in ((768, 1024, 32),) if on_gpu else ((256, 256, 8), (768, 1024, 2)):
+            sizes = Architecture(routed.every, width, 4, context, routed=routed)
+            for precision in ("bf16",) if on_gpu else ("fp32", "bf16"):
+                size = f"layer {width} wide, top-{routed.top_k} of {routed.experts}"
+                variants = ("layer", *MIXTRAL, *(MIXTRAL_BF16 if precision == "bf16" else ()))
+                if width == 256 or not quick:
+                    yield Setting(size, sizes, 0, sequences, precision, False), variants, 5 if quick else 11
+
+
 def comparisons(quick: bool) -> Iterator[tuple[Setting, tuple[str, ...], int]]:
     """Settings, their variants and how many turns each takes."""
     small = Setting("4×256", Architecture(4, 256, 4, 256), 8192, 8, "fp32", False)
@@ -86,14 +123,17 @@ def comparisons(quick: bool) -> Iterator[tuple[Setting, tuple[str, ...], int]]:
         for setting in (replace(gpt2, sequences=32), Setting("4 layers of 1.3b", wide, 50257, 16, "bf16", False)):
             for compiled in (False,) if quick else (False, True):
                 each = replace(setting, precision="bf16", compile=compiled)
-                yield each, ("dense", "demix", "nanogpt", "hf", "plain"), 5 if quick else 20
+                yield each, ("dense", "demix", *ROUTED, "nanogpt", "hf", "plain"), 5 if quick else 20
         return
     for precision in ("fp32", "bf16"):
         for compiled in (False,) if quick else (False, True):
             each = replace(small, precision=precision, compile=compiled)
-            yield each, ("dense", "demix", "nanogpt", "hf", "plain"), 3 if quick else 6
+            yield each, ("dense", "demix", *ROUTED, "nanogpt", "hf", "plain"), 3 if quick else 6
     if quick:
         return
+    for precision in ("fp32", "bf16"):
+        more = replace(small, size="4×256, 8,192 tokens", sequences=32, precision=precision)
+        yield more, ("dense", "demix", *ROUTED), 4
     for precision, compiled in (("fp32", False), ("bf16", True)):
         yield replace(gpt2, precision=precision, compile=compiled), ("dense", "nanogpt", "hf", "plain"), 2
     # Eight experts' update costs the same whatever the tokens: so many a step are still few.
@@ -102,28 +142,38 @@ def comparisons(quick: bool) -> Iterator[tuple[Setting, tuple[str, ...], int]]:
 
 def main(quick: bool, threads: int, path: Path | None) -> None:
     rows, found = [], {}
-    for setting, variants, turns in comparisons(quick):
+    for setting, variants, turns in (*comparisons(quick), *layers(quick)):
         print(f"{setting.name}: {setting.tokens} tokens a step", file=sys.stderr)
-        peak, times = measure(setting, variants, turns, threads)
-        found[setting] = times
+        times = measure(setting, variants, turns, threads)
+        speed = {name: setting.tokens / m.seconds for name, m in times.items()}
+        achieved = {name: setting.flops(name) / m.seconds / 1e9 for name, m in times.items()}
+        told = (f"{name} {speed[name]:.0f} tokens/s" for name in variants)
+        print("  ".join(told), file=sys.stderr)
 
         def row(name: str, ours: float, peer: float, unit: str) -> None:
             rows.append({"name": name, "ours": ours, "peer": peer, "unit": unit, "ratio": ours / peer})
 
-        ours, speed = times["dense"], {name: setting.tokens / m.seconds for name, m in times.items()}
-        print("  ".join(f"{name} {value:.0f} tokens/s" for name, value in speed.items()), file=sys.stderr)
+        if "layer" in variants:
+            for names in (MIXTRAL, MIXTRAL_BF16):
+                if names[0] in variants:
+                    fastest = max(names, key=lambda name: achieved[name])
+                    row(f"{setting.name}: ours / {fastest}", achieved["layer"], achieved[fastest], "GFLOP/s")
+            continue
+        found[setting], ours = times, times["dense"]
         for name in variants[1:]:
             if name == "demix":
                 row(f"{setting.name}: DEMix / dense", speed["demix"], speed["dense"], "tokens/s")
                 row(f"{setting.name}: DEMix / dense", times["demix"].memory, ours.memory, "MB")
+            elif name in ROUTED:
+                row(f"{setting.name}: {name} / dense", achieved[name], achieved["dense"], "GFLOP/s")
+                row(f"{setting.name}: {name} / dense", times[name].memory, ours.memory, "MB")
             else:
                 row(f"{setting.name}: dense / {PEERS[name]}", speed["dense"], speed[name], "tokens/s")
                 row(f"{setting.name}: dense / {PEERS[name]}", ours.memory, times[name].memory, "MB")
         for name in ("dense", "demix"):
             if name in times:
-                achieved = setting.flops / times[name].seconds / 1e9
-                row(f"{setting.name}: {name} / matmul peak", achieved, peak / 1e9, "GFLOP/s")
-    for size in dict.fromkeys(setting.size for setting in found):
+                row(f"{setting.name}: {name} / matmul peak", achieved[name], achieved["matmul"], "GFLOP/s")
+    for size in dict.fromkeys(setting.size for setting, times in found.items() if "hf" in times):
         of_size = {s: times for s, times in found.items() if s.size == size}
         best = {
             name: max(s.tokens / times[name].seconds for s, times in of_size.items() if name in times)
@@ -136,10 +186,10 @@ def main(quick: bool, threads: int, path: Path | None) -> None:
     show(rows, path)
 
 
-def measure(setting: Setting, variants: tuple[str, ...], turns: int, threads: int) -> tuple[float, dict[str, Measured]]:
-    """The matmul peak in FLOP/s and each variant, over `turns` in which every one makes a step after the other."""
+def measure(setting: Setting, variants: tuple[str, ...], turns: int, threads: int) -> dict[str, Measured]:
+    """Each variant over `turns`, in which every one makes a step after the other; where dense is one, `matmul` too."""
     processes = {}
-    for name in ("matmul", *variants):
+    for name in (*(("matmul",) if "dense" in variants else ()), *variants):
         command = [sys.executable, __file__, "--threads", str(threads), "--variant", name]
         settings = json.dumps(asdict(setting))
         processes[name] = subprocess.Popen(
@@ -156,8 +206,7 @@ def measure(setting: Setting, variants: tuple[str, ...], turns: int, threads: in
     for name, process in processes.items():
         output, _ = process.communicate()
         memory[name] = float(output)
-    peak = _matmul_flops(setting) / median(times.pop("matmul"))
-    return peak, {name: Measured(median(seconds), memory[name]) for name, seconds in times.items()}
+    return {name: Measured(median(seconds), memory[name]) for name, seconds in times.items()}
 
 
 def _turn(process: subprocess.Popen, name: str) -> float:
@@ -198,8 +247,10 @@ def run_variant(name: str, setting: Setting, wait: Callable[[], None]) -> None:
     torch.manual_seed(0)
     if name == "matmul":
         _multiply(setting, wait)
-    elif name in ("dense", "demix", "plain"):
+    elif name in ("dense", "demix", "plain", *ROUTED):
         _train_ours(name, setting, wait)
+    elif name == "layer" or "mixtral" in name:
+        _pass_layer(name, setting, wait)
     else:
         _train_peer(name, setting, wait)
 
@@ -217,7 +268,8 @@ def _train_ours(name: str, setting: Setting, wait: Callable[[], None]) -> None:
         steps=10**6, learning_rate=1e-4, warmup=0.08, clip=0.1, weight_decay=0.1, precision=setting.precision,
         checkpoint_every=10**6, compile=setting.compile,
     )  # fmt: skip
-    model = (PlainGPT if name == "plain" else GPT)(setting.architecture, setting.vocabulary, experts).initialise(0)
+    architecture = replace(setting.architecture, routed=ROUTED.get(name))
+    model = (PlainGPT if name == "plain" else GPT)(architecture, setting.vocabulary, experts).initialise(0)
     with TemporaryDirectory() as folder:
         train(model, Batches(draw, setting.tokens), experts, optimization, Path(folder), world=World(device=DEVICE))
 
@@ -305,12 +357,46 @@ def hugging_face(setting: Setting) -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
+def _mixtral_inner(width: int) -> int:
+    """Units of an expert of three matrices with as many weights as one of two matrices and 4·D units, or few less."""
+    return 8 * width // 3 // 16 * 16
+
+
+def _pass_layer(name: str, setting: Setting, wait: Callable[[], None]) -> None:
+    """Forward and backward of our routed layer in training, or of transformers' block of about as many weights."""
+    routed, width, dtype = setting.architecture.routed, setting.architecture.width, compute_type(setting.precision)
+    if name == "layer":
+        layer: nn.Module = RoutedLayer(routed, width)
+    else:
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+        config = MixtralConfig(
+            hidden_size=width, intermediate_size=_mixtral_inner(width), num_local_experts=routed.experts,
+            num_experts_per_tok=routed.top_k, router_jitter_noise=0.0,
+        )  # fmt: skip
+        config._experts_implementation = name.removeprefix("mixtral ").split(",")[0]
+        layer = MixtralSparseMoeBlock(config).to(dtype if "weights in bf16" in name else torch.float32)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    layer.to(DEVICE)
+    autocast = name in MIXTRAL and dtype != torch.float32
+    shape = (setting.sequences, setting.architecture.context, width)
+    while True:
+        wait()
+        x = torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True)
+        if name == "layer":
+            auxiliary: list[Auxiliary] = []
+            loss = layer(x[None], auxiliary).sum() + auxiliary[0].losses.sum()
+        else:
+            with torch.autocast(DEVICE.type, dtype=dtype, enabled=autocast):
+                loss = layer(x).sum()
+        loss.backward()
+        layer.zero_grad(set_to_none=True)
+
+
 def _matmul_side() -> int:
     return 8192 if DEVICE.type == "cuda" else 2048
-
-
-def _matmul_flops(setting: Setting) -> float:
-    return 4 * 2.0 * _matmul_side() ** 3
 
 
 def _multiply(setting: Setting, wait: Callable[[], None]) -> None:
@@ -324,7 +410,7 @@ def _multiply(setting: Setting, wait: Callable[[], None]) -> None:
 
 def _serve(name: str, setting: Setting) -> None:
     """Be a variant's process: a step for each line read, its seconds as the answer; at the end the peak memory, MB."""
-    if name == "hf":
+    if name == "hf" or "mixtral" in name:
         import transformers  # noqa: F401
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -380,8 +466,8 @@ if __name__ == "__main__":
         sizes = json.loads(given.setting)
         _serve(given.variant, Setting(**sizes | {"architecture": Architecture(**sizes["architecture"])}))
     elif given.profile:
-        for setting, variants, _ in comparisons(given.quick):
-            for name in ("dense", "demix"):
+        for setting, variants, _ in (*comparisons(given.quick), *layers(given.quick)):
+            for name in ("dense", "demix", *ROUTED, "layer"):
                 if name in variants:
                     show_profile(name, setting)
     else:

@@ -143,13 +143,17 @@ class GPT(nn.Module):
         start = past[0].seen if past else 0
         x = (x + self.position_embedding[start : start + x.shape[2]]).to(dtype or x.dtype)
         for number, block in enumerate(self.blocks):
+            # A compiled block would be compiled again for each length of a list that all blocks append to.
+            own: list[Auxiliary] | None = None if auxiliary is None else []
             if not torch.is_grad_enabled():
                 # Evaluation has many shapes, and the compiled block would be compiled again for each.
-                x = block.forward(x, past[number] if past else None, auxiliary)
+                x = block.forward(x, past[number] if past else None, own)
             elif self.checkpoint_activations:
-                x = checkpoint(block, x, None, auxiliary, use_reentrant=False)
+                x = checkpoint(block, x, None, own, use_reentrant=False)
             else:
-                x = block(x, None, auxiliary)
+                x = block(x, None, own)
+            if auxiliary is not None and own:
+                auxiliary += own
         x = layer_norm(x, self.final_norm)
         return x[:, :, 1:] if self.domain_tokens else x
 

@@ -16,8 +16,14 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 from demix.config.architecture import Architecture, Routed, parameters
 from demix.errors import DemixError
 from demix.model.gpt import GPT
-from demix.model.layers import RoutedLayer, router_metrics
-from demix.model.layers.routed import balance_losses, router_scores, within_capacity
+from demix.model.layers import Auxiliary, RoutedLayer, router_metrics
+from demix.model.layers.routed import (
+    _expert_linear,
+    _expert_linear_backward,
+    balance_losses,
+    router_scores,
+    within_capacity,
+)
 from support.models import SMALL, randomise
 
 SWITCH = Routed(experts=4, top_k=1, every=1, capacity=1.25, balance=0.01)
@@ -87,19 +93,66 @@ def test_the_layer_is_the_obvious_one(routed: Routed, capacity: bool) -> None:
     assert bool(dropped) == capacity, "a token that no expert takes keeps its residual"
 
 
+@pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("routed", [SWITCH, TOP2], ids=lambda one: one.top_k)
-def test_the_grouped_product_is_the_product_of_each_part(routed: Routed) -> None:
+def test_the_grouped_product_is_the_product_of_each_part(
+    routed: Routed, grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "demix.model.layers.routed._in_one_product", lambda x, weight: grouped and x.dtype == torch.float32
+    )
     exact, layer = layer_of(routed), layer_of(routed, torch.float32)
     grads = []
     for one, dtype in ((exact, torch.float64), (layer, torch.float32)):
         x = states(dtype).requires_grad_()
-        out = one(x, [])
+        auxiliary: list[Auxiliary] = []
+        out = one(x, auxiliary)
         (out * out.detach()).sum().backward()
+        assert auxiliary[0].counts[3] > 0, "some choices are dropped"
         grads.append([out, x.grad, *(p.grad for p in one.parameters())])
     for mine, other in zip(*grads, strict=True):
         assert mine.dtype == torch.float64
         assert other.dtype == torch.float32
         torch.testing.assert_close(other.double(), mine, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_dropped_rows_are_0_whatever_was_in_memory(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("demix.model.layers.routed._in_one_product", lambda x, weight: grouped)
+    ends = torch.tensor([2, 2, 5])
+    x, incoming = torch.randn(2, 4, 1000, 8, generator=torch.Generator().manual_seed(3))[:, 0]
+    layer = layer_of(SWITCH, torch.float32)
+    weight, bias = layer.up[0, :3, :8, :8].detach(), layer.up_bias[0, :3, :8].detach()
+    for first in (0, math.nan):
+        # Freed memory with these values is what the next tensors of this size get.
+        freed = [torch.full((1000, 8), first) for _ in range(4)]
+        del freed
+        out = _expert_linear(x, weight, bias, ends)
+        for_x, _, for_bias = _expert_linear_backward(incoming, x, weight, ends)
+        assert not out[5:].any()
+        assert not for_x[5:].any()
+        torch.testing.assert_close(out[:2], F.linear(x[:2], weight[0], bias[0]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(for_bias, torch.stack([incoming[a:b].sum(0) for a, b in ((0, 2), (2, 2), (2, 5))]))
+
+
+def test_a_dropped_choice_is_not_computed() -> None:
+    layer = layer_of(SWITCH)
+    with torch.no_grad():
+        layer.down_bias.fill_(math.inf)
+    out = layer(states(), [])
+    # A product with a gate of 0 would be NaN.
+    assert not out.isnan().any()
+    assert (out == 0).all(-1).any()
+
+
+def test_the_activation_is_that_of_the_architecture() -> None:
+    for activation, approximate in (("gelu", "none"), ("gelu_new", "tanh")):
+        layer = RoutedLayer(dataclasses.replace(SWITCH, experts=1), WIDTH, activation)
+        randomise(layer)
+        x = states(torch.float32)
+        inner = F.gelu(F.linear(x, layer.up[0, 0], layer.up_bias[0, 0]), approximate=approximate)
+        expected = F.linear(inner, layer.down[0, 0], layer.down_bias[0, 0])
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_an_expert_that_no_token_chooses_has_no_gradient() -> None:

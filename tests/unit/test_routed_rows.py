@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import itertools
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,28 @@ def test_training_is_the_obvious_loop_in_any_micro_batches(tokens: Path, tmp_pat
         np.testing.assert_allclose(found, told, rtol=1e-9)
         for name, parameter in ours.named_parameters():
             torch.testing.assert_close(parameter, model.get_parameter(name), rtol=0, atol=1e-9)
+
+
+@pytest.mark.skipif(
+    not shutil.which(os.environ.get("CXX", "g++")), reason="no C++ compiler: apt-get install g++, or conda install gxx"
+)
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_compiled_training_tells_the_same_losses(tokens: Path, tmp_path: Path) -> None:
+    drawn = mixed_batches(opened(tokens), TRAINING, 2, 32, seed=1)
+    tight = Architecture(**SIZES, routed=ROUTED | {"capacity": 1.0, "every": 1})
+    told = []
+    for compiled in (False, True):
+        about = dataclasses.replace(optimization(RECIPE, 4, 3e-3), compile=compiled)
+        model = GPT(tight, 400, ("dense",)).initialise(1)
+        torch._dynamo.utils.counters.clear()
+        # Both layers, and steps whose experts take other numbers of tokens, share one compiled block.
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            rows = train(model, drawn, TRAINING, about, tmp_path / str(compiled))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+        assert len({row["router_dropped"] for row in rows}) > 1
+        keys = ("loss", "gradient_norm", "router_balance", "router_dropped", "router_load/1")
+        told.append([[row[key] for key in keys] for row in rows])
+    np.testing.assert_allclose(told[1], told[0], rtol=1e-5)
 
 
 def test_a_stopped_training_goes_on_to_the_bit(tokens: Path, tmp_path: Path) -> None:
