@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from demix.config.architecture import USUAL
 from demix.config.clustering import Clustering, cluster_names
-from demix.config.routed import ROUTED, check_routed, matched_tokens, routed_row
+from demix.config.routed import ROUTED, architecture_of, check_routed, matched_tokens, routed_row, section_of
 from demix.errors import DemixError, nearest
 from demix.settings import settings_from
 
@@ -106,11 +107,14 @@ def model_rows(config: Mapping[str, Any]) -> dict[str, tuple[Kind, dict[str, Any
         if parent := settings.get("parent"):
             own = owned[name]
             parents = rows[parent][1]
+            _check_options(name, own, parent, config, parents)
             if own.get("schedule") == "restart":
                 parents = parents | {"warmup": 0.0, "seed_sequences": domains * parents["sequences"]}
                 # The row's own rate takes the place of the one that its parent's sweep chooses.
                 parents |= {"sweep": None} if "learning_rate" in own else {}
             rows[name] = (row_kind, parents | own)
+        elif "architecture" in settings:
+            _check_architecture(name, config, settings)
         if row_kind.routed:
             settings = rows[name][1]
             check_routed(name, config, settings)
@@ -148,6 +152,27 @@ def by_domain(config: Mapping[str, Any]) -> str:
     """The clustering whose clusters are the training domains; empty where the config has none."""
     found = clusterings(config).items()
     return next((name for name, clustering in found if clustering.method == "metadata"), "")
+
+
+def _check_architecture(name: str, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raise DemixError unless the options of the row `name` fit one another and the section `architecture`."""
+    options = {key: value for key, value in settings.items() if key == "architecture"}
+    try:
+        architecture_of(config, options)
+    except DemixError as error:
+        raise DemixError(f"config key models.{name}.{error.subject}", error.cause, error.cure) from None
+
+
+def _check_options(
+    name: str, own: dict[str, Any], parent: str, config: Mapping[str, Any], parents: Mapping[str, Any]
+) -> None:
+    """Take the options of `architecture` out of a row's `own`. Raise DemixError if its `parent` has others."""
+    given, has = own.pop("architecture", None) or {}, USUAL | section_of(config, parents)
+    for key, value in given.items():
+        if value != has[key]:
+            cause = f"is {value} where its parent {parent} has {has[key]}"
+            cure = "leave it out: a branch takes its parent's"
+            raise DemixError(f"config key models.{name}.architecture.{key}", cause, cure)
 
 
 def _check_data(name: str, kind: Kind, data: str, config: Mapping[str, Any]) -> None:

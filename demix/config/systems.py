@@ -263,7 +263,7 @@ def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
             domains=(adaptation.domain,),
             scored=(*training, adaptation.domain),
             splits=("test",),
-            settings=config.get("adaptation") or {},
+            settings=adapted_settings(config, adaptation.parent),
             parent=adaptation.parent.name,
             adapted_to=adaptation.domain,
         )
@@ -317,6 +317,12 @@ def learning_rate_factor(config: Mapping[str, Any], parent: Model) -> float:
     """The learning rate of the adaptation of `parent`, as a fraction of that of the parent's training."""
     factor = config["adaptation"]["learning_rate_factor"]
     return float(factor["demix" if parent.kind.has_experts else "dense"] if isinstance(factor, dict) else factor)
+
+
+def adapted_settings(config: Mapping[str, Any], parent: Model) -> dict[str, Any]:
+    """The section `adaptation` for the adaptation of `parent`, with the parent's own options of `architecture`."""
+    own = {key: parent.settings[key] for key in ("architecture",) if key in parent.settings}
+    return {**(config.get("adaptation") or {})} | own
 
 
 def _adapted_row(config: Mapping[str, Any]) -> str:
