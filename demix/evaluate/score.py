@@ -110,8 +110,9 @@ def _score(directory: Path, experts: tuple[str, ...], shards: list[Path], scorin
         with progress(f"{domain} {split}: tokens", work) as advance:
             for piece, start, stop in missing:
                 scored = trunk_log_probabilities(
-                    trunks, *blocks(shard, length, stop, start), dtype, advance, columns if domain_tokens else None
-                )
+                    trunks, *blocks(shard, length, stop, start), dtype, advance,
+                    columns if domain_tokens else None, start // length,
+                )  # fmt: skip
                 table = pa.table(dict(zip(columns, scored.astype(np.float32), strict=True)))
                 write_parquet(table.replace_schema_metadata({"fingerprint": fingerprint}), piece)
         for expert in columns:

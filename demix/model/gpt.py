@@ -20,6 +20,8 @@ from demix.model.layers import Attention, Auxiliary, KeyValues, attention_bias, 
 
 # How many rows of logits over the vocabulary exist at once. Few rows are fastest on a CPU; a GPU needs more.
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
+# The input in place of a token that a masked model is to fill in. It has no entry in the vocabulary.
+MASKED = -1
 # Which tensors belong to one expert: those of its feedforwards, or all tensors of the model.
 SCOPES = ("feedforward", "model")
 # Tensors with this in their name have an axis of experts.
@@ -33,7 +35,7 @@ class Block(nn.Module):
         super().__init__()
         self.architecture = architecture
         self.attention_norm = nn.LayerNorm(architecture.width)
-        self.attention = Attention(architecture.width, architecture.heads)
+        self.attention = Attention(architecture.width, architecture.heads, architecture.attention == "causal")
         self.feedforward_norm = nn.LayerNorm(architecture.width)
         self.feedforward = feedforward(architecture, layer, experts)
 
@@ -129,13 +131,19 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Final hidden states [E, B, T, D] of `inputs` [E, B, T], or of [1, B, T] that every expert reads.
 
+        A masked model reads zeros in place of the embedding of MASKED. Each of its states is that of the token at its
+        own place, and of any other model that of the next token.
         `domains` [E, B] are the domain tokens before the sequences. Only domain-token models take them, and no state is
         returned for their position. `dtype` is the type to compute in (by default the type of the parameters). `past`
         holds one entry per layer, from `no_past`: `inputs` follow the positions that it holds and are added to it. It
         needs gradients to be off. A training pass gives the list `auxiliary`, to which layers that train a router
         append their losses, and in which experts that tokens choose have a capacity.
         """
+        if past and self.architecture.attention == "bidirectional":
+            raise DemixError("a model with bidirectional attention", "cannot go on with a text", "use a causal model")
         x = self.token_embedding[inputs]
+        if self.architecture.objective == "mlm":
+            x = x * (inputs != MASKED).unsqueeze(-1)
         if self.domain_tokens:
             if domains is None:
                 raise DemixError("domains", "a domain-token model was given no domain token", "pass one per sequence")

@@ -36,6 +36,7 @@ from support.training import train_here
 DOMAINS = TRAINING + NOVEL
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 16}
 ROUTED = {"experts": 4, "top_k": 2, "every": 2, "capacity": 1.0, "balance": 0.1}
+MASKED = {"attention": "bidirectional", "objective": "mlm"}
 STEPS = 20
 EXACT = Training(
     seed=1, architecture=SIZES, tokens=16 * 4 * 4 * STEPS, sequences=4, learning_rate=3e-3, warmup=0.1, clip=0.5,
@@ -55,6 +56,7 @@ class Case:
     precision: str = "fp64"
     micro: int | None = None
     seed: int = 0
+    masked: bool = False
 
     @property
     def name(self) -> str:
@@ -67,8 +69,8 @@ class Case:
         )
         paths = [tokens / "tokens" / domain / "train.arrow" for domain in DOMAINS[: self.domains]]
         places = folder / "model", folder / "metrics.jsonl", folder / "checkpoints"
-        if self.kind == "routed":
-            training = dataclasses.replace(training, architecture=SIZES | {"routed": ROUTED})
+        more = ({"routed": ROUTED} if self.kind == "routed" else {}) | (MASKED if self.masked else {})
+        training = dataclasses.replace(training, architecture=SIZES | more)
         branch = folder.parent / "seeds" / "dense" / f"step-{self.seed:08d}" if self.seed else None
         if branch and not branch.exists():
             train_model("dense", training, paths, branch, None, folder.parent / "checkpoints", until=self.seed)
@@ -83,6 +85,8 @@ CASES = [
     Case("dense_unbalanced", 3, 5), Case("domain_token", 4, 2),
     Case("routed", 4, 2), Case("routed", 4, 4), Case("routed", 4, 2, micro=1),
     Case("demix", 4, 2, seed=7), Case("demix", 4, 8, seed=7), Case("demix", 4, 7, UNEQUAL, seed=7),
+    Case("demix", 4, 2, masked=True), Case("demix", 4, 4, micro=1, masked=True),
+    Case("dense", 4, 2, micro=1, masked=True), Case("routed", 4, 4, masked=True),
 ]  # fmt: skip
 
 

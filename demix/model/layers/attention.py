@@ -44,11 +44,11 @@ def attention_bias(architecture: Architecture, T: int, past: KeyValues | None, d
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention, shared by all experts."""
+    """Multi-head self-attention, shared by all experts. Unless `causal`, each position attends to all of its block."""
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, causal: bool = True):
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
@@ -60,8 +60,8 @@ class Attention(nn.Module):
         E, B, T, D = x.shape
         qkv = linear(x, self.qkv.weight, self.qkv.bias).view(E * B, T, 3, self.heads, D // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [E*B, H, T, D/H]
-        # Without a bias, attention is causal, except for one new position, which attends to all before it.
-        causal = bias is None and not (past and past.seen)
+        # Without a bias, a new position that stands alone attends to all before it.
+        causal = self.causal and bias is None and not (past and past.seen)
         if past:
             k, v = past.extended(k, v)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal)
