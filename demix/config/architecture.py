@@ -207,16 +207,16 @@ def parameters(
     """Count the parameters that all experts of a model share, and those that each expert owns alone.
 
     An expert owns the feedforward of every layer, biases included; with `expert_scope` "model" an expert owns
-    everything. The shared parameters are tied embeddings, positions, attention and norms. `domain_tokens` > 0 adds the
-    extra position and the input embeddings of the domain-token baseline. A routed feedforward counts with all its
-    experts and its router.
+    everything. The shared parameters are tied embeddings, positions (none with ALiBi), attention, norms and the scale
+    of CLAP. `domain_tokens` > 0 adds the extra position and the input embeddings of the domain-token baseline. A routed
+    feedforward counts with all its experts and its router.
     """
     layers, width = architecture.layers, architecture.width
-    positions = architecture.context + (1 if domain_tokens else 0)
+    positions = architecture.context + (1 if domain_tokens else 0) if architecture.position == "learned" else 0
     embeddings = (vocab_size + positions + domain_tokens) * width
     attention = 4 * width * width + 4 * width
     norms = 2 * 2 * width
-    rest = embeddings + layers * (attention + norms) + 2 * width
+    rest = embeddings + layers * (attention + norms) + 2 * width + (architecture.head == "clap")
     feedforward = 8 * width**2 + 5 * width
     feedforwards = layers * feedforward
     if routed := architecture.routed:

@@ -48,8 +48,8 @@ def export_hf(directory: Path, expert: str, tokenizer: Path | None, output: Path
     README.md holds `card` (`demix.report.card.exported_card`).
 
     The architecture is that of GPT-2, and `GPT2LMHeadModel` gives the same log-probabilities.
-    Raises DemixError for a domain-token model (GPT-2 has no domain token as first input), for another tokenizer than
-    that of the model, and for an `output` that is not empty.
+    Raises DemixError for a domain-token model (GPT-2 has no domain token as first input), for options of `architecture`
+    that GPT-2 lacks, for another tokenizer than that of the model, and for an `output` that is not empty.
     """
     output = output.resolve()
     refuse_used(output)
@@ -57,6 +57,11 @@ def export_hf(directory: Path, expert: str, tokenizer: Path | None, output: Path
     if description["domain_tokens"]:
         raise DemixError(directory, "is a domain-token model, which GPT-2's format cannot hold", "export another model")
     refuse_routed(directory, "GPT-2's format cannot hold")
+    for option in ("position", "head", "objective"):
+        if value := description["architecture"].get(option):
+            raise DemixError(
+                directory, f"has {option} {value}, which GPT-2's format cannot hold", "export another model"
+            )
     _, encoder = tokenizer_of(directory, tokenizer)
     model = load_model(directory, (expert,))
     sizes = model.architecture

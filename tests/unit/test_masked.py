@@ -15,7 +15,7 @@ from demix.data.shards import blocks
 from demix.errors import DemixError
 from demix.files import seed_for
 from demix.model.gpt import GPT, MASKED
-from demix.model.layers import KeyValues
+from demix.model.layers import KeyValues, attention_bias
 from demix.model.scoring import FOLDS, folds_of, log_probabilities, masked_log_probabilities
 from demix.train.batches import balanced_batches, masked_places, mixed_batches, proportional_batches
 from support.models import SMALL, THREE, randomise
@@ -82,6 +82,51 @@ def test_every_position_sees_the_whole_block_and_nothing_goes_on_from_the_past()
     assert ((model(ids) - model(other)).abs().amax(-1) > 1e-9).all()
     with pytest.raises(DemixError, match="a model with bidirectional attention: cannot go on with a text"):
         model(ids, past=[KeyValues(SMALL.context) for _ in model.blocks])
+
+
+# Rows are positions i and columns positions j; to be multiplied by the slope of a head.
+DISTANCES = {
+    "symmetric": [
+        [0, -1, -2, -3, -4],
+        [-1, 0, -1, -2, -3],
+        [-2, -1, 0, -1, -2],
+        [-3, -2, -1, 0, -1],
+        [-4, -3, -2, -1, 0],
+    ],
+    "asymmetric": [
+        [0, -0.5, -1.5, -2.5, -3.5],
+        [-1, 0, -0.5, -1.5, -2.5],
+        [-2, -1, 0, -0.5, -1.5],
+        [-3, -2, -1, 0, -0.5],
+        [-4, -3, -2, -1, 0],
+    ],
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", DISTANCES)
+def test_alibi_of_an_encoder_is_the_printed_matrix_and_that_of_hugging_face_with_this_bias(form: str) -> None:
+    sizes = dataclasses.replace(ENCODER, position="alibi", alibi=form)
+    slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256], dtype=torch.float64)
+    expected = slopes[:, None, None] * torch.tensor(DISTANCES[form], dtype=torch.float64)
+    bias = attention_bias(sizes, 5, None, torch.device("cpu"), torch.float64)
+    torch.testing.assert_close(bias[0], expected, rtol=0, atol=0)
+    model = GPT(sizes, 50, ("dense",)).double()
+    randomise(model)
+    ids = torch.randint(0, 50, (3, 5), generator=torch.Generator().manual_seed(0))
+    states = of_hugging_face(model)(model.token_embedding[ids], attention_mask=expected[None]).last_hidden_state
+    torch.testing.assert_close(model(ids[None])[0], model.final_norm(states), rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_a_masked_input_is_zero_under_the_head_clap_too() -> None:
+    model = GPT(dataclasses.replace(ENCODER, head="clap"), 50, ("dense",)).double()
+    randomise(model)
+    ids = torch.tensor([[[3, MASKED, 7]]])
+    embedded = F.normalize(model.token_embedding, dim=-1)[ids[0].clamp(min=0)]
+    embedded[0, 1] = 0
+    states = of_hugging_face(model)(embedded + model.position_embedding[:3]).last_hidden_state
+    torch.testing.assert_close(model(ids)[0], model.final_norm(states), rtol=0, atol=1e-12)
 
 
 def text_of(numbers: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:

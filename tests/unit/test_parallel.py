@@ -36,7 +36,6 @@ from support.training import train_here
 DOMAINS = TRAINING + NOVEL
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 16}
 ROUTED = {"experts": 4, "top_k": 2, "every": 2, "capacity": 1.0, "balance": 0.1}
-MASKED = {"attention": "bidirectional", "objective": "mlm"}
 STEPS = 20
 EXACT = Training(
     seed=1, architecture=SIZES, tokens=16 * 4 * 4 * STEPS, sequences=4, learning_rate=3e-3, warmup=0.1, clip=0.5,
@@ -56,7 +55,7 @@ class Case:
     precision: str = "fp64"
     micro: int | None = None
     seed: int = 0
-    masked: bool = False
+    options: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -65,18 +64,21 @@ class Case:
     def run(self, tokens: Path, folder: Path) -> None:
         """Train as the stage does, into `folder`."""
         training = dataclasses.replace(
-            EXACT, precision=self.precision, micro_sequences=self.micro, tokens=16 * 4 * self.domains * STEPS
-        )
+            EXACT, precision=self.precision, micro_sequences=self.micro, tokens=16 * 4 * self.domains * STEPS,
+            architecture=SIZES | dict(self.options),
+        )  # fmt: skip
         paths = [tokens / "tokens" / domain / "train.arrow" for domain in DOMAINS[: self.domains]]
         places = folder / "model", folder / "metrics.jsonl", folder / "checkpoints"
-        more = ({"routed": ROUTED} if self.kind == "routed" else {}) | (MASKED if self.masked else {})
-        training = dataclasses.replace(training, architecture=SIZES | more)
+        if self.kind == "routed":
+            training = dataclasses.replace(training, architecture=SIZES | dict(self.options) | {"routed": ROUTED})
         branch = folder.parent / "seeds" / "dense" / f"step-{self.seed:08d}" if self.seed else None
         if branch and not branch.exists():
             train_model("dense", training, paths, branch, None, folder.parent / "checkpoints", until=self.seed)
         train_model(self.kind, training, paths, *places, dict(self.replicas), branch=branch)
 
 
+MASKED = (("attention", "bidirectional"), ("objective", "mlm"))
+VARIED = (("position", "alibi"), ("head", "clap"))
 UNEQUAL = (("scripture", 3), ("parliament", 2))
 CASES = [
     Case("demix", 4, 2), Case("demix", 4, 4), Case("demix", 4, 8), Case("demix", 4, 7, UNEQUAL),
@@ -84,9 +86,10 @@ CASES = [
     Case("dense", 4, 2), Case("dense", 4, 3), Case("dense", 4, 8, precision="fp32"),
     Case("dense_unbalanced", 3, 5), Case("domain_token", 4, 2),
     Case("routed", 4, 2), Case("routed", 4, 4), Case("routed", 4, 2, micro=1),
+    Case("demix", 4, 4, options=VARIED), Case("dense", 4, 2, options=VARIED),
+    Case("demix", 4, 2, options=MASKED), Case("demix", 4, 4, micro=1, options=MASKED),
+    Case("dense", 4, 2, micro=1, options=MASKED), Case("routed", 4, 4, options=MASKED),
     Case("demix", 4, 2, seed=7), Case("demix", 4, 8, seed=7), Case("demix", 4, 7, UNEQUAL, seed=7),
-    Case("demix", 4, 2, masked=True), Case("demix", 4, 4, micro=1, masked=True),
-    Case("dense", 4, 2, micro=1, masked=True), Case("routed", 4, 4, masked=True),
 ]  # fmt: skip
 
 
