@@ -137,6 +137,8 @@ USUAL = dataclasses.asdict(Options())
 # The options that a row of `models` gives.
 RowArchitecture = partial("RowArchitecture", Options)
 
+# A masked model scores a block in this many passes, so that about as many of its tokens are hidden as in training.
+FOLDS = 7
 GPT2_TYPES = 50257
 # Sizes of GPT-3 (Brown et al. 2020, table 2.1) with the head counts of fairseq's transformer_lm_gpt3_*.
 PRESETS = {

@@ -201,7 +201,7 @@ def _check_across(config: dict[str, Any]) -> None:
         raise DemixError("config key evaluation.weights", "lacks history, which the report's tables use", "add history")
     for weights in config["evaluation"]["weights"]:
         for model in planned(config) if parsed_weights(weights).rules.routed else ():
-            if model.kind.has_experts and not (model.routing or model.removed):
+            if model.kind.has_experts and not (model.routing or model.removed or model.masked):
                 cause, cure = f"{weights} has no clustering for {model.name}", "add by_domain: {method: metadata}"
                 raise DemixError("config key evaluation.weights", cause, f"{cure} to clusterings")
     refuse_secrets(

@@ -120,6 +120,8 @@ def model_rows(config: Mapping[str, Any]) -> dict[str, tuple[Kind, dict[str, Any
             check_routed(name, config, settings)
             rows[name] = (row_kind, settings | {"tokens": matched_tokens(config, settings)})
     for name, (row_kind, settings) in rows.items():
+        if is_masked(config, settings):
+            _check_masked(name, row_kind, settings)
         if data := settings.get("data"):
             _check_data(name, row_kind, data, config)
             clusters, sequences = len(learned(config, settings)), domains * settings["sequences"]
@@ -130,6 +132,17 @@ def model_rows(config: Mapping[str, Any]) -> dict[str, tuple[Kind, dict[str, Any
                 raise DemixError(f"config key models.{name}.data", cause, cure)
             rows[name] = (row_kind, settings | {"sequences": sequences // clusters})
     return rows
+
+
+def is_masked(config: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether a row with these `settings` is a masked language model."""
+    sections = config.get("architecture") or {}, settings.get("architecture") or {}
+    return bool((sections[0] | sections[1]).get("objective") == "mlm")
+
+
+def masked_rows(config: Mapping[str, Any]) -> dict[str, Kind]:
+    """The kinds of the rows of `models` that are masked language models, whose numbers compare with no others."""
+    return {name: kind for name, (kind, settings) in model_rows(config).items() if is_masked(config, settings)}
 
 
 def clusterings(config: Mapping[str, Any]) -> dict[str, Clustering]:
@@ -173,6 +186,19 @@ def _check_options(
             cause = f"is {value} where its parent {parent} has {has[key]}"
             cure = "leave it out: a branch takes its parent's"
             raise DemixError(f"config key models.{name}.architecture.{key}", cause, cure)
+
+
+def _check_masked(name: str, kind: Kind, settings: Mapping[str, Any]) -> None:
+    """Raise DemixError unless the row `name`, which is a masked language model, stands apart from causal ones."""
+    key = f"config key models.{name}"
+    if name in PAPER:
+        cause = "is mlm, and other rows are compared with this one by the text that it predicts"
+        raise DemixError(f"{key}.architecture.objective", cause, "add a row of another name, or null to leave this out")
+    if kind.domain_tokens:
+        raise DemixError(f"{key}.kind", f"is {kind.name}, whose token stands before a text to go on with", "use dense")
+    if settings.get("averages"):
+        cause = "is given to a masked model, which has no posterior to average by"
+        raise DemixError(f"{key}.averages", cause, "leave it out")
 
 
 def _check_data(name: str, kind: Kind, data: str, config: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from demix.config.architecture import FOLDS
 from demix.config.evaluation import ScoringRecipe
 from demix.config.sections import Threads
 from demix.data.shards import TokenShard, blocks
@@ -81,6 +82,7 @@ def _score(directory: Path, experts: tuple[str, ...], shards: list[Path], scorin
         if not len(ids):
             raise DemixError(path, "holds no token to score", "give the domain more words, or raise the limit")
         sha256 = tokens_sha256(ids)
+        folds = {"folds": str(FOLDS)} if trunks[0].architecture.objective == "mlm" else {}
         # Everything on which the bits of a score depend.
         origin = {
             "model": digest(description),
@@ -93,7 +95,7 @@ def _score(directory: Path, experts: tuple[str, ...], shards: list[Path], scorin
                 torch.__version__,
                 _device(device),
             ],
-        }
+        } | folds
         fingerprint = hashlib.sha256(json.dumps(origin).encode()).hexdigest()
         place = output / f"{domain}.{split}"
         # No two jobs write the same column, so the name of a job's first column makes its folder unique.
@@ -121,7 +123,7 @@ def _score(directory: Path, experts: tuple[str, ...], shards: list[Path], scorin
                 "shared_sha256": description["shared_sha256"],
                 "expert_sha256": hashes[expert if expert in hashes else "dense"],
                 "precision": scoring.precision,
-            }
+            } | folds
             name = f"{expert}.parquet"
             write_scores(folder / name, _column(pieces, expert), metadata, place / name)
         write_tokens(place, ids, shard.offsets, length, shard.origins)

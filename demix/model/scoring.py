@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from demix.config.architecture import FOLDS
 from demix.errors import DemixError
 from demix.files import seed_for
 from demix.model.gpt import GPT, MASKED
 
 # Tokens x experts in one forward pass: enough to keep a core busy, little enough to stay in memory.
 EXPERT_TOKENS_AT_ONCE = 8192
-# A masked model scores a block in this many passes, so that about as many of its tokens are hidden as in training.
-FOLDS = 7
 
 
 def columns_of(trunks: Sequence[GPT]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Model Training on GPU Clusters Using Megatron-LM".
 
 from dataclasses import dataclass
 
-from demix.config.architecture import PRESETS, Architecture, routing_flops, training_flops_per_token
+from demix.config.architecture import FOLDS, PRESETS, Architecture, routing_flops, training_flops_per_token
 
 # Logits exist for so many tokens at a time: `demix.model.gpt.ROWS_AT_ONCE` on a GPU.
 LOGITS_ROWS = 4096
@@ -22,14 +22,18 @@ def scoring_flops(architecture: Architecture, vocab_size: int, experts: int, exp
 
     All experts share the embedding and the attention of the first layer, unless they are whole models (`expert_scope`
     "model"). Attention counts only the half that the causal mask leaves, but all of it with ALiBi, whose kernel skips
-    nothing. A routed layer computes what a token chooses.
+    nothing. A routed layer computes what a token chooses. A masked model reads a block `FOLDS` times, all of it each
+    time, and predicts a token once.
     """
     layers, width = architecture.layers, architecture.width
-    skips = architecture.position == "learned"
+    skips = architecture.position == "learned" and architecture.attention == "causal"
+    passes = FOLDS if architecture.objective == "mlm" else 1
     attention = 8 * width**2 + (2 if skips else 4) * architecture.context * width
     feedforward = 16 * width**2
-    each = layers * (attention + feedforward) - attention + 2 * width * vocab_size + routing_flops(architecture)
-    return experts * (attention + each) if expert_scope == "model" else attention + experts * each
+    each = passes * (layers * (attention + feedforward) - attention + routing_flops(architecture))
+    each += 2 * width * vocab_size
+    first = passes * attention
+    return experts * (first + each) if expert_scope == "model" else first + experts * each
 
 
 def scoring_hours(

@@ -6,10 +6,22 @@ Importing this package is cheap: pandas, altair and jinja2 are loaded by the fun
 from pathlib import Path
 from typing import Any
 
-from demix.config.rows import model_rows, novel_domains, training_domains
+from demix.config.rows import masked_rows, model_rows, novel_domains, training_domains
 
 PAPER_TABLES = ("table3", "table4", "table5", "table6", "table7", "table13")
-TABLES = (*PAPER_TABLES, "weights", "decay", "dev_blocks", "overlap", "seeds", "rates", "full", "differences", "audit")
+TABLES = (
+    *PAPER_TABLES,
+    "weights",
+    "decay",
+    "dev_blocks",
+    "overlap",
+    "seeds",
+    "rates",
+    "full",
+    "differences",
+    "audit",
+    "masked",
+)
 FIGURES = ("figure2", "figure4", "figure6", "figure7", "figure8", "training")
 # Families of models and clusters of documents (docs/families.md).
 FAMILY_TABLES = ("families", "family_differences", "family_costs", "top_k", "temperatures", "clusters")
@@ -31,6 +43,7 @@ SHOWS = {
     "full": "Every system on every domain",
     "overlap": "Bigram overlap against perplexity: correlations",
     "rates": "Learning rates of adaptation, DEMix-DAPT against Dense-DAPT",
+    "masked": "Masked language models: perplexity in seven folds",
     "seeds": "Systems against Dense (Balanced) within each seed",
     "weights": "Weights by all earlier tokens against the last few",
     "figure2": "Figure 2: each expert on each domain",
@@ -80,18 +93,21 @@ NEEDS_UNTOLD = {
         *("family_differences", "clusters", "by_clusters", "cluster_experts", "cluster_sizes"),
     ),
     "further temperature or context": ("temperatures",),
+    "masked language model": ("masked",),
 }
 
 
 def left_out(config: dict[str, Any]) -> dict[str, str]:
     """What the report of a run has no table, figure or claim of: their names, each with what the run lacks."""
-    rows, evaluation = model_rows(config), config.get("evaluation") or {}
+    evaluation, masked = config.get("evaluation") or {}, masked_rows(config)
+    rows = {name: row for name, row in model_rows(config).items() if name not in masked}
     clusters = any(settings.get("data") for _, settings in rows.values())
     has = {
         "several families": clusters or any(kind.expert_scope == "model" for kind, _ in rows.values()),
         "model that learns from clusters": clusters,
         "further temperature or context": clusters
         and len(evaluation.get("temperatures") or ()) + len(evaluation.get("routing_context") or ()) > 1,
+        "masked language model": bool(masked),
         "novel domains": bool(novel_domains(config)),
         "second training domain": len(training_domains(config)) > 1,
         "model trained without a domain": bool((config.get("removal") or {}).get("retrain_without")),
