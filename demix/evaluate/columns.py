@@ -108,6 +108,25 @@ LOSSES = {
 }
 
 
+# contexts.parquet: the losses of tokens at positions `begin` to `end` - 1 of their blocks, which have `context` tokens.
+CONTEXTS = {
+    "model": pa.string(),
+    "experts": pa.string(),
+    "method": pa.string(),
+    "weights": pa.string(),
+    "domain": pa.string(),
+    "kind": pa.string(),
+    "split": pa.string(),
+    "context": pa.int32(),
+    "begin": pa.int32(),
+    "end": pa.int32(),
+    "tokens": pa.int64(),
+    "nll": pa.float64(),
+    "tokens_sha256": pa.string(),
+    "seed": pa.int32(),
+}
+
+
 def table_schema(columns: dict[str, pa.DataType]) -> pa.Schema:
     """The schema of one of the tables above; the training seed is never null."""
     return pa.schema([pa.field(name, kind, nullable=name != "seed") for name, kind in columns.items()])
