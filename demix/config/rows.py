@@ -180,8 +180,8 @@ def _check_options(
     name: str, own: dict[str, Any], parent: str, config: Mapping[str, Any], parents: Mapping[str, Any]
 ) -> None:
     """Take the options of `architecture` out of a row's `own`. Raise DemixError if its `parent` has others."""
-    given, has = own.pop("architecture", None) or {}, USUAL | section_of(config, parents)
-    for key, value in given.items():
+    for key, value in (own.pop("architecture", None) or {}).items():
+        has = USUAL | section_of(config, parents)
         if value != has[key]:
             cause = f"is {value} where its parent {parent} has {has[key]}"
             cure = "leave it out: a branch takes its parent's"

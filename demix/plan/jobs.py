@@ -1,6 +1,6 @@
 """The jobs of a run on a cluster, before anything is submitted: the place and the resources of each."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from rich.table import Table
 from demix.config.architecture import architecture_from, vocabulary
 from demix.config.averages import averages
 from demix.config.check import site_of
+from demix.config.contexts import asked_contexts
 from demix.config.evaluated import chosen_on_dev, routed
 from demix.config.routed import architecture_of
 from demix.config.scoring import ScoringJob, scoring_jobs
@@ -126,6 +127,7 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
             sites["evaluate"],
         ),
         Jobs("evaluate", "evaluate", {"choose_mixing": chosen, "evaluate": number}, sites["evaluate"]),
+        Jobs("evaluate", "by position", {"contexts": number if asked_contexts(config) else 0}, sites["evaluate"]),
         Jobs("score", "audit", {f"audit_{name}": 1 for name in removed}, sites["score"], 1, threads),
         Jobs("", "join, report, track", once | {"audit": int(bool(removed)), "choose_rate": len(swept)}, None),
     ]
@@ -136,6 +138,7 @@ def scoring_cost(config: dict[str, Any], job: ScoringJob, device: Hardware) -> t
     """Hours of one rank, and bytes of score tables before compression, of all jobs of a rule that scores."""
     settings = next((model.settings for model in trained(config) if model.name == job.model), {})
     architecture, section = architecture_of(config, settings), config["evaluation"]
+    architecture = replace(architecture, context=job.context or architecture.context)
     training, novel = config["domains"]["training"], config["domains"]["novel"]
     several = {"{training}": list(training), "{novel}": list(novel)}
     limits = {"dev": section["dev_blocks"] * architecture.context, "test": section["test_tokens"]}

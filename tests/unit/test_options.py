@@ -16,6 +16,7 @@ from demix.config.systems import Model, planned, trained
 from demix.errors import DemixError
 from demix.plan.cost import plan_training
 from demix.plan.flops import HARDWARE
+from demix.report.paper_tables import changed_bytes
 
 TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 ALIBI = {"position": "alibi"}
@@ -101,3 +102,11 @@ def test_a_description_names_only_options_that_differ_from_the_usual_ones() -> N
     assert masked.described == sizes | MASKED | ALIBI | {"alibi": "asymmetric", "head": "clap"}
     assert Architecture(**masked.described) == masked
     assert Architecture(2, 32, 2, 32) == Architecture(**sizes)
+
+
+def test_adaptation_changes_the_bytes_of_its_own_rows() -> None:
+    sizes = {name: changed_bytes(tiny(**{name: {"architecture": ALIBI}})) for name in ("demix", "dense")}
+    plain = changed_bytes(tiny())
+    assert sizes["demix"] == plain, "an expert has no positions"
+    (dense,) = {name for name in plain if "Dense" in name}
+    assert plain[dense] - sizes["dense"][dense] == 4 * 32 * 32
