@@ -124,9 +124,9 @@ def mix(
         typer.Option(
             help="Rule for the experts' weights: history, released, a number of last tokens, tempered, switching, "
             "cluster or cluster+history, the last four also with parameters: tempered(0.2,0.98), switching(0.2), "
-            "cluster(0.3), cluster+history(0.3)."
+            "cluster(0.3), cluster+history(0.3). By default history, or none on the table of a masked model."
         ),
-    ] = "history",
+    ] = "",
     decay: Annotated[float, typer.Option(min=0.001, max=1, help="Lambda of the updating and cached priors.")] = DECAY,
     dev_blocks: Annotated[
         int, typer.Option(min=1, help="Blocks of <domain>.dev from which the cached prior is computed.")
@@ -146,12 +146,11 @@ def mix(
     chosen = [name for name in chosen if name != "tokens"]
     rule = int(weights) if weights.isdecimal() else weights
     try:
-        family = parsed_weights(rule).rules
+        parsed_weights(rule or "history")
     except ValueError as error:
         raise DemixError(f"--weights {weights:.40}", *error.args) from None
     mixture = Mixture("", tuple(chosen), rule, decay, dev_blocks, top_k)
-    asked = methods.split(",") if methods else ["average", *family.evaluated]
-    rows, prior = mix_experts(scores, mixture, asked)
+    rows, prior = mix_experts(scores, mixture, methods.split(",") if methods else [])
     table = Table(title=f"{scores.parent.name} on {scores.name}")
     for head in ("", "perplexity", "95% interval", "prior"):
         table.add_column(head, justify="left" if head == "" else "right")

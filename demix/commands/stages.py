@@ -143,12 +143,14 @@ def score(
     experts: Annotated[
         str, typer.Option(help="Experts or domain tokens, separated by commas; own: each domain under its own token.")
     ],
+    context: Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: those of the model's training.")] = 0,
 ) -> None:
     """Score texts under experts: write the log-probability of every token."""
     from demix.evaluate.score import Scoring
     from demix.evaluate.score import score as run
 
-    run(model, () if experts == "own" else tuple(experts.split(",")), shards, settings_from(Scoring, settings), output)
+    names = () if experts == "own" else tuple(experts.split(","))
+    run(model, names, shards, settings_from(Scoring, settings), output, context)
 
 
 @app.command("router-loads")
@@ -214,6 +216,19 @@ def evaluate(
     outputs = Outputs(output, priors, differences, posteriors, losses)
     lengths = None if tokenizer is None else byte_lengths(tokenizer)
     evaluate_domain(scores, domain, settings_from(Evaluation, settings), outputs, lengths)
+
+
+@app.command()
+def contexts(
+    domain: str,
+    scores: Annotated[Path, typer.Option(help="The run's folder of score tables.")],
+    settings: Settings,
+    output: Output,
+) -> None:
+    """Sum the losses of one domain by position in blocks of several lengths. Runs no forward pass."""
+    from demix.evaluate.contexts import Contexts, evaluate_contexts
+
+    evaluate_contexts(scores, domain, settings_from(Contexts, settings), output)
 
 
 @app.command()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from demix.errors import DemixError
-from demix.settings import Integer, Number, Positive, Switch, settings, settings_from
+from demix.settings import Integer, Number, Positive, Switch, partial, settings, settings_from
 
 
 @settings(kw_only=True)
@@ -64,13 +64,55 @@ class Sizes:
 
 
 @settings()
-class Architecture(Sizes):
+class Options:
+    """The positions, the attention, the head and the objective of a model. A row of `models` may have its own."""
+
+    position: Literal["learned", "alibi"] = Field(
+        default="learned",
+        description="How a model knows the order of tokens: learned (a table of positions, also where the key is "
+        "absent) or alibi (attention falls with the distance; blocks may be longer than those of training).",
+    )
+    attention: Literal["causal", "bidirectional"] = Field(
+        default="causal",
+        description="What a position attends to: causal (itself and earlier ones, also where the key is absent) or "
+        "bidirectional (all of the block; with objective mlm only).",
+    )
+    alibi: Literal["symmetric", "asymmetric"] = Field(
+        default="symmetric",
+        description="How alibi counts later positions under bidirectional attention: symmetric (by their distance, "
+        "also where the key is absent) or asymmetric (by half a position less).",
+    )
+    head: Literal["tied", "clap"] = Field(
+        default="tied",
+        description="What scores the vocabulary: tied (the token embedding, also where the key is absent) or clap (the "
+        "token embedding with rows of length 1, times a learned temperature).",
+    )
+    objective: Literal["clm", "mlm"] = Field(
+        default="clm",
+        description="What is learned: clm (the next token, also where the key is absent) or mlm (masked tokens; with "
+        "attention bidirectional only).",
+    )
+
+
+@settings()
+class Decoder(Options, Sizes):
+    """What the section `architecture` of a config may say of a model."""
+
+
+@settings()
+class Architecture(Decoder):
     """A decoder of these sizes; with `routed`, the tokens choose among experts in some feedforwards."""
 
     routed: Routed | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.attention == "bidirectional") != (self.objective == "mlm"):
+            cause = f"is {self.attention}, and the objective is {self.objective}"
+            cure = "use bidirectional with mlm, and causal with clm"
+            raise DemixError("architecture.attention", cause, cure)
+        if self.alibi != "symmetric":
+            _check_alibi(self.position, self.attention)
         if self.routed and self.routed.every > self.layers:
             cause = f"is {self.routed.every}, and the model has {self.layers} layers"
             raise DemixError("architecture.routed.every", cause, f"use 1 to {self.layers}")
@@ -91,7 +133,7 @@ class Architecture(Sizes):
     @property
     def described(self) -> dict[str, Any]:
         """The architecture as JSON, without a key that is as in descriptions that do not have it."""
-        usual = {"activation": "gelu", "routed": None}
+        usual = USUAL | {"activation": "gelu", "routed": None}
         given = dataclasses.asdict(self)
         if self.routed and not self.routed.cosine:
             del given["routed"]["cosine"]
@@ -106,6 +148,13 @@ class Architecture(Sizes):
         return dataclasses.replace(self, routed=routed)
 
 
+# The options of a model whose config names none.
+USUAL = dataclasses.asdict(Options())
+# The options that a row of `models` gives.
+RowArchitecture = partial("RowArchitecture", Options)
+
+# A masked model scores a block in this many passes, so that about as many of its tokens are hidden as in training.
+FOLDS = 7
 GPT2_TYPES = 50257
 # Sizes of GPT-3 (Brown et al. 2020, table 2.1) with the head counts of fairseq's transformer_lm_gpt3_*.
 PRESETS = {
@@ -122,11 +171,20 @@ def architecture_from(section: Mapping[str, Any]) -> Architecture:
     The section names a preset, such as `{preset: gpt3-small}`, with optional overrides, or gives all four sizes.
     """
     sizes = dict(section)
+    if "alibi" in sizes:
+        _check_alibi(sizes.get("position", "learned"), sizes.get("attention", "causal"))
     if preset := sizes.pop("preset", None):
         if preset not in PRESETS:
             raise DemixError("architecture.preset", f"{preset} is not known", f"use one of {', '.join(PRESETS)}")
         sizes = dataclasses.asdict(PRESETS[preset]) | sizes
     return settings_from(Architecture, sizes, "architecture")
+
+
+def _check_alibi(position: str, attention: str) -> None:
+    """Raise DemixError unless the option `alibi` has a meaning beside these options."""
+    if position != "alibi" or attention != "bidirectional":
+        cause = f"is given to position {position} and attention {attention}"
+        raise DemixError("architecture.alibi", cause, "leave it out: it is for position alibi, attention bidirectional")
 
 
 def vocabulary(tokenizer: Mapping[str, Any]) -> int:
@@ -167,16 +225,16 @@ def parameters(
     """Count the parameters that all experts of a model share, and those that each expert owns alone.
 
     An expert owns the feedforward of every layer, biases included; with `expert_scope` "model" an expert owns
-    everything. The shared parameters are tied embeddings, positions, attention and norms. `domain_tokens` > 0 adds the
-    extra position and the input embeddings of the domain-token baseline. A routed feedforward counts with all its
-    experts and its router.
+    everything. The shared parameters are tied embeddings, positions (none with ALiBi), attention, norms and the scale
+    of CLAP. `domain_tokens` > 0 adds the extra position and the input embeddings of the domain-token baseline. A routed
+    feedforward counts with all its experts and its router.
     """
     layers, width = architecture.layers, architecture.width
-    positions = architecture.context + (1 if domain_tokens else 0)
+    positions = architecture.context + (1 if domain_tokens else 0) if architecture.position == "learned" else 0
     embeddings = (vocab_size + positions + domain_tokens) * width
     attention = 4 * width * width + 4 * width
     norms = 2 * 2 * width
-    rest = embeddings + layers * (attention + norms) + 2 * width
+    rest = embeddings + layers * (attention + norms) + 2 * width + (architecture.head == "clap")
     feedforward = 8 * width**2 + 5 * width
     feedforwards = layers * feedforward
     if routed := architecture.routed:

@@ -11,6 +11,7 @@ from pydantic_core import to_jsonable_python
 from demix.config import placement
 from demix.config.addresses import LOG_IN, local, moving, refuse_secrets
 from demix.config.architecture import architecture_from
+from demix.config.contexts import check_contexts
 from demix.config.keys import located, read_keys
 from demix.config.mixing import parsed_weights
 from demix.config.rows import PAPER, clusterings, clusters_of, model_rows
@@ -113,8 +114,9 @@ def _fill(kind: Any, values: dict[str, Any]) -> None:
         return
     for name, hint in get_type_hints(kind).items():
         field = vars(kind)["__pydantic_fields__"][name]
-        if name not in values and not field.is_required():
-            default = field.get_default(call_default_factory=True)
+        default = field.get_default(call_default_factory=True)
+        # A key whose factory makes nothing has no default.
+        if name not in values and not field.is_required() and (default is not None or not field.default_factory):
             values[name] = {} if dataclasses.is_dataclass(default) else to_jsonable_python(default)
         for inner in _within(hint):
             if isinstance(values.get(name), dict):
@@ -201,9 +203,10 @@ def _check_across(config: dict[str, Any]) -> None:
         raise DemixError("config key evaluation.weights", "lacks history, which the report's tables use", "add history")
     for weights in config["evaluation"]["weights"]:
         for model in planned(config) if parsed_weights(weights).rules.routed else ():
-            if model.kind.has_experts and not (model.routing or model.removed):
+            if model.kind.has_experts and not (model.routing or model.removed or model.masked):
                 cause, cure = f"{weights} has no clustering for {model.name}", "add by_domain: {method: metadata}"
                 raise DemixError("config key evaluation.weights", cause, f"{cure} to clusterings")
+    check_contexts(config)
     refuse_secrets(
         "config key tracking.uri",
         config["tracking"]["uri"],

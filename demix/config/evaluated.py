@@ -5,8 +5,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from demix.config.merged import MERGED, Merged, merged_models
-from demix.config.mixing import METHODS, parsed_weights
-from demix.config.rows import KINDS, PAPER, Kind, clusterings, model_rows, novel_domains, training_domains
+from demix.config.mixing import METHODS, UNWEIGHTED, parsed_weights
+from demix.config.rows import (
+    KINDS,
+    PAPER,
+    Kind,
+    clusterings,
+    is_masked,
+    masked_rows,
+    model_rows,
+    novel_domains,
+    training_domains,
+)
 from demix.config.systems import (
     Model,
     adapted_model,
@@ -182,6 +192,10 @@ def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
             yield ExpertSet("training", training, methods=("naive",))
             return
         own = model.seed == config["seed"]
+        if model.masked:
+            # None of these methods goes with weights by history, so that no rule reads the text.
+            yield ExpertSet("training", model.columns, methods=UNWEIGHTED, weights=("history",), alone=own)
+            return
         adds = model == receiver and bool(novel)
         if adds:
             yield ExpertSet("all", training + novel, alone=True)
@@ -232,7 +246,7 @@ def chosen_on_dev(config: Mapping[str, Any]) -> tuple[Model, ...]:
     """The models with a mixing.json: those mixed by `tempered` with parameters that the config leaves open."""
     if not any(weights == "tempered" for weights in config["evaluation"]["weights"]):
         return ()
-    return tuple(model for model in trained(config) if model.kind.has_experts and not model.removed)
+    return tuple(model for model in trained(config) if model.kind.has_experts and not (model.removed or model.masked))
 
 
 @dataclass(frozen=True)
@@ -251,7 +265,7 @@ class Routers:
 
 def token_routed(config: Mapping[str, Any]) -> tuple[Routers, ...]:
     """The models whose tokens choose their experts: the rows of kind routed, then those merged of domain experts."""
-    own = (one for one in trained(config) if one.kind.routed and one.seed == config["seed"])
+    own = (one for one in trained(config) if one.kind.routed and one.seed == config["seed"] and not one.masked)
     rows = [(one.name, label_of(one.row, one.kind), one.settings["experts"], one.settings["top_k"]) for one in own]
     return (
         *(Routers(name, label, tuple(map(str, range(experts))), top_k) for name, label, experts, top_k in rows),
@@ -288,9 +302,9 @@ def by_distance(model: Model, weights: str) -> System:
 
 
 def clustered(config: Mapping[str, Any]) -> tuple[Model, ...]:
-    """The models of the run's own seed that learn from clusters."""
+    """The causal models of the run's own seed that learn from clusters."""
     models = (model for model in trained(config) if model.data and model.seed == config["seed"])
-    return tuple(model for model in models if not model.removed)
+    return tuple(model for model in models if not (model.removed or model.masked))
 
 
 def balanced_pairs(config: Mapping[str, Any]) -> tuple[tuple[System, System], ...]:
@@ -320,10 +334,24 @@ def _size(model: Model) -> tuple[int, Any]:
 
 
 def table_rows(config: Mapping[str, Any]) -> dict[str, Kind]:
-    """The kinds of the rows of `models` in the order of the tables: the paper's rows, then further rows."""
-    kinds = {name: kind for name, (kind, _) in model_rows(config).items()}
+    """The kinds of the causal rows of `models` in the order of the tables: the paper's rows, then further rows."""
+    kinds = {name: kind for name, (kind, settings) in model_rows(config).items() if not is_masked(config, settings)}
     paper = ("dense_unbalanced", "dense", "domain_token", "demix")
     return {name: kinds[name] for name in (*paper, *kinds) if name in kinds and (name in paper or name not in PAPER)}
+
+
+def masked_systems(config: Mapping[str, Any]) -> tuple[System, ...]:
+    """The systems of masked language models, in a table of their own: one line per model and way to mix it."""
+    found: list[System] = []
+    for row, kind in masked_rows(config).items():
+        if not kind.has_experts:
+            found.append(System(row, row, "dense", "dense"))
+            continue
+        own = System(f"{row} (own expert)", row, "training", "naive")
+        data = model_rows(config)[row][1].get("data")
+        found += [] if data else [own]
+        found += [System(f"{row} ({method})", row, "training", method) for method in ("average", "fitted")]
+    return tuple(found)
 
 
 def compared(config: Mapping[str, Any], domain: str) -> tuple[System, ...]:

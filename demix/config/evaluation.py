@@ -1,11 +1,11 @@
 """The section `evaluation` of a config: what is scored and how experts are mixed."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from demix.config.mixing import DEFAULTS, FAMILIES, parsed_weights
-from demix.settings import DistinctItems, Number, Positive, Text, settings
+from demix.settings import DistinctItems, Integer, Number, Positive, Text, settings
 
 # Default lambda of the updating and cached priors (Eq. 7).
 DECAY = 0.3
@@ -102,6 +102,20 @@ class MixingRecipe(DevBlocks):
     )
 
 
+def _absent() -> Any:
+    """The default of a key that a config without it stays without."""
+    return None
+
+
 @settings(kw_only=True)
 class EvaluationSection(ScoringRecipe, MixingRecipe):
     """What is scored and how experts are mixed."""
+
+    # Without a default, so that the configs of earlier runs stay as they are.
+    contexts: DistinctItems[Annotated[Integer, Field(ge=2, le=131_072)]] = Field(
+        default_factory=_absent,
+        min_length=1,
+        description="Lengths of blocks (T) on which the test splits are scored and evaluated by position, such as "
+        "[256, 512, 1024]. A model with learned positions is left out where they are longer than "
+        "architecture.context.",
+    )

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 METHODS = ("average", "uniform", "updating", "cached", "fitted")
 
 
+# What goes with experts that no text may weight, those of masked language models: an expert alone, equal weights, and
+# weights that are fitted on dev and kept.
+UNWEIGHTED = ("naive", "average", "fitted")
+
+
 @dataclass(frozen=True)
 class Family:
     """Rules for the weights of experts that differ in `parameters` alone (docs/concepts.md, "Ways to mix").

@@ -59,9 +59,9 @@ def routed_row(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def section_of(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The config's section `architecture`, for a row with these `settings`."""
+    """The config's section `architecture`, with the options and the routed experts of a row with these `settings`."""
     routed = {"routed": {key: settings[key] for key in _SIZES}} if "match" in settings else {}
-    return {**config["architecture"]} | routed
+    return {**config["architecture"]} | (settings.get("architecture") or {}) | routed
 
 
 def architecture_of(config: Mapping[str, Any], settings: Mapping[str, Any]) -> Architecture:

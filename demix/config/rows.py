@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from demix.config.architecture import USUAL
 from demix.config.clustering import Clustering, cluster_names
-from demix.config.routed import ROUTED, check_routed, matched_tokens, routed_row
+from demix.config.routed import ROUTED, architecture_of, check_routed, matched_tokens, routed_row, section_of
 from demix.errors import DemixError, nearest
 from demix.settings import settings_from
 
@@ -106,16 +107,21 @@ def model_rows(config: Mapping[str, Any]) -> dict[str, tuple[Kind, dict[str, Any
         if parent := settings.get("parent"):
             own = owned[name]
             parents = rows[parent][1]
+            _check_options(name, own, parent, config, parents)
             if own.get("schedule") == "restart":
                 parents = parents | {"warmup": 0.0, "seed_sequences": domains * parents["sequences"]}
                 # The row's own rate takes the place of the one that its parent's sweep chooses.
                 parents |= {"sweep": None} if "learning_rate" in own else {}
             rows[name] = (row_kind, parents | own)
+        elif "architecture" in settings:
+            _check_architecture(name, config, settings)
         if row_kind.routed:
             settings = rows[name][1]
             check_routed(name, config, settings)
             rows[name] = (row_kind, settings | {"tokens": matched_tokens(config, settings)})
     for name, (row_kind, settings) in rows.items():
+        if is_masked(config, settings):
+            _check_masked(name, row_kind, settings)
         if data := settings.get("data"):
             _check_data(name, row_kind, data, config)
             clusters, sequences = len(learned(config, settings)), domains * settings["sequences"]
@@ -129,6 +135,17 @@ def model_rows(config: Mapping[str, Any]) -> dict[str, tuple[Kind, dict[str, Any
             cause = "is given to a row of one expert, and tokens choose among several"
             raise DemixError(f"config key models.{name}.merged_routed", cause, "leave it out, or add a training domain")
     return rows
+
+
+def is_masked(config: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether a row with these `settings` is a masked language model."""
+    sections = config.get("architecture") or {}, settings.get("architecture") or {}
+    return bool((sections[0] | sections[1]).get("objective") == "mlm")
+
+
+def masked_rows(config: Mapping[str, Any]) -> dict[str, Kind]:
+    """The kinds of the rows of `models` that are masked language models, whose numbers compare with no others."""
+    return {name: kind for name, (kind, settings) in model_rows(config).items() if is_masked(config, settings)}
 
 
 def clusterings(config: Mapping[str, Any]) -> dict[str, Clustering]:
@@ -151,6 +168,41 @@ def by_domain(config: Mapping[str, Any]) -> str:
     """The clustering whose clusters are the training domains; empty where the config has none."""
     found = clusterings(config).items()
     return next((name for name, clustering in found if clustering.method == "metadata"), "")
+
+
+def _check_architecture(name: str, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raise DemixError unless the options of the row `name` fit one another and the section `architecture`."""
+    options = {key: value for key, value in settings.items() if key == "architecture"}
+    try:
+        architecture_of(config, options)
+    except DemixError as error:
+        raise DemixError(f"config key models.{name}.{error.subject}", error.cause, error.cure) from None
+
+
+def _check_options(
+    name: str, own: dict[str, Any], parent: str, config: Mapping[str, Any], parents: Mapping[str, Any]
+) -> None:
+    """Take the options of `architecture` out of a row's `own`. Raise DemixError if its `parent` has others."""
+    for key, value in (own.pop("architecture", None) or {}).items():
+        has = USUAL | section_of(config, parents)
+        if value != has[key]:
+            cause = f"is {value} where its parent {parent} has {has[key]}"
+            cure = "leave it out: a branch takes its parent's"
+            raise DemixError(f"config key models.{name}.architecture.{key}", cause, cure)
+
+
+def _check_masked(name: str, kind: Kind, settings: Mapping[str, Any]) -> None:
+    """Raise DemixError unless the row `name`, which is a masked language model, stands apart from causal ones."""
+    key = f"config key models.{name}"
+    if name in PAPER:
+        cause = "is mlm, and other rows are compared with this one by the text that it predicts"
+        raise DemixError(f"{key}.architecture.objective", cause, "add a row of another name, or null to leave this out")
+    if kind.domain_tokens:
+        raise DemixError(f"{key}.kind", f"is {kind.name}, whose token stands before a text to go on with", "use dense")
+    for merged in ("averages", "merged_routed"):
+        if settings.get(merged):
+            cause = "is given to a masked model, whose experts are mixed by weights that no text decides"
+            raise DemixError(f"{key}.{merged}", cause, "leave it out")
 
 
 def _check_data(name: str, kind: Kind, data: str, config: Mapping[str, Any]) -> None:

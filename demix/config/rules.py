@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from glob import glob
 from itertools import chain
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 from demix.config.architecture import architecture_from
 from demix.config.check import site_of
+from demix.config.contexts import POSITION_BINS, context_tables
 from demix.config.evaluated import evaluated, routed
 from demix.config.routed import section_of
 from demix.config.rows import DENSE_EXPERT
@@ -131,6 +132,26 @@ class RunRules:
             for table in evaluated(self.config, domain)
             for file in self.scores(table.folder, [domain], [*table.columns, "tokens"], table.splits)
         ]
+
+    def context_scores(self, domain: str) -> list[str]:
+        """The score tables that the evaluation of a domain by position reads."""
+        found = dict[str, None]()
+        for table in context_tables(self.config, domain):
+            tables = [(table.folder, "test"), *([(table.prior, "dev")] if table.prior else [])]
+            for folder, split in tables:
+                found |= dict.fromkeys(self.scores(folder, [domain], [*table.columns, "tokens"], [split]))
+        return list(found)
+
+    def context_settings(self, domain: str) -> str:
+        """The settings of the evaluation of a domain by position, as JSON."""
+        mixing = self.config["evaluation"]
+        return self.as_json(
+            {key: mixing[key] for key in ("decay", "dev_blocks")},
+            kind="training" if domain in self.config["domains"]["training"] else "novel",
+            tables=[asdict(table) for table in context_tables(self.config, domain)],
+            width=max(1, self.context // POSITION_BINS),
+            seed=self.config["seed"],
+        )
 
     def evaluated_routing(self, domain: str) -> list[str]:
         """The routing tables that the evaluation of a domain reads, and the clusterers that made them."""

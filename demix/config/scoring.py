@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from demix.config.contexts import folder_at, other_contexts
 from demix.config.merged import MERGED, merged_models
 from demix.config.rows import DENSE_EXPERT, novel_domains, training_domains
 from demix.config.systems import adapted, adapted_model, dense_adapted_row, trained
@@ -17,7 +18,7 @@ class ScoringJob:
     for each of `columns`. With `shared` the rule also makes the table of the tokens; otherwise that table already
     exists for the domains of `after`. With `added` the rule scores what an adaptation made. With `own` each domain has
     one column, its own domain token. `expert_scope` is that of the model's kind: with `model` nothing of one column's
-    work is another's.
+    work is another's. `context` is the length of the blocks, 0 for that of training.
     """
 
     rule: str
@@ -34,10 +35,22 @@ class ScoringJob:
     added: bool = False
     own: bool = False
     expert_scope: str = "none"
+    context: int = 0
+
+    @property
+    def folder(self) -> str:
+        """The folder of the score tables below scores/."""
+        return folder_at(self.model, self.context)
 
     def columns_on(self, domain: str) -> tuple[str, ...]:
         """The columns of the score tables of a domain."""
         return (domain,) if self.own else self.columns
+
+
+def _at(context: int, job: ScoringJob) -> ScoringJob:
+    """The job that scores the same test splits as `job` in blocks of `context` tokens."""
+    log = f"{folder_at(job.model, context)}/{job.log.removeprefix(f'{job.model}/')}"
+    return replace(job, rule=f"{job.rule}_at_{context}", log=log, splits=("test",), priority=0, context=context)
 
 
 def scoring_jobs(config: Mapping[str, Any]) -> tuple[ScoringJob, ...]:
@@ -65,12 +78,16 @@ def scoring_jobs(config: Mapping[str, Any]) -> tuple[ScoringJob, ...]:
             continue
         own = model.kind.domain_tokens
         known = replace(job, rule=f"score_known_{model.rule}", own=own, splits=("test",) if own else model.splits)
-        jobs.append(
+        known = (
             replace(known, log=f"{model.name}/{{training}}", domains=("{training}",), jobs=len(training))
             if each
             else replace(known, log=f"{model.name}/training", domains=training)
         )
-        jobs.append(replace(job, log=f"{model.name}/{{novel}}", domains=("{novel}",), jobs=len(novel)))
+        unknown = replace(job, log=f"{model.name}/{{novel}}", domains=("{novel}",), jobs=len(novel))
+        jobs += [known, unknown]
+        for context in other_contexts(config, model):
+            # A novel domain has no token of its own.
+            jobs += [_at(context, one) for one in ((known,) if own else (known, unknown))]
     for number, name in enumerate(novel):
         before, so_far = (*training, *novel[:number]), novel[: number + 1]
         into = ScoringJob(

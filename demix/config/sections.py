@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from demix.config.architecture import PRESETS, Sizes
+from demix.config.architecture import PRESETS, Decoder, RowArchitecture
 from demix.config.branching import BRANCHING
 from demix.config.clustering import Clustering
 from demix.config.domains import DomainsSection, TokenizerSection
@@ -153,6 +153,13 @@ ModelRow = partial(
         Literal[tuple(KINDS)],
         Field(description="Kind of the model. A row that is named like a kind may omit this key."),
     ],
+    architecture=Annotated[
+        RowArchitecture,
+        Field(
+            description="Options of the section `architecture` that this row has instead. A row with a `parent` has "
+            "those of its parent."
+        ),
+    ],
     **BRANCHING,
     **ROUTED,
 )
@@ -269,7 +276,7 @@ class RemovalSection:
 # `demix.config.architecture.architecture_from` fills in the sizes of a preset.
 ArchitectureSection = partial(
     "ArchitectureSection",
-    Sizes,
+    Decoder,
     preset=Annotated[
         Literal[tuple(PRESETS)],
         Field(description="One of the paper's four sizes (125M, 350M, 760M, 1.3B)."),

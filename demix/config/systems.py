@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from demix.config.rows import DENSE_EXPERT, Kind, by_domain, learned, model_rows, novel_domains, training_domains
+from demix.config.rows import (
+    DENSE_EXPERT,
+    Kind,
+    by_domain,
+    is_masked,
+    learned,
+    model_rows,
+    novel_domains,
+    training_domains,
+)
 from demix.errors import DemixError, nearest
 
 
@@ -26,7 +35,7 @@ class Model:
     whose experts are whole models has one training per expert (`parts`), in the folder branches/<name>/<part>: `share`
     trainings with equal shares of the tokens. A model that learns from clusters of the clustering `data` has them as
     its `domains`, with equal parts of a step's sequences. `routing` is the clustering whose distances can weight the
-    model's experts, if there is one.
+    model's experts, if there is one. With `masked` it is a masked language model, whose experts no text weights.
     """
 
     name: str
@@ -46,6 +55,7 @@ class Model:
     routing: str = ""
     part: str = ""
     share: int = 1
+    masked: bool = False
 
     @property
     def parts(self) -> tuple["Model", ...]:
@@ -234,7 +244,10 @@ def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
             splits=("dev", "test") if kind.has_experts or kind.domain_tokens else ("test",),
             parent=settings.get("parent", ""),
             data=settings.get("data", ""),
-            routing=(settings.get("data") or by_domain(config)) if kind.has_experts else "",
+            routing=(settings.get("data") or by_domain(config))
+            if kind.has_experts and not is_masked(config, settings)
+            else "",
+            masked=is_masked(config, settings),
         )
         for name, (kind, settings) in model_rows(config).items()
     ]
@@ -271,7 +284,7 @@ def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
             domains=(adaptation.domain,),
             scored=(*training, adaptation.domain),
             splits=("test",),
-            settings=config.get("adaptation") or {},
+            settings=adapted_settings(config, adaptation.parent),
             parent=adaptation.parent.name,
             adapted_to=adaptation.domain,
         )
@@ -328,6 +341,12 @@ def learning_rate_factor(config: Mapping[str, Any], parent: Model) -> float:
     return float(factor["demix" if parent.kind.has_experts else "dense"] if isinstance(factor, dict) else factor)
 
 
+def adapted_settings(config: Mapping[str, Any], parent: Model) -> dict[str, Any]:
+    """The section `adaptation` for the adaptation of `parent`, with the parent's own options of `architecture`."""
+    own = {key: parent.settings[key] for key in ("architecture",) if key in parent.settings}
+    return {**(config.get("adaptation") or {})} | own
+
+
 def _adapted_row(config: Mapping[str, Any]) -> str:
     return (config.get("adaptation") or {}).get("model") or "demix"
 
@@ -342,7 +361,7 @@ def _adaptations(config: Mapping[str, Any], rows: list[Model]) -> tuple[Adaptati
 
 def _row(models: list[Model], name: str, key: str, *, experts: bool = True) -> Model:
     """The model of the row that a config key names; `experts` says whether the model must have experts."""
-    fitting = [model for model in models if model.kind.has_experts == experts and not model.data]
+    fitting = [model for model in models if model.kind.has_experts == experts and not (model.data or model.masked)]
     for model in fitting:
         if model.name == name:
             return model

@@ -4,8 +4,9 @@ import pyarrow as pa
 
 # results.parquet. `variant` is empty in the rows of the tables; others say what varies in theirs: decay and dev_blocks
 # (a whole grid, the config's own value too), dev_choice (an expert chosen on dev, not by the test's oracle) and
-# released_scorer (the published code of a paper, by `scorer` too: paper or released). `chosen_on` is the split on which
-# `naive` chose an expert for a novel domain. `beta`, `gamma` and `alpha` are the parameters of `tempered` and
+# released_scorer (the published code of a paper, by `scorer` too: paper or released). The `scorer` of masked language
+# models says so, and their rows compare with one another alone. `chosen_on` is the split on which `naive` chose an
+# expert for a novel domain. `beta`, `gamma` and `alpha` are the parameters of `tempered` and
 # `switching`. `routing` is the clustering whose distances weight the experts, `context` the text that is measured
 # (document or block) and `temperature` what squared distances are divided by; the variant routing is the whole grid of
 # contexts, temperatures and top-k, and dev_temperature has the temperature and top-k chosen on dev. The methods
@@ -105,6 +106,25 @@ LOSSES = {
     "seed": pa.int32(),
     "expert": pa.string(),
     "nll": pa.float64(),
+}
+
+
+# contexts.parquet: the losses of tokens at positions `begin` to `end` - 1 of their blocks, which have `context` tokens.
+CONTEXTS = {
+    "model": pa.string(),
+    "experts": pa.string(),
+    "method": pa.string(),
+    "weights": pa.string(),
+    "domain": pa.string(),
+    "kind": pa.string(),
+    "split": pa.string(),
+    "context": pa.int32(),
+    "begin": pa.int32(),
+    "end": pa.int32(),
+    "tokens": pa.int64(),
+    "nll": pa.float64(),
+    "tokens_sha256": pa.string(),
+    "seed": pa.int32(),
 }
 
 

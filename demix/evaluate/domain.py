@@ -28,7 +28,7 @@ from demix.evaluate.mix.priors import (
 from demix.evaluate.mix.rules import WeightsRule
 from demix.evaluate.planned import planned_mixtures, routed, routed_grid
 from demix.evaluate.routing import beside_of, best_on_dev
-from demix.evaluate.score_tables import ScoreTable, read_scores, refuse_unknown
+from demix.evaluate.score_tables import ScoreTable, read_scores, refuse_unknown, scored_folds
 from demix.files import seed_for, write_parquet
 from demix.model.clusters import clusters_of
 from demix.settings import Items, Text, settings
@@ -138,7 +138,8 @@ def _mixed(scores: Path, domain: str, evaluation: Evaluation, byte_lengths: np.n
         dev = read_scores(folder / f"{domain}.dev", table.columns)
         planned: dict[ExpertSet, list[tuple[Mixture, str]]] = {}
         for some in table.sets:
-            rules = _chosen(evaluation.weights, dev, some.experts, scores.parent / "models" / table.folder)
+            weights = some.weights or evaluation.weights
+            rules = _chosen(weights, dev, some.experts, scores.parent / "models" / table.folder)
             planned[some] = [
                 (replace(mixture, rule=mixture.rule or rules.get(mixture.weights)), variant)
                 for mixture, variant in planned_mixtures(evaluation, some, len(dev.mask))
@@ -181,15 +182,21 @@ def _mixed(scores: Path, domain: str, evaluation: Evaluation, byte_lengths: np.n
 def mix_experts(test: Path, mixture: Mixture, methods: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Rows of each expert alone and of `mixture` by each of `methods`, on a score table; the prior by expert.
 
+    Without `methods` they are those of the tables. Empty weights are history, or none on the table of a masked model.
     The prior, empty unless `cached` or `fitted` is asked for, comes from the table <domain>.dev beside `test`. Weights
     with open parameters take those of the model's mixing.json, or choose them on that table.
     """
     refuse_unknown(test, mixture.experts)
+    masked = bool(scored_folds(test, mixture.experts))
+    if not masked and not mixture.weights:
+        mixture = replace(mixture, weights="history")
+    family = None if masked else parsed_weights(mixture.weights).rules
+    methods = methods or ["average", *(family.evaluated if family else ["fitted"])]
     dev = None
     if {"cached", "fitted"} & {*methods} or mixture.weights == "switching":
         dev = read_scores(test.with_suffix(".dev"), mixture.experts)
     model = test.resolve().parents[2] / "models" / test.resolve().parent.name
-    if parsed_weights(mixture.weights).rules.routed:
+    if family and family.routed:
         clusters = clusters_of(model)
         mixture = routed(mixture, clusters.name, clusters.context, clusters.temperature)
     mixture = replace(
@@ -229,10 +236,11 @@ def _traced(evaluation: Evaluation, some: ExpertSet) -> Mixture:
 
 def _row(about: dict[str, Any], totals: DocumentLosses, nll: np.ndarray, **more: Any) -> Row:
     tokens, summed = int(totals.tokens.sum()), float(nll.sum())
+    scorer = f"masked, {totals.folds} folds" if totals.folds else "paper"
     values = {
         "weights": "", "split": "test", "expert": "", "oracle": False, "documents": len(np.unique(totals.origins)),
         "pieces": len(totals.tokens), "tokens": tokens, "nll": summed, "perplexity": float(np.exp(summed / tokens)),
-        "tokens_sha256": totals.sha256, "variant": "", "scorer": "paper", "chosen_on": "", "routing": "", "context": "",
+        "tokens_sha256": totals.sha256, "variant": "", "scorer": scorer, "chosen_on": "", "routing": "", "context": "",
     }  # fmt: skip
     if totals.byte_count:
         values |= {"bytes": totals.byte_count, "bits_per_byte": float(summed / np.log(2) / totals.byte_count)}
@@ -263,7 +271,8 @@ def _mixture_rows(
 ) -> Iterator[Row]:
     for mixture, variant in entries:
         more: dict[str, Any] = {"method": mixture.method, "top_k": mixture.top_k}
-        more |= {"variant": variant, "scorer": mixture.scorer, "routing": mixture.routing, "context": mixture.context}
+        more |= {"variant": variant, "routing": mixture.routing, "context": mixture.context}
+        more |= {"scorer": mixture.scorer} if mixture.scorer != "paper" else {}
         if mixture.method in FLOORS:
             more |= {"oracle": True, "chosen_on": "test"}
         elif mixture.method != "average":

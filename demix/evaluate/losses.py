@@ -10,8 +10,16 @@ from demix.config.evaluation import DECAY
 from demix.errors import DemixError
 from demix.evaluate.mix.mixtures import FLOORS, floor, log_mixtures, mixing_rule
 from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior, log_prior_path, posterior_trace
-from demix.evaluate.mix.rules import DISTANCES, Chunk, State, WeightsRule
-from demix.evaluate.score_tables import Beside, Blocks, ScoreTable, scored_sha256, stream_scores
+from demix.evaluate.mix.rules import DISTANCES, Chunk, PriorAlone, State, WeightsRule
+from demix.evaluate.score_tables import (
+    Beside,
+    Blocks,
+    ScoreTable,
+    refuse_evidence,
+    scored_folds,
+    scored_sha256,
+    stream_scores,
+)
 from demix.files.batches import counted
 
 # Experts, weights and scorer: what tells one path of updating priors from another, decays aside.
@@ -42,6 +50,11 @@ class Mixture:
         """The rule that weights the experts. Raises DemixError where the weights leave parameters open."""
         return mixing_rule(self.method, self.rule or self.weights, self.scorer)
 
+    @property
+    def by_text(self) -> bool:
+        """Whether the text weights the experts."""
+        return self.method not in FLOORS and not isinstance(self.weights_rule, PriorAlone)
+
 
 @dataclass(frozen=True)
 class DocumentLosses:
@@ -50,7 +63,7 @@ class DocumentLosses:
     numbers [D] are the documents' places in the split, ascending; tokens [D] says how many tokens of each were scored;
     origins [D] are equal for the pieces of one document.
     `byte_count` is that of the whole text, None without byte lengths. `sha256` is the hash of the token ids.
-    posteriors [B, E] are those after each block, of the mixture traced.
+    posteriors [B, E] are those after each block, of the mixture traced. `folds` is that of the score table.
     """
 
     numbers: np.ndarray
@@ -61,6 +74,7 @@ class DocumentLosses:
     byte_count: int | None
     sha256: str
     posteriors: np.ndarray | None
+    folds: int = 0
 
 
 def dev_priors(dev: ScoreTable, mixtures: Iterable[Mixture]) -> dict[Mixture, np.ndarray]:
@@ -96,9 +110,12 @@ def document_losses(
     expert in hindsight. `traced` is one whose method is `updating`; `byte_lengths`
     are those of the tokenizer's ids; `beside` is what the weights rules read besides scores; that
     of a context has the distances to the clusters of experts. The table is streamed, so
-    memory grows with the number of documents and mixtures, not with the number of tokens.
+    memory grows with the number of documents and mixtures, not with the number of tokens. Raises DemixError where the
+    text weights the experts of a masked model.
     """
     mixtures = list(dict.fromkeys(mixtures if traced is None else (*mixtures, traced)))
+    if told := next((mixture for mixture in mixtures if mixture.by_text), None):
+        refuse_evidence(directory, scored_folds(directory, experts), f"{told.method} with weights {told.weights}")
     floors = [mixture for mixture in mixtures if mixture.method in FLOORS]
     mixtures = [mixture for mixture in mixtures if mixture.method not in FLOORS]
     groups = _groups(mixtures)
@@ -156,6 +173,7 @@ def document_losses(
         byte_count if byte_lengths is not None else None,
         scored_sha256(directory, experts),
         np.concatenate(trace) if trace else None,
+        scored_folds(directory, experts),
     )
 
 

@@ -21,7 +21,7 @@ from demix.evaluate.own_text import OwnText, evaluate_text, raw_text
 from demix.evaluate.parent import choose_parent
 from demix.evaluate.score import Scoring, score
 from demix.files import read_json, refuse_used, replacing, scratch
-from demix.model.checkpoint import describe, expert_lineage, expert_names
+from demix.model.checkpoint import describe, expert_lineage, expert_names, refuse_masked
 from demix.model.clusters import copy_clusters
 from demix.model.description import Usual, run_of
 from demix.model.experts import refuse_name
@@ -64,6 +64,7 @@ def add_domain(
     """
     refuse_used(output)
     refuse_name(model, domain)
+    refuse_masked(model, "says nothing of a text that is not masked")
     description, experts = describe(model, "training"), expert_names(model)
     if experts == (DENSE_EXPERT,) or description["domain_tokens"]:
         raise DemixError(model, "has no experts of domains", "choose a model that has")

@@ -23,7 +23,7 @@ from demix.evaluate.mix.mixtures import log_weights, mix
 from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior, updating_log_priors
 from demix.evaluate.mix.rules import Chunk, Cluster, History
 from demix.evaluate.score_tables import ScoreTable
-from demix.model.checkpoint import load_experts
+from demix.model.checkpoint import load_experts, refuse_masked
 from demix.model.clusters import clusters_of, has_clusters
 from demix.model.description import Usual, run_of
 from demix.model.gpt import GPT
@@ -110,6 +110,7 @@ def evaluate_text(
     blocks, and `switching`. Raises DemixError if a file is missing or holds no text, or if the tokenizer is not the
     model's.
     """
+    refuse_masked(model, "says nothing of a text that is not masked")
     tokenizer, encoder = tokenizer_of(model, tokenizer)
     for file in (text, *([dev] if dev else [])):
         _refuse_unreadable(file)

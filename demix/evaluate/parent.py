@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from demix.evaluate.mix.priors import cached_log_prior
+from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior
 from demix.evaluate.score_tables import read_scores
 
 
@@ -15,10 +15,13 @@ def choose_parent(scores: Path, domain: str, experts: Sequence[str], *, blocks: 
 
     Returns parent, its posterior, and for comparison the expert of lowest dev loss, with all posteriors and
     losses (nats per token) by expert. `scores` is scores/<model>; `blocks` of dev and `decay` (lambda) make the
-    posterior.
+    posterior. For a masked model, which has no such posterior, the fitted prior of these blocks takes its place.
     """
     table = read_scores(scores / f"{domain}.dev", experts)
-    prior = np.exp(cached_log_prior(table.scores, table.mask, "history", decay=decay, blocks=blocks))
+    if table.folds:
+        prior = np.exp(fitted_log_prior(table.scores[:blocks], table.mask[:blocks]))
+    else:
+        prior = np.exp(cached_log_prior(table.scores, table.mask, "history", decay=decay, blocks=blocks))
     losses = -table.scores.sum(axis=(0, 1)) / table.tokens
     return {
         "parent": experts[int(prior.argmax())],

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ class ScoreTable:
     """The scores of one split under E experts, cut into blocks.
 
     `scores` [B, T, E] are float64 log p in nats, 0 at padding. `mask` [B, T] is False at padding. `sha256` is the hash
-    of the scored token ids.
+    of the scored token ids. `folds` is that of `scored_folds`.
     """
 
     scores: np.ndarray
@@ -30,6 +30,7 @@ class ScoreTable:
     experts: tuple[str, ...]
     documents: int
     sha256: str
+    folds: int = 0
 
     @property
     def tokens(self) -> int:
@@ -39,7 +40,7 @@ class ScoreTable:
     def select(self, experts: Sequence[str]) -> "ScoreTable":
         """The table with the columns of `experts` only, in this order."""
         columns = [self.experts.index(expert) for expert in experts]
-        return ScoreTable(self.scores[..., columns], self.mask, tuple(experts), self.documents, self.sha256)
+        return replace(self, scores=self.scores[..., columns], experts=tuple(experts))
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ def read_scores(directory: Path, experts: Sequence[str]) -> ScoreTable:
         tuple(experts),
         len(np.unique(np.concatenate([chunk.documents for chunk in chunks]))),
         scored_sha256(directory, experts),
+        scored_folds(directory, experts),
     )
 
 
@@ -227,6 +229,21 @@ def _in_blocks(columns: Sequence[np.ndarray], blocks: int, length: int) -> np.nd
 def scored_sha256(directory: Path, experts: Sequence[str]) -> str:
     """The hash of the scored tokens, from the first column's footer. `stream_scores` checks it for every column."""
     return _footer(directory / f"{experts[0]}.parquet").tokens_sha256
+
+
+def scored_folds(directory: Path, experts: Sequence[str]) -> int:
+    """The number of passes in which a masked model filled in the tokens of each block; 0 for a causal model."""
+    return int(_footer(directory / f"{experts[0]}.parquet").origin.get(b"folds", 0))
+
+
+def refuse_evidence(subject: object, folds: int, asked: str) -> None:
+    """Raise DemixError if a table of `folds` is to weight experts by the text, or compare them by it, as `asked`.
+
+    A masked model has read the text after a token: what it says of earlier tokens knows the token that is mixed.
+    """
+    if folds:
+        cause = f"holds masked log-probabilities ({folds} folds), by which {asked} would see what is to be predicted"
+        raise DemixError(subject, cause, "mix masked models by average or fitted alone")
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,12 @@ def refuse_routed(directory: Path, use: str) -> None:
         raise DemixError(directory, cause, "use another model")
 
 
+def refuse_masked(directory: Path, use: str) -> None:
+    """Raise DemixError if the model in `directory` is a masked language model, which is not for this `use`."""
+    if describe(directory)["architecture"].get("objective") == "mlm":
+        raise DemixError(directory, f"is a masked language model, which {use}", "use a causal model")
+
+
 def refuse_other_tokenizer(directory: Path, subject: Path, sha256: str | None, vocab_size: int | None = None) -> None:
     """Raise DemixError unless `sha256`, the tokenizer of `subject`, is that of the model in `directory`.
 

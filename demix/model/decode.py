@@ -39,7 +39,7 @@ class Decoder:
 
     @torch.no_grad()
     def __init__(self, trunks: Sequence[GPT], before: Tensor, posterior: Posterior, dtype: torch.dtype | None = None):
-        refuse_domain_tokens(trunks)
+        refuse_other_models(trunks)
         if posterior.length != trunks[0].architecture.context:
             raise DemixError("posterior", "has a block length other than the model's context", "use the context")
         self.trunks, self.posterior, self.dtype = trunks, posterior, dtype
@@ -228,14 +228,16 @@ def open_model(
         raise DemixError("--experts", "names an expert twice", "name each expert once")
     _, encoder = tokenizer_of(directory, tokenizer)
     trunks = load_experts(directory, None if experts is None else tuple(experts), hold=hold)
-    refuse_domain_tokens(trunks)
+    refuse_other_models(trunks)
     return [trunk.requires_grad_(False) for trunk in trunks], encoder
 
 
-def refuse_domain_tokens(trunks: Sequence[GPT]) -> None:
-    """Raise DemixError for a model that needs a domain token before each text."""
+def refuse_other_models(trunks: Sequence[GPT]) -> None:
+    """Raise DemixError for a model that needs a domain token before each text, and for one that sees later tokens."""
     if any(trunk.domain_tokens for trunk in trunks):
         raise DemixError("model", "is a domain-token model, which has no experts to mix", "choose another model")
+    if any(trunk.architecture.attention == "bidirectional" for trunk in trunks):
+        raise DemixError("model", "is a masked language model, which continues no text", "choose a causal model")
 
 
 def decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:

@@ -49,7 +49,8 @@ def export_hf(directory: Path, expert: str, tokenizer: Path | None, output: Path
 
     The architecture is that of GPT-2, and `GPT2LMHeadModel` gives the same log-probabilities.
     Raises DemixError for a domain-token model (GPT-2 has no domain token as first input), for one whose tokens choose
-    their experts, for another tokenizer than that of the model, and for an `output` that is not empty.
+    their experts, for options of `architecture` that GPT-2 lacks, for another tokenizer than that of the model, and for
+    an `output` that is not empty.
     """
     output = output.resolve()
     refuse_used(output)
@@ -60,6 +61,11 @@ def export_hf(directory: Path, expert: str, tokenizer: Path | None, output: Path
     refuse_routed(
         directory, "GPT-2's format cannot hold, nor can Mixtral's (LayerNorm, biases, learned positions, GELU)"
     )
+    for option in ("position", "head", "objective"):
+        if value := description["architecture"].get(option):
+            raise DemixError(
+                directory, f"has {option} {value}, which GPT-2's format cannot hold", "export another model"
+            )
     _, encoder = tokenizer_of(directory, tokenizer)
     model = load_model(directory, (expert,))
     sizes = model.architecture

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +21,8 @@ from demix.model.layers import Attention, Auxiliary, KeyValues, attention_bias, 
 
 # How many rows of logits over the vocabulary exist at once. Few rows are fastest on a CPU; a GPU needs more.
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
+# The input in place of a token that a masked model is to fill in. It has no entry in the vocabulary.
+MASKED = -1
 # Which tensors belong to one expert: those of its feedforwards, or all tensors of the model.
 SCOPES = ("feedforward", "model")
 # Tensors with this in their name have an axis of experts.
@@ -31,23 +34,30 @@ class Block(nn.Module):
 
     def __init__(self, architecture: Architecture, layer: int, experts: int):
         super().__init__()
-        self.architecture = architecture
         self.attention_norm = nn.LayerNorm(architecture.width)
-        self.attention = Attention(architecture.width, architecture.heads)
+        self.attention = Attention(architecture.width, architecture.heads, architecture.attention == "causal")
         self.feedforward_norm = nn.LayerNorm(architecture.width)
         self.feedforward = feedforward(architecture, layer, experts)
 
-    def forward(self, x: Tensor, past: KeyValues | None = None, auxiliary: list[Auxiliary] | None = None) -> Tensor:
-        """Map `x` [E or 1, B, T, D] to [E, B, T, D]; `past` and `auxiliary` as in `GPT.forward`."""
-        bias = attention_bias(self.architecture, x.shape[2], past, x.device)
+    def forward(
+        self,
+        x: Tensor,
+        bias: Tensor | None = None,
+        past: KeyValues | None = None,
+        auxiliary: list[Auxiliary] | None = None,
+    ) -> Tensor:
+        """Map `x` [E or 1, B, T, D] to [E, B, T, D]; `bias` of `attention_bias`, the others as in `GPT.forward`."""
         x = x + self.attention(layer_norm(x, self.attention_norm), bias, past)
         mixed: Tensor = self.feedforward(layer_norm(x, self.feedforward_norm), auxiliary)
         return x + mixed
 
 
 class GPT(nn.Module):
-    """A decoder with learned positions, tied embeddings and one feedforward per expert in each layer.
+    """A decoder with tied embeddings and one feedforward per expert in each layer.
 
+    Its positions are learned, or there is no table of them and attention is biased (`attention_bias`). With the head
+    `clap` (of the fairseq fork of EIFY) embeddings have rows of length 1, as inputs and as outputs, and logits are
+    multiplied by the learned `logit_scale`.
     `experts` names the stacked experts in order. `domain_tokens` names the domains that can be the first input position
     (the domain-token baseline; paper, section 4.2). A domain token is an input and never a target. `expert_scope` says
     which tensors belong to one expert: those of its feedforwards (`feedforward`), or all tensors (`model`). A model of
@@ -79,7 +89,10 @@ class GPT(nn.Module):
         self.read_weights: Callable[[], GPT] | None = None
         width = architecture.width
         self.token_embedding = nn.Parameter(torch.empty(vocab_size, width))
-        self.position_embedding = nn.Parameter(torch.empty(architecture.context + bool(domain_tokens), width))
+        if architecture.position == "learned":
+            self.position_embedding = nn.Parameter(torch.empty(architecture.context + bool(domain_tokens), width))
+        if architecture.head == "clap":
+            self.logit_scale = nn.Parameter(torch.empty(1))
         if domain_tokens:
             self.domain_embedding = nn.Parameter(torch.empty(len(domain_tokens), width))
         self.blocks = nn.ModuleList(Block(architecture, layer, len(experts)) for layer in range(architecture.layers))
@@ -109,7 +122,7 @@ class GPT(nn.Module):
             for name, parameter in self.named_parameters():
                 if name.endswith("bias"):
                     parameter.zero_()
-                elif "norm" in name:
+                elif "norm" in name or name == "logit_scale":
                     parameter.fill_(1.0)
                 else:
                     generator = torch.Generator().manual_seed(seed_for(seed, "initialise", name))
@@ -129,29 +142,43 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Final hidden states [E, B, T, D] of `inputs` [E, B, T], or of [1, B, T] that every expert reads.
 
+        A masked model reads zeros in place of the embedding of MASKED. Each of its states predicts the token at its
+        own place, and each state of a causal model predicts the next token.
+
         `domains` [E, B] are the domain tokens before the sequences. Only domain-token models take them, and no state is
         returned for their position. `dtype` is the type to compute in (by default the type of the parameters). `past`
         holds one entry per layer, from `no_past`: `inputs` follow the positions that it holds and are added to it. It
         needs gradients to be off. A training pass gives the list `auxiliary`, to which layers that train a router
         append their losses, and in which experts that tokens choose have a capacity.
         """
+        if past and self.architecture.attention == "bidirectional":
+            raise DemixError("a model with bidirectional attention", "cannot go on with a text", "use a causal model")
         x = self.token_embedding[inputs]
         if self.domain_tokens:
             if domains is None:
                 raise DemixError("domains", "a domain-token model was given no domain token", "pass one per sequence")
             x = torch.cat([self.domain_embedding[domains].unsqueeze(2), x], dim=2)
+        if self.architecture.head == "clap":
+            x = F.normalize(x, dim=-1)
+        if self.architecture.objective == "mlm":
+            # A number below 0 counts from the end of the vocabulary.
+            x = x * (inputs != MASKED).unsqueeze(-1)
         start = past[0].seen if past else 0
-        x = (x + self.position_embedding[start : start + x.shape[2]]).to(dtype or x.dtype)
+        if self.architecture.position == "learned":
+            x = x + self.position_embedding[start : start + x.shape[2]]
+        x = x.to(dtype or x.dtype)
+        # All layers have seen the same positions before this pass, and share one bias.
+        bias = attention_bias(self.architecture, x.shape[2], past[0] if past else None, x.device, x.dtype)
         for number, block in enumerate(self.blocks):
             # A compiled block would be compiled again for each length of a list that all blocks append to.
             own: list[Auxiliary] | None = None if auxiliary is None else []
             if not torch.is_grad_enabled():
                 # Evaluation has many shapes, and the compiled block would be compiled again for each.
-                x = block.forward(x, past[number] if past else None, own)
+                x = block.forward(x, bias, past[number] if past else None, own)
             elif self.checkpoint_activations:
-                x = checkpoint(block, x, None, own, use_reentrant=False)
+                x = checkpoint(block, x, bias, None, own, use_reentrant=False)
             else:
-                x = block(x, None, own)
+                x = block(x, bias, None, own)
             if auxiliary is not None and own:
                 auxiliary += own
         x = layer_norm(x, self.final_norm)
@@ -159,7 +186,14 @@ class GPT(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Unnormalised log-probabilities [..., V] of the token after each state of `hidden` [..., D], in its type."""
-        return hidden @ self.token_embedding.T.to(hidden.dtype)
+        states, weight = self._head(hidden)
+        return states @ weight.T.to(hidden.dtype)
+
+    def _head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """States like `hidden` [..., D] and a weight [V, D] whose products are the logits."""
+        if self.architecture.head == "tied":
+            return hidden, self.token_embedding
+        return (hidden * self.logit_scale).to(hidden.dtype), F.normalize(self.token_embedding, dim=-1)
 
     def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """log p(target) in nats, at least fp32, for `hidden` [E, B, T, D] and `targets` [E or 1, B, T]: [E, B, T].
@@ -167,11 +201,12 @@ class GPT(nn.Module):
         At most `ROWS_AT_ONCE` rows of the [tokens x vocabulary] logits exist at a time, in forward and in backward.
         """
         E, B, T, D = hidden.shape
-        states, wanted = hidden.reshape(-1, D), targets.expand(E, B, T).reshape(-1)
+        states, weight = self._head(hidden.reshape(-1, D))
+        wanted = targets.expand(E, B, T).reshape(-1)
         if torch.is_grad_enabled():
             differentiable: Callable[[Tensor, Tensor, Tensor], Tensor] = _LogProbabilities.apply
-            return differentiable(states, self.token_embedding, wanted).view(E, B, T)
-        return _log_probabilities(states, self.token_embedding, wanted)[0].view(E, B, T)
+            return differentiable(states, weight, wanted).view(E, B, T)
+        return _log_probabilities(states, weight, wanted)[0].view(E, B, T)
 
     def no_past(self) -> list[KeyValues]:
         """An empty key-value cache for each layer, with room for a whole context."""

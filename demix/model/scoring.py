@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from demix.config.architecture import FOLDS
 from demix.errors import DemixError
-from demix.model.gpt import GPT
+from demix.files import seed_for
+from demix.model.gpt import GPT, MASKED
 
 # Tokens x experts in one forward pass: enough to keep a core busy, little enough to stay in memory.
 EXPERT_TOKENS_AT_ONCE = 8192
@@ -25,6 +27,7 @@ def trunk_log_probabilities(
     dtype: torch.dtype | None = None,
     advance: Callable[[int], None] = lambda tokens: None,
     domain_tokens: tuple[str, ...] | None = None,
+    first: int = 0,
 ) -> np.ndarray:
     """`log_probabilities` of all trunks of a model: [E, tokens] in the order of `columns_of`, or of `domain_tokens`.
 
@@ -34,7 +37,7 @@ def trunk_log_probabilities(
     scored = []
     for trunk in trunks:
         with trunk.with_weights() as model:
-            scored.append(log_probabilities(model, inputs, targets, mask, dtype, advance, domain_tokens))
+            scored.append(log_probabilities(model, inputs, targets, mask, dtype, advance, domain_tokens, first))
     scores = np.concatenate(scored)
     for name, row in zip(domain_tokens or columns_of(trunks), scores, strict=True):
         if not np.isfinite(row).all():
@@ -53,21 +56,25 @@ def log_probabilities(
     dtype: torch.dtype | None = None,
     advance: Callable[[int], None] = lambda tokens: None,
     domain_tokens: tuple[str, ...] | None = None,
+    first: int = 0,
 ) -> np.ndarray:
     """log p in nats of every target under every expert, in the order of the text: [E, tokens], without padding.
 
     `inputs`, `targets` and `mask` [N, T] come from `demix.data.shards.blocks`. A domain-token model has one row for
     each of `domain_tokens`, by default all that it has. `advance` is called with the number of tokens that were scored
-    since its last call.
+    since its last call. `first` is the number of the first block in its split, which chooses what a masked model fills
+    in together (`masked_log_probabilities`).
     """
+    if model.architecture.objective == "mlm":
+        return masked_log_probabilities(model, targets, mask, dtype, advance, first)
     device = model.token_embedding.device
     chosen = (domain_tokens or model.domain_tokens) if model.domain_tokens else ()
     known = [model.domain_tokens.index(name) for name in chosen]
     columns = len(known or model.experts)
     batch = max(1, EXPERT_TOKENS_AT_ONCE // (columns * inputs.shape[1]))
     scored = []
-    for first in range(0, len(inputs), batch):
-        rows = slice(first, first + batch)
+    for start in range(0, len(inputs), batch):
+        rows = slice(start, start + batch)
         seen, wanted = (torch.from_numpy(ids[rows])[None].to(device) for ids in (inputs, targets))  # [1, B, T]
         if model.domain_tokens:
             B = seen.shape[1]
@@ -79,3 +86,52 @@ def log_probabilities(
         scored.append(found[:, torch.from_numpy(mask[rows]).to(device)].double().cpu().numpy())
         advance(scored[-1].shape[1])
     return np.concatenate(scored, axis=1)
+
+
+def folds_of(tokens: int, number: int, folds: int = FOLDS) -> np.ndarray:
+    """The fold of each token of a block with this `number` in its split: [tokens] int, of sizes that differ by 1.
+
+    A random permutation, which depends on the number alone, so that all models fill in the same tokens together.
+    """
+    order = np.random.Generator(np.random.PCG64(seed_for(0, "folds", number))).permutation(tokens)
+    found = np.empty(tokens, np.int64)
+    found[order] = np.arange(tokens) % folds
+    return found
+
+
+@torch.no_grad()
+def masked_log_probabilities(
+    model: GPT,
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    dtype: torch.dtype | None = None,
+    advance: Callable[[int], None] = lambda tokens: None,
+    first: int = 0,
+    folds: int = FOLDS,
+) -> np.ndarray:
+    """log p in nats of every token at its own place, given the rest of its block: [E, tokens], without padding.
+
+    `tokens` and `mask` [N, T] are blocks without the tokens before them. Each block is read `folds` times, and each of
+    its tokens is masked once, together with the others of its fold (`folds_of`). T folds mask one token at a time,
+    which is pseudo-perplexity (Salazar et al. 2020). Padding is cut off, so that no position attends to it.
+    """
+    device, columns = model.token_embedding.device, len(model.experts)
+    scores = np.zeros((columns, *tokens.shape))
+    lengths = mask.sum(1)
+    for length in dict.fromkeys(lengths.tolist()):
+        # Each row is a block and a fold of it that has tokens.
+        blocks = np.flatnonzero(lengths == length)
+        by_block = np.stack([folds_of(length, first + number, folds) for number in blocks.tolist()])
+        rows = [(row, fold) for row in range(len(blocks)) for fold in range(min(folds, length))]
+        batch = max(1, EXPERT_TOKENS_AT_ONCE // (columns * length))
+        for start in range(0, len(rows), batch):
+            some, fold = np.array(rows[start : start + batch]).T
+            ids, hidden = tokens[blocks[some], :length], by_block[some] == fold[:, None]
+            inputs = torch.from_numpy(np.where(hidden, MASKED, ids))[None].to(device)
+            wanted, chosen = (torch.from_numpy(each).to(device) for each in (ids[hidden], hidden))
+            states = model(inputs, dtype=dtype)[:, chosen]  # [E, tokens of these folds, D]
+            found = model.log_probabilities(states[:, None], wanted[None, None])[:, 0]
+            row, place = np.nonzero(hidden)
+            scores[:, blocks[some][row], place] = found.double().cpu().numpy()
+            advance(len(row))
+    return scores[:, mask]

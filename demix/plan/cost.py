@@ -14,7 +14,7 @@ from demix.config.architecture import architecture_from, parameters, vocabulary
 from demix.config.placement import place_experts
 from demix.config.routed import architecture_of
 from demix.config.rows import Kind
-from demix.config.systems import Model, adaptations, rule_of, trained
+from demix.config.systems import Model, adaptations, adapted_settings, rule_of, trained
 from demix.data.sources import Source
 from demix.errors import DemixError
 from demix.model.description import read_description, tokens_learned
@@ -186,8 +186,8 @@ def plan_training(config: dict[str, Any], ranks: int | None, hardware: Hardware)
     adapted = [
         replace(one, tokens=tried * one.tokens, steps=tried * one.steps, hours=tried * one.hours)
         for one in (
-            _plan_run(config, one.name, one.rule, one.parent.kind, section, 1, usable, hardware, adapts=True)
-            for one in adaptations(config)
+            _plan_run(config, one.name, one.rule, one.parent.kind, settings, 1, usable, hardware, adapts=True)
+            for one, settings in ((one, adapted_settings(config, one.parent)) for one in adaptations(config))
         )
     ]
     return runs + sweeps + adapted

@@ -6,7 +6,7 @@ Model Training on GPU Clusters Using Megatron-LM".
 
 from dataclasses import dataclass
 
-from demix.config.architecture import PRESETS, Architecture, routing_flops, training_flops_per_token
+from demix.config.architecture import FOLDS, PRESETS, Architecture, routing_flops, training_flops_per_token
 
 # Logits exist for so many tokens at a time: `demix.model.gpt.ROWS_AT_ONCE` on a GPU.
 LOGITS_ROWS = 4096
@@ -21,13 +21,19 @@ def scoring_flops(architecture: Architecture, vocab_size: int, experts: int, exp
     """FLOPs of the matrix products that score one token of a full block under `experts` experts at once.
 
     All experts share the embedding and the attention of the first layer, unless they are whole models (`expert_scope`
-    "model"). Attention counts only the half that the causal mask leaves. A routed layer computes what a token chooses.
+    "model"). Attention counts only the half that the causal mask leaves, but all of it with ALiBi, whose kernel skips
+    nothing. A routed layer computes what a token chooses. A masked model reads a block `FOLDS` times, all of it each
+    time, and predicts a token once.
     """
     layers, width = architecture.layers, architecture.width
-    attention = 8 * width**2 + 2 * architecture.context * width
+    skips = architecture.position == "learned" and architecture.attention == "causal"
+    passes = FOLDS if architecture.objective == "mlm" else 1
+    attention = 8 * width**2 + (2 if skips else 4) * architecture.context * width
     feedforward = 16 * width**2
-    each = layers * (attention + feedforward) - attention + 2 * width * vocab_size + routing_flops(architecture)
-    return experts * (attention + each) if expert_scope == "model" else attention + experts * each
+    each = passes * (layers * (attention + feedforward) - attention + routing_flops(architecture))
+    each += 2 * width * vocab_size
+    first = passes * attention
+    return experts * (first + each) if expert_scope == "model" else first + experts * each
 
 
 def scoring_hours(
@@ -69,13 +75,14 @@ def activation_bytes(
     absent, and so are the scores, since attention is fused. With activation `checkpointing` only the inputs of all
     layers are kept, and the 16 values of one layer at a time. One chunk of logits exists at a time, in fp32 and in the
     type of the values. A routed layer keeps 9 values more for each expert beyond a token's first: its input, and 4
-    before and 4 after the activation.
+    before and 4 after the activation. The bias of ALiBi, H·T² values, is one for all layers.
     """
     layers, width, routed = architecture.layers, architecture.width, architecture.routed
     more = 9 * (routed.top_k - 1) if routed else 0
     kept = layers + 16 + more if checkpointing else 16 * layers + more * architecture.routed_layers
     tokens = sequences * architecture.context
-    return tokens * kept * width * value_bytes + min(tokens, LOGITS_ROWS) * vocab_size * (4 + value_bytes)
+    bias = architecture.heads * architecture.context**2 * value_bytes if architecture.position == "alibi" else 0
+    return tokens * kept * width * value_bytes + min(tokens, LOGITS_ROWS) * vocab_size * (4 + value_bytes) + bias
 
 
 def checkpoint_bytes(trained: int, best: int = 0) -> int:

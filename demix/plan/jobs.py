@@ -1,6 +1,6 @@
 """The jobs of a run on a cluster, before anything is submitted: the place and the resources of each."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ from rich.table import Table
 
 from demix.config.architecture import architecture_from, vocabulary
 from demix.config.check import site_of
+from demix.config.contexts import asked_contexts
 from demix.config.evaluated import chosen_on_dev, routed, token_routed
 from demix.config.merged import merged_models
 from demix.config.routed import architecture_of
@@ -131,6 +132,7 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
             sites["evaluate"],
         ),
         Jobs("evaluate", "evaluate", {"choose_mixing": chosen, "evaluate": number}, sites["evaluate"]),
+        Jobs("evaluate", "by position", {"contexts": number if asked_contexts(config) else 0}, sites["evaluate"]),
         Jobs("score", "audit", {f"audit_{name}": 1 for name in removed}, sites["score"], 1, threads),
         Jobs("", "join, report, track", once | {"audit": int(bool(removed)), "choose_rate": len(swept)}, None),
     ]
@@ -142,6 +144,7 @@ def scoring_cost(config: dict[str, Any], job: ScoringJob, device: Hardware) -> t
     known = {one.place: one.architecture(config) for one in merged_models(config)}
     known |= {model.name: architecture_of(config, model.settings) for model in trained(config)}
     architecture, section = known.get(job.model, architecture_of(config, {})), config["evaluation"]
+    architecture = replace(architecture, context=job.context or architecture.context)
     training, novel = config["domains"]["training"], config["domains"]["novel"]
     several = {"{training}": list(training), "{novel}": list(novel)}
     limits = {"dev": section["dev_blocks"] * architecture.context, "test": section["test_tokens"]}

@@ -6,14 +6,28 @@ Importing this package is cheap: pandas, altair and jinja2 are loaded by the fun
 from pathlib import Path
 from typing import Any
 
-from demix.config.rows import model_rows, novel_domains, training_domains
+from demix.config.rows import masked_rows, model_rows, novel_domains, training_domains
 
 PAPER_TABLES = ("table3", "table4", "table5", "table6", "table7", "table13")
-TABLES = (*PAPER_TABLES, "weights", "decay", "dev_blocks", "overlap", "seeds", "rates", "full", "differences", "audit")
+TABLES = (
+    *PAPER_TABLES,
+    "weights",
+    "decay",
+    "dev_blocks",
+    "overlap",
+    "seeds",
+    "rates",
+    "full",
+    "differences",
+    "audit",
+    "masked",
+)
 FIGURES = ("figure2", "figure4", "figure6", "figure7", "figure8", "training")
 # Families of models and clusters of documents (docs/families.md).
 FAMILY_TABLES = ("families", "family_differences", "family_costs", "top_k", "temperatures", "clusters", "routers")
 FAMILY_FIGURES = ("by_clusters", "cluster_experts", "cluster_sizes", "router_loads")
+# Variants of the architecture (docs/variants.md).
+VARIANT_TABLES, VARIANT_FIGURES = ("contexts",), ("positions",)
 # The entries of `snakemake --report`, worded so that sorting gives the order of the paper.
 SHOWS = {
     "index": "The run on one page",
@@ -31,6 +45,7 @@ SHOWS = {
     "full": "Every system on every domain",
     "overlap": "Bigram overlap against perplexity: correlations",
     "rates": "Learning rates of adaptation, DEMix-DAPT against Dense-DAPT",
+    "masked": "Masked language models: perplexity in seven folds",
     "seeds": "Systems against Dense (Balanced) within each seed",
     "weights": "Weights by all earlier tokens against the last few",
     "figure2": "Figure 2: each expert on each domain",
@@ -43,17 +58,27 @@ SHOWS = {
     "cluster_experts": "Experts of clusters on clusters, and clusters against domains",
     "cluster_sizes": "How unequal the clusters of held-out documents are",
     "clusters": "Clusters of documents: their terms, sizes and domains",
+    "contexts": "Perplexity by the length of a block",
     "families": "Families of models: perplexity at equal tokens",
     "family_differences": "Rows of clusters less balanced ones and less Dense (Balanced), with intervals",
     "family_costs": "Families of models: parameters, FLOPs, bytes and seconds",
     "router_loads": "Which experts the tokens of each domain choose",
     "routers": "Routers of tokens: what an expert tells of the domain, and loads",
+    "positions": "Perplexity by the position in the block",
     "temperatures": "Temperatures of weights by clusters, and numbers of experts",
     "top_k": "Numbers of experts a token",
 }
 REPORT_FILES = (
-    *(f"tables/{name}.{suffix}" for name in (*TABLES, *FAMILY_TABLES) for suffix in ("html", "md", "tex")),
-    *(f"figures/{name}.{suffix}" for name in (*FIGURES, *FAMILY_FIGURES) for suffix in ("json", "html", "svg", "png")),
+    *(
+        f"tables/{name}.{suffix}"
+        for name in (*TABLES, *FAMILY_TABLES, *VARIANT_TABLES)
+        for suffix in ("html", "md", "tex")
+    ),
+    *(
+        f"figures/{name}.{suffix}"
+        for name in (*FIGURES, *FAMILY_FIGURES, *VARIANT_FIGURES)
+        for suffix in ("json", "html", "svg", "png")
+    ),
     "claims.html",
     "claims.md",
     "index.html",
@@ -83,12 +108,15 @@ NEEDS_UNTOLD = {
     ),
     "further temperature or context": ("temperatures",),
     "model whose tokens choose experts": ("routers", "router_loads"),
+    "masked language model": ("masked",),
+    "blocks of other lengths": ("contexts", "positions"),
 }
 
 
 def left_out(config: dict[str, Any]) -> dict[str, str]:
     """What the report of a run has no table, figure or claim of: their names, each with what the run lacks."""
-    rows, evaluation = model_rows(config), config.get("evaluation") or {}
+    evaluation, masked = config.get("evaluation") or {}, masked_rows(config)
+    rows = {name: row for name, row in model_rows(config).items() if name not in masked}
     clusters = any(settings.get("data") for _, settings in rows.values())
     routers = any(kind.routed or settings.get("merged_routed") for kind, settings in rows.values())
     has = {
@@ -97,6 +125,8 @@ def left_out(config: dict[str, Any]) -> dict[str, str]:
         "model that learns from clusters": clusters,
         "further temperature or context": clusters
         and len(evaluation.get("temperatures") or ()) + len(evaluation.get("routing_context") or ()) > 1,
+        "masked language model": bool(masked),
+        "blocks of other lengths": bool(evaluation.get("contexts")),
         "novel domains": bool(novel_domains(config)),
         "second training domain": len(training_domains(config)) > 1,
         "model trained without a domain": bool((config.get("removal") or {}).get("retrain_without")),
@@ -129,9 +159,10 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
 
     `run` is the run's folder. The report reads results.parquet, priors.parquet, differences.parquet,
     posteriors.parquet, corpus/overlap.parquet, audit.parquet and benchmarks/ (if they exist), metrics/*.jsonl, the
-    lineages of the experts, clusters/ and the losses by document of models that learn from clusters, and loads/ of
-    models whose tokens choose experts. `config` is the run's config; the report shows domains in the config's order.
-    "–" stands for what the run did not make: a domain that no model was trained without.
+    lineages of the experts, clusters/ and the losses by document of models that learn from clusters, loads/ of models
+    whose tokens choose experts, and the losses by position where the config asks for lengths of blocks. `config` is the
+    run's config; the report shows domains in the config's order. "–" stands for what the run did not make: a domain
+    that no model was trained without.
 
     Raises DemixError if a file is missing or damaged or lacks a column, or if the rows of one domain were scored on
     different tokens.
@@ -141,7 +172,8 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     from demix.report.all_tables import write_tables
     from demix.report.claims import write_claims
     from demix.report.clusters import read_clusters
-    from demix.report.family_pages import write_families
+    from demix.report.contexts import read_contexts
+    from demix.report.family_pages import write_families, write_variants
     from demix.report.figures import write_figures
     from demix.report.index import cost_by_stage, write_index
     from demix.report.routers import read_loads
@@ -158,9 +190,11 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     for path in sorted((run / "metrics").glob("*.jsonl")):
         check_sealed(path)
     cost, clusters, loads = cost_by_stage(run, config), read_clusters(run, config), read_loads(run, config)
+    contexts = read_contexts(run, config)
     write_tables(results, differences, overlap, audit, parents, trials, config, output / "tables")
     own = read.of_seed(results, config)
     write_figures(own, priors, overlap, posteriors, run / "metrics", config, output / "figures")
     write_families(run, results, differences, clusters, loads, config, output)
+    write_variants(results, contexts, config, output)
     judged = write_claims(results, overlap, differences, parents, config, output, clusters)
     write_index(results, judged, cost, config, output)

@@ -11,6 +11,7 @@ import pandas as pd
 from demix.config.evaluated import System
 from demix.report import left_out, read
 from demix.report.cells import PRINTED_MIXTURES, kinds_of_domains, mean_of
+from demix.report.masked import masked_table
 from demix.report.own_tables import (
     audit_table,
     decay_table,
@@ -120,6 +121,7 @@ def all_tables(
         audit_table(audit, config),
     ]
     absent = left_out(config)
+    made += [] if "masked" in absent else [masked_table(results, config)]
     return [beside_paper(filled(table), config) for table in made if table.name not in absent]
 
 

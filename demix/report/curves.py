@@ -123,7 +123,8 @@ def training_curves(metrics_dir: str | Path, config: dict[str, Any], key: str = 
 
 def training_figure(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopLevelMixin:
     """Loss by tokens, one line per model of the run's own seed: on dev if all models measure it, else of training."""
-    own = [model for model in trained(config) if model.seed == config["seed"]]
+    # The loss of masked tokens is no loss of next tokens.
+    own = [model for model in trained(config) if model.seed == config["seed"] and not model.masked]
     steps, dev = (training_curves(metrics_dir, config, key) for key in ("loss", "dev_loss"))
     measured = len(dev) and {model.name for model in own} <= set(dev["model"])
     curves, what = (dev, "Dev loss") if measured else (steps, "Training loss")

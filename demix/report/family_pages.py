@@ -1,4 +1,4 @@
-"""All tables and figures of families, as files."""
+"""All tables and figures of families, and of variants of the architecture, as files."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +10,7 @@ import pandas as pd
 from demix.report import left_out, read
 from demix.report.all_tables import filled, scale_note
 from demix.report.clusters import Clusters, cluster_experts, cluster_sizes, clusters_table
+from demix.report.contexts import contexts_table, positions
 from demix.report.families import by_clusters, families_table, temperatures_table, top_k_table
 from demix.report.family_costs import family_costs_table
 from demix.report.family_differences import family_differences_table
@@ -52,3 +53,10 @@ def write_families(
         if name not in absent:
             write_table(filled(make()).noted(scale_note(results, config)), output / "tables")
     write_charts({name: draw() for name, draw in charts.items() if name not in absent}, output / "figures")
+
+
+def write_variants(results: Results, contexts: pd.DataFrame, config: dict[str, Any], output: Path) -> None:
+    """Write the table and the figure of blocks of other lengths, where the run has them, as `write_families` does."""
+    if not contexts.empty:
+        write_table(filled(contexts_table(contexts, config)).noted(scale_note(results, config)), output / "tables")
+        write_charts({"positions": positions(contexts, config)}, output / "figures")

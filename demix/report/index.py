@@ -20,6 +20,8 @@ from demix.report import (
     PAPER_TABLES,
     SHOWS,
     TABLES,
+    VARIANT_FIGURES,
+    VARIANT_TABLES,
     left_out_notes,
     report_files,
 )
@@ -34,6 +36,7 @@ GROUPS = {
     "Further tables": tuple(name for name in TABLES if name not in PAPER_TABLES),
     "Figures": FIGURES,
     "Families": (*FAMILY_TABLES, *FAMILY_FIGURES),
+    "Variants": (*VARIANT_TABLES, *VARIANT_FIGURES),
 }
 PACKAGES = ("demix", "torch", "numpy", "pyarrow", "duckdb", "snakemake", "altair", "mlflow")
 

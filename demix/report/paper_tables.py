@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.config.architecture import architecture_from, parameters, vocabulary
+from demix.config.architecture import parameters, vocabulary
 from demix.config.evaluated import System
-from demix.config.systems import adapted_model
+from demix.config.routed import architecture_of
+from demix.config.systems import adapted_model, dense_adapted_row, trained
 from demix.report import read
 from demix.report.cells import (
     COUNTED,
@@ -258,9 +259,10 @@ def adapting(results: Results, config: dict[str, Any], parents: dict[str, Parent
 
 def changed_bytes(config: dict[str, Any]) -> dict[str, int]:
     """The bytes (fp32) of the parameters that the adaptation to one domain changes, by the names of `ADAPTATIONS`."""
-    architecture, types = architecture_from(config["architecture"]), vocabulary(config["tokenizer"])
-    whole = sum(parameters(architecture, types))
-    _, expert = parameters(architecture, types, expert_scope=adapted_model(config).kind.expert_scope)
+    receiver, types = adapted_model(config), vocabulary(config["tokenizer"])
+    dense = next(model for model in trained(config) if model.name == dense_adapted_row(config))
+    whole = sum(parameters(architecture_of(config, dense.settings), types))
+    _, expert = parameters(architecture_of(config, receiver.settings), types, expert_scope=receiver.kind.expert_scope)
     return dict(zip(ADAPTATIONS, (4 * whole, 4 * expert, 4 * expert), strict=True))
 
 

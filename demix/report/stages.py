@@ -65,7 +65,7 @@ STAGES = (
     Stage(
         "mix, evaluate",
         ("weights and priors:", "no forward pass"),
-        ("average", "choose_mixing", "evaluate", "results"),
+        ("average", "choose_mixing", "evaluate", "contexts", "results"),
         5,
         after=("score", "remove"),
     ),

@@ -246,9 +246,13 @@ def _trial(
     state = checkpoints / fingerprint(origin | identity | {"data": [train_data, dev_data]})
     steps = adaptation.steps(length)
     rate = description["training"]["learning_rate"] * adaptation.learning_rate_factor
+    objective, seed = model.architecture.objective, adaptation.seed
+    batches = balanced_batches(
+        [train_shard], [domain], adaptation.sequences, length, seed, places[world.rank], objective
+    )
     rows = train(
         model,
-        balanced_batches([train_shard], [domain], adaptation.sequences, length, adaptation.seed, places[world.rank]),
+        batches,
         [domain],
         optimization(adaptation, steps, rate),
         state,

@@ -247,14 +247,16 @@ def _backward(
             sync.begin()
         auxiliary: list[Auxiliary] = []
         hidden = model(part.inputs, part.domains if model.domain_tokens else None, dtype, auxiliary=auxiliary)
-        losses = -model.log_probabilities(hidden, part.targets)  # [E, B, T]
+        if part.places is not None:
+            hidden = hidden.take_along_dim(part.places[..., None], 2)
+        losses = -model.log_probabilities(hidden, part.targets)  # [E, B, T or M]
         counts = torch.full_like(part.domains, losses.shape[-1], dtype=torch.float64)  # [E, B]
         if part.weights is not None:
             losses, counts = losses * part.weights, part.weights.sum(-1, dtype=torch.float64)
         loss = losses.sum() * (scale / (batches.targets or batches.tokens))
         for each in auxiliary:
             # The auxiliary loss counts as its mean over the sequences of the step.
-            loss = loss + each.losses.sum() * (scale * losses.shape[-1] / batches.tokens)
+            loss = loss + each.losses.sum() * (scale * part.inputs.shape[-1] / batches.tokens)
         counted += [each.counts for each in auxiliary if each.counts is not None]
         torch.autograd.backward(loss)
         numbers = part.domains.flatten()

@@ -98,7 +98,10 @@ def train_model(
         opened = open_shards(shards, world)
         evaluate = _dev_losses(row, training, open_shards(dev, world), domains, world) if training.dev_blocks else None
         steps, architecture = training.steps(len(domains) * share), architecture_from(training.architecture)
-        batches = batches_of(row, opened, domains, training.sequences, architecture.context, training.seed, placement)
+        batches = batches_of(
+            row, opened, domains, training.sequences, architecture.context, training.seed, placement,
+            architecture.objective,
+        )  # fmt: skip
         model = _initial(row, architecture, opened[0].vocab_size, domains, placement).initialise(training.seed)
 
         seed = None if branch is None else read_seed(branch, identity_of(kind, training, shards, share=share), schedule)

@@ -55,6 +55,7 @@ class Case:
     precision: str = "fp64"
     micro: int | None = None
     seed: int = 0
+    options: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -63,18 +64,21 @@ class Case:
     def run(self, tokens: Path, folder: Path) -> None:
         """Train as the stage does, into `folder`."""
         training = dataclasses.replace(
-            EXACT, precision=self.precision, micro_sequences=self.micro, tokens=16 * 4 * self.domains * STEPS
-        )
+            EXACT, precision=self.precision, micro_sequences=self.micro, tokens=16 * 4 * self.domains * STEPS,
+            architecture=SIZES | dict(self.options),
+        )  # fmt: skip
         paths = [tokens / "tokens" / domain / "train.arrow" for domain in DOMAINS[: self.domains]]
         places = folder / "model", folder / "metrics.jsonl", folder / "checkpoints"
         if self.kind == "routed":
-            training = dataclasses.replace(training, architecture=SIZES | {"routed": ROUTED})
+            training = dataclasses.replace(training, architecture=SIZES | dict(self.options) | {"routed": ROUTED})
         branch = folder.parent / "seeds" / "dense" / f"step-{self.seed:08d}" if self.seed else None
         if branch and not branch.exists():
             train_model("dense", training, paths, branch, None, folder.parent / "checkpoints", until=self.seed)
         train_model(self.kind, training, paths, *places, dict(self.replicas), branch=branch)
 
 
+MASKED = (("attention", "bidirectional"), ("objective", "mlm"))
+VARIED = (("position", "alibi"), ("head", "clap"))
 UNEQUAL = (("scripture", 3), ("parliament", 2))
 CASES = [
     Case("demix", 4, 2), Case("demix", 4, 4), Case("demix", 4, 8), Case("demix", 4, 7, UNEQUAL),
@@ -82,6 +86,9 @@ CASES = [
     Case("dense", 4, 2), Case("dense", 4, 3), Case("dense", 4, 8, precision="fp32"),
     Case("dense_unbalanced", 3, 5), Case("domain_token", 4, 2),
     Case("routed", 4, 2), Case("routed", 4, 4), Case("routed", 4, 2, micro=1),
+    Case("demix", 4, 4, options=VARIED), Case("dense", 4, 2, options=VARIED),
+    Case("demix", 4, 2, options=MASKED), Case("demix", 4, 4, micro=1, options=MASKED),
+    Case("dense", 4, 2, micro=1, options=MASKED), Case("routed", 4, 4, options=MASKED),
     Case("demix", 4, 2, seed=7), Case("demix", 4, 8, seed=7), Case("demix", 4, 7, UNEQUAL, seed=7),
 ]  # fmt: skip
 

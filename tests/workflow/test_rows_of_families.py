@@ -26,9 +26,10 @@ ROWS = {
         "btm": BRANCH | {"experts_per_job": 3},
         "cbtm_2": BRANCH | {"data": "k2", "experts_per_job": 2},
         "upcycled": BRANCH | {"kind": "routed", "experts": 4, "top_k": 2, "every": 2},
+        "far": {"kind": "demix", "architecture": {"position": "alibi", "head": "clap"}},
     },
     "clusterings": {"k2": {"clusters": 2, "dimensions": 20}, "by_domain": {"method": "metadata", "dimensions": 20}},
-    "evaluation": TINY["evaluation"] | {"weights": ["history", "cluster", "cluster+history"]},
+    "evaluation": TINY["evaluation"] | {"weights": ["history", "cluster", "cluster+history"], "contexts": [32, 64]},
 }
 
 TOKENS_OF_UPDATE = 3 * TINY["training"]["sequences"] * TINY["architecture"]["context"]
@@ -56,7 +57,10 @@ def test_rows_join_a_finished_run_and_leave_its_models_as_they_are(
     jobs = jobs_by_rule(planned)
     assert {rule: number for rule, number in jobs.items() if rule.startswith(("train", "join", "seed", "adapt"))} == {
         "seed": 1, "train_btm__parliament__and_2_more": 1, "train_cbtm_2__c00__and_1_more": 1,
-        "join_btm": 1, "join_cbtm_2": 1, "train_upcycled": 1,
+        "join_btm": 1, "join_cbtm_2": 1, "train_upcycled": 1, "train_far": 1,
+    }  # fmt: skip
+    assert {rule: number for rule, number in jobs.items() if rule.endswith("_at_64") or rule == "contexts"} == {
+        "score_known_far_at_64": 1, "score_far_at_64": 2, "contexts": 5,
     }  # fmt: skip
     assert jobs["merge_routed_demix"] == jobs["score_merge_routed_demix"] == 1
     assert all(sha256_file(Path(path)) == sha256 for path, sha256 in before.items())
@@ -139,3 +143,24 @@ def test_the_mixture_by_clusters_is_that_of_plain_arithmetic(
         wanted = -logsumexp(log_softmax(weights, 1) + scores.astype(np.float64), 1).sum()
         assert row["nll"] == pytest.approx(wanted, rel=1e-9)
     assert len(rows) == (1 if model == "cbtm_2" else 2), "and of the two nearest experts"
+
+
+def test_a_row_of_other_positions_reads_longer_blocks(finished: tuple[Path, dict[str, str], str]) -> None:
+    run = finished[0] / "results" / "tiny"
+    about = read_json(run / "models" / "far" / "model.json")
+    assert about["architecture"] == TINY["architecture"] | {"position": "alibi", "head": "clap"}
+    assert "position" not in read_json(run / "models" / "demix" / "model.json")["architecture"]
+    results = pd.read_parquet(run / "results.parquet").query("split == 'test' and variant == '' and top_k.isna()")
+    for domain in (*TINY["domains"]["training"], *TINY["domains"]["novel"]):
+        found = pd.read_parquet(run / "evaluations" / f"{domain}.contexts.parquet")
+        assert set(found[found["context"] == 64]["model"]) == {"far"}
+        for (model, context), rows in found.groupby(["model", "context"]):
+            assert rows["tokens"].sum() == 1000
+            if context == 32:
+                key = (rows["model"].iloc[0], *rows[["experts", "method", "weights"]].iloc[0], domain)
+                same = results.set_index(["model", "experts", "method", "weights", "domain"]).loc[[key]]
+                assert rows["nll"].sum() == pytest.approx(same["nll"].iloc[0], rel=1e-9), model
+    table = (run / "report" / "tables" / "contexts.md").read_text()
+    assert "far" in table
+    assert (run / "report" / "figures" / "positions.svg").exists()
+    assert "tables/contexts.html" in (run / "report" / "index.html").read_text()

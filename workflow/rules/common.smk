@@ -5,6 +5,7 @@ from pathlib import Path
 
 from demix.config.addresses import moving
 from demix.config.check import complete
+from demix.config.contexts import asked_contexts
 from demix.config.keys import located, read_keys
 from demix.config.rules import RunRules, source_files, swept_rates
 from demix.config.run import refuse_other_format

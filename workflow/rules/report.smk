@@ -59,6 +59,26 @@ rule evaluate:
         " --differences {output.differences} --posteriors {output.posteriors} --losses {output.losses} 2> {log}"
 
 
+# The same text in blocks of other lengths than those of training.
+rule contexts:
+    input:
+        lambda wildcards: RULES.context_scores(wildcards.domain),
+    output:
+        f"{RUN}/evaluations/{{domain}}.contexts.parquet",
+    log:
+        f"{RUN}/logs/contexts/{{domain}}.log",
+    conda:
+        "../../environment.yml"
+    resources:
+        **site("evaluate"),
+    params:
+        settings=lambda wildcards: RULES.context_settings(wildcards.domain),
+        scores=below_run("scores"),
+    shell:
+        "demix contexts {wildcards.domain} --scores {params.scores} --settings {params.settings:q}"
+        " --output {output} 2> {log}"
+
+
 rule results:
     input:
         results=expand(f"{RUN}/evaluations/{{domain}}.parquet", domain=DOMAINS),
@@ -123,6 +143,7 @@ rule report:
         ],
         [f"{RUN}/evaluations/{domain}.losses.parquet" for domain in TRAINING if CLUSTERED],
         [f"{RUN}/loads/{model.name}.parquet" for model in token_routed(config)],
+        [f"{RUN}/evaluations/{domain}.contexts.parquet" for domain in DOMAINS if asked_contexts(config)],
         # The learning rates that were tried.
         [f"{RUN}/models/{adapted_model(config).name}/experts/{novel}.json" for novel in NOVEL],
         [f"{RUN}/models/{one.name}/model.json" for one in MODELS.values() if one.adapted_to],

@@ -16,7 +16,7 @@ for job in scoring_jobs(config):
                 file
                 for domain in job.domains
                 for file in scores(
-                    job.model, [domain], [*job.columns_on(domain), *["tokens"] * job.shared], job.splits
+                    job.folder, [domain], [*job.columns_on(domain), *["tokens"] * job.shared], job.splits
                 )
             ],
         log:
@@ -30,8 +30,9 @@ for job in scoring_jobs(config):
         params:
             settings=SCORING,
             model=below_run(f"models/{job.model}"),
-            folder=below_run(f"scores/{job.model}"),
-            experts="own" if job.own else ",".join(job.columns),
+            folder=below_run(f"scores/{job.folder}"),
+            # With the option of other blocks here, the commands of the other rules stay as they are.
+            experts=("own" if job.own else ",".join(job.columns)) + f" --context {job.context}" * bool(job.context),
         shell:
             "demix score {params.model} {input.tokens} --experts {params.experts}"
             " --settings {params.settings:q} --output {params.folder} 2> {log}"

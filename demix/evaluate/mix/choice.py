@@ -12,7 +12,7 @@ import numpy as np
 from demix.config.mixing import DEFAULTS
 from demix.evaluate.mix.mixtures import mix
 from demix.evaluate.mix.rules import Switching, Tempered
-from demix.evaluate.score_tables import ScoreTable
+from demix.evaluate.score_tables import ScoreTable, refuse_evidence
 from demix.files import write_json
 from demix.model.description import read_mixing
 
@@ -40,6 +40,7 @@ def tempered_on_dev(dev: Mapping[str, ScoreTable]) -> list[Tried]:
     """
     parts = []
     for domain, table in dev.items():
+        refuse_evidence(f"{domain}.dev", table.folds, "tempered")
         own = domain if domain in table.experts else table.experts[int(table.scores.sum(axis=(0, 1)).argmax())]
         parts += [table, table.select([expert for expert in table.experts if expert != own])]
 

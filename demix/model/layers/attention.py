@@ -31,37 +31,62 @@ class KeyValues:
         return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
 
 
-def attention_bias(architecture: Architecture, T: int, past: KeyValues | None, device: torch.device) -> Tensor | None:
-    """Which positions each of T new positions attends to, in `past` and among the new ones: bool [T, seen + T].
+def alibi_slopes(heads: int) -> list[float]:
+    """The slope m_h of each of n `heads`: 2^(-8h/n), h = 1 ... n (Press et al. 2022, "Train Short, Test Long").
 
-    None where no mask is needed: for T positions at the start of a text, plain causal attention is enough, and a single
-    position attends to all positions. Every `architecture` is causal and has no other bias.
+    Where n is no power of two they are those of the power of two below it, then every other slope of twice that power.
+    """
+    power = 1 << heads.bit_length() - 1
+    own, between = ([2 ** (-8 * h / number) for h in range(1, number + 1)] for number in (power, 2 * power))
+    return own + between[::2][: heads - power]
+
+
+def attention_bias(
+    architecture: Architecture, T: int, past: KeyValues | None, device: torch.device, dtype: torch.dtype
+) -> Tensor | None:
+    """What is added to the attention scores of T new positions to those in `past` and to the new ones.
+
+    With ALiBi -m_h·(i - j) of `dtype` [1, H, T, seen + T] for position i and an earlier one j, and for a later one
+    -inf or, where attention is bidirectional, -m_h·(j - i), to which `asymmetric` adds m_h/2. With learned positions a
+    mask: bool [T, seen + T], true where a position attends. None where attention without a mask does the same: for T
+    positions at the start of a text, and for a single one, which attends to all.
     """
     before = past.seen if past else 0
-    if not before or T == 1:
-        return None
-    return torch.ones(T, before + T, dtype=torch.bool, device=device).tril(before)
+    if architecture.position == "learned":
+        if not before or T == 1:
+            return None
+        return torch.ones(T, before + T, dtype=torch.bool, device=device).tril(before)
+    exact = torch.promote_types(dtype, torch.float32)
+    at = torch.arange(before + T, dtype=exact, device=device)
+    distances = at - at[before:, None]  # [T, seen + T], at most 0 for what is seen
+    if architecture.attention == "bidirectional":
+        nearer = 0.5 if architecture.alibi == "asymmetric" else 0.0
+        distances = torch.where(distances > 0, nearer - distances, distances)
+    else:
+        distances = distances.masked_fill(distances > 0, -torch.inf)
+    slopes = torch.tensor(alibi_slopes(architecture.heads), dtype=exact, device=device)
+    return (slopes[:, None, None] * distances).to(dtype)[None]
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention, shared by all experts."""
+    """Multi-head self-attention, shared by all experts. Unless `causal`, each position attends to all of its block."""
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, causal: bool = True):
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, bias: Tensor | None = None, past: KeyValues | None = None) -> Tensor:
         """Map `x` [E, B, T, D] to [E, B, T, D]. With `past`, `x` follows the cached positions and is added to them.
 
-        `bias` comes from `attention_bias` for the same T and `past`.
+        `bias` comes from `attention_bias` for the same T and what was in `past` before.
         """
         E, B, T, D = x.shape
         qkv = linear(x, self.qkv.weight, self.qkv.bias).view(E * B, T, 3, self.heads, D // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [E*B, H, T, D/H]
-        # Without a bias, attention is causal, except for one new position, which attends to all before it.
-        causal = bias is None and not (past and past.seen)
+        # Without a bias, a new position that stands alone attends to all before it.
+        causal = self.causal and bias is None and not (past and past.seen)
         if past:
             k, v = past.extended(k, v)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal)

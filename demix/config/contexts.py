@@ -1,0 +1,102 @@
+"""Blocks of other lengths than those of training: which models are scored on them, and evaluated by position."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from demix.config.architecture import architecture_from
+from demix.config.evaluated import label_of, systems_of
+from demix.config.routed import architecture_of
+from demix.config.systems import Model, trained
+from demix.errors import DemixError
+
+# In how many bins of positions a block of the length of training is cut; bins of longer blocks are as wide.
+POSITION_BINS = 8
+
+
+@dataclass(frozen=True)
+class ContextTable:
+    """The score table of one row of `models` on a domain in blocks of `context` tokens, and how it is mixed.
+
+    `folder` is its folder below scores/. With the method `cached` the prior comes from the dev split in blocks of the
+    length of training, whose table is in `prior`. Other methods have one column.
+    """
+
+    model: str
+    folder: str
+    context: int
+    columns: tuple[str, ...]
+    experts: str
+    method: str
+    weights: str = ""
+    prior: str = ""
+
+
+def folder_at(model: str, context: int) -> str:
+    """The folder of a model's score tables in blocks of `context` tokens; 0 stands for the length of training."""
+    return f"{model}@{context}" if context else model
+
+
+def asked_contexts(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The lengths of blocks in `evaluation.contexts`, ascending."""
+    return tuple(sorted((config.get("evaluation") or {}).get("contexts") or ()))
+
+
+def contexts_of(config: Mapping[str, Any], model: Model) -> tuple[int, ...]:
+    """The asked lengths of blocks on which a model is evaluated; its learned positions end at the length of training.
+
+    Models of further seeds, or without a domain, are not evaluated, and neither are those that learned masked tokens.
+    """
+    asked = asked_contexts(config)
+    if not asked or model.name != model.row or model.removed or model.adapted_to:
+        return ()
+    architecture = architecture_of(config, model.settings)
+    if architecture.objective == "mlm":
+        return ()
+    ends = architecture.position == "learned"
+    return tuple(context for context in asked if not ends or context <= architecture.context)
+
+
+def other_contexts(config: Mapping[str, Any], model: Model) -> tuple[int, ...]:
+    """The lengths of `contexts_of` that are not that of training: those that need score tables of their own."""
+    asked = contexts_of(config, model)
+    return tuple(context for context in asked if context != architecture_of(config, model.settings).context)
+
+
+def context_tables(config: Mapping[str, Any], domain: str) -> tuple[ContextTable, ...]:
+    """The score tables of `domain` in blocks of the asked lengths, by row of `models`.
+
+    A row is mixed as in the paper's tables: a training domain has its own token, and experts the cached prior with
+    weights by `history`. A novel domain has no token.
+    """
+    found = []
+    for model in trained(config):
+        if model.kind.domain_tokens and domain not in model.domains:
+            continue
+        system = systems_of(model.row, model.kind)[-1]
+        columns = (domain,) if model.kind.domain_tokens else model.columns
+        other = other_contexts(config, model)
+        for context in contexts_of(config, model):
+            folder = folder_at(model.name, context if context in other else 0)
+            prior = model.name if model.kind.has_experts else ""
+            found.append(
+                ContextTable(
+                    model.row, folder, context, columns, system.experts, system.method, system.weights, prior
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+def labels(config: Mapping[str, Any]) -> dict[str, str]:
+    """The rows of `models` that are evaluated on blocks of the asked lengths, with their names in tables."""
+    return {model.row: label_of(model.row, model.kind) for model in trained(config) if contexts_of(config, model)}
+
+
+def check_contexts(config: Mapping[str, Any]) -> None:
+    """Raise DemixError for a length of blocks on which no model can be evaluated."""
+    models = trained(config)
+    for context in asked_contexts(config):
+        if not any(context in contexts_of(config, model) for model in models):
+            own = architecture_from(config["architecture"]).context
+            cause = f"{context} is beyond the {own} positions that the models learn"
+            raise DemixError("config key evaluation.contexts", cause, "leave it out, or add a row of position alibi")

@@ -1,0 +1,287 @@
+"""Blocks of other lengths than those of training: what is scored, summed by position, shown and refused."""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from scipy.special import log_softmax, logsumexp
+
+from demix.config.architecture import Architecture
+from demix.config.check import complete
+from demix.config.contexts import context_tables, contexts_of, labels
+from demix.config.rules import RunRules
+from demix.config.scoring import scoring_jobs
+from demix.config.systems import Model, planned
+from demix.data.shards import TokenShard, blocks
+from demix.errors import DemixError
+from demix.evaluate.contexts import Contexts, evaluate_contexts, losses_by_position
+from demix.evaluate.mix.priors import cached_log_prior
+from demix.evaluate.score import Scoring, score
+from demix.evaluate.score_tables import read_scores
+from demix.files import write_parquet
+from demix.model.checkpoint import save_expert, save_shared
+from demix.model.gpt import GPT
+from demix.model.scoring import log_probabilities
+from demix.plan.flops import scoring_flops
+from demix.plan.jobs import HARDWARE, plan_jobs, scoring_cost
+from demix.report import SHOWS, VARIANT_FIGURES, VARIANT_TABLES, report_files
+from demix.report.contexts import contexts_table, positions, positions_points, read_contexts
+from demix.report.family_pages import write_variants
+from demix.report.read import read_results
+from demix.settings import settings_from
+from support.cli import demix
+from support.scored import LENGTH, write_table
+from support.synthetic_run import build_run
+from support.tokens import TRAINING
+from support.training import opened
+
+TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
+ALIBI = {"architecture": {"position": "alibi"}}
+ROWS = {"far": {"kind": "demix"} | ALIBI, "far_token": {"kind": "domain_token"} | ALIBI}
+MASKED = {"kind": "dense", "architecture": {"attention": "bidirectional", "objective": "mlm"}}
+
+
+def tiny(contexts: list[int] | None = None, **rows: Any) -> dict[str, Any]:
+    config = copy.deepcopy(TINY) | {"models": rows}
+    config["evaluation"] |= {"contexts": contexts} if contexts else {}
+    return complete(config, Path())
+
+
+def row_of(config: dict[str, Any], name: str) -> Model:
+    return next(model for model in planned(config) if model.name == name)
+
+
+def test_learned_positions_end_at_the_length_of_training() -> None:
+    config = tiny([64, 16, 32], **ROWS, masked=MASKED)
+    found = {model.name: contexts_of(config, model) for model in planned(config)}
+    assert {name for name, some in found.items() if some == (16, 32, 64)} == {"far", "far_token"}
+    assert {name for name, some in found.items() if some == (16, 32)} == {
+        "demix", "dense", "dense_unbalanced", "domain_token",
+    }  # fmt: skip
+    assert {name for name, some in found.items() if not some} == {
+        "without-licenses", "masked", "dense-dapt-fantasy", "dense-dapt-fortunes",
+    }  # fmt: skip
+    assert labels(config)["dense_unbalanced"] == "Dense"
+    with pytest.raises(DemixError, match=r"config key evaluation\.contexts: 64 is beyond the 32 positions that the mo"):
+        tiny([16, 64])
+    with pytest.raises(DemixError, match=r"evaluation\.contexts: holds one value twice"):
+        tiny([16, 16])
+
+
+def test_a_config_without_the_key_stays_as_it_was() -> None:
+    plain, config = tiny(**ROWS), tiny([32, 64], **ROWS)
+    assert "contexts" not in plain["evaluation"]
+    rules, before = RunRules(config), RunRules(plain)
+    assert rules.evaluated_scores("fantasy") == before.evaluated_scores("fantasy")
+    known = {job.rule: job for job in scoring_jobs(plain)}
+    for job in scoring_jobs(config):
+        assert known.get(job.rule, job) == job
+        assert (job.rule in known) == (job.context == 0)
+    assert {job.rule for job in scoring_jobs(config)} - known.keys() == {
+        "score_known_far_at_64", "score_far_at_64", "score_known_far_token_at_64",
+    }  # fmt: skip
+    assert not {Path(name).stem for name in report_files(plain)} & {*VARIANT_TABLES, *VARIANT_FIGURES}
+
+
+@pytest.mark.parametrize("launch", ["local", "slurm"])
+def test_every_table_that_is_evaluated_by_position_is_made_once(launch: str) -> None:
+    content = copy.deepcopy(TINY) | {"models": ROWS, "cluster": {"launch": launch}}
+    content["evaluation"] |= {"contexts": [16, 32, 64]}
+    config = complete(content, Path())
+    rules, made = RunRules(config), []
+    training, novel = (list(config["domains"][kind]) for kind in ("training", "novel"))
+    for job in scoring_jobs(config):
+        for place in job.domains:
+            for domain in {"{training}": training, "{novel}": novel}.get(place, [place]):
+                columns = [*job.columns_on(domain), *["tokens"] * job.shared]
+                made += rules.scores(job.folder.replace("{novel}", domain), [domain], columns, job.splits)
+    assert len(made) == len(set(made))
+    for domain in (*training, *novel):
+        assert set(rules.context_scores(domain)) <= set(made)
+        tables = {(table.model, table.context): table for table in context_tables(config, domain)}
+        assert len(tables) == (14 if domain in training else 9)
+        assert tables["far", 64].folder == "far@64"
+        assert tables["far", 32].folder == tables["far", 16].prior == "far"
+        assert tables["dense", 16].columns == ("dense",)
+        assert not tables["dense", 16].prior
+        if domain in training:
+            assert tables["far_token", 64].columns == (domain,)
+    settings = json.loads(rules.context_settings("fantasy"))
+    assert settings["width"] == 4
+    settings_from(Contexts, settings)
+
+
+def test_the_plan_counts_jobs_and_costs_of_longer_blocks() -> None:
+    plain, config = tiny(**ROWS), tiny([32, 64], **ROWS)
+    before, after = ({job.name: job for job in plan_jobs(one, "cpu")} for one in (plain, config))
+    assert after["by position"].rules == {"contexts": 5}
+    assert "by position" not in before
+    assert after["score"].count - before["score"].count == 1 + 2 + 1
+    jobs = {job.rule: job for job in scoring_jobs(config)}
+    far, base = (scoring_cost(config, jobs[name], HARDWARE["cpu"])[0] for name in ("score_far_at_64", "score_far"))
+    # The same novel domains, whose test splits are as long as their dev splits here, without these.
+    sizes = [scoring_flops(Architecture(2, 32, 2, length, position="alibi"), 512, 3) for length in (64, 32)]
+    tokens = [1000, 1000 + 10 * 32]
+    assert far / base == pytest.approx(sizes[0] * tokens[0] / sizes[1] / tokens[1], rel=1e-9)
+
+
+def write_small(folder: Path, position: str, tokens: Path) -> GPT:
+    shard = opened(tokens)[0]
+    model = GPT(Architecture(2, 32, 4, 16, position=position), shard.vocab_size, ("a", "b")).initialise(1)
+    with_tokens = {"tokenizer_sha256": shard.tokenizer_sha256}
+    save_shared(model, folder, {"kind": "demix"} | with_tokens)
+    for expert in ("a", "b"):
+        save_expert(model, expert, folder, {"parent": None} | with_tokens)
+    return model
+
+
+@pytest.mark.parametrize(("position", "context"), [("alibi", 48), ("alibi", 5), ("learned", 5)])
+def test_scores_in_other_blocks_are_those_of_the_model(
+    position: str, context: int, tokens: Path, tmp_path: Path
+) -> None:
+    model = write_small(tmp_path / "model", position, tokens)
+    path = tokens / "tokens" / TRAINING[0] / "test.arrow"
+    settings = {"dev_blocks": 3, "test_tokens": 500, "precision": "fp32", "threads": 1}
+    done = demix(
+        "score", tmp_path / "model", path, "--experts", "a,b", "--context", context, "--settings", json.dumps(settings),
+        "--output", tmp_path / "scores",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.exception
+    table = read_scores(tmp_path / "scores" / f"{TRAINING[0]}.test", ("a", "b"))
+    assert table.mask.shape[1] == context
+    assert table.tokens == 500
+    wanted = log_probabilities(model, *blocks(TokenShard.open(path), context, 500))
+    np.testing.assert_allclose(table.scores[table.mask].T, wanted, atol=1e-6)
+
+
+def test_longer_blocks_than_learned_positions_are_refused(tokens: Path, tmp_path: Path) -> None:
+    write_small(tmp_path / "model", "learned", tokens)
+    scoring = Scoring(dev_blocks=3, test_tokens=500, precision="fp32", threads=1)
+    shards = [tokens / "tokens" / TRAINING[0] / "test.arrow"]
+    with pytest.raises(DemixError, match=r"--context 17: is longer than the 16 positions that .*model has learned"):
+        score(tmp_path / "model", ("a",), shards, scoring, tmp_path / "scores", 17)
+    assert not (tmp_path / "scores").exists()
+
+
+def test_losses_by_position_are_those_of_a_loop_over_tokens(tmp_path: Path) -> None:
+    """History by Equations 5 and 6 of the paper, block by block; the prior of dev as `cached` has it."""
+    experts, scores = ("law", "news", "code"), tmp_path / "scores"
+    for split, text in (("dev", 1), ("test", 2)):
+        write_table(scores / "far" / f"law.{split}", experts, text=text)
+    write_table(scores / "dense" / "law.test", ("dense",), seed=5, text=2)
+    dev = read_scores(scores / "far" / "law.dev", experts)
+    log_prior = cached_log_prior(dev.scores, dev.mask, "history", decay=0.3, blocks=6)
+    tables = [
+        {"model": "far", "folder": "far", "context": LENGTH, "columns": experts, "experts": "training",
+         "method": "cached", "weights": "history", "prior": "far"},
+        {"model": "dense", "folder": "dense", "context": LENGTH, "columns": ["dense"], "experts": "dense",
+         "method": "dense"},
+    ]  # fmt: skip
+    given = {"kind": "training", "tables": tables, "width": 3, "decay": 0.3, "dev_blocks": 6, "seed": 7}
+    evaluate_contexts(scores, "law", settings_from(Contexts, given), tmp_path / "out.parquet")
+    found = pq.read_table(tmp_path / "out.parquet").to_pandas()
+    table, single = (
+        read_scores(scores / "far" / "law.test", experts),
+        read_scores(scores / "dense" / "law.test", ["dense"]),
+    )
+    wanted: dict[tuple[str, int], list[float]] = {}
+    for block in range(len(table.mask)):
+        weights = log_prior.copy()
+        for place in range(LENGTH):
+            if table.mask[block, place]:
+                now = table.scores[block, place]
+                wanted.setdefault(("far", place // 3), []).append(-logsumexp(log_softmax(weights) + now))
+                wanted.setdefault(("dense", place // 3), []).append(-single.scores[block, place, 0])
+                weights = weights + now
+    assert len(found) == len(wanted) == 6
+    for row in found.itertuples():
+        some = wanted[row.model, row.begin // 3]
+        assert (row.tokens, row.end) == (len(some), min(row.begin + 3, LENGTH))
+        assert row.nll == pytest.approx(math.fsum(some), rel=1e-9)
+    assert set(found["seed"]) == {7}
+    # In pieces, as large tables are read.
+    nll, counted = losses_by_position(scores / "far" / "law.test", experts, log_prior)
+    assert nll.sum() == pytest.approx(found.query("model == 'far'")["nll"].sum(), rel=1e-12)
+    assert counted.sum() == table.tokens
+    tables[1]["context"] = 2 * LENGTH
+    with pytest.raises(DemixError, match=f"has blocks of {LENGTH} tokens, not {2 * LENGTH}"):
+        evaluate_contexts(scores, "law", settings_from(Contexts, given), tmp_path / "none.parquet")
+    assert not (tmp_path / "none.parquet").exists()
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> tuple[Path, dict[str, Any], pd.DataFrame]:
+    """A run with three rows, one of alibi, evaluated at two lengths: its folder, config and rows."""
+    run = build_run(tmp_path / "run")
+    rows, generator = [], np.random.default_rng(3)
+    config = run.config | {"models": {"far": {"kind": "demix"} | ALIBI, "domain_token": None}}
+    config["architecture"] = {"layers": 2, "width": 32, "heads": 2, "context": 32}
+    config["evaluation"] = run.config["evaluation"] | {"contexts": [32, 64]}
+    for kind, domains in config["domains"].items():
+        for domain in domains:
+            own = [
+                {"model": model, "experts": "training", "method": "", "weights": "", "domain": domain, "kind": kind,
+                 "split": "test", "context": context, "begin": begin, "end": begin + 16,
+                 "tokens": int(generator.integers(50, 90)), "nll": float(generator.uniform(100, 300)),
+                 "tokens_sha256": "", "seed": 1}
+                for model in ("far", "demix", "dense") for context in (32, 64)[: 1 + (model == "far")]
+                for begin in range(0, context, 16)
+            ]  # fmt: skip
+            rows += own
+            path = tmp_path / "run" / "evaluations" / f"{domain}.contexts.parquet"
+            path.parent.mkdir(exist_ok=True)
+            write_parquet(pa.Table.from_pylist(own), path)
+    return tmp_path / "run", config, pd.DataFrame(rows)
+
+
+def test_the_table_and_the_figure_are_means_over_domains(shown: Any, tmp_path: Path) -> None:
+    folder, config, rows = shown
+    found = read_contexts(folder, config)
+    pd.testing.assert_frame_equal(found, rows)
+    frame = contexts_table(found, config).frame
+    assert list(frame.index) == list(labels(config).values())
+    points = positions_points(found, config)
+    assert points.groupby("label")["context"].unique().to_dict() == {
+        "far": [64],
+        "DEMix": [32],
+        "Dense (Balanced)": [32],
+    }
+    for label, model in (("far", "far"), ("DEMix", "demix"), ("Dense (Balanced)", "dense")):
+        for kind, domains in config["domains"].items():
+            for context in (32, 64):
+                own = rows[(rows["model"] == model) & (rows["context"] == context)]
+                some = [own[own["domain"] == domain] for domain in domains]
+                if model != "far" and context == 64:
+                    assert np.isnan(frame.at[label, f"{kind.capitalize()}, 64"])
+                    continue
+                wanted = np.mean([math.exp(one["nll"].sum() / one["tokens"].sum()) for one in some])
+                assert frame.at[label, f"{kind.capitalize()}, {context}"] == pytest.approx(wanted, rel=1e-12)
+                if context == (64 if model == "far" else 32):
+                    drawn = points[(points["label"] == label) & (points["kind"] == kind)]
+                    for point in drawn.itertuples():
+                        parts = [one[one["begin"] == point.begin].iloc[0] for one in some]
+                        assert point.perplexity == pytest.approx(
+                            np.mean([math.exp(part["nll"] / part["tokens"]) for part in parts]), rel=1e-12
+                        )
+                    assert len(drawn) == context // 16
+    assert len(positions(found, config).to_dict()["hconcat"]) == 2
+
+
+def test_the_report_has_them_and_they_have_headings_and_captions(shown: Any, tmp_path: Path) -> None:
+    folder, config, rows = shown
+    write_variants(read_results(folder / "results.parquet"), rows, config, tmp_path / "report")
+    made = {path.relative_to(tmp_path / "report").as_posix() for path in (tmp_path / "report").rglob("*.*")}
+    names = {*VARIANT_TABLES, *VARIANT_FIGURES}
+    assert made == {name for name in report_files(config) if Path(name).stem in names}
+    assert len(made) == 3 + 4
+    for name in names:
+        assert SHOWS[name]
+        assert (Path(__file__).parents[2] / "workflow" / "report" / f"{name}.rst").stat().st_size
