@@ -253,6 +253,8 @@ def test_experts_of_a_layer_begin_apart_and_routers_small() -> None:
     assert layer.up.std().item() == pytest.approx(0.02, rel=0.05)
     assert layer.down.std().item() == pytest.approx(0.02 / 2, rel=0.05)
     assert not torch.equal(layer.up[0, 0], layer.up[0, 1])
+    other = model.blocks[1].feedforward
+    assert not torch.equal(layer.router, other.router), "values depend on the name"
     assert not layer.up_bias.any()
 
 
