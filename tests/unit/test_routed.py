@@ -135,6 +135,20 @@ def test_dropped_rows_are_0_whatever_was_in_memory(grouped: bool, monkeypatch: p
         torch.testing.assert_close(for_bias, torch.stack([incoming[a:b].sum(0) for a, b in ((0, 2), (2, 2), (2, 5))]))
 
 
+def test_rows_computed_too_much_change_nothing() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x, incoming = (torch.randn(90, 16, generator=generator).to(torch.bfloat16) for _ in range(2))
+    weight, bias = torch.randn(4, 16, 16, generator=generator), torch.randn(4, 16, generator=generator)
+    ends = torch.tensor([7, 7, 50, 77])
+    found = [_expert_linear(x, weight, bias, ends), *_expert_linear_backward(incoming, x, weight, ends)]
+    exact = [one.double() for one in (x, weight.bfloat16(), bias.bfloat16())]
+    expected = [_expert_linear(*exact, ends), *_expert_linear_backward(incoming.double(), *exact[:2], ends)]
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=0.02, atol=0.05)
+    assert not found[0][77:].any()
+    assert not found[1][77:].any()
+
+
 def test_a_dropped_choice_is_not_computed() -> None:
     layer = layer_of(SWITCH)
     with torch.no_grad():
@@ -253,6 +267,8 @@ def test_experts_of_a_layer_begin_apart_and_routers_small() -> None:
     assert layer.up.std().item() == pytest.approx(0.02, rel=0.05)
     assert layer.down.std().item() == pytest.approx(0.02 / 2, rel=0.05)
     assert not torch.equal(layer.up[0, 0], layer.up[0, 1])
+    other = model.blocks[1].feedforward
+    assert not torch.equal(layer.router, other.router), "values depend on the name"
     assert not layer.up_bias.any()
 
 
