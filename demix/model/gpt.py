@@ -131,16 +131,18 @@ class GPT(nn.Module):
 
         `domains` [E, B] are the domain tokens before the sequences. Only domain-token models take them, and no state is
         returned for their position. `dtype` is the type to compute in (by default the type of the parameters). `past`
-        holds one entry per layer, from `no_past`: `inputs` follow the positions that it holds and are added to it. It
-        needs gradients to be off. A training pass gives the list `auxiliary`, to which layers that train a router
-        append their losses, and in which experts that tokens choose have a capacity.
+        holds one entry per layer, from `no_past`: `inputs` follow the positions that it holds and are added to it, and
+        no domain token stands before them then. It needs gradients to be off. A training pass gives the list
+        `auxiliary`, to which layers that train a router append their losses, and in which experts that tokens choose
+        have a capacity.
         """
         x = self.token_embedding[inputs]
-        if self.domain_tokens:
+        start = past[0].seen if past else 0
+        led = bool(self.domain_tokens) and not start
+        if led:
             if domains is None:
                 raise DemixError("domains", "a domain-token model was given no domain token", "pass one per sequence")
             x = torch.cat([self.domain_embedding[domains].unsqueeze(2), x], dim=2)
-        start = past[0].seen if past else 0
         x = (x + self.position_embedding[start : start + x.shape[2]]).to(dtype or x.dtype)
         for number, block in enumerate(self.blocks):
             if not torch.is_grad_enabled():
@@ -151,7 +153,7 @@ class GPT(nn.Module):
             else:
                 x = block(x, None, auxiliary)
         x = layer_norm(x, self.final_norm)
-        return x[:, :, 1:] if self.domain_tokens else x
+        return x[:, :, 1:] if led else x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Unnormalised log-probabilities [..., V] of the token after each state of `hidden` [..., D], in its type."""
@@ -169,9 +171,10 @@ class GPT(nn.Module):
             return differentiable(states, self.token_embedding, wanted).view(E, B, T)
         return _log_probabilities(states, self.token_embedding, wanted)[0].view(E, B, T)
 
-    def no_past(self) -> list[KeyValues]:
-        """An empty key-value cache for each layer, with room for a whole context."""
-        return [KeyValues(self.architecture.context) for _ in self.blocks]
+    def no_past(self, positions: int | None = None) -> list[KeyValues]:
+        """An empty key-value cache for each layer, with room for so many inputs, by default for a whole context."""
+        room = (positions or self.architecture.context) + bool(self.domain_tokens)
+        return [KeyValues(room) for _ in self.blocks]
 
     def compile_blocks(self) -> None:
         """Compile each block on its own for training: compilation time does not grow with the number of blocks."""

@@ -30,6 +30,18 @@ class KeyValues:
         self.values[:, :, start : self.seen] = values
         return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
 
+    def of(self, sequences: Tensor, count: int) -> "KeyValues":
+        """A copy for other sequences, each with the past of one of these: `sequences` [R] are numbers below `count` B.
+
+        A sequence may be there several times.
+        """
+        other = KeyValues(self.positions)
+        other.seen = self.seen
+        other.keys, other.values = (
+            cached.view(-1, count, *cached.shape[1:])[:, sequences].flatten(0, 1) for cached in (self.keys, self.values)
+        )
+        return other
+
 
 def attention_bias(architecture: Architecture, T: int, past: KeyValues | None, device: torch.device) -> Tensor | None:
     """Which positions each of T new positions attends to, in `past` and among the new ones: bool [T, seen + T].
