@@ -117,9 +117,31 @@ def test_whole_texts_have_the_probabilities_of_mix(weights, method, decay, top_k
             assert log_p == pytest.approx(expected, abs=1e-9)
 
 
+def opinionated() -> GPT:
+    """A model whose experts have likeliest tokens of their own, which differ from context to context."""
+    model = model_of(THREE)
+    with torch.no_grad():
+        model.final_norm.bias.zero_()
+        model.blocks[1].feedforward.up.mul_(20)
+    return model
+
+
+def test_the_likeliest_token_is_that_of_the_mixture() -> None:
+    """After 30 contexts, of which some have a likeliest token that is not that of the unweighted average."""
+    model = opinionated()
+    contexts = [(END, *DRAWN[k : k + 6]) for k in range(30)]
+    mixture, average = (mixture_of(*how, [model]) for how in (("history", "cached", None, None), RULES[-1]))
+    likeliest, otherwise = ([next_by(each, context) for context in contexts] for each in (mixture, average))
+    assert likeliest != otherwise
+    wanted = [Continuation(context, (token,)) for context in contexts for token in range(50)]
+    found = continuation_log_probabilities(mixture, wanted)
+    greedy = [one.tokens[0] for one, (_, is_greedy) in zip(wanted, found, strict=True) if is_greedy]
+    assert greedy == likeliest
+
+
 def test_whole_models_are_mixed_like_experts_of_one_trunk(monkeypatch) -> None:
     """Each is in memory for all batches of a part together."""
-    model = model_of(THREE)
+    model = opinionated()
     trunks, asked = [], []
     for number, name in enumerate(THREE):
         alone = GPT(SMALL, 50, (name,), expert_scope="model").double()
@@ -136,19 +158,23 @@ def test_whole_models_are_mixed_like_experts_of_one_trunk(monkeypatch) -> None:
         trunk.read_weights = read
         trunks.append(trunk)
     wanted = [Continuation((END, *DRAWN[k : k + 5]), tuple(DRAWN[j : j + 3])) for k in (0, 9, 14) for j in (40, 50)]
+    whole = mixture_of("history", "uniform", None, None, [model])
+    contexts = [(END, *DRAWN[k : k + 5]) for k in (3, 60, 71, 85, 90, 97)]
+    wanted += [Continuation(context, (next_by(whole, context),)) for context in contexts]
     together, apart = (
         continuation_log_probabilities(mixture_of("history", "uniform", None, None, held), wanted, 2)
         for held in ([model], trunks)
     )
     assert [log_p for log_p, _ in together] == pytest.approx([log_p for log_p, _ in apart], abs=1e-10)
     assert [greedy for _, greedy in together] == [greedy for _, greedy in apart]
+    assert sum(greedy for _, greedy in together) >= len(contexts)
     assert asked == [*THREE, *THREE]
     # Two parts of which each has the tokens of one batch and a half at most.
     monkeypatch.setattr(continuations, "MOST_PROBABILITIES", 9 * 50)
     asked.clear()
     parts = continuation_log_probabilities(mixture_of("history", "uniform", None, None, trunks), wanted, 2)
     assert parts == apart
-    assert len(asked) == 18
+    assert len(asked) == 6 * 4
 
 
 def test_a_shared_context_is_scored_once(monkeypatch) -> None:
