@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from demix.commands import comparing, configs, people, questions, stages, training
+from demix.commands import comparing, configs, people, questions, stages, standard, training
 from demix.errors import DemixError, masked, printable
 from demix.launch.parents import end_with_snakemake
 from demix.launch.usage import note_usage
@@ -18,7 +18,7 @@ app = typer.Typer(
     help="Language models made of domain experts. Snakemake runs the stages and prints the command of each, which can "
     "be copied and run by hand.",
 )
-for commands in (configs.app, people.app, questions.app, comparing.app):
+for commands in (configs.app, people.app, standard.app, questions.app, comparing.app):
     app.add_typer(commands)
 for commands in (stages.app, training.app):
     for command in commands.registered_commands:

@@ -56,6 +56,27 @@ Site = Annotated[
 Live = Annotated[
     str, typer.Option("--live", help="Where metrics go while training: JSON with uri, experiment, run, config.")
 ]
+Tokens = Annotated[
+    Path | None, typer.Option("--tokenizer", help="tokenizer.json; by default that of the model's folder or its run.")
+]
+WeightsRule = Annotated[
+    str,
+    typer.Option(
+        "--weights",
+        help="Rule for the experts' weights: tempered, switching, history, released, cluster, cluster+history or "
+        "average (the prior alone). tempered takes the parameters that were chosen for the model; others are given as "
+        "in tempered(0.2,0.98), switching(0.2) or cluster(0.3).",
+    ),
+]
+Prior = Annotated[
+    str,
+    typer.Option(
+        "--prior",
+        help="uniform, updating (the default with history and released), weights (law=2,news=1), a domain of the "
+        "run, or a <domain>.priors.parquet.",
+    ),
+]
+TopK = Annotated[int | None, typer.Option("--top-k", min=1, help="Mix only this many likeliest experts at each token.")]
 Replicas = Annotated[str, typer.Option(help="Number of ranks of single domains, such as legal=2,novels=3.")]
 
 

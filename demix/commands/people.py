@@ -9,15 +9,11 @@ from typing import Annotated
 
 import typer
 
-from demix.commands.options import terminal
+from demix.commands.options import Prior, Tokens, TopK, WeightsRule, terminal
 from demix.config.evaluation import DECAY
 from demix.errors import DemixError
 
 app = typer.Typer()
-
-Tokens = Annotated[
-    Path | None, typer.Option("--tokenizer", help="tokenizer.json; by default that of the model's folder or its run.")
-]
 
 
 @app.command()
@@ -131,9 +127,7 @@ def mix(
     dev_blocks: Annotated[
         int, typer.Option(min=1, help="Blocks of <domain>.dev from which the cached prior is computed.")
     ] = 100,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, help="Mix only this many likeliest experts at each token.")
-    ] = None,
+    top_k: TopK = None,
 ) -> None:
     """Mix any experts on a scored text: print the perplexity by method, and the cached prior. Runs no forward pass."""
     from rich.table import Table
@@ -246,21 +240,8 @@ def generate(
     experts: Annotated[
         str | None, typer.Option(help="The experts to mix, separated by commas; by default all.")
     ] = None,
-    weights: Annotated[
-        str,
-        typer.Option(
-            help="Rule for the experts' weights: tempered, switching, history, released, cluster or cluster+history. "
-            "tempered takes the parameters that were chosen for the model; others are given as in tempered(0.2,0.98), "
-            "switching(0.2) or cluster(0.3)."
-        ),
-    ] = "tempered",
-    prior: Annotated[
-        str,
-        typer.Option(
-            help="uniform, updating (the default with history and released), weights (law=2,news=1), a domain of the "
-            "run, or a <domain>.priors.parquet."
-        ),
-    ] = "",
+    weights: WeightsRule = "tempered",
+    prior: Prior = "",
     tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to add.")] = 100,
     temperature: Annotated[
         float, typer.Option(min=0, max=100, help="Temperature of sampling; 0 takes the likeliest token.")

@@ -5,6 +5,7 @@ components, mean, scale, centres), `terms.parquet` (term) and, written last, the
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -244,6 +245,12 @@ class Contexts:
         self._bytes[self.end_of_text] = b"\n"
         self._sizes = np.array([len(each) for each in self._bytes])
         self._prefixes, self._seen = Prefixes(clusterer.embedding), 0
+
+    def anew(self) -> "Contexts":
+        """The contexts of another text, which is empty."""
+        other = copy(self)
+        other._prefixes, other._seen = Prefixes(self._clusterer.embedding), 0
+        return other
 
     def distances(self, tokens: np.ndarray) -> np.ndarray:
         """The distances (float32, [N, K]) of the contexts that end with each of the next `tokens` [N].

@@ -8,7 +8,7 @@ weights.
 
 import codecs
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,12 +19,12 @@ from demix.config.evaluation import DECAY
 from demix.config.mixing import DEFAULTS, Weights, parsed_weights
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError, nearest
-from demix.model.checkpoint import load_experts
+from demix.model.checkpoint import CPU, load_experts
 from demix.model.clusters import clusters_of
 from demix.model.description import read_mixing, run_of
 from demix.model.gpt import GPT
 from demix.model.merge import parse_weights, prior_weights
-from demix.model.posterior import Posterior, by_distance, posterior_by
+from demix.model.posterior import Posterior, by_distance, keep_top, posterior_by
 from demix.model.tokenizer import tokenizer_of
 
 
@@ -34,12 +34,22 @@ class Decoder:
     `trunks` hold the E experts together, as `load_experts` returns them. `before` [B] are the tokens before the texts.
     `posterior` holds the weights of the experts on the B empty texts. All experts read the same texts. The decoder
     keeps each expert's keys and values; the experts of a trunk share those of the first layer. A trunk whose weights
-    stay in their file is read once for every piece of text.
+    stay in their file is read once for every piece of text. With `top_k`, only that many likeliest experts are mixed at
+    each token. `domain` is the domain whose token stands before every block of a domain-token model, its only expert.
     """
 
     @torch.no_grad()
-    def __init__(self, trunks: Sequence[GPT], before: Tensor, posterior: Posterior, dtype: torch.dtype | None = None):
-        refuse_other_models(trunks)
+    def __init__(
+        self,
+        trunks: Sequence[GPT],
+        before: Tensor,
+        posterior: Posterior,
+        dtype: torch.dtype | None = None,
+        top_k: int | None = None,
+        domain: str | None = None,
+    ):
+        refuse_other_models(trunks, domain)
+        self._top_k, self._domain = top_k, domain
         if posterior.length != trunks[0].architecture.context:
             raise DemixError("posterior", "has a block length other than the model's context", "use the context")
         self.trunks, self.posterior, self.dtype = trunks, posterior, dtype
@@ -64,7 +74,7 @@ class Decoder:
             rest = self._see(piece[:, :-1] if ends else piece, piece[:, 1:])
             scored = torch.cat([first, rest], 2).double().cpu()
             scores.append(scored)
-            weights.append(self.posterior.observe(scored, piece))
+            weights.append(keep_top(self.posterior.observe(scored, piece), self._top_k))
             if ends:
                 self._see(piece[:, -1:], piece[:, :0], new_block=True)
         E, B = self._predicted.shape[:2]
@@ -73,8 +83,8 @@ class Decoder:
     @torch.no_grad()
     def next_log_probabilities(self) -> Tensor:
         """log p [B, V] of the next token of each text under the mixture (paper, Eq. 4)."""
-        log_weights = self.posterior.log_weights.T[..., None].to(self._predicted)
-        return (log_weights + self._predicted).logsumexp(0)
+        log_weights = keep_top(self.posterior.log_weights, self._top_k)
+        return (log_weights.T[..., None].to(self._predicted) + self._predicted).logsumexp(0)
 
     def _see(self, inputs: Tensor, targets: Tensor, new_block: bool = False) -> Tensor:
         """Give the next `inputs` [B, T] to each trunk; returns log p [E, B, N] of `targets` [B, N], N <= T.
@@ -89,7 +99,7 @@ class Decoder:
         for trunk, past in zip(self.trunks, self._pasts, strict=True):
             with trunk.with_weights() as model:
                 device = model.token_embedding.device
-                hidden = model(inputs[None].to(device), dtype=self.dtype, past=past)
+                hidden = model(inputs[None].to(device), domains_of(model, self._domain, len(inputs)), self.dtype, past)
                 scores.append(model.log_probabilities(hidden[:, :, : targets.shape[1]], targets[None].to(device)))
                 logits = model.logits(hidden[:, :, -1])
             predicted.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
@@ -97,6 +107,13 @@ class Decoder:
         if bool(self._predicted.isnan().any()):
             raise DemixError("model", "gives tokens no probability", "train it again, or leave its experts out")
         return torch.cat(scores)
+
+
+def domains_of(model: GPT, domain: str | None, sequences: int) -> Tensor | None:
+    """The `domains` [1, B] that `GPT.forward` takes for B sequences of one domain; None without a domain."""
+    if domain is None:
+        return None
+    return torch.full((1, sequences), model.domain_tokens.index(domain), device=model.token_embedding.device)
 
 
 def generate(
@@ -159,12 +176,13 @@ def log_prior_of(experts: Sequence[str], weights: dict[str, float]) -> Tensor:
 def weights_of(name: str, directory: Path) -> Weights:
     """The rule for the experts' weights that `name` stands for, with the parameters of the model in `directory`.
 
-    `name` is a value of `evaluation.weights` other than a number of tokens. Where it leaves parameters open, those of
+    `name` is a value of `evaluation.weights` other than a number of tokens, or `average`: the prior alone, which text
+    does not change (`switching(1)`, docs/concepts.md). Where it leaves parameters open, those of
     `tempered` come from the model's mixing.json, and the temperature of rules by distance from `clusters_of`; a model
     without that file, and `switching`, have those of `DEFAULTS`.
     """
     try:
-        weights = parsed_weights(name)
+        weights = parsed_weights("switching(1)" if name == "average" else name)
     except ValueError as error:
         raise DemixError(f"--weights {name:.40}", *error.args) from None
     if weights.rules.routed and weights.open:
@@ -211,15 +229,38 @@ def posterior_of(
     decay: float | None,
 ) -> Posterior:
     """The posterior over `experts` of the model in `directory` on one text, in blocks of `length` tokens."""
+    begin = posteriors_of(weights, log_prior, directory, experts, tokenizer, length, decay)
+    return begin(torch.tensor([tokenizer.end_of_text]))
+
+
+def posteriors_of(
+    weights: Weights,
+    log_prior: Tensor,
+    directory: Path,
+    experts: Sequence[str],
+    tokenizer: Tokenizer,
+    length: int,
+    decay: float | None,
+) -> Callable[[Tensor], Posterior]:
+    """A function that begins the posterior of B texts, given the tokens [B] before them; see `posterior_of`."""
     if not weights.rules.routed:
-        return posterior_by(weights, log_prior, length, decay=decay)
-    return by_distance(weights, log_prior, experts, [clusters_of(directory).contexts(tokenizer, length)], decay)
+        return lambda before: posterior_by(weights, log_prior, length, len(before), decay)
+    contexts = clusters_of(directory).contexts(tokenizer, length)
+
+    def begin(before: Tensor) -> Posterior:
+        return by_distance(weights, log_prior, experts, [contexts.anew() for _ in before], decay, before)
+
+    return begin
 
 
 def open_model(
-    directory: Path, experts: Sequence[str] | None = None, tokenizer: Path | None = None, hold: bool | None = None
+    directory: Path,
+    experts: Sequence[str] | None = None,
+    tokenizer: Path | None = None,
+    hold: bool | None = None,
+    device: torch.device = CPU,
 ) -> tuple[list[GPT], Tokenizer]:
-    """The trunks of a model with `experts` (all by default), and the model's tokenizer.
+    """The trunks of a model with `experts` (all by default) on `device`, and the model's tokenizer.
 
     Without `tokenizer`, the tokenizer is that of the model's folder or run. `hold` is that of `load_experts`. Raises
     DemixError if the model has no experts to mix or was trained with another tokenizer.
@@ -227,14 +268,14 @@ def open_model(
     if experts is not None and len({*experts}) < len(experts):
         raise DemixError("--experts", "names an expert twice", "name each expert once")
     _, encoder = tokenizer_of(directory, tokenizer)
-    trunks = load_experts(directory, None if experts is None else tuple(experts), hold=hold)
+    trunks = load_experts(directory, None if experts is None else tuple(experts), device, hold)
     refuse_other_models(trunks)
     return [trunk.requires_grad_(False) for trunk in trunks], encoder
 
 
-def refuse_other_models(trunks: Sequence[GPT]) -> None:
-    """Raise DemixError for a model that needs a domain token before each text, and for one that sees later tokens."""
-    if any(trunk.domain_tokens for trunk in trunks):
+def refuse_other_models(trunks: Sequence[GPT], domain: str | None = None) -> None:
+    """Raise DemixError for a model that sees later tokens, and for one with domain tokens that is told no `domain`."""
+    if domain is None and any(trunk.domain_tokens for trunk in trunks):
         raise DemixError("model", "is a domain-token model, which has no experts to mix", "choose another model")
     if any(trunk.architecture.attention == "bidirectional" for trunk in trunks):
         raise DemixError("model", "is a masked language model, which continues no text", "choose a causal model")

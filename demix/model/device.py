@@ -31,6 +31,17 @@ def free_memory(device: torch.device) -> int:
     return free
 
 
+def device_named(name: str | None) -> torch.device:
+    """The device `cpu`, `cuda` or `cuda:<number>`, for None `own_device`. DemixError for one that is not here."""
+    if name is None:
+        return own_device()
+    known = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    known += [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if name not in known:
+        raise DemixError(f"--device {name:.40}", "is not on this machine", f"use one of {', '.join(known)}")
+    return torch.device(name)
+
+
 def own_device() -> torch.device:
     """The GPU with the number LOCAL_RANK; the CPU on a machine without a GPU."""
     if not torch.cuda.is_available():

@@ -147,14 +147,17 @@ class GPT(nn.Module):
 
         `domains` [E, B] are the domain tokens before the sequences. Only domain-token models take them, and no state is
         returned for their position. `dtype` is the type to compute in (by default the type of the parameters). `past`
-        holds one entry per layer, from `no_past`: `inputs` follow the positions that it holds and are added to it. It
-        needs gradients to be off. A training pass gives the list `auxiliary`, to which layers that train a router
-        append their losses, and in which experts that tokens choose have a capacity.
+        holds one entry per layer, from `no_past`: `inputs` follow the positions that it holds and are added to it, and
+        no domain token stands before them then. It needs gradients to be off. A training pass gives the list
+        `auxiliary`, to which layers that train a router append their losses, and in which experts that tokens choose
+        have a capacity.
         """
         if past and self.architecture.attention == "bidirectional":
             raise DemixError("a model with bidirectional attention", "cannot go on with a text", "use a causal model")
         x = self.token_embedding[inputs]
-        if self.domain_tokens:
+        start = past[0].seen if past else 0
+        led = bool(self.domain_tokens) and not start
+        if led:
             if domains is None:
                 raise DemixError("domains", "a domain-token model was given no domain token", "pass one per sequence")
             x = torch.cat([self.domain_embedding[domains].unsqueeze(2), x], dim=2)
@@ -163,7 +166,6 @@ class GPT(nn.Module):
         if self.architecture.objective == "mlm":
             # A number below 0 counts from the end of the vocabulary.
             x = x * (inputs != MASKED).unsqueeze(-1)
-        start = past[0].seen if past else 0
         if self.architecture.position == "learned":
             x = x + self.position_embedding[start : start + x.shape[2]]
         x = x.to(dtype or x.dtype)
@@ -182,7 +184,7 @@ class GPT(nn.Module):
             if auxiliary is not None and own:
                 auxiliary += own
         x = layer_norm(x, self.final_norm)
-        return x[:, :, 1:] if self.domain_tokens else x
+        return x[:, :, 1:] if led else x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Unnormalised log-probabilities [..., V] of the token after each state of `hidden` [..., D], in its type."""
@@ -208,9 +210,10 @@ class GPT(nn.Module):
             return differentiable(states, weight, wanted).view(E, B, T)
         return _log_probabilities(states, weight, wanted)[0].view(E, B, T)
 
-    def no_past(self) -> list[KeyValues]:
-        """An empty key-value cache for each layer, with room for a whole context."""
-        return [KeyValues(self.architecture.context) for _ in self.blocks]
+    def no_past(self, positions: int | None = None) -> list[KeyValues]:
+        """An empty key-value cache for each layer, with room for so many inputs, by default for a whole context."""
+        room = (positions or self.architecture.context) + bool(self.domain_tokens)
+        return [KeyValues(room) for _ in self.blocks]
 
     def compile_blocks(self) -> None:
         """Compile each block on its own for training: compilation time does not grow with the number of blocks."""

@@ -100,7 +100,8 @@ class Nearest(Posterior):
     """A posterior by the rule `cluster` or `cluster+history`: by the distance of the text to the experts' clusters.
 
     `contexts` has the contexts of each text, and `columns` [E] the place of each expert's cluster in their distances;
-    -1 stands for none, for experts without any weight in the prior. The token before each text is `<|endoftext|>`.
+    -1 stands for none, for experts without any weight in the prior. `before` [B] are the tokens before the texts, by
+    default `<|endoftext|>`.
     """
 
     def __init__(
@@ -110,11 +111,13 @@ class Nearest(Posterior):
         contexts: Sequence[Contexts],
         columns: Sequence[int],
         decay: float | None = None,
+        before: Tensor | None = None,
     ):
         super().__init__(log_prior, contexts[0].length, len(contexts), decay)
         self._history = weights.family == "cluster+history"
         self._temperature, self._contexts, self._columns = weights.parameters[0], contexts, list(columns)
-        self._near = self._nearness(np.full((len(contexts), 1), contexts[0].end_of_text))[:, 0]
+        ends = np.full(len(contexts), contexts[0].end_of_text)
+        self._near = self._nearness((ends if before is None else before.cpu().numpy())[:, None])[:, 0]
         self._weigh()
 
     def observe(self, scores: Tensor, tokens: Tensor) -> Tensor:
@@ -144,7 +147,12 @@ class Nearest(Posterior):
 
 
 def by_distance(
-    weights: Weights, log_prior: Tensor, experts: Sequence[str], contexts: Sequence[Contexts], decay: float | None
+    weights: Weights,
+    log_prior: Tensor,
+    experts: Sequence[str],
+    contexts: Sequence[Contexts],
+    decay: float | None,
+    before: Tensor | None = None,
 ) -> Nearest:
     """The posterior over `experts` [E] by a rule of distances; see `Nearest`.
 
@@ -159,7 +167,7 @@ def by_distance(
                 "use other weights or experts",
             )
     columns = [names.index(name) if name in names else -1 for name in experts]
-    return Nearest(weights, log_prior, contexts, columns, decay)
+    return Nearest(weights, log_prior, contexts, columns, decay, before)
 
 
 def posterior_by(
@@ -169,3 +177,15 @@ def posterior_by(
     if weights.family == "history":
         return Posterior(log_prior, length, texts, decay)
     return Stepwise(weights, log_prior, length, texts, decay)
+
+
+def keep_top(log_weights: Tensor, k: int | None) -> Tensor:
+    """The k largest of `log_weights` [..., E] at each token, renormalised; the others become -inf. None keeps all.
+
+    Among equal weights, those of the first experts are kept, as `demix.evaluate.mix.mixtures.keep_top` does.
+    """
+    if k is None or k >= log_weights.shape[-1]:
+        return log_weights
+    top = log_weights.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    kept = torch.full_like(log_weights, -torch.inf).scatter(-1, top, log_weights.gather(-1, top))
+    return kept.log_softmax(-1)

@@ -118,6 +118,11 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "texts").mkdir()
     for name in ("my.txt", "unknown.txt", "texts/letters.txt", "texts/recipes.txt", "texts/diary.txt"):
         (folder / name).write_text("The committee shall examine the proposal before the end of the year. " * 100)
+    (folder / "mytasks").mkdir()
+    told = (REPOSITORY / "docs" / "tasks.md").read_text()
+    for suffix, language in ((".yaml", "yaml"), (".jsonl", "json")):
+        (block,) = re.findall(rf"```{language}\n(.*?)```", told.split("### How")[0], re.DOTALL)
+        (folder / "mytasks" / f"subject{suffix}").write_text(block)
     return folder
 
 
@@ -125,6 +130,7 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_commands_run(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the page; what is long, or never ends, is held against `--help`."""
     monkeypatch.chdir(place)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", place / "cache")
     if page.name == "own-data.md":
         (place / "results" / "mine").symlink_to("sample")
     for words in commands(page):

@@ -25,8 +25,10 @@ from demix.files import read_json, write_json, write_json_lines
 from demix.generate.playground.answers import Mixing, analyse, model_facts, opened
 from demix.model.checkpoint import load_experts
 from demix.model.clusters import copy_clusters
-from demix.model.decode import Decoder, generate, log_prior_of, named_prior, posterior_of, weights_of
+from demix.model.continuations import Continuation, Mixture, continuation_log_probabilities
+from demix.model.decode import Decoder, generate, log_prior_of, named_prior, posterior_of, posteriors_of, weights_of
 from demix.model.experts import add_expert, find_faults, remove_expert
+from demix.model.scoring import columns_of
 from support.models import write_model
 from support.tokens import TRAINING
 
@@ -102,6 +104,33 @@ def test_generation_gives_the_probabilities_of_an_evaluation(
         decay=decay or 0.3, log_prior=prior.numpy(), distances=far.reshape(blocks, length, -1),
     )[mask]  # fmt: skip
     np.testing.assert_allclose(mixed, ours, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("context", ["document", "block"])
+@pytest.mark.parametrize("weights", ["cluster", "cluster+history(0.3)"])
+def test_continuations_have_the_weights_of_their_texts(run: Path, weights: str, context: str) -> None:
+    """Several texts together, after `<|endoftext|>` or another token, as one decoder of each reads them."""
+    with_context(run, context)
+    model, encoder = run / "models" / "demix", Tokenizer.load(run / "tokenizer.json")
+    trunks = [trunk.double() for trunk in load_experts(model, None)]
+    experts, length = columns_of(trunks), trunks[0].architecture.context
+    prior, rule = log_prior_of(experts, dict.fromkeys(experts, 1.0)), weights_of(weights, model)
+    begin = posteriors_of(rule, prior, model, experts, encoder, length, None)
+    mixture = Mixture(trunks, begin, 2)
+    text = encoder.encode("And God said unto Moses, shall the committee examine the warranty?").tolist()
+    contexts = ((encoder.end_of_text, *text[:8]), (encoder.end_of_text,), tuple(text[3:9]))
+    wanted = [Continuation(before, tuple(text[k : k + 4])) for before in contexts for k in (9, 14)]
+    found = continuation_log_probabilities(mixture, wanted)
+    for one, (log_p, _) in zip(wanted, found, strict=True):
+        decoder = mixture.decoder(torch.tensor(one.context[:1]))
+        scores, log_g = decoder.read(torch.tensor([[*one.context[1:], *one.tokens]]))
+        mixed = (log_g[0].T + scores[:, 0]).logsumexp(0)[len(one.context) - 1 :]
+        assert log_p == pytest.approx(float(mixed.sum()), abs=1e-9)
+    # The token before a text is part of it, where it is a word.
+    terms = Clusterer.open(run / "clusters" / "by_domain").embedding.terms
+    word = next(token for token in range(encoder.end_of_text) if encoder.decode([token]).strip() in terms)
+    near, far = (begin(torch.tensor([token])).log_weights for token in (word, encoder.end_of_text))
+    assert not torch.allclose(near, far)
 
 
 def test_an_expert_without_a_cluster_takes_no_weights_by_distance(run: Path) -> None:

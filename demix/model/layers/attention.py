@@ -30,6 +30,18 @@ class KeyValues:
         self.values[:, :, start : self.seen] = values
         return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
 
+    def of(self, sequences: Tensor, count: int) -> "KeyValues":
+        """A copy for other sequences, each with the past of one of these: `sequences` [R] are numbers below `count` B.
+
+        A sequence may be there several times.
+        """
+        other = KeyValues(self.positions)
+        other.seen = self.seen
+        other.keys, other.values = (
+            cached.view(-1, count, *cached.shape[1:])[:, sequences].flatten(0, 1) for cached in (self.keys, self.values)
+        )
+        return other
+
 
 def alibi_slopes(heads: int) -> list[float]:
     """The slope m_h of each of n `heads`: 2^(-8h/n), h = 1 ... n (Press et al. 2022, "Train Short, Test Long").

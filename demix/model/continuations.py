@@ -1,0 +1,286 @@
+"""Log-probabilities of whole texts, and of continuations of contexts, under a mixture of experts.
+
+The weights of the experts follow each text from its first token, over its context and its continuation alike, as in
+`demix.model.decode`. Texts of different lengths are scored together, and a context that several continuations share is
+scored once.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from demix.errors import DemixError
+from demix.model.decode import Decoder, domains_of
+from demix.model.gpt import GPT, ROWS_AT_ONCE
+from demix.model.posterior import Posterior, keep_top
+from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, columns_of, trunk_log_probabilities
+
+# Probabilities of next tokens that are in memory at once, 4 bytes each, and scores of whole texts, 8 bytes each.
+MOST_PROBABILITIES = 1 << 26
+MOST_SCORES = 1 << 24
+# The keys and values of the contexts that continuations share, a copy for each continuation.
+MOST_CACHED_BYTES = 1 << 30
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of the E experts of a model, as `demix.model.decode.Decoder` has it, for any number of texts.
+
+    `begin` returns the posterior of B new texts, given the tokens [B] before them. `domain` is the domain whose token
+    stands before every block of a domain-token model, of which E is 1.
+    """
+
+    trunks: Sequence[GPT]
+    begin: Callable[[Tensor], Posterior]
+    top_k: int | None = None
+    domain: str | None = None
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """The names of the experts, or the domain."""
+        return columns_of(self.trunks) if self.domain is None else (self.domain,)
+
+    @property
+    def context(self) -> int:
+        """The number of tokens of a block, T."""
+        return self.trunks[0].architecture.context
+
+    def decoder(self, before: Tensor) -> Decoder:
+        """The decoder of B texts that begin after the tokens `before` [B]."""
+        return Decoder(self.trunks, before, self.begin(before), top_k=self.top_k, domain=self.domain)
+
+    def mixed(self, scores: Tensor, tokens: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """log p [B, N] of `tokens` [B, N] under the mixture (paper, Eq. 4), and the weights log g [B, N, E] behind it.
+
+        `scores` [E, B, N] are those of the experts, float64; `before` [B] are the tokens before the texts.
+        """
+        log_g = keep_top(self.begin(before).observe(scores, tokens), self.top_k)
+        return (log_g + scores.permute(1, 2, 0)).logsumexp(-1), log_g
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The `tokens` that follow `context`, whose first token is the one before the text."""
+
+    context: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+def within(context: Sequence[int], tokens: Sequence[int], length: int) -> Continuation:
+    """The continuation `tokens` of `context` with the part of the context that a model of `length` positions sees.
+
+    A context that is too long loses its first tokens. Raises DemixError for more tokens than positions.
+    """
+    if len(tokens) > length:
+        cause = f"has {len(tokens)} tokens, more than the {length} that the model sees"
+        raise DemixError("continuation", cause, "leave the task out, or use a model with a longer context")
+    return Continuation(tuple(context[-(length + 1 - len(tokens)) :]), tuple(tokens))
+
+
+def text_log_probabilities(
+    mixture: Mixture,
+    texts: Sequence[Sequence[int]],
+    end_of_text: int,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> list[float]:
+    """log p in nats of each text, which stands alone after `end_of_text`.
+
+    A text is cut into consecutive blocks as in scoring (docs/concepts.md), and the posterior goes on from block to
+    block. `advance` is called with the number of tokens that were scored since its last call, once for each trunk.
+    """
+    found = [0.0] * len(texts)
+    lengths = [len(text) for text in texts]
+    order = sorted(np.flatnonzero(lengths).tolist(), key=lengths.__getitem__)
+    before, domains = torch.tensor([end_of_text]), None if mixture.domain is None else (mixture.domain,)
+    most = max(1, MOST_SCORES // len(mixture.experts))
+    # At most half of what is scored together is padding.
+    alike = groupby(order, lambda number: min(mixture.context, lengths[number]).bit_length())
+    for numbers in (part for _, same in alike for part in _parts(same, lengths.__getitem__, most)):
+        width = min(mixture.context, lengths[numbers[-1]])
+        cut = [_blocks(texts[number], end_of_text, width) for number in numbers]
+        inputs, targets, mask = (np.concatenate(parts) for parts in zip(*cut, strict=True))
+        scored = torch.from_numpy(
+            trunk_log_probabilities(mixture.trunks, inputs, targets, mask, advance=advance, domain_tokens=domains)
+        )
+        by_text = torch.split(scored, [lengths[number] for number in numbers], 1)
+        for number, scores in zip(numbers, by_text, strict=True):
+            log_p, _ = mixture.mixed(scores[:, None], torch.tensor([texts[number]]), before)
+            found[number] = float(log_p.sum())
+    return found
+
+
+def continuation_log_probabilities(
+    mixture: Mixture,
+    wanted: Sequence[Continuation],
+    batch: int | None = None,
+    advance: Callable[[float], None] = lambda number: None,
+) -> list[tuple[float, bool]]:
+    """log p in nats of each continuation given its context, and whether each of its tokens is the likeliest one.
+
+    `wanted` come from `within`. `batch` is the number of continuations of a forward pass, by default what
+    `EXPERT_TOKENS_AT_ONCE` allows. `advance` is called with the number of continuations that were dealt with since its
+    last call. Raises DemixError for an expert whose log-probabilities are not all finite.
+    """
+    found = {one: (0.0, True) for one in wanted if not one.tokens}
+    order = sorted({*wanted} - found.keys(), key=lambda one: (-len(one.context), one.context, one.tokens))
+    most = max(1, MOST_PROBABILITIES // mixture.trunks[0].vocab_size)
+    # A trunk whose weights stay in their file is read twice for each part.
+    for batches in _parts(_batches(order, mixture, batch), _Batch.size, most):
+        passes: list[list[tuple[Tensor, Tensor]]] = [[] for _ in batches]
+        for trunk in mixture.trunks:
+            with trunk.with_weights() as model:
+                for one, passed in zip(batches, passes, strict=True):
+                    passed.append(one.passed(model, mixture.domain))
+                    advance(len(one.wanted) / len(mixture.trunks))
+        weighed = []
+        for one, passed in zip(batches, passes, strict=True):
+            scores = torch.cat([scores for scores, _ in passed])
+            if not bool(scores.isfinite().all()):
+                raise DemixError("model", "gives tokens no probability", "train it again, or leave its experts out")
+            log_p, log_g = mixture.mixed(scores, one.targets, one.inputs[:, 0])
+            totals = log_p.masked_fill(~one.asked, 0).sum(1).tolist()
+            weighed.append((totals, log_g[one.asked]))
+        likeliest = _likeliest(mixture.trunks, passes, [log_g for _, log_g in weighed])
+        for one, (totals, _), tokens in zip(batches, weighed, likeliest, strict=True):
+            same = torch.split(tokens == one.targets[one.asked], [len(each.tokens) for each in one.wanted])
+            answers = zip(totals, (bool(each.all()) for each in same), strict=True)
+            found |= zip(one.wanted, answers, strict=True)
+    return [found[one] for one in wanted]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """R continuations of B contexts, padded to N tokens. `of` [R] are the numbers of their contexts.
+
+    `inputs` and `targets` [R, N] are the tokens from the one before the text on, and those after each. `asked` [R, N]
+    tells which targets belong to continuations. The first `shared` inputs, fewer than any context has, are read once
+    for all continuations of a context.
+    """
+
+    wanted: Sequence[Continuation]
+    of: Tensor
+    inputs: Tensor
+    targets: Tensor
+    asked: Tensor
+    shared: int
+
+    @staticmethod
+    def made(wanted: Sequence[Continuation]) -> "_Batch":
+        """The batch of `wanted`, of which those with the same context follow one another."""
+        contexts = list(dict.fromkeys(one.context for one in wanted))
+        places = {context: number for number, context in enumerate(contexts)}
+        shape = len(wanted), max(len(one.context) + len(one.tokens) for one in wanted)
+        ids, asked = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.bool)
+        for number, one in enumerate(wanted):
+            text = one.context + one.tokens
+            ids[number, : len(text)] = torch.tensor(text)
+            asked[number, len(one.context) : len(text)] = True
+        of = torch.tensor([places[one.context] for one in wanted])
+        shared = min(map(len, contexts)) - 1 if len(contexts) < len(wanted) else 0
+        return _Batch(wanted, of, ids[:, :-1], ids[:, 1:], asked[:, 1:], shared)
+
+    def size(self) -> int:
+        """The number of tokens in continuations."""
+        return int(self.asked.sum())
+
+    @torch.no_grad()
+    def passed(self, model: GPT, domain: str | None) -> tuple[Tensor, Tensor]:
+        """log p [E, R, N] of the targets, float64, and the states [E, tokens, D] that predict those asked for."""
+        device, s = model.token_embedding.device, self.shared
+        inputs, targets, of = self.inputs.to(device), self.targets.to(device), self.of.to(device)
+        past, scores = None, []
+        if s:
+            past = model.no_past(inputs.shape[1])
+            # The first continuation of each context.
+            rows = torch.searchsorted(of, torch.arange(int(self.of[-1]) + 1, device=device))
+            hidden = model(inputs[None, rows, :s], domains_of(model, domain, len(rows)), past=past)
+            scores.append(model.log_probabilities(hidden, targets[None, rows, :s])[:, of])
+            past = [layer.of(of, len(rows)) for layer in past]
+        hidden = model(inputs[None, :, s:], domains_of(model, domain, len(inputs)), past=past)
+        scores.append(model.log_probabilities(hidden, targets[None, :, s:]))
+        return torch.cat(scores, 2).double().cpu(), hidden[:, self.asked[:, s:].to(device)]
+
+
+def _likeliest(
+    trunks: Sequence[GPT], passes: Sequence[Sequence[tuple[Tensor, Tensor]]], weights: Sequence[Tensor]
+) -> list[Tensor]:
+    """The likeliest token under the mixture at each place asked for of each batch: [tokens].
+
+    `passes` have `_Batch.passed` by batch and trunk, and `weights` log g [tokens, E] by batch.
+    """
+    totals: list[Tensor | None] = [None] * len(weights)
+    first = 0
+    with torch.no_grad():
+        for number, trunk in enumerate(trunks):
+            last = first + len(trunk.experts)
+            with trunk.with_weights() as model:
+                for place, (passed, log_g) in enumerate(zip(passes, weights, strict=True)):
+                    hidden = passed[number][1]
+                    of_trunk = log_g[:, first:last].T[..., None].to(hidden.device)
+                    mixed = _mixed_next(model, hidden, of_trunk)
+                    so_far = totals[place]
+                    totals[place] = mixed if so_far is None else torch.logaddexp(so_far, mixed)
+            first = last
+    return [total.argmax(-1).cpu() for total in totals if total is not None]
+
+
+def _mixed_next(model: GPT, hidden: Tensor, log_g: Tensor) -> Tensor:
+    """log Σ g·p [tokens, V] over the experts of `model`, for states [E, tokens, D] and log g [E, tokens, 1]."""
+    rows = max(1, ROWS_AT_ONCE[hidden.device.type] // len(hidden))
+    parts = []
+    for states, weights in zip(torch.split(hidden, rows, 1), torch.split(log_g, rows, 1), strict=True):
+        logits = model.logits(states)
+        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        parts.append((log_p + weights.to(log_p.dtype)).logsumexp(0))
+    return torch.cat(parts)
+
+
+def _batches(order: Sequence[Continuation], mixture: Mixture, batch: int | None) -> Iterator[_Batch]:
+    """`order` in batches of `batch` continuations, or of `EXPERT_TOKENS_AT_ONCE`. Contexts come in order of length."""
+    experts, sizes = len(mixture.experts), mixture.trunks[0].architecture
+    cached = MOST_CACHED_BYTES // (8 * experts * sizes.layers * sizes.width)
+    chosen: list[Continuation] = []
+    contexts = longest = 0
+    for one in order:
+        new = not chosen or chosen[-1].context != one.context
+        inputs, shared = len(one.context) + len(one.tokens) - 1, len(one.context) - 1
+        length = max(longest, inputs)
+        tokens = (contexts + new) * shared + (len(chosen) + 1) * (length - shared)
+        full = tokens * experts > EXPERT_TOKENS_AT_ONCE or (len(chosen) + 1) * length > cached
+        if chosen and (len(chosen) >= batch if batch else full):
+            yield _Batch.made(chosen)
+            chosen, contexts, new, length = [], 0, True, inputs
+        chosen.append(one)
+        contexts, longest = contexts + new, length
+    if chosen:
+        yield _Batch.made(chosen)
+
+
+def _parts(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """`items` in parts whose sizes sum to `most` or less; a larger item is a part of its own."""
+    part: list[T] = []
+    total = 0
+    for item in items:
+        if part and total + size(item) > most:
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += size(item)
+    if part:
+        yield part
+
+
+def _blocks(text: Sequence[int], end_of_text: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A text as `demix.data.shards.blocks` cuts it: inputs, targets and mask [B, T]."""
+    count = -(-len(text) // length)
+    sequence = np.full(count * length + 1, end_of_text, np.int64)
+    sequence[1 : len(text) + 1] = text
+    mask = np.arange(count * length) < len(text)
+    return sequence[:-1].reshape(count, -1), sequence[1:].reshape(count, -1), mask.reshape(count, -1)

@@ -1,0 +1,346 @@
+"""`demix lm-eval`: local tasks, offline, against our own scoring and against the harness's own Hugging Face model."""
+
+import importlib.util
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from demix.data.tokenizer import Tokenizer
+from demix.evaluate.mix.mixtures import mix
+from demix.model.checkpoint import load_model, save_expert, save_shared
+from demix.model.gpt import GPT
+from demix.model.scoring import trunk_log_probabilities
+from support.cli import demix, said
+from support.decoding import LENGTH, in_blocks, write_run
+from support.models import SMALL, THREE, randomise, write_trunks
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+from lm_eval.api.registry import get_model  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+PASSAGE = "And it came to pass in those days, that he went out into a mountain to pray, and continued all night."
+DOCUMENTS = [
+    {"text": "The house divided.", "choices": [" The house", " a mountain", " the committee"], "gold": 0},
+    {"text": PASSAGE, "choices": [" And he called", " the committee", "."], "gold": 1},
+    {"text": "Zoë’s naïve café – 東京", "choices": [" is open", " 東京", " the the"], "gold": 2},
+    {"text": "", "choices": ["The law", "shall", "a"], "gold": 0},
+]
+TASKS = {
+    "choice": {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "gold"},
+    "word": {"output_type": "loglikelihood", "doc_to_target": "{{choices[gold]}}"},
+    "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"},
+    "text": {
+        "output_type": "generate_until",
+        "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["zz", "\n"], "max_gen_toks": 7, "do_sample": False},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    },
+}
+TASKS["word"]["metric_list"] = [{"metric": "perplexity"}, {"metric": "acc"}]
+TASKS["rolling"]["metric_list"] = [{"metric": "bits_per_byte"}]
+
+
+@pytest.fixture(scope="module")
+def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a model, and a folder `tasks` with a task of each kind over one local file."""
+    folder = tmp_path_factory.mktemp("harness")
+    write_run(folder, tokens)
+    (folder / "tasks").mkdir()
+    (folder / "data.jsonl").write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
+    files = {"test": str(folder / "data.jsonl")}
+    for name, task in TASKS.items():
+        common = {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": files}, "test_split": "test"}
+        text = yaml.safe_dump(
+            common | {"doc_to_text": "{{text}}", "target_delimiter": "", "fewshot_split": "test"} | task
+        )
+        (folder / "tasks" / f"{name}.yaml").write_text(text)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _local(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nothing is asked of the network, and of the machine neither what packages it has: that takes seconds."""
+    import datasets
+    import lm_eval.evaluator
+
+    def refuse(*arguments: object, **named: object) -> None:
+        raise AssertionError(f"asks for {arguments}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
+
+
+def evaluated(place: Path, tmp_path: Path, *options: object, model: Path | None = None) -> dict[str, list[dict]]:
+    """The answers to each document by task, as `demix lm-eval` writes them."""
+    tmp_path.mkdir(exist_ok=True)
+    output = tmp_path / "out.json"
+    named = ("--include-path", place / "tasks", "--output", output, "--log-samples", *options)
+    done = demix("lm-eval", model or place / "models" / "demix", "--tasks", ",".join(TASKS), *named)
+    assert done.exit_code == 0, (done.exception, done.output)
+    assert done.stdout.startswith("| Tasks")
+    assert set(json.loads(output.read_text())["results"]) == set(TASKS)
+    return {name: answers(tmp_path / f"out.{name}.jsonl") for name in TASKS}
+
+
+def answers(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def numbers(sample: dict) -> list[float]:
+    """The log-likelihoods of a sample's continuations, or of its text."""
+    values = sample["filtered_resps"]
+    return [float(value[0] if isinstance(value, list) else value) for value in values]
+
+
+def requests_of(document: dict, task: str, encoder: Tokenizer) -> list[tuple[list[int], list[int]]]:
+    """The tokens before, and those asked for, of each request of a document. Spaces are at the start of choices."""
+    wanted = document["choices"] if task == "choice" else [document["choices"][document["gold"]]]
+    before = encoder.encode(document["text"]).tolist()
+    whole = [encoder.encode(document["text"] + choice).tolist() for choice in wanted]
+    return [([encoder.end_of_text, *before], ids[len(before) :]) for ids in whole]
+
+
+def mixed(model: Path, before: int, ids: list[int], method: str, weights: str, **how: object) -> np.ndarray:
+    """log p of `ids` after the token `before`, by the code that scores a run and mixes its tables."""
+    table, mask = in_blocks(scored(load_model(model), before, ids))
+    return mix(table, mask, method, weights, **how)[mask]
+
+
+def scored(model: GPT, before: int, ids: list[int], domains: tuple[str, ...] | None = None) -> np.ndarray:
+    """log p [E, N] of `ids` in consecutive blocks, the first after the token `before`."""
+    sequence = np.zeros(-(-len(ids) // LENGTH) * LENGTH + 1, np.int64)
+    sequence[: len(ids) + 1] = [before, *ids]
+    mask = (np.arange(len(sequence) - 1) < len(ids)).reshape(-1, LENGTH)
+    blocks = sequence[:-1].reshape(-1, LENGTH), sequence[1:].reshape(-1, LENGTH), mask
+    return trunk_log_probabilities([model], *blocks, domain_tokens=domains)
+
+
+@pytest.mark.parametrize(
+    ("options", "method", "weights", "how"),
+    [
+        ((), "uniform", "tempered(0.1,0.99)", {}),
+        (("--weights", "history"), "updating", "history", {"decay": 0.3}),
+        (("--weights", "history", "--prior", "uniform", "--top-k", 2), "uniform", "history", {"top_k": 2}),
+        (("--weights", "average", "--batch-size", 1), "average", "history", {}),
+        (
+            ("--weights", "switching(0.3)", "--prior", "law=1,code=3", "--batch-size", 3, "--device", "cpu"),
+            "fitted",
+            "switching(0.3)",
+            {"log_prior": np.log([0.75, 0.25, 1e-300])},
+        ),
+    ],
+    ids=lambda value: "",
+)
+def test_log_likelihoods_are_those_of_an_evaluation(place, tmp_path, options, method, weights, how) -> None:
+    model, encoder = place / "models" / "demix", Tokenizer.load(place / "tokenizer.json")
+    found = evaluated(place, tmp_path, *options)
+    lengths = []
+    for task in ("choice", "word"):
+        for sample in found[task]:
+            document = sample["doc"]
+            for value, (before, ids) in zip(numbers(sample), requests_of(document, task, encoder), strict=True):
+                lengths.append(len(before) + len(ids))
+                before = before[-(LENGTH + 1 - len(ids)) :]
+                expected = mixed(model, before[0], [*before[1:], *ids], method, weights, **how)[len(before) - 1 :].sum()
+                assert value == pytest.approx(expected, rel=1e-6)
+    assert min(lengths) < LENGTH + 1 < max(lengths)
+    for sample in found["rolling"]:
+        ids = encoder.encode(sample["doc"]["text"]).tolist()
+        expected = mixed(model, encoder.end_of_text, ids, method, weights, **how).sum() if ids else 0.0
+        assert numbers(sample) == [pytest.approx(expected, rel=1e-6)]
+    for sample in found["choice"]:
+        likeliest = int(np.argmax(numbers(sample)))
+        assert sample["acc"] == (likeliest == sample["doc"]["gold"])
+
+
+def test_an_exported_expert_is_what_the_harness_makes_of_it(place: Path, tmp_path: Path) -> None:
+    """All kinds of requests, with and without demonstrations; contexts of more than a block are cut alike."""
+    from lm_eval import simple_evaluate
+
+    model = place / "models" / "demix"
+    assert demix("export", model, "--expert", "news", "--output", tmp_path / "hf").exit_code == 0
+    manager = TaskManager(include_path=str(place / "tasks"), include_defaults=False)
+    for shots in (0, 2):
+        ours, theirs = evaluated(place, tmp_path, "--experts", "news", "--num-fewshot", shots), {}
+        # With a token before contexts, the harness scores that token as part of a text, too.
+        for tasks, begins in ((["choice", "word", "text"], True), (["rolling"], False)):
+            theirs |= simple_evaluate(
+                "hf", model_args={"pretrained": str(tmp_path / "hf"), "add_bos_token": begins, "dtype": "float32"},
+                tasks=tasks, task_manager=manager, num_fewshot=shots, device="cpu", fewshot_random_seed=1234,
+                batch_size=1,
+            )["samples"]  # fmt: skip
+        for task in TASKS:
+            for our, their in zip(ours[task], theirs[task], strict=True):
+                assert our["doc"] == their["doc"]
+                if task == "text":
+                    assert our["filtered_resps"] == their["filtered_resps"]
+                elif task == "rolling":
+                    if len(our["doc"]["text"]) < LENGTH:
+                        assert numbers(our) == pytest.approx([their["filtered_resps"][0]], abs=1e-4)
+                else:
+                    values = [value for value, _ in their["filtered_resps"]]
+                    assert numbers(our) == pytest.approx(values, abs=1e-4, rel=1e-5)
+                    greedy = [str(value) for _, value in their["filtered_resps"]]
+                    assert [str(value) for _, value in our["filtered_resps"]] == greedy
+    assert len({sample["filtered_resps"][0] for sample in ours["text"]}) > 1
+
+
+def test_whole_models_answer_as_experts_of_one_trunk(place: Path, tmp_path: Path) -> None:
+    if not (place / "models" / "btm").exists():
+        write_trunks(place / "models" / "demix", place / "models" / "btm")
+    options = ("--weights", "history", "--num-fewshot", 1)
+    apart = evaluated(place, tmp_path, *options, model=place / "models" / "btm")
+    together = evaluated(place, tmp_path, *options)
+    for task in ("choice", "word", "rolling"):
+        for one, other in zip(apart[task], together[task], strict=True):
+            assert numbers(one) == pytest.approx(numbers(other), rel=1e-6)
+    texts = [[sample["filtered_resps"] for sample in found["text"]] for found in (apart, together)]
+    assert texts[0] == texts[1]
+
+
+def test_a_domain_token_model_answers_after_the_token_of_a_domain(place: Path, tmp_path: Path) -> None:
+    encoder, model = Tokenizer.load(place / "tokenizer.json"), place / "models" / "domain_token"
+    gpt = GPT(SMALL, encoder.vocab_size, ("dense",), THREE)
+    randomise(gpt)
+    save_shared(gpt, model, {"kind": "domain_token", "tokenizer_sha256": encoder.sha256})
+    save_expert(gpt, "dense", model, {"tokenizer_sha256": encoder.sha256})
+    told = "does not name the domain whose token stands before the texts of"
+    line = said(["lm-eval", str(model), "--tasks", "word", "--include-path", str(place / "tasks")])
+    assert line == f"demix: error: --experts: {told} {model}; give one of law, news, code"
+    found = {name: evaluated(place, tmp_path / name, "--experts", name, model=model) for name in ("law", "code")}
+    for domain, answered in found.items():
+        for sample in answered["rolling"]:
+            if ids := encoder.encode(sample["doc"]["text"]).tolist():
+                expected = scored(gpt, encoder.end_of_text, ids, (domain,))[0].sum()
+                assert numbers(sample) == [pytest.approx(expected, rel=1e-6)]
+        for sample in answered["word"]:
+            ((before, ids),) = requests_of(sample["doc"], "word", encoder)
+            before = before[-(LENGTH + 1 - len(ids)) :]
+            expected = scored(gpt, before[0], [*before[1:], *ids], (domain,))[0][len(before) - 1 :].sum()
+            assert numbers(sample) == [pytest.approx(expected, rel=1e-6)]
+    assert found["law"]["text"] != found["code"]["text"]
+
+
+def test_texts_are_those_of_generate(place: Path, tmp_path: Path) -> None:
+    """Where the prompt fits; a stop sequence ends them; samples depend on the seed and on nothing else."""
+    model = place / "models" / "demix"
+    answered = evaluated(place, tmp_path, "--weights", "history", "--gen-kwargs", "until=never")["text"]
+    done = demix(
+        "generate", model, "--prompt", "", "--weights", "history", "--tokens", 7, "--temperature", 0
+    )  # fmt: skip
+    assert answered[3]["filtered_resps"] == [done.stdout.removesuffix("\n")]
+    whole = answered[3]["filtered_resps"][0]
+    assert len(whole) > 4
+    stopped = evaluated(place, tmp_path, "--weights", "history", "--gen-kwargs", f"until={whole[2:4]}")["text"]
+    assert stopped[3]["filtered_resps"] == [whole[: whole.index(whole[2:4])]]
+    drawn = {}
+    for seed, batch in ((1, 1), (1, 4), (2, 4)):
+        how = "until=never,do_sample=True,temperature=2.0,max_gen_toks=20"
+        answered = evaluated(place, tmp_path, "--seed", seed, "--batch-size", batch, "--gen-kwargs", how)["text"]
+        drawn[seed, batch] = [sample["filtered_resps"][0] for sample in answered]
+    assert drawn[1, 1] == drawn[1, 4] != drawn[2, 4]
+    assert min(map(len, drawn[1, 1])) > 0
+
+
+def test_tasks_are_found_by_name_pattern_and_file(place: Path, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "more").mkdir()
+    text = (place / "tasks" / "choice.yaml").read_text().replace("task: choice", "task: other")
+    (tmp_path / "more" / "other.yaml").write_text(text)
+    asked = f"w*d,{tmp_path}/more/other.yaml,choice"
+    done = demix(
+        "lm-eval", place / "models" / "demix", "--tasks", asked, "--include-path", place / "tasks", "--limit", 2,
+        "--output", tmp_path / "out.json",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert {name: number["effective"] for name, number in results["n-samples"].items()} == dict.fromkeys(
+        ("word", "other", "choice"), 2
+    )
+    assert (results["model_source"], results["model_name"]) == ("demix", str(place / "models" / "demix"))
+    assert results["config"]["weights"] == {"rule": "tempered", "beta": 0.1, "gamma": 0.99}
+    assert results["config"]["prior"] == dict.fromkeys(("code", "law", "news"), pytest.approx(1 / 3))
+    assert "samples" not in results
+    assert not list(tmp_path.glob("*.jsonl"))
+    assert get_model("demix").__name__ == "DemixLM"
+
+    # A group may have tasks of the harness's own, whose files the harness then reads, too.
+    loaded = []
+
+    class Few(TaskManager):
+        def __init__(self, include_path: str | None = None, include_defaults: bool = True) -> None:
+            loaded.append(include_defaults)
+            super().__init__(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", Few)
+    shutil.copytree(place / "tasks", tmp_path / "both")
+    (tmp_path / "both" / "both.yaml").write_text("group: both\ntask: [word, choice]\n")
+    named = ("--tasks", "both", "--include-path", tmp_path / "both")
+    done = demix("lm-eval", place / "models" / "demix", *named)
+    assert done.exit_code == 0, done.output
+    assert loaded == [False, True]
+    assert "| - word" in done.stdout
+
+
+MISTAKES = {
+    "--include-path nowhere": "--include-path nowhere: is no folder; name the folder of the tasks' YAML files",
+    "--output {place}": "--output {place}: is no place for a file; name a file in a folder that exists",
+    "--output nowhere/x.json": "--output nowhere/x.json: is no place for a file; name a file in a folder that exists",
+    "--log-samples": "--log-samples: needs a file to write beside; give --output FILE.json",
+    "--tasks wrod": "--tasks wrod: names no task of the harness or of --include-path; did you mean word?",
+    "--tasks nowhere.yaml": "--tasks nowhere.yaml: names no task",
+    "--weights best": "--weights best: is not known; use one of history,",
+    "--weights cluster": "has no clustering of its experts in its run or folder",
+    "--prior updating": "--prior updating: counts the evidence of tempered twice",
+    "--prior law=-1": "prior of law: is -1.0; give a number of at least 0",
+    "--experts law,law": "--experts: names an expert twice; name each expert once",
+    "--experts lawe": "is missing, so the model has no such expert; did you mean law?",
+    "--device tpu": "--device tpu: is not on this machine; use one of cpu",
+    "--tokenizer nowhere.json": "nowhere.json: is missing; name the tokenizer.json of the model's run",
+    "--gen-kwargs num_beams=4": "generation_kwargs num_beams: is not offered here; leave it out; known are do_sample",
+    "--gen-kwargs max_gen_toks=0": "generation_kwargs max_gen_toks: is 0; give at least 1",
+    "--gen-kwargs temperature=-1,do_sample=True": "generation_kwargs temperature: is -1; give at least 0",
+    "--tasks broken": "--tasks broken: cannot be evaluated (FileNotFoundError: Unable to find",
+    "--tasks long": "continuation: has 300 tokens, more than the 16 that the model sees; leave the task out",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line(place: Path, tmp_path: Path, monkeypatch, mistake: str) -> None:
+    class Few(TaskManager):
+        def __init__(self, include_path: str | None = None, include_defaults: bool = True) -> None:
+            super().__init__(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", Few)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(place / "tasks", tmp_path / "tasks")
+    text = (place / "tasks" / "word.yaml").read_text()
+    (tmp_path / "tasks" / "broken.yaml").write_text(text.replace("data.jsonl", "none.jsonl").replace("word", "broken"))
+    long = text.replace("task: word", "task: long").replace("{{choices[gold]}}", " the" * 300)
+    (tmp_path / "tasks" / "long.yaml").write_text(long)
+    asked = {"--tasks": "text", "--include-path": "tasks", "--limit": "1"}
+    option, *value = mistake.format(place=place).split(" ", 1)
+    asked |= {option: "".join(value)}
+    words = [word for pair in asked.items() for word in pair if word]
+    before = sorted(tmp_path.rglob("*"))
+    line = said(["lm-eval", str(place / "models" / "demix"), *words])
+    assert line is not None
+    assert MISTAKES[mistake].format(place=place) in line
+    assert line.startswith("demix: error: ")
+    assert "\n" not in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_without_a_model_or_the_harness_it_says_so(place: Path, monkeypatch) -> None:
+    line = said(["lm-eval", str(place / "models" / "nothing"), "--tasks", "word"])
+    assert line.startswith(f"demix: error: {place}/models/nothing/model.json: is missing")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    line = said(["lm-eval", str(place / "models" / "demix"), "--tasks", "word"])
+    assert line == "demix: error: lm-eval: is not installed; pip install 'demix[lm-eval]'"
