@@ -129,21 +129,20 @@ def read_examples(path: Path) -> list[Example]:
 
 
 def refuse_few(name: str, task: Task, examples: Sequence[Example]) -> None:
-    """Raise DemixError unless there is an example to test, and enough to draw demonstrations and others from."""
+    """Raise DemixError unless there is an example to test, and enough to draw demonstrations from."""
     found = {split: sum(one.split == split for one in examples) for split in ("test", "train", "validation")}
     if not found["test"]:
         raise DemixError(f"tasks.{name}", "has no example to test", "give it more examples")
-    needed = task.shots + (0 if found["validation"] else OTHERS)
-    if found["train"] < needed:
-        cause = f"has {found['train']} examples besides those that are tested, of {needed} that a seed draws"
+    if found["train"] < task.shots:
+        cause = f"has {found['train']} examples besides those that are tested, of {task.shots} demonstrations"
         raise DemixError(f"tasks.{name}", cause, "give it more examples, or fewer shots")
 
 
 def prompts(task: Task, examples: Sequence[Example]) -> Iterator[Prompt]:
     """All prompts of a task, seed by seed: tests, validation examples, permutations of the demonstrations, cues.
 
-    A seed draws `task.shots` demonstrations, which stand before each text, and the 8 validation examples. Prompts whose
-    cues are equal share one.
+    A seed draws `task.shots` demonstrations, which stand before each text, and 8 validation examples; none where there
+    are fewer. Prompts whose cues are equal share one.
     """
     tests, train, others = ([one for one in examples if one.split == s] for s in ("test", "train", "validation"))
     for seed in task.seeds:
@@ -157,7 +156,7 @@ def prompts(task: Task, examples: Sequence[Example]) -> Iterator[Prompt]:
         ]
         asked_of = {
             "test": [(demonstrations, one) for one in tests],
-            "validation": [(demonstrations, one) for one in judged],
+            "validation": [(demonstrations, one) for one in judged if len(judged) == OTHERS],
             "permutation": turned,
         }
         cues: dict[tuple[str, tuple[str, ...]], int] = {}

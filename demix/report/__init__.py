@@ -14,6 +14,8 @@ FIGURES = ("figure2", "figure4", "figure6", "figure7", "figure8", "training")
 # Families of models and clusters of documents (docs/families.md).
 FAMILY_TABLES = ("families", "family_differences", "family_costs", "top_k", "temperatures", "clusters")
 FAMILY_FIGURES = ("by_clusters", "cluster_experts", "cluster_sizes")
+# Classification by routing (docs/tasks.md).
+TASK_TABLES = ("tasks",)
 # The entries of `snakemake --report`, worded so that sorting gives the order of the paper.
 SHOWS = {
     "index": "The run on one page",
@@ -48,9 +50,14 @@ SHOWS = {
     "family_costs": "Families of models: parameters, FLOPs, bytes and seconds",
     "temperatures": "Temperatures of weights by clusters, and numbers of experts",
     "top_k": "Numbers of experts a token",
+    "tasks": "Accuracy on tasks by routing",
 }
 REPORT_FILES = (
-    *(f"tables/{name}.{suffix}" for name in (*TABLES, *FAMILY_TABLES) for suffix in ("html", "md", "tex")),
+    *(
+        f"tables/{name}.{suffix}"
+        for name in (*TABLES, *FAMILY_TABLES, *TASK_TABLES)
+        for suffix in ("html", "md", "tex")
+    ),
     *(f"figures/{name}.{suffix}" for name in (*FIGURES, *FAMILY_FIGURES) for suffix in ("json", "html", "svg", "png")),
     "claims.html",
     "claims.md",
@@ -80,6 +87,7 @@ NEEDS_UNTOLD = {
         *("family_differences", "clusters", "by_clusters", "cluster_experts", "cluster_sizes"),
     ),
     "further temperature or context": ("temperatures",),
+    "task": ("tasks",),
 }
 
 
@@ -92,6 +100,7 @@ def left_out(config: dict[str, Any]) -> dict[str, str]:
         "model that learns from clusters": clusters,
         "further temperature or context": clusters
         and len(evaluation.get("temperatures") or ()) + len(evaluation.get("routing_context") or ()) > 1,
+        "task": bool(config.get("tasks")),
         "novel domains": bool(novel_domains(config)),
         "second training domain": len(training_domains(config)) > 1,
         "model trained without a domain": bool((config.get("removal") or {}).get("retrain_without")),
@@ -123,9 +132,10 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     """Write every file of `report_files` below `output`.
 
     `run` is the run's folder. The report reads results.parquet, priors.parquet, differences.parquet,
-    posteriors.parquet, corpus/overlap.parquet, audit.parquet and benchmarks/ (if they exist), metrics/*.jsonl, the
-    lineages of the experts, and clusters/ and the losses by document of models that learn from clusters. `config` is
-    the run's config; the report shows domains in the config's order. "–" stands for what the run did not make: a domain
+    posteriors.parquet, corpus/overlap.parquet, audit.parquet, tasks.parquet and benchmarks/ (if they exist),
+    metrics/*.jsonl, the lineages of the experts, and clusters/ and the losses by document of models that learn from
+    clusters. `config` is the run's config; the report shows domains in the config's order. "–" stands for what the run
+    did not make: a domain
     that no model was trained without.
 
     Raises DemixError if a file is missing or damaged or lacks a column, or if the rows of one domain were scored on
@@ -133,12 +143,13 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     """
     from demix.files import check_sealed
     from demix.report import read
-    from demix.report.all_tables import write_tables
+    from demix.report.all_tables import scale_note, write_tables
     from demix.report.claims import write_claims
     from demix.report.clusters import read_clusters
     from demix.report.family_pages import write_families
     from demix.report.figures import write_figures
     from demix.report.index import cost_by_stage, write_index
+    from demix.report.tasks import write_tasks
 
     results = read.read_results(run / "results.parquet")
     priors = read.read_priors(run / "priors.parquet").query("seed == @config['seed']")
@@ -156,5 +167,6 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     own = read.of_seed(results, config)
     write_figures(own, priors, overlap, posteriors, run / "metrics", config, output / "figures")
     write_families(run, results, differences, clusters, config, output)
+    write_tasks(run, config, output, scale_note(results, config))
     judged = write_claims(results, overlap, differences, parents, config, output, clusters)
     write_index(results, judged, cost, config, output)

@@ -20,6 +20,7 @@ from demix.report import (
     PAPER_TABLES,
     SHOWS,
     TABLES,
+    TASK_TABLES,
     left_out_notes,
     report_files,
 )
@@ -34,6 +35,7 @@ GROUPS = {
     "Further tables": tuple(name for name in TABLES if name not in PAPER_TABLES),
     "Figures": FIGURES,
     "Families": (*FAMILY_TABLES, *FAMILY_FIGURES),
+    "Tasks": TASK_TABLES,
 }
 PACKAGES = ("demix", "torch", "numpy", "pyarrow", "duckdb", "snakemake", "altair", "mlflow")
 

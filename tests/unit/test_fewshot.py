@@ -87,10 +87,8 @@ def test_a_label_has_the_log_likelihood_of_the_harness(place: Path, tokens: Path
     harness = models.HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=4)
     _, found = read(place, "demix")
     some = [one for one in found if one.prompt.split in ("test", "cue")][:6]
-    requests = [
-        (("", ""), [tokenizer.end_of_text, *tokenizer.encode(one.prompt.context).tolist()], tokenizer.encode(c).tolist())
-        for one in some for c in one.prompt.choices
-    ]  # fmt: skip
+    end, encode = tokenizer.end_of_text, lambda text: tokenizer.encode(text).tolist()
+    requests = [(("", ""), [end, *encode(one.prompt.context)], encode(c)) for one in some for c in one.prompt.choices]
     told = [total for total, _ in harness._loglikelihood_tokens(requests, disable_tqdm=True)]
     ours = [label[:, 1].sum() for one in some for label in one.labels]
     assert ours == pytest.approx(told, abs=1e-4)
