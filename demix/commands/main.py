@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from demix.commands import comparing, configs, people, questions, stages, standard, training
+from demix.commands import comparing, configs, people, questions, stages, standard, tasks, training
 from demix.errors import DemixError, masked, printable
 from demix.launch.parents import end_with_snakemake
 from demix.launch.usage import note_usage
@@ -20,7 +20,7 @@ app = typer.Typer(
 )
 for commands in (configs.app, people.app, standard.app, questions.app, comparing.app):
     app.add_typer(commands)
-for commands in (stages.app, training.app):
+for commands in (stages.app, training.app, tasks.app):
     for command in commands.registered_commands:
         command.rich_help_panel = "Stages of the workflow"
     app.add_typer(commands)

@@ -53,10 +53,19 @@ def refuse_secrets(subject: str, address: str, cure: str) -> None:
 
 def moving(config: dict[str, Any]) -> dict[str, str]:
     """The revisions in a completed config that are branches or tags, by the config key of their source."""
-    return {
-        f"domains.{kind}.{name}.source": source["revision"]
+    sources = {
+        f"domains.{kind}.{name}.source": domain["source"]
         for kind, domains in config["domains"].items()
-        for name, source in ((name, domain["source"]) for name, domain in domains.items())
+        for name, domain in domains.items()
+    } | {
+        f"tasks.{name}.{split}": task[split]
+        for name, task in (config.get("tasks") or {}).items()
+        for split in ("test", "train", "validation")
+        if task[split]
+    }
+    return {
+        key: source["revision"]
+        for key, source in sources.items()
         if source["kind"] == "hub" and not COMMIT.fullmatch(source["revision"] or "") and not local(source["path"])
     }
 

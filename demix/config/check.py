@@ -18,6 +18,7 @@ from demix.config.rows import PAPER, clusterings, clusters_of, model_rows
 from demix.config.run import BESIDE
 from demix.config.sections import Config, TrainingRecipe, taken
 from demix.config.systems import Model, planned, trained
+from demix.config.tasks import check_tasks
 from demix.errors import DemixError, nearest
 from demix.settings import settings_from
 
@@ -101,6 +102,9 @@ def complete(config: dict[str, Any], folder: Path = Path()) -> dict[str, Any]:
     config["domains"] = domains | {"novel": {name: one for name, one in given if one is not None}}
     _fill(Config, config)
     del config["base"]
+    # A run without tasks is the same as before there were any.
+    if not config["tasks"]:
+        del config["tasks"]
     # Tables show the rows that every run has before further rows.
     rows = config["models"]
     config["models"] = {name: rows.get(name, {}) for name in PAPER} | rows
@@ -154,6 +158,11 @@ def _check_across(config: dict[str, Any]) -> None:
         if clustering.method != "metadata" and (taken_names := {*training, *novel} & {*clusters}):
             cause = f"has a cluster {min(taken_names)}, and a domain has this name too"
             raise DemixError(f"config key clusterings.{name}", cause, "rename the domain")
+    check_tasks(config)
+    for name, task in (config.get("tasks") or {}).items():
+        for split in ("test", "train", "validation"):
+            if task[split]:
+                _check_source(f"config key tasks.{name}.{split}", task[split])
     architecture = architecture_from(config["architecture"])
     for model in (model for model in trained(config) if model.name == model.base):
         settings = model.settings

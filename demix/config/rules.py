@@ -174,6 +174,20 @@ class RunRules:
             return self.shards(model.data, model.domains, split)
         return self.tokens(model.domains, split)
 
+    def task_documents(self, task: str) -> list[str]:
+        """The splits that the examples of a task are made of; none for examples of a source."""
+        if not self.config["tasks"][task]["made"]:
+            return []
+        training = self.config["domains"]["training"]
+        return [f"{self.run}/corpus/{domain}/{split}.parquet" for split in ("test", "dev") for domain in training]
+
+    def task_inputs(self, task: str) -> list[str]:
+        """The files that the examples of a task are read from, or made of. A changed file is read again."""
+        given = self.config["tasks"][task]
+        sources = [given[split] for split in ("test", "train", "validation") if given[split]]
+        sources += [{"kind": "files", "path": given["path"]}] if given["path"] else []
+        return [*self.task_documents(task), *(file for source in sources for file in source_files(source))]
+
     def shards(self, clustering: str, clusters: Iterable[str], split: str) -> list[str]:
         """The token files of a split of the clusters of a clustering."""
         return [f"{self.run}/clusters/{clustering}/shards/{cluster}/{split}.arrow" for cluster in clusters]

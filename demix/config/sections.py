@@ -18,6 +18,7 @@ from demix.config.domains import DomainsSection, TokenizerSection
 from demix.config.evaluation import DECAY, Decay, EvaluationSection
 from demix.config.routed import ROUTED
 from demix.config.rows import KINDS
+from demix.config.tasks import Task, TaskName
 from demix.launch.job import Cluster, Site
 from demix.settings import DistinctItems, Integer, Number, Positive, Switch, Text, names_of, partial, settings
 
@@ -363,6 +364,11 @@ class Config:
     )
     evaluation: EvaluationSection = Field(
         default_factory=EvaluationSection, description="What is scored and how experts are mixed."
+    )
+    tasks: dict[TaskName, Task] = Field(
+        default_factory=dict,
+        description="Tasks of classification by name: texts with labels, on which the accuracy of mixtures is taken. A "
+        "run has none by default.",
     )
     adaptation: AdaptationSection = Field(
         default_factory=AdaptationSection, description="DEMix-DAPT and Dense-DAPT on each novel domain."

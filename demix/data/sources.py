@@ -86,6 +86,16 @@ def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
     return count
 
 
+def records(source: Source, name: str, fetched: Path) -> Iterator[tuple[str, str, str]]:
+    """Id, text and metadata of all documents of `source` as `download` writes them; `name` stands in errors.
+
+    A file of an address is fetched to the folder `fetched`.
+    """
+    for part in range(source.parts):
+        rows = KINDS[source.kind](source, name, part, fetched)
+        yield from _budgeted(_valid(_documents(rows, source, name), Counter()), source, name)
+
+
 def _valid(documents: Iterator[tuple[str, str, str]], counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
     """The documents as UTF-8 can hold them; what was replaced or left out is added to `counts`."""
     for document in documents:

@@ -128,6 +128,31 @@ CONTEXTS = {
 }
 
 
+# tasks.parquet: the accuracy of one model on one task by one routing. `expert` is that of `one expert`; `reads` says
+# what the routing is told besides texts; `judged` that the 95% interval excludes chance.
+TASKS = {
+    "task": pa.string(),
+    "model": pa.string(),
+    "n_experts": pa.int32(),
+    "routing": pa.string(),
+    "clustering": pa.string(),
+    "temperature": pa.float64(),
+    "top_k": pa.int32(),
+    "expert": pa.string(),
+    "reads": pa.string(),
+    "shots": pa.int32(),
+    "calibrated": pa.bool_(),
+    "seeds": pa.int32(),
+    "examples": pa.int32(),
+    "accuracy": pa.float64(),
+    "accuracy_low": pa.float64(),
+    "accuracy_high": pa.float64(),
+    "chance": pa.float64(),
+    "judged": pa.bool_(),
+    "seed": pa.int32(),
+}
+
+
 def table_schema(columns: dict[str, pa.DataType]) -> pa.Schema:
     """The schema of one of the tables above; the training seed is never null."""
     return pa.schema([pa.field(name, kind, nullable=name != "seed") for name, kind in columns.items()])

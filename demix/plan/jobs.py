@@ -9,7 +9,7 @@ from rich.table import Table
 from demix.config.architecture import architecture_from, vocabulary
 from demix.config.check import site_of
 from demix.config.contexts import asked_contexts
-from demix.config.evaluated import chosen_on_dev, routed, token_routed
+from demix.config.evaluated import chosen_on_dev, classified, routed, token_routed
 from demix.config.merged import merged_models
 from demix.config.routed import architecture_of
 from demix.config.scoring import ScoringJob, scoring_jobs
@@ -102,7 +102,9 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
     )
     near, contexts = routed(config), len(config["evaluation"]["routing_context"])
     clustered = dict.fromkeys(name for name, _ in learned_splits(config))
-    clustering = {"fit_clusters": len(clustered | dict.fromkeys(near)), "assign": len(clustered)}
+    asked = classified(config)
+    fitted = clustered | dict.fromkeys(near) | dict.fromkeys(one.routing for one in asked if one.routing)
+    clustering = {"fit_clusters": len(fitted), "assign": len(clustered)}
     clustering |= {f"cluster_{split}_{name}": 1 for name, split in learned_splits(config)}
     once = {"results": 1, "run_config": 1, "report": 1, "card": 1, "track": 1}
     jobs = [
@@ -133,6 +135,9 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
         ),
         Jobs("evaluate", "evaluate", {"choose_mixing": chosen, "evaluate": number}, sites["evaluate"]),
         Jobs("evaluate", "by position", {"contexts": number if asked_contexts(config) else 0}, sites["evaluate"]),
+        Jobs("corpus", "examples of tasks", {"examples": len(config.get("tasks") or ())}, sites["corpus"]),
+        Jobs("score", "score tasks", {f"fewshot_{one.rule}": 1 for one in asked}, sites["score"], 1, threads),
+        Jobs("evaluate", "classify", {"classify": int(bool(asked))}, sites["evaluate"]),
         Jobs("score", "audit", {f"audit_{name}": 1 for name in removed}, sites["score"], 1, threads),
         Jobs("", "join, report, track", once | {"audit": int(bool(removed)), "choose_rate": len(swept)}, None),
     ]

@@ -275,6 +275,13 @@ VIEWS = {
         _parquet,
         optional=True,
     ),
+    "tasks": View(
+        "accuracy on tasks by model and routing, with intervals and chance",
+        None,
+        _found("tasks.parquet", lambda run, path: {}),
+        _parquet,
+        optional=True,
+    ),
     "overlap": View(
         "shares of bigrams that test has in common with train", None, _one("corpus/overlap.parquet"), _parquet
     ),

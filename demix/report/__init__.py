@@ -28,6 +28,8 @@ FAMILY_TABLES = ("families", "family_differences", "family_costs", "top_k", "tem
 FAMILY_FIGURES = ("by_clusters", "cluster_experts", "cluster_sizes", "router_loads")
 # Variants of the architecture (docs/variants.md).
 VARIANT_TABLES, VARIANT_FIGURES = ("contexts",), ("positions",)
+# Classification by routing (docs/tasks.md).
+TASK_TABLES = ("tasks",)
 # The entries of `snakemake --report`, worded so that sorting gives the order of the paper.
 SHOWS = {
     "index": "The run on one page",
@@ -67,11 +69,12 @@ SHOWS = {
     "positions": "Perplexity by the position in the block",
     "temperatures": "Temperatures of weights by clusters, and numbers of experts",
     "top_k": "Numbers of experts a token",
+    "tasks": "Accuracy on tasks by routing",
 }
 REPORT_FILES = (
     *(
         f"tables/{name}.{suffix}"
-        for name in (*TABLES, *FAMILY_TABLES, *VARIANT_TABLES)
+        for name in (*TABLES, *FAMILY_TABLES, *VARIANT_TABLES, *TASK_TABLES)
         for suffix in ("html", "md", "tex")
     ),
     *(
@@ -110,6 +113,7 @@ NEEDS_UNTOLD = {
     "model whose tokens choose experts": ("routers", "router_loads"),
     "masked language model": ("masked",),
     "blocks of other lengths": ("contexts", "positions"),
+    "task": ("tasks",),
 }
 
 
@@ -127,6 +131,7 @@ def left_out(config: dict[str, Any]) -> dict[str, str]:
         and len(evaluation.get("temperatures") or ()) + len(evaluation.get("routing_context") or ()) > 1,
         "masked language model": bool(masked),
         "blocks of other lengths": bool(evaluation.get("contexts")),
+        "task": bool(config.get("tasks")),
         "novel domains": bool(novel_domains(config)),
         "second training domain": len(training_domains(config)) > 1,
         "model trained without a domain": bool((config.get("removal") or {}).get("retrain_without")),
@@ -158,10 +163,11 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     """Write every file of `report_files` below `output`.
 
     `run` is the run's folder. The report reads results.parquet, priors.parquet, differences.parquet,
-    posteriors.parquet, corpus/overlap.parquet, audit.parquet and benchmarks/ (if they exist), metrics/*.jsonl, the
-    lineages of the experts, clusters/ and the losses by document of models that learn from clusters, loads/ of models
-    whose tokens choose experts, and the losses by position where the config asks for lengths of blocks. `config` is the
-    run's config; the report shows domains in the config's order. "–" stands for what the run did not make: a domain
+    posteriors.parquet, corpus/overlap.parquet, audit.parquet, tasks.parquet and benchmarks/ (if they exist),
+    metrics/*.jsonl, the lineages of the experts, clusters/ and the losses by document of models that learn from
+    clusters, loads/ of models whose tokens choose experts, and the losses by position where the config asks for lengths
+    of blocks. `config` is the run's config; the report shows domains in the config's order. "–" stands for what the run
+    did not make: a domain
     that no model was trained without.
 
     Raises DemixError if a file is missing or damaged or lacks a column, or if the rows of one domain were scored on
@@ -169,7 +175,7 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     """
     from demix.files import check_sealed
     from demix.report import read
-    from demix.report.all_tables import write_tables
+    from demix.report.all_tables import scale_note, write_tables
     from demix.report.claims import write_claims
     from demix.report.clusters import read_clusters
     from demix.report.contexts import read_contexts
@@ -177,6 +183,7 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     from demix.report.figures import write_figures
     from demix.report.index import cost_by_stage, write_index
     from demix.report.routers import read_loads
+    from demix.report.tasks import write_tasks
 
     results = read.read_results(run / "results.parquet")
     priors = read.read_priors(run / "priors.parquet").query("seed == @config['seed']")
@@ -196,5 +203,6 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     write_figures(own, priors, overlap, posteriors, run / "metrics", config, output / "figures")
     write_families(run, results, differences, clusters, loads, config, output)
     write_variants(results, contexts, config, output)
+    write_tasks(run, config, output, scale_note(results, config))
     judged = write_claims(results, overlap, differences, parents, config, output, clusters)
     write_index(results, judged, cost, config, output)

@@ -20,6 +20,7 @@ from demix.report import (
     PAPER_TABLES,
     SHOWS,
     TABLES,
+    TASK_TABLES,
     VARIANT_FIGURES,
     VARIANT_TABLES,
     left_out_notes,
@@ -37,6 +38,7 @@ GROUPS = {
     "Figures": FIGURES,
     "Families": (*FAMILY_TABLES, *FAMILY_FIGURES),
     "Variants": (*VARIANT_TABLES, *VARIANT_FIGURES),
+    "Tasks": TASK_TABLES,
 }
 PACKAGES = ("demix", "torch", "numpy", "pyarrow", "duckdb", "snakemake", "altair", "mlflow")
 

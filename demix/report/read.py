@@ -42,6 +42,10 @@ DIFFERENCE_COLUMNS = (
     *("perplexity", "perplexity_low", "perplexity_high"),
 )
 AUDIT_COLUMNS = ("domain", "system", "split", "document", "matched", "share", "nll")
+TASK_COLUMNS = (
+    *("task", "model", "routing", "top_k", "expert", "reads", "shots", "seeds", "examples", "accuracy"),
+    *("accuracy_low", "accuracy_high", "chance", "judged"),
+)
 PRIOR_COLUMNS = ("model", "experts", "weights", "domain", "kind", "expert", "prior", "seed")
 
 
@@ -157,6 +161,11 @@ def read_posteriors(path: str | Path) -> pd.DataFrame:
 def read_audit(path: str | Path) -> pd.DataFrame:
     """The rows of `audit.parquet`; none where the run removes no domain and has no such file."""
     return _read(path, AUDIT_COLUMNS) if is_made(Path(path)) else pd.DataFrame(columns=list(AUDIT_COLUMNS))
+
+
+def read_tasks(path: str | Path) -> pd.DataFrame:
+    """The rows of `tasks.parquet`."""
+    return _read(path, TASK_COLUMNS)
 
 
 def _read(path: str | Path, columns: tuple[str, ...], key: tuple[str, ...] = ()) -> pd.DataFrame:

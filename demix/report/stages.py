@@ -32,7 +32,7 @@ STAGES = (
     Stage(
         "shards",
         ("token ids,", "memory-mapped"),
-        ("tokenize", "overlap", "fit_clusters", "assign", "cluster_shards"),
+        ("tokenize", "overlap", "fit_clusters", "assign", "cluster_shards", "examples"),
         2,
         after=("tokenizer",),
     ),
@@ -56,7 +56,7 @@ STAGES = (
     Stage(
         "score",
         ("each expert once", "on each domain"),
-        ("score", "merge_routed", "route", "loads"),
+        ("score", "merge_routed", "route", "loads", "fewshot"),
         4,
         after=("train", "adapt"),
         accelerated=True,
@@ -65,7 +65,7 @@ STAGES = (
     Stage(
         "mix, evaluate",
         ("weights and priors:", "no forward pass"),
-        ("average", "choose_mixing", "evaluate", "contexts", "results"),
+        ("average", "choose_mixing", "evaluate", "contexts", "results", "classify"),
         5,
         after=("score", "remove"),
     ),

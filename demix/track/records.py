@@ -32,7 +32,7 @@ PARAM_KEY_LENGTH, PARAM_VALUE_LENGTH = 250, 6000
 Span = tuple[float, float]
 TABLES = (
     *("config.json", "results.parquet", "priors.parquet"),
-    *("differences.parquet", "posteriors.parquet", "audit.parquet"),
+    *("differences.parquet", "posteriors.parquet", "audit.parquet", "tasks.parquet"),
 )
 RESULT_COLUMNS = (
     *("domain", "method", "weights", "expert", "top_k", "perplexity", "perplexity_low", "perplexity_high"),

@@ -172,6 +172,7 @@ def test_stages_import_no_more_than_they_need() -> None:
     light = "demix.commands.main, demix.config.check, demix.data.sources, demix.data.anonymize, demix.data.corpus"
     light += ", demix.data.duplicates"
     light += ", demix.data.tokenizer, demix.data.shards, demix.evaluate.domain, demix.report, demix.report.all_tables"
+    light += ", demix.data.tasks, demix.evaluate.tasks, demix.report.tasks"
     code = f"import sys, {light}; print([name for name in ('torch', 'mlflow', 'transformers') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 

@@ -21,12 +21,15 @@ from typer.main import get_command
 
 from demix.commands.main import app
 from demix.config.run import read_run_config, write_run_config
+from demix.config.tasks import ExamplesRecipe
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.contexts import Contexts
 from demix.evaluate.domain import Evaluation
+from demix.evaluate.fewshot import TaskScoring
 from demix.evaluate.memorization import Audit
 from demix.evaluate.routing import Routing
 from demix.evaluate.score import Scoring, score
+from demix.evaluate.tasks import Classification
 from demix.files import read_json, write_json, write_parquet
 from demix.model.checkpoint import expert_names
 from demix.settings import settings_from
@@ -41,7 +44,7 @@ SAMPLE = yaml.safe_load((REPOSITORY / "config" / "sample.yaml").read_text())["do
 TRAINING, NOVEL = tuple(SAMPLE["training"]), tuple(SAMPLE["novel"])
 # Stages that need a finished run of the sample: their flags and settings are checked instead.
 LONG = {"adapt": Adaptation, "adapt-dense": Adaptation, "evaluate": Evaluation, "audit": Audit, "route": Routing}
-LONG |= {"contexts": Contexts}
+LONG |= {"contexts": Contexts, "examples": ExamplesRecipe, "fewshot": TaskScoring, "classify": Classification}
 
 
 # Commands that other programs give, or that take a machine that is not here.

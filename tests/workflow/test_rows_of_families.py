@@ -30,6 +30,10 @@ ROWS = {
     },
     "clusterings": {"k2": {"clusters": 2, "dimensions": 20}, "by_domain": {"method": "metadata", "dimensions": 20}},
     "evaluation": TINY["evaluation"] | {"weights": ["history", "cluster", "cluster+history"], "contexts": [32, 64]},
+    "tasks": {
+        "domain": {"made": "domains", "examples": 12},
+        "halves": {"made": "continuations", "examples": 24, "choice_tokens": 8, "others": "all", "calibrated": True},
+    },
 }
 
 TOKENS_OF_UPDATE = 3 * TINY["training"]["sequences"] * TINY["architecture"]["context"]
@@ -164,3 +168,35 @@ def test_a_row_of_other_positions_reads_longer_blocks(finished: tuple[Path, dict
     assert "far" in table
     assert (run / "report" / "figures" / "positions.svg").exists()
     assert "tables/contexts.html" in (run / "report" / "index.html").read_text()
+
+
+def test_tasks_join_a_finished_run(finished: tuple[Path, dict[str, str], str]) -> None:
+    """Their examples are made once, every trained model is scored, and what the run has stays."""
+    folder, _, planned = finished
+    run, jobs = folder / "results" / "tiny", jobs_by_rule(planned)
+    models = ["btm", "cbtm_2", "demix", "dense", "dense_unbalanced", "far", "upcycled"]
+    asked = {f"fewshot_{name}": 1 for name in models} | {"examples": 2, "classify": 1}
+    assert {rule: number for rule, number in jobs.items() if rule in asked or rule.startswith("fewshot")} == asked
+    rows = pd.read_parquet(run / "tasks.parquet")
+    assert sorted(rows["model"].unique()) == models
+    assert set(rows["task"]) == {"domain", "halves"}
+    routings = rows.query("task == 'halves'").groupby("model")["routing"].agg(set)
+    assert routings["upcycled"] == {"dense"}
+    assert {"average", "history", "cluster", "cluster+history", "updating", "one expert"} <= routings["cbtm_2"]
+    assert routings["demix"] == routings["btm"] == routings["cbtm_2"] | {"own expert"}
+    clusterings = rows.groupby("model")["clustering"].agg(set)
+    assert (clusterings["cbtm_2"], clusterings["btm"]) == ({"k2"}, {"by_domain"})
+    # An answer of one whole expert, from the file of scores alone.
+    scores = pq.read_table(run / "tasks" / "btm" / "domain.parquet").to_pandas()
+    examples = pd.read_parquet(run / "examples" / "domain.parquet").query("split == 'test'")
+    tests = scores[(scores["split"] == "test") & (scores["label"] >= 0)]
+    names = pq.read_schema(run / "tasks" / "btm" / "domain.parquet").metadata[b"experts"].decode().split(",")
+    for number, name in enumerate(names):
+        scored = tests.assign(p=tests["log_probability"].str[number])
+        totals = scored.groupby(["example", "label"])["p"].sum().unstack()
+        hits = (totals.idxmax(axis=1).to_numpy() == examples["answer"].to_numpy()).mean()
+        of_expert = rows[(rows["model"] == "btm") & (rows["task"] == "domain") & (rows["expert"] == name)]
+        assert of_expert["accuracy"].item() == pytest.approx(hits)
+    page = (run / "report" / "index.html").read_text()
+    assert "tables/tasks.html" in page
+    assert "Accuracy on tasks" in (run / "report" / "tables" / "tasks.md").read_text()

@@ -9,12 +9,21 @@ from demix.config.contexts import asked_contexts
 from demix.config.keys import located, read_keys
 from demix.config.rules import RunRules, source_files, swept_rates
 from demix.config.run import refuse_other_format
-from demix.config.evaluated import balanced_pairs, bases, chosen_on_dev, compared, evaluated, token_routed
+from demix.config.evaluated import (
+    balanced_pairs,
+    bases,
+    chosen_on_dev,
+    classified,
+    compared,
+    evaluated,
+    token_routed,
+)
 from demix.config.merged import MERGED, merged_models
 from demix.config.scoring import scoring_jobs
 from demix.config.evaluation import MixingRecipe, ScoredTokens, ScoringRecipe
 from demix.config.sections import AdaptationRecipe, taken
 from demix.config.rows import clusterings, clusters_of
+from demix.config.tasks import tasks_of
 from demix.config.systems import (
     adaptations,
     adapted,

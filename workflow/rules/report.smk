@@ -133,6 +133,7 @@ rule report:
         f"{RUN}/posteriors.parquet",
         f"{RUN}/corpus/overlap.parquet",
         f"{RUN}/audit.parquet" if WITHOUT else [],
+        f"{RUN}/tasks.parquet" if TASKS else [],
         METRICS,
         [f"{RUN}/clusters/{clustering}/clusterer.json" for clustering in CLUSTERED],
         [
@@ -187,6 +188,7 @@ rule card:
 rule track:
     input:
         f"{RUN}/results.parquet",
+        f"{RUN}/tasks.parquet" if TASKS else [],
         METRICS,
         EXPERTS,
         expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),

@@ -30,6 +30,13 @@ class KeyValues:
         self.values[:, :, start : self.seen] = values
         return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
 
+    def repeated(self, times: int, more: int) -> "KeyValues":
+        """A copy in which each sequence stands `times` times, one after the other, with room for `more` positions."""
+        copy = KeyValues(self.seen + more)
+        keys, values = (part[:, :, : self.seen].repeat_interleave(times, 0) for part in (self.keys, self.values))
+        copy.extended(keys, values)
+        return copy
+
     def of(self, sequences: Tensor, count: int) -> "KeyValues":
         """A copy for other sequences, each with the past of one of these: `sequences` [R] are numbers below `count` B.
 

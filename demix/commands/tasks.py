@@ -1,0 +1,60 @@
+"""The stages of tasks: their examples, the log-probabilities of labels, and accuracy by routing."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from demix.commands.options import Output, Settings
+from demix.config.tasks import ExamplesRecipe
+from demix.settings import settings_from
+
+app = typer.Typer()
+
+
+@app.command()
+def examples(
+    task: Annotated[str, typer.Argument(help="Name of the task.")],
+    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json of the run.")],
+    settings: Settings,
+    output: Output,
+    documents: Annotated[
+        list[Path] | None,
+        typer.Argument(help="corpus/<domain>/test.parquet and dev.parquet, for a task that is made of them."),
+    ] = None,
+) -> None:
+    """Read or make the examples of a task, with texts that fit into a model's context."""
+    from demix.data.tasks import write_examples
+
+    files: dict[str, dict[str, Path]] = {"test": {}, "dev": {}}
+    for path in documents or ():
+        files.setdefault(path.stem, {})[path.parent.name] = path
+    write_examples(task, settings_from(ExamplesRecipe, settings), files, tokenizer, output)
+
+
+@app.command()
+def fewshot(
+    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    examples: Annotated[list[Path], typer.Argument(help="examples/<task>.parquet of each task.")],
+    tokenizer: Annotated[Path, typer.Option(help="tokenizer.json of the run.")],
+    settings: Settings,
+    output: Annotated[Path, typer.Option(help="The model's folder of scored tasks.")],
+    experts: Annotated[str, typer.Option(help="Experts, separated by commas.")],
+) -> None:
+    """Score the labels of tasks under experts: write the log-probability of every token of texts and labels."""
+    from demix.evaluate.fewshot import TaskScoring, score_tasks
+
+    score_tasks(model, tuple(experts.split(",")), examples, tokenizer, settings_from(TaskScoring, settings), output)
+
+
+@app.command()
+def classify(
+    run: Annotated[Path, typer.Argument(help="The run's folder, with examples/, tasks/, models/ and clusters/ in it.")],
+    settings: Settings,
+    output: Output,
+) -> None:
+    """Route scored tasks in every way, and write the accuracy of each. Runs no forward pass."""
+    from demix.evaluate.tasks import Classification
+    from demix.evaluate.tasks import classify as run_on
+
+    run_on(run, settings_from(Classification, settings), output)

@@ -1,0 +1,179 @@
+"""The section `tasks`: texts with labels, and how a model is asked which label belongs to a text."""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from demix.config.domains import SourceSection
+from demix.errors import DemixError
+from demix.settings import DistinctItems, Integer, Items, Positive, Switch, Text, settings, settings_from
+
+Seed = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
+# Other examples with labels on which the accuracy of each expert is measured (Gururangan et al. 2023, A.7).
+OTHERS = 8
+
+
+def _task_name(name: str) -> str:
+    if not re.fullmatch("[a-z][a-z0-9_]*", name):
+        raise ValueError("is not a usable name of a task", "use lower-case letters, digits and _, and begin with one")
+    return name
+
+
+def _template(template: str) -> str:
+    if template.count("{text}") != 1 or not template.endswith("{label}") or template.count("{label}") != 1:
+        raise ValueError("does not hold {text} once and end with {label}", 'write such as "{text} Topic: {label}"')
+    return template
+
+
+TaskName = Annotated[Text, AfterValidator(_task_name)]
+Template = Annotated[Text, AfterValidator(_template)]
+
+
+@settings(kw_only=True)
+class Task:
+    """A task: examples of a text with labels to choose from, and how they are asked."""
+
+    path: Text | None = Field(
+        default=None,
+        description="File of the examples (.jsonl and the other formats of `source.path`); short for "
+        "`test: {kind: files, path: …}`.",
+    )
+    made: Literal["domains", "continuations"] | None = Field(
+        default=None,
+        description="Make the examples of the run's own held-out documents. domains: which training domain is this "
+        "text of. continuations: which of `choices` second halves continues this first half of a document. Tests are "
+        "of the test splits, demonstrations and validation examples of the dev splits.",
+    )
+    test: SourceSection | None = Field(default=None, description="Source of the examples that are tested.")
+    train: SourceSection | None = Field(
+        default=None,
+        description="Source of the demonstrations. null takes them from the tested source: these are not tested.",
+    )
+    validation: SourceSection | None = Field(
+        default=None,
+        description="Source of the examples on which experts are judged for routing by accuracy. null takes further "
+        "ones of those that demonstrations come from.",
+    )
+    text: Text | Annotated[Items[Text], Field(min_length=1)] = Field(
+        default="text", description="Field of the text, or a list of fields, whose texts are joined by newlines."
+    )
+    label: Text = Field(default="label", description="Field of the right label.")
+    choices: Text | Positive | None = Field(
+        default=None,
+        description="Field with the list of labels to choose from, where each example has its own; the right one is "
+        "then a label of the list, or its number from 0. Of `made: continuations`, how many there are (4).",
+    )
+    labels: dict[Text, Text] = Field(
+        default_factory=dict,
+        description="The words that stand for the values of `label`, such as `{0: World, 1: Sports}`. Empty: all "
+        "values of the field. Of `made: domains`, words for domains; the others' are their names.",
+    )
+    template: Template | None = Field(
+        default=None,
+        description="How a text is followed by its label. It ends with {label}. null: `{text} {label}`, or of "
+        "`made: continuations` `{text}{label}`.",
+    )
+    separator: Text = Field(default="\n\n", description="What stands between demonstrations.")
+    shots: Annotated[Integer, Field(ge=0)] = Field(
+        default=0, description="Demonstrations (examples with their labels) before each text."
+    )
+    seeds: DistinctItems[Seed] = Field(
+        default=(1,), min_length=1, description="Seeds that draw demonstrations and validation examples."
+    )
+    examples: Positive | None = Field(
+        default=200, description="Examples to test, drawn by the hash of their content; null tests all."
+    )
+    tokens: Positive | None = Field(
+        default=None,
+        description="Tokens of a text with its label at most; a longer text is shortened. null: an equal share of the "
+        "model's context for each demonstration and the text.",
+    )
+    keep: Literal["start", "end"] | None = Field(
+        default=None,
+        description="The part of a longer text that is kept. null: its start, or of `made: continuations` its end.",
+    )
+    choice_tokens: Positive = Field(
+        default=16, description="Tokens of each choice of `made: continuations`: all choices are equally long."
+    )
+    others: Literal["domain", "all"] = Field(
+        default="domain",
+        description="Of `made: continuations`, where the wrong choices are from: the same domain, or all domains.",
+    )
+    calibrated: Switch = Field(
+        default=False,
+        description="Take from the log-probability of a label that of the label without the text (Holtzman et al. "
+        "2021), so that frequent labels are not the likeliest of all texts.",
+    )
+
+    @property
+    def form(self) -> str:
+        """The template."""
+        return self.template or ("{text}{label}" if self.made == "continuations" else "{text} {label}")
+
+    @property
+    def keeps_end(self) -> bool:
+        """Whether a longer text keeps its end."""
+        return (self.keep or ("end" if self.made == "continuations" else "start")) == "end"
+
+    @property
+    def pooled(self) -> int:
+        """The examples that all seeds may draw demonstrations and validation examples from, at most."""
+        return len(self.seeds) * (self.shots + OTHERS)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of a text."""
+        return (self.text,) if isinstance(self.text, str) else self.text
+
+    @property
+    def tested(self) -> SourceSection | None:
+        """The source of the examples that are tested; none for examples that are made."""
+        return SourceSection(kind="files", path=self.path) if self.path is not None else self.test
+
+
+@settings(kw_only=True)
+class ExamplesRecipe(Task):
+    """A task, the tokens of a block of the models (`length`) and the run's seed."""
+
+    length: Positive
+    seed: Seed
+
+
+def tasks_of(config: Mapping[str, Any]) -> dict[str, Task]:
+    """The tasks of a completed config by name."""
+    given = config.get("tasks") or {}
+    return {name: settings_from(Task, each, f"config key tasks.{name}") for name, each in given.items()}
+
+
+def check_tasks(config: Mapping[str, Any]) -> None:
+    """Raise DemixError for a task with keys that do not go together."""
+    for name, task in tasks_of(config).items():
+        key = f"config key tasks.{name}"
+        sources = sum(one is not None for one in (task.path, task.made, task.test))
+        if sources != 1:
+            cause = "has several of path, made and test" if sources else "has no examples"
+            raise DemixError(key, cause, "give one of path, made and test")
+        if task.made:
+            for one in ("train", "validation"):
+                if getattr(task, one) is not None:
+                    raise DemixError(f"{key}.{one}", "is given beside made", "leave it out: the dev splits are used")
+        if isinstance(task.choices, int) != (task.made == "continuations") and task.choices is not None:
+            cause = f"is {task.choices!r}"
+            raise DemixError(f"{key}.choices", cause, "name a field, or give a number beside made: continuations")
+        if isinstance(task.choices, int) and task.choices < 2:
+            raise DemixError(f"{key}.choices", f"is {task.choices}", "give at least 2")
+        if task.made == "domains":
+            if foreign := [label for label in task.labels if label not in config["domains"]["training"]]:
+                raise DemixError(f"{key}.labels.{foreign[0]}", "is no training domain", "name training domains")
+            if len(config["domains"]["training"]) < 2:
+                raise DemixError(key, "needs two training domains", "leave the task out")
+        elif task.made and task.labels:
+            raise DemixError(f"{key}.labels", "is given beside made: continuations", "leave it out")
+        if not task.shots and len(task.seeds) > 1:
+            cause = f"has {len(task.seeds)} seeds, which draw demonstrations, for 0 shots"
+            raise DemixError(f"{key}.seeds", cause, "give one seed, or shots")
+        words = list(task.labels.values())
+        if len(set(words)) < len(words):
+            raise DemixError(f"{key}.labels", "gives two labels one word", "give each its own")

@@ -1,0 +1,311 @@
+"""The examples of a task, from sources or made of a run's held-out documents, and the prompts that ask a model.
+
+`examples/<task>.parquet` has one row per example: a text that fits a model's context, the labels to choose from, and
+which of them is right. `prompts` is a function of this file and the task's settings, so that scoring and routing see
+the same prompts. Few-shot classification follows Gururangan et al. 2023, section 5 and appendix A.7.
+"""
+
+import hashlib
+import heapq
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from demix.config.domains import SourceSection
+from demix.config.tasks import OTHERS, ExamplesRecipe, Task
+from demix.data.making import continuations, of_domains
+from demix.data.sources import Source, records
+from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError
+from demix.files import read_parquet, seed_for, write_parquet
+
+SCHEMA = pa.schema(
+    [
+        pa.field("split", pa.string(), False),
+        pa.field("id", pa.string(), False),
+        pa.field("text", pa.large_string(), False),
+        pa.field("choices", pa.list_(pa.string()), False),
+        pa.field("answer", pa.int16(), False),
+        pa.field("domain", pa.string(), False),
+        pa.field("shortened", pa.bool_(), False),
+    ]
+)
+# A template that leaves fewer tokens for the text has no use.
+FEWEST_TOKENS = 8
+# Tokens that two texts may take more side by side than each by itself.
+_JOINT = 2
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text, the labels to choose from and the number of the right one.
+
+    `split` is test, train (demonstrations) or validation. `domain` is that of the document of a made example. `id` is
+    the sha256 of the content. `shortened` says that the text was longer.
+    """
+
+    split: str
+    text: str
+    choices: tuple[str, ...]
+    answer: int
+    domain: str = ""
+    shortened: bool = False
+
+    @property
+    def id(self) -> str:
+        """The sha256 of text, labels and answer."""
+        return hashlib.sha256(json.dumps([self.text, self.choices, self.answer]).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is asked: to go on after `context` with one of `choices`, of which number `answer` is right.
+
+    `split` says what for: `test`, `validation` (other examples, after the same demonstrations), `permutation` (the last
+    demonstration after the others) or `cue` (the same without the text). `example` is the number among the prompts of
+    this split and `seed`; `cue` is that of the prompt that calibrates this one, -1 without one.
+    """
+
+    split: str
+    seed: int
+    example: int
+    context: str
+    choices: tuple[str, ...]
+    answer: int = -1
+    domain: str = ""
+    cue: int = -1
+
+
+def write_examples(
+    name: str, task: ExamplesRecipe, documents: Mapping[str, Mapping[str, Path]], tokenizer: Path, output: Path
+) -> None:
+    """Write the examples of the task `name` for models with blocks of `task.length` tokens.
+
+    `documents` are the corpus files of the training domains by split, `test` and `dev`, for tasks that are made of
+    them. A text is shortened to `task.tokens`, by default to its share of a block. Raises DemixError for a task without
+    enough examples, with a label that is no choice, and for a template that leaves no room for texts.
+    """
+    encoder = Tokenizer.load(tokenizer)
+    drawn = _drawn(name, task, documents, encoder, output)
+    examples = list(fitted(name, task, drawn, encoder, task.length))
+    found = {split: sum(one.split == split for one in examples) for split in ("test", "train", "validation")}
+    _log.info(
+        "%s: %d examples to test (%d shortened), %d for demonstrations, %d for validation",
+        name, found["test"], sum(one.shortened for one in examples if one.split == "test"),
+        found["train"], found["validation"],
+    )  # fmt: skip
+    refuse_few(name, task, examples)
+    rows = [
+        {
+            "split": one.split,
+            "id": one.id,
+            "text": one.text,
+            "choices": list(one.choices),
+            "answer": one.answer,
+            "domain": one.domain,
+            "shortened": one.shortened,
+        }
+        for one in examples
+    ]
+    write_parquet(pa.Table.from_pylist(rows, SCHEMA), output)
+
+
+def read_examples(path: Path) -> list[Example]:
+    """The examples in `examples/<task>.parquet`."""
+    return [
+        Example(
+            row["split"], row["text"], tuple(row["choices"]), row["answer"], row["domain"], shortened=row["shortened"]
+        )
+        for row in read_parquet(path).to_pylist()
+    ]
+
+
+def refuse_few(name: str, task: Task, examples: Sequence[Example]) -> None:
+    """Raise DemixError unless there is an example to test, and enough to draw demonstrations from."""
+    found = {split: sum(one.split == split for one in examples) for split in ("test", "train", "validation")}
+    if not found["test"]:
+        raise DemixError(f"tasks.{name}", "has no example to test", "give it more examples")
+    if found["train"] < task.shots:
+        cause = f"has {found['train']} examples besides those that are tested, of {task.shots} demonstrations"
+        raise DemixError(f"tasks.{name}", cause, "give it more examples, or fewer shots")
+
+
+def prompts(task: Task, examples: Sequence[Example]) -> Iterator[Prompt]:
+    """All prompts of a task, seed by seed: tests, validation examples, permutations of the demonstrations, cues.
+
+    A seed draws `task.shots` demonstrations, which stand before each text, and 8 validation examples; none where there
+    are fewer. Prompts whose cues are equal share one.
+    """
+    tests, train, others = ([one for one in examples if one.split == s] for s in ("test", "train", "validation"))
+    for seed in task.seeds:
+        drawn = _ordered(train, seed, "demonstrations")
+        demonstrations = drawn[: task.shots]
+        judged = (_ordered(others, seed, "validation") if others else drawn[task.shots :])[:OTHERS]
+        turned = [
+            ([*demonstrations[number + 1 :], *demonstrations[:number]], one)
+            for number, one in enumerate(demonstrations[:OTHERS])
+            if len(demonstrations) > 1
+        ]
+        asked_of = {
+            "test": [(demonstrations, one) for one in tests],
+            "validation": [(demonstrations, one) for one in judged if len(judged) == OTHERS],
+            "permutation": turned,
+        }
+        cues: dict[tuple[str, tuple[str, ...]], int] = {}
+        for split, some in asked_of.items():
+            for number, (before, one) in enumerate(some):
+                cue = cues.setdefault(_filled(task, before, "", one.choices), len(cues)) if task.calibrated else -1
+                context, choices = _filled(task, before, one.text, one.choices)
+                yield Prompt(split, seed, number, context, choices, one.answer, one.domain, cue)
+        for (context, choices), number in cues.items():
+            yield Prompt("cue", seed, number, context, choices)
+
+
+def asked(task: Task, text: str, choices: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The template up to the label, without white space at its end, and the choices, which begin with that."""
+    filled = task.form.removesuffix("{label}").replace("{text}", text)
+    context = filled.rstrip()
+    return context, tuple(filled[len(context) :] + choice for choice in choices)
+
+
+def fitted(name: str, task: Task, examples: Iterable[Example], tokenizer: Tokenizer, length: int) -> Iterator[Example]:
+    """`examples` with texts shortened so that all demonstrations, the text and its label fit into `length` tokens.
+
+    A text loses tokens at its end, or with `keep: end` at its start, and what is left of a character that was cut.
+    Raises DemixError where the longest label leaves fewer than 8 tokens for a text.
+    """
+    share = length // (task.shots + 1) - (_JOINT + len(tokenizer.encode(task.separator)) if task.shots else 0)
+    budget = min(share, task.tokens or share)
+
+    def size(text: str, choices: Sequence[str]) -> int:
+        context, labels = asked(task, text, choices)
+        return len(tokenizer.encode(context)) + max(len(tokenizer.encode(label)) for label in labels)
+
+    for one in examples:
+        text, room = one.text, budget - size("", one.choices)
+        if room < FEWEST_TOKENS:
+            cause = f"leave {max(room, 0)} tokens for a text: its share of a block is {share}, and its labels are long"
+            key = f"config key tasks.{name}.{'tokens' if task.tokens and task.tokens < share else 'shots'}"
+            raise DemixError(key, cause, "lower shots, raise tokens, or use shorter labels")
+        ids = tokenizer.encode(text)
+        kept = len(ids)
+        while (over := size(text, one.choices) - budget) > 0:
+            kept = max(0, kept - over)
+            cut = ids[len(ids) - kept :] if task.keeps_end else ids[:kept]
+            text = tokenizer.decode(cut).strip("\ufffd").strip()
+        yield replace(one, text=text, shortened=text != one.text)
+
+
+def _filled(
+    task: Task, demonstrations: Iterable[Example], text: str, choices: Sequence[str]
+) -> tuple[str, tuple[str, ...]]:
+    """The demonstrations, the template and `text` as a context without white space at its end, and the choices."""
+    before = []
+    for one in demonstrations:
+        context, labels = asked(task, one.text, one.choices)
+        before.append(context + labels[one.answer])
+    context, labels = asked(task, text, choices)
+    whole = task.separator.join([*before, context])
+    # Without a text there may be white space, which belongs to the label.
+    context = whole.rstrip()
+    return context, tuple(whole[len(context) :] + label for label in labels)
+
+
+def _ordered(examples: Iterable[Example], seed: int, what: str) -> list[Example]:
+    """The examples in the order of a hash of `seed` and their content."""
+    return sorted(examples, key=lambda one: seed_for(seed, what, one.id))
+
+
+def _drawn(
+    name: str, task: ExamplesRecipe, documents: Mapping[str, Mapping[str, Path]], tokenizer: Tokenizer, output: Path
+) -> Iterator[Example]:
+    """The examples of all splits before their texts are shortened, those to test first."""
+    if task.made:
+        for split, of, count in (("test", "test", task.examples), ("train", "dev", task.pooled)):
+            made = (
+                of_domains(documents[of], task.labels, count, task.seed)
+                if task.made == "domains"
+                else continuations(documents[of], tokenizer, task, count, task.seed)
+            )
+            for text, choices, answer, domain in made:
+                yield Example(split, text, tuple(choices), answer, domain)
+        return
+    tested = task.tested
+    if tested is None:
+        raise DemixError(f"tasks.{name}", "has no examples", "give one of path, made and test")
+    wanted = None if task.examples is None else task.examples + (0 if task.train else task.pooled)
+    found = _least(_read(name, task, tested, output), wanted, task.seed)
+    # The first by hash serve the others where nothing else does.
+    pooled = [] if task.train else found[: task.pooled]
+    parts = [("test", found[len(pooled) :]), ("train", pooled)]
+    for split, source in (("train", task.train), ("validation", task.validation)):
+        if source is not None:
+            parts.append((split, _least(_read(name, task, source, output), 10 * task.pooled, task.seed)))
+    values = {str(value) for _, some in parts for one in some if not one.choices for value in [one.label]}
+    labels = dict(task.labels) or {value: value for value in sorted(values)}
+    for split, some in parts:
+        for one in some:
+            yield one.example(name, split, labels)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """An example as its source has it: the right label and, where it has its own, the labels to choose from."""
+
+    place: str
+    text: str
+    label: Any
+    choices: tuple[str, ...]
+
+    def example(self, name: str, split: str, labels: Mapping[str, str]) -> Example:
+        """The example, with `labels` (words by value) where it has no choices of its own."""
+        choices = self.choices or tuple(labels.values())
+        known = list(self.choices) if self.choices else list(labels)
+        if self.choices and isinstance(self.label, int) and 0 <= self.label < len(known):
+            answer = self.label
+        elif str(self.label) in known:
+            answer = known.index(str(self.label))
+        else:
+            cause = f"has the label {self.label!r:.80}, which is none of {', '.join(map(repr, known))[:200]}"
+            raise DemixError(f"tasks.{name}: {self.place}", cause, "mend label, labels or choices")
+        return Example(split, self.text, choices, answer)
+
+
+def _read(name: str, task: Task, section: SourceSection, output: Path) -> Iterator[_Record]:
+    """The examples of a source. What was fetched is removed at its end."""
+    first, *more = task.fields
+    own = task.choices if isinstance(task.choices, str) else None
+    given = {key: getattr(section, key) for key in section.__dataclass_fields__}
+    wanted = tuple(dict.fromkeys([*more, task.label, *([own] if own else [])]))
+    source = Source(**given | {"text": first, "metadata": wanted})
+    fetched = output.parent / f".{output.stem}.fetched"
+    for place, text, metadata in records(source, f"tasks.{name}", fetched):
+        fields = json.loads(metadata)
+        parts = [text, *(str(fields[field] or "") for field in more)]
+        choices = fields.get(own) if own else []
+        if own and (not isinstance(choices, list) or len({*map(str, choices)}) < max(2, len(choices))):
+            cause = f"has {own} {choices!r:.80}, no list of two or more different labels"
+            raise DemixError(f"tasks.{name}: {place}", cause, "mend the example")
+        whole = "\n".join(part.strip() for part in parts if part.strip())
+        if whole:
+            yield _Record(place, whole, fields[task.label], tuple(map(str, choices or ())))
+    shutil.rmtree(fetched, ignore_errors=True)
+
+
+def _least(found: Iterable[_Record], count: int | None, seed: int) -> list[_Record]:
+    """The `count` different examples of the smallest hash of their content, in this order; None takes all."""
+    kept: dict[int, _Record] = {}
+    for one in found:
+        key = seed_for(seed, "task", one.text, str(one.label), json.dumps(one.choices))
+        kept.setdefault(key, one)
+        if count is not None and len(kept) > 2 * count + 1000:
+            kept = {key: kept[key] for key in heapq.nsmallest(count, kept)}
+    return [kept[key] for key in sorted(kept)[:count]]

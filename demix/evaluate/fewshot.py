@@ -1,0 +1,172 @@
+"""Scoring of tasks: the log-probability of every token of a prompt and of each of its labels, under each expert.
+
+`tasks/<model>/<task>.parquet` holds them once. Which expert is asked, and with what weight, is arithmetic on this file
+(`demix.evaluate.tasks`).
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from demix.config.sections import Threads
+from demix.config.tasks import Task
+from demix.data.tasks import Prompt, prompts, read_examples
+from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError
+from demix.evaluate.task_tables import schema_of
+from demix.files import sha256_file
+from demix.files.batches import write_batches
+from demix.model.checkpoint import describe, expert_lineage, load_experts, refuse_other_tokenizer
+from demix.model.device import compute_type, own_device, set_threads
+from demix.model.gpt import GPT
+from demix.model.scoring import columns_of
+from demix.progress import progress
+from demix.settings import settings
+
+log = logging.getLogger(__name__)
+
+# Prompts whose scores are in memory at one time.
+_AT_ONCE = 512
+
+
+@settings(kw_only=True)
+class TaskScoring:
+    """The tasks to score by name, and how."""
+
+    tasks: dict[str, Task]
+    precision: Literal["fp32", "bf16"] = "fp32"
+    threads: Threads
+
+
+def score_tasks(
+    directory: Path,
+    experts: tuple[str, ...],
+    examples: Sequence[Path],
+    tokenizer: Path,
+    given: TaskScoring,
+    output: Path,
+) -> None:
+    """Write output/<task>.parquet for each of the files examples/<task>.parquet, under `experts` of a model.
+
+    Raises DemixError for another tokenizer than the model's, a prompt that does not fit into the model's context, and
+    an expert without finite log-probabilities. Experts that are whole models are in memory one at a time.
+    """
+    set_threads(given.threads)
+    encoder = Tokenizer.load(tokenizer)
+    refuse_other_tokenizer(directory, tokenizer, encoder.sha256, encoder.vocab_size)
+    trunks = load_experts(directory, experts, own_device(), hold=False)
+    names, dtype = columns_of(trunks), compute_type(given.precision)
+    hashes = {name: expert_lineage(directory, name)["sha256"] for name in names}
+    for path in examples:
+        asked = list(prompts(given.tasks[path.stem], read_examples(path)))
+        rows = [tokens_of(path.stem, prompt, encoder, trunks[0].architecture.context) for prompt in asked]
+        about = {
+            "experts": ",".join(names),
+            "examples_sha256": sha256_file(path),
+            "shared_sha256": describe(directory)["shared_sha256"],
+            **{f"expert_sha256.{name}": sha256 for name, sha256 in hashes.items()},
+        }
+        schema = schema_of(len(names)).with_metadata(about)
+        place = output / path.name
+        write_batches(place, schema, _batches(trunks, asked, rows, encoder.end_of_text, dtype, schema, path.stem))
+        log.info("%s: %d prompts, %d experts", path.stem, len(asked), len(names))
+
+
+def tokens_of(task: str, prompt: Prompt, tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The tokens of a prompt's context and of each of its labels.
+
+    Raises DemixError for a label without tokens, and for more tokens in all than a block of `length`.
+    """
+    context, labels = tokenizer.encode(prompt.context), [tokenizer.encode(choice) for choice in prompt.choices]
+    if not all(map(len, labels)):
+        raise DemixError(f"tasks.{task}", "has an empty label", "give each label a word")
+    if len(context) + max(map(len, labels)) > length:
+        cause = f"has a prompt of {len(context)} and a label of {max(map(len, labels))} tokens, for blocks of {length}"
+        raise DemixError(f"tasks.{task}", cause, "lower shots, or set tokens")
+    return context, labels
+
+
+@torch.no_grad()
+def label_scores(
+    model: GPT, context: np.ndarray, labels: Sequence[np.ndarray], before: int, dtype: torch.dtype | None = None
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """log p in nats of the tokens of a context [E, N] and, after it, of each label [E, n], under every expert.
+
+    `before` is the token before the context. The context is computed once for all labels.
+    """
+    device, longest = model.token_embedding.device, max(map(len, labels))
+    inputs = torch.from_numpy(np.append(before, context).astype(np.int64))[None, None].to(device)
+    # [1, L, n], padded with the first token, whose scores are left out.
+    padded = np.stack([np.pad(label.astype(np.int64), (0, longest - len(label)), mode="edge") for label in labels])
+    wanted = torch.from_numpy(padded)[None].to(device)
+    past = model.no_past()
+    hidden = model(inputs, dtype=dtype, past=past)  # [E, 1, N + 1, D]
+    scores = model.log_probabilities(hidden[:, :, :-1], inputs[:, :, 1:])[:, 0]
+    first = model.log_probabilities(
+        hidden[:, :, -1:].expand(-1, 1, len(labels), -1), wanted[..., 0][:, None]
+    )  # [E, 1, L]
+    found = first.transpose(1, 2)
+    if longest > 1:
+        more = [layer.repeated(len(labels), longest - 1) for layer in past]
+        states = model(wanted[..., :-1], dtype=dtype, past=more)
+        found = torch.cat([found, model.log_probabilities(states, wanted[..., 1:])], 2)  # [E, L, n]
+    of_labels = found.double().cpu().numpy()
+    return scores.double().cpu().numpy(), [of_labels[:, at, : len(label)] for at, label in enumerate(labels)]
+
+
+def _batches(
+    trunks: Sequence[GPT],
+    asked: Sequence[Prompt],
+    rows: Sequence[tuple[np.ndarray, list[np.ndarray]]],
+    before: int,
+    dtype: torch.dtype | None,
+    schema: pa.Schema,
+    task: str,
+) -> Iterator[pa.RecordBatch]:
+    names = columns_of(trunks)
+    with progress(f"{task}: prompts", len(trunks) * len(asked)) as advance:
+        for start in range(0, len(asked), _AT_ONCE):
+            some = range(start, min(start + _AT_ONCE, len(asked)))
+            scored: list[list[np.ndarray]] = [[] for _ in some]
+            for trunk in trunks:
+                with trunk.with_weights() as model:
+                    for at, number in enumerate(some):
+                        context, labels = label_scores(model, *rows[number], before, dtype)
+                        scored[at].append(np.concatenate([context, *labels], axis=1))
+                        advance(1)
+            yield pa.concat_batches(
+                _batch(asked[number], *rows[number], np.concatenate(scored[at]), names, schema)
+                for at, number in enumerate(some)
+            )
+
+
+def _batch(
+    prompt: Prompt,
+    context: np.ndarray,
+    labels: Sequence[np.ndarray],
+    scores: np.ndarray,
+    names: Sequence[str],
+    schema: pa.Schema,
+) -> pa.RecordBatch:
+    """The rows of one prompt: its context (label -1), then its labels."""
+    for name, row in zip(names, scores, strict=True):
+        if not np.isfinite(row).all():
+            raise DemixError(
+                f"expert {name}", "gives tokens no finite log-probability", "train it again, or leave it out"
+            )
+    sizes, count = [len(context), *map(len, labels)], scores.shape[1]
+    flat = pa.array(np.ascontiguousarray(scores.T, dtype=np.float32).ravel())
+    columns = [
+        pa.array([prompt.split] * count, schema.field("split").type),
+        pa.array(np.full(count, prompt.seed, np.int32)),
+        pa.array(np.full(count, prompt.example, np.int32)),
+        pa.array(np.repeat(np.arange(-1, len(labels)), sizes).astype(np.int16)),
+        pa.array(np.concatenate([context, *labels]).astype(np.uint32)),
+        pa.FixedSizeListArray.from_arrays(flat, type=schema.field("log_probability").type),
+    ]
+    return pa.record_batch(columns, schema=schema)

@@ -1,0 +1,323 @@
+"""Classification by a mixture of experts: accuracy by routing, from the stored log-probabilities of labels.
+
+Sources: Gururangan et al. 2023, section 5.1 and appendix A.7; Holtzman et al. 2021 for calibration. The log-probability
+of a label is the sum over its tokens of log Σ_j g[t, j]·p_j(token), and the likeliest label is chosen. A routing gives
+the weights g. Where they come from the text alone, the tokens of the label that came before count as text too.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from scipy.special import log_softmax
+from scipy.stats import binomtest
+
+from demix.config.evaluation import Temperature, WeightsName
+from demix.config.mixing import DEFAULTS, parsed_weights
+from demix.config.tasks import Task
+from demix.data.cluster import Clusterer
+from demix.data.tasks import Prompt, prompts, read_examples
+from demix.errors import DemixError
+from demix.evaluate.columns import TASKS, table_schema
+from demix.evaluate.intervals import FEWEST, RESAMPLES, bounds
+from demix.evaluate.mix.choice import mixing_of
+from demix.evaluate.mix.mixtures import log_weights
+from demix.evaluate.mix.rules import Chunk, History, PriorAlone, Tempered, WeightsRule, weights_rule
+from demix.evaluate.task_tables import Scored, read_scored
+from demix.files import write_parquet
+from demix.model.clusters import refuse_other_clusters
+from demix.settings import DistinctItems, Positive, settings
+
+
+@settings(kw_only=True)
+class Asked:
+    """A model whose accuracy is taken: its row and seed in tables, and the clustering of its experts, if any."""
+
+    model: str
+    folder: str
+    seed: int
+    mixes: bool
+    routing: str = ""
+
+
+@settings(kw_only=True)
+class Classification:
+    """What is classified, by which models, and by which routings."""
+
+    tasks: dict[str, Task]
+    models: tuple[Asked, ...]
+    weights: DistinctItems[WeightsName]
+    temperature: Temperature
+    top_k: DistinctItems[Positive] = ()
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A way to weight experts: a row of tasks.parquet.
+
+    `log_priors` are the log weights [E] by the seed and number of a test example; `rule` adds the evidence of the text.
+    `reads` says what else it is told: the test labels, or the domain. `top_k` are the numbers of experts to keep, each
+    a row of its own; None keeps all.
+    """
+
+    name: str
+    log_priors: Callable[[Scored], np.ndarray]
+    rule: WeightsRule = field(default_factory=PriorAlone)
+    reads: str = ""
+    temperature: float | None = None
+    top_k: tuple[int | None, ...] = (None,)
+    expert: str = ""
+
+
+def classify(run: Path, given: Classification, output: Path) -> None:
+    """Write the accuracy of every model, task and routing to `output`.
+
+    `run` is the run's folder, with examples/<task>.parquet, tasks/<model>/<task>.parquet, clusterers, and what was
+    chosen on dev. Raises DemixError for scores of other examples, and for experts of other clusters.
+    """
+    rows: list[dict[str, Any]] = []
+    for name, task in given.tasks.items():
+        examples = run / "examples" / f"{name}.parquet"
+        asked = list(prompts(task, read_examples(examples)))
+        distances: dict[str, Distances] = {}
+        for model in given.models:
+            experts, scored = read_scored(run / "tasks" / model.folder / f"{name}.parquet", examples, asked)
+            if model.routing:
+                refuse_other_clusters(run / "models" / model.folder, run / "clusters" / model.routing, experts)
+                if model.routing not in distances:
+                    distances[model.routing] = Distances.of(run / "clusters" / model.routing, asked)
+            near = distances.get(model.routing)
+            tempered = mixing_of(run / "models" / model.folder)
+            about = {
+                "task": name, "model": model.model, "n_experts": len(experts), "clustering": model.routing,
+                "shots": task.shots, "calibrated": task.calibrated, "seed": model.seed,
+            }  # fmt: skip
+            for routing in routings(task, experts, scored, given, near, tempered) if model.mixes else (ALONE,):
+                told = {"routing": routing.name, "temperature": routing.temperature}
+                told |= {"reads": routing.reads, "expert": routing.expert}
+                for top_k, right in zip(routing.top_k, answers(scored, routing, task), strict=True):
+                    rows.append(about | told | {"top_k": top_k} | judged(right, chance(asked), given.seed))
+    write_parquet(pa.Table.from_pylist(rows, table_schema(TASKS)), output)
+
+
+# The one column of a model without experts.
+ALONE = Routing("dense", lambda one: np.zeros(1))
+
+
+@dataclass(frozen=True)
+class Distances:
+    """The squared distances [K] of prompts to the centres of the clusters `names`."""
+
+    names: tuple[str, ...]
+    of_context: Mapping[str, np.ndarray]
+
+    @staticmethod
+    def of(folder: Path, asked: Iterable[Prompt]) -> "Distances":
+        """Those of the contexts of tests: demonstrations and text together, as in the paper's A.7."""
+        clusterer = Clusterer.open(folder)
+        contexts = list(dict.fromkeys(prompt.context for prompt in asked if prompt.split != "cue"))
+        found = clusterer.distances(clusterer.embedding.points(contexts))
+        return Distances(clusterer.names, dict(zip(contexts, found, strict=True)))
+
+    def to(self, experts: Sequence[str], context: str) -> np.ndarray:
+        """The distances [E] of a context to the clusters of `experts`."""
+        found: np.ndarray = self.of_context[context][[self.names.index(name) for name in experts]]
+        return found
+
+
+def routings(
+    task: Task,
+    experts: tuple[str, ...],
+    scored: Sequence[Scored],
+    given: Classification,
+    near: Distances | None,
+    tempered: Tempered,
+) -> Iterator[Routing]:
+    """All routings of a model with `experts`, each mixture also with each `top_k` that leaves an expert out.
+
+    `near` has the distances to the experts' clusters, where they have some. `tempered` stands for the rule of this name
+    that leaves its parameters open; other open parameters are the usual ones.
+    """
+    uniform = np.full(len(experts), -np.log(len(experts)))
+    mixtures = [Routing("average", lambda one: uniform)]
+    for weights in given.weights:
+        parsed = parsed_weights(weights)
+        if not parsed.rules.routed:
+            if parsed.open:
+                parsed = replace(parsed, parameters=DEFAULTS[parsed.family])
+            rule = tempered if weights == "tempered" else weights_rule(parsed)
+            mixtures.append(Routing(str(weights), lambda one: uniform, rule))
+    if near is not None:
+        beside = near
+
+        def nearness(one: Scored) -> np.ndarray:
+            return -beside.to(experts, one.prompt.context) / given.temperature
+
+        hot = given.temperature
+        mixtures.append(Routing("cluster", nearness, temperature=hot))
+        mixtures.append(Routing("cluster+history", nearness, History(), temperature=hot))
+    for name, split in (("fixed, 8 + 8", "validation"), ("fixed, 8", "permutation")):
+        if any(one.prompt.split == split for one in scored):
+            by_seed = performance(scored, split, task, experts)
+            mixtures.append(Routing(name, lambda one, by_seed=by_seed: by_seed[one.prompt.seed]))  # type: ignore[misc]
+    updated = updating(scored, task, experts)
+    mixtures.append(Routing("updating", lambda one: updated[one.prompt.seed, one.prompt.example], reads="test labels"))
+    fewer = (None, *(k for k in given.top_k if k < len(experts)))
+    for mixture in mixtures:
+        # Equal weights have no likeliest experts.
+        yield mixture if mixture.name == "average" else replace(mixture, top_k=fewer)
+    tests = [one.prompt for one in scored if one.prompt.split == "test"]
+    if all(prompt.domain in experts for prompt in tests):
+        told = "test labels" if task.made == "domains" else "the domain"
+        yield Routing("own expert", lambda one: _only(experts.index(one.prompt.domain), len(experts)), reads=told)
+    for number, name in enumerate(experts):
+        yield Routing("one expert", lambda one, number=number: _only(number, len(experts)), expert=name)  # type: ignore[misc]
+
+
+def answers(scored: Sequence[Scored], routing: Routing, task: Task) -> np.ndarray:
+    """Whether the choice of each test is right, [K, S, N]: by each of `routing.top_k`, of all seeds and tests."""
+    tests = [one for one in scored if one.prompt.split == "test"]
+    cues = {(one.prompt.seed, one.prompt.example): one for one in scored if one.prompt.split == "cue"}
+    right = np.zeros((len(routing.top_k), len(tests)), bool)
+    for number, one in enumerate(tests):
+        found = likelihoods(one, routing, cues.get((one.prompt.seed, one.prompt.cue)))
+        right[:, number] = [choice(row, one.prompt) == one.prompt.answer for row in found]
+    return right.reshape(len(routing.top_k), len(task.seeds), -1)
+
+
+def likelihoods(one: Scored, routing: Routing, cue: Scored | None = None) -> np.ndarray:
+    """log p [K, L] of each label of a prompt under a mixture with each of `routing.top_k`, in nats.
+
+    With `cue` less that of the label without the text, whose weights are those with it.
+    """
+    log_g, starts = weights_of(one, routing), np.cumsum([0, *map(len, one.labels)])[:-1]
+    scores = [np.concatenate(one.labels), *([] if cue is None else [np.concatenate(cue.labels)])]
+    found = np.empty((len(routing.top_k), len(one.labels)))
+    for row, top_k in zip(found, routing.top_k, strict=True):
+        kept = log_g if top_k is None else largest(log_g, top_k)
+        sums = [np.add.reduceat(np.logaddexp.reduce(kept + some, axis=1), starts) for some in scores]
+        row[:] = sums[0] - sum(sums[1:])
+    return found
+
+
+def weights_of(one: Scored, routing: Routing) -> np.ndarray:
+    """log g [n, E], the weights that predict the tokens of all labels of a prompt, one label after the other."""
+    log_prior = log_softmax(routing.log_priors(one))
+    if isinstance(routing.rule, PriorAlone):
+        return np.broadcast_to(log_prior, (sum(map(len, one.labels)), len(log_prior)))
+    found = []
+    for label in one.labels:
+        tokens = np.concatenate([one.context, label])[None]
+        chunk = Chunk(tokens, np.ones(tokens.shape[:2], bool))
+        evidence, _ = routing.rule.evidence(chunk, routing.rule.begin(log_prior))
+        log_g = log_weights(log_prior[None], evidence, routing.rule.uniform_start)
+        found.append(log_g[0, len(one.context) :])
+    return np.concatenate(found)
+
+
+def largest(log_g: np.ndarray, k: int) -> np.ndarray:
+    """The k largest weights of `log_g` [n, E] at each token and all that equal the least of them, renormalised.
+
+    Accuracies of few examples are often equal, and the order of experts must not choose among them.
+    """
+    least = np.partition(log_g, -k, axis=1)[:, -k, None]
+    kept: np.ndarray = log_softmax(np.where(log_g >= least, log_g, -np.inf), axis=1)
+    return kept
+
+
+def choice(found: np.ndarray, prompt: Prompt) -> int:
+    """The number of the likeliest label; of equal ones that of the smallest hash of context and label."""
+    best = np.flatnonzero(found == found.max())
+    return int(min(best, key=lambda number: _hash(prompt.context, prompt.choices[number])))
+
+
+def performance(scored: Sequence[Scored], split: str, task: Task, experts: Sequence[str]) -> dict[int, np.ndarray]:
+    """log weights [E] by seed: the softmax of each expert's accuracy on the prompts of `split`."""
+    return {seed: log_softmax(_by_expert(scored, split, seed, experts).mean(axis=0)) for seed in task.seeds}
+
+
+def updating(scored: Sequence[Scored], task: Task, experts: Sequence[str]) -> dict[tuple[int, int], np.ndarray]:
+    """log weights [E] by seed and test: equal at first, then the mean of these and of one softmax per earlier test.
+
+    The softmax after a test is that of each expert's accuracy on the tests so far. This reads their labels.
+    """
+    found = {}
+    for seed in task.seeds:
+        right = _by_expert(scored, "test", seed, experts)
+        so_far = np.cumsum(right, axis=0) / np.arange(1, len(right) + 1)[:, None]
+        shares = np.exp(log_softmax(so_far, axis=1))
+        sums = np.cumsum(np.concatenate([np.full((1, len(experts)), 1 / len(experts)), shares]), axis=0)
+        for number in range(len(right)):
+            found[seed, number] = np.log(sums[number] / (number + 1))
+    return found
+
+
+def chance(asked: Iterable[Prompt]) -> float:
+    """The accuracy without any knowledge of the texts: the larger one of guessing and of always one label.
+
+    Where examples have labels of their own, that of guessing.
+    """
+    tests = [prompt for prompt in asked if prompt.split == "test"]
+    guessed = float(np.mean([1 / len(prompt.choices) for prompt in tests]))
+    if len({prompt.choices for prompt in tests}) > 1:
+        return guessed
+    return max(guessed, float(np.bincount([prompt.answer for prompt in tests]).max() / len(tests)))
+
+
+def judged(right: np.ndarray, by_chance: float, seed: int) -> dict[str, Any]:
+    """Accuracy, its 95% interval, chance, and whether the interval excludes chance, of answers [S, N].
+
+    Of one seed the interval is the exact one of a binomial proportion (Clopper and Pearson), of several seeds the
+    bootstrap over seeds and examples; there is none for fewer than 20 examples.
+    """
+    seeds, count = right.shape
+    low, high = None, None
+    if count >= FEWEST and seeds == 1:
+        low, high = binomtest(int(right.sum()), count).proportion_ci(0.95, "exact")
+    elif count >= FEWEST:
+        low, high = bounds(resampled_means(right, seed))
+    sure = low is not None and high is not None and not low <= by_chance <= high
+    return {
+        "seeds": seeds, "examples": count, "accuracy": float(right.mean()),
+        "accuracy_low": low, "accuracy_high": high, "chance": by_chance, "judged": sure,
+    }  # fmt: skip
+
+
+def resampled_means(right: np.ndarray, seed: int) -> np.ndarray:
+    """The means [R] of answers [S, N] whose seeds and examples are both drawn with replacement."""
+    generator = np.random.default_rng(seed)
+    seeds, count = right.shape
+    rows = generator.multinomial(seeds, np.full(seeds, 1 / seeds), RESAMPLES) / seeds
+    columns = generator.multinomial(count, np.full(count, 1 / count), RESAMPLES) / count
+    means: np.ndarray = np.einsum("rs,rn,sn->r", rows, columns, right.astype(np.float64), optimize=True)
+    return means
+
+
+def _by_expert(scored: Sequence[Scored], split: str, seed: int, experts: Sequence[str]) -> np.ndarray:
+    """Whether each expert alone is right on each prompt of a split and seed, [N, E]."""
+    some = [one for one in scored if (one.prompt.split, one.prompt.seed) == (split, seed)]
+    if not some:
+        raise DemixError(f"split {split}", f"has no prompt of seed {seed}", "score the task again")
+    cues = {one.prompt.example: one for one in scored if (one.prompt.split, one.prompt.seed) == ("cue", seed)}
+    right = np.zeros((len(some), len(experts)), bool)
+    for row, one in zip(right, some, strict=True):
+        sums = np.stack([label.sum(axis=0) for label in one.labels])  # [L, E]
+        if one.prompt.cue in cues:
+            sums -= np.stack([label.sum(axis=0) for label in cues[one.prompt.cue].labels])
+        row[:] = [choice(column, one.prompt) == one.prompt.answer for column in sums.T]
+    return right
+
+
+def _only(number: int, experts: int) -> np.ndarray:
+    log_g = np.full(experts, -np.inf)
+    log_g[number] = 0.0
+    return log_g
+
+
+def _hash(context: str, label: str) -> str:
+    return hashlib.sha256(f"{context}\0{label}".encode()).hexdigest()

@@ -1,0 +1,52 @@
+"""Made-up scores of tasks, and a small model whose blocks hold a prompt."""
+
+from pathlib import Path
+
+import numpy as np
+
+from demix.config.architecture import Architecture
+from demix.data.tasks import Prompt
+from demix.data.tokenizer import Tokenizer
+from demix.evaluate.task_tables import Scored
+from demix.model.checkpoint import save_expert, save_shared
+from demix.model.gpt import GPT
+from support.models import randomise
+
+SIZES = Architecture(layers=2, width=32, heads=4, context=96)
+LABELS = (" yes", " no", " it may be")
+
+
+def write_prompted(directory: Path, experts: tuple[str, ...], tokenizer: Tokenizer) -> None:
+    """A model with random weights and blocks of 96 tokens."""
+    model = GPT(SIZES, tokenizer.vocab_size, experts)
+    randomise(model)
+    save_shared(model, directory, {"kind": "demix", "tokens": 1, "steps": 1, "tokenizer_sha256": tokenizer.sha256})
+    for name in experts:
+        lineage = {"parent": None, "steps": 1, "tokens": 1, "data_sha256": {}, "tokenizer_sha256": tokenizer.sha256}
+        save_expert(model, name, directory, lineage)
+
+
+def made_up(
+    experts: int, tests: int = 30, seeds: tuple[int, ...] = (1,), cues: bool = True, seed: int = 0
+) -> list[Scored]:
+    """Random scores of tests, validation examples, permutations and cues, with labels of one to three tokens."""
+    generator = np.random.default_rng(seed)
+    sizes = (1, 2, 3)
+
+    def scored(split: str, of: int, number: int, cue: int) -> Scored:
+        context = -generator.exponential(2.0, (int(generator.integers(0, 9)) if split == "cue" else 7, experts))
+        labels = tuple(-generator.exponential(2.0, (size, experts)) for size in sizes)
+        # Some experts are better than others.
+        answer = int(generator.integers(3))
+        labels[answer][:] *= np.linspace(0.3, 1.0, experts)
+        return Scored(
+            Prompt(split, of, number, f"{split} {of} {number}", LABELS, answer, f"e{number % experts}", cue),
+            context, labels,
+        )  # fmt: skip
+
+    found = []
+    for of in seeds:
+        counts = {"test": tests, "validation": 8, "permutation": 8}
+        found += [scored(split, of, n, n % 2 if cues else -1) for split, count in counts.items() for n in range(count)]
+        found += [scored("cue", of, n, -1) for n in range(2 * cues)]
+    return found

@@ -1,0 +1,286 @@
+"""Classification by routing: accuracies from stored log-probabilities, held against plain loops."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy.special import log_softmax, logsumexp, softmax
+from scipy.stats import binomtest
+
+from demix.config.tasks import Task
+from demix.data.tasks import Prompt
+from demix.evaluate.mix.rules import Tempered
+from demix.evaluate.task_tables import Scored
+from demix.evaluate.tasks import (
+    ALONE,
+    Classification,
+    Distances,
+    Routing,
+    answers,
+    chance,
+    choice,
+    judged,
+    likelihoods,
+    performance,
+    resampled_means,
+    routings,
+    updating,
+)
+from support.tasks import LABELS, made_up
+
+E = 4
+EXPERTS = tuple(f"e{number}" for number in range(E))
+TASK = Task(path="x.jsonl", shots=8)
+GIVEN = Classification(
+    tasks={}, models=(), weights=("history", 2, "released", "tempered", "switching", "cluster"), temperature=0.1,
+    top_k=(1, 2, 9),
+)  # fmt: skip
+
+
+def near_of(scored: list[Scored], seed: int = 3) -> Distances:
+    drawn = np.random.default_rng(seed)
+    return Distances(EXPERTS, {one.prompt.context: drawn.uniform(0.2, 1.2, E) for one in scored})
+
+
+def found(scored: list[Scored], **more: object) -> dict[tuple[str, int | None, str], np.ndarray]:
+    """The likelihoods [N, L] of all tests by routing, top-k and expert."""
+    cues = {(one.prompt.seed, one.prompt.example): one for one in scored if one.prompt.split == "cue"}
+    tests = [one for one in scored if one.prompt.split == "test"]
+    rows = {}
+    for routing in routings(TASK, EXPERTS, scored, GIVEN, near_of(scored), Tempered(0.2, 0.9)):
+        values = np.stack([likelihoods(one, routing, cues.get((one.prompt.seed, one.prompt.cue))) for one in tests], 1)
+        rows |= {(routing.name, k, routing.expert): row for k, row in zip(routing.top_k, values, strict=True)}
+    return rows
+
+
+def by_loop(one: Scored, log_prior: np.ndarray, evidence: object, top_k: int | None = None) -> list[float]:
+    """log p of each label, one token after the other; `evidence` of all tokens before gives what the prior lacks."""
+    totals = []
+    for label in one.labels:
+        total, seen = 0.0, [*one.context]
+        for row in label:
+            log_g = log_prior + evidence(np.array(seen).reshape(-1, E))
+            if top_k is not None:
+                least = np.sort(log_g)[-top_k]
+                log_g = np.where(log_g >= least, log_g, -np.inf)
+            total += logsumexp(log_softmax(log_g) + row)
+            seen.append(row)
+        totals.append(total)
+    return totals
+
+
+def tempered(seen: np.ndarray) -> np.ndarray:
+    ages = np.arange(len(seen))[::-1]
+    return 0.2 * (0.9 ** ages[:, None] * seen).sum(axis=0)
+
+
+def none(seen: np.ndarray) -> np.ndarray:
+    return np.zeros(E)
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 2])
+def test_every_routing_is_that_of_a_loop_over_tokens(top_k: int | None) -> None:
+    scored = made_up(E, cues=False)
+    rows, near = found(scored), near_of(scored).of_context
+    tests = [one for one in scored if one.prompt.split == "test"]
+    uniform = np.zeros(E)
+    right = np.array([
+        [np.argmax([label[:, j].sum() for label in one.labels]) == one.prompt.answer for j in range(E)]
+        for one in scored if one.prompt.split == "validation"
+    ])  # fmt: skip
+    fixed = softmax(right.mean(axis=0))
+    for number, one in enumerate(tests):
+        close = -near[one.prompt.context] / 0.1
+        expected = {
+            "history": (uniform, lambda seen: seen.sum(axis=0)),
+            "2": (uniform, lambda seen: seen[-2:].sum(axis=0)),
+            "released": (uniform, lambda seen: seen[-1]),
+            "tempered": (uniform, tempered),
+            "cluster": (close, none),
+            "cluster+history": (close, lambda seen: seen.sum(axis=0)),
+            "fixed, 8 + 8": (np.log(fixed), none),
+        }
+        for name, (log_prior, evidence) in expected.items():
+            assert rows[name, top_k, ""][number] == pytest.approx(by_loop(one, log_prior, evidence, top_k), abs=1e-9)
+        if top_k is None:
+            # Of a whole label, the posterior over experts is exact: sums of products.
+            sums = np.stack([label.sum(axis=0) for label in one.labels])
+            posterior = log_softmax(one.context.sum(axis=0))
+            assert rows["history", None, ""][number] == pytest.approx(logsumexp(posterior + sums, axis=1), abs=1e-9)
+            mean = [np.log(np.exp(label).mean(axis=1)).sum() for label in one.labels]
+            assert rows["average", None, ""][number] == pytest.approx(mean, abs=1e-12)
+            own = int(one.prompt.domain[1:])
+            assert rows["own expert", None, ""][number] == pytest.approx(sums[:, own], abs=1e-12)
+            for j, name in enumerate(EXPERTS):
+                assert rows["one expert", None, name][number] == pytest.approx(sums[:, j], abs=1e-12)
+    assert not any(k == 9 for _, k, _ in rows), "no more experts than there are"
+
+
+def test_switching_is_the_chain_of_its_definition() -> None:
+    scored = made_up(E, cues=False)
+    rows = found(scored)["switching", None, ""]
+    for number, one in enumerate(one for one in scored if one.prompt.split == "test"):
+        for place, label in enumerate(one.labels):
+            g, total = np.full(E, 1 / E), 0.0
+            for at, row in enumerate(np.concatenate([one.context, label])):
+                joint = g * np.exp(row)
+                total += np.log(joint.sum()) if at >= len(one.context) else 0.0
+                g = 0.8 * joint / joint.sum() + 0.2 / E
+            assert rows[number, place] == pytest.approx(total, abs=1e-9)
+
+
+def test_calibration_takes_off_the_label_without_the_text_by_the_same_weights() -> None:
+    scored = made_up(E)
+    rows, near = found(scored), near_of(scored).of_context
+    cues = {one.prompt.example: one for one in scored if one.prompt.split == "cue"}
+    for number, one in enumerate(one for one in scored if one.prompt.split == "test"):
+        weights = softmax(-near[one.prompt.context] / 0.1)
+        expected = [
+            np.log(np.exp(label) @ weights).sum() - np.log(np.exp(bare) @ weights).sum()
+            for label, bare in zip(one.labels, cues[one.prompt.cue].labels, strict=True)
+        ]
+        assert rows["cluster", None, ""][number] == pytest.approx(expected, abs=1e-9)
+
+
+def test_one_expert_is_itself_by_every_routing() -> None:
+    task, scored = TASK, [
+        replace(one, context=one.context[:, :1], labels=tuple(label[:, :1] for label in one.labels))
+        for one in made_up(E)
+    ]  # fmt: skip
+    near = Distances(("e0",), {one.prompt.context: np.array([0.7]) for one in scored})
+    alone = answers(scored, ALONE, task)
+    for routing in routings(task, ("e0",), scored, GIVEN, near, Tempered(0.2, 0.9)):
+        assert routing.top_k == (None,)
+        assert (answers(scored, routing, task) == alone).all(), routing.name
+
+
+def test_the_order_of_experts_changes_nothing() -> None:
+    scored = made_up(E)
+    order = [2, 0, 3, 1]
+    turned = [
+        replace(one, context=one.context[:, order], labels=tuple(label[:, order] for label in one.labels))
+        for one in scored
+    ]
+    names = tuple(EXPERTS[number] for number in order)
+    near = near_of(scored)
+    same = dict(zip(("one", "other"), ({}, {}), strict=True))
+    for which, some, experts in (("one", scored, EXPERTS), ("other", turned, names)):
+        for routing in routings(TASK, experts, some, GIVEN, near, Tempered(0.2, 0.9)):
+            same[which][routing.name, routing.expert] = answers(some, routing, TASK)
+    assert same["one"].keys() == same["other"].keys()
+    for key, right in same["one"].items():
+        assert (right == same["other"][key]).all(), key
+
+
+def test_updating_reads_the_labels_of_earlier_tests_alone() -> None:
+    scored = made_up(E, cues=False, seeds=(1, 2))
+    task = replace(TASK, seeds=(1, 2))
+    weights = updating(scored, task, EXPERTS)
+    for seed in (1, 2):
+        tests = [one for one in scored if (one.prompt.split, one.prompt.seed) == ("test", seed)]
+        hits, sums = np.zeros(E), np.full(E, 1 / E)
+        for number, one in enumerate(tests):
+            assert np.exp(weights[seed, number]) == pytest.approx(sums / (number + 1), abs=1e-12)
+            hits += [np.argmax([label[:, j].sum() for label in one.labels]) == one.prompt.answer for j in range(E)]
+            sums = sums + softmax(hits / (number + 1))
+    # Another label of test 10 changes what follows, and nothing before.
+    at = next(n for n, one in enumerate(scored) if one.prompt.example == 10 and one.prompt.split == "test")
+    other = [*scored]
+    prompt = scored[at].prompt
+    other[at] = replace(scored[at], prompt=replace(prompt, answer=(prompt.answer + 1) % 3))
+    again = updating(other, task, EXPERTS)
+    changed = [key for key, value in weights.items() if not np.array_equal(value, again[key])]
+    assert changed
+    assert min(changed) > (1, 10)
+    assert all(seed == 1 for seed, _ in changed)
+
+
+def test_weights_by_accuracy_are_those_of_other_prompts() -> None:
+    scored = made_up(E, cues=False, seeds=(1, 2))
+    task = replace(TASK, seeds=(1, 2))
+    for split in ("validation", "permutation"):
+        weights = performance(scored, split, task, EXPERTS)
+        for seed in (1, 2):
+            some = [one for one in scored if (one.prompt.split, one.prompt.seed) == (split, seed)]
+            right = [
+                [np.argmax([label[:, j].sum() for label in one.labels]) == one.prompt.answer for j in range(E)]
+                for one in some
+            ]
+            assert np.exp(weights[seed]) == pytest.approx(softmax(np.mean(right, axis=0)), abs=1e-12)
+
+
+def test_without_demonstrations_nothing_is_permuted() -> None:
+    scored = [one for one in made_up(E) if one.prompt.split != "permutation"]
+    names = [routing.name for routing in routings(TASK, EXPERTS, scored, GIVEN, None, Tempered(0.2, 0.9))]
+    assert "fixed, 8 + 8" in names
+    assert not {"fixed, 8", "cluster", "cluster+history"} & {*names}
+
+
+def test_what_reads_labels_is_marked() -> None:
+    told = {
+        made: {
+            routing.name: routing.reads
+            for routing in routings(Task(made=made), EXPERTS, made_up(E), GIVEN, None, Tempered(0.2, 0.9))
+        }
+        for made in ("domains", "continuations")
+    }
+    assert {name for name, reads in told["domains"].items() if reads == "test labels"} == {"updating", "own expert"}
+    assert told["continuations"]["own expert"] == "the domain"
+    assert {name for name, reads in told["continuations"].items() if reads == "test labels"} == {"updating"}
+
+
+def test_ties_are_broken_by_content_and_not_by_place() -> None:
+    chosen = set()
+    for number in range(40):
+        prompt = Prompt("test", 1, number, f"text {number}", LABELS)
+        one = choice(np.array([-2.0, -2.0, -3.0]), prompt)
+        turned = replace(prompt, choices=LABELS[::-1])
+        assert turned.choices[choice(np.array([-3.0, -2.0, -2.0]), turned)] == LABELS[one]
+        chosen.add(one)
+    assert chosen == {0, 1}
+
+
+def test_chance_is_that_of_guessing_or_of_one_label() -> None:
+    def asked(answers: list[int], choices: list[tuple[str, ...]]) -> list[Prompt]:
+        pairs = enumerate(zip(answers, choices, strict=True))
+        return [Prompt("test", 1, n, "x", labels, answer) for n, (answer, labels) in pairs]
+
+    assert chance(asked([0, 0, 0, 1], [LABELS] * 4)) == 0.75
+    assert chance(asked([0, 1, 2], [LABELS] * 3)) == pytest.approx(1 / 3)
+    own = [("a", "b"), ("c", "d"), ("e", "f", "g", "h"), ("i", "j", "k", "l")]
+    assert chance(asked([0, 0, 0, 0], own)) == pytest.approx((0.5 + 0.5 + 0.25 + 0.25) / 4)
+
+
+@pytest.mark.parametrize(
+    ("hits", "count", "sure"), [(60, 200, True), (30, 200, False), (10, 200, True), (19, 19, False)]
+)
+def test_a_row_is_judged_where_the_exact_interval_excludes_chance(hits: int, count: int, sure: bool) -> None:
+    row = judged(np.arange(count)[None] < hits, 0.125, 1)
+    assert row["accuracy"] == hits / count
+    assert row["judged"] is sure
+    if count < 20:
+        assert row["accuracy_low"] is None
+    else:
+        # Clopper and Pearson: the proportions under which so many hits are just not rejected.
+        for bound, side in (("accuracy_low", "greater"), ("accuracy_high", "less")):
+            assert binomtest(hits, count, row[bound], side).pvalue == pytest.approx(0.025, abs=1e-6)
+
+
+def test_an_interval_of_several_seeds_is_that_of_both_samples() -> None:
+    generator = np.random.default_rng(5)
+    right = generator.random((5, 120)) < generator.random((5, 1))
+    means = resampled_means(right, 1)
+    plain = [
+        right[np.ix_(generator.integers(5, size=5), generator.integers(120, size=120))].mean() for _ in range(4000)
+    ]
+    assert means.mean() == pytest.approx(right.mean(), abs=0.01)
+    assert means.std() == pytest.approx(np.std(plain), rel=0.08)
+    row = judged(right, 0.5, 1)
+    assert row["accuracy_low"] == pytest.approx(np.quantile(plain, 0.025), abs=0.03)
+    assert row["accuracy_high"] == pytest.approx(np.quantile(plain, 0.975), abs=0.03)
+
+
+def test_answers_have_a_row_by_top_k_and_seed() -> None:
+    scored, task = made_up(E, seeds=(1, 2, 3)), replace(TASK, seeds=(1, 2, 3))
+    routing = Routing("x", lambda one: np.zeros(E), top_k=(None, 2))
+    assert answers(scored, routing, task).shape == (2, 3, 30)

@@ -1,0 +1,85 @@
+"""The report's table of tasks: what is bold, what is marked, and when there is one."""
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from demix.evaluate.columns import TASKS, table_schema
+from demix.files import write_parquet
+from demix.report import report_files
+from demix.report.read import read_tasks
+from demix.report.tasks import tasks_table, write_tasks
+
+CONFIG: dict[str, Any] = {
+    "run": "r", "seed": 1, "domains": {"training": {"law": {}, "news": {}}, "novel": {}},
+    "models": {"btm": {"kind": "branched"}},
+    "tasks": {"topics": {"path": "x.jsonl", "shots": 8, "seeds": [1, 2]}, "domain": {"made": "domains"}},
+}  # fmt: skip
+
+
+def row(task: str, model: str, routing: str, accuracy: float, **more: Any) -> dict[str, Any]:
+    return {
+        "task": task, "model": model, "n_experts": 2, "routing": routing, "clustering": "", "temperature": None,
+        "top_k": None, "expert": "", "reads": "", "shots": 8 if task == "topics" else 0, "calibrated": False,
+        "seeds": 2 if task == "topics" else 1, "examples": 100, "accuracy": accuracy, "accuracy_low": accuracy - 0.1,
+        "accuracy_high": accuracy + 0.1, "chance": 0.5, "judged": abs(accuracy - 0.5) > 0.1, "seed": 1,
+    } | more  # fmt: skip
+
+
+ROWS = [
+    row("topics", "btm", "average", 0.7),
+    row("topics", "btm", "cluster", 0.8),
+    row("topics", "btm", "cluster", 0.55, top_k=1),
+    row("topics", "btm", "updating", 0.95, reads="test labels"),
+    row("topics", "btm", "one expert", 0.6, expert="law"),
+    row("topics", "btm", "one expert", 0.9, expert="news"),
+    row("topics", "dense", "dense", 0.1),
+    row("domain", "btm", "own expert", 0.99, reads="test labels"),
+    row("domain", "btm", "cluster", 0.58),
+    row("domain", "dense", "dense", 0.3, accuracy_low=None, accuracy_high=None, judged=False, examples=9),
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    write_parquet(pa.Table.from_pylist(ROWS, table_schema(TASKS)), tmp_path / "tasks.parquet")
+    return tmp_path
+
+
+def test_numbers_stand_with_intervals_and_chance(run: Path) -> None:
+    table = tasks_table(read_tasks(run / "tasks.parquet"), CONFIG)
+    assert list(table.frame.columns) == ["topics", "domain"]
+    assert list(table.frame.index) == [
+        "Dense (Balanced)", "btm (average)", "btm (cluster)", "btm (cluster, top-1)", "btm (updating) (oracle)",
+        "btm (own expert)", "btm (best expert of the test (oracle))", "chance",
+    ]  # fmt: skip
+    assert table.frame.loc["btm (cluster)"].tolist() == pytest.approx([80, 58])
+    assert table.frame.loc["btm (best expert of the test (oracle))", "topics"] == pytest.approx(90)
+    assert table.frame.loc["chance"].tolist() == [50, 50]
+    below = table.second_lines()
+    assert below.loc["btm (cluster)"].tolist() == ["70.0 to 90.0", "48.0 to 68.0, as chance"]
+    assert below.loc["btm (cluster, top-1)", "topics"] == "45.0 to 65.0, as chance"
+    assert below.loc["Dense (Balanced)"].tolist() == ["0.0 to 20.0", "too few examples"]
+    assert "topics: 100 examples, 8 demonstrations by 2 seeds; domain: " in table.notes[0]
+
+
+def test_bold_is_the_best_above_chance_that_reads_no_test_label(run: Path) -> None:
+    bold = tasks_table(read_tasks(run / "tasks.parquet"), CONFIG).bold()
+    assert list(bold.index[bold["topics"]]) == ["btm (cluster)"]
+    assert not bold["domain"].any(), "neither oracles nor numbers as chance"
+
+
+def test_only_a_run_with_tasks_has_the_table(run: Path) -> None:
+    without = {key: value for key, value in CONFIG.items() if key != "tasks"}
+    assert not any("tasks" in name for name in report_files(without))
+    assert {"tables/tasks.html", "tables/tasks.md", "tables/tasks.tex"} <= {*report_files(CONFIG)}
+    write_tasks(run, without, run / "none", "note")
+    assert not (run / "none").exists()
+    write_tasks(run, CONFIG, run / "report", "This run is small.")
+    text = (run / "report" / "tables" / "tasks.md").read_text()
+    assert "**80.0**<br>70.0 to 90.0" in text
+    assert "This run is small." in text
+    assert pd.read_parquet(run / "tasks.parquet").shape[0] == len(ROWS)

@@ -1,0 +1,99 @@
+# Few-shot classification (c-BTM): examples once, the log-probabilities of labels once per model, all routings as arithmetic.
+TASKS = tasks_of(config)
+ASKED = classified(config)
+
+
+wildcard_constraints:
+    task="|".join(TASKS) or "none",
+
+
+rule examples:
+    input:
+        lambda wildcards: RULES.task_inputs(wildcards.task),
+        tokenizer=f"{RUN}/tokenizer.json",
+    output:
+        f"{RUN}/examples/{{task}}.parquet",
+    log:
+        f"{RUN}/logs/examples/{{task}}.log",
+    conda:
+        "../../environment.yml"
+    resources:
+        **site("corpus"),
+    params:
+        settings=lambda wildcards: as_json(config["tasks"][wildcards.task], length=RULES.context, seed=config["seed"]),
+        documents=lambda wildcards: " ".join(RULES.task_documents(wildcards.task)),
+    shell:
+        "demix examples {wildcards.task} {params.documents} --tokenizer {input.tokenizer}"
+        " --settings {params.settings:q} --output {output} 2> {log}"
+
+
+for model in ASKED:
+
+    rule:
+        name:
+            f"fewshot_{model.rule}"
+        input:
+            model=experts(model.name, model.experts),
+            examples=[f"{RUN}/examples/{task}.parquet" for task in TASKS],
+            tokenizer=f"{RUN}/tokenizer.json",
+        output:
+            [f"{RUN}/tasks/{model.name}/{task}.parquet" for task in TASKS],
+        log:
+            f"{RUN}/logs/fewshot/{model.name}.log",
+        conda:
+            "../../environment.yml"
+        threads: config["threads"]
+        resources:
+            **site("score"),
+        params:
+            settings=as_json(
+                tasks=config.get("tasks"),
+                precision=config["evaluation"]["precision"],
+                threads=config["threads"],
+            ),
+            model=below_run(f"models/{model.name}"),
+            folder=below_run(f"tasks/{model.name}"),
+            experts=",".join(model.experts),
+        shell:
+            "demix fewshot {params.model} {input.examples} --experts {params.experts} --tokenizer {input.tokenizer}"
+            " --settings {params.settings:q} --output {params.folder} 2> {log}"
+
+
+rule classify:
+    input:
+        examples=[f"{RUN}/examples/{task}.parquet" for task in TASKS],
+        scores=[f"{RUN}/tasks/{model.name}/{task}.parquet" for model in ASKED for task in TASKS],
+        clusterers=[
+            f"{RUN}/clusters/{routing}/clusterer.json"
+            for routing in dict.fromkeys(model.routing for model in ASKED if model.routing)
+        ],
+        mixing=[f"{RUN}/models/{model.name}/mixing.json" for model in chosen_on_dev(config) if model in ASKED],
+    output:
+        f"{RUN}/tasks.parquet",
+    log:
+        f"{RUN}/logs/classify.log",
+    conda:
+        "../../environment.yml"
+    resources:
+        **site("evaluate"),
+    params:
+        settings=as_json(
+            tasks=config.get("tasks"),
+            models=[
+                {
+                    "model": model.row,
+                    "folder": model.name,
+                    "seed": model.seed,
+                    "mixes": model.kind.has_experts,
+                    "routing": model.routing,
+                }
+                for model in ASKED
+            ],
+            weights=config["evaluation"]["weights"],
+            temperature=config["evaluation"]["temperature"],
+            top_k=config["evaluation"]["top_k"],
+            seed=config["seed"],
+        ),
+        run=below_run(""),
+    shell:
+        "demix classify {params.run} --settings {params.settings:q} --output {output} 2> {log}"
