@@ -2,8 +2,11 @@
 
 import importlib.util
 import json
+import os
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -344,3 +347,27 @@ def test_without_a_model_or_the_harness_it_says_so(place: Path, monkeypatch) -> 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     line = said(["lm-eval", str(place / "models" / "demix"), "--tasks", "word"])
     assert line == "demix: error: lm-eval: is not installed; pip install 'demix[lm-eval]'"
+
+
+ALONE = """
+import socket, sys
+def refuse(*arguments, **named):
+    print("ASKED", arguments, file=sys.stderr)
+    raise OSError("no network")
+socket.socket.connect = socket.getaddrinfo = refuse
+from demix.commands.main import main
+main()
+"""
+
+
+def test_a_local_task_asks_nothing_of_the_network(place: Path, tmp_path: Path) -> None:
+    """In a process of its own, whose libraries read their settings anew, and which nobody has told to be offline."""
+    named = ("--tasks", "text", "--include-path", str(place / "tasks"), "--limit", "1")
+    told = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "DO_NOT"))}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, "lm-eval", str(place / "models" / "demix"), *named],
+        env=told | {"HF_HOME": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "ASKED" not in done.stderr
+    assert done.stdout.startswith("|Tasks")
