@@ -153,7 +153,8 @@ def test_any_number_of_ranks_trains_as_one_process(trained: Path, case: Case) ->
 @pytest.mark.parametrize("case", [case for case in CASES if case.ranks > 1], ids=lambda case: case.name)
 def test_the_bytes_sent_are_those_of_the_formula(trained: Path, tokens: Path, case: Case) -> None:
     vocab_size = TokenShard.open(tokens / "tokens" / DOMAINS[0] / "train.arrow").vocab_size
-    architecture = Architecture(**SIZES, **({"routed": ROUTED} if case.kind == "routed" else {}))
+    routed = {"routed": ROUTED} if case.kind == "routed" else {}
+    architecture = Architecture(**SIZES, **dict(case.options), **routed)
     domain_tokens = case.domains if case.kind == "domain_token" else 0
     shared, expert = parameters(architecture, vocab_size, domain_tokens)
     # The first rank's; the metrics are its.
