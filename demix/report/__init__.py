@@ -27,7 +27,7 @@ FIGURES = ("figure2", "figure4", "figure6", "figure7", "figure8", "training")
 FAMILY_TABLES = ("families", "family_differences", "family_costs", "top_k", "temperatures", "clusters")
 FAMILY_FIGURES = ("by_clusters", "cluster_experts", "cluster_sizes")
 # Variants of the architecture (docs/variants.md).
-VARIANT_TABLES, VARIANT_FIGURES = ("contexts",), ("positions",)
+VARIANT_TABLES, VARIANT_FIGURES = ("contexts", "masked"), ("positions",)
 # The entries of `snakemake --report`, worded so that sorting gives the order of the paper.
 SHOWS = {
     "index": "The run on one page",
