@@ -9,19 +9,7 @@ from typing import Any
 from demix.config.rows import masked_rows, model_rows, novel_domains, training_domains
 
 PAPER_TABLES = ("table3", "table4", "table5", "table6", "table7", "table13")
-TABLES = (
-    *PAPER_TABLES,
-    "weights",
-    "decay",
-    "dev_blocks",
-    "overlap",
-    "seeds",
-    "rates",
-    "full",
-    "differences",
-    "audit",
-    "masked",
-)
+TABLES = (*PAPER_TABLES, "weights", "decay", "dev_blocks", "overlap", "seeds", "rates", "full", "differences", "audit")
 FIGURES = ("figure2", "figure4", "figure6", "figure7", "figure8", "training")
 # Families of models and clusters of documents (docs/families.md).
 FAMILY_TABLES = ("families", "family_differences", "family_costs", "top_k", "temperatures", "clusters")
