@@ -15,7 +15,7 @@ export MLFLOW_SERVER_ENABLE_JOB_EXECUTION := false
 export HF_HUB_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo families test test-slurm faults lint docs ui
+.PHONY: demo families variants test test-slurm faults lint docs ui
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -26,6 +26,11 @@ demo: $(VENV)/installed
 families: $(VENV)/installed
 	@trap 'exit 0' INT; snakemake --configfile config/families.yaml --logger demix
 	@demix summary results/families
+
+# ALiBi, CLAP and masked language models beside the usual ones (docs/variants.md).
+variants: $(VENV)/installed
+	@trap 'exit 0' INT; snakemake --configfile config/variants.yaml --logger demix
+	@demix summary results/variants
 
 # Tests that wait for processes and browsers leave room for one more worker than there are cores.
 WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)

@@ -30,6 +30,7 @@ SETS = {
     "dense": "The model",
     OWN_LEFT_OUT: "The domain's own expert left out",
 }
+MASKED_TASK = "fill-mask"
 METHODS = ("dense", "naive", "average", "uniform", "updating", "cached")
 
 
@@ -53,7 +54,7 @@ def model_card(run: Path, model: str) -> str:
     results = _results(run, model, config)
     return _card(
         model,
-        ["mixture-of-experts"] * (len(experts) > 1),
+        ["mixture-of-experts"] * (len(experts) > 1) + [MASKED_TASK] * _masked(results),
         _index(results),
         _about(model, config, description, experts),
         "## Data",
@@ -172,7 +173,7 @@ def _card(name: str, tags: list[str], index: list[dict[str, Any]], *parts: str) 
     front: dict[str, Any] = {
         "library_name": "transformers" if "gpt2" in tags else "demix",
         "license": "other",
-        "tags": ["demix", *tags, "text-generation"],
+        "tags": ["demix", *tags, *([] if MASKED_TASK in tags else ["text-generation"])],
     }
     if index:
         front["model-index"] = [{"name": name, "results": index}]
@@ -297,9 +298,16 @@ def _results(run: Path, model: str, config: dict[str, Any]) -> pd.DataFrame:
     """The model's rows of the paper's tables: one row per domain, set of experts (column `set`) and method."""
     rows, (row, seed) = read_results(run / "results.parquet").rows, _planned(model, config)
     rows = rows[(rows["model"] == row) & (rows["seed"] == seed)].query(
-        "split == 'test' and variant == '' and method in @METHODS and top_k.isna() and weights in ['', 'history']"
+        "split == 'test' and variant == '' and top_k.isna() and weights in ['', 'history']"
     )
+    # The best that a masked model has, whose experts no text weights.
+    rows = rows[rows["method"].isin([*METHODS, *(["fitted"] if _masked(rows) else [])])]
     return rows.assign(set=rows["experts"].where(rows["experts"] != rows["domain"].map(left_out), OWN_LEFT_OUT))
+
+
+def _masked(results: pd.DataFrame) -> bool:
+    """Whether the rows of one model are those of a masked language model."""
+    return "scorer" in results and bool(results["scorer"].str.startswith("masked").any())
 
 
 def _index(results: pd.DataFrame) -> list[dict[str, Any]]:
@@ -307,31 +315,38 @@ def _index(results: pd.DataFrame) -> list[dict[str, Any]]:
     sets = [name for name in SETS if name in set(results["set"])]
     rows = results[results["set"] == sets[0]] if sets else results
     rows = rows[rows["method"].isin(_methods(rows)[-1:])]
-    return _entries([(str(row.domain), str(row.method), float(row.perplexity)) for row in rows.itertuples()])
+    figures = [(str(row.domain), str(row.method), float(row.perplexity)) for row in rows.itertuples()]
+    return _entries(figures, masked=_masked(results))
 
 
-def _entries(figures: list[tuple[str, str, float]]) -> list[dict[str, Any]]:
+def _entries(figures: list[tuple[str, str, float]], *, masked: bool = False) -> list[dict[str, Any]]:
     """The entries of `model-index` for perplexities on test splits: (domain, method, perplexity)."""
+    task, name = (MASKED_TASK, "masked perplexity") if masked else ("text-generation", "perplexity")
     return [
         {
-            "task": {"type": "text-generation"},
+            "task": {"type": task},
             "dataset": {"name": domain, "type": domain, "split": "test"},
-            "metrics": [{"type": "perplexity", "name": f"perplexity, {method}", "value": round(perplexity, 4)}],
+            "metrics": [{"type": "perplexity", "name": f"{name}, {method}", "value": round(perplexity, 4)}],
         }
         for domain, method, perplexity in figures
     ]
 
 
 def _methods(rows: pd.DataFrame) -> list[str]:
-    """Those of `METHODS` that have rows on every domain of `rows`. The paper recommends the last one."""
+    """Those of `METHODS`, and fitted, that have rows on every domain of `rows`. The paper recommends the last one."""
     domains = rows.groupby("method")["domain"].nunique()
-    return [name for name in METHODS if domains.get(name, 0) == rows["domain"].nunique()]
+    return [name for name in (*METHODS, "fitted") if domains.get(name, 0) == rows["domain"].nunique()]
 
 
 def _shown(results: pd.DataFrame, config: dict[str, Any]) -> Iterator[str]:
     if results.empty:
         yield "This run did not evaluate it."
         return
+    if _masked(results):
+        yield (
+            "**Masked** perplexity: the tokens of a block are masked in seven folds, and the model sees the rest of it "
+            "on both sides (`docs/variants.md`). It compares with no perplexity of a causal model."
+        )
     yield (
         "Test perplexity by method (`docs/evaluation.md` says what each is). \\* an oracle, chosen on the test data. "
         "The interval holds 95% of resamplings of the test documents, and nothing of another seed. It is left out "

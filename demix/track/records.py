@@ -217,12 +217,15 @@ def _evaluations(run_dir: Path, config: dict[str, Any], results: Results) -> Ite
         model = folder_of(model, seed, config["seed"])
         metrics, span = [], _whole(run_dir, _jobs(run_dir, f"score/{model}/*.tsv", f"score/{model}.tsv"))
         time = int(1000 * span[1])
+        # MLflow draws metrics of one name in one chart.
+        masked = "scorer" in rows and rows["scorer"].str.startswith("masked").any()
+        measure = "masked_perplexity" if masked else "perplexity"
         by = ["split", "method", "weights", "expert", "top_k"]
         # `naive` chooses another expert in each domain: the expert is no part of the method's name.
         by_name = rows.assign(expert=rows["expert"].where(rows["method"] == "expert", ""))
         for (split, method, weights, expert, top_k), group in by_name.groupby(by, sort=True, dropna=False):
             parts = [method, expert, weights, "" if pd.isna(top_k) else f"top{top_k:.0f}"]
-            prefix = f"{'' if split == 'test' else f'{split}_'}perplexity/{'.'.join(filter(None, parts))}"
+            prefix = f"{'' if split == 'test' else f'{split}_'}{measure}/{'.'.join(filter(None, parts))}"
             values = group.set_index("domain")["perplexity"]
             metrics += [(named(f"{prefix}/{domain}"), float(value), 0, time) for domain, value in values.items()]
             for kind, domains in kinds_of_domains(config):

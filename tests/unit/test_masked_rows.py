@@ -176,6 +176,21 @@ def test_training_is_the_obvious_loop_in_any_micro_batches(tokens: Path, tmp_pat
             torch.testing.assert_close(parameter, model.get_parameter(name), rtol=0, atol=1e-9)
 
 
+def test_the_loss_that_balances_routed_experts_is_its_mean_over_sequences(tokens: Path, tmp_path: Path) -> None:
+    routed = {"experts": 4, "top_k": 2, "every": 2, "capacity": 4.0, "balance": 1.0}
+    architecture = Architecture(**SIZES, **MASKED_LM, routed=routed)
+    drawn = mixed_batches(opened(tokens), TRAINING, 2, 32, seed=1, objective="mlm")
+    about = dataclasses.replace(optimization(RECIPE, 1, 3e-3), precision="fp64")
+    model, auxiliary = GPT(architecture, 400, ("dense",)).initialise(1).double(), []
+    batch = drawn.draw(0)
+    hidden = model(batch.inputs, auxiliary=auxiliary).take_along_dim(batch.places[..., None], 2)
+    loss = -model.log_probabilities(hidden, batch.targets).mean()
+    (loss + sum(each.losses.mean() for each in auxiliary)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    (row,) = train(GPT(architecture, 400, ("dense",)).initialise(1), drawn, TRAINING, about, tmp_path)
+    assert (row["loss"], row["gradient_norm"]) == pytest.approx((loss.item(), norm.item()), rel=1e-9)
+
+
 def test_a_stopped_training_goes_on_to_the_bit(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Path
 ) -> None:

@@ -19,6 +19,7 @@ from support.dry_run import jobs_by_rule, ran
 from support.once import once, run_with_progress
 
 TINY = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())
+MASKED = {"attention": "bidirectional", "objective": "mlm"}
 BRANCH = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
 ROWS = {
     "models": {
@@ -27,6 +28,8 @@ ROWS = {
         "cbtm_2": BRANCH | {"data": "k2", "experts_per_job": 2},
         "upcycled": BRANCH | {"kind": "routed", "experts": 4, "top_k": 2, "every": 2},
         "far": {"kind": "demix", "architecture": {"position": "alibi", "head": "clap"}},
+        "masked_dense": {"kind": "dense", "architecture": MASKED},
+        "masked": {"kind": "demix", "architecture": MASKED},
     },
     "clusterings": {"k2": {"clusters": 2, "dimensions": 20}, "by_domain": {"method": "metadata", "dimensions": 20}},
     "evaluation": TINY["evaluation"] | {"weights": ["history", "cluster", "cluster+history"], "contexts": [32, 64]},
@@ -62,6 +65,7 @@ def test_rows_join_a_finished_run_and_leave_its_models_as_they_are(
     assert {rule: number for rule, number in jobs.items() if rule.startswith(("train", "join", "seed", "adapt"))} == {
         "seed": 1, "train_btm__parliament__and_2_more": 1, "train_cbtm_2__c00__and_1_more": 1,
         "join_btm": 1, "join_cbtm_2": 1, "train_upcycled": 1, "train_far": 1,
+        "train_masked_dense": 1, "train_masked": 1,
     }  # fmt: skip
     assert {rule: number for rule, number in jobs.items() if rule.endswith("_at_64") or rule == "contexts"} == {
         "score_known_far_at_64": 1, "score_far_at_64": 2, "contexts": 5,
@@ -200,3 +204,26 @@ def test_tasks_join_a_finished_run(finished: tuple[Path, dict[str, str], str]) -
     page = (run / "report" / "index.html").read_text()
     assert "tables/tasks.html" in page
     assert "Accuracy on tasks" in (run / "report" / "tables" / "tasks.md").read_text()
+
+
+def test_masked_rows_have_a_table_of_their_own(finished: tuple[Path, dict[str, str], str]) -> None:
+    run = finished[0] / "results" / "tiny"
+    results = pd.read_parquet(run / "results.parquet")
+    own = results[results["model"].isin(["masked", "masked_dense"])]
+    assert set(own["scorer"]) == {"masked, 7 folds"}
+    assert not results.drop(own.index)["scorer"].str.startswith("masked").any()
+    assert set(own["method"]) == {"dense", "naive", "expert", "average", "fitted", "best_block", "best_token"}
+    for domain in (*TINY["domains"]["training"], *TINY["domains"]["novel"]):
+        scores = [
+            pq.read_table(run / "scores" / "masked" / f"{domain}.test" / f"{name}.parquet").column(0).to_numpy()
+            for name in TINY["domains"]["training"]
+        ]
+        (average,) = own.query("domain == @domain and method == 'average'")["nll"]
+        mixed = logsumexp(np.stack(scores).astype(np.float64), 0) - np.log(len(scores))
+        assert average == pytest.approx(-mixed.sum(), rel=1e-9)
+    tables = {path.stem: path.read_text() for path in (run / "report" / "tables").glob("*.md")}
+    assert [name for name, text in tables.items() if "masked" in text.lower()] == ["masked"]
+    for line in ("masked_dense", "masked (own expert)", "masked (average)", "masked (fitted)"):
+        assert line in tables["masked"]
+    assert "masked" not in (run / "report" / "claims.md").read_text().lower()
+    assert "tables/masked.html" in (run / "report" / "index.html").read_text()
