@@ -280,8 +280,8 @@ def token_routed(config: Mapping[str, Any]) -> tuple[Routers, ...]:
 def classified(config: Mapping[str, Any]) -> tuple[Model, ...]:
     """The models whose accuracy on tasks is taken: those trained with the run's own seed on all domains, as they are.
 
-    None for a run without tasks. A model with domain tokens is none of them: no text of a task has such a token. A masked
-    model, which goes on with no text, is none either.
+    None for a run without tasks. A model with domain tokens is none of them: no text of a task has such a token. Nor is
+    a masked model, which goes on with no text.
     """
     models = trained(config) if config.get("tasks") else ()
     own = (model for model in models if model.seed == config["seed"] and not model.removed)

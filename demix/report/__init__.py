@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from demix.config.rows import masked_rows, model_rows, novel_domains, training_domains
+from demix.config.variants import variant_rows
 
 PAPER_TABLES = ("table3", "table4", "table5", "table6", "table7", "table13")
 TABLES = (*PAPER_TABLES, "weights", "decay", "dev_blocks", "overlap", "seeds", "rates", "full", "differences", "audit")
@@ -15,7 +16,7 @@ FIGURES = ("figure2", "figure4", "figure6", "figure7", "figure8", "training")
 FAMILY_TABLES = ("families", "family_differences", "family_costs", "top_k", "temperatures", "clusters", "routers")
 FAMILY_FIGURES = ("by_clusters", "cluster_experts", "cluster_sizes", "router_loads")
 # Variants of the architecture (docs/variants.md).
-VARIANT_TABLES, VARIANT_FIGURES = ("contexts", "masked"), ("positions",)
+VARIANT_TABLES, VARIANT_FIGURES = ("variants", "contexts", "masked"), ("positions",)
 # Classification by routing (docs/tasks.md).
 TASK_TABLES = ("tasks",)
 # The entries of `snakemake --report`, worded so that sorting gives the order of the paper.
@@ -58,6 +59,7 @@ SHOWS = {
     "temperatures": "Temperatures of weights by clusters, and numbers of experts",
     "top_k": "Numbers of experts a token",
     "tasks": "Accuracy on tasks by routing",
+    "variants": "Options of architecture against the usual ones",
 }
 REPORT_FILES = (
     *(
@@ -101,6 +103,7 @@ NEEDS_UNTOLD = {
     "model whose tokens choose experts": ("routers", "router_loads"),
     "masked language model": ("masked",),
     "blocks of other lengths": ("contexts", "positions"),
+    "row of other options": ("variants",),
     "task": ("tasks",),
 }
 
@@ -119,6 +122,7 @@ def left_out(config: dict[str, Any]) -> dict[str, str]:
         and len(evaluation.get("temperatures") or ()) + len(evaluation.get("routing_context") or ()) > 1,
         "masked language model": bool(masked),
         "blocks of other lengths": bool(evaluation.get("contexts")),
+        "row of other options": bool(variant_rows(config)),
         "task": bool(config.get("tasks")),
         "novel domains": bool(novel_domains(config)),
         "second training domain": len(training_domains(config)) > 1,

@@ -18,6 +18,7 @@ from demix.report.figures import write_charts
 from demix.report.read import Results
 from demix.report.render import Table, write_table
 from demix.report.routers import router_loads, routers_table
+from demix.report.variants import variants_table
 
 
 def write_families(
@@ -56,7 +57,9 @@ def write_families(
 
 
 def write_variants(results: Results, contexts: pd.DataFrame, config: dict[str, Any], output: Path) -> None:
-    """Write the table and the figure of blocks of other lengths, where the run has them, as `write_families` does."""
+    """Write the tables and the figure of variants of the architecture that the run has, as `write_families` does."""
+    if "variants" not in left_out(config):
+        write_table(filled(variants_table(results, config)).noted(scale_note(results, config)), output / "tables")
     if not contexts.empty:
         write_table(filled(contexts_table(contexts, config)).noted(scale_note(results, config)), output / "tables")
         write_charts({"positions": positions(contexts, config)}, output / "figures")

@@ -1,0 +1,59 @@
+"""Rows with options of `architecture` of their own beside the same rows without them."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from demix.config.architecture import USUAL
+from demix.config.evaluated import System, label_of, systems_of, table_rows
+from demix.config.variants import options_of, variant_rows
+from demix.report.cells import kinds_of_domains, mean_of, percent, seeds_of
+from demix.report.read import Results, perplexities
+from demix.report.render import Table
+
+
+def variants_table(results: Results, config: dict[str, Any]) -> Table:
+    """Perplexity of each row of `variant_rows` and of the row that it is compared with, and the change in percent."""
+    kinds = table_rows(config)
+    pairs = variant_rows(config)
+    rows: dict[str, dict[str, Any]] = {}
+    beneath: dict[str, dict[str, str]] = {}
+    for row in [
+        name for base in dict.fromkeys(pairs.values()) for name in (base, *(r for r in pairs if pairs[r] == base))
+    ]:
+        label, base, system = label_of(row, kinds[row]), pairs.get(row), _system(row, config)
+        line: dict[str, Any] = {"Options": _named(options_of(config, row))}
+        spreads = beneath[label] = {}
+        for kind, domains in kinds_of_domains(config):
+            if not domains:
+                continue
+            name, own = kind.capitalize(), perplexities(results, system, domains)
+            line[name], spreads[name] = mean_of(own), seeds_of(results, system, domains)
+            other = perplexities(results, _system(base, config), domains) if base else own
+            line[f"{name}, %"] = percent(mean_of(other), mean_of(own)) if base else np.nan
+            line[f"{name}: lower"] = float((own < other).sum()) if base else np.nan
+        rows[label] = line
+    frame = pd.DataFrame.from_dict(rows, orient="index")
+    return Table(
+        "variants",
+        "Variants of the architecture",
+        "Mean test perplexity over the training and over the novel domains, in blocks of the length of training, of "
+        "rows with options of architecture of their own; the change in percent from the row of the same kind without "
+        "them, which has the same tokens and updates; and the number of domains where perplexity is lower. Experts are "
+        "mixed by the cached prior. Lower is better.",
+        frame,
+        notes=("Masked language models have a table of their own (masked): their numbers compare with no others.",),
+        formats={name: "{:+.1f}" if name.endswith("%") else "{:.0f}" for name in frame if name[-1] in "%r"},
+        beneath=pd.DataFrame.from_dict(beneath, orient="index"),
+    )
+
+
+def _system(row: str, config: dict[str, Any]) -> System:
+    """The row as tables of families show it: the model, or its experts by the cached prior."""
+    return systems_of(row, table_rows(config)[row])[-1]
+
+
+def _named(options: dict[str, str]) -> str:
+    given = [f"{name} {value}" for name, value in options.items() if value != USUAL[name]]
+    return ", ".join(given) or "learned positions, tied head"
