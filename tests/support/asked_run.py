@@ -30,6 +30,8 @@ def build_asked_run(run: Path, tokens: Path) -> None:
     shutil.copy(tokens / "tokenizer.json", run)
     audit = {"domain": "licenses", "system": "own", "model": "demix", "experts": "own", "split": "train"}
     write_parquet(pa.table({name: [value] for name, value in audit.items()}), run / "audit.parquet")
+    accuracy = {"task": "topics", "model": "demix", "routing": "history", "accuracy": 0.5, "chance": 0.25, "seed": 1}
+    write_parquet(pa.table({name: [value] for name, value in accuracy.items()}), run / "tasks.parquet")
     for path in (tokens / "corpus").glob("*/*"):
         placed = run / "corpus" / path.parent.name / path.name
         if path.suffix == ".json":
