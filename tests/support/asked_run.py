@@ -32,6 +32,8 @@ def build_asked_run(run: Path, tokens: Path) -> None:
     write_parquet(pa.table({name: [value] for name, value in audit.items()}), run / "audit.parquet")
     loads = {"domain": "licenses", "layer": 2, "expert": 0, "choices": 17}
     write_parquet(pa.table({name: [value] for name, value in loads.items()}), run / "loads" / "dense.parquet")
+    accuracy = {"task": "topics", "model": "demix", "routing": "history", "accuracy": 0.5, "chance": 0.25, "seed": 1}
+    write_parquet(pa.table({name: [value] for name, value in accuracy.items()}), run / "tasks.parquet")
     for path in (tokens / "corpus").glob("*/*"):
         placed = run / "corpus" / path.parent.name / path.name
         if path.suffix == ".json":
