@@ -155,6 +155,8 @@ RowArchitecture = partial("RowArchitecture", Options)
 
 # A masked model scores a block in this many passes, so that about as many of its tokens are hidden as in training.
 FOLDS = 7
+# The share of a block's tokens that are its targets in training (Devlin et al. 2019, "BERT", section 3.1).
+MASKED_SHARE = 0.15
 GPT2_TYPES = 50257
 # Sizes of GPT-3 (Brown et al. 2020, table 2.1) with the head counts of fairseq's transformer_lm_gpt3_*.
 PRESETS = {
@@ -198,11 +200,18 @@ def training_flops_per_token(architecture: Architecture, vocab_size: int, length
     Narayanan et al. 2021, section 5.1. V is rounded up to a multiple of 8, as in the paper's Table 2. A token passes
     through one expert per layer: DEMix costs as much as a dense model. Without activation checkpointing the layers
     cost three quarters of the formula's value. Each of the m routed layers adds the router and k - 1 more experts of a
-    token: 4·m·(16h²(k - 1) + 2hE).
+    token: 4·m·(16h²(k - 1) + 2hE). A masked model has logits of its targets alone.
     """
     layers, width, vocabulary = architecture.layers, architecture.width, -(-vocab_size // 8) * 8
-    dense = 96 * layers * width**2 * (1 + length / (6 * width) + vocabulary / (16 * layers * width))
+    # Of a block's tokens, these have logits.
+    share = masked_places(length) / length if architecture.objective == "mlm" else 1
+    dense = 96 * layers * width**2 * (1 + length / (6 * width) + share * vocabulary / (16 * layers * width))
     return dense + 4 * routing_flops(architecture)
+
+
+def masked_places(length: int) -> int:
+    """The number M of targets in a masked block of `length` tokens: 15% of them, and one at least."""
+    return max(1, round(MASKED_SHARE * length))
 
 
 def routing_flops(architecture: Architecture) -> int:

@@ -1,7 +1,7 @@
 """The section `tasks`: texts with labels, and how a model is asked which label belongs to a text."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -67,8 +67,8 @@ class Task:
     )
     labels: dict[Text, Text] = Field(
         default_factory=dict,
-        description="The words that stand for the values of `label`, such as `{0: World, 1: Sports}`. Empty: all "
-        "values of the field. Of `made: domains`, words for domains; the others' are their names.",
+        description='The words that stand for the values of `label`, such as `{"0": World, "1": Sports}`. Empty: '
+        "all values of the field. Of `made: domains`, words for domains; the others' are their names.",
     )
     template: Template | None = Field(
         default=None,
@@ -122,6 +122,15 @@ class Task:
         """The examples that all seeds may draw demonstrations and validation examples from, at most."""
         return len(self.seeds) * (self.shots + OTHERS)
 
+    def words_of(self, domains: Iterable[str]) -> list[str]:
+        """The words that stand for `domains` in a task of `made: domains`: those of `labels`, else their names."""
+        return [self.labels.get(name, name.replace("_", " ")) for name in domains]
+
+    @property
+    def fetches(self) -> bool:
+        """Whether examples are fetched from an address or from the Hugging Face hub."""
+        return any(one is not None and one.kind != "files" for one in (self.test, self.train, self.validation))
+
     @property
     def fields(self) -> tuple[str, ...]:
         """The fields of a text."""
@@ -147,6 +156,12 @@ def tasks_of(config: Mapping[str, Any]) -> dict[str, Task]:
     return {name: settings_from(Task, each, f"config key tasks.{name}") for name, each in given.items()}
 
 
+def refuse_equal(key: str, words: list[str]) -> None:
+    """Raise DemixError for a word that stands for two labels."""
+    if len(set(words)) < len(words):
+        raise DemixError(key, f"gives two labels the word {max(words, key=words.count)}", "give each its own")
+
+
 def check_tasks(config: Mapping[str, Any]) -> None:
     """Raise DemixError for a task with keys that do not go together."""
     for name, task in tasks_of(config).items():
@@ -155,6 +170,11 @@ def check_tasks(config: Mapping[str, Any]) -> None:
         if sources != 1:
             cause = "has several of path, made and test" if sources else "has no examples"
             raise DemixError(key, cause, "give one of path, made and test")
+        if task.path is not None and "://" in task.path:
+            raise DemixError(f"{key}.path", "is an address", "give test: {kind: url, url: …}")
+        if task.calibrated and task.shots and not task.form.removesuffix("{label}").split("{text}")[1].strip():
+            cause = "needs words before the label, to which the demonstrations lead where the text is left out"
+            raise DemixError(f"{key}.calibrated", cause, "put words between {text} and {label}, or use 0 shots")
         if task.made:
             for one in ("train", "validation"):
                 if getattr(task, one) is not None:
@@ -174,6 +194,5 @@ def check_tasks(config: Mapping[str, Any]) -> None:
         if not task.shots and len(task.seeds) > 1:
             cause = f"has {len(task.seeds)} seeds, which draw demonstrations, for 0 shots"
             raise DemixError(f"{key}.seeds", cause, "give one seed, or shots")
-        words = list(task.labels.values())
-        if len(set(words)) < len(words):
-            raise DemixError(f"{key}.labels", "gives two labels one word", "give each its own")
+        words = task.words_of(config["domains"]["training"]) if task.made == "domains" else list(task.labels.values())
+        refuse_equal(f"{key}.labels", words)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from demix.config.architecture import USUAL
-from demix.config.routed import section_of
 from demix.config.rows import is_masked, model_rows
 
 
@@ -24,5 +23,5 @@ def variant_rows(config: Mapping[str, Any]) -> dict[str, str]:
 
 def options_of(config: Mapping[str, Any], row: str) -> dict[str, str]:
     """The options of `architecture` of a row of `models`."""
-    section = section_of(config, model_rows(config)[row][1])
-    return {name: section.get(name, usual) for name, usual in USUAL.items()}
+    given = (config.get("architecture") or {}) | (model_rows(config)[row][1].get("architecture") or {})
+    return {name: given.get(name, usual) for name, usual in USUAL.items()}

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from demix.config.tasks import Task
 from demix.data.tokenizer import Tokenizer
-from demix.errors import DemixError
 from demix.files import seed_for
 from demix.files.batches import read_batches
 
@@ -21,15 +20,12 @@ CHOICES = 4
 _GAP = re.compile(r"\s+(?=\S)")
 
 
-def of_domains(files: Mapping[str, Path], labels: Mapping[str, str], count: int | None, seed: int) -> Iterator[Made]:
+def of_domains(files: Mapping[str, Path], words: list[str], count: int | None, seed: int) -> Iterator[Made]:
     """Which domain a text is of: as many examples of each domain, `count` at most, domains in turn.
 
-    `files` are the corpus files of one split by domain, `labels` words for domains, by default their names.
+    `files` are the corpus files of one split by domain, `words` stand for the domains in this order.
     """
     names = list(files)
-    words = [labels.get(name, name.replace("_", " ")) for name in names]
-    if len(set(words)) < len(words):
-        raise DemixError("tasks", f"two domains have the label {max(words, key=words.count)}", "give labels")
     most = None if count is None else -(-count // len(names))
     left = count
     for rows in zip_longest(*(islice(documents(files[name]), most) for name in names)):

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from demix.config.domains import SourceSection
-from demix.config.tasks import OTHERS, ExamplesRecipe, Task
+from demix.config.tasks import OTHERS, ExamplesRecipe, Task, refuse_equal
 from demix.data.making import continuations, of_domains
 from demix.data.sources import Source, records
 from demix.data.tokenizer import Tokenizer
@@ -230,8 +230,13 @@ def _drawn(
     """The examples of all splits before their texts are shortened, those to test first."""
     if task.made:
         for split, of, count in (("test", "test", task.examples), ("train", "dev", task.pooled)):
+            if not documents.get(of):
+                cause = f"is made of documents of {of}, and none are given"
+                raise DemixError(f"tasks.{name}", cause, f"give corpus/<domain>/{of}.parquet")
+            words = task.words_of(documents[of])
+            refuse_equal(f"tasks.{name}.labels", words)
             made = (
-                of_domains(documents[of], task.labels, count, task.seed)
+                of_domains(documents[of], words, count, task.seed)
                 if task.made == "domains"
                 else continuations(documents[of], tokenizer, task, count, task.seed)
             )
@@ -242,15 +247,21 @@ def _drawn(
     if tested is None:
         raise DemixError(f"tasks.{name}", "has no examples", "give one of path, made and test")
     wanted = None if task.examples is None else task.examples + (0 if task.train else task.pooled)
-    found = _least(_read(name, task, tested, output), wanted, task.seed)
+    values: set[str] = set()
+    found = _least(_read(name, task, tested, output), wanted, task.seed, values)
     # The first by hash serve the others where nothing else does.
     pooled = [] if task.train else found[: task.pooled]
     parts = [("test", found[len(pooled) :]), ("train", pooled)]
     for split, source in (("train", task.train), ("validation", task.validation)):
         if source is not None:
-            parts.append((split, _least(_read(name, task, source, output), 10 * task.pooled, task.seed)))
-    values = {str(value) for _, some in parts for one in some if not one.choices for value in [one.label]}
+            # No text is tested and shown with its label, nor shown and judged.
+            before = {one.text for _, some in parts for one in some}
+            others = (one for one in _read(name, task, source, output) if one.text not in before)
+            parts.append((split, _least(others, 10 * task.pooled, task.seed, values)))
     labels = dict(task.labels) or {value: value for value in sorted(values)}
+    if not task.labels and len(labels) == 1:
+        cause = f"has the one label {next(iter(labels))!r:.80}"
+        raise DemixError(f"tasks.{name}", cause, "name the field of the right label in label, or give labels")
     for split, some in parts:
         for one in some:
             yield one.example(name, split, labels)
@@ -286,10 +297,15 @@ def _read(name: str, task: Task, section: SourceSection, output: Path) -> Iterat
     given = {key: getattr(section, key) for key in section.__dataclass_fields__}
     wanted = tuple(dict.fromkeys([*more, task.label, *([own] if own else [])]))
     source = Source(**given | {"text": first, "metadata": wanted})
-    fetched = output.parent / f".{output.stem}.fetched"
+    fetched, unseen = output.parent / f".{output.stem}.fetched", set(more)
     for place, text, metadata in records(source, f"tasks.{name}", fetched):
         fields = json.loads(metadata)
-        parts = [text, *(str(fields[field] or "") for field in more)]
+        for field in (task.label, *([own] if own else [])):
+            if fields[field] is None:
+                raise DemixError(f"tasks.{name}: {place}", f"has no field {field}", "mend label or choices")
+        further = {field: str(fields[field]) for field in more if fields[field] is not None}
+        unseen -= further.keys()
+        parts = [text, *further.values()]
         choices = fields.get(own) if own else []
         if own and (not isinstance(choices, list) or len({*map(str, choices)}) < max(2, len(choices))):
             cause = f"has {own} {choices!r:.80}, no list of two or more different labels"
@@ -298,12 +314,19 @@ def _read(name: str, task: Task, section: SourceSection, output: Path) -> Iterat
         if whole:
             yield _Record(place, whole, fields[task.label], tuple(map(str, choices or ())))
     shutil.rmtree(fetched, ignore_errors=True)
+    if unseen:
+        raise DemixError(f"tasks.{name}.text", f"no example has the field {min(unseen)}", "name fields that are there")
 
 
-def _least(found: Iterable[_Record], count: int | None, seed: int) -> list[_Record]:
-    """The `count` different examples of the smallest hash of their content, in this order; None takes all."""
+def _least(found: Iterable[_Record], count: int | None, seed: int, values: set[str]) -> list[_Record]:
+    """The `count` different examples of the smallest hash of their content, in this order; None takes all.
+
+    The labels of all examples without choices of their own are added to `values`.
+    """
     kept: dict[int, _Record] = {}
     for one in found:
+        if not one.choices:
+            values.add(str(one.label))
         key = seed_for(seed, "task", one.text, str(one.label), json.dumps(one.choices))
         kept.setdefault(key, one)
         if count is not None and len(kept) > 2 * count + 1000:

@@ -17,7 +17,7 @@ from demix.config.sections import Threads
 from demix.config.tasks import Task
 from demix.data.tasks import Prompt, prompts, read_examples
 from demix.data.tokenizer import Tokenizer
-from demix.errors import DemixError
+from demix.errors import DemixError, nearest
 from demix.evaluate.task_tables import schema_of
 from demix.files import sha256_file
 from demix.files.batches import write_batches
@@ -63,6 +63,8 @@ def score_tasks(
     names, dtype = columns_of(trunks), compute_type(given.precision)
     hashes = {name: expert_lineage(directory, name)["sha256"] for name in names}
     for path in examples:
+        if path.stem not in given.tasks:
+            raise DemixError(path, "is of no task of --settings", nearest(path.stem, given.tasks, "name the task"))
         asked = list(prompts(given.tasks[path.stem], read_examples(path)))
         rows = [tokens_of(path.stem, prompt, encoder, trunks[0].architecture.context) for prompt in asked]
         about = {
@@ -112,7 +114,8 @@ def label_scores(
     )  # [E, 1, L]
     found = first.transpose(1, 2)
     if longest > 1:
-        more = [layer.repeated(len(labels), longest - 1) for layer in past]
+        same = torch.zeros(len(labels), dtype=torch.int64, device=device)
+        more = [layer.of(same, 1, layer.seen + longest - 1) for layer in past]
         states = model(wanted[..., :-1], dtype=dtype, past=more)
         found = torch.cat([found, model.log_probabilities(states, wanted[..., 1:])], 2)  # [E, L, n]
     of_labels = found.double().cpu().numpy()

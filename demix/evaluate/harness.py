@@ -14,6 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from demix.errors import DemixError
 from demix.files import replacing
 from demix.model.checkpoint import describe
@@ -96,6 +98,9 @@ def evaluate_tasks(
             )
         except DemixError:
             raise
+        except torch.OutOfMemoryError as error:
+            cure = "give a smaller --batch-size"
+            raise DemixError("--batch-size", "takes more memory than there is", cure) from error
         # A task may be anybody's program, and the harness raises nearly anything for a broken one.
         except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0][:300]

@@ -191,7 +191,10 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
             if value < least:
                 raise DemixError(f"generation_kwargs {name}", f"is {value}", f"give at least {least}")
         keep = max(self.max_length - most, self.max_length // 2, 1)
-        prompt = (self.eot_token_id, *self.tok_encode(context))[-keep:]
+        whole = (self.eot_token_id, *self.tok_encode(context))
+        prompt = whole[-keep:]
+        if len(prompt) < len(whole):
+            log.warning("a prompt of %d tokens loses its first %d", len(whole) - 1, len(whole) - keep)
         until = tuple(stop for stop in given["until"] if stop)
         seed = seed_for(self._seed, "text", context, occurrence)
         return _Drawing(prompt, until, most, temperature, given.get("top_p", 1.0), seed)

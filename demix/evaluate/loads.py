@@ -13,7 +13,7 @@ from demix.errors import DemixError
 from demix.evaluate.score import Scoring
 from demix.evaluate.score_tables import row_groups
 from demix.files import write_parquet
-from demix.model.checkpoint import load_experts, refuse_other_tokenizer
+from demix.model.checkpoint import load_experts, refuse_masked, refuse_other_tokenizer
 from demix.model.device import compute_type, own_device, set_threads
 from demix.model.gpt import GPT
 from demix.model.layers import RoutedLayer
@@ -30,6 +30,7 @@ def write_loads(directory: Path, shards: list[Path], scoring: Scoring, output: P
     model and shards have different tokenizers.
     """
     set_threads(scoring.threads)
+    refuse_masked(directory, "is scored with other inputs in each fold")
     model = load_experts(directory, None, own_device())[0]
     if not _routers(model):
         raise DemixError(directory, "has no layer whose tokens choose experts", "give a model of kind routed")

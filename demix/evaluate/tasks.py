@@ -161,10 +161,10 @@ def routings(
         hot = given.temperature
         mixtures.append(Routing("cluster", nearness, temperature=hot))
         mixtures.append(Routing("cluster+history", nearness, History(), temperature=hot))
-    for name, split in (("fixed, 8 + 8", "validation"), ("fixed, 8", "permutation")):
+    for name, split, reads in (("fixed, 8 + 8", "validation", "8 more labels"), ("fixed, 8", "permutation", "")):
         if any(one.prompt.split == split for one in scored):
             by_seed = performance(scored, split, task, experts)
-            mixtures.append(Routing(name, lambda one, by_seed=by_seed: by_seed[one.prompt.seed]))  # type: ignore[misc]
+            mixtures.append(Routing(name, lambda one, by_seed=by_seed: by_seed[one.prompt.seed], reads=reads))  # type: ignore[misc]
     updated = updating(scored, task, experts)
     mixtures.append(Routing("updating", lambda one: updated[one.prompt.seed, one.prompt.example], reads="test labels"))
     fewer = (None, *(k for k in given.top_k if k < len(experts)))

@@ -17,6 +17,7 @@ from demix.model.checkpoint import (
     expert_lineage,
     expert_names,
     load_model,
+    refuse_masked,
     refuse_other_tokenizer,
     refuse_routed,
     whole_models,
@@ -116,6 +117,7 @@ def mean_states(model: GPT, shard: TokenShard, count: int = BLOCKS) -> Tensor:
 def _refuse_unmergeable(directory: Path, shards: Mapping[str, Path]) -> None:
     """Raise DemixError unless the experts of the model in `directory` own feedforwards alone, and are several."""
     refuse_routed(directory, "are routed already")
+    refuse_masked(directory, "has no states of a text that goes on")
     cure = "merge a model of kind demix"
     if whole_models(directory):
         raise DemixError(directory, "has experts that are whole models, which share no layer to choose in", cure)

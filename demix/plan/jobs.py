@@ -14,6 +14,7 @@ from demix.config.merged import merged_models
 from demix.config.routed import architecture_of
 from demix.config.scoring import ScoringJob, scoring_jobs
 from demix.config.systems import adaptations, job_place, learned_splits, seeds, trained
+from demix.config.tasks import tasks_of
 from demix.files import write_text
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.slurm import sbatch_text
@@ -103,6 +104,7 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
     near, contexts = routed(config), len(config["evaluation"]["routing_context"])
     clustered = dict.fromkeys(name for name, _ in learned_splits(config))
     asked = classified(config)
+    examples = "download" if any(task.fetches for task in tasks_of(config).values()) else "corpus"
     fitted = clustered | dict.fromkeys(near) | dict.fromkeys(one.routing for one in asked if one.routing)
     clustering = {"fit_clusters": len(fitted), "assign": len(clustered)}
     clustering |= {f"cluster_{split}_{name}": 1 for name, split in learned_splits(config)}
@@ -135,7 +137,7 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
         ),
         Jobs("evaluate", "evaluate", {"choose_mixing": chosen, "evaluate": number}, sites["evaluate"]),
         Jobs("evaluate", "by position", {"contexts": number if asked_contexts(config) else 0}, sites["evaluate"]),
-        Jobs("corpus", "examples of tasks", {"examples": len(config.get("tasks") or ())}, sites["corpus"]),
+        Jobs(examples, "examples of tasks", {"examples": len(config.get("tasks") or ())}, sites[examples]),
         Jobs("score", "score tasks", {f"fewshot_{one.rule}": 1 for one in asked}, sites["score"], 1, threads),
         Jobs("evaluate", "classify", {"classify": int(bool(asked))}, sites["evaluate"]),
         Jobs("score", "audit", {f"audit_{name}": 1 for name in removed}, sites["score"], 1, threads),

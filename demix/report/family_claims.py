@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from demix.config.evaluated import System, by_distance, routed_weights
+from demix.config.variants import options_of
 from demix.report import left_out, read
 from demix.report.clusters import Clusters, over_own
 from demix.report.families import Family, families, one_clusters, tried_top_k
@@ -134,7 +135,8 @@ def _matched(families: list[Family], rivals: list[Family], config: dict[str, Any
     """
 
     def begun(family: Family) -> tuple[Any, ...]:
-        return tuple(family.model.settings.get(key) for key in ("parent", "seed_tokens", "initial"))
+        given = tuple(family.model.settings.get(key) for key in ("parent", "seed_tokens", "initial"))
+        return *given, options_of(config, family.model.row)
 
     pairs = []
     for rival in rivals:

@@ -37,15 +37,17 @@ def read_loads(run: Path, config: dict[str, Any]) -> dict[str, pd.DataFrame]:
     return shares
 
 
-def told(shares: pd.DataFrame) -> float:
+def told(shares: pd.DataFrame, top_k: int) -> float:
     """The share of a domain's identity that one choice of an expert tells, from `shares` [domains, experts]; 0 to 1.
 
     The mutual information of expert and domain, where all domains are equally likely, over the most that so many
-    experts could tell of so many domains: the logarithm of the smaller number.
+    experts could tell of so many domains: the logarithm of the number of domains or, if that is less, of E / `top_k`,
+    as the `top_k` experts of a token differ and count alike. NaN where no choice could tell anything.
     """
     information = entropy(shares.mean(axis=0)) - np.mean(entropy(shares.to_numpy(), axis=1))
-    most = np.log(min(shares.shape))
-    return float(information / most) if most else float("nan")
+    domains, experts = shares.shape
+    most = np.log(min(domains, experts / top_k))
+    return float(information / most) if most > 0 else float("nan")
 
 
 def routers_table(loads: dict[str, pd.DataFrame], run: Path, config: dict[str, Any]) -> Table:
@@ -53,7 +55,8 @@ def routers_table(loads: dict[str, pd.DataFrame], run: Path, config: dict[str, A
     training, rows = training_domains(config), dict[str, dict[str, Any]]()
     for model in token_routed(config):
         by_layer = [shares.droplevel("layer").loc[training] for _, shares in loads[model.label].groupby("layer")]
-        information, means = [100 * told(shares) for shares in by_layer], [shares.mean(axis=0) for shares in by_layer]
+        information = [100 * told(shares, model.top_k) for shares in by_layer]
+        means = [shares.mean(axis=0) for shares in by_layer]
         lines = list(read_metrics(run / "metrics" / f"{model.name}.jsonl"))
         last = [line["router_dropped"] for line in lines[-max(1, len(lines) // 10) :] if "router_dropped" in line]
         rows[model.label] = {
@@ -71,7 +74,7 @@ def routers_table(loads: dict[str, pd.DataFrame], run: Path, config: dict[str, A
         "Routers of tokens",
         "Which experts the test tokens of the training domains choose, in models whose tokens choose their experts. "
         "Told of the domain: the mutual information of a chosen expert and the domain of its token, over the most "
-        "that as many experts could tell; 0% if all domains choose alike, 100% if each domain has experts of its own. "
+        "that such a choice could tell; 0% if all domains choose alike, 100% if each domain has experts of its own. "
         "A mean over routed layers. Then the load of the busiest expert of any layer, the exponential of the entropy "
         "of loads (a mean over layers), and the choices that no expert took in the last tenth of the updates.",
         frame,
@@ -88,12 +91,14 @@ def router_loads(loads: dict[str, pd.DataFrame], config: dict[str, Any]) -> alt.
     """The share of each domain's choices that fall on each expert, a heat map for each model and layer."""
     training, novel = training_domains(config), novel_domains(config)
     maps = []
-    for label, of_model in loads.items():
+    for model in token_routed(config):
+        label, of_model = model.label, loads[model.label]
         layers = list(dict.fromkeys(of_model.index.get_level_values("layer")))
         shown = np.unique(np.linspace(0, len(layers) - 1, min(LAYERS_SHOWN, len(layers))).round().astype(int))
         for layer in (layers[index] for index in shown):
             shares = of_model.loc[layer]
-            heading = f"{label}, layer {layer}: tells {100 * told(shares.loc[training]):.1f}% of the domain"
+            tells = 100 * told(shares.loc[training], model.top_k)
+            heading = f"{label}, layer {layer}: tells {tells:.1f}% of the domain"
             cells = [
                 {"kind": "all", "domain": domain, "expert": expert, "value": finite(value)}
                 for domain, values in shares.iterrows()
@@ -116,5 +121,5 @@ def router_loads(loads: dict[str, pd.DataFrame], config: dict[str, Any]) -> alt.
         "The share of the choices of a domain's test tokens (row) that fall on each expert (column) of a layer, in "
         f"models whose tokens choose their experts{last}. Each row sums to 1. Experts with numbers have nothing in "
         "common with those of other layers; experts with names are those of a domain or cluster. Above each map: the "
-        "mutual information of expert and training domain, over the most that as many experts could tell.",
+        "mutual information of expert and training domain, over the most that such a choice could tell.",
     )

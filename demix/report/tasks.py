@@ -63,7 +63,8 @@ def tasks_table(rows: pd.DataFrame, config: dict[str, Any]) -> Table:
             f"{asked}.",
             "Bold: the highest of the numbers above chance that read no test label. Oracles read test labels: "
             "“updating” those of earlier examples, “own expert” where the domain is asked for, and the best expert.",
-            "“fixed, 8 + 8” weights experts by their accuracy on 8 other examples, “fixed, 8” on the demonstrations.",
+            "“fixed, 8 + 8” weights experts by their accuracy on 8 other examples after the demonstrations, “fixed, 8” "
+            "on the demonstrations (the paper's names, which has 8 of these).",
         ),
         formats=dict.fromkeys(names, "{:.1f}"),
         summaries=frozenset({CHANCE}),
@@ -87,4 +88,5 @@ def _interval(row: Any) -> str:
     if row.accuracy_low is None or np.isnan(row.accuracy_low):
         return "too few examples"
     interval = f"{100 * row.accuracy_low:.1f} to {100 * row.accuracy_high:.1f}"
-    return interval if row.judged else f"{interval}, as chance"
+    told = ["oracle"] * (row.reads == ORACLE) + ["as chance"] * (not row.judged)
+    return ", ".join([interval, *told])

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from demix.config.architecture import masked_places
 from demix.config.placement import Placement
 from demix.config.rows import Kind
 from demix.data.shards import TokenShard
@@ -18,9 +19,6 @@ from demix.files import seed_for
 from demix.model.gpt import MASKED
 
 Array = npt.NDArray[Any]
-
-# The part of a block's tokens that a masked model learns to fill in at a step (Devlin et al. 2019, section 3.1).
-MASKED_SHARE = 0.15
 
 
 @dataclass(frozen=True)
@@ -180,11 +178,6 @@ def seen_blocks(shard: TokenShard, name: str, length: int, seed: int, drawn: int
     seen = np.zeros(count, bool)
     seen[_order(count, seed, name, 0, min(drawn, count))] = True
     return seen
-
-
-def masked_places(length: int) -> int:
-    """The number M of targets in a masked block of `length` tokens: 15% of them, and one at least."""
-    return max(1, round(MASKED_SHARE * length))
 
 
 def _batches(

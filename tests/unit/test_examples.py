@@ -97,7 +97,7 @@ def test_examples_of_domains_ask_for_each_alike(tokens: Path, tmp_path: Path) ->
     assert all(TRAINING[one.answer] == one.domain for one in examples)
     named = made(tokens, tmp_path, "domains", labels={"scripture": "Lord"})
     assert {one.choices for one in named} == {("parliament", "Lord", "licenses")}
-    with pytest.raises(DemixError, match="two domains have the label licenses"):
+    with pytest.raises(DemixError, match=r"tasks\.domains\.labels: gives two labels the word licenses"):
         made(tokens, tmp_path, "domains", labels={"scripture": "licenses"})
 
 
@@ -254,6 +254,42 @@ def test_examples_may_have_choices_of_their_own(tokens: Path, tmp_path: Path) ->
              labels={"code": "code"})  # fmt: skip
 
 
+def test_what_a_source_lacks_is_refused(tokens: Path, tmp_path: Path) -> None:
+    rows = [{"text": f"text {n}", "topic": ("law", "code")[n % 2], "kind": "all"} for n in range(30)]
+    path = write_lines(tmp_path / "x.jsonl", rows)
+    for given, said in (
+        ({"label": "label"}, r"topics: x\.jsonl#1: has no field label; mend label or choices"),
+        ({"label": "kind"}, "topics: has the one label 'all'; name the field of the right label"),
+        ({"label": "topic", "text": ["text", "contnt"]}, r"topics\.text: no example has the field contnt"),
+    ):
+        with pytest.raises(DemixError, match=said):
+            read(tokens, tmp_path, path=path, **given)
+
+
+def test_labels_are_all_of_a_source_whatever_is_drawn(tokens: Path, tmp_path: Path) -> None:
+    rows = [{"text": f"text {n}", "label": "rare" if n == 7 else ("law", "code")[n % 2]} for n in range(900)]
+    found = read(tokens, tmp_path, path=write_lines(tmp_path / "x.jsonl", rows), examples=10)
+    assert {one.choices for one in found} == {("code", "law", "rare")}
+
+
+def test_no_tested_text_is_a_demonstration(tokens: Path, tmp_path: Path) -> None:
+    rows = [{"text": f"text {n}", "label": ("law", "code")[n % 2]} for n in range(60)]
+    path = write_lines(tmp_path / "x.jsonl", rows)
+    source = {"kind": "files", "path": path}
+    found = read(tokens, tmp_path, path=path, train=source, validation=source, shots=2, examples=20)
+    parts = [{one.text for one in found if one.split == split} for split in ("test", "train", "validation")]
+    assert [len(some) for some in parts] == [20, 40, 0]
+    assert not parts[0] & parts[1]
+
+
+def test_examples_without_documents_are_refused(tokens: Path, tmp_path: Path) -> None:
+    task = ExamplesRecipe(**TASKS["domains"], length=SIZES.context, seed=1)
+    only = {"test": documents(tokens)["test"]}
+    with pytest.raises(DemixError, match=r"tasks\.domains: is made of documents of dev, and none are given"):
+        write_examples("domains", task, only, tokens / "tokenizer.json", tmp_path / "domains.parquet")
+    assert not (tmp_path / "domains.parquet").exists()
+
+
 WRONG = {
     "no examples": ({}, "tasks.x: has no examples"),
     "two sources": ({"path": "a", "made": "domains"}, "has several of path, made and test"),
@@ -266,7 +302,14 @@ WRONG = {
     ),
     "foreign label": ({"made": "domains", "labels": {"laws": "law"}}, "labels.laws: is no training domain"),
     "labels of halves": ({"made": "continuations", "labels": {"a": "b"}}, "labels: is given beside made"),
-    "equal words": ({"path": "a", "labels": {"a": "b", "c": "b"}}, "labels: gives two labels one word"),
+    "equal words": ({"path": "a", "labels": {"a": "b", "c": "b"}}, "labels: gives two labels the word b"),
+    "a word that is a domain's": (
+        {"made": "domains", "labels": {"parliament": "scripture"}}, "labels: gives two labels the word scripture",
+    ),
+    "address": ({"path": "https://me:word@there/x.jsonl"}, "path: is an address; give test: {kind: url"),
+    "cue without words": (
+        {"path": "a", "shots": 1, "calibrated": True}, "calibrated: needs words before the label",
+    ),
     "moving": (
         {"test": {"kind": "hub", "path": "a/b", "revision": "main", "data_files": ["*.parquet"]}},
         "tasks.x.test.revision: is main, which is no commit",

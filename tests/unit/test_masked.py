@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from transformers import RobertaPreLayerNormConfig
 from transformers.models.roberta_prelayernorm.modeling_roberta_prelayernorm import RobertaPreLayerNormEncoder
 
+from demix.config.architecture import masked_places
 from demix.data.shards import blocks
 from demix.errors import DemixError
 from demix.files import seed_for
 from demix.model.gpt import GPT, MASKED
 from demix.model.layers import KeyValues, attention_bias
 from demix.model.scoring import FOLDS, folds_of, log_probabilities, masked_log_probabilities
-from demix.train.batches import balanced_batches, masked_places, mixed_batches, proportional_batches
+from demix.train.batches import balanced_batches, mixed_batches, proportional_batches
 from support.models import SMALL, THREE, randomise
 from support.tokens import TRAINING
 from support.training import opened

@@ -87,10 +87,12 @@ def test_what_a_choice_tells_of_the_domain() -> None:
     counts = np.random.default_rng(1).integers(1, 50, (3, 4)) * np.array([[1], [3], [2]])
     equal = counts * np.prod(counts.sum(1)) // counts.sum(1, keepdims=True)
     shares = pd.DataFrame(equal / equal.sum(1, keepdims=True))
-    assert told(shares) == pytest.approx(mutual_info_score(None, None, contingency=equal) / np.log(3))
-    assert told(pd.DataFrame(np.eye(3))) == pytest.approx(1)
-    assert told(pd.DataFrame(np.full((3, 4), 0.25))) == pytest.approx(0)
-    assert np.isnan(told(pd.DataFrame(np.ones((3, 1)))))
+    assert told(shares, 1) == pytest.approx(mutual_info_score(None, None, contingency=equal) / np.log(3))
+    assert told(pd.DataFrame(np.eye(3)), 1) == pytest.approx(1)
+    assert told(pd.DataFrame(np.full((3, 4), 0.25)), 1) == pytest.approx(0)
+    assert told(pd.DataFrame(np.repeat(np.eye(4), 2, axis=1) / 2), 2) == pytest.approx(1), "a pair for each domain"
+    assert np.isnan(told(pd.DataFrame(np.ones((3, 1))), 1))
+    assert np.isnan(told(pd.DataFrame(np.full((3, 2), 0.5)), 2)), "both experts see every token"
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +124,7 @@ def test_the_table_of_routers(made: Run) -> None:
     assert frame.loc["upcycled", ["A token chooses", "Routed layers"]].tolist() == ["2 of 3", 1]
     # Of layer 2: 199 of 201 choices of each domain fall on an expert of its own.
     own = np.array([199, 1, 1]) / 201
-    tells = 100 * (1 + (own * np.log(own)).sum() / np.log(3))
+    tells = 100 * (np.log(3) + (own * np.log(own)).sum()) / np.log(3 / 2)
     assert frame.at["upcycled", "Told of the domain, %"] == pytest.approx(tells)
     assert frame.at["upcycled", "Effective experts"] == pytest.approx(3)
     assert frame.at["upcycled", "Busiest expert, times an equal share"] == pytest.approx(1)

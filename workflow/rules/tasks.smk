@@ -1,6 +1,7 @@
 # Few-shot classification (c-BTM): examples once, the log-probabilities of labels once per model, all routings as arithmetic.
 TASKS = tasks_of(config)
 ASKED = classified(config)
+FETCHED = any(task.fetches for task in TASKS.values())
 
 
 wildcard_constraints:
@@ -15,10 +16,11 @@ rule examples:
         f"{RUN}/examples/{{task}}.parquet",
     log:
         f"{RUN}/logs/examples/{{task}}.log",
+    localrule: FETCHED and config["cluster"]["downloads"] == "login"
     conda:
         "../../environment.yml"
     resources:
-        **site("corpus"),
+        **site("download" if FETCHED else "corpus"),
     params:
         settings=lambda wildcards: as_json(config["tasks"][wildcards.task], length=RULES.context, seed=config["seed"]),
         documents=lambda wildcards: " ".join(RULES.task_documents(wildcards.task)),

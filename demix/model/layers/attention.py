@@ -30,23 +30,14 @@ class KeyValues:
         self.values[:, :, start : self.seen] = values
         return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
 
-    def repeated(self, times: int, more: int) -> "KeyValues":
-        """A copy in which each sequence stands `times` times, one after the other, with room for `more` positions."""
-        copy = KeyValues(self.seen + more)
-        keys, values = (part[:, :, : self.seen].repeat_interleave(times, 0) for part in (self.keys, self.values))
-        copy.extended(keys, values)
-        return copy
-
-    def of(self, sequences: Tensor, count: int) -> "KeyValues":
+    def of(self, sequences: Tensor, count: int, positions: int | None = None) -> "KeyValues":
         """A copy for other sequences, each with the past of one of these: `sequences` [R] are numbers below `count` B.
 
-        A sequence may be there several times.
+        A sequence may be there several times. The copy has room for `positions`, by default for as many as this one.
         """
-        other = KeyValues(self.positions)
-        other.seen = self.seen
-        other.keys, other.values = (
-            cached.view(-1, count, *cached.shape[1:])[:, sequences].flatten(0, 1) for cached in (self.keys, self.values)
-        )
+        other = KeyValues(positions or self.positions)
+        filled = (cached[:, :, : self.seen] for cached in (self.keys, self.values))
+        other.extended(*(part.view(-1, count, *part.shape[1:])[:, sequences].flatten(0, 1) for part in filled))
         return other
 
 
