@@ -108,6 +108,8 @@ def exported_card(directory: Path, expert: str) -> str:
 
 def merged_card(directory: Path, weights: dict[str, float], name: str) -> str:
     """The card of the model `name` that averages the experts of the model in `directory` by `weights`."""
+    # A folder that is no model is refused before an expert is missed in it.
+    describe(directory)
     parents = {expert: expert_lineage(directory, expert) for expert, weight in weights.items() if weight}
     about = (
         f"A dense model: the weighted average of {len(parents)} experts of the model "

@@ -65,7 +65,9 @@ def test_each_rule_of_the_workflow_belongs_to_one_stage_and_the_drawing_shows_al
     rules = set(re.findall(r"^rule (\w+):", text, re.MULTILINE))
     staged = [rule for stage in STAGES for rule in stage.rules]
     assert sorted(staged) == sorted(
-        rules | {"train", "join", "adapt", "adapt-dense", "score", "cluster_shards", "average", "route", "merge_routed"}
+        rules
+        | {"train", "join", "adapt", "adapt-dense", "score", "cluster_shards", "average", "route", "merge_routed"}
+        | {"fewshot"}
     )
     assert (REPOSITORY / "docs" / "pipeline.svg").read_text() == drawing()
     assert all(f">{stage.name}</text>" in drawing() for stage in STAGES)

@@ -103,7 +103,7 @@ def test_a_routed_model_is_made_of_a_row_of_demix_scored_and_evaluated_once() ->
     counts = [{rule: count for job in plan_jobs(one, "cpu") for rule, count in job.rules.items()}
               for one in (config, before)]  # fmt: skip
     # Nothing but these jobs is new: trainings and their settings are as before.
-    dev = {"cluster_dev_k2": 1}
+    dev = {"cluster_dev_k2": 1, "loads": 2}
     assert {rule: count for rule, count in counts[0].items() if counts[1].get(rule) != count} == dev | {
         rule: 1 for one in made for rule in (one.rule, f"score_{one.rule}")
     }

@@ -223,7 +223,7 @@ def test_masked_rows_have_a_table_of_their_own(finished: tuple[Path, dict[str, s
         assert average == pytest.approx(-mixed.sum(), rel=1e-9)
     tables = {path.stem: path.read_text() for path in (run / "report" / "tables").glob("*.md")}
     assert [name for name, text in tables.items() if "masked" in text.lower()] == ["masked"]
-    for line in ("masked_dense", "masked (own expert)", "masked (average)", "masked (fitted)"):
+    for line in ("masked\\_dense", "masked (own expert)", "masked (average)", "masked (fitted)"):
         assert line in tables["masked"]
     assert "masked" not in (run / "report" / "claims.md").read_text().lower()
     assert "tables/masked.html" in (run / "report" / "index.html").read_text()
