@@ -19,9 +19,8 @@ def variants_table(results: Results, config: dict[str, Any]) -> Table:
     pairs = variant_rows(config)
     rows: dict[str, dict[str, Any]] = {}
     beneath: dict[str, dict[str, str]] = {}
-    for row in [
-        name for base in dict.fromkeys(pairs.values()) for name in (base, *(r for r in pairs if pairs[r] == base))
-    ]:
+    bases = dict.fromkeys(pairs.values())
+    for row in (row for base in bases for row in (base, *pairs) if row == base or pairs[row] == base):
         label, base, system = label_of(row, kinds[row]), pairs.get(row), _system(row, config)
         line: dict[str, Any] = {"Options": _named(options_of(config, row))}
         spreads = beneath[label] = {}
@@ -40,11 +39,12 @@ def variants_table(results: Results, config: dict[str, Any]) -> Table:
         "Variants of the architecture",
         "Mean test perplexity over the training and over the novel domains, in blocks of the length of training, of "
         "rows with options of architecture of their own; the change in percent from the row of the same kind without "
-        "them, which has the same tokens and updates; and the number of domains where perplexity is lower. Experts are "
-        "mixed by the cached prior. Lower is better.",
+        "them, which has the same tokens and updates; and the number of domains where the row's perplexity is "
+        "lower. Experts are mixed by the cached prior. Lower is better.",
         frame,
         notes=("Masked language models have a table of their own (masked): their numbers compare with no others.",),
-        formats={name: "{:+.1f}" if name.endswith("%") else "{:.0f}" for name in frame if name[-1] in "%r"},
+        formats={name: "{:+.1f}" for name in frame if name.endswith("%")}
+        | {name: "{:.0f}" for name in frame if name.endswith("lower")},
         beneath=pd.DataFrame.from_dict(beneath, orient="index"),
     )
 
