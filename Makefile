@@ -34,22 +34,22 @@ variants: $(VENV)/installed
 
 # Tests that wait for processes and browsers leave room for one more worker than there are cores.
 WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-test: $(VENV)/installed lint
+test: $(VENV)/installed-dev lint
 	pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Disturbs trainings on a real SLURM in every way, in about half an hour. Needs root and the packages of .ci/run.
-test-slurm: $(VENV)/installed
+test-slurm: $(VENV)/installed-dev
 	pytest -v tests/slurm -m slurm
 
 # Breaks everything on purpose and prints the outcomes, in 50 minutes on 2 cores. KILLS and FUZZ set how often. As root
 # the tests also fill disks of their own; with Debian's faketime one run has another date.
 KILLS ?= 50
 FUZZ ?= 10000
-faults: $(VENV)/installed
+faults: $(VENV)/installed-dev
 	@$(VENV)/bin/pip install -q -e '.[dev,fuzz]'
 	pytest -n auto --dist worksteal tests/faults -m 'faults or not faults' --all-faults --kills $(KILLS) --fuzz $(FUZZ) --faults-json faults.json
 
-lint: $(VENV)/installed
+lint: $(VENV)/installed-dev
 	ruff check -q .
 	ruff format -q --check .
 	lint-imports > /dev/null || (lint-imports; exit 1)
@@ -59,7 +59,7 @@ lint: $(VENV)/installed
 
 # The site, in site/: a broken link, an unlisted page or a missing module ends the build (not with -q, which counts no
 # warnings).
-docs: $(VENV)/installed
+docs: $(VENV)/installed-dev
 	@$(VENV)/bin/pip install -q -e '.[dev,docs]'
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
@@ -73,10 +73,16 @@ ui: $(VENV)/installed
 		--artifacts-destination "$$ARTIFACTS" --uvicorn-opts "--log-level warning --lifespan off" \
 		--allowed-hosts "127.0.0.1:$$PORT,localhost:$$PORT" --cors-allowed-origins "http://127.0.0.1:$$PORT"
 
+# Python compiles a module when it is first imported: to compile all of them takes as long as to install them.
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "demix needs Python 3.11 to 3.13: make PYTHON=python3.11 demo")'
 	@echo "Installing into $(VENV), a few minutes ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/pip install -q -e '.[dev]'
+	@$(VENV)/bin/pip install -q --no-compile -e .
+	@touch $@
+
+# What only tests and lint take besides.
+$(VENV)/installed-dev: $(VENV)/installed
+	@$(VENV)/bin/pip install -q --no-compile -e '.[dev]'
 	@touch $@
 
