@@ -60,6 +60,9 @@ def test_rings_of_a_rank_follow_one_another_and_others_run_beside() -> None:
     assert synchronizing(rings, PLAIN) == pytest.approx(PLAIN.all_reduce(rings[0]) + PLAIN.all_reduce(rings[1]))
     # Only the shared gradients leave a node.
     assert out_of_a_node(rings, 8) == 2 * 15 / 16 * 1000
+    # Of the 24 ranks of eight experts, those of the third and of the sixth are on both sides of the second node.
+    both = 2 * 23 / 24 * 1000 + 2 * (2 * 2 / 3 * 500)
+    assert out_of_a_node(rings_of(1000, 500, place_experts("abcdefgh", 8, 24)), 8) == pytest.approx(both)
     # Several experts on a rank have no ring of their own, and one process none at all.
     assert rings_of(1000, 500, place_experts("abcd", 8, 2)) == (Ring(1000, range(2)),)
     assert rings_of(1000, 500, place_experts("ab", 8, 1)) == ()
