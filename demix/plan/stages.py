@@ -182,7 +182,8 @@ def sync_table(config: dict[str, Any], hardware: str, ranks: int | None = None) 
     network = f"; {device.network.assumption}" if device.network else ""
     table = Table(
         title=f"Gradients and checkpoints of {config['run']} on {hardware}",
-        caption=f"sync: ring all-reduces, none hidden behind backward, which the achieved TFLOPs include{network}; "
+        caption=f"sync: ring all-reduces, none hidden behind backward, which the achieved TFLOPs include "
+        f"(from 100% of a step the hours are too few){network}; "
         f"while written: hours in which all ranks wait, beside those of training; {ALIKE}",
     )
     heads = ["nodes", "given a rank\na step", "out of a node\na step", "out of a node\nin all"]

@@ -7,9 +7,10 @@ import pytest
 import zstandard
 
 from demix.config.check import load_config
+from demix.config.scoring import scoring_jobs
 from demix.plan.cost import plan_domains, plan_training
 from demix.plan.flops import HARDWARE
-from demix.plan.jobs import plan_jobs
+from demix.plan.jobs import plan_jobs, scoring_cost
 from demix.plan.stages import WORD_BYTES, plan_stages, saving_hours, stages_table, sync_seconds, sync_table
 
 ROOT = Path(__file__).parents[2]
@@ -76,9 +77,30 @@ def test_gradients_and_checkpoints_of_sixteen_ranks() -> None:
         30 * (78 + 123) * hop + 2 * 15 / 16 * 4 * (demix.shared + demix.expert) / 370e9
     )
     assert saving_hours(demix) == pytest.approx(49 * 83.43e9 * (1 / 2e9 + 1 / 1.8e9) / 3600, rel=1e-3)
-    # A node of another size: with 16 ranks a node nothing leaves it.
-    config = PAPER | {"cluster": PAPER["cluster"] | {"ranks_per_node": 16}}
-    assert {stage.network for stage in plan_stages(config, "h100", 16) if stage.name == "train"} == {0}
+    # Nodes of another size: 16 ranks of training are in one node, those of adaptation in four.
+    cluster = PAPER["cluster"] | {"ranks_per_node": 16, "stages": {"adapt": {"ranks_per_node": 4}}}
+    stages = {stage.name: stage for stage in plan_stages(PAPER | {"cluster": cluster}, "h100", 16)}
+    adapted = [plan for name, plan in plans.items() if "-dapt-" in name]
+    assert stages["train"].network == 0
+    assert stages["adapt"].network == pytest.approx(sum(2 * 15 / 16 * plan.synced * plan.steps for plan in adapted))
+
+
+def test_the_steps_of_a_seed_phase_are_sent_once_and_a_rules_jobs_share_its_hours() -> None:
+    cluster = {"ranks_per_node": 4}
+    config = load_config(ROOT / "config" / "sample.yaml")
+    config |= {"cluster": config["cluster"] | cluster}
+    plans = plan_training(config, 8, HARDWARE["a100"])
+    (seeded,) = (plan for plan in plans if plan.begin)
+    trained = [plan for plan in plans if "-dapt-" not in plan.name]
+    sent = {plan.name: 2 * 7 / 8 * 4 * plan.shared for plan in trained if plan.experts == 8}
+    sent |= {plan.name: 2 * 7 / 8 * 4 * (plan.shared + plan.expert) for plan in trained if plan.experts == 1}
+    stages = {stage.name: stage for stage in plan_stages(config, "a100", 8)}
+    every = sum(sent[plan.name] * plan.steps for plan in trained)
+    assert stages["train"].network == pytest.approx(every - seeded.begin * sent[seeded.name])
+    added = [job for job in scoring_jobs(config) if job.added]
+    longest = max(scoring_cost(config, job, HARDWARE["a100"])[0] / job.jobs for job in added)
+    assert stages["score what was adapted"].longest == pytest.approx(longest)
+    assert max(job.jobs for job in added) == 8
 
 
 def test_a_word_has_as_many_bytes_as_in_the_sample() -> None:
