@@ -33,7 +33,7 @@ def plan(
         bool, typer.Option("--dry-run", help="Write the files for sbatch to results/<run>/sbatch/.")
     ] = False,
 ) -> None:
-    """Print what a config needs: words, disk; FLOPs, memory, hours, network; jobs, nodes, stages. Nothing is fetched."""
+    """Print what a config needs: words, FLOPs, memory, hours, network, disk; jobs, nodes, stages. Fetches nothing."""
     from demix.config.check import load_config
     from demix.plan.cost import plan_table, training_tables
     from demix.plan.jobs import in_one_line, jobs_table, usual_hardware, write_sbatch_files
