@@ -1,10 +1,12 @@
 """Growth of the data stage: seconds and peak memory for a synthetic corpus of 1, 4 and 16 times a size.
 
-    python benchmarks/corpus.py [--megabytes 30] [--times 1 4 16] [--peer CHECKOUT] [--plain] [--json rows.json]
+    python benchmarks/corpus.py [--megabytes 30] [--times 1 4 16] [--peer CHECKOUT] [--plain] [--cut 200]
+        [--json rows.json]
 
 A domain of 10 GB: `TMPDIR=<a place of 40 GB> python benchmarks/corpus.py --megabytes 10000 --times 1`. With `--peer`
 each stage runs with the code of another checkout of demix too. With `--plain` the text is normalised, not anonymized,
-and not tokenized: only duplicates and splits are measured.
+and not tokenized: only duplicates and splits are measured. With `--cut` documents have at most so many bytes:
+duplicates take time by their number.
 The corpus is the sample's documents with their words shuffled, and exact duplicates of one document in twenty. Each
 stage runs in a process of its own; memory is that process's peak ("import": the interpreter and its libraries alone).
 """
@@ -35,7 +37,7 @@ HERE = Path(__file__).parents[1]
 SAMPLE = HERE / "resources" / "sample"
 
 
-def synthetic(path: Path, megabytes: int) -> None:
+def synthetic(path: Path, megabytes: int, cut: int | None) -> None:
     texts = []
     for domain in DOMAINS:
         raw = path.parent / f"{domain}.parquet"
@@ -49,7 +51,7 @@ def synthetic(path: Path, megabytes: int) -> None:
             if not text or chance.random() > 0.05:
                 words = chance.choice(texts)
                 start = chance.randrange(len(words))
-                text = " ".join([*words[start:], str(chance.random()), *words[:start]])
+                text = " ".join([str(chance.random()), *words[start:][:cut], *words[:start][:cut]])[:cut]
             size += len(text)
             yield "", text, "{}"
 
@@ -89,14 +91,14 @@ def measured(step: str, folder: str, code: Path) -> list[tuple[str, float]]:
     return list(zip(("s wall", "s CPU", "MiB peak"), (wall, *map(float, done.stdout.split())), strict=True))
 
 
-def main(megabytes: int, sizes: list[int], peer: Path | None, plain: bool, path: Path | None) -> None:
+def main(megabytes: int, sizes: list[int], peer: Path | None, plain: bool, cut: int | None, path: Path | None) -> None:
     # As in a job of the workflow.
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = []
     for times in sizes:
         with TemporaryDirectory() as name:
             folder = Path(name)
-            synthetic(folder / "raw.parquet", megabytes * times)
+            synthetic(folder / "raw.parquet", megabytes * times, cut)
             gpt2_tokenizer(folder / "gpt2.json")
             steps = ("plain", "owners", "split") if plain else ("import", "anonymize", "owners", "split", "tokenize")
             for step in steps:
@@ -114,6 +116,7 @@ if __name__ == "__main__":
     parser.add_argument("--times", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--peer", type=Path, help="another checkout of demix")
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--cut", type=int, help="bytes of a document at most")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--stage", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -121,4 +124,4 @@ if __name__ == "__main__":
     if arguments.stage:
         stage(arguments.stage, arguments.folder)
     else:
-        main(arguments.megabytes, arguments.times, arguments.peer, arguments.plain, arguments.json)
+        main(arguments.megabytes, arguments.times, arguments.peer, arguments.plain, arguments.cut, arguments.json)

@@ -7,13 +7,12 @@ step. Time against DDP of torch (for DEMix two of it, one in the other); bytes g
 `synced_bytes`; bytes over the loopback device against what rings move, 2(n-1)/n of a rank's from each of n ranks.
 Gradient norms must agree with DDP's. Ranks beyond the machine's cores share them: compare times of one number of ranks.
 
-By a model: ring all-reduces of the paper's four sizes on its GPUs, with the constants of `Network`, one bucket after
-the other and none hidden behind backward. About three minutes on two cores.
+By the model of `demix.plan.network`: ring all-reduces of the paper's four sizes on its GPUs, one bucket after the other
+and none hidden behind backward. About three minutes on two cores.
 """
 
 import argparse
 import dataclasses
-import math
 import multiprocessing
 import os
 import statistics
@@ -32,7 +31,8 @@ from demix.config.architecture import PRESETS, Architecture, parameters
 from demix.config.placement import Placement, place
 from demix.model.gpt import GPT
 from demix.plan.flops import PAPER_TFLOPS, update_flops
-from demix.train.parallel import BUCKET_BYTES, GradientSync, World, joined, synced_bytes
+from demix.plan.network import NETWORKS, Network, Ring, synchronizing
+from demix.train.parallel import GradientSync, World, joined, synced_bytes
 
 ARCHITECTURE, VOCAB_SIZE, SEQUENCES = Architecture(layers=4, width=256, heads=4, context=64), 8192, 8
 WINDOWS, STEPS = 3, 3
@@ -243,58 +243,29 @@ def measured_rows(found: dict[Case, Measured]) -> list[dict]:
     return times + given + moved
 
 
-@dataclass(frozen=True)
-class Network:
-    """Nodes of `node` GPUs: seconds of a hop and bytes a second, inside a node and between two of them."""
-
-    node: int
-    inner_alpha: float
-    inner_beta: float
-    outer_alpha: float
-    outer_beta: float
-
-    def all_reduce(self, size: float, ranks: int) -> float:
-        """Seconds of ring all-reduces of `size` bytes in buckets, over ranks that follow one another.
-
-        2(n-1)·alpha a bucket + 2(n-1)/n·bytes/beta; a ring is as fast as its slowest link, and each node has one of its
-        hops to another node.
-        """
-        if ranks == 1:
-            return 0.0
-        beta = self.inner_beta if ranks <= self.node else self.outer_beta
-        return 2 * (ranks - 1) * (math.ceil(size / BUCKET_BYTES) * self.alpha(ranks) + size / ranks / beta)
-
-    def alpha(self, ranks: int) -> float:
-        """Mean seconds of a hop of a ring."""
-        outer = 0 if ranks <= self.node else math.ceil(ranks / self.node) / ranks
-        return outer * self.outer_alpha + (1 - outer) * self.inner_alpha
-
-
-# V100s, eight a node. Hops: NCCL's own tuning for rings (3.4 us over NVLink, 9.6 over a network). NVLink: six rings of
-# 20 GB/s, as there. Between nodes 100 Gb/s, which is assumed, as is that the node's GPUs share one such link.
-V100S = Network(8, 3.4e-6, 120e9, 9.6e-6, 12.5e9)
 DOMAINS, VALUE_BYTES, GPT2_TYPES = 8, 2, 50257
 PAPER = {"gpt3-small": ("125M", 32), "gpt3-medium": ("350M", 64), "gpt3-large": ("760M", 128), "gpt3-xl": ("1.3B", 128)}
 
 
-def synchronizing(preset: str, ranks: int, network: Network) -> tuple[float, float]:
+def synchronized(preset: str, ranks: int, network: Network) -> tuple[float, float]:
     """Seconds a step of a dense model and of DEMix, gradients in fp16, one all-reduce after the other."""
-    architecture = PRESETS[preset]
-    shared, expert = parameters(architecture, GPT2_TYPES)
-    dense = network.all_reduce(VALUE_BYTES * (shared + expert), ranks)
+    shared, expert = parameters(PRESETS[preset], GPT2_TYPES)
+    dense = [Ring(VALUE_BYTES * (shared + expert), range(ranks))]
     replicas = ranks // DOMAINS
-    return dense, network.all_reduce(VALUE_BYTES * shared, ranks) + network.all_reduce(VALUE_BYTES * expert, replicas)
+    demix = [Ring(VALUE_BYTES * shared, range(ranks))]
+    demix += [Ring(VALUE_BYTES * expert, range(first, first + replicas)) for first in range(0, ranks, replicas)]
+    return synchronizing(dense, network), synchronizing(demix, network)
 
 
 def modelled_rows(network: Network) -> list[dict]:
     rows = []
     for preset, (label, gpus) in PAPER.items():
         for ranks in (8, 16, 32, 64, 128) if preset == "gpt3-xl" else (gpus,):
-            dense, demix = synchronizing(preset, ranks, network)
+            dense, demix = synchronized(preset, ranks, network)
             rows.append(row(f"sync, {label}, {ranks} GPUs, DEMix against dense", 1000 * demix, 1000 * dense, "ms"))
     for preset, (label, gpus) in PAPER.items():
         architecture, (achieved, achieved_demix) = PRESETS[preset], PAPER_TFLOPS[preset]
-        dense, demix = synchronizing(preset, gpus, network)
+        dense, demix = synchronized(preset, gpus, network)
         # Two sequences at a time and eight of those an update; Table 2's TFLOPs are of whole steps, sync and all.
         flops = update_flops(architecture, GPT2_TYPES, 2 * 8 * gpus, architecture.context)
         step = flops / (gpus * achieved * 1e12)
@@ -306,9 +277,9 @@ def modelled_rows(network: Network) -> list[dict]:
         if paper:
             # The saved time is linear in the latency of a hop: which one makes it the paper's?
             uniform = (dataclasses.replace(network, inner_alpha=a, outer_alpha=a) for a in (0.0, 1e-6))
-            none, some = (before - after for before, after in (synchronizing(preset, gpus, one) for one in uniform))
+            none, some = (before - after for before, after in (synchronized(preset, gpus, one) for one in uniform))
             needed = (step * (1 - achieved / achieved_demix) - none) / (some - none)
-            assumed = 1e6 * network.alpha(gpus)
+            assumed = 1e6 * network.alpha(Ring(0, range(gpus)))
             rows.append(row(f"mean latency of a hop for the paper's, {label}, against NCCL's", needed, assumed, "us"))
     return rows
 
@@ -327,7 +298,7 @@ Table 2 cannot tell latency, stragglers and overlap apart."""
 
 
 def main(path: Path | None) -> None:
-    show(measured_rows(measure_all(CASES)) + modelled_rows(V100S), path)
+    show(measured_rows(measure_all(CASES)) + modelled_rows(NETWORKS["v100"]), path)
     print(CONCLUSION)
 
 

@@ -33,15 +33,17 @@ def plan(
         bool, typer.Option("--dry-run", help="Write the files for sbatch to results/<run>/sbatch/.")
     ] = False,
 ) -> None:
-    """Print what a config needs: words, disk; parameters, FLOPs, memory, hours; jobs, nodes. Nothing is fetched."""
+    """Print what a config needs: words, FLOPs, memory, hours, network, disk; jobs, nodes, stages. Fetches nothing."""
     from demix.config.check import load_config
     from demix.plan.cost import plan_table, training_tables
     from demix.plan.jobs import in_one_line, jobs_table, usual_hardware, write_sbatch_files
+    from demix.plan.stages import stages_table, sync_table
 
     settings, console = load_config(file), terminal()
     hardware = hardware or usual_hardware(settings)
     tables = training_tables(settings, ranks, hardware)
-    for table in (plan_table(settings), *tables, jobs_table(settings, hardware, ranks)):
+    later = (show(settings, hardware, ranks) for show in (sync_table, jobs_table, stages_table))
+    for table in (plan_table(settings), *tables, *later):
         console.print(table)
     for path in write_sbatch_files(settings, hardware, ranks) if dry_run else ():
         print(path)

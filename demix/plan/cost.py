@@ -29,6 +29,7 @@ from demix.plan.flops import (
     training_state_bytes,
     update_flops,
 )
+from demix.plan.network import Ring, given, rings_of
 from demix.settings import settings_from
 
 # Bytes per word of the sample's English in zstd Parquet, raw or anonymized. The disk keeps two copies: documents and
@@ -132,7 +133,8 @@ class TrainingPlan:
     adds to models. `jobs`: the number of jobs of the workflow's `rule`. `tokens`: the most, since an adaptation may
     stop early. `begin` of the `steps` are those of a seed phase, which another training does: `hours` leaves them out.
     `seed_flops` are those of such a step, where they are others than `flops`.
-    `synced`: bytes of gradients that a rank gives to all-reduce in an update.
+    `rings`: the all-reduces of gradients in an update. `saved`: bytes of all
+    checkpoints that the training writes, those that it removes again too.
     """
 
     name: str
@@ -154,7 +156,8 @@ class TrainingPlan:
     checkpoints: int
     weights: int
     hours: float
-    synced: int = 0
+    saved: int
+    rings: tuple[Ring, ...] = ()
     jobs: int = 1
     begin: int = 0
     seed_flops: float | None = None
@@ -164,6 +167,11 @@ class TrainingPlan:
         """The operations of the whole training, with those of the seed phase."""
         seed = self.flops if self.seed_flops is None else self.seed_flops
         return (self.steps - self.begin) * self.flops + self.begin * seed
+
+    @property
+    def synced(self) -> int:
+        """Bytes of gradients that a rank gives to all-reduce in an update."""
+        return given(self.rings)
 
     @property
     def rank_hours(self) -> float:
@@ -184,7 +192,9 @@ def plan_training(config: dict[str, Any], ranks: int | None, hardware: Hardware)
     usable = min(ranks or section["ranks"], section["sequences"])
     tried = len(section["sweep"]["factors"]) if section["sweep"] else 1
     adapted = [
-        replace(one, tokens=tried * one.tokens, steps=tried * one.steps, hours=tried * one.hours)
+        replace(
+            one, tokens=tried * one.tokens, steps=tried * one.steps, hours=tried * one.hours, saved=tried * one.saved
+        )
         for one in (
             _plan_run(config, one.name, one.rule, one.parent.kind, settings, 1, usable, hardware, adapts=True)
             for one, settings in ((one, adapted_settings(config, one.parent)) for one in adaptations(config))
@@ -211,6 +221,8 @@ def _plan_job(config: dict[str, Any], job: tuple[Model, ...], ranks: int | None,
         seed_flops=number * (one.seed_flops or one.flops),
         weights=number * one.weights,
         hours=number * one.hours,
+        rings=number * one.rings,
+        saved=number * one.saved,
     )
 
 
@@ -236,6 +248,7 @@ def _plan_sweep(
         tokens=jobs * one.tokens,
         steps=jobs * one.steps,
         hours=jobs * one.hours,
+        saved=jobs * one.saved,
     )
 
 
@@ -268,8 +281,9 @@ def _plan_run(
 
     domain_tokens = domains if kind.domain_tokens else 0
     shared, expert = parameters(architecture, vocab_size, domain_tokens, kind.expert_scope)
-    own = experts_per_rank * expert + (0 if adapts and kind.has_experts else shared)
-    still = (own if adapts else 0) + (shared if adapts and kind.has_experts else 0)
+    frozen = shared if adapts and kind.has_experts else 0
+    own = experts_per_rank * expert + shared - frozen
+    still = (own if adapts else 0) + frozen
     value_bytes = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[settings["precision"]]
     activations, recomputed = (
         activation_bytes(architecture, vocab_size, at_once, value_bytes, checkpointing=checkpointing)
@@ -279,6 +293,9 @@ def _plan_run(
     flops, seed_flops = (
         update_flops(one, vocab_size, sequences, length) for one in (architecture, architecture.unrouted)
     )
+    checkpoint = checkpoint_bytes(own, own) if adapts else checkpoint_bytes(shared + experts * expert)
+    # The last update ends the training, which then writes the model.
+    saves = (steps - 1) // settings["checkpoint_every"] - begin // settings["checkpoint_every"]
     return TrainingPlan(
         name=name,
         rule=rule,
@@ -295,12 +312,13 @@ def _plan_run(
         state=training_state_bytes(own, still),
         activations=activations,
         recomputed=recomputed,
-        checkpoint=checkpoint_bytes(own, own) if adapts else checkpoint_bytes(shared + experts * expert),
+        checkpoint=checkpoint,
         checkpoints=settings["keep_checkpoints"],
         weights=4 * (own if adapts else shared + experts * expert),
         begin=begin,
         seed_flops=seed_flops,
-        synced=4 * ((shared if ranks > 1 else 0) + (experts_per_rank * expert if ranks > experts else 0)),
+        saved=saves * checkpoint,
+        rings=rings_of(4 * (shared - frozen), 4 * expert, places),
         hours=hours(flops, steps - begin, ranks, achieved_tflops(hardware, architecture, demix=kind.has_experts)),
     )
 

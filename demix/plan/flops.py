@@ -7,6 +7,7 @@ Model Training on GPU Clusters Using Megatron-LM".
 from dataclasses import dataclass
 
 from demix.config.architecture import FOLDS, PRESETS, Architecture, routing_flops, training_flops_per_token
+from demix.plan.network import NETWORKS, Network
 
 # Logits exist for so many tokens at a time: `demix.model.gpt.ROWS_AT_ONCE` on a GPU.
 LOGITS_ROWS = 4096
@@ -98,19 +99,29 @@ PAPER_TFLOPS = {"gpt3-small": (31, 31), "gpt3-medium": (37, 37), "gpt3-large": (
 class Hardware:
     """What one rank runs on: `units` devices of the kind `unit`.
 
-    `tflops`: achieved TFLOP/s of a rank by the formula above, or None for the values of Table 2.
+    `tflops`: achieved TFLOP/s of a rank by the formula above, or None for the values of Table 2. `network`: what joins
+    the ranks, if that is modelled.
     """
 
     tflops: float | None
     assumption: str
     unit: str = "GPU"
     units: int = 1
+    network: Network | None = None
 
 
 HARDWARE = {
-    "v100": Hardware(None, "TFLOPs/s a GPU of the paper's Table 2 (V100), of its size of the nearest width"),
-    "a100": Hardware(137, "137 TFLOPs/s a GPU, 44% of peak: a model of 1.7B in Narayanan et al. 2021, table 1 (fp16)"),
-    "h100": Hardware(396, "396 TFLOPs/s a GPU, assuming 40% of the 989 at peak (bf16)"),
+    "v100": Hardware(
+        None,
+        "TFLOPs/s a GPU of the paper's Table 2 (V100), of its size of the nearest width",
+        network=NETWORKS["v100"],
+    ),
+    "a100": Hardware(
+        137,
+        "137 TFLOPs/s a GPU, 44% of peak: a model of 1.7B in Narayanan et al. 2021, table 1 (fp16)",
+        network=NETWORKS["a100"],
+    ),
+    "h100": Hardware(396, "396 TFLOPs/s a GPU, assuming 40% of the 989 at peak (bf16)", network=NETWORKS["h100"]),
     "cpu": Hardware(
         0.15,
         "0.15 TFLOPs/s a rank: two cores with AVX-512 in fp32, of 0.10 (3×128) to 0.18 (12×768) measured",

@@ -198,16 +198,17 @@ def test_the_command_prints_the_papers_numbers():
         if line.startswith("│"):
             name, *cells = (cell.strip() for cell in line.strip("│").split("│"))
             rows.setdefault(name, []).append(cells)
-    work, takes, job = rows["demix"]
+    work, takes, sent, job = rows["demix"]
     assert job[:4] == ["1", "16", "128", "128"]
     assert job[-2] == "5,871.3"
     assert work == ["8", "105G", "50,000", "2,048", "508M", "806M", "7.0G", "23250.34", "1162517.08"]
     assert takes == ["128", "1", "21.0GB", "3.8GB", "953MB", "83.4GB", "263TB", "45.9", "5,871.3"]
     assert rows["dense"][1][-2:] == ["49.5", "6,331.8"]
+    assert sent[:4] == ["16", "5.3GB", "10.1GB", "504TB"]
     # Eight models trained without a domain, and eight adaptations of a kind, are one row of each table.
     for one in (*trained(PAPER["paper-1.3b"]), *adaptations(PAPER["paper-1.3b"])):
         stem, dash, _ = one.name.rpartition("-")
-        assert len(rows[f"{stem}-* × 8" if dash else one.name]) == 3
+        assert len(rows[f"{stem}-* × 8" if dash else one.name]) == 4
     assert "Table 2" in shown
     last = shown.splitlines()[-1]
     assert re.fullmatch(

@@ -69,6 +69,17 @@ def test_the_experts_of_a_run_are_jobs_of_their_own() -> None:
     assert all(table.row_count for table in training_tables(config, None, "cpu"))
 
 
+def test_a_job_of_two_experts_sends_and_saves_what_both_do() -> None:
+    config = tiny(btm=BTM, few=BTM | {"experts_per_job": 2, "checkpoint_every": 10})
+    config["models"]["btm"]["checkpoint_every"] = 10
+    plans = {plan.name: plan for plan in plan_training(config, 3, HARDWARE["cpu"])}
+    one, (pair,) = plans["btm-licenses"], [plan for name, plan in plans.items() if "+" in name]
+    assert one.synced == 4 * one.expert
+    # After updates 20 and 30 of 15 to 32.
+    assert one.saved == 2 * one.checkpoint
+    assert (pair.synced, pair.saved) == (2 * one.synced, 2 * one.saved)
+
+
 def test_what_ranks_send_is_what_they_hold_together() -> None:
     config = tiny(btm=BTM | {"ranks": 2}, demix={"ranks": 3}, wide={"kind": "demix", "ranks": 6})
     plans = {plan.name: plan for plan in plan_training(config, None, HARDWARE["cpu"])}

@@ -1,0 +1,87 @@
+"""The model of gradient sync: rings in numbers worked by hand, bytes counted on a ring that is played through."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from demix.config.check import load_config
+from demix.config.placement import place_experts
+from demix.plan.cost import plan_training
+from demix.plan.flops import HARDWARE
+from demix.plan.network import BUCKET_BYTES, NETWORKS, Network, Ring, given, out_of_a_node, rings_of, synchronizing
+from demix.train import parallel
+
+PAPER = Path(__file__).parents[2] / "config" / "paper-1.3b.yaml"
+# Hops of 1 and 10 us, links of 100 and 10 GB/s.
+PLAIN = Network(8, 1e-6, 100e9, 10e-6, 10e9)
+
+
+def played(ring: Ring, node: int) -> tuple[set[float], dict[int, float]]:
+    """Bytes that each rank sends in a reduce-scatter and an all-gather of n parts, and bytes out of each node."""
+    n = len(ring.ranks)
+    sent, out = dict.fromkeys(ring.ranks, 0.0), {rank // node: 0.0 for rank in ring.ranks}
+    for _ in range(2 * (n - 1)):
+        for place, rank in enumerate(ring.ranks):
+            sent[rank] += ring.size / n
+            if ring.ranks[(place + 1) % n] // node != rank // node:
+                out[rank // node] += ring.size / n
+    return {round(size, 3) for size in sent.values()}, out
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 2), (0, 8), (0, 16), (6, 3), (0, 24), (16, 16)])
+def test_bytes_are_those_of_a_ring_that_is_played_through(first: int, count: int) -> None:
+    ring = Ring(48_000_000, range(first, first + count))
+    sent, out = played(ring, 8)
+    assert sent == {round(ring.sent, 3)}
+    assert out_of_a_node([ring], 8) == pytest.approx(max(out.values()))
+    assert sorted(ring.hops(8)) == sorted(number for number, size in out.items() if size)
+
+
+def test_seconds_are_those_worked_by_hand() -> None:
+    # 100 MB in 4 buckets, 16 ranks on two nodes: 30 hops a bucket, of which 2 of 16 leave a node.
+    wide = Ring(100_000_000, range(16))
+    assert PLAIN.alpha(wide) == pytest.approx((2 * 10e-6 + 14 * 1e-6) / 16)
+    assert PLAIN.all_reduce(wide) == pytest.approx(30 * 4 * 2.125e-6 + 2 * 15 / 16 * 1e8 / 10e9)
+    # In one node: the fast link, and no slow hop.
+    inside = Ring(100_000_000, range(8))
+    assert PLAIN.all_reduce(inside) == pytest.approx(14 * 4 * 1e-6 + 2 * 7 / 8 * 1e8 / 100e9)
+    # Where more leaves a node than a GPU sends inside it, the GPU's link is the slowest.
+    assert replace(PLAIN, outer_beta=400e9).all_reduce(wide) == pytest.approx(255e-6 + 1.875e8 / 100e9)
+
+
+def test_rings_of_a_rank_follow_one_another_and_others_run_beside() -> None:
+    places = place_experts("ab", 8, 16)
+    rings = rings_of(1000, 500, places)
+    assert [(ring.size, list(ring.ranks)) for ring in rings] == [
+        (1000, list(range(16))), (500, list(range(8))), (500, list(range(8, 16))),
+    ]  # fmt: skip
+    assert given(rings) == 1500
+    assert synchronizing(rings, PLAIN) == pytest.approx(PLAIN.all_reduce(rings[0]) + PLAIN.all_reduce(rings[1]))
+    # Only the shared gradients leave a node.
+    assert out_of_a_node(rings, 8) == 2 * 15 / 16 * 1000
+    # Of the 24 ranks of eight experts, those of the third and of the sixth are on both sides of the second node.
+    both = 2 * 23 / 24 * 1000 + 2 * (2 * 2 / 3 * 500)
+    assert out_of_a_node(rings_of(1000, 500, place_experts("abcdefgh", 8, 24)), 8) == pytest.approx(both)
+    # Several experts on a rank have no ring of their own, and one process none at all.
+    assert rings_of(1000, 500, place_experts("abcd", 8, 2)) == (Ring(1000, range(2)),)
+    assert rings_of(1000, 500, place_experts("ab", 8, 1)) == ()
+    assert (given(()), synchronizing((), PLAIN), out_of_a_node((), 8)) == (0, 0.0, 0.0)
+
+
+def test_buckets_are_those_of_training() -> None:
+    assert BUCKET_BYTES == parallel.BUCKET_BYTES
+    assert {kind: hardware.network for kind, hardware in HARDWARE.items() if hardware.network} == NETWORKS
+
+
+def test_an_adaptation_sends_what_it_trains_and_checkpoints_are_counted() -> None:
+    plans = {one.name: one for one in plan_training(load_config(PAPER), None, HARDWARE["a100"])}
+    demix, dense = plans["demix"], plans["dense"]
+    assert demix.synced == dense.synced == 4 * (demix.shared + demix.expert)
+    # The rest of the model is frozen.
+    assert plans["demix-dapt-yelp"].synced == 4 * demix.expert
+    assert plans["dense_unbalanced-dapt-yelp"].synced == 4 * (demix.shared + demix.expert)
+    # Every 1,000 of 50,000 updates but for the last, none in a trial of 500, every 100 of 1,011.
+    assert [one.saved // one.checkpoint for one in (demix, plans["demix, 3 rates"], plans["demix-dapt-yelp"])] == [
+        49, 0, 10,
+    ]  # fmt: skip

@@ -1,0 +1,113 @@
+"""The tables of a plan by stage, against sums of its other tables and numbers worked by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from demix.config.check import load_config
+from demix.config.scoring import scoring_jobs
+from demix.plan.cost import plan_domains, plan_training
+from demix.plan.flops import HARDWARE
+from demix.plan.jobs import plan_jobs, scoring_cost
+from demix.plan.stages import WORD_BYTES, plan_stages, saving_hours, stages_table, sync_seconds, sync_table
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted(path for path in (ROOT / "config").glob("*.yaml"))
+PAPER = load_config(ROOT / "config" / "paper-1.3b.yaml")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("hardware", ["a100", "cpu"])
+def test_stages_add_up_to_the_other_tables(path: Path, hardware: str) -> None:
+    config = load_config(path)
+    stages = {stage.name: stage for stage in plan_stages(config, hardware)}
+    plans, jobs = plan_training(config, None, HARDWARE[hardware]), plan_jobs(config, hardware)
+    trained = sum(stages[name].hours for name in ("train", "try learning rates", "adapt"))
+    units = HARDWARE[hardware].units
+    assert trained == pytest.approx(units * sum(plan.rank_hours for plan in plans))
+    scored = stages["score"], stages["score what was adapted"]
+    assert trained + sum(stage.hours for stage in scored) == pytest.approx(units * sum(job.rank_hours for job in jobs))
+    assert sum(stage.written for stage in scored) == sum(job.disk for job in jobs)
+    assert sum(stage.jobs for stage in scored) == sum(
+        job.count for job in jobs if job.name in ("score", "score what was adapted")
+    )
+    data = [stages[name] for name in ("anonymize", "split", "tokenize")]
+    assert sum(stage.written for stage in data) == pytest.approx(sum(plan.kept or 0 for plan in plan_domains(config)))
+    assert stages["write checkpoints"].written == sum(plan.saved for plan in plans)
+    assert sync_table(config, hardware).row_count <= len(plans)
+    assert stages_table(config, hardware).row_count <= len(stages)
+
+
+def test_hours_of_the_data_stage_are_those_worked_by_hand() -> None:
+    stages = {stage.name: stage for stage in plan_stages(PAPER, "a100")}
+    # Words read: what a source gives, else the budgets. Reddit has the most, 27.5G in 24 files, 25.02G of them kept.
+    read = sum(plan.passing for plan in plan_domains(PAPER)) / 2.6
+    assert stages["anonymize"].hours == pytest.approx(read * 6.4 / 6e6 / 3600)
+    assert stages["anonymize"].longest == pytest.approx(27.5e9 / 24 * 6.4 / 6e6 / 3600)
+    assert stages["split"].longest == pytest.approx(27.5e9 * 6.4 / 12e6 / 3600)
+    assert stages["tokenize"].longest == pytest.approx(25.02e9 * 6.4 / 30e6 / 3600)
+    assert stages["download"].network == pytest.approx(2.6 * read)
+    assert stages["download"].longest == pytest.approx(2.6 * read / 125e6 / 3600)
+    # 641M documents of seven domains, and as many comments of 200 bytes as 27.5G words make.
+    documents = 30607716 + 671113 + 6700000 + 1829537 + 8013769 + 13813701 + 571540000 + 27.5e9 * 6.4 / 200
+    assert stages["deduplicate"].hours == pytest.approx(documents / 400e3 / 3600)
+    assert stages["evaluate"].hours == pytest.approx(sum(job.disk for job in plan_jobs(PAPER, "a100")) / 10e6 / 3600)
+
+
+def test_what_no_setting_bounds_has_no_hours() -> None:
+    sample = load_config(ROOT / "config" / "sample.yaml")
+    stages = {stage.name: stage for stage in plan_stages(sample, "cpu")}
+    assert {stages[name].hours for name in ("anonymize", "deduplicate", "split", "tokenize")} == {None}
+    assert "left out" in stages_table(sample, "cpu").caption
+    assert "left out" not in stages_table(PAPER, "a100").caption
+    assert {sync_seconds(sample, plan, HARDWARE["cpu"]) for plan in plan_training(sample, 1, HARDWARE["cpu"])} == {None}
+
+
+def test_gradients_and_checkpoints_of_sixteen_ranks() -> None:
+    plans = {plan.name: plan for plan in plan_training(PAPER, 16, HARDWARE["h100"])}
+    demix, dense = plans["demix"], plans["dense"]
+    # 78 buckets of the 2.03 GB that are shared by 16 ranks on two nodes, 123 of an expert's 3.22 GB by two of a node.
+    hop = (2 * 9.6e-6 + 14 * 3.4e-6) / 16
+    shared = 30 * 78 * hop + 2 * 15 / 16 * 4 * demix.shared / 370e9
+    own = 2 * 123 * 3.4e-6 + 4 * demix.expert / 370e9
+    assert sync_seconds(PAPER, demix, HARDWARE["h100"]) == pytest.approx(shared + own)
+    assert sync_seconds(PAPER, dense, HARDWARE["h100"]) == pytest.approx(
+        30 * (78 + 123) * hop + 2 * 15 / 16 * 4 * (demix.shared + demix.expert) / 370e9
+    )
+    assert saving_hours(demix) == pytest.approx(49 * 83.43e9 * (1 / 2e9 + 1 / 1.8e9) / 3600, rel=1e-3)
+    # Nodes of another size: 16 ranks of training are in one node, those of adaptation in four.
+    cluster = PAPER["cluster"] | {"ranks_per_node": 16, "stages": {"adapt": {"ranks_per_node": 4}}}
+    stages = {stage.name: stage for stage in plan_stages(PAPER | {"cluster": cluster}, "h100", 16)}
+    adapted = [plan for name, plan in plans.items() if "-dapt-" in name]
+    assert stages["train"].network == 0
+    assert stages["adapt"].network == pytest.approx(sum(2 * 15 / 16 * plan.synced * plan.steps for plan in adapted))
+
+
+def test_the_steps_of_a_seed_phase_are_sent_once_and_a_rules_jobs_share_its_hours() -> None:
+    cluster = {"ranks_per_node": 4}
+    config = load_config(ROOT / "config" / "sample.yaml")
+    config |= {"cluster": config["cluster"] | cluster}
+    plans = plan_training(config, 8, HARDWARE["a100"])
+    (seeded,) = (plan for plan in plans if plan.begin)
+    trained = [plan for plan in plans if "-dapt-" not in plan.name]
+    sent = {plan.name: 2 * 7 / 8 * 4 * plan.shared for plan in trained if plan.experts == 8}
+    sent |= {plan.name: 2 * 7 / 8 * 4 * (plan.shared + plan.expert) for plan in trained if plan.experts == 1}
+    stages = {stage.name: stage for stage in plan_stages(config, "a100", 8)}
+    every = sum(sent[plan.name] * plan.steps for plan in trained)
+    assert stages["train"].network == pytest.approx(every - seeded.begin * sent[seeded.name])
+    added = [job for job in scoring_jobs(config) if job.added]
+    longest = max(scoring_cost(config, job, HARDWARE["a100"])[0] / job.jobs for job in added)
+    assert stages["score what was adapted"].longest == pytest.approx(longest)
+    assert max(job.jobs for job in added) == 8
+
+
+def test_a_word_has_as_many_bytes_as_in_the_sample() -> None:
+    words = size = 0
+    for path in (ROOT / "resources" / "sample").glob("*.jsonl.zst"):
+        with zstandard.open(path, "rt", encoding="utf-8") as file:
+            for line in file:
+                text = json.loads(line)["text"]
+                words, size = words + len(text.split()), size + len(text.encode())
+    assert size / words == pytest.approx(WORD_BYTES, rel=0.01)
