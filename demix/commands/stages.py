@@ -144,10 +144,10 @@ def score(
     experts: Annotated[
         str,
         typer.Option(
-            help="Experts or domain tokens, separated by commas; own: each domain under its own token. Without it, the "
-            "settings name several models in `models`: a list of model, experts, domains, splits and context."
+            help="Experts or domain tokens, separated by commas; own: each domain under its own token; listed: several "
+            "models, each with its experts, domains, splits and context, which `models` in the settings lists."
         ),
-    ] = "",
+    ],
     context: Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: those of the model's training.")] = 0,
 ) -> None:
     """Score texts under experts: write the log-probability of every token."""
@@ -155,9 +155,9 @@ def score(
     from demix.evaluate.score import score as run
 
     values = settings_from(Scoring, settings)
-    if bool(experts) == bool(values.models):
-        cause = "is given beside models in --settings" if experts else "is missing"
-        raise DemixError("--experts", cause, "name the experts of one model, or several models in --settings")
+    if (experts == "listed") != bool(values.models):
+        cause = "needs `models` in --settings" if experts == "listed" else "is given beside `models` in --settings"
+        raise DemixError(f"--experts {experts}", cause, "name the experts of one model, or list several models")
     if values.models:
         score_models(model, shards, values, output)
         return

@@ -49,17 +49,13 @@ for job in scoring_jobs(config):
             folder=below_run("scores" if more else f"scores/{part.folder}"),
             # With the option of other blocks here, the commands of the other rules stay as they are.
             experts=(
-                ""
+                "listed"
                 if more
                 else ("own" if part.own else ",".join(part.columns)) + f" --context {part.context}" * bool(part.context)
             ),
         shell:
-            (
-                "demix score {params.model} {input.tokens} --settings {params.settings:q} --output {params.folder} 2> {log}"
-                if more
-                else "demix score {params.model} {input.tokens} --experts {params.experts}"
-                " --settings {params.settings:q} --output {params.folder} 2> {log}"
-            )
+            "demix score {params.model} {input.tokens} --experts {params.experts}"
+            " --settings {params.settings:q} --output {params.folder} 2> {log}"
 
 
 # Which experts tokens choose on each domain.
