@@ -41,7 +41,7 @@ class DEMixLayer(nn.Module):
         """
         E, (_, B, T, D) = len(self.up), x.shape
         if not torch.is_grad_enabled():
-            return self._without_gradients(x.reshape(-1, B * T, D)).view(E, B, T, D)
+            return self._without_gradients(x.flatten(1, 2)).view(E, B, T, D)
         linear: Callable[[Tensor, Tensor, Tensor], Tensor] = _ExpertLinear.apply
         inner = F.gelu(
             linear(x.expand(E, B, T, D).reshape(E, B * T, D), self.up, self.up_bias), approximate=self.approximate
@@ -54,7 +54,7 @@ class DEMixLayer(nn.Module):
         To allocate the inner states of all experts takes as long as to fill them.
         """
         E, (_, N, D) = len(self.up), x.shape
-        output, rows = x.new_empty(E, N, D), ROWS_AT_ONCE if x.device.type == "cpu" else N
+        output, rows = x.new_empty(E, N, D), ROWS_AT_ONCE if x.device.type == "cpu" else max(1, N)
         space = x.new_empty(min(rows, N), 4 * D)
         for e in range(E):
             up, down = self.up[e].to(x.dtype).T, self.down[e].to(x.dtype).T
