@@ -9,6 +9,7 @@ import typer
 from demix.commands.options import Files, Output, Settings
 from demix.config.domains import SplitRecipe, TokenizerSection
 from demix.config.sections import Seed
+from demix.errors import DemixError
 from demix.files import write_json
 from demix.settings import Switch, Text, settings, settings_from
 
@@ -136,21 +137,32 @@ def tokenize(
 
 @app.command()
 def score(
-    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    model: Annotated[Path, typer.Argument(help="A model directory; for several models the folder of these.")],
     shards: Annotated[list[Path], typer.Argument(help="tokens/<domain>/<split>.arrow to score.")],
     settings: Settings,
-    output: Annotated[Path, typer.Option(help="The model's folder of score tables.")],
+    output: Annotated[Path, typer.Option(help="The model's folder of score tables; for several models that of these.")],
     experts: Annotated[
-        str, typer.Option(help="Experts or domain tokens, separated by commas; own: each domain under its own token.")
+        str,
+        typer.Option(
+            help="Experts or domain tokens, separated by commas; own: each domain under its own token; listed: several "
+            "models, each with its experts, domains, splits and context, which `models` in the settings lists."
+        ),
     ],
     context: Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: those of the model's training.")] = 0,
 ) -> None:
     """Score texts under experts: write the log-probability of every token."""
-    from demix.evaluate.score import Scoring
+    from demix.evaluate.score import Scoring, score_models
     from demix.evaluate.score import score as run
 
+    values = settings_from(Scoring, settings)
+    if (experts == "listed") != bool(values.models):
+        cause = "needs `models` in --settings" if experts == "listed" else "is given beside `models` in --settings"
+        raise DemixError(f"--experts {experts}", cause, "name the experts of one model, or list several models")
+    if values.models:
+        score_models(model, shards, values, output)
+        return
     names = () if experts == "own" else tuple(experts.split(","))
-    run(model, names, shards, settings_from(Scoring, settings), output, context)
+    run(model, names, shards, values, output, context)
 
 
 @app.command("router-loads")

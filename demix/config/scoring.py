@@ -11,28 +11,23 @@ from demix.config.systems import adapted, adapted_model, dense_adapted_row, trai
 
 
 @dataclass(frozen=True)
-class ScoringJob:
-    """A rule of the workflow that scores texts under a model, in `jobs` jobs.
+class ScoringPart:
+    """The texts that a rule scores under one model.
 
     Names may hold the wildcards {training} and {novel}. The rule reads the files of `experts` and makes one score table
     for each of `columns`. With `shared` the rule also makes the table of the tokens; otherwise that table already
-    exists for the domains of `after`. With `added` the rule scores what an adaptation made. With `own` each domain has
-    one column, its own domain token. `expert_scope` is that of the model's kind: with `model` nothing of one column's
-    work is another's. `context` is the length of the blocks, 0 for that of training.
+    exists for the domains of `after`. With `own` each domain has one column, its own domain token. `expert_scope` is
+    that of the model's kind: with `model` nothing of one column's work is another's. `context` is the length of the
+    blocks, 0 for that of training.
     """
 
-    rule: str
-    log: str
     model: str
     experts: tuple[str, ...]
     columns: tuple[str, ...]
     domains: tuple[str, ...]
     splits: tuple[str, ...]
-    jobs: int
-    priority: int = 0
     shared: bool = True
     after: tuple[str, ...] = ()
-    added: bool = False
     own: bool = False
     expert_scope: str = "none"
     context: int = 0
@@ -46,82 +41,147 @@ class ScoringJob:
         """The columns of the score tables of a domain."""
         return (domain,) if self.own else self.columns
 
+    def settings(self, wildcards: Mapping[str, str]) -> dict[str, Any]:
+        """What `demix score` is told of the part in a job of several models, with the values of wildcards by name."""
+        columns, splits = () if self.own else self.columns, self.splits
+        domains = [domain.format(**wildcards) for domain in self.domains]
+        named = {"model": self.model.format(**wildcards), "experts": columns, "domains": domains, "splits": splits}
+        return named | ({"context": self.context} if self.context else {})
 
-def _at(context: int, job: ScoringJob) -> ScoringJob:
-    """The job that scores the same test splits as `job` in blocks of `context` tokens."""
-    log = f"{folder_at(job.model, context)}/{job.log.removeprefix(f'{job.model}/')}"
-    return replace(job, rule=f"{job.rule}_at_{context}", log=log, splits=("test",), priority=0, context=context)
+
+@dataclass(frozen=True)
+class ScoringJob:
+    """A rule of the workflow that scores texts under the models of `parts`, in `jobs` jobs.
+
+    With `added` the rule scores what an adaptation made. On one machine, rules with the same name in `joins` are one
+    rule of that name.
+    """
+
+    rule: str
+    log: str
+    parts: tuple[ScoringPart, ...]
+    jobs: int = 1
+    priority: int = 0
+    added: bool = False
+    joins: str = ""
 
 
 def scoring_jobs(config: Mapping[str, Any]) -> tuple[ScoringJob, ...]:
     """All rules that score, in the order of the workflow.
 
-    On one machine a job scores all training domains under a model, whose weights and libraries it loads once: nothing
-    scores one of these domains again without the others, since a change of one changes the models. On a cluster each
-    domain is a job of its own, and so is each novel domain everywhere.
-    An adapted expert is scored on all earlier domains in one job, not in one job for each pair. Another job scores this
-    expert and all earlier novel experts on the new domain. A novel domain that is appended therefore changes no
+    On a cluster each model and domain is a job of its own, and an adapted expert on all earlier domains. On one machine
+    the model that receives the experts of novel domains, for whose scores adaptation waits, has a job for all training
+    domains and one for each novel domain; so have all other models together; and so has all that was adapted to a
+    novel domain. Such a job loads libraries once and reads each text once. A novel domain that is appended changes no
     existing job.
     """
+    submitted = (config.get("cluster") or {}).get("launch") == "slurm"
+    singles = [*_of_trained(config, submitted), *_of_adapted(config, submitted), *_of_merged(config, submitted)]
+    if submitted:
+        return tuple(singles)
+    joined: dict[str, list[ScoringJob]] = {}
+    for job in singles:
+        joined.setdefault(job.joins or job.rule, []).append(job)
+    return tuple(jobs[0] if len(jobs) == 1 else _together(jobs) for jobs in joined.values())
+
+
+def _together(jobs: list[ScoringJob]) -> ScoringJob:
+    """One rule in place of several with the same wildcard."""
+    rule, place = jobs[0].joins, jobs[0].joins.removeprefix("score_")
+    log = {"known_others": "others/training", "others": "others/{novel}"}.get(place, place.replace("_", "/", 1))
+    parts = tuple(part for job in jobs for part in job.parts)
+    return replace(jobs[0], rule=rule, log=log, parts=parts, priority=max(job.priority for job in jobs))
+
+
+def _of_trained(config: Mapping[str, Any], submitted: bool) -> list[ScoringJob]:
     training, novel = training_domains(config), novel_domains(config)
-    receiver = adapted_model(config)
-    each = (config.get("cluster") or {}).get("launch") == "slurm"
-    jobs = []
+    receiver, jobs = adapted_model(config), []
     for model in trained(config):
-        priority = 0 if model.removed else 80 if model == receiver else 10
-        job = ScoringJob(
-            f"score_{model.rule}", model.name, model.name, model.experts, model.columns, (model.removed,), model.splits,
-            1, priority, expert_scope=model.kind.expert_scope,
+        own, first = model.kind.domain_tokens, model == receiver
+        # The longest jobs of other models start before their shorter ones.
+        priorities = (80, 80) if first else (15, 10)
+        part = ScoringPart(
+            model.name, model.experts, model.columns, (model.removed,), model.splits,
+            expert_scope=model.kind.expert_scope,
         )  # fmt: skip
         if model.removed:
-            jobs.append(job)
+            jobs.append(ScoringJob(f"score_{model.rule}", model.name, (part,), joins="score_known_others"))
             continue
-        own = model.kind.domain_tokens
-        known = replace(job, rule=f"score_known_{model.rule}", own=own, splits=("test",) if own else model.splits)
-        known = (
-            replace(known, log=f"{model.name}/{{training}}", domains=("{training}",), jobs=len(training))
-            if each
-            else replace(known, log=f"{model.name}/training", domains=training)
+        known = replace(
+            part,
+            own=own,
+            splits=("test",) if own else model.splits,
+            domains=("{training}",) if submitted else training,
         )
-        unknown = replace(job, log=f"{model.name}/{{novel}}", domains=("{novel}",), jobs=len(novel))
-        jobs += [known, unknown]
-        for context in other_contexts(config, model):
-            # A novel domain has no token of its own.
-            jobs += [_at(context, one) for one in ((known,) if own else (known, unknown))]
-    for number, name in enumerate(novel):
-        before, so_far = (*training, *novel[:number]), novel[: number + 1]
-        into = ScoringJob(
-            "", "", receiver.name, (), (), (), receiver.splits, 1, priority=60, shared=False, added=True,
-            expert_scope=receiver.kind.expert_scope,
-        )  # fmt: skip
-        jobs += [
-            replace(
-                into, rule=f"score_adapted_{name}", log=f"adapted/{name}", experts=(name,), columns=(name,),
-                domains=before, after=before,
+        place, count = ("{training}", len(training)) if submitted else ("training", 1)
+        both = [
+            ScoringJob(
+                f"score_known_{model.rule}", f"{model.name}/{place}", (known,), count, priorities[0],
+                joins="" if first else "score_known_others",
             ),
-            replace(
-                into, rule=f"score_adapted_on_{name}", log=f"adapted/on-{name}", experts=so_far, columns=so_far,
-                domains=(name,), after=(name,),
+            ScoringJob(
+                f"score_{model.rule}", f"{model.name}/{{novel}}", (replace(part, domains=("{novel}",)),), len(novel),
+                priorities[1], joins="" if first else "score_others",
             ),
         ]  # fmt: skip
-    if novel:
-        made, dense = adapted(dense_adapted_row(config), "{novel}"), (DENSE_EXPERT,)
-        jobs.append(
-            ScoringJob(
-                "score_adapted_dense", made, made, dense, dense, (*training, "{novel}"), ("test",), len(novel),
-                added=True,
-            )
+        jobs += both
+        for context in other_contexts(config, model):
+            # A novel domain has no token of its own.
+            jobs += [_at(context, job) for job in (both[:1] if own else both)]
+    return jobs
+
+
+def _at(context: int, job: ScoringJob) -> ScoringJob:
+    """The job that scores the same test splits as `job` in blocks of `context` tokens. No adaptation waits for it."""
+    (part,), joins = job.parts, "score_known_others" if job.rule.startswith("score_known_") else "score_others"
+    log = f"{folder_at(part.model, context)}/{job.log.removeprefix(f'{part.model}/')}"
+    parts = (replace(part, splits=("test",), context=context),)
+    return replace(job, rule=f"{job.rule}_at_{context}", log=log, parts=parts, priority=0, joins=joins)
+
+
+def _of_adapted(config: Mapping[str, Any], submitted: bool) -> list[ScoringJob]:
+    training, novel = training_domains(config), novel_domains(config)
+    receiver, row, jobs = adapted_model(config), dense_adapted_row(config), []
+    dense = (DENSE_EXPERT,)
+    for number, name in enumerate(novel):
+        before, so_far = (*training, *novel[:number]), novel[: number + 1]
+        into = ScoringPart(
+            receiver.name, (name,), (name,), before, receiver.splits, shared=False, after=before,
+            expert_scope=receiver.kind.expert_scope,
         )  # fmt: skip
+        on = replace(into, experts=so_far, columns=so_far, domains=(name,), after=(name,))
+        kind = ScoringJob("", "", (), priority=60, added=True, joins=f"score_adapted_{name}")
+        jobs += [
+            replace(kind, rule=f"score_adapted_{name}", log=f"adapted/{name}", parts=(into,)),
+            replace(kind, rule=f"score_adapted_on_{name}", log=f"adapted/on-{name}", parts=(on,)),
+        ]
+        if not submitted:
+            made = ScoringPart(adapted(row, name), dense, dense, (*training, name), ("test",))
+            jobs.append(replace(kind, rule=f"score_adapted_dense_{name}", log=made.model, parts=(made,)))
+    if novel and submitted:
+        made = ScoringPart(adapted(row, "{novel}"), dense, dense, (*training, "{novel}"), ("test",))
+        jobs.append(ScoringJob("score_adapted_dense", made.model, (made,), len(novel), added=True))
+    return jobs
+
+
+def _of_merged(config: Mapping[str, Any], submitted: bool) -> list[ScoringJob]:
+    training, novel, jobs = training_domains(config), novel_domains(config), []
     for merged in merged_models(config):
-        place, kind = merged.place, ScoringJob("", "", "", MERGED, MERGED, (*training, *novel), ("test",), 1)
-        if not merged.by_domain:
-            jobs.append(replace(kind, rule=f"score_{merged.rule}", log=place, model=place))
+        rule, part = merged.rule, ScoringPart(merged.place, MERGED, MERGED, (*training, *novel), ("test",))
+        kinds = [(name, len(domains)) for name, domains in (("training", training), ("novel", novel)) if domains]
+        if merged.by_domain:
+            # Each of these models is made for one domain, and removed once it is scored there.
+            for name, count in kinds:
+                of = f"{{{name}}}"
+                made = replace(part, model=merged.of(of), domains=(of,))
+                jobs.append(ScoringJob(f"score_{name}_{rule}", made.model, (made,), count))
+        elif submitted:
+            jobs.append(ScoringJob(f"score_{rule}", merged.place, (part,)))
         else:
+            known, new = (replace(part, domains=domains) for domains in (training, ("{novel}",)))
+            name = merged.place
             jobs += [
-                replace(
-                    kind, rule=f"score_{name}_{merged.rule}", log=place.format(domain=f"{{{name}}}"),
-                    model=place.format(domain=f"{{{name}}}"), domains=(f"{{{name}}}",), jobs=len(domains),
-                )
-                for name, domains in (("training", training), ("novel", novel)) if domains
-            ]  # fmt: skip
-    return tuple(jobs)
+                ScoringJob(f"score_known_{rule}", f"{name}/training", (known,), joins="score_known_others"),
+                ScoringJob(f"score_{rule}", f"{name}/{{novel}}", (new,), len(novel), joins="score_others"),
+            ]
+    return jobs

@@ -5,34 +5,78 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
 import torch
+from pydantic import Field
 
-from demix.config.architecture import FOLDS
+from demix.config.architecture import FOLDS, Architecture
+from demix.config.contexts import folder_at
 from demix.config.evaluation import ScoringRecipe
 from demix.config.sections import Threads
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.score_tables import row_groups, tokens_sha256, write_scores, write_tokens
-from demix.files import digest, fsync, read_parquet, write_parquet
-from demix.model.checkpoint import describe, expert_lineage, load_experts, refuse_other_tokenizer, whole_models
+from demix.files import digest, fsync, linked, read_parquet, replacing, write_parquet
+from demix.model.checkpoint import (
+    describe,
+    expert_lineage,
+    expert_names,
+    load_experts,
+    refuse_other_tokenizer,
+    whole_models,
+)
 from demix.model.device import compute_type, own_device, set_threads
+from demix.model.gpt import GPT
 from demix.model.scoring import trunk_log_probabilities
 from demix.progress import progress
-from demix.settings import settings
+from demix.settings import DistinctItems, Integer, Items, Text, settings
 
 log = logging.getLogger(__name__)
 
 
+# The folder of finished columns beside those that Snakemake knows, and deletes before it runs a rule again.
+KEPT = ".kept"
+
+
+@settings(kw_only=True)
+class ScoredModel:
+    """What is scored under one of several models: its folder of the models' folder, its columns, and on which shards.
+
+    Without `experts`, each domain is scored under its own token. `context` is that of `score`.
+    """
+
+    model: Text
+    experts: DistinctItems[Text]
+    domains: DistinctItems[Text]
+    splits: DistinctItems[Text]
+    context: Annotated[Integer, Field(ge=0)] = 0
+
+
 @settings(kw_only=True)
 class Scoring(ScoringRecipe):
-    """How scores are computed, and of which tokens."""
+    """How scores are computed, and of which tokens. `models` is for several models in one job."""
 
     threads: Threads
+    models: Items[ScoredModel] = ()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The arguments of `score`, and what the lines of the work begin with."""
+
+    directory: Path
+    experts: tuple[str, ...]
+    shards: list[Path]
+    output: Path
+    context: int = 0
+    label: str = ""
 
 
 def score(
@@ -46,51 +90,83 @@ def score(
     is empty, or blocks are longer than the positions that the model has learned.
 
     A split is scored one row group at a time. Scored row groups stay in a hidden folder, which is no rule's output,
-    until the last split is written. After a kill, the same command scores only the missing row groups and writes the
-    same bytes.
+    until the columns of the split are written. After a kill, the same command scores only the missing row groups and
+    writes the same bytes. Finished columns stay in a hidden folder, too, as second names of the same files: the same
+    command takes them from there, unless something on which their bits depend has changed.
     """
+    _score_all([_Work(directory, experts, shards, output, context)], scoring)
+
+
+def score_models(models: Path, shards: list[Path], scoring: Scoring, output: Path) -> None:
+    """Do `score` for each of `scoring.models` below the folder `models`, with the same bytes.
+
+    Writes output/<model>/…, or output/<model>@<context>/…, and opens each of the shards once. Raises DemixError before
+    the first is scored if an expert of the last is missing.
+    """
+    places = {(path.parent.name, path.stem): path for path in shards}
+    works = []
+    for one in scoring.models:
+        wanted = [(domain, split) for domain in one.domains for split in one.splits]
+        if absent := [place for place in wanted if place not in places]:
+            domain, split = absent[0]
+            cure = f"give tokens/{domain}/{split}.arrow"
+            raise DemixError(f"model {one.model}", f"is to be scored on {domain} {split}, which is no argument", cure)
+        folder = folder_at(one.model, one.context)
+        own = [places[place] for place in wanted]
+        works.append(_Work(models / one.model, one.experts, own, output / folder, one.context, f"{folder} on "))
+    _score_all(works, scoring)
+
+
+def _score_all(works: list[_Work], scoring: Scoring) -> None:
     set_threads(scoring.threads)
+    # What is missing ends the job before the first model is scored.
+    for work in works:
+        _check(work)
+    shards = {path: TokenShard.open(path, verify=True) for path in dict.fromkeys(chain(*(one.shards for one in works)))}
+    for work in works:
+        for path in work.shards:
+            refuse_other_tokenizer(work.directory, path, shards[path].tokenizer_sha256, shards[path].vocab_size)
+    for work in works:
+        # Each column is a file of its own, so experts that are whole models are never in memory together.
+        alone = whole_models(work.directory) and work.experts
+        for experts in [(expert,) for expert in work.experts] if alone else [work.experts]:
+            _score(replace(work, experts=experts), shards, scoring)
+
+
+def _check(work: _Work) -> None:
+    """Raise DemixError for an expert or a domain token that the model lacks, and for blocks too long for it."""
+    directory, experts, context = work.directory, work.experts, work.context
     description = describe(directory)
     domain_tokens, architecture = tuple(description["domain_tokens"]), description["architecture"]
     if architecture.get("position", "learned") == "learned" and context > architecture["context"]:
         cause = f"is longer than the {architecture['context']} positions that {directory} has learned"
         raise DemixError(f"--context {context}", cause, "use fewer, or a model with position alibi")
-    wanted = {*experts, *(path.parent.name for path in shards if not experts)}
+    wanted = {*experts, *(path.parent.name for path in work.shards if not experts)}
     if (domain_tokens or not experts) and not wanted <= {*domain_tokens}:
         has = f"has the domain tokens {', '.join(domain_tokens)}" if domain_tokens else "has no domain tokens"
         raise DemixError(directory, has, "score under these, or name experts")
-    # Each column is a file of its own, so experts that are whole models are never in memory together.
-    parts = [(expert,) for expert in experts] if whole_models(directory) else [experts]
-    for (expert,) in parts if len(parts) > 1 else ():
-        # A missing expert ends the job before the first one is scored.
+    for expert in expert_names(directory) if domain_tokens else experts:
         expert_lineage(directory, expert)
-    folders = [folder for part in parts for folder in _score(directory, part, shards, scoring, output, context)]
-    # Snakemake removes all outputs of a killed job, so the pieces stay until every split is written.
-    for folder in folders:
-        shutil.rmtree(folder)
 
 
-def _score(
-    directory: Path, experts: tuple[str, ...], shards: list[Path], scoring: Scoring, output: Path, context: int
-) -> list[Path]:
-    """Score as `score` does experts that are in memory together; returns the hidden folders, which are still there."""
-    dtype, description = compute_type(scoring.precision), describe(directory)
-    domain_tokens = tuple(description["domain_tokens"])
-    trunks = load_experts(directory, None if domain_tokens else experts, own_device())
-    hashes = {name: expert_lineage(directory, name)["sha256"] for trunk in trunks for name in trunk.experts}
-    length, device = context or trunks[0].architecture.context, trunks[0].token_embedding.device
-    folders = []
-    for path in shards:
-        domain, split = path.parent.name, path.stem
-        columns = experts or (domain,)
-        shard = TokenShard.open(path, verify=True)
-        refuse_other_tokenizer(directory, path, shard.tokenizer_sha256, shard.vocab_size)
+def _score(work: _Work, shards: Mapping[Path, TokenShard], scoring: Scoring) -> None:
+    """Score as `score` does experts that are in memory together. Nothing is loaded where all columns are kept."""
+    directory, dtype, description = work.directory, compute_type(scoring.precision), describe(work.directory)
+    domain_tokens, device = tuple(description["domain_tokens"]), own_device()
+    named = expert_names(directory) if domain_tokens else work.experts
+    hashes = {name: expert_lineage(directory, name)["sha256"] for name in named}
+    architecture = Architecture(**description["architecture"])
+    length = work.context or architecture.context
+    trunks: list[GPT] = []
+    for path in work.shards:
+        shard, domain, split = shards[path], path.parent.name, path.stem
+        columns = work.experts or (domain,)
         limit = scoring.limit(split, length)
         ids = shard.read(0, len(shard) if limit is None else min(limit, len(shard)))
         if not len(ids):
             raise DemixError(path, "holds no token to score", "give the domain more words, or raise the limit")
         sha256 = tokens_sha256(ids)
-        folds = {"folds": str(FOLDS)} if trunks[0].architecture.objective == "mlm" else {}
+        folds = {"folds": str(FOLDS)} if architecture.objective == "mlm" else {}
         # Everything on which the bits of a score depend.
         origin = (
             {
@@ -106,48 +182,73 @@ def _score(
                 ],
             }
             | folds
-            | ({"context": context} if context else {})
+            | ({"context": work.context} if work.context else {})
         )
         fingerprint = hashlib.sha256(json.dumps(origin).encode()).hexdigest()
-        place = output / f"{domain}.{split}"
+        place, told = work.output / f"{domain}.{split}", f"{work.label}{domain} {split}"
+        kept = {column: place / KEPT / column / f"{fingerprint}.parquet" for column in columns}
+        if all(_is_whole(file, len(ids)) for file in kept.values()):
+            write_tokens(place, ids, shard.offsets, length, shard.origins)
+            for column, file in kept.items():
+                _place(file, place / f"{column}.parquet")
+            log.info("%s: %d columns were already scored", told, len(columns))
+            continue
+        trunks = trunks or load_experts(directory, None if domain_tokens else work.experts, device)
         # No two jobs write the same column, so the name of a job's first column makes its folder unique.
         folder = place / f".{columns[0]}.pieces"
-        folders.append(folder)
         groups = row_groups(len(ids), length)
         pieces = [folder / f"{start}.parquet" for start, _ in groups]
         missing = [
             (piece, start, stop)
             for piece, (start, stop) in zip(pieces, groups, strict=True)
-            if not _is_piece(piece, fingerprint, stop - start)
+            if not _is_whole(piece, stop - start, fingerprint)
         ]
-        work = len(trunks) * sum(stop - start for _, start, stop in missing)
-        with progress(f"{domain} {split}: tokens", work) as advance:
+        amount = len(trunks) * sum(stop - start for _, start, stop in missing)
+        with progress(f"{told}: tokens", amount) as advance:
             for piece, start, stop in missing:
-                scored = trunk_log_probabilities(
-                    trunks, *blocks(shard, length, stop, start), dtype, advance,
-                    columns if domain_tokens else None, start // length,
-                )  # fmt: skip
+                try:
+                    scored = trunk_log_probabilities(
+                        trunks, *blocks(shard, length, stop, start), dtype, advance,
+                        columns if domain_tokens else None, start // length,
+                    )  # fmt: skip
+                except DemixError as error:
+                    raise DemixError(f"{directory}: {error.subject}", error.cause, error.cure) from None
                 table = pa.table(dict(zip(columns, scored.astype(np.float32), strict=True)))
                 write_parquet(table.replace_schema_metadata({"fingerprint": fingerprint}), piece)
-        for expert in columns:
+        for column in columns:
             metadata = {
                 "tokens_sha256": sha256,
                 "shared_sha256": description["shared_sha256"],
-                "expert_sha256": hashes[expert if expert in hashes else "dense"],
+                "expert_sha256": hashes[column if column in hashes else "dense"],
                 "precision": scoring.precision,
             } | folds
-            name = f"{expert}.parquet"
-            write_scores(folder / name, _column(pieces, expert), metadata, place / name)
+            name = f"{column}.parquet"
+            write_scores(folder / name, _column(pieces, column), metadata, place / name)
         write_tokens(place, ids, shard.offsets, length, shard.origins)
-        for expert in columns:
-            os.replace(folder / f"{expert}.parquet", place / f"{expert}.parquet")
+        for column, file in kept.items():
+            _keep(folder / f"{column}.parquet", file)
+            os.replace(folder / f"{column}.parquet", place / f"{column}.parquet")
         fsync(place)
-        log.info("%s %s: %d tokens under %d experts", domain, split, len(ids), len(columns))
+        shutil.rmtree(folder)
+        log.info("%s: %d tokens under %d experts", told, len(ids), len(columns))
         if len(missing) < len(pieces):
-            log.info(
-                "%s %s: %d of %d pieces were already scored", domain, split, len(pieces) - len(missing), len(pieces)
-            )
-    return folders
+            log.info("%s: %d of %d pieces were already scored", told, len(pieces) - len(missing), len(pieces))
+
+
+def _keep(source: Path, target: Path) -> None:
+    """Make `target`, <column>/<fingerprint>.parquet, a second name of `source`, and remove the column's older ones."""
+    _place(source, target)
+    for other in target.parent.glob("*.parquet"):
+        if other != target:
+            other.unlink()
+
+
+def _place(source: Path, target: Path) -> None:
+    """Make `target` a second name of `source`, in place of what is there."""
+    with replacing(target) as temporary:
+        linked(source, temporary)
+    # Snakemake compares times: the columns are as new as the job that wants them.
+    os.utime(target)
 
 
 def _device(device: torch.device) -> str:
@@ -156,13 +257,14 @@ def _device(device: torch.device) -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
-def _is_piece(path: Path, fingerprint: str, tokens: int) -> bool:
-    """Whether `path` is an undamaged piece with this number of tokens and this fingerprint."""
+def _is_whole(path: Path, tokens: int, fingerprint: str | None = None) -> bool:
+    """Whether `path` is an undamaged table with this number of tokens and, where one is given, this fingerprint."""
     try:
         table = read_parquet(path)
     except DemixError:
         return False
-    return len(table) == tokens and (table.schema.metadata or {}).get(b"fingerprint") == fingerprint.encode()
+    said = (table.schema.metadata or {}).get(b"fingerprint")
+    return len(table) == tokens and (fingerprint is None or said == fingerprint.encode())
 
 
 def _column(pieces: list[Path], expert: str) -> Iterator[np.ndarray]:

@@ -26,9 +26,14 @@ def set_threads(threads: int) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """The bytes that are free on `device`: a GPU's own memory, or what the machine can give without swapping."""
-    free: int = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return free
+    """The bytes that are free on `device`: a GPU's own memory, or what the machine can give without swapping.
+
+    What torch keeps of a GPU's memory for its next tensors is free.
+    """
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + kept)
 
 
 def device_named(name: str | None) -> torch.device:

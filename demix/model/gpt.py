@@ -21,6 +21,8 @@ from demix.model.layers import Attention, Auxiliary, KeyValues, attention_bias, 
 
 # How many rows of logits over the vocabulary exist at once. Few rows are fastest on a CPU; a GPU needs more.
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
+# How many of these rows a CPU normalises at once without gradients: as many as fit into its cache.
+NORMALISED_AT_ONCE = 128
 # The input in place of a token that a masked model is to fill in. It has no entry in the vocabulary.
 MASKED = -1
 # Which tensors belong to one expert: those of its feedforwards, or all tensors of the model.
@@ -312,6 +314,14 @@ def _log_probabilities(
     product = torch.empty(shape, dtype=states.dtype, device=states.device)
     space = product if exact == states.dtype else torch.empty(shape, dtype=exact, device=states.device)
     wide = space is not product and not any(needed)
+    if wide and states.device.type == "cpu":
+        cast = cast.to(exact)
+    # One pass over the logits, where a GPU has no memory for a second buffer and a gradient needs exp of them.
+    normalised = (
+        None
+        if any(needed) or states.device.type != "cpu"
+        else torch.empty((min(NORMALISED_AT_ONCE, shape[0]), shape[1]), dtype=exact)
+    )
     for first in range(0, len(states), rows):
         chunk, target = states[first : first + rows], targets[first : first + rows, None]
         logits = space[: len(chunk)]
@@ -321,6 +331,11 @@ def _log_probabilities(
             torch.mm(chunk, cast.T, out=product[: len(chunk)])
             if space is not product:
                 logits.copy_(product[: len(chunk)])
+        if normalised is not None:
+            parts = zip(*(torch.split(each, NORMALISED_AT_ONCE) for each in (logits, target)), strict=True)
+            found = [torch.log_softmax(some, 1, out=normalised[: len(some)]).gather(1, ids) for some, ids in parts]
+            log_p[first : first + rows] = torch.cat(found).squeeze(1)
+            continue
         of_target = logits.gather(1, target)
         largest = logits.amax(1, keepdim=True)
         total = logits.sub_(largest).exp_().sum(1, keepdim=True)

@@ -8,15 +8,44 @@ import torch
 from demix.config.architecture import FOLDS
 from demix.errors import DemixError
 from demix.files import seed_for
-from demix.model.gpt import GPT, MASKED
+from demix.model.device import free_memory
+from demix.model.gpt import GPT, MASKED, ROWS_AT_ONCE
 
-# Tokens x experts in one forward pass: enough to keep a core busy, little enough to stay in memory.
+# Tokens x experts in one forward pass: enough to keep a core busy, little enough to stay in its cache.
 EXPERT_TOKENS_AT_ONCE = 8192
+# The most on a GPU. More keeps no GPU busier, and with a bound, GPUs with memory to spare compute the same last bits.
+MOST_ON_GPU = 1 << 17
+# The part of a GPU's free memory that a pass may take: torch rounds sizes up, and other processes come and go.
+SHARE_OF_FREE = 0.5
+# Numbers of the width of the model for each token and expert in a block: the states before and after it, their norm,
+# keys, values and queries twice (a GPU's attention copies them), what they mix, the inner states, and their output.
+WIDTHS_IN_BLOCK = 3 + 6 + 2 + 4 + 1
 
 
 def columns_of(trunks: Sequence[GPT]) -> tuple[str, ...]:
     """The names of the rows of `trunk_log_probabilities`: the experts, trunk by trunk, or the domain tokens."""
     return tuple(name for trunk in trunks for name in trunk.domain_tokens or trunk.experts)
+
+
+def expert_tokens_at_once(model: GPT, dtype: torch.dtype | None = None, free: int | None = None) -> int:
+    """Tokens x experts in one forward pass of `model` with activations of `dtype`: a power of two.
+
+    On a CPU what stays in its cache. On a GPU what fits into `free` bytes, by default those that are free now, beside
+    the logits. Powers of two are the same where the free memory differs a little.
+    """
+    device = model.token_embedding.device
+    if device.type == "cpu" and free is None:
+        return EXPERT_TOKENS_AT_ONCE
+    computed = dtype or model.token_embedding.dtype
+    exact = torch.promote_types(computed, torch.float32)
+    logits = ROWS_AT_ONCE["cuda"] * model.vocab_size * (exact.itemsize + computed.itemsize * (computed != exact))
+    # Choices of a token-routed layer each have inner states.
+    routed = model.architecture.routed
+    widths = WIDTHS_IN_BLOCK + (6 * routed.top_k if routed else 0)
+    # Embeddings have the type of the parameters.
+    each = model.architecture.width * (widths * computed.itemsize + model.token_embedding.dtype.itemsize)
+    room = SHARE_OF_FREE * (free_memory(device) if free is None else free) - logits
+    return min(MOST_ON_GPU, 1 << max(0, int(room // each).bit_length() - 1)) if room >= each else 1
 
 
 def trunk_log_probabilities(
@@ -71,7 +100,7 @@ def log_probabilities(
     chosen = (domain_tokens or model.domain_tokens) if model.domain_tokens else ()
     known = [model.domain_tokens.index(name) for name in chosen]
     columns = len(known or model.experts)
-    batch = max(1, EXPERT_TOKENS_AT_ONCE // (columns * inputs.shape[1]))
+    batch = max(1, expert_tokens_at_once(model, dtype) // (columns * inputs.shape[1]))
     scored = []
     for start in range(0, len(inputs), batch):
         rows = slice(start, start + batch)
@@ -123,7 +152,7 @@ def masked_log_probabilities(
         blocks = np.flatnonzero(lengths == length)
         by_block = np.stack([folds_of(length, first + number, folds) for number in blocks.tolist()])
         rows = [(row, fold) for row in range(len(blocks)) for fold in range(min(folds, length))]
-        batch = max(1, EXPERT_TOKENS_AT_ONCE // (columns * length))
+        batch = max(1, expert_tokens_at_once(model, dtype) // (columns * length))
         for start in range(0, len(rows), batch):
             some, fold = np.array(rows[start : start + batch]).T
             ids, hidden = tokens[blocks[some], :length], by_block[some] == fold[:, None]

@@ -12,7 +12,7 @@ from demix.config.contexts import asked_contexts
 from demix.config.evaluated import chosen_on_dev, classified, routed, token_routed
 from demix.config.merged import merged_models
 from demix.config.routed import architecture_of
-from demix.config.scoring import ScoringJob, scoring_jobs
+from demix.config.scoring import ScoringJob, ScoringPart, scoring_jobs
 from demix.config.systems import adaptations, job_place, learned_splits, seeds, trained
 from demix.config.tasks import tasks_of
 from demix.files import write_text
@@ -148,22 +148,28 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
 
 def scoring_cost(config: dict[str, Any], job: ScoringJob, device: Hardware) -> tuple[float, int]:
     """Hours of one rank, and bytes of score tables before compression, of all jobs of a rule that scores."""
+    hours, disk = zip(*(part_cost(config, part, job.jobs, device) for part in job.parts), strict=True)
+    return sum(hours), sum(disk)
+
+
+def part_cost(config: dict[str, Any], part: ScoringPart, jobs: int, device: Hardware) -> tuple[float, int]:
+    """What `scoring_cost` sums: the hours and the bytes of one part of a rule, in all `jobs` of the rule."""
     known = {one.place: one.architecture(config) for one in merged_models(config)}
     known |= {model.name: architecture_of(config, model.settings) for model in trained(config)}
-    architecture, section = known.get(job.model, architecture_of(config, {})), config["evaluation"]
-    architecture = replace(architecture, context=job.context or architecture.context)
+    architecture, section = known.get(part.model, architecture_of(config, {})), config["evaluation"]
+    architecture = replace(architecture, context=part.context or architecture.context)
     training, novel = config["domains"]["training"], config["domains"]["novel"]
     several = {"{training}": list(training), "{novel}": list(novel)}
     limits = {"dev": section["dev_blocks"] * architecture.context, "test": section["test_tokens"]}
     tokens = 0
-    for domain in (name for place in job.domains for name in several.get(place, [place] * job.jobs)):
-        for split in job.splits:
+    for domain in (name for place in part.domains for name in several.get(place, [place] * jobs)):
+        for split in part.splits:
             there = round(TOKENS_PER_WORD * (training | novel)[domain]["words"][split])
             tokens += min(there, limits[split] or there)
-    columns = 1 if job.own else len(job.columns)
+    columns = 1 if part.own else len(part.columns)
     tflops = achieved_tflops(device, architecture, demix=columns > 1)
-    hours = scoring_hours(architecture, vocabulary(config["tokenizer"]), columns, tokens, tflops, job.expert_scope)
-    return hours, score_table_bytes(columns, tokens) - (0 if job.shared else score_table_bytes(0, tokens))
+    hours = scoring_hours(architecture, vocabulary(config["tokenizer"]), columns, tokens, tflops, part.expert_scope)
+    return hours, score_table_bytes(columns, tokens) - (0 if part.shared else score_table_bytes(0, tokens))
 
 
 def jobs_table(config: dict[str, Any], hardware: str, ranks: int | None = None) -> Table:

@@ -215,7 +215,9 @@ def _evaluations(run_dir: Path, config: dict[str, Any], results: Results) -> Ite
     for (model, experts, seed), rows in scored.groupby(["model", "experts", "seed"], sort=True):
         # Models of further seeds are named as their folders are.
         model = folder_of(model, seed, config["seed"])
-        metrics, span = [], _whole(run_dir, _jobs(run_dir, f"score/{model}/*.tsv", f"score/{model}.tsv"))
+        # A job that scores several models is the job of each of them.
+        jobs = _jobs(run_dir, f"score/{model}/*.tsv", f"score/{model}.tsv") or _jobs(run_dir, "score/others/*.tsv")
+        metrics, span = [], _whole(run_dir, jobs)
         time = int(1000 * span[1])
         # MLflow draws metrics of one name in one chart.
         masked = "scorer" in rows and rows["scorer"].str.startswith("masked").any()

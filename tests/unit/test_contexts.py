@@ -31,7 +31,7 @@ from demix.model.checkpoint import save_expert, save_shared
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.plan.flops import scoring_flops
-from demix.plan.jobs import HARDWARE, plan_jobs, scoring_cost
+from demix.plan.jobs import HARDWARE, part_cost, plan_jobs
 from demix.report import SHOWS, VARIANT_FIGURES, VARIANT_TABLES, report_files
 from demix.report.contexts import contexts_table, positions, positions_points, read_contexts
 from demix.report.family_pages import write_variants
@@ -81,11 +81,15 @@ def test_a_config_without_the_key_stays_as_it_was() -> None:
     assert "contexts" not in plain["evaluation"]
     rules, before = RunRules(config), RunRules(plain)
     assert rules.evaluated_scores("fantasy") == before.evaluated_scores("fantasy")
-    known = {job.rule: job for job in scoring_jobs(plain)}
-    for job in scoring_jobs(config):
-        assert known.get(job.rule, job) == job
-        assert (job.rule in known) == (job.context == 0)
-    assert {job.rule for job in scoring_jobs(config)} - known.keys() == {
+    known, now = ({(job.rule, part) for job in scoring_jobs(one) for part in job.parts} for one in (plain, config))
+    assert known <= now
+    # Nothing waits for these, so that they are with the models for which nothing waits.
+    assert {(rule, part.folder) for rule, part in now - known} == {
+        ("score_known_others", "far@64"), ("score_others", "far@64"), ("score_known_others", "far_token@64"),
+    }  # fmt: skip
+    plain, config = (complete(copy.deepcopy(TINY) | {"models": ROWS, "cluster": {"launch": "slurm"}, **more}, Path())
+                     for more in ({}, {"evaluation": TINY["evaluation"] | {"contexts": [32, 64]}}))  # fmt: skip
+    assert {job.rule for job in scoring_jobs(config)} - {job.rule for job in scoring_jobs(plain)} == {
         "score_known_far_at_64", "score_far_at_64", "score_known_far_token_at_64",
     }  # fmt: skip
     assert not {Path(name).stem for name in report_files(plain)} & {"contexts", "positions"}
@@ -98,11 +102,11 @@ def test_every_table_that_is_evaluated_by_position_is_made_once(launch: str) -> 
     config = complete(content, Path())
     rules, made = RunRules(config), []
     training, novel = (list(config["domains"][kind]) for kind in ("training", "novel"))
-    for job in scoring_jobs(config):
-        for place in job.domains:
+    for part in (part for job in scoring_jobs(config) for part in job.parts):
+        for place in part.domains:
             for domain in {"{training}": training, "{novel}": novel}.get(place, [place]):
-                columns = [*job.columns_on(domain), *["tokens"] * job.shared]
-                made += rules.scores(job.folder.replace("{novel}", domain), [domain], columns, job.splits)
+                columns = [*part.columns_on(domain), *["tokens"] * part.shared]
+                made += rules.scores(part.folder.replace("{novel}", domain), [domain], columns, part.splits)
     assert len(made) == len(set(made))
     for domain in (*training, *novel):
         assert set(rules.context_scores(domain)) <= set(made)
@@ -124,9 +128,11 @@ def test_the_plan_counts_jobs_and_costs_of_longer_blocks() -> None:
     before, after = ({job.name: job for job in plan_jobs(one, "cpu")} for one in (plain, config))
     assert after["by position"].rules == {"contexts": 5}
     assert "by position" not in before
-    assert after["score"].count - before["score"].count == 1 + 2 + 1
-    jobs = {job.rule: job for job in scoring_jobs(config)}
-    far, base = (scoring_cost(config, jobs[name], HARDWARE["cpu"])[0] for name in ("score_far_at_64", "score_far"))
+    assert after["score"].count == before["score"].count, "the jobs of the other models score them too"
+    assert after["score"].hours > before["score"].hours
+    parts = {part.folder: (part, job.jobs) for job in scoring_jobs(config) if job.rule == "score_others"
+             for part in job.parts}  # fmt: skip
+    far, base = (part_cost(config, *parts[name], HARDWARE["cpu"])[0] for name in ("far@64", "far"))
     # The same novel domains, whose test splits are as long as their dev splits here, without these.
     sizes = [scoring_flops(Architecture(2, 32, 2, length, position="alibi"), 512, 3) for length in (64, 32)]
     tokens = [1000, 1000 + 10 * 32]

@@ -34,13 +34,13 @@ def test_each_average_is_made_scored_and_evaluated_once() -> None:
         ("average_btm__uniform", "btm-uniform"), ("average_btm", "btm-average-{domain}"),
     ]  # fmt: skip
     made = set()
-    for job in scoring_jobs(config):
-        if "average" in job.rule:
-            assert (job.columns, job.splits, job.experts) == (("dense",), ("test",), ("dense",))
+    for part in (part for job in scoring_jobs(config) for part in job.parts):
+        if part.model.startswith(("btm-uniform", "btm-average")):
+            assert (part.columns, part.splits, part.experts) == (("dense",), ("test",), ("dense",))
             names = {"{training}": training, "{novel}": novel}
-            for place in job.domains:
+            for place in part.domains:
                 for name in names.get(place, [place]):
-                    table = job.model.replace(place, name), name
+                    table = part.model.replace(place, name), name
                     assert table not in made
                     made.add(table)
     read = {
@@ -61,7 +61,7 @@ def test_each_average_is_made_scored_and_evaluated_once() -> None:
 def test_rows_that_do_not_ask_have_none() -> None:
     config = tiny(btm=BTM)
     assert merged_models(config) == ()
-    assert not [job for job in scoring_jobs(config) if "average" in job.rule]
+    assert not [part for job in scoring_jobs(config) for part in job.parts if "btm-" in part.model.replace("-seed", "")]
     assert not [job for job in plan_jobs(config, "cpu") if job.name == "average"]
     with pytest.raises(DemixError, match=r"models\.x\.averages: is given to a row of kind demix; use kind: branched"):
         tiny(x={"kind": "demix", "averages": True})
@@ -95,17 +95,20 @@ def test_a_routed_model_is_made_of_a_row_of_demix_scored_and_evaluated_once() ->
             ("demix", "demix-routed", 1, "routed", ("dense",), ("test",), ()),
             ("on_clusters", "on_clusters-routed", 1, "routed", ("dense",), ("test",), ()),
         ]  # fmt: skip
-    more = [job for job in scoring_jobs(config) if job not in scoring_jobs(before)]
-    assert [(job.rule, job.model, job.domains, job.jobs) for job in more] == [
-        ("score_merge_routed_demix", "demix-routed", tuple(domains), 1),
-        ("score_merge_routed_on_clusters", "on_clusters-routed", tuple(domains), 1),
+    now, then = ({(job.rule, part): job.jobs for job in scoring_jobs(one) for part in job.parts}
+                 for one in (config, before))  # fmt: skip
+    training, novel = (tuple(config["domains"][kind]) for kind in ("training", "novel"))
+    assert sorted((rule, part.model, part.domains, now[rule, part]) for rule, part in now.keys() - then.keys()) == [
+        *[("score_known_others", f"{row}-routed", training, 1) for row in ("demix", "on_clusters")],
+        *[("score_others", f"{row}-routed", ("{novel}",), len(novel)) for row in ("demix", "on_clusters")],
     ]
+    assert not then.keys() - now.keys()
     counts = [{rule: count for job in plan_jobs(one, "cpu") for rule, count in job.rules.items()}
               for one in (config, before)]  # fmt: skip
     # Nothing but these jobs is new: trainings and their settings are as before.
     dev = {"cluster_dev_k2": 1, "loads": 2}
     assert {rule: count for rule, count in counts[0].items() if counts[1].get(rule) != count} == dev | {
-        rule: 1 for one in made for rule in (one.rule, f"score_{one.rule}")
+        one.rule: 1 for one in made
     }
     assert not counts[1].keys() - counts[0].keys()
     for now, then in zip(trained(config), trained(before), strict=True):

@@ -20,7 +20,7 @@ from demix.errors import DemixError
 from demix.plan.cells import folded
 from demix.plan.cost import plan_domain, plan_table, plan_training, training_tables
 from demix.plan.flops import HARDWARE
-from demix.plan.jobs import in_one_line, jobs_table, plan_jobs, scoring_cost, usual_hardware
+from demix.plan.jobs import in_one_line, jobs_table, part_cost, plan_jobs, scoring_cost, usual_hardware
 
 REPOSITORY = Path(__file__).parents[2]
 PAPER = {path.stem: load_config(path) for path in sorted((REPOSITORY / "config").glob("paper-*.yaml"))}
@@ -267,17 +267,22 @@ def test_where_no_gpu_is_given_cores_are_counted() -> None:
 
 def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
     config = load_config(REPOSITORY / "config" / "sample.yaml")
-    jobs = {job.rule: scoring_cost(config, job, HARDWARE["cpu"])[1] for job in scoring_jobs(config)}
+    rules = scoring_jobs(config)
+    jobs = {(job.rule, part.folder): part_cost(config, part, job.jobs, HARDWARE["cpu"])[1]
+            for job in rules for part in job.parts if part.shared}  # fmt: skip
     dev, test = 40 * 256, 15360
     # Eight domains under eight experts; a domain under its own token alone, and new ones under all eight.
-    assert jobs["score_known_demix"] == jobs["score_demix"] == 8 * (dev + test) * (8 * 4 + 18)
-    assert jobs["score_known_domain_token"] == 8 * test * (4 + 18)
-    assert jobs["score_without_licenses"] == (dev + test) * (8 * 4 + 18)
-    # Beside tables that have the tokens: the first new expert on eight domains, the second on nine.
-    assert [jobs[f"score_adapted_{name}"] for name in ("wiki", "code")] == [n * (dev + test) * 4 for n in (8, 9)]
-    assert jobs["score_adapted_dense"] == (64 + 8) * test * (4 + 18)
+    assert jobs["score_known_demix", "demix"] == jobs["score_demix", "demix"] == 8 * (dev + test) * (8 * 4 + 18)
+    assert jobs["score_known_others", "domain_token"] == 8 * test * (4 + 18)
+    assert jobs["score_known_others", "without-licenses"] == (dev + test) * (8 * 4 + 18)
+    # Beside tables that have the tokens: the first new expert on eight domains, the second on nine; and one, then two
+    # new experts on the new domain. Dense-DAPT makes tables of its own.
+    added = {job.rule: scoring_cost(config, job, HARDWARE["cpu"])[1] for job in rules if job.added}
+    assert [added[f"score_adapted_{name}"] for name in ("wiki", "code")] == [
+        (n + k) * (dev + test) * 4 + 9 * test * (4 + 18) for n, k in ((8, 1), (9, 2))
+    ]
     of_all = sum(job.disk for job in plan_jobs(config, "cpu"))
-    assert of_all == sum(jobs.values())
+    assert of_all == sum(scoring_cost(config, job, HARDWARE["cpu"])[1] for job in rules)
 
 
 def test_what_a_source_needs_is_asked_for(tmp_path):
@@ -329,9 +334,10 @@ def test_scoring_jobs_count_the_models_of_further_seeds():
     removed = len(config["removal"]["retrain_without"])
     for seeds, models in (([], 5), ([config["seed"]], 5), ([1, 2, 5], 15)):
         config["seeds"] = seeds
-        for launch, jobs in (("local", 9), ("slurm", 16)):
+        # On one machine two jobs for all training domains, and two for each novel one, whatever the models.
+        for launch, jobs in (("local", 2 + 2 * 8), ("slurm", 16 * models + removed)):
             config["cluster"]["launch"] = launch
-            assert next(job.count for job in plan_jobs(config, "cpu") if job.name == "score") == jobs * models + removed
+            assert next(job.count for job in plan_jobs(config, "cpu") if job.name == "score") == jobs
 
 
 def test_ranks_that_do_not_fill_their_nodes_are_refused():

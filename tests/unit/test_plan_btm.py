@@ -14,7 +14,7 @@ from demix.config.scoring import scoring_jobs
 from demix.config.systems import rule_of, trained
 from demix.plan.cost import plan_training, training_tables
 from demix.plan.flops import HARDWARE
-from demix.plan.jobs import in_one_line, plan_jobs, scoring_cost, write_sbatch_files
+from demix.plan.jobs import in_one_line, part_cost, plan_jobs, scoring_cost, write_sbatch_files
 
 REPOSITORY = Path(__file__).parents[2]
 PAPER = load_config(REPOSITORY / "config" / "cbtm-1.3b.yaml")
@@ -94,14 +94,18 @@ def test_scoring_takes_a_whole_pass_for_each_whole_model() -> None:
     rows = {"models": {"btm": BTM}, "adaptation": {**TINY["adaptation"], "model": "btm"}}
     config, saved = complete(copy.deepcopy(TINY) | rows, Path()), {}
     for job in scoring_jobs(config):
-        if len(job.columns) > 1 and not job.own:
-            single = replace(job, columns=job.columns[:1])
-            together, alone = (scoring_cost(config, one, HARDWARE["cpu"])[0] for one in (job, single))
-            saved[job.rule] = 1 - together / (len(job.columns) * alone)
-    whole = {"score_known_btm", "score_btm", "score_adapted_on_fortunes"}
-    assert saved.keys() >= whole | {"score_known_demix", "score_demix", "score_without_licenses"}
-    assert {rule for rule, share in saved.items() if share == pytest.approx(0, abs=1e-12)} == whole
-    assert saved["score_demix"] > 0.05
+        for part in (part for part in job.parts if len(part.columns) > 1 and not part.own):
+            single = replace(part, columns=part.columns[:1])
+            together, alone = (part_cost(config, one, job.jobs, HARDWARE["cpu"])[0] for one in (part, single))
+            saved[job.rule, part.model] = 1 - together / (len(part.columns) * alone)
+        assert scoring_cost(config, job, HARDWARE["cpu"])[0] == pytest.approx(
+            sum(part_cost(config, part, job.jobs, HARDWARE["cpu"])[0] for part in job.parts)
+        )
+    whole = {("score_known_btm", "btm"), ("score_btm", "btm"), ("score_adapted_fortunes", "btm")}
+    others = {(f"score_{known}others", "demix") for known in ("known_", "")}
+    assert saved.keys() >= whole | others | {("score_known_others", "without-licenses")}
+    assert {part for part, share in saved.items() if share == pytest.approx(0, abs=1e-12)} == whole
+    assert saved["score_others", "demix"] > 0.05
 
 
 def test_each_expert_gets_an_sbatch_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

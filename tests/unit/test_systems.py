@@ -1,5 +1,6 @@
 """The table of models: what a config's rows make, what is evaluated of them, and rows that are refused."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,7 +58,10 @@ def test_a_second_row_of_a_known_kind_needs_no_code() -> None:
     by_name = {model.name: model for model in planned(rows)}
     assert by_name["demix_small"].settings == {"tokens": 1000, "learning_rate": 5e-4, "sweep": None}
     assert by_name["demix_small-seed9"].kind is KINDS["demix"]
-    assert {"score_demix_small", "score_plain_seed9"} <= {job.rule for job in scoring_jobs(rows)}
+    rules = {job.rule: {part.model for part in job.parts} for job in scoring_jobs(rows)}
+    assert rules["score_known_demix"] == rules["score_demix"] == {"demix"}
+    assert rules["score_others"] >= {"demix_small", "plain-seed9", "demix-seed9", "dense"}
+    assert rules["score_known_others"] == rules["score_others"] | {"without-law"}
     for domain in ("news", "wiki"):
         tables = {(table.model, table.seed): table for table in evaluated(rows, domain)}
         assert tables["plain", 7].sets == ()
@@ -77,8 +81,8 @@ def test_adaptation_and_removal_follow_the_rows_that_they_name() -> None:
     sets = {table.model: [some.label for some in table.sets] for table in evaluated(rows, "news") if table.seed == 7}
     assert sets["other"] == ["all", "plus-songs", "plus-wiki", "training", "minus-news"]
     assert sets["demix"] == ["training"]
-    added = [job for job in scoring_jobs(rows) if job.rule.startswith("score_adapted_") and "dense" not in job.rule]
-    assert {job.model for job in added} == {"other"}
+    added = {job.rule: [part.model for part in job.parts] for job in scoring_jobs(rows) if job.added}
+    assert added == {f"score_adapted_{name}": ["other", "other", f"dense-dapt-{name}"] for name in NOVEL}
 
 
 SEEDED = {"kind": "demix", "parent": "dense", "seed_tokens": 500}
@@ -148,7 +152,8 @@ def test_dense_dapt_starts_from_the_row_that_the_config_names() -> None:
         (f"dense_unbalanced-dapt-{name}", "dense_unbalanced") for name in NOVEL
     ]
     assert {model.name for model in planned(rows)} >= {one.name for one in made}
-    assert "dense_unbalanced-dapt-{novel}" in {job.model for job in scoring_jobs(rows)}
+    models = {part.model for job in scoring_jobs(rows) for part in job.parts}
+    assert models >= {f"dense_unbalanced-dapt-{name}" for name in NOVEL}
     with pytest.raises(DemixError, match=r"adaptation\.dense: is dense_unbalanced, which is no such row"):
         planned(with_rows(dense_unbalanced=None) | {"adaptation": {"dense": "dense_unbalanced"}})
 
@@ -206,16 +211,17 @@ def test_every_score_table_that_is_evaluated_is_made_by_one_job() -> None:
     for rows in (config(), small, config(cluster={"launch": "slurm"})):
         made: list[tuple[str, ...]] = []
         for job in scoring_jobs(rows):
-            names = " ".join((job.model, *job.domains))
-            wildcard = next((name for name in ("{novel}", "{training}") if name in names), "-")
-            values = {"{novel}": NOVEL, "{training}": TRAINING}.get(wildcard, ("-",))
-            assert job.jobs == len(values)
-            for value in values:
-                made += [
-                    tuple(name.replace(wildcard, value) for name in (job.model, domain, split, column))
-                    for domain in job.domains for split in job.splits
-                    for column in (*job.columns_on(domain), *["tokens"] * job.shared)
-                ]  # fmt: skip
+            for part in job.parts:
+                names = " ".join((part.model, *part.domains))
+                wildcard = next((name for name in ("{novel}", "{training}") if name in names), "-")
+                values = {"{novel}": NOVEL, "{training}": TRAINING}.get(wildcard, ("-",))
+                assert job.jobs == len(values)
+                for value in values:
+                    made += [
+                        tuple(name.replace(wildcard, value) for name in (part.model, domain, split, column))
+                        for domain in part.domains for split in part.splits
+                        for column in (*part.columns_on(domain), *["tokens"] * part.shared)
+                    ]  # fmt: skip
         # The choice of a parent reads these.
         assert ("demix", "wiki", "dev", "tokens") in made
         assert len(made) == len(set(made))
@@ -223,3 +229,17 @@ def test_every_score_table_that_is_evaluated_is_made_by_one_job() -> None:
             for table in evaluated(rows, domain):
                 for split in table.splits:
                     assert {(table.folder, domain, split, name) for name in (*table.columns, "tokens")} <= set(made)
+
+
+def test_a_novel_domain_that_is_appended_changes_no_job_of_before() -> None:
+    """Of all others, seeds and contexts too; where jobs are submitted, each has one model."""
+    for cluster in ({"launch": "local"}, {"launch": "slurm"}):
+        rows = config(cluster=cluster, domains=config()["domains"] | {"novel": dict.fromkeys(NOVEL[:1])})
+        more = config(cluster=cluster)
+        before, after = ({job.rule: job for job in scoring_jobs(one)} for one in (rows, more))
+        # A rule with a wildcard has one job more.
+        assert {rule: replace(job, jobs=1) for rule, job in before.items()}.items() <= {
+            rule: replace(job, jobs=1) for rule, job in after.items()
+        }.items()
+        assert {rule for rule in after.keys() - before.keys() if "wiki" in rule} == after.keys() - before.keys()
+        assert (cluster["launch"] == "slurm") == all(len(job.parts) == 1 for job in after.values())

@@ -27,7 +27,7 @@ def test_it_joins_a_finished_run_and_leaves_its_parent_as_it_is(
         return ran(folder, "config.yaml", *arguments)
 
     assert jobs_by_rule(snakemake("-n", "--quiet", "rules")) == {
-        "seed": 1, "train_seeded": 1, "score_seeded": 2, "score_known_seeded": 1, "choose_mixing": 1, "evaluate": 5,
+        "seed": 1, "train_seeded": 1, "score_others": 2, "score_known_others": 1, "choose_mixing": 1, "evaluate": 5,
         "results": 1, "audit_licenses": 1, "audit": 1, "report": 1, "card": 1, "track": 1, "run_config": 1,
     }  # fmt: skip
     run, model = folder / "results" / "tiny", "results/tiny/models/seeded/model.json"

@@ -25,7 +25,8 @@ for parent in {one.parent.name: one.parent for one in adaptations(config)}.value
             metrics=f"{RUN}/metrics/{name}.jsonl",
         log:
             f"{RUN}/logs/{'adapt' if adds else 'adapt-dense'}/{{novel}}.log",
-        priority: 70 if adds else 0
+        # One job scores both adaptations of a domain.
+        priority: 70 if adds else 40
         localrule: SUBMITTED
         conda:
             "../../environment.yml"

@@ -1,22 +1,38 @@
 # One forward pass per (model, expert, domain, split). Every mixture is computed from the tables.
 SCORING = as_json(taken(ScoringRecipe, config["evaluation"]), threads=config["threads"])
 
+
+def once(files):
+    return list(dict.fromkeys(files))
+
+
+def several_models(job):
+    """The settings of a job that scores under several models."""
+    return lambda wildcards: as_json(
+        taken(ScoringRecipe, config["evaluation"]),
+        threads=config["threads"],
+        models=[part.settings(dict(wildcards.items())) for part in job.parts],
+    )
+
+
 for job in scoring_jobs(config):
+    (part, *more) = job.parts
 
     rule:
         name:
             job.rule
         input:
-            model=experts(job.model, job.experts),
-            tokens=tokens(job.domains, *job.splits),
+            model=once(file for part in job.parts for file in experts(part.model, part.experts)),
+            tokens=once(file for part in job.parts for file in tokens(part.domains, *part.splits)),
             # The columns of added experts use the table of tokens that the first scoring wrote.
-            old=scores(job.model, job.after, ["tokens"], job.splits),
+            old=[file for part in job.parts for file in scores(part.model, part.after, ["tokens"], part.splits)],
         output:
             [
                 file
-                for domain in job.domains
+                for part in job.parts
+                for domain in part.domains
                 for file in scores(
-                    job.folder, [domain], [*job.columns_on(domain), *["tokens"] * job.shared], job.splits
+                    part.folder, [domain], [*part.columns_on(domain), *["tokens"] * part.shared], part.splits
                 )
             ],
         log:
@@ -28,11 +44,15 @@ for job in scoring_jobs(config):
         resources:
             **site("score"),
         params:
-            settings=SCORING,
-            model=below_run(f"models/{job.model}"),
-            folder=below_run(f"scores/{job.folder}"),
+            settings=several_models(job) if more else SCORING,
+            model=below_run("models" if more else f"models/{part.model}"),
+            folder=below_run("scores" if more else f"scores/{part.folder}"),
             # With the option of other blocks here, the commands of the other rules stay as they are.
-            experts=("own" if job.own else ",".join(job.columns)) + f" --context {job.context}" * bool(job.context),
+            experts=(
+                "listed"
+                if more
+                else ("own" if part.own else ",".join(part.columns)) + f" --context {part.context}" * bool(part.context)
+            ),
         shell:
             "demix score {params.model} {input.tokens} --experts {params.experts}"
             " --settings {params.settings:q} --output {params.folder} 2> {log}"

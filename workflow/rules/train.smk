@@ -102,7 +102,7 @@ for model in (model for model in trained(config) if not model.parts[0].part):
         log:
             f"{RUN}/logs/train/{model.place}.log",
         # Models that other rules wait for start first.
-        priority: 0 if model.removed else 100 if model.kind.has_experts else 50
+        priority: 20 if model.removed else 100 if model.kind.has_experts else 50
         localrule: SUBMITTED
         conda:
             "../../environment.yml"
@@ -138,7 +138,7 @@ for model, parts_of_job in ((model, job) for model in trained(config) if model.p
             metrics=[f"{RUN}/metrics/{part.place}.jsonl" for part in parts_of_job],
         log:
             f"{RUN}/logs/train/{parts_of_job[0].place}.log",
-        priority: 0 if model.removed else 100
+        priority: 20 if model.removed else 100
         localrule: SUBMITTED
         conda:
             "../../environment.yml"

@@ -14,6 +14,9 @@ from torch.autograd.function import once_differentiable
 
 from demix.model.layers.routed import Auxiliary
 
+# Rows of one expert in one product without gradients. Their inner states fit into the cache of a core.
+ROWS_AT_ONCE = 512
+
 
 class DEMixLayer(nn.Module):
     """One feedforward per expert (paper, section 3.2). The first axis of the input chooses the expert (Eq. 3).
@@ -37,11 +40,31 @@ class DEMixLayer(nn.Module):
         The layer adds nothing to `auxiliary`: the domain chooses the expert, so there is no router to train.
         """
         E, (_, B, T, D) = len(self.up), x.shape
+        if not torch.is_grad_enabled():
+            return self._without_gradients(x.flatten(1, 2)).view(E, B, T, D)
         linear: Callable[[Tensor, Tensor, Tensor], Tensor] = _ExpertLinear.apply
         inner = F.gelu(
             linear(x.expand(E, B, T, D).reshape(E, B * T, D), self.up, self.up_bias), approximate=self.approximate
         )
         return linear(inner, self.down, self.down_bias).view(E, B, T, D)
+
+    def _without_gradients(self, x: Tensor) -> Tensor:
+        """Map `x` [E or 1, N, D] to [E, N, D], some rows of one expert at a time, whose inner states stay in the cache.
+
+        To allocate the inner states of all experts takes as long as to fill them.
+        """
+        E, (_, N, D) = len(self.up), x.shape
+        output, rows = x.new_empty(E, N, D), ROWS_AT_ONCE if x.device.type == "cpu" else max(1, N)
+        space = x.new_empty(min(rows, N), 4 * D)
+        for e in range(E):
+            up, down = self.up[e].to(x.dtype).T, self.down[e].to(x.dtype).T
+            up_bias, down_bias = self.up_bias[e].to(x.dtype), self.down_bias[e].to(x.dtype)
+            for first in range(0, N, rows):
+                some = x[e if len(x) > 1 else 0, first : first + rows]
+                inner = torch.addmm(up_bias, some, up, out=space[: len(some)])
+                torch.ops.aten.gelu_(inner, approximate=self.approximate)
+                torch.addmm(down_bias, inner, down, out=output[e, first : first + rows])
+        return output
 
 
 class _ExpertLinear(torch.autograd.Function):

@@ -1,0 +1,186 @@
+"""One job that scores under several models: the bytes of single jobs, and no column that is there computed again."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import demix.evaluate.score as module
+import demix.model.scoring as passing
+from demix.config.architecture import Architecture
+from demix.data.shards import TokenShard
+from demix.errors import DemixError
+from demix.evaluate.score import ScoredModel, Scoring, score, score_models
+from demix.model.checkpoint import describe, load_model, save_expert, save_shared
+from demix.model.gpt import GPT
+from demix.model.scoring import log_probabilities, trunk_log_probabilities
+from support.cli import said
+from support.tokens import NOVEL, TRAINING
+
+SETTINGS: dict[str, Any] = {"dev_blocks": 4, "test_tokens": 100, "precision": "fp32", "threads": 1}
+SPLITS = ("dev", "test")
+SHAPE = Architecture(2, 16, 2, 32)
+MODELS = (
+    ScoredModel(model="demix", experts=("law", "news"), domains=(TRAINING[0], NOVEL[0]), splits=SPLITS),
+    # Under a domain's own token, in blocks of the length of training and in shorter ones.
+    ScoredModel(model="token", experts=(), domains=TRAINING[:1], splits=("test",)),
+    ScoredModel(model="token", experts=(), domains=TRAINING[:1], splits=("test",), context=16),
+    ScoredModel(model="plain", experts=("dense",), domains=(TRAINING[0], NOVEL[0]), splits=("test",)),
+)
+SCORING = Scoring(**SETTINGS, models=MODELS)
+Passes = list[tuple[str, int]]
+
+
+@pytest.fixture
+def models(tokens: Path, tmp_path: Path) -> Path:
+    shard = TokenShard.open(tokens / "tokens" / NOVEL[0] / "dev.arrow")
+    lineage = {"tokenizer_sha256": shard.tokenizer_sha256}
+    made = {
+        "demix": GPT(SHAPE, shard.vocab_size, ("law", "news")).initialise(1),
+        "token": GPT(SHAPE, shard.vocab_size, ("dense",), TRAINING).initialise(2),
+        "plain": GPT(SHAPE, shard.vocab_size, ("dense",)).initialise(3),
+    }
+    for name, model in made.items():
+        save_shared(model, tmp_path / "models" / name, lineage)
+        for expert in model.experts:
+            save_expert(model, expert, tmp_path / "models" / name, lineage)
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def shards(tokens: Path) -> list[Path]:
+    return [tokens / "tokens" / domain / f"{split}.arrow" for domain in (TRAINING[0], NOVEL[0]) for split in SPLITS]
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
+    """The first expert and the tokens of every call that computes."""
+    done: Passes = []
+
+    def counted(trunks: list[GPT], inputs: Any, *rest: Any) -> Any:
+        found = trunk_log_probabilities(trunks, inputs, *rest)
+        done.append((trunks[0].experts[0] + "+token" * bool(trunks[0].domain_tokens), inputs.shape[1]))
+        return found
+
+    monkeypatch.setattr(module, "trunk_log_probabilities", counted)
+    return done
+
+
+def tables(folder: Path) -> dict[str, bytes]:
+    """The files that Snakemake knows."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.glob("*/*/*.parquet")}
+
+
+def as_snakemake_does(folder: Path) -> None:
+    """Remove all outputs, as before a job runs again."""
+    for path in folder.glob("*/*/*.parquet"):
+        path.unlink()
+
+
+def changed(models: Path, name: str, expert: str) -> None:
+    """Give a model another expert of the same name."""
+    model = load_model(models / name)
+    model.expert_tensors()["blocks.0.feedforward.up"].data += 1
+    save_expert(model, expert, models / name, {"tokenizer_sha256": describe(models / name)["tokenizer_sha256"]})
+
+
+def test_it_writes_the_bytes_of_single_jobs(models: Path, shards: list[Path], tmp_path: Path) -> None:
+    score_models(models, shards, SCORING, tmp_path / "together" / "scores")
+    for one in MODELS:
+        paths = [path for path in shards if path.parent.name in one.domains and path.stem in one.splits]
+        folder = tmp_path / "alone" / "scores" / (f"{one.model}@16" if one.context else one.model)
+        score(models / one.model, one.experts, paths, Scoring(**SETTINGS), folder, one.context)
+    together, alone = (tables(tmp_path / name) for name in ("together/scores", "alone/scores"))
+    assert together == alone
+    assert len(together) == 4 * 3 + 2 + 2 + 2 * 2
+
+
+def test_only_the_model_that_changed_is_computed_again(
+    models: Path, shards: list[Path], tmp_path: Path, passes: Passes
+) -> None:
+    output = tmp_path / "scores"
+    score_models(models, shards, SCORING, output)
+    first, before = list(passes), tables(output)
+    assert len(first) == 4 + 1 + 1 + 2
+    changed(models, "plain", "dense")
+    as_snakemake_does(output)
+    passes.clear()
+    score_models(models, shards, SCORING, output)
+    assert passes == [("dense", 32)] * 2
+    after = tables(output)
+    assert after.keys() == before.keys()
+    assert {name.split("/")[0] for name in after if after[name] != before[name]} == {"plain"}
+    # Another text length, another precision, and a column whose two names are damaged: each is computed again.
+    for more, expected in (
+        ({"test_tokens": 90}, [first[1], first[3], *first[4:]]),
+        ({"test_tokens": 90, "precision": "bf16"}, first),
+    ):
+        passes.clear()
+        score_models(models, shards, Scoring(**SETTINGS | more, models=MODELS), output)
+        assert passes == expected
+    damaged = output / "plain" / f"{NOVEL[0]}.test" / "dense.parquet"
+    content = bytearray(damaged.read_bytes())
+    content[60] ^= 1
+    damaged.write_bytes(content)
+    passes.clear()
+    score_models(models, shards, Scoring(**SETTINGS | more, models=MODELS), output)
+    assert passes == [("dense", 32)]
+    # One name of each column is kept, the newest.
+    assert len(list(output.glob("*/*/.kept/*/*"))) == len([name for name in after if "tokens" not in name])
+
+
+@pytest.mark.parametrize("at", [2, 5, 6])
+def test_a_kill_loses_no_model_that_is_scored(
+    models: Path, shards: list[Path], tmp_path: Path, passes: Passes, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    output, compute = tmp_path / "killed" / "scores", module.trunk_log_probabilities
+    score_models(models, shards, SCORING, tmp_path / "whole" / "scores")
+    whole = list(passes)
+    passes.clear()
+
+    def killed(*arguments: Any) -> Any:
+        if len(passes) == at:
+            raise KeyboardInterrupt
+        return compute(*arguments)
+
+    monkeypatch.setattr(module, "trunk_log_probabilities", killed)
+    with pytest.raises(KeyboardInterrupt):
+        score_models(models, shards, SCORING, output)
+    monkeypatch.setattr(module, "trunk_log_probabilities", compute)
+    as_snakemake_does(output)
+    score_models(models, shards, SCORING, output)
+    assert passes == whole
+    assert tables(output) == tables(tmp_path / "whole" / "scores")
+
+
+def test_what_is_missing_or_wrong_ends_the_job_in_one_line_that_names_the_model(
+    models: Path, shards: list[Path], tmp_path: Path, passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DemixError, match=rf"model demix: is to be scored on {NOVEL[0]} test, which is no argument"):
+        score_models(models, shards[:3], SCORING, tmp_path / "scores")
+    last, aside = models / "plain" / "experts" / "dense.json", tmp_path / "aside.json"
+    shutil.move(last, aside)
+    with pytest.raises(DemixError, match=r"models/plain/experts/dense\.json: is missing"):
+        score_models(models, shards, SCORING, tmp_path / "scores")
+    assert passes == []
+    assert not (tmp_path / "scores").exists()
+    shutil.move(aside, last)
+
+    def compute(model: GPT, *rest: Any) -> np.ndarray:
+        return log_probabilities(model, *rest) * (1.0 if model.domain_tokens or len(model.experts) > 1 else np.nan)
+
+    monkeypatch.setattr(passing, "log_probabilities", compute)
+    with pytest.raises(DemixError, match=r"models/plain: expert dense: gives tokens no finite log-probability; train"):
+        score_models(models, shards, SCORING, tmp_path / "scores")
+
+
+def test_the_command_takes_one_model_or_several(models: Path, shards: list[Path], tmp_path: Path) -> None:
+    several = json.dumps(SETTINGS | {"models": [vars(one) for one in MODELS]})
+    command = ["score", str(models), *map(str, shards), "--output", str(tmp_path / "scores"), "--experts"]
+    assert said([*command, "listed", "--settings", several]) is None
+    assert {path.name for path in (tmp_path / "scores").iterdir()} == {"demix", "token", "token@16", "plain"}
+    for more in (["listed", "--settings", json.dumps(SETTINGS)], ["law", "--settings", several]):
+        assert f"--experts {more[0]}: " in str(said([*command, *more]))
