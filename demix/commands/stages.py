@@ -7,29 +7,9 @@ from typing import Annotated
 import typer
 
 from demix.commands.options import Files, Output, Settings
-from demix.config.domains import SplitRecipe, TokenizerSection
-from demix.config.sections import Seed
 from demix.files import write_json
-from demix.settings import Switch, Text, settings, settings_from
 
 app = typer.Typer()
-
-
-@settings(kw_only=True)
-class SplitSettings(SplitRecipe):
-    """The settings that `split` takes: word budgets, the kind of domain, the run's seed."""
-
-    training: Switch
-    seed: Seed
-    metadata: Switch
-
-
-@settings()
-class TrackingSettings:
-    """An MLflow store, and an experiment in this store."""
-
-    uri: Text
-    experiment: Text
 
 
 @app.command()
@@ -42,6 +22,7 @@ def download(
     """Read one part of a domain's raw text from its source into a private Parquet file."""
     from demix.data.sources import Source
     from demix.data.sources import download as run
+    from demix.settings import settings_from
 
     run(settings_from(Source, settings), domain, output, part)
 
@@ -91,9 +72,11 @@ def split(
     output: Annotated[Path, typer.Option(help="Folder for train, dev and test.parquet and card.json.")],
 ) -> None:
     """Drop duplicates, and split a domain by content hash; dev and test are filled first."""
+    from demix.data.corpus import Splitting
     from demix.data.corpus import split as run
+    from demix.settings import settings_from
 
-    values = settings_from(SplitSettings, settings)
+    values = settings_from(Splitting, settings)
     run(
         domain,
         documents,
@@ -112,7 +95,9 @@ def split(
 @app.command()
 def tokenizer(documents: Files, settings: Settings, output: Output) -> None:
     """Train a byte-level BPE on the training domains' text, or write GPT-2's tokenizer."""
+    from demix.config.domains import TokenizerSection
     from demix.data.tokenizer import gpt2_tokenizer, train_tokenizer
+    from demix.settings import settings_from
 
     values = settings_from(TokenizerSection, settings)
     if values.kind == "gpt2":
@@ -148,6 +133,7 @@ def score(
     """Score texts under experts: write the log-probability of every token."""
     from demix.evaluate.score import Scoring
     from demix.evaluate.score import score as run
+    from demix.settings import settings_from
 
     names = () if experts == "own" else tuple(experts.split(","))
     run(model, names, shards, settings_from(Scoring, settings), output, context)
@@ -163,6 +149,7 @@ def router_loads(
     """Count by domain and layer how many tokens choose each expert of a token-routed model."""
     from demix.evaluate.loads import write_loads
     from demix.evaluate.score import Scoring
+    from demix.settings import settings_from
 
     write_loads(model, shards, settings_from(Scoring, settings), output)
 
@@ -178,6 +165,7 @@ def route(
     """Measure how far the text before each scored token is from the centres of clusters."""
     from demix.evaluate.routing import Routing
     from demix.evaluate.routing import route as run
+    from demix.settings import settings_from
 
     run(clusterer, shards, tokenizer, settings_from(Routing, settings), output)
 
@@ -212,6 +200,7 @@ def evaluate(
     """Mix the score tables of one domain by every method. Runs no forward pass."""
     from demix.data.tokenizer import byte_lengths
     from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
+    from demix.settings import settings_from
 
     outputs = Outputs(output, priors, differences, posteriors, losses)
     lengths = None if tokenizer is None else byte_lengths(tokenizer)
@@ -227,6 +216,7 @@ def contexts(
 ) -> None:
     """Sum the losses of one domain by position in blocks of several lengths. Runs no forward pass."""
     from demix.evaluate.contexts import Contexts, evaluate_contexts
+    from demix.settings import settings_from
 
     evaluate_contexts(scores, domain, settings_from(Contexts, settings), output)
 
@@ -242,6 +232,7 @@ def audit(
 ) -> None:
     """Continue documents of a removed domain: by the model with and without its expert, and by the retrained model."""
     from demix.evaluate.memorization import Audit, audit_domain
+    from demix.settings import settings_from
 
     audit_domain(domain, models, tokens, priors, settings_from(Audit, settings), output)
 
@@ -278,6 +269,7 @@ def fit_clusters_of(
     """Fit a clustering of documents to a sample of the training domains' text."""
     from demix.config.clustering import Clustering
     from demix.data.cluster import fit_clusters
+    from demix.settings import settings_from
 
     by_domain = {path.parent.name: path for path in documents}
     fit_clusters(by_domain, settings_from(Clustering, settings), seed, output, output.name)
@@ -368,9 +360,11 @@ def track(
 ) -> None:
     """Send a run's parameters, metrics, tables and figures to MLflow. Sending them again changes nothing."""
     from demix.config.run import read_run_config
+    from demix.settings import settings_from
+    from demix.track.store import Tracking
     from demix.track.store import track as send
 
-    values = settings_from(TrackingSettings, settings)
+    values = settings_from(Tracking, settings)
     sent = send(run, read_run_config(run), values.uri, values.experiment)
     write_json(output, {"uri": values.uri, "experiment": values.experiment, "sent": sent})
 
