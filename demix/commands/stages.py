@@ -11,13 +11,18 @@ from demix.files import write_json
 
 app = typer.Typer()
 
+Part = Annotated[int, typer.Option(help="Number of the part, from 0 to source.parts - 1.")]
+Counts = Annotated[Path, typer.Option(help="Path of the counts by category.")]
+Enabled = Annotated[bool, typer.Option(help="Replace personal data; otherwise only normalise.")]
+Rules = Annotated[str, typer.Option(help="ours, or released (the rules published with the paper).")]
+
 
 @app.command()
 def download(
     domain: str,
     settings: Settings,
     output: Output,
-    part: Annotated[int, typer.Option(help="Number of the part, from 0 to source.parts - 1.")] = 0,
+    part: Part = 0,
 ) -> None:
     """Read one part of a domain's raw text from its source into a private Parquet file."""
     from demix.data.sources import Source
@@ -28,12 +33,35 @@ def download(
 
 
 @app.command()
+def read(
+    domain: str,
+    settings: Settings,
+    raw: Annotated[Path, typer.Option(help="Path of the raw text on its way, private and removed at the end.")],
+    output: Output,
+    counts: Counts,
+    part: Part = 0,
+    enabled: Enabled = True,
+    rules: Rules = "ours",
+) -> None:
+    """Read one part of a domain's text from its source, and anonymize it: download and anonymize in one."""
+    from demix.data.anonymize import anonymize_documents
+    from demix.data.sources import Source
+    from demix.data.sources import download as run
+    from demix.settings import settings_from
+
+    source = settings_from(Source, settings)
+    run(source, domain, raw, part)
+    anonymize_documents(raw, output, counts, enabled=enabled, rules=rules, piece_words=source.piece_words)
+    raw.unlink()
+
+
+@app.command()
 def anonymize(
     raw: Annotated[Path, typer.Argument(help="Raw text as Parquet.")],
     output: Output,
-    counts: Annotated[Path, typer.Option(help="Path of the counts by category.")],
-    enabled: Annotated[bool, typer.Option(help="Replace personal data; otherwise only normalise.")] = True,
-    rules: Annotated[str, typer.Option(help="ours, or released (the rules published with the paper).")] = "ours",
+    counts: Counts,
+    enabled: Enabled = True,
+    rules: Rules = "ours",
     piece_words: Annotated[
         int | None, typer.Option(min=1, help="Cut documents that are longer than this many words into pieces.")
     ] = None,

@@ -43,6 +43,16 @@ def test_parts_follow_the_config() -> None:
     ]
 
 
+def test_a_run_reads_its_text_to_the_end_in_the_way_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    here, cluster = rules(), rules(cluster={"launch": "slurm"})
+    assert (here.apart, cluster.apart) == (False, True)
+    Path("results/tiny/logs/read").mkdir(parents=True)
+    assert (here.apart, cluster.apart) == (False, False)
+    Path("results/tiny/logs/read").rename("results/tiny/logs/anonymize")
+    assert (here.apart, cluster.apart) == (True, True)
+
+
 def test_files_of_experts_and_scores() -> None:
     one = rules()
     assert one.experts("dense", ["dense"]) == [
