@@ -33,7 +33,9 @@ def command_line(asked: str = "") -> typer.Typer:
     app.callback()(_options)
     stages, others = list[CommandInfo](), list[CommandInfo]()
     for module in (*STAGES, *PEOPLE):
-        for command in import_module(f"demix.commands.{module}").app.registered_commands:
+        commands = import_module(f"demix.commands.{module}").app
+        app.registered_groups += commands.registered_groups
+        for command in commands.registered_commands:
             if module in STAGES:
                 command.rich_help_panel = "Stages of the workflow"
             (stages if module in STAGES else others).append(command)

@@ -10,6 +10,7 @@ import scipy.signal
 import scipy.special
 
 from demix.evaluate.mix.logs import decaying_sums, log_softmax, logsumexp
+from support.cli import demix
 
 # Each command ends with an error about its arguments, after its imports.
 DATA = (
@@ -64,6 +65,13 @@ def test_help_loads_no_library_of_a_stage() -> None:
     found = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
     assert found & (HEAVY | {"torch", "duckdb", "tokenizers", "demix.data", "demix.evaluate"}) == set()
     assert "demix.commands.people" in found
+
+
+def test_groups_of_commands_are_found() -> None:
+    shown = demix("experts", "--help")
+    assert shown.exit_code == 0
+    assert "verify" in shown.stdout
+    assert "experts" in demix("--help").stdout
 
 
 def test_one_command_is_found_without_the_others() -> None:
