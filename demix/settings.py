@@ -7,9 +7,13 @@ which share fields by inheritance. A wrong value raises an error that names its 
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, TypeVar, dataclass_transform
+
+# pydantic would look for plug-ins of its own in every package that is installed, which takes a tenth of a second.
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 from pydantic import (
     AfterValidator,
@@ -58,6 +62,7 @@ Number = Annotated[float, Strict(), AllowInfNan(False)]
 Text = Annotated[str, Strict()]
 Switch = Annotated[bool, Strict()]
 Positive = Annotated[Integer, Field(ge=1)]
+Seed = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
 Items = Annotated[tuple[T, ...], BeforeValidator(_listed)]
 DistinctItems = Annotated[Items[T], AfterValidator(_distinct), Field(json_schema_extra={"uniqueItems": True})]
 
@@ -68,7 +73,8 @@ def settings(*, kw_only: bool = False, open: bool = False) -> Callable[[type[T]]
 
     It refuses unknown keys; with `open` it leaves them out.
     """
-    config = ConfigDict(extra="ignore" if open else "forbid")
+    # A command uses few of the classes, whose checks take half a second to build in all.
+    config = ConfigDict(extra="ignore" if open else "forbid", defer_build=True)
     made: Any = dataclass(frozen=True, kw_only=kw_only, config=config)
     decorate: Callable[[type[T]], type[T]] = made
     return decorate
@@ -89,8 +95,9 @@ def partial(name: str, kind: type, /, **more: Any) -> type[BaseModel]:
         field = info.asdict()
         described = Field(description=field["attributes"]["description"])
         types[key] = Annotated[(field["annotation"], *field["metadata"], described)]  # noqa: F821
+    config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     given: dict[str, Any] = {key: (hint, Field(default_factory=lambda: None)) for key, hint in (more | types).items()}
-    made: type[BaseModel] = create_model(name, __config__=ConfigDict(extra="forbid", frozen=True), **given)
+    made: type[BaseModel] = create_model(name, __config__=config, **given)
     return made
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from demix.config.rows import KINDS
 from demix.errors import printable
 from demix.files import read_json
 from demix.files.json_files import SEAL, read_unsealed
@@ -32,7 +31,6 @@ Ranks = Annotated[int, typer.Option(min=1, help="Processes of this machine that 
 Settings = Annotated[str, typer.Option(callback=_of_file, help="The settings of the stage, as JSON or @FILE.")]
 Files = Annotated[list[Path], typer.Argument(help="Input files.")]
 Output = Annotated[Path, typer.Option(help="Path of the result.")]
-Kind = Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")]
 TrainShards = Annotated[
     list[Path],
     typer.Argument(

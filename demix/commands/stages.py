@@ -7,30 +7,15 @@ from typing import Annotated
 import typer
 
 from demix.commands.options import Files, Output, Settings
-from demix.config.domains import SplitRecipe, TokenizerSection
-from demix.config.sections import Seed
 from demix.errors import DemixError
 from demix.files import write_json
-from demix.settings import Switch, Text, settings, settings_from
 
 app = typer.Typer()
 
-
-@settings(kw_only=True)
-class SplitSettings(SplitRecipe):
-    """The settings that `split` takes: word budgets, the kind of domain, the run's seed."""
-
-    training: Switch
-    seed: Seed
-    metadata: Switch
-
-
-@settings()
-class TrackingSettings:
-    """An MLflow store, and an experiment in this store."""
-
-    uri: Text
-    experiment: Text
+Part = Annotated[int, typer.Option(help="Number of the part, from 0 to source.parts - 1.")]
+Counts = Annotated[Path, typer.Option(help="Path of the counts by category.")]
+Enabled = Annotated[bool, typer.Option(help="Replace personal data; otherwise only normalise.")]
+Rules = Annotated[str, typer.Option(help="ours, or released (the rules published with the paper).")]
 
 
 @app.command()
@@ -38,22 +23,46 @@ def download(
     domain: str,
     settings: Settings,
     output: Output,
-    part: Annotated[int, typer.Option(help="Number of the part, from 0 to source.parts - 1.")] = 0,
+    part: Part = 0,
 ) -> None:
     """Read one part of a domain's raw text from its source into a private Parquet file."""
     from demix.data.sources import Source
     from demix.data.sources import download as run
+    from demix.settings import settings_from
 
     run(settings_from(Source, settings), domain, output, part)
+
+
+@app.command()
+def read(
+    domain: str,
+    settings: Settings,
+    raw: Annotated[Path, typer.Option(help="Path of the raw text on its way, private and removed at the end.")],
+    output: Output,
+    counts: Counts,
+    part: Part = 0,
+    enabled: Enabled = True,
+    rules: Rules = "ours",
+) -> None:
+    """Read one part of a domain's text from its source, and anonymize it: download and anonymize in one."""
+    from demix.data.anonymize import anonymize_documents
+    from demix.data.sources import Source
+    from demix.data.sources import download as run
+    from demix.settings import settings_from
+
+    source = settings_from(Source, settings)
+    run(source, domain, raw, part)
+    anonymize_documents(raw, output, counts, enabled=enabled, rules=rules, piece_words=source.piece_words)
+    raw.unlink()
 
 
 @app.command()
 def anonymize(
     raw: Annotated[Path, typer.Argument(help="Raw text as Parquet.")],
     output: Output,
-    counts: Annotated[Path, typer.Option(help="Path of the counts by category.")],
-    enabled: Annotated[bool, typer.Option(help="Replace personal data; otherwise only normalise.")] = True,
-    rules: Annotated[str, typer.Option(help="ours, or released (the rules published with the paper).")] = "ours",
+    counts: Counts,
+    enabled: Enabled = True,
+    rules: Rules = "ours",
     piece_words: Annotated[
         int | None, typer.Option(min=1, help="Cut documents that are longer than this many words into pieces.")
     ] = None,
@@ -92,9 +101,11 @@ def split(
     output: Annotated[Path, typer.Option(help="Folder for train, dev and test.parquet and card.json.")],
 ) -> None:
     """Drop duplicates, and split a domain by content hash; dev and test are filled first."""
+    from demix.data.corpus import Splitting
     from demix.data.corpus import split as run
+    from demix.settings import settings_from
 
-    values = settings_from(SplitSettings, settings)
+    values = settings_from(Splitting, settings)
     run(
         domain,
         documents,
@@ -113,7 +124,9 @@ def split(
 @app.command()
 def tokenizer(documents: Files, settings: Settings, output: Output) -> None:
     """Train a byte-level BPE on the training domains' text, or write GPT-2's tokenizer."""
+    from demix.config.domains import TokenizerSection
     from demix.data.tokenizer import gpt2_tokenizer, train_tokenizer
+    from demix.settings import settings_from
 
     values = settings_from(TokenizerSection, settings)
     if values.kind == "gpt2":
@@ -153,6 +166,7 @@ def score(
     """Score texts under experts: write the log-probability of every token."""
     from demix.evaluate.score import Scoring, score_models
     from demix.evaluate.score import score as run
+    from demix.settings import settings_from
 
     values = settings_from(Scoring, settings)
     if (experts == "listed") != bool(values.models):
@@ -175,6 +189,7 @@ def router_loads(
     """Count by domain and layer how many tokens choose each expert of a token-routed model."""
     from demix.evaluate.loads import write_loads
     from demix.evaluate.score import Scoring
+    from demix.settings import settings_from
 
     write_loads(model, shards, settings_from(Scoring, settings), output)
 
@@ -190,6 +205,7 @@ def route(
     """Measure how far the text before each scored token is from the centres of clusters."""
     from demix.evaluate.routing import Routing
     from demix.evaluate.routing import route as run
+    from demix.settings import settings_from
 
     run(clusterer, shards, tokenizer, settings_from(Routing, settings), output)
 
@@ -224,6 +240,7 @@ def evaluate(
     """Mix the score tables of one domain by every method. Runs no forward pass."""
     from demix.data.tokenizer import byte_lengths
     from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
+    from demix.settings import settings_from
 
     outputs = Outputs(output, priors, differences, posteriors, losses)
     lengths = None if tokenizer is None else byte_lengths(tokenizer)
@@ -239,6 +256,7 @@ def contexts(
 ) -> None:
     """Sum the losses of one domain by position in blocks of several lengths. Runs no forward pass."""
     from demix.evaluate.contexts import Contexts, evaluate_contexts
+    from demix.settings import settings_from
 
     evaluate_contexts(scores, domain, settings_from(Contexts, settings), output)
 
@@ -254,6 +272,7 @@ def audit(
 ) -> None:
     """Continue documents of a removed domain: by the model with and without its expert, and by the retrained model."""
     from demix.evaluate.memorization import Audit, audit_domain
+    from demix.settings import settings_from
 
     audit_domain(domain, models, tokens, priors, settings_from(Audit, settings), output)
 
@@ -290,6 +309,7 @@ def fit_clusters_of(
     """Fit a clustering of documents to a sample of the training domains' text."""
     from demix.config.clustering import Clustering
     from demix.data.cluster import fit_clusters
+    from demix.settings import settings_from
 
     by_domain = {path.parent.name: path for path in documents}
     fit_clusters(by_domain, settings_from(Clustering, settings), seed, output, output.name)
@@ -380,9 +400,11 @@ def track(
 ) -> None:
     """Send a run's parameters, metrics, tables and figures to MLflow. Sending them again changes nothing."""
     from demix.config.run import read_run_config
+    from demix.settings import settings_from
+    from demix.track.store import Tracking
     from demix.track.store import track as send
 
-    values = settings_from(TrackingSettings, settings)
+    values = settings_from(Tracking, settings)
     sent = send(run, read_run_config(run), values.uri, values.experiment)
     write_json(output, {"uri": values.uri, "experiment": values.experiment, "sent": sent})
 

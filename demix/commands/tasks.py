@@ -6,8 +6,6 @@ from typing import Annotated
 import typer
 
 from demix.commands.options import Output, Settings
-from demix.config.tasks import ExamplesRecipe
-from demix.settings import settings_from
 
 app = typer.Typer()
 
@@ -24,7 +22,9 @@ def examples(
     ] = None,
 ) -> None:
     """Read or make the examples of a task, with texts that fit into a model's context."""
+    from demix.config.tasks import ExamplesRecipe
     from demix.data.tasks import write_examples
+    from demix.settings import settings_from
 
     files: dict[str, dict[str, Path]] = {"test": {}, "dev": {}}
     for path in documents or ():
@@ -43,6 +43,7 @@ def fewshot(
 ) -> None:
     """Score the labels of tasks under experts: write the log-probability of every token of texts and labels."""
     from demix.evaluate.fewshot import TaskScoring, score_tasks
+    from demix.settings import settings_from
 
     score_tasks(model, tuple(experts.split(",")), examples, tokenizer, settings_from(TaskScoring, settings), output)
 
@@ -56,5 +57,6 @@ def classify(
     """Route scored tasks in every way, and write the accuracy of each. Runs no forward pass."""
     from demix.evaluate.tasks import Classification
     from demix.evaluate.tasks import classify as run_on
+    from demix.settings import settings_from
 
     run_on(run, settings_from(Classification, settings), output)

@@ -13,7 +13,6 @@ import typer
 from demix.commands.options import (
     Checkpoints,
     ExecutionOverrides,
-    Kind,
     Live,
     Metrics,
     Output,
@@ -23,6 +22,7 @@ from demix.commands.options import (
     Site,
     TrainShards,
 )
+from demix.config.rows import KINDS
 from demix.config.sections import fingerprinted
 from demix.errors import DemixError
 from demix.files import sha256_file
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
+Kind = Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")]
 RateFrom = Annotated[
     Path | None, typer.Option(help="Output of choose-rate, whose learning rate replaces that of the settings.")
 ]
@@ -296,7 +297,6 @@ def _train(
     schedule: str = "continue",
 ) -> None:
     from demix.config.placement import place
-    from demix.config.rows import KINDS
     from demix.launch.local import Launched, launched, world_size
     from demix.train.branch import read_seed
     from demix.train.in_turn import job_folder, train_in_turn

@@ -58,6 +58,15 @@ class RunRules:
         return bool(self.config["cluster"]["launch"] == "slurm")
 
     @property
+    def apart(self) -> bool:
+        """Whether one job fetches a part of a domain's text and another one anonymizes it, as a cluster may need.
+
+        Elsewhere one job does both. A run goes on in the way it began, so that nothing is fetched again.
+        """
+        logs = Path(self.run) / "logs"
+        return (logs / "anonymize").exists() or (self.submitted and not (logs / "read").exists())
+
+    @property
     def domains(self) -> dict[str, dict[str, Any]]:
         """The training domains and then the novel ones, by name."""
         domains: dict[str, dict[str, dict[str, Any]]] = self.config["domains"]

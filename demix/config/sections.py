@@ -20,9 +20,8 @@ from demix.config.routed import ROUTED
 from demix.config.rows import KINDS
 from demix.config.tasks import Task, TaskName
 from demix.launch.job import Cluster, Site
-from demix.settings import DistinctItems, Integer, Number, Positive, Switch, Text, names_of, partial, settings
+from demix.settings import DistinctItems, Integer, Number, Positive, Seed, Switch, Text, names_of, partial, settings
 
-Seed = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
 Threads = Annotated[
     Positive,
     Field(

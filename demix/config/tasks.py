@@ -8,9 +8,8 @@ from pydantic import AfterValidator, Field
 
 from demix.config.domains import SourceSection
 from demix.errors import DemixError
-from demix.settings import DistinctItems, Integer, Items, Positive, Switch, Text, settings, settings_from
+from demix.settings import DistinctItems, Integer, Items, Positive, Seed, Switch, Text, settings, settings_from
 
-Seed = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
 # Other examples with labels on which the accuracy of each expert is measured (Gururangan et al. 2023, A.7).
 OTHERS = 8
 

@@ -41,8 +41,7 @@ import regex
 
 from demix.data import mentions, numbers, released
 from demix.data.dummies import CATEGORIES, Span
-from demix.data.sources import SURROGATE
-from demix.data.text import buffers, count_words, cut, splice
+from demix.data.text import SURROGATE, buffers, count_words, cut, splice
 from demix.errors import DemixError
 from demix.files import write_json
 from demix.files.batches import counted, read_batches, write_batches

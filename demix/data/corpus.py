@@ -17,7 +17,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from demix.config.domains import Budget
+from demix.config.domains import Budget, SplitRecipe
 from demix.data.leakage import gram_set, leaked, shares
 from demix.data.readers import TO_UTF8
 from demix.errors import DemixError
@@ -25,6 +25,7 @@ from demix.files import parquet_reader, read_json, scratch, write_json
 from demix.files.batches import BATCH_BYTES, BATCH_ROWS, counted, read_batches, write_batches
 from demix.files.database import database, run_on
 from demix.progress import followed
+from demix.settings import Seed, Switch, settings
 
 SPLITS = ("train", "dev", "test")
 SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("n_words", pa.int64()), ("origin", pa.string())])
@@ -63,6 +64,15 @@ select (select count(*) - count(distinct id) from held_out)
 """
 
 _log = logging.getLogger(__name__)
+
+
+@settings(kw_only=True)
+class Splitting(SplitRecipe):
+    """How a domain is split: word budgets, the kind of domain, the run's seed."""
+
+    training: Switch
+    seed: Seed
+    metadata: Switch
 
 
 def split(

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
@@ -310,6 +309,8 @@ def _encode(
 
     Unless `exact`, one document in `CHECK_EVERY` is checked against the exact encoder: raises _IdsDifferError.
     """
+    import pyarrow.compute as pc
+
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(path, "wb")) for name, path in flat.items()}
         row = total = size = renew_at = 0

@@ -18,10 +18,10 @@ import pyarrow as pa
 from demix.config.addresses import LOG_IN, refuse_secrets
 from demix.config.domains import SourceSection
 from demix.data import readers
-from demix.data.fetch import fetch
 from demix.data.hub import hub_rows
 from demix.data.readers import Reading, Row, read_rows
 from demix.data.selection import as_text, matches, select
+from demix.data.text import SURROGATE
 from demix.errors import DemixError
 from demix.files import sha256_file
 from demix.files.batches import write_rows
@@ -29,7 +29,6 @@ from demix.progress import followed
 from demix.settings import settings
 
 SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("metadata", pa.large_string())])
-SURROGATE = re.compile("[\ud800-\udfff]")
 # What `demix.data.readers` makes of bytes that are not UTF-8.
 INVALID = re.compile("[\udc80-\udcff]")
 FEW_INVALID = 4
@@ -238,6 +237,9 @@ def _urls(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row
         path = fetched / hashlib.sha256(url.encode()).hexdigest()[:12] / name
         _make_private(path.parent)
         try:
+            # requests loads for a tenth of a second.
+            from demix.data.fetch import fetch
+
             fetch(url, path, size=source.bytes.get(name), sha256=source.sha256.get(name))
         except DemixError as error:
             raise DemixError(error.subject, error.cause, source.instructions or error.cure) from None

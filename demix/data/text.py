@@ -3,11 +3,13 @@
 A column is an Arrow `large_string` array without nulls.
 """
 
+import re
 from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
 
+SURROGATE = re.compile("[\ud800-\udfff]")
 # What `str.split` parts words by beyond ASCII: two bytes and three bytes of UTF-8, as numbers.
 _OTHER_SPACE = [
     int.from_bytes(character.encode(), "big")

@@ -12,7 +12,6 @@ import pyarrow as pa
 from demix.config.evaluated import Evaluated, ExpertSet
 from demix.config.evaluation import MixingRecipe
 from demix.config.mixing import parsed_weights
-from demix.config.sections import Seed
 from demix.errors import DemixError
 from demix.evaluate.columns import COLUMNS, DIFFERENCES, LOSSES, POSTERIORS, PRIORS, table_schema
 from demix.evaluate.intervals import FEWEST, bounds, clustered, resampled_sums
@@ -31,7 +30,7 @@ from demix.evaluate.routing import beside_of, best_on_dev
 from demix.evaluate.score_tables import ScoreTable, read_scores, refuse_unknown, scored_folds
 from demix.files import seed_for, write_parquet
 from demix.model.clusters import clusters_of
-from demix.settings import Items, Text, settings
+from demix.settings import Items, Seed, Text, settings
 
 log = logging.getLogger(__name__)
 

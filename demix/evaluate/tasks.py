@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from scipy.special import log_softmax
-from scipy.stats import binomtest
 
 from demix.config.evaluation import Temperature, WeightsName
 from demix.config.mixing import DEFAULTS, parsed_weights
@@ -25,6 +23,7 @@ from demix.errors import DemixError
 from demix.evaluate.columns import TASKS, table_schema
 from demix.evaluate.intervals import FEWEST, RESAMPLES, bounds
 from demix.evaluate.mix.choice import mixing_of
+from demix.evaluate.mix.logs import log_softmax
 from demix.evaluate.mix.mixtures import log_weights
 from demix.evaluate.mix.rules import Chunk, History, PriorAlone, Tempered, WeightsRule, weights_rule
 from demix.evaluate.task_tables import Scored, read_scored
@@ -226,8 +225,7 @@ def largest(log_g: np.ndarray, k: int) -> np.ndarray:
     Accuracies of few examples are often equal, and the order of experts must not choose among them.
     """
     least = np.partition(log_g, -k, axis=1)[:, -k, None]
-    kept: np.ndarray = log_softmax(np.where(log_g >= least, log_g, -np.inf), axis=1)
-    return kept
+    return log_softmax(np.where(log_g >= least, log_g, -np.inf))
 
 
 def choice(found: np.ndarray, prompt: Prompt) -> int:
@@ -250,7 +248,7 @@ def updating(scored: Sequence[Scored], task: Task, experts: Sequence[str]) -> di
     for seed in task.seeds:
         right = _by_expert(scored, "test", seed, experts)
         so_far = np.cumsum(right, axis=0) / np.arange(1, len(right) + 1)[:, None]
-        shares = np.exp(log_softmax(so_far, axis=1))
+        shares = np.exp(log_softmax(so_far))
         sums = np.cumsum(np.concatenate([np.full((1, len(experts)), 1 / len(experts)), shares]), axis=0)
         for number in range(len(right)):
             found[seed, number] = np.log(sums[number] / (number + 1))
@@ -278,6 +276,8 @@ def judged(right: np.ndarray, by_chance: float, seed: int) -> dict[str, Any]:
     seeds, count = right.shape
     low, high = None, None
     if count >= FEWEST and seeds == 1:
+        from scipy.stats import binomtest
+
         low, high = binomtest(int(right.sum()), count).proportion_ci(0.95, "exact")
     elif count >= FEWEST:
         low, high = bounds(resampled_means(right, seed))

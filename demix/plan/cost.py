@@ -14,6 +14,7 @@ from demix.config.architecture import architecture_from, parameters, vocabulary
 from demix.config.placement import place_experts
 from demix.config.routed import architecture_of
 from demix.config.rows import Kind
+from demix.config.rules import RunRules
 from demix.config.systems import Model, adaptations, adapted_settings, rule_of, trained
 from demix.data.sources import Source
 from demix.errors import DemixError
@@ -45,9 +46,9 @@ class DomainPlan:
     """The cost of one domain. `words`, `kept` and `passing` are None if no setting bounds them before the text is read.
 
     `documents`: the approximate number in the source. `words`: the sum of the budgets of the three splits. `jobs`: the
-    jobs of the data stage, which download and anonymize each part, split, and tokenize. `kept`: bytes of documents,
-    corpus and tokens. `passing`: most bytes of raw text, which is removed after anonymization; the downloaded files of
-    a url source are not counted.
+    jobs of the data stage, which read and anonymize each part, in one job or two, split, and tokenize. `kept`: bytes of
+    documents, corpus and tokens. `passing`: most bytes of raw text, which is removed after anonymization; the
+    downloaded files of a url source are not counted.
     """
 
     domain: str
@@ -58,8 +59,11 @@ class DomainPlan:
     passing: int | None
 
 
-def plan_domain(name: str, domain: dict[str, Any], token_bytes: int) -> DomainPlan:
-    """The plan of one domain of a completed config; `token_bytes` is 2 or 4. Only local Parquet footers are read."""
+def plan_domain(name: str, domain: dict[str, Any], token_bytes: int, apart: bool = False) -> DomainPlan:
+    """The plan of one domain of a completed config. Only local Parquet footers are read.
+
+    `token_bytes` is 2 or 4. With `apart` each part takes two jobs (`demix.config.rules.RunRules.apart`).
+    """
     source = settings_from(Source, domain["source"])
     budgets = domain["words"]
     words = None if budgets["train"] is None else budgets["train"] + budgets["dev"] + budgets["test"]
@@ -69,7 +73,7 @@ def plan_domain(name: str, domain: dict[str, Any], token_bytes: int) -> DomainPl
         kept = round(read * TEXT_BYTES + words * (TEXT_BYTES + TOKENS_PER_WORD * token_bytes))
     passing = None if read is None else round(read * TEXT_BYTES)
     documents = domain["documents"] or _count(source)
-    return DomainPlan(name, documents, words, 2 * source.parts + 2, kept, passing)
+    return DomainPlan(name, documents, words, (1 + apart) * source.parts + 2, kept, passing)
 
 
 def _count(source: Source) -> int | None:
@@ -87,7 +91,8 @@ def plan_domains(config: dict[str, Any]) -> list[DomainPlan]:
     """The plans of the training domains and then the novel ones of a completed config."""
     wide = config["tokenizer"]["kind"] == "bpe" and config["tokenizer"]["vocab_size"] > 65536
     domains = config["domains"]["training"] | config["domains"]["novel"]
-    return [plan_domain(name, domain, 4 if wide else 2) for name, domain in domains.items()]
+    apart = RunRules(config).apart
+    return [plan_domain(name, domain, 4 if wide else 2, apart) for name, domain in domains.items()]
 
 
 def plan_table(config: dict[str, Any]) -> Table:

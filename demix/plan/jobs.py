@@ -12,6 +12,7 @@ from demix.config.contexts import asked_contexts
 from demix.config.evaluated import chosen_on_dev, classified, routed, token_routed
 from demix.config.merged import merged_models
 from demix.config.routed import architecture_of
+from demix.config.rules import RunRules
 from demix.config.scoring import ScoringJob, ScoringPart, scoring_jobs
 from demix.config.systems import adaptations, job_place, learned_splits, seeds, trained
 from demix.config.tasks import tasks_of
@@ -75,7 +76,7 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
     """
     domains = config["domains"]["training"] | config["domains"]["novel"]
     novel, number = len(config["domains"]["novel"]), len(domains)
-    parts = sum(domain["source"]["parts"] for domain in domains.values())
+    parts, apart = sum(domain["source"]["parts"] for domain in domains.values()), RunRules(config).apart
     sites = {
         stage: settings_from(Cluster, site_of(config, stage), "cluster")
         for stage in ("download", "anonymize", "corpus", "train", "adapt", "score", "evaluate")
@@ -110,8 +111,9 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
     clustering |= {f"cluster_{split}_{name}": 1 for name, split in learned_splits(config)}
     once = {"results": 1, "run_config": 1, "report": 1, "card": 1, "track": 1}
     jobs = [
-        Jobs("download", "download", {"download": parts}, sites["download"]),
-        Jobs("anonymize", "anonymize", {"anonymize": parts}, sites["anonymize"]),
+        Jobs("download", "read", {"read": 0 if apart else parts}, sites["download"]),
+        Jobs("download", "download", {"download": parts if apart else 0}, sites["download"]),
+        Jobs("anonymize", "anonymize", {"anonymize": parts if apart else 0}, sites["anonymize"]),
         Jobs(
             "corpus",
             "deduplicate, tokenizer, overlap",

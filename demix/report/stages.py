@@ -25,7 +25,7 @@ STAGES = (
     Stage(
         "data",
         ("fetch, anonymize,", "deduplicate, split"),
-        ("download", "anonymize", "deduplicate", "novel_duplicates", "split"),
+        ("read", "download", "anonymize", "deduplicate", "novel_duplicates", "split"),
         0,
     ),
     Stage("tokenizer", ("byte-level BPE,", "or GPT-2's"), ("tokenizer",), 1, after=("data",)),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from demix.config.run import config_fingerprint
 from demix.errors import DemixError
 from demix.files import digest, read_json
+from demix.settings import Text, settings
 from demix.track.client import (
     CONFIG,
     HASH,
@@ -34,6 +35,14 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 PARAMS_PER_BATCH = 100
+
+
+@settings()
+class Tracking:
+    """An MLflow store, and an experiment in this store."""
+
+    uri: Text
+    experiment: Text
 
 
 def track(run_dir: str | Path, config: dict[str, Any], uri: str, experiment: str) -> str:

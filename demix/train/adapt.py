@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from demix.config.placement import place_experts
-from demix.config.sections import AdaptationRecipe, Seed, Threads, fingerprinted
+from demix.config.sections import AdaptationRecipe, Threads, fingerprinted
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import fingerprint, read_json
@@ -26,7 +26,7 @@ from demix.model.device import set_threads
 from demix.model.gpt import GPT
 from demix.model.merge import averaged, origins_of
 from demix.model.tokenizer import copy_tokenizer, tokenizer_path
-from demix.settings import settings
+from demix.settings import Seed, settings
 from demix.train.batches import balanced_batches
 from demix.train.loop import DivergedError, EarlyStopping, Evaluation, Row, train, write_metrics
 from demix.train.parallel import World, joined

@@ -14,7 +14,6 @@ from demix.config.sections import (
     AdaptationRecipe,
     Execution,
     Optimizer,
-    Seed,
     Threads,
     TrainingRecipe,
     fingerprinted,
@@ -27,7 +26,7 @@ from demix.model.device import set_threads
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.model.tokenizer import copy_tokenizer
-from demix.settings import Integer, Number, Text, names_of, settings
+from demix.settings import Integer, Number, Seed, Text, names_of, settings
 from demix.train.batches import batches_of
 from demix.train.branch import SeedState, branched, keep_seed, read_seed, upcycled
 from demix.train.loop import DivergedError, Evaluation, Optimization, train, write_metrics

@@ -57,11 +57,11 @@ def test_300_domains_and_850_addresses_with_digests(site: str, tmp_path: Path, n
     config |= {"run": "large", "removal": {"retrain_without": []}}
     config["domains"]["training"] = {name: {"source": source} for name, source in sources.items()}
     (tmp_path / "large.yaml").write_text(yaml.safe_dump(config))
-    targets = ["results/large/config.json", "results/large/raw/many/0000.parquet"]
+    targets = ["results/large/config.json", "results/large/documents/many/0000.parquet"]
     with note.timed("settings of over 128 KiB", "by file; the printed commands run by hand; nothing reruns"):
         commands = re.findall(r"Shell command: (demix .*)", snakemake(tmp_path, *targets))
         made = [(tmp_path / target).read_bytes() for target in targets]
-        assert sorted(re.findall(r"demix ([\w-]+)", " ".join(commands))) == ["download", "run-config"]
+        assert sorted(re.findall(r"demix ([\w-]+)", " ".join(commands))) == ["read", "run-config"]
         for command in commands:
             subprocess.run(["bash", "-c", command], cwd=tmp_path, env=ENVIRONMENT, check=True)
         assert [(tmp_path / target).read_bytes() for target in targets] == made

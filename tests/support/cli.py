@@ -25,7 +25,7 @@ def levels_restored() -> Iterator[None]:
 
 def demix(*arguments: object) -> Result:
     with levels_restored():
-        return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+        return CliRunner().invoke(cli.command_line(*map(str, arguments[:1])), [str(argument) for argument in arguments])
 
 
 def said(arguments: list[str]) -> str | None:

@@ -168,16 +168,6 @@ def test_the_image_installs_what_contributing_says() -> None:
     assert f"\nFROM python:{python}-slim" in image
 
 
-def test_stages_import_no_more_than_they_need() -> None:
-    """The data stage and mixing start without torch, and nothing but tracking loads mlflow."""
-    light = "demix.commands.main, demix.config.check, demix.data.sources, demix.data.anonymize, demix.data.corpus"
-    light += ", demix.data.duplicates"
-    light += ", demix.data.tokenizer, demix.data.shards, demix.evaluate.domain, demix.report, demix.report.all_tables"
-    light += ", demix.data.tasks, demix.evaluate.tasks, demix.report.tasks"
-    code = f"import sys, {light}; print([name for name in ('torch', 'mlflow', 'transformers') if name in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
-
-
 def test_settings_of_a_stage_are_checked() -> None:
     with pytest.raises(DemixError, match=r"--settings\.speed: is not known; did you mean seed\?"):
         settings_from(Training, '{"speed": 1}')

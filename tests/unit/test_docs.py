@@ -19,7 +19,7 @@ import yaml
 import zstandard
 from typer.main import get_command
 
-from demix.commands.main import app
+from demix.commands.main import command_line
 from demix.config.run import read_run_config, write_run_config
 from demix.config.tasks import ExamplesRecipe
 from demix.data.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ OURS = [words for page, words in EVERY if words[0] == "demix"]
 
 def known(words: list[str]) -> typer.core.TyperCommand:
     """The command that `demix` words name; every option in them is one of its own."""
-    command, rest = get_command(app), words[1:]
+    command, rest = get_command(command_line()), words[1:]
     while hasattr(command, "commands"):
         assert rest[0] in command.commands, words
         command, rest = command.commands[rest[0]], rest[1:]
@@ -218,12 +218,12 @@ def test_every_page_is_in_the_site() -> None:
 def test_every_command_is_documented_and_no_other() -> None:
     page = REPOSITORY / "docs" / "commands.md"
     sections = re.findall(r"^### ([a-z-]+)\n\n(.*?)(?=^##|\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
-    assert {name for name, _ in sections} == set(get_command(app).commands)
-    assert len(sections) == len(set(get_command(app).commands))
+    assert {name for name, _ in sections} == set(get_command(command_line()).commands)
+    assert len(sections) == len(set(get_command(command_line()).commands))
     for name, text in sections:
         assert f"```bash\ndemix {name} " in text, f"{name} has no example"
     used = {words[1] for words in OURS}
-    assert used == set(get_command(app).commands)
+    assert used == set(get_command(command_line()).commands)
 
 
 def own_config() -> str:

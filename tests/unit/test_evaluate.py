@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.special import logsumexp
 from typer.testing import CliRunner
 
-from demix.commands.main import app
+from demix.commands.main import command_line
 from demix.config.evaluated import bases, compared
 from demix.config.evaluated import evaluated as evaluated_tables
 from demix.data.tokenizer import Tokenizer, byte_lengths, gpt2_tokenizer, train_tokenizer
@@ -326,7 +326,7 @@ def test_tables_of_domains_are_joined(evaluated: Path, tmp_path: Path) -> None:
 
 def test_any_experts_are_mixed_by_one_command(evaluated: Path) -> None:
     table = evaluated / "scores" / "demix" / "songs.test"
-    done = CliRunner().invoke(app, ["mix", str(table), "--experts", "news,wiki", "--dev-blocks", "5"])
+    done = CliRunner().invoke(command_line(), ["mix", str(table), "--experts", "news,wiki", "--dev-blocks", "5"])
     assert done.exit_code == 0, done.output
     test, dev = (read_scores(table.with_name(f"songs.{split}"), ("news", "wiki")) for split in ("test", "dev"))
     prior = cached_log_prior(dev.scores, dev.mask, "history", decay=0.3, blocks=5)

@@ -10,7 +10,7 @@ from scipy.special import softmax
 from sklearn.metrics.pairwise import euclidean_distances
 from typer.testing import CliRunner
 
-from demix.commands.main import app
+from demix.commands.main import command_line
 from demix.config.run import write_run_config
 from demix.data.cluster import Clusterer, Clustering, context_distances, fit_clusters
 from demix.data.shards import TokenShard
@@ -183,7 +183,7 @@ def test_mix_and_eval_take_weights_by_distance(run: Path, tokens: Path, tmp_path
     route(run / "clusters" / "by_domain", shards, run / "tokenizer.json", settings, routing)
     test = run / "scores" / "demix" / "scripture.test"
     arguments = ["mix", str(test), "--weights", "cluster(0.3)", "--methods", "uniform,cached"]
-    found = CliRunner().invoke(app, arguments)
+    found = CliRunner().invoke(command_line(), arguments)
     assert found.exit_code == 0, found.output
     table = read_scores(test, TRAINING)
     encoder, clusterer = Tokenizer.load(run / "tokenizer.json"), Clusterer.open(run / "clusters" / "by_domain")

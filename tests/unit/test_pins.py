@@ -15,7 +15,7 @@ import huggingface_hub.constants
 import pytest
 import yaml
 
-from demix.commands.main import app
+from demix.commands.main import command_line
 from demix.config.check import complete, load_config
 from demix.errors import DemixError
 
@@ -56,7 +56,7 @@ def with_sources(**sources: Any) -> dict[str, Any]:
 
 def pin(config: dict[str, Any]) -> Any:
     Path("config.yaml").write_text(yaml.safe_dump(config))
-    return app(["pin", "config.yaml"], standalone_mode=False)
+    return command_line()(["pin", "config.yaml"], standalone_mode=False)
 
 
 def test_what_is_printed_pins_every_source(site: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_what_is_printed_pins_every_source(site: str, capsys: pytest.CaptureFixt
     }
     Path("pinned.yaml").write_text("base: config.yaml\n" + printed)
     assert load_config("pinned.yaml")["domains"]["training"]["scripture"]["source"]["revision"] == COMMIT
-    app(["pin", "pinned.yaml"], standalone_mode=False)
+    command_line()(["pin", "pinned.yaml"], standalone_mode=False)
     assert capsys.readouterr().out == ""
     assert not [path for path in Path("results").rglob("*") if path.is_file()]
 

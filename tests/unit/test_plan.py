@@ -54,14 +54,15 @@ def test_the_papers_updates(name, gpus, steps):
 def test_the_plan_of_a_domain():
     config = copy.deepcopy(PAPER["paper-125m"])
     plan = plan_domain("reddit", config["domains"]["training"]["reddit"], 2)
-    assert (plan.documents, plan.words, plan.jobs) == (None, 25_020_000_000, 50)
+    assert (plan.documents, plan.words, plan.jobs) == (None, 25_020_000_000, 26)
     assert plan.kept == 27_500_000_000 * 2.6 + 25_020_000_000 * (2.6 + 3)
     assert plan.passing == 27_500_000_000 * 2.6
+    assert plan_domain("reddit", config["domains"]["training"]["reddit"], 2, apart=True).jobs == 50
     wide = plan_domain("reddit", config["domains"]["training"]["reddit"], 4)
     assert wide.kept - plan.kept == 25_020_000_000 * 3
     config["domains"]["training"]["1b"]["words"]["train"] = None
     plan = plan_domain("1b", config["domains"]["training"]["1b"], 2)
-    assert (plan.words, plan.kept, plan.jobs) == (None, None, 10)
+    assert (plan.words, plan.kept, plan.jobs) == (None, None, 6)
 
 
 def test_local_parquet_is_counted(tmp_path):
@@ -76,9 +77,9 @@ def test_local_parquet_is_counted(tmp_path):
 
 def test_totals_say_what_they_leave_out():
     footers = [column.footer for column in plan_table(copy.deepcopy(PAPER["paper-125m"])).columns]
-    assert footers[4:9] == ["641M+", "77.9G", "476", "650GB", "214GB"]
+    assert footers[4:9] == ["641M+", "77.9G", "255", "650GB", "214GB"]
     sample = load_config(REPOSITORY / "config" / "sample.yaml")
-    assert [column.footer for column in plan_table(sample).columns][4:9] == ["?", "all", "66", "?", "?"]
+    assert [column.footer for column in plan_table(sample).columns][4:9] == ["?", "all", "50", "?", "?"]
 
 
 def test_the_command_prints_every_domain_and_the_totals():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from demix.commands.main import app
+from demix.commands.main import command_line
 from demix.commands.training import run_command
 from demix.config.run import read_run_config, write_run_config
 from support.cli import demix
@@ -56,7 +56,7 @@ def test_bash_completes_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     for name, value in (("_DEMIX_COMPLETE", "complete_bash"), ("COMP_WORDS", "demix pl"), ("COMP_CWORD", "1")):
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
-        app(prog_name="demix")
+        command_line()(prog_name="demix")
     assert capsys.readouterr().out.split() == ["plan", "playground"]
 
 

@@ -13,7 +13,7 @@ import pytest
 from sklearn.metrics.pairwise import euclidean_distances
 from typer.testing import CliRunner
 
-from demix.commands.main import app
+from demix.commands.main import command_line
 from demix.config.evaluation import ScoringRecipe
 from demix.data.cluster import Clusterer, Clustering, Contexts, context_distances, fit_clusters
 from demix.data.shards import TokenShard
@@ -108,7 +108,7 @@ def test_the_command_writes_the_same_bytes(run: Path, tmp_path: Path) -> None:
     settings = '{"dev_blocks": 3, "test_tokens": 101, "length": 16, "context": "document"}'
     inputs = [run / "clusters" / "k4", run / "tokens" / "fantasy" / "dev.arrow"]
     arguments = [*inputs, "--tokenizer", run / "tokenizer.json", "--settings", settings, "--output", place]
-    found = CliRunner().invoke(app, ["route", *map(str, arguments)])
+    found = CliRunner().invoke(command_line(), ["route", *map(str, arguments)])
     assert found.exit_code == 0, found.output
     file = "fantasy.dev.parquet"
     assert (place / file).read_bytes() == (output(run, "document") / file).read_bytes()

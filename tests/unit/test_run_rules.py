@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from demix.commands.main import app
+from demix.commands.main import command_line
 from demix.config.check import complete
 from demix.config.rules import LONGEST_ARGUMENT, RunRules, source_files, swept_rates
 from demix.config.run import config_fingerprint, read_run_config
@@ -41,6 +41,16 @@ def test_parts_follow_the_config() -> None:
         "results/tiny/documents/scripture/0000.json",
         "results/tiny/documents/scripture/0001.json",
     ]
+
+
+def test_a_run_reads_its_text_to_the_end_in_the_way_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    here, cluster = rules(), rules(cluster={"launch": "slurm"})
+    assert (here.apart, cluster.apart) == (False, True)
+    Path("results/tiny/logs/read").mkdir(parents=True)
+    assert (here.apart, cluster.apart) == (False, False)
+    Path("results/tiny/logs/read").rename("results/tiny/logs/anonymize")
+    assert (here.apart, cluster.apart) == (True, True)
 
 
 def test_files_of_experts_and_scores() -> None:
@@ -156,7 +166,7 @@ def test_the_longest_argument_is_that_of_this_machine() -> None:
 
 def test_settings_too_long_for_an_argument_go_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(argument: str) -> None:
-        app(["run-config", "--settings", argument, "--output", "config.json"], standalone_mode=False)
+        command_line()(["run-config", "--settings", argument, "--output", "config.json"], standalone_mode=False)
 
     monkeypatch.chdir(tmp_path)
     one, config = rules(), {"z": "x" * LONGEST_ARGUMENT, "a": 1}

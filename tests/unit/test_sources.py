@@ -17,6 +17,7 @@ from demix.data.anonymize import anonymize_documents
 from demix.data.sources import Source, download
 from demix.errors import DemixError
 from demix.settings import settings_from
+from support.cli import said
 
 ROWS = [
     {"id": "one", "text": "first\u2028line\u0085 \x1c end", "by": "ann"},
@@ -375,3 +376,22 @@ def test_sizes_and_digests_of_local_files(tmp_path):
     assert "a.jsonl: has sha256" in _refused(tmp_path, path, sha256={"a.jsonl": "0" * 64})
     assert "a.jsonl: has 9" in _refused(tmp_path, path, bytes={"a.jsonl": 9}).replace(str(len(LINES)), "9")
     assert "d.source.sha256.b.jsonl: names no file" in _refused(tmp_path, path, sha256={"b.jsonl": "0" * 64})
+
+
+def test_read_makes_what_download_and_anonymize_make_and_leaves_no_raw_text(tmp_path):
+    source = tmp_path / "a.jsonl"
+    texts = [f"{name}@example.org wrote {name} words. " * 9 for name in "abc"]
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings = ["--settings", json.dumps({"kind": "files", "path": str(source), "piece_words": 20})]
+    raw, old, new = (tmp_path / name / "0000.parquet" for name in ("raw/d", "old", "new"))
+    assert said(["download", "d", *settings, "--output", str(raw)]) is None
+    apart = ["--output", str(old), "--counts", str(old.with_suffix(".json")), "--piece-words", "20"]
+    assert said(["anonymize", str(raw), *apart]) is None
+    raw.unlink()
+    together = ["--raw", str(raw), "--output", str(new), "--counts", str(new.with_suffix(".json"))]
+    assert said(["read", "d", *settings, *together]) is None
+    assert [*raw.parent.iterdir()] == []
+    assert new.read_bytes() == old.read_bytes()
+    assert new.with_suffix(".json").read_bytes() == old.with_suffix(".json").read_bytes()
+    assert said(["read", "d", *settings, "--no-enabled", *together]) is None
+    assert new.read_bytes() != old.read_bytes()

@@ -115,8 +115,7 @@ def test_a_new_training_domain_trains_again(finished: Path) -> None:
     }  # fmt: skip
     jobs = planned(finished, config)
     assert all(jobs[f"train_{kind}"] == 1 for kind in PAPER)
-    assert jobs["download"] == 1, "the other domains' texts stay"
-    assert jobs["anonymize"] == 1
+    assert jobs["read"] == 1, "the other domains' texts stay"
 
 
 def test_a_new_novel_domain_adapts_and_scores_only_itself(finished: Path) -> None:
@@ -126,8 +125,7 @@ def test_a_new_novel_domain_adapts_and_scores_only_itself(finished: Path) -> Non
     }  # fmt: skip
     jobs = planned(finished, config)
     once = {
-        "download", "anonymize", "split", "tokenize", "adapt", "adapt_dense", "score_adapted_jargon", "score_demix",
-        "score_others",
+        "read", "split", "tokenize", "adapt", "adapt_dense", "score_adapted_jargon", "score_demix", "score_others",
     }  # fmt: skip
     assert jobs == dict.fromkeys(once, 1) | {
         "novel_duplicates": 1,
@@ -149,7 +147,7 @@ def test_a_part_of_a_source_runs_again_alone(finished: Path) -> None:
     part.unlink()
     shown = snakemake(finished, "results/tiny/documents/scripture/0001.parquet", "--quiet", "rules")
     jobs = dict(re.findall(r"^(\w+) +(\d+)$", shown, re.MULTILINE))
-    assert jobs == {"download": "1", "anonymize": "1", "total": "2"}
+    assert jobs == {"read": "1", "total": "1"}
     assert sha256_file(part) == before
     assert part.with_name("0000.parquet").stat().st_mtime_ns == other
     snakemake(finished, "--touch")
@@ -160,7 +158,7 @@ def test_more_parts_read_one_domain_again(finished: Path) -> None:
     config = copy.deepcopy(TINY)
     config["domains"]["training"]["scripture"]["source"]["parts"] = 3
     jobs = planned(finished, config)
-    assert (jobs["download"], jobs["anonymize"], jobs["split"]) == (3, 3, 5)
+    assert (jobs["read"], jobs["split"]) == (3, 5)
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "config").glob("paper-*.yaml")), ids=lambda path: path.stem)
@@ -172,7 +170,7 @@ def test_the_papers_configs_are_planned_to_the_last_rule_without_a_network(
     config = load_config(path)
     parts = sum(d["source"].get("parts", 1) for kind in config["domains"].values() for d in kind.values())
     jobs = jobs_by_rule(dry_run(tmp_path, path, "--quiet", "rules"))
-    assert jobs["download"] == jobs["anonymize"] == parts
+    assert jobs["read"] == parts
     assert jobs["split"] == jobs["tokenize"] == jobs["evaluate"] == 16
     assert jobs["report"] == jobs["track"] == 1
     assert (jobs["sweep"], jobs["choose_rate"]) == (12, 4)
@@ -432,8 +430,8 @@ def test_the_first_error_is_last_on_the_screen(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     last = done.stderr.rstrip().splitlines()[-1]
-    assert last.startswith("The first to fail was download scripture 0000: demix: error: "), done.stderr
-    assert last.endswith("(log: results/tiny/logs/download/scripture.0000.log)")
+    assert last.startswith("The first to fail was read scripture 0000: demix: error: "), done.stderr
+    assert last.endswith("(log: results/tiny/logs/read/scripture.0000.log)")
     assert (tmp_path / targets[1]).is_file(), "what does not need it goes on"
 
 

@@ -1,49 +1,78 @@
 # Raw text -> anonymized documents -> corpus splits -> tokens.
 
 
-# The config sets the number of parts of a source. Each part is one job of download and one of anonymize.
-rule download:
-    input:
-        lambda wildcards: source_files(DOMAINS[wildcards.domain]["source"]),
-    output:
-        temp(f"{RUN}/raw/{{domain}}/{{part}}.parquet"),
-    log:
-        f"{RUN}/logs/download/{{domain}}.{{part}}.log",
-    localrule: config["cluster"]["downloads"] == "login"
-    conda:
-        "../../environment.yml"
-    resources:
-        **site("download"),
-    params:
-        settings=lambda wildcards: given(DOMAINS[wildcards.domain]["source"] | {"piece_words": None}),
-        part=lambda wildcards: int(wildcards.part),
-    shell:
-        "demix download {wildcards.domain} --settings {params.settings:q} --part {params.part}"
-        " --output {output} 2> {log}"
+def anonymizing(wildcards):
+    return {True: "--enabled", False: "--no-enabled", "released": "--rules released"}[
+        DOMAINS[wildcards.domain]["anonymize"]
+    ]
 
 
-rule anonymize:
-    input:
-        f"{RUN}/raw/{{domain}}/{{part}}.parquet",
-    output:
-        documents=f"{RUN}/documents/{{domain}}/{{part}}.parquet",
-        counts=f"{RUN}/documents/{{domain}}/{{part}}.json",
-    log:
-        f"{RUN}/logs/anonymize/{{domain}}.{{part}}.log",
-    conda:
-        "../../environment.yml"
-    resources:
-        **site("anonymize"),
-    params:
-        enabled=lambda wildcards: {True: "--enabled", False: "--no-enabled", "released": "--rules released"}[
-            DOMAINS[wildcards.domain]["anonymize"]
-        ],
-        pieces=lambda wildcards: "".join(
-            f" --piece-words {words}" for words in [DOMAINS[wildcards.domain]["source"]["piece_words"]] if words
-        ),
-    shell:
-        "demix anonymize {input} {params.enabled}{params.pieces}"
-        " --output {output.documents} --counts {output.counts} 2> {log}"
+# The config sets the number of parts of a source. Each part is one job, or one of download and one of anonymize.
+if RULES.apart:
+
+    rule download:
+        input:
+            lambda wildcards: source_files(DOMAINS[wildcards.domain]["source"]),
+        output:
+            temp(f"{RUN}/raw/{{domain}}/{{part}}.parquet"),
+        log:
+            f"{RUN}/logs/download/{{domain}}.{{part}}.log",
+        localrule: config["cluster"]["downloads"] == "login"
+        conda:
+            "../../environment.yml"
+        resources:
+            **site("download"),
+        params:
+            settings=lambda wildcards: given(DOMAINS[wildcards.domain]["source"] | {"piece_words": None}),
+            part=lambda wildcards: int(wildcards.part),
+        shell:
+            "demix download {wildcards.domain} --settings {params.settings:q} --part {params.part}"
+            " --output {output} 2> {log}"
+
+    rule anonymize:
+        input:
+            f"{RUN}/raw/{{domain}}/{{part}}.parquet",
+        output:
+            documents=f"{RUN}/documents/{{domain}}/{{part}}.parquet",
+            counts=f"{RUN}/documents/{{domain}}/{{part}}.json",
+        log:
+            f"{RUN}/logs/anonymize/{{domain}}.{{part}}.log",
+        conda:
+            "../../environment.yml"
+        resources:
+            **site("anonymize"),
+        params:
+            enabled=anonymizing,
+            pieces=lambda wildcards: "".join(
+                f" --piece-words {words}" for words in [DOMAINS[wildcards.domain]["source"]["piece_words"]] if words
+            ),
+        shell:
+            "demix anonymize {input} {params.enabled}{params.pieces}"
+            " --output {output.documents} --counts {output.counts} 2> {log}"
+
+else:
+
+    rule read:
+        input:
+            lambda wildcards: source_files(DOMAINS[wildcards.domain]["source"]),
+        output:
+            documents=f"{RUN}/documents/{{domain}}/{{part}}.parquet",
+            counts=f"{RUN}/documents/{{domain}}/{{part}}.json",
+        log:
+            f"{RUN}/logs/read/{{domain}}.{{part}}.log",
+        localrule: config["cluster"]["downloads"] == "login"
+        conda:
+            "../../environment.yml"
+        resources:
+            **site("download"),
+        params:
+            settings=lambda wildcards: given(DOMAINS[wildcards.domain]["source"]),
+            part=lambda wildcards: int(wildcards.part),
+            enabled=anonymizing,
+            raw=below_run("raw/{domain}/{part}.parquet"),
+        shell:
+            "demix read {wildcards.domain} --settings {params.settings:q} --part {params.part} {params.enabled}"
+            " --raw {params.raw} --output {output.documents} --counts {output.counts} 2> {log}"
 
 
 # Novel domains are no input: a new novel domain must not change the training domains.

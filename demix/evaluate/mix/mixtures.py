@@ -1,11 +1,11 @@
 """Mixtures of experts, computed from score tables (docs/concepts.md; paper, section 5.1) without any forward pass."""
 
 import numpy as np
-from scipy.special import log_softmax, logsumexp
 
 from demix.config.evaluation import DECAY
 from demix.config.mixing import METHODS
 from demix.errors import DemixError
+from demix.evaluate.mix.logs import log_softmax, logsumexp
 from demix.evaluate.mix.priors import log_prior_path
 from demix.evaluate.mix.rules import DISTANCES, Chunk, PriorAlone, WeightsRule, released_rule, weights_rule
 
@@ -85,8 +85,7 @@ def log_weights(log_priors: np.ndarray, evidence: np.ndarray, uniform_start: boo
     logits = log_priors[:, None, :] + evidence
     if uniform_start:
         logits[:, 0, :] = 0.0
-    log_g: np.ndarray = log_softmax(logits, axis=-1)
-    return log_g
+    return log_softmax(logits)
 
 
 def log_mixtures(
@@ -129,7 +128,7 @@ def log_mixtures(
         blocks = lost[:, number]
         log_g = log_weights(log_priors[blocks, number], evidence[blocks], uniform_start)
         log_g = log_g if top_k is None else keep_top(log_g, top_k)
-        mixed[blocks, number] = logsumexp(log_g + scores[blocks], axis=-1)
+        mixed[blocks, number] = logsumexp(log_g + scores[blocks])
     return mixed
 
 
@@ -142,8 +141,7 @@ def keep_top(log_g: np.ndarray, k: int) -> np.ndarray:
     kept = np.full_like(log_g, -np.inf)
     top = order[..., :k]
     np.put_along_axis(kept, top, np.take_along_axis(log_g, top, axis=-1), axis=-1)
-    renormalised: np.ndarray = log_softmax(kept, axis=-1)
-    return renormalised
+    return log_softmax(kept)
 
 
 def _largest(weights: np.ndarray, k: int) -> np.ndarray:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
-from scipy.signal import lfilter
 
 from demix.config.mixing import Weights, parsed_weights
 from demix.errors import DemixError
+from demix.evaluate.mix.logs import decaying_sums
 
 # What a rule that weights experts by their clusters reads beside the scores: squared distances [B, T, E].
 DISTANCES = "distances"
@@ -145,7 +145,7 @@ class Tempered(WeightsRule):
         """See `WeightsRule.evidence`."""
         (before,) = state
         rows = _rows(chunk)
-        sums, _ = lfilter([1.0], [1.0, -self.gamma], rows, axis=1, zi=self.gamma * before[:, None])
+        sums = decaying_sums(rows, self.gamma, before)
         found = np.concatenate([before[:, None], sums[:, :-1]], axis=1)
         return _chunked(self.beta * found, chunk), (sums[:, -1],)
 

@@ -1,0 +1,109 @@
+"""What a command imports before its work begins, which is most of the time of a short job."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.signal
+import scipy.special
+
+from demix.evaluate.mix.logs import decaying_sums, log_softmax, logsumexp
+from support.cli import demix
+
+# Each command ends with an error about its arguments, after its imports.
+DATA = (
+    ["download", "law", "--settings", '{"kind": "files", "path": "none.txt"}', "--output", "out/raw.parquet"],
+    ["anonymize", "none.parquet", "--output", "out/documents.parquet", "--counts", "out/counts.json"],
+    ["deduplicate", "none.parquet", "--output", "out/owners.parquet"],
+    ["split", "law", "none.parquet", "--owners", "none.parquet", "--output", "out", "--settings",
+     '{"words": {}, "training": true, "seed": 1, "metadata": false}'],
+    ["tokenizer", "none.parquet", "--settings", '{"kind": "bpe", "vocab_size": 300}', "--output", "out/tokenizer.json"],
+    ["tokenize", "none.parquet", "--tokenizer", "none.json", "--output", "out"],
+    ["overlap", "none/train.arrow", "--output", "out/overlap.parquet"],
+)  # fmt: skip
+MIXING = (
+    ["choose-mixing", "none", "--domains", "law", "--experts", "law", "--output", "out/mixing.json"],
+    ["join", "none.parquet", "--output", "out/results.parquet"],
+)
+TORCH = (
+    ["score", "none", "none/test.arrow", "--settings", '{"threads": 1}', "--output", "out", "--experts", "law"],
+    ["adapt", "none", "none/law/train.arrow", "none/law/dev.arrow", "--training", "news", "--scores", "none",
+     "--settings", "{}", "--metrics", "out/metrics", "--checkpoints", "out/checkpoints"],
+)  # fmt: skip
+# What takes long to import and belongs to no start: other stages' libraries, and those of a few functions.
+HEAVY = {"mlflow", "pandas", "sklearn", "scipy.signal", "scipy.stats", "datasets", "transformers", "altair", "requests"}
+HEAVY |= {"snakemake", "rich", "sympy", "torch._dynamo"}
+
+
+def imported(arguments: list[str], folder: Path) -> set[str]:
+    """The modules that `demix` has imported when it ends."""
+    code = "import sys; from demix.commands.main import main\ntry: main()\nfinally: print(*sys.modules)"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=folder, check=False, capture_output=True, text=True
+    )
+    assert "Error" not in ended.stderr, ended.stderr
+    assert ended.stderr.startswith("demix: error: "), ended.stderr
+    return set(ended.stdout.split())
+
+
+@pytest.mark.parametrize("arguments", [*DATA, *MIXING], ids=lambda arguments: arguments[0])
+def test_stages_of_data_and_of_mixing_load_no_torch(arguments: list[str], tmp_path: Path) -> None:
+    assert imported(arguments, tmp_path) & (HEAVY | {"torch"}) == set()
+
+
+@pytest.mark.parametrize("arguments", TORCH, ids=lambda arguments: arguments[0])
+def test_stages_with_torch_load_little_else(arguments: list[str], tmp_path: Path) -> None:
+    found = imported(arguments, tmp_path)
+    assert "torch" in found
+    assert found & (HEAVY | {"duckdb", "pyarrow.compute"}) == set()
+
+
+def test_help_loads_no_library_of_a_stage() -> None:
+    code = "import sys; from demix.commands.main import command_line; command_line(); print(*sys.modules)"
+    found = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
+    assert found & (HEAVY | {"torch", "duckdb", "tokenizers", "demix.data", "demix.evaluate"}) == set()
+    assert "demix.commands.people" in found
+
+
+def test_groups_of_commands_are_found() -> None:
+    shown = demix("experts", "--help")
+    assert shown.exit_code == 0
+    assert "verify" in shown.stdout
+    assert "experts" in demix("--help").stdout
+
+
+def test_one_command_is_found_without_the_others() -> None:
+    code = "import sys; from demix.commands.main import command_line; app = command_line('join')\n"
+    code += "print(*[one.callback.__name__ for one in app.registered_commands], 'demix.commands.people' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["join", "False"]
+
+
+def test_no_stage_imports_what_its_module_should_not() -> None:
+    """All of the data stage and of mixing is importable without torch, and nothing but tracking loads mlflow."""
+    light = "demix.commands.main, demix.config.check, demix.data.sources, demix.data.anonymize, demix.data.corpus"
+    light += ", demix.data.duplicates"
+    light += ", demix.data.tokenizer, demix.data.shards, demix.evaluate.domain, demix.report, demix.report.all_tables"
+    light += ", demix.data.tasks, demix.evaluate.tasks, demix.report.tasks"
+    code = f"import sys, {light}; print([name for name in ('torch', 'mlflow', 'transformers') if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+@pytest.mark.parametrize("number", [1, 31, 32, 33, 1024, 1025, 40_000])
+@pytest.mark.parametrize("decay", [0.0, 0.3, 0.98, 1.0])
+def test_decaying_sums_are_those_of_scipy(number: int, decay: float) -> None:
+    random = np.random.default_rng(number)
+    terms, before = -random.gamma(1, 3, (3, number)), -100 * random.random(3)
+    found = decaying_sums(terms, decay, before)
+    expected, _ = scipy.signal.lfilter([1.0], [1.0, -decay], terms, axis=1, zi=decay * before[:, None])
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_sums_of_exponentials_are_those_of_scipy() -> None:
+    logs = np.random.default_rng(0).normal(0, 400, (5, 4, 3))
+    logs[0, 0], logs[1, :, 1] = -np.inf, -np.inf
+    for axis in (0, 1, -1):
+        expected = scipy.special.logsumexp(logs, axis=axis)
+        np.testing.assert_allclose(logsumexp(logs, axis), expected, rtol=1e-14)
+    np.testing.assert_allclose(log_softmax(logs[1:]), scipy.special.log_softmax(logs[1:], axis=-1), rtol=1e-12)
