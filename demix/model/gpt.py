@@ -274,21 +274,23 @@ class _LogProbabilities(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        log_p, *gradients = _log_probabilities(states, weight, targets, ctx.needs_input_grad[:2])
-        ctx.save_for_backward(states, weight, targets, *gradients)
+        log_p, *ctx.gradients = _log_probabilities(states, weight, targets, ctx.needs_input_grad[:2])
+        ctx.save_for_backward(states, weight, targets)
         return log_p
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        states, weight, targets, *gradients = ctx.saved_tensors
-        if bool((incoming == incoming[0]).all()):
+        # They are scaled in place, so a second backward computes them again.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is not None and bool((incoming == incoming[0]).all()):
             # A Python number is not rounded to the type of the states, as a tensor would be.
             scale = -incoming[0].item()
+            for_states, for_weight = (None if gradient is None else gradient.mul_(scale) for gradient in gradients)
         else:
-            scale = -1.0
-            _, *gradients = _log_probabilities(states, weight, targets, ctx.needs_input_grad[:2], incoming)
-        for_states, for_weight = (None if gradient is None else gradient * scale for gradient in gradients)
+            states, weight, targets = ctx.saved_tensors
+            needed, factors = ctx.needs_input_grad[:2], incoming.neg()
+            _, for_states, for_weight = _log_probabilities(states, weight, targets, needed, factors)
         return for_states, for_weight, None
 
 

@@ -4,13 +4,11 @@ Axes: E experts, B sequences of one expert, T positions, D width. Weights are st
 type of the activations for each matrix product.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from demix.model.layers.routed import Auxiliary
 
@@ -42,11 +40,10 @@ class DEMixLayer(nn.Module):
         E, (_, B, T, D) = len(self.up), x.shape
         if not torch.is_grad_enabled():
             return self._without_gradients(x.flatten(1, 2)).view(E, B, T, D)
-        linear: Callable[[Tensor, Tensor, Tensor], Tensor] = _ExpertLinear.apply
-        inner = F.gelu(
-            linear(x.expand(E, B, T, D).reshape(E, B * T, D), self.up, self.up_bias), approximate=self.approximate
-        )
-        return linear(inner, self.down, self.down_bias).view(E, B, T, D)
+        inner = _stacked_linear(x.expand(E, B, T, D).reshape(E, B * T, D), self.up, self.up_bias)
+        inner = F.gelu(inner, approximate=self.approximate)
+        mixed: Tensor = _stacked_linear(inner, self.down, self.down_bias)
+        return mixed.view(E, B, T, D)
 
     def _without_gradients(self, x: Tensor) -> Tensor:
         """Map `x` [E or 1, N, D] to [E, N, D], some rows of one expert at a time, whose inner states stay in the cache.
@@ -67,31 +64,51 @@ class DEMixLayer(nn.Module):
         return output
 
 
-class _ExpertLinear(torch.autograd.Function):
+# Operators of our own, because the compiler copies a tensor whenever a part of it is written.
+@torch.library.custom_op("demix::stacked_linear", mutates_args=())
+def _stacked_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Each expert's linear map of `x` [E, N, in] by `weight` [E, out, in] and `bias` [E, out]: [E, N, out].
 
     The code loops over experts, because bmm is slower on a CPU from 128 tokens per expert. Each expert's output and
     gradients are written to their place in one tensor, where autograd would stack copies. Each expert's weight is cast
     when it is used, so that no cast copy of all weights exists.
     """
+    output = x.new_empty(*x.shape[:2], weight.shape[1])
+    for e in range(len(x)):
+        torch.addmm(bias[e].to(x.dtype), x[e], weight[e].to(x.dtype).T, out=output[e])
+    return output
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        output = x.new_empty(*x.shape[:2], weight.shape[1])
-        for e in range(len(x)):
-            torch.addmm(bias[e].to(x.dtype), x[e], weight[e].to(x.dtype).T, out=output[e])
-        return output
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        for_x, for_weight = x.new_empty(x.shape), torch.empty_like(weight)
-        for e in range(len(x)):
-            torch.mm(incoming[e], weight[e].to(x.dtype), out=for_x[e])
-            if weight.dtype == x.dtype:
-                torch.mm(incoming[e].T, x[e], out=for_weight[e])
-            else:
-                for_weight[e] = incoming[e].T @ x[e]
-        return for_x, for_weight, incoming.sum(1, dtype=weight.dtype)
+@torch.library.custom_op("demix::stacked_linear_backward", mutates_args=())
+def _stacked_linear_backward(incoming: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `_stacked_linear` for `x`, `weight` and `bias`."""
+    for_x, for_weight = x.new_empty(x.shape), torch.empty_like(weight)
+    for e in range(len(x)):
+        torch.mm(incoming[e], weight[e].to(x.dtype), out=for_x[e])
+        if weight.dtype == x.dtype:
+            torch.mm(incoming[e].T, x[e], out=for_weight[e])
+        else:
+            for_weight[e] = incoming[e].T @ x[e]
+    return for_x, for_weight, incoming.sum(1, dtype=weight.dtype)
+
+
+@_stacked_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:2], weight.shape[1])
+
+
+@_stacked_linear_backward.register_fake
+def _(incoming: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(weight.shape[:2])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _gradients(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    gradients: tuple[Tensor, Tensor, Tensor] = _stacked_linear_backward(incoming, *ctx.saved_tensors)
+    return gradients
+
+
+_stacked_linear.register_autograd(_gradients, setup_context=_keep)

@@ -1,0 +1,95 @@
+"""The gradients of a step: written, added up over micro-batches, clipped; the layer's operators; a second backward."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from demix.model import gpt
+from demix.model.layers import demix
+from demix.train import parallel
+from demix.train.parallel import GradientSync, World
+
+
+def numbers(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_each_step_has_its_own_gradients_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches are added up, earlier steps are not, and a parameter that the loss does not reach has 0."""
+    monkeypatch.setattr(parallel, "PIECE", 3)
+    layer = nn.Linear(5, 4).double()
+    layer.extra = nn.Parameter(numbers(2))
+    sync = GradientSync(dict(layer.named_parameters()), lambda name: name == "bias", World())
+    for step, micro in enumerate((1, 3, 2)):
+        x = numbers(6, 5, seed=step)
+
+        def loss(part: torch.Tensor, step: int = step) -> torch.Tensor:
+            return layer(part).square().sum() + (layer.extra.square().sum() if step == 0 else 0)
+
+        sync.zero()
+        for number, part in enumerate(x.chunk(micro)):
+            if number == micro - 1:
+                sync.begin()
+            loss(part).backward()
+        sync.finish()
+        # The parameter that the loss reaches only in the first step has no gradient in the others.
+        expected = torch.autograd.grad(loss(x), [*layer.parameters()], allow_unused=True)
+        expected = [torch.zeros(2).double() if gradient is None else gradient for gradient in expected]
+        torch.testing.assert_close([p.grad for p in layer.parameters()], expected, rtol=1e-12, atol=0)
+        whole = torch.cat([gradient.flatten() for gradient in expected]).norm()
+        assert sync.clip(0.5, scale=2.0) == pytest.approx(whole.item() / 2, rel=1e-12)
+        # The cap is reached but for the 1e-6 in torch's own formula, too.
+        clipped = [gradient * (0.5 / (whole / 2 + 1e-6) / 2) for gradient in expected]
+        torch.testing.assert_close([p.grad for p in layer.parameters()], clipped, rtol=1e-12, atol=0)
+    sync.close()
+
+
+def test_the_norm_of_many_equal_numbers_keeps_its_digits() -> None:
+    """One sum of all squares in fp32 stands still where a square no longer changes it."""
+    flat = torch.full((1 << 24,), 1e-4)
+    assert parallel._square([flat]) == pytest.approx((flat[0].double() ** 2).item() * (1 << 24), rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_operators_are_what_the_compiler_takes_them_for(dtype: torch.dtype) -> None:
+    x, weight, bias = numbers(3, 4, 8).to(dtype), numbers(3, 6, 8), numbers(3, 6)
+    weight, bias = (weight, bias) if dtype == torch.float64 else (weight.float(), bias.float())
+    checked = ("test_schema", "test_autograd_registration", "test_faketensor")
+    args = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+    torch.library.opcheck(demix._stacked_linear, args, test_utils=checked)
+    found = demix._stacked_linear(*args)
+    plain = torch.einsum("eni,eoi->eno", x, weight.to(dtype)) + bias.to(dtype)[:, None]
+    tolerance = 1e-12 if dtype == torch.float64 else 0.05
+    torch.testing.assert_close(found, plain, rtol=tolerance, atol=tolerance)
+    incoming = numbers(3, 4, 6, seed=1).to(dtype)
+    ours, theirs = (torch.autograd.grad(output, args, incoming) for output in (found, plain))
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=2 * tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_the_compiler_sees_one_graph() -> None:
+    layer = demix.DEMixLayer(2, 8)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 3, 4, 8)
+    results = []
+    for module in (layer, compiled):
+        output = module(x)
+        results.append((output, torch.autograd.grad(output.square().sum(), [*layer.parameters()])))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("factor", [lambda found: 1.0, lambda found: torch.arange(len(found)).double()])
+def test_a_second_backward_gives_the_same_gradients(factor: Callable) -> None:
+    states, weight = numbers(7, 3).requires_grad_(), numbers(5, 3, seed=1).requires_grad_()
+    targets = torch.arange(7) % 5
+    found = gpt._LogProbabilities.apply(states, weight, targets)
+    plain = -F.cross_entropy(states @ weight.T, targets, reduction="none")
+    theirs = torch.autograd.grad((plain * factor(plain)).sum(), (states, weight))
+    for last in (False, True):
+        ours = torch.autograd.grad((found * factor(found)).sum(), (states, weight), retain_graph=not last)
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
