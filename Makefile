@@ -14,8 +14,10 @@ export DO_NOT_TRACK := true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION := false
 export HF_HUB_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Each of the many processes of a run and of the tests would compile all of demix.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo families variants test test-slurm faults lint docs ui
+.PHONY: demo families variants test test-slurm faults lint style types docs ui
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -34,8 +36,10 @@ variants: $(VENV)/installed
 
 # Tests that wait for processes and browsers leave room for one more worker than there are cores.
 WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-test: $(VENV)/installed-dev lint
-	pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Types are checked beside the tests: without its cache mypy takes a minute of one core.
+test: $(VENV)/installed-dev style
+	mypy --no-error-summary & types=$$!; \
+	pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder; tests=$$?; wait $$types && exit $$tests
 
 # Disturbs trainings on a real SLURM in every way, in about half an hour. Needs root and the packages of .ci/run.
 test-slurm: $(VENV)/installed-dev
@@ -49,11 +53,15 @@ faults: $(VENV)/installed-dev
 	@$(VENV)/bin/pip install -q -e '.[dev,fuzz]'
 	pytest -n auto --dist worksteal tests/faults -m 'faults or not faults' --all-faults --kills $(KILLS) --fuzz $(FUZZ) --faults-json faults.json
 
-lint: $(VENV)/installed-dev
+lint: style types
+
+types: $(VENV)/installed-dev
+	mypy --no-error-summary
+
+style: $(VENV)/installed-dev
 	ruff check -q .
 	ruff format -q --check .
 	lint-imports > /dev/null || (lint-imports; exit 1)
-	mypy --no-error-summary
 	snakefmt --check workflow 2> /dev/null || (snakefmt --check workflow; exit 1)
 	snakemake --lint 2> /dev/null || (snakemake --lint; exit 1)
 

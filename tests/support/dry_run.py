@@ -27,16 +27,21 @@ def ran(folder: Path, config: Path | str, *arguments: str) -> str:
         "snakemake", "--snakefile", str(REPOSITORY / "workflow" / "Snakefile"), "--configfile", str(config),
         "--workflow-profile", str(REPOSITORY / "profiles" / "default"), *arguments,
     ]  # fmt: skip
-    if "-n" not in arguments:
-        done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-        status, shown = done.returncode, done.stdout + done.stderr
-    else:
-        with NamedTemporaryFile("r") as output:
-            process = FORKS.Process(target=snakemake, args=(folder, command, dict(ENVIRONMENT), output.name))
-            process.start()
-            process.join()
-            status, shown = process.exitcode, output.read()
-    assert status == 0, shown
+    if "-n" in arguments:
+        return planned(folder, command)
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def planned(folder: Path, command: list[str]) -> str:
+    """What the command `snakemake -n` prints in `folder`."""
+    with NamedTemporaryFile("r") as output:
+        process = FORKS.Process(target=snakemake, args=(folder, command, dict(ENVIRONMENT), output.name))
+        process.start()
+        process.join()
+        shown = output.read()
+    assert process.exitcode == 0, shown
     return shown
 
 

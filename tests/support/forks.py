@@ -5,5 +5,9 @@ import multiprocessing
 # One server of forks for a process of tests: it imports once what all of its users begin with.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([
-    "demix.train.stage", "demix.evaluate.score", "demix.commands.main", "snakemake.cli", "typer.testing", "pytest",
+    "demix.train.stage", "demix.evaluate.score", "demix.commands.main", "typer.testing", "pytest",
+    # torch imports it at the first step of an optimizer.
+    "torch._dynamo",
+    # What snakemake imports as it plans.
+    "snakemake.cli", "snakemake.workflow", "snakemake.report", "requests", "pandas",
 ])  # fmt: skip

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from demix.train.adapt import Adaptation
 from demix.train.batches import Batch, Batches, batches_of
 from demix.train.stage import Training
 from support.cli import said
+from support.forks import FORKS
 from support.tokens import TRAINING
 
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32}
@@ -78,14 +78,15 @@ def train_here(command: list[str]) -> None:
 
 
 def train_until_killed(command: list[str], folder: Path, checkpoints: int = 1) -> None:
-    """Run a training until it has so many checkpoints, then kill it."""
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    """Run a training in a process until it has so many checkpoints, then kill the process."""
+    process = FORKS.Process(target=train_here, args=(command,))
+    process.start()
     deadline = time.monotonic() + 120
-    while len(list(folder.glob("checkpoints/*/step-*/manifest.json"))) < checkpoints and process.poll() is None:
+    while len(list(folder.glob("checkpoints/*/step-*/manifest.json"))) < checkpoints and process.is_alive():
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     assert not (folder / "metrics.jsonl").exists(), "it finished before it was killed"
 
 

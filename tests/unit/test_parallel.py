@@ -4,10 +4,12 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
+from demix.commands import main as cli
 from demix.config.architecture import Architecture, parameters
 from demix.config.placement import place, place_experts
 from demix.config.rows import KINDS
@@ -227,12 +230,33 @@ def command(tokens: Path, folder: Path, ranks: int) -> list[str]:
     ]  # fmt: skip
 
 
-def when_checkpointed(process: subprocess.Popen, folder: Path) -> None:
+@contextmanager
+def launcher(tokens: Path, folder: Path, ranks: int) -> Iterator[BaseProcess]:
+    """A process that trains with `ranks`, as it is once it has written a checkpoint; what it says goes to told.log."""
+    done = checkpoints(folder)
+    process = FORKS.Process(target=tell, args=(folder / "told.log", command(tokens, folder, ranks)))
+    process.start()
     deadline = time.monotonic() + 120
-    while not list(folder.glob("checkpoints/*/step-*/manifest.json")):
+    while checkpoints(folder) <= done:
         assert time.monotonic() < deadline
-        assert process.poll() is None
+        assert process.is_alive()
         time.sleep(0.001)
+    yield process
+    process.join(60)
+    assert process.exitcode is not None
+
+
+def tell(log: Path, command: list[str]) -> None:
+    """Be the command `demix`, whose errors go to `log`."""
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 2)
+    sys.argv = command[2:]
+    cli.main()
+
+
+def checkpoints(folder: Path) -> int:
+    """The step of the newest checkpoint, 0 without one."""
+    return max((int(path.parent.name[5:]) for path in folder.glob("checkpoints/*/step-*/manifest.json")), default=0)
 
 
 def losses(folder: Path) -> list[float]:
@@ -246,70 +270,56 @@ def undisturbed(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     return losses(folder)
 
 
-def test_a_killed_rank_ends_all_and_is_named(
+def test_a_killed_rank_ends_all_and_is_named_and_ranks_end_when_their_launcher_is_killed(
     tokens: Path, tmp_path: Path, undisturbed: list[float], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    process = subprocess.Popen(command(tokens, tmp_path, 2), stderr=subprocess.PIPE, text=True)
-    when_checkpointed(process, tmp_path)
-    ranks = children(process.pid)
-    assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGKILL)
-    begun = time.monotonic()
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 1
+    with launcher(tokens, tmp_path, 2) as process:
+        ranks = children(process.pid)
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+    told = (tmp_path / "told.log").read_text()
+    assert process.exitcode == 1
     assert "demix: error: rank 1 of 2: was killed by SIGKILL" in told.splitlines()[-1], told
-    assert time.monotonic() - begun < 60
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
-    train_here(command(tokens, tmp_path, 2))
-    assert "resuming at step" in capfd.readouterr().err
-    assert losses(tmp_path) == undisturbed
-
-
-@pytest.mark.parametrize(("number", "ranks", "then"), [(signal.SIGUSR2, 4, 2), (signal.SIGTERM, 2, 4)])
-def test_a_signal_saves_the_state_and_another_number_of_ranks_goes_on(
-    tokens: Path,
-    tmp_path: Path,
-    undisturbed: list[float],
-    capfd: pytest.CaptureFixture[str],
-    number: int,
-    ranks: int,
-    then: int,
-) -> None:
-    process = subprocess.Popen(command(tokens, tmp_path, ranks), stderr=subprocess.PIPE, text=True)
-    when_checkpointed(process, tmp_path)
-    process.send_signal(number)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "a signal stopped training; its state is saved" in told.splitlines()[-1], told
-    step = max(int(path.parent.name[5:]) for path in tmp_path.glob("checkpoints/*/step-*/manifest.json"))
-    train_here(command(tokens, tmp_path, then))
-    assert f"resuming at step {step} of" in capfd.readouterr().err
-    assert losses(tmp_path) == pytest.approx(undisturbed, rel=1e-9)
-
-
-def test_ranks_end_when_their_launcher_is_killed(tokens: Path, tmp_path: Path, undisturbed: list[float]) -> None:
-    process = subprocess.Popen(command(tokens, tmp_path, 2), stderr=subprocess.DEVNULL)
-    when_checkpointed(process, tmp_path)
-    ranks = children(process.pid)
-    process.kill()
-    process.wait()
+    with launcher(tokens, tmp_path, 2) as process:
+        ranks = children(process.pid)
+        assert len(ranks) == 2
+        process.kill()
+    assert "resuming at step" in (tmp_path / "told.log").read_text()
     deadline = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     train_here(command(tokens, tmp_path, 2))
+    assert "resuming at step" in capfd.readouterr().err
     assert losses(tmp_path) == undisturbed
 
 
+def test_a_signal_saves_the_state_and_another_number_of_ranks_goes_on(
+    tokens: Path, tmp_path: Path, undisturbed: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    step = 0
+    for number, ranks in ((signal.SIGUSR2, 4), (signal.SIGTERM, 2)):
+        with launcher(tokens, tmp_path, ranks) as process:
+            os.kill(process.pid, number)
+        told = (tmp_path / "told.log").read_text()
+        assert process.exitcode == 1
+        assert "a signal stopped training; its state is saved" in told.splitlines()[-1], told
+        assert not step or f"resuming at step {step} of" in told
+        assert checkpoints(tmp_path) > step
+        step = checkpoints(tmp_path)
+    train_here(command(tokens, tmp_path, 4))
+    assert f"resuming at step {step} of" in capfd.readouterr().err
+    assert losses(tmp_path) == pytest.approx(undisturbed, rel=1e-9)
+
+
 def test_a_second_process_does_not_train_the_same_run(tokens: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(command(tokens, tmp_path, 1), stderr=subprocess.DEVNULL)
-    when_checkpointed(process, tmp_path)
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        assert f"{process.pid}) trains this run" in str(said(command(tokens, tmp_path, 1)[3:]))
-    finally:
-        process.kill()
-        process.wait()
+    with launcher(tokens, tmp_path, 1) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            assert f"{process.pid}) trains this run" in str(said(command(tokens, tmp_path, 1)[3:]))
+        finally:
+            process.kill()
 
 
 def children(pid: int) -> list[int]:
