@@ -40,7 +40,10 @@ from demix.config.systems import (
 )
 from demix.errors import DemixError
 from demix.files import exclusive
+from demix.launch.producers import find_by_name
 from demix.report import SHOWS, report_files
+
+find_by_name()
 
 FILES = {}
 try:
