@@ -73,6 +73,8 @@ def plan_stages(config: dict[str, Any], hardware: str, ranks: int | None = None)
     for job in jobs:
         for rule, number in job.rules.items():
             counts[rule] = counts.get(rule, 0) + number
+    # Where one job downloads and anonymizes a part, it is a job of both stages.
+    counts |= {name: counts.get(name) or counts["read"] for name in ("download", "anonymize")}
     plans, adapting = plan_training(config, ranks, device), {one.rule for one in adaptations(config)}
     scored = [job for job in jobs if job.stage == "score" and job.hours is not None]
     rules = [(scoring_cost(config, job, device)[0] / job.jobs, job.added) for job in scoring_jobs(config)]
