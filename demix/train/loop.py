@@ -24,6 +24,7 @@ from demix.model.gpt import GPT
 from demix.model.layers import Auxiliary, router_metrics
 from demix.progress import progress
 from demix.settings import Integer, Positive, settings
+from demix.train.adam import AdamW
 from demix.train.batches import Batches
 from demix.train.parallel import GradientSync, World
 from demix.train.state import State, newest_state, save_state, training_lock
@@ -113,10 +114,7 @@ def train(
         if optimization.compile:
             model.compile_blocks()
         sync = GradientSync(trained, model.owned, world)
-        # Weight decay reaches norms and biases too, as in the paper's fairseq.
-        optimizer = torch.optim.AdamW(
-            trained.values(), betas=(0.9, 0.95), eps=1e-7, weight_decay=optimization.weight_decay, fused=True
-        )
+        optimizer = AdamW(trained.values(), optimization.weight_decay)
         metrics: list[Row] = []
         best: dict[str, Tensor] = {}
         begin, best_loss, since_best = 0, math.inf, 0
@@ -165,8 +163,6 @@ def train(
                 break
 
             begun = time.monotonic()
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate_at(step, optimization)
             sync.zero()
             losses = _backward(model, batches, step, domains, dtype, scale, optimization.micro_sequences, sync)
             *losses, signals = world.sum([*losses, signalled()])
@@ -188,7 +184,7 @@ def train(
             if skipped and dtype != torch.float16:
                 raise DivergedError(step + 1, "the gradient is not finite", "lower the learning rate", metrics)
             if not skipped:
-                optimizer.step()
+                optimizer.step(learning_rate_at(step, optimization))
             unscathed = 0 if skipped else unscathed + 1
             if skipped or unscathed == GROW_AFTER:
                 scale, unscathed = scale * (0.5 if skipped else 2.0), 0
@@ -332,18 +328,14 @@ def _best_so_far(metrics: list[Row]) -> tuple[float, int]:
     return min(losses), len(losses) - 1 - losses.index(min(losses))
 
 
-def _state(
-    trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, best: dict[str, Tensor]
-) -> dict[str, Tensor]:
+def _state(trained: dict[str, torch.nn.Parameter], optimizer: AdamW, best: dict[str, Tensor]) -> dict[str, Tensor]:
     tensors = {f"parameter/{name}": p.detach() for name, p in trained.items()}
     for name, parameter in trained.items():
-        tensors |= {f"optimizer/{key}/{name}": value for key, value in optimizer.state[parameter].items()}
+        tensors |= {f"optimizer/{key}/{name}": value for key, value in optimizer.state.get(parameter, {}).items()}
     return tensors | {f"best/{name}": value for name, value in best.items()}
 
 
-def _restore(
-    tensors: dict[str, Tensor], trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer
-) -> dict[str, Tensor]:
+def _restore(tensors: dict[str, Tensor], trained: dict[str, torch.nn.Parameter], optimizer: AdamW) -> dict[str, Tensor]:
     """Copy a saved state into the parameters and the optimizer; returns the best parameters so far."""
     with torch.no_grad():
         for name, parameter in trained.items():

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from demix.model.layers.operators import operator
 from demix.model.layers.routed import Auxiliary
 
 # Rows of one expert in one product without gradients. Their inner states fit into the cache of a core.
@@ -64,8 +65,12 @@ class DEMixLayer(nn.Module):
         return output
 
 
+def _empty_output(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:2], weight.shape[1])
+
+
 # Operators of our own, because the compiler copies a tensor whenever a part of it is written.
-@torch.library.custom_op("demix::stacked_linear", mutates_args=())
+@operator("stacked_linear", _empty_output)
 def _stacked_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Each expert's linear map of `x` [E, N, in] by `weight` [E, out, in] and `bias` [E, out]: [E, N, out].
 
@@ -79,7 +84,11 @@ def _stacked_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return output
 
 
-@torch.library.custom_op("demix::stacked_linear_backward", mutates_args=())
+def _empty_gradients(incoming: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(weight.shape[:2])
+
+
+@operator("stacked_linear_backward", _empty_gradients)
 def _stacked_linear_backward(incoming: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `_stacked_linear` for `x`, `weight` and `bias`."""
     for_x, for_weight = x.new_empty(x.shape), torch.empty_like(weight)
@@ -92,16 +101,6 @@ def _stacked_linear_backward(incoming: Tensor, x: Tensor, weight: Tensor) -> tup
     return for_x, for_weight, incoming.sum(1, dtype=weight.dtype)
 
 
-@_stacked_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:2], weight.shape[1])
-
-
-@_stacked_linear_backward.register_fake
-def _(incoming: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(weight.shape[:2])
-
-
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:2])
 
@@ -111,4 +110,4 @@ def _gradients(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return gradients
 
 
-_stacked_linear.register_autograd(_gradients, setup_context=_keep)
+torch.library.register_autograd("demix::stacked_linear", _gradients, setup_context=_keep)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from demix.config.architecture import Routed
+from demix.model.layers.operators import operator
 
 
 class Auxiliary(NamedTuple):
@@ -107,8 +108,12 @@ class _Rows(torch.autograd.Function):
         return rows.view(-1, ctx.k, rows.shape[-1]).sum(1) if ctx.k > 1 else rows, None, None, None
 
 
+def _empty_output(x: Tensor, weight: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(len(x), weight.shape[1])
+
+
 # Operators of our own, because the compiler takes no loop over segments whose lengths it cannot know.
-@torch.library.custom_op("demix::expert_linear", mutates_args=())
+@operator("expert_linear", _empty_output)
 def _expert_linear(x: Tensor, weight: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
     """The rows of `x` [N, in] by their experts' `weight` [E, out, in] and `bias` [E, out]: [N, out].
 
@@ -129,7 +134,11 @@ def _expert_linear(x: Tensor, weight: Tensor, bias: Tensor, ends: Tensor) -> Ten
     return out
 
 
-@torch.library.custom_op("demix::expert_linear_backward", mutates_args=())
+def _empty_gradients(incoming: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(weight.shape[:2])
+
+
+@operator("expert_linear_backward", _empty_gradients)
 def _expert_linear_backward(incoming: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `_expert_linear` for `x`, `weight` and `bias`. Dropped rows have and give none."""
     incoming = incoming.contiguous()
@@ -155,16 +164,6 @@ def _expert_linear_backward(incoming: Tensor, x: Tensor, weight: Tensor, ends: T
     return for_x, for_weight, for_bias
 
 
-@_expert_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(len(x), weight.shape[1])
-
-
-@_expert_linear_backward.register_fake
-def _(incoming: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(weight.shape[:2])
-
-
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     x, weight, _, ends = inputs
     ctx.save_for_backward(x, weight, ends)
@@ -174,7 +173,7 @@ def _gradients(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor, Tensor, None
     return *_expert_linear_backward(incoming, *ctx.saved_tensors), None
 
 
-_expert_linear.register_autograd(_gradients, setup_context=_keep)
+torch.library.register_autograd("demix::expert_linear", _gradients, setup_context=_keep)
 
 
 def _in_one_product(x: Tensor, weight: Tensor) -> bool:
