@@ -1,6 +1,8 @@
 """The device, the number of threads and the number type of a computation."""
 
+import ctypes
 import os
+import platform
 
 import psutil
 import torch
@@ -9,6 +11,9 @@ from demix.errors import DemixError
 
 # The type of activations. Weights and optimizer state are fp32, except with fp64, which serves exact comparisons.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+# Options of glibc's mallopt (malloc.h).
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 
 
 def compute_type(precision: str) -> torch.dtype:
@@ -19,10 +24,26 @@ def compute_type(precision: str) -> torch.dtype:
 
 
 def set_threads(threads: int) -> None:
-    """Let torch use `threads` CPU threads. The last bits of results depend on this number."""
+    """Let torch use `threads` CPU threads. The last bits of results depend on this number.
+
+    The process keeps from then on the memory that tensors leave.
+    """
     if threads < 1:
         raise DemixError("threads", f"is {threads}", "give 1 or more")
     torch.set_num_threads(threads)
+    _keep_memory()
+
+
+def _keep_memory() -> None:
+    """Let glibc hand memory that was freed to the next tensor, instead of back to the system.
+
+    The system fills each page with zeros when it is written again, in a training step of bf16 for a tenth of the
+    time.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        allocator = ctypes.CDLL(None)
+        for option, value in (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 64 << 20):
+            allocator.mallopt(option, value)
 
 
 def free_memory(device: torch.device) -> int:
