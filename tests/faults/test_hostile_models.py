@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from demix.data.shards import tokenize
 from demix.data.tokenizer import Tokenizer, train_tokenizer
 from demix.errors import DemixError
 from demix.evaluate.score import Scoring, score
@@ -39,8 +40,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder with a tokenizer, a text and a good model; not to be written to."""
     run = tmp_path_factory.mktemp("run")
     (run / "text.txt").write_text(REAL_TEXT)
-    write_parquet(pa.table({"text": [REAL_TEXT * 20]}), run / "text.parquet")
+    document = {"id": ["a"], "text": [REAL_TEXT * 20], "n_words": [len(REAL_TEXT.split()) * 20], "origin": ["a"]}
+    write_parquet(pa.table(document), run / "text.parquet")
     train_tokenizer([run / "text.parquet"], IDS, run / "tokenizer.json")
+    tokenize(run / "tokenizer.json", run / "text.parquet", run / "tokens" / "law" / "test.arrow")
     write_model(run / "models" / "good", THREE, Tokenizer.load(run / "tokenizer.json").sha256, IDS)
     return run
 
@@ -68,7 +71,7 @@ def commands(model: Path) -> dict[str, Callable[[], object]]:
     scoring = Scoring(dev_blocks=1, test_tokens=None, precision="fp32", threads=1)
     return {name: lambda words=words: said([*map(str, words)]) for name, words in lines.items()} | {
         "playground": lambda: opened(model, None),
-        "score": lambda: score(model, THREE, [], scoring, out),
+        "score": lambda: score(model, THREE, [run / "tokens" / "law" / "test.arrow"], scoring, out),
     }
 
 

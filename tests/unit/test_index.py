@@ -62,7 +62,7 @@ def test_a_damaged_record_of_a_job_is_refused_before_anything_is_written(tmp_pat
 
 def test_each_rule_of_the_workflow_belongs_to_one_stage_and_the_drawing_shows_all() -> None:
     text = "".join(path.read_text() for path in (REPOSITORY / "workflow" / "rules").glob("*.smk"))
-    rules = set(re.findall(r"^rule (\w+):", text, re.MULTILINE))
+    rules = set(re.findall(r"^ *rule (\w+):", text, re.MULTILINE))
     staged = [rule for stage in STAGES for rule in stage.rules]
     assert sorted(staged) == sorted(
         rules
