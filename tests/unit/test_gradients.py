@@ -65,6 +65,8 @@ def test_the_operators_are_what_the_compiler_takes_them_for(dtype: torch.dtype) 
     tolerance = 1e-12 if dtype == torch.float64 else 0.05
     torch.testing.assert_close(found, plain, rtol=tolerance, atol=tolerance)
     incoming = numbers(3, 4, 6, seed=1).to(dtype)
+    backward = [incoming, *(tensor.detach() for tensor in args[:2])]
+    torch.library.opcheck(demix._stacked_linear_backward, backward, test_utils=("test_schema", "test_faketensor"))
     ours, theirs = (torch.autograd.grad(output, args, incoming) for output in (found, plain))
     torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=2 * tolerance)
 
