@@ -84,7 +84,7 @@ ui: $(VENV)/installed
 # Python compiles a module when it is first imported: to compile all of them takes as long as to install them.
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "demix needs Python 3.11 to 3.13: make PYTHON=python3.11 demo")'
-	@echo "Installing into $(VENV), a few minutes ..."
+	@echo "Installing into $(VENV), a minute or more ..."
 	@$(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/pip install -q --no-compile -e .
 	@touch $@
