@@ -16,7 +16,7 @@ def several_models(job):
 
 
 for job in scoring_jobs(config):
-    (part, *more) = job.parts
+    part, *more = job.parts
 
     rule:
         name:
@@ -51,7 +51,8 @@ for job in scoring_jobs(config):
             experts=(
                 "listed"
                 if more
-                else ("own" if part.own else ",".join(part.columns)) + f" --context {part.context}" * bool(part.context)
+                else ("own" if part.own else ",".join(part.columns))
+                + f" --context {part.context}" * bool(part.context)
             ),
         shell:
             "demix score {params.model} {input.tokens} --experts {params.experts}"
