@@ -108,3 +108,22 @@ def captioned(name):
     # Snakemake sorts the categories by name; the run's first page comes first.
     category = kind.capitalize() or {"index": "At a glance"}.get(stem, "Claims")
     return report(path, caption=f"../report/{stem}.rst", category=category, labels=labels)
+
+
+def anonymizing(wildcards):
+    return {True: "--enabled", False: "--no-enabled", "released": "--rules released"}[
+        DOMAINS[wildcards.domain]["anonymize"]
+    ]
+
+
+def once(files):
+    return list(dict.fromkeys(files))
+
+
+def several_models(job):
+    """The settings of a job that scores under several models."""
+    return lambda wildcards: as_json(
+        taken(ScoringRecipe, config["evaluation"]),
+        threads=config["threads"],
+        models=[part.settings(dict(wildcards.items())) for part in job.parts],
+    )

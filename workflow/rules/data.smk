@@ -1,12 +1,5 @@
 # Raw text -> anonymized documents -> corpus splits -> tokens.
 
-
-def anonymizing(wildcards):
-    return {True: "--enabled", False: "--no-enabled", "released": "--rules released"}[
-        DOMAINS[wildcards.domain]["anonymize"]
-    ]
-
-
 # The config sets the number of parts of a source. Each part is one job, or one of download and one of anonymize.
 if RULES.apart:
 

@@ -2,19 +2,6 @@
 SCORING = as_json(taken(ScoringRecipe, config["evaluation"]), threads=config["threads"])
 
 
-def once(files):
-    return list(dict.fromkeys(files))
-
-
-def several_models(job):
-    """The settings of a job that scores under several models."""
-    return lambda wildcards: as_json(
-        taken(ScoringRecipe, config["evaluation"]),
-        threads=config["threads"],
-        models=[part.settings(dict(wildcards.items())) for part in job.parts],
-    )
-
-
 for job in scoring_jobs(config):
     part, *more = job.parts
 
