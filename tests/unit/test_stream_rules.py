@@ -123,6 +123,17 @@ def test_the_fitted_prior_is_at_least_as_good_as_any_expert(table) -> None:
     assert mixed >= scores.sum(axis=(0, 1)).max() / mask.sum() - FITTED
 
 
+@pytest.mark.parametrize("experts", [2, 9, 40])
+@pytest.mark.parametrize("scale", [0.01, 1, 30])
+def test_no_expert_gains_on_the_fitted_prior(experts: int, scale: float) -> None:
+    """The optimum's condition: the mean over tokens of p_j / p_mixture is at most 1 for each expert."""
+    generator = np.random.default_rng(experts)
+    scores = -scale * generator.exponential(2, (30, 20, experts)) - 0.03 * np.arange(experts)
+    log_prior = fitted_log_prior(scores, np.ones(scores.shape[:2], bool))
+    mixed = logsumexp(log_prior + scores, axis=2, keepdims=True)
+    assert np.exp(scores - mixed).mean(axis=(0, 1)).max() <= 1 + 2 * FITTED
+
+
 def test_the_fitted_prior_is_the_optimum_that_scipy_finds() -> None:
     generator = np.random.default_rng(3)
     scores = -generator.exponential(2, (6, 50, 4)) - [0.5, 0, 0.2, 3]

@@ -17,6 +17,8 @@ RELEASED_DECAY = 0.7
 FITTED = 1e-6
 # A fitted weight that goes on falling with every step is none.
 _NONE = 1e-200
+# From here on an extrapolation gains nothing.
+_NEAR_ONE = 1.001
 
 
 def updating_log_priors(
@@ -109,18 +111,46 @@ def fitted_log_prior(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
     Expectation maximisation from equal weights ends where the mean over tokens of p_j / p_mixture is at most 1 + 1e-6
     for each expert j. The mean loss is then within 1e-6 nats of the least, because the loss is convex in the weights.
+    Two steps at a time are extrapolated (SQUAREM, Varadhan and Roland 2008); where that raises the loss, the two steps
+    alone count.
     """
     rows = scores[mask]
     likelihood = np.exp(rows - rows.max(axis=1, keepdims=True))
-    prior = np.full(rows.shape[1], 1 / rows.shape[1])
+
+    def step(prior: np.ndarray, mixture: np.ndarray) -> tuple[np.ndarray, float]:
+        ratios = (1 / mixture) @ likelihood / len(likelihood)
+        after: np.ndarray = prior * ratios
+        return after / after.sum(), ratios.max()
+
+    prior = safe = np.full(rows.shape[1], 1 / rows.shape[1])
+    least = np.inf
     while True:
-        ratios = (1 / (likelihood @ prior)) @ likelihood / len(likelihood)
-        if ratios.max() <= 1 + FITTED:
+        mixture = likelihood @ prior
+        loss = -np.log(mixture).mean()
+        if loss > least:
+            prior, least = safe, np.inf
+            continue
+        once, excess = step(prior, mixture)
+        if excess <= 1 + FITTED:
             with np.errstate(divide="ignore"):
                 log_prior: np.ndarray = np.log(np.where(prior > _NONE, prior, 0))
             return log_prior
-        prior = prior * ratios
-        prior /= prior.sum()
+        safe, _ = step(once, likelihood @ once)
+        least, prior = loss, _extrapolated(prior, once, safe)
+
+
+def _extrapolated(prior: np.ndarray, once: np.ndarray, twice: np.ndarray) -> np.ndarray:
+    """Weights far ahead on the way of two steps of a fixed-point iteration (SQUAREM's third step length)."""
+    change = once - prior
+    curvature = twice - once - change
+    length = np.linalg.norm(change) / max(np.linalg.norm(curvature), _NONE)
+    # A length of 1 is the two steps themselves. No weight may end below a tenth of theirs, because one that is 0 stays.
+    while length > _NEAR_ONE:
+        ahead: np.ndarray = prior + 2 * length * change + length**2 * curvature
+        if (ahead >= twice / 10).all():
+            return ahead / ahead.sum()
+        length = (length + 1) / 2
+    return twice
 
 
 def blocks_used(blocks: int, scorer: str = "paper") -> int:
