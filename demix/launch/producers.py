@@ -6,31 +6,45 @@ from typing import TYPE_CHECKING
 from snakemake.common.prefix_lookup import PrefixLookup
 
 if TYPE_CHECKING:
+    from snakemake.io import _IOFile
     from snakemake.rules import Rule
 
 
 class Producers:
-    """What Snakemake's `OutputIndex` is, in less time: a file without wildcards is found by its name.
+    """What Snakemake's `OutputIndex` is, in less time: a file without wildcards is found by its path.
 
     Snakemake compares each file that a job reads with all outputs of a rule, one regular expression after the other.
     Rules that score have one output for each expert and domain, so the time grows with the third power of the domains.
+    Of outputs with wildcards only those are compared whose last part, after the last slash, is that of the file or
+    holds a wildcard itself.
     """
 
     def __init__(self, rules: "Iterable[Rule]"):
         self._named: dict[str, set[Rule]] = {}
-        patterns = []
+        patterns: dict[str, list[tuple[str, tuple[Rule, _IOFile]]]] = {}
         for rule in rules:
             for product in rule.products():
                 if product.contains_wildcard():
-                    patterns.append((str(product.constant_prefix()), (rule, product)))
+                    last = _last_part(str(product.constant_suffix()))
+                    patterns.setdefault(last, []).append((str(product.constant_prefix()), (rule, product)))
                 else:
                     self._named.setdefault(str(product), set()).add(rule)
-        self._patterns = PrefixLookup(entries=patterns)
+        self._patterns = {last: PrefixLookup(entries=entries) for last, entries in patterns.items()}
 
     def match_producers(self, targetfile: str) -> "set[Rule]":
         """The rules that have the given file as an output or a log."""
-        matching = {rule for _, (rule, product) in self._patterns.match_iter(targetfile) if product.match(targetfile)}
+        matching = {
+            rule
+            for last in {_last_part(targetfile), ""} & self._patterns.keys()
+            for _, (rule, product) in self._patterns[last].match_iter(targetfile)
+            if product.match(targetfile)
+        }
         return self._named.get(targetfile, set()) | matching
+
+
+def _last_part(path: str) -> str:
+    """What follows the last slash, or nothing."""
+    return path.rpartition("/")[2] if "/" in path else ""
 
 
 def find_by_name() -> None:

@@ -15,7 +15,7 @@ for parent in {one.parent.name: one.parent for one in adaptations(config)}.value
             unchanged=[
                 file
                 for domain in TRAINING * adds
-                for file in scores(parent.name, [domain], [domain, "tokens"], ["dev"])
+                for file in scores(parent.name, [domain], [domain], ["dev"])
             ],
             training=[] if adds else tokens(TRAINING, "dev"),
         output:
