@@ -143,12 +143,13 @@ def _extrapolated(prior: np.ndarray, once: np.ndarray, twice: np.ndarray) -> np.
     """Weights far ahead on the way of two steps of a fixed-point iteration (SQUAREM's third step length)."""
     change = once - prior
     curvature = twice - once - change
-    length = np.linalg.norm(change) / max(np.linalg.norm(curvature), _NONE)
+    length = float(np.linalg.norm(change)) / max(float(np.linalg.norm(curvature)), _NONE)
     # A length of 1 is the two steps themselves. No weight may end below a tenth of theirs, because one that is 0 stays.
     while length > _NEAR_ONE:
-        ahead: np.ndarray = prior + 2 * length * change + length**2 * curvature
+        ahead = prior + 2 * length * change + length**2 * curvature
         if (ahead >= twice / 10).all():
-            return ahead / ahead.sum()
+            normalised: np.ndarray = ahead / ahead.sum()
+            return normalised
         length = (length + 1) / 2
     return twice
 
