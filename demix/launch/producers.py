@@ -43,7 +43,7 @@ class Producers:
 
 
 def _last_part(path: str) -> str:
-    """What follows the last slash, or nothing."""
+    """What follows the last slash; nothing for a path without one."""
     return path.rpartition("/")[2] if "/" in path else ""
 
 

@@ -12,6 +12,7 @@ for parent in {one.parent.name: one.parent for one in adaptations(config)}.value
             # These scores choose the parent.
             scores=scores(parent.name, ["{novel}"], [*TRAINING, "tokens"], ["dev"]) if adds else [],
             # Adaptation does not change the losses of training domains under their own experts: metrics repeat them.
+            # The job that makes such a score table makes the domain's table of tokens, too.
             unchanged=[file for domain in TRAINING * adds for file in scores(parent.name, [domain], [domain], ["dev"])],
             training=[] if adds else tokens(TRAINING, "dev"),
         output:

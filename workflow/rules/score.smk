@@ -11,7 +11,8 @@ for job in scoring_jobs(config):
         input:
             model=once(file for part in job.parts for file in experts(part.model, part.experts)),
             tokens=once(file for part in job.parts for file in tokens(part.domains, *part.splits)),
-            # The columns of added experts use the tables of tokens that the first scoring wrote, all splits in one job.
+            # The columns of added experts use the tables of tokens, which the first scoring of a domain wrote. One job
+            # scores all splits of a domain, so that one table stands for all.
             old=[file for part in job.parts for file in scores(part.model, part.after, ["tokens"], part.splits[:1])],
         output:
             [

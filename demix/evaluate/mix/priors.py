@@ -17,7 +17,7 @@ RELEASED_DECAY = 0.7
 FITTED = 1e-6
 # A fitted weight that goes on falling with every step is none.
 _NONE = 1e-200
-# From here on an extrapolation gains nothing.
+# The step length of an extrapolation that gains nothing over two plain steps.
 _NEAR_ONE = 1.001
 
 
@@ -140,7 +140,7 @@ def fitted_log_prior(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def _extrapolated(prior: np.ndarray, once: np.ndarray, twice: np.ndarray) -> np.ndarray:
-    """Weights far ahead on the way of two steps of a fixed-point iteration (SQUAREM's third step length)."""
+    """The weights [E] that two steps of a fixed-point iteration point to (SQUAREM's third step length)."""
     change = once - prior
     curvature = twice - once - change
     length = float(np.linalg.norm(change)) / max(float(np.linalg.norm(curvature)), _NONE)
