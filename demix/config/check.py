@@ -17,7 +17,7 @@ from demix.config.mixing import parsed_weights
 from demix.config.rows import PAPER, clusterings, clusters_of, model_rows
 from demix.config.run import BESIDE
 from demix.config.sections import Config, TrainingRecipe, taken
-from demix.config.systems import Model, planned, trained
+from demix.config.systems import Model, adaptations, planned, trained
 from demix.config.tasks import check_tasks
 from demix.errors import DemixError, nearest
 from demix.settings import settings_from
@@ -164,6 +164,8 @@ def _check_across(config: dict[str, Any]) -> None:
             if task[split]:
                 _check_source(f"config key tasks.{name}.{split}", task[split])
     architecture = architecture_from(config["architecture"])
+    # The keys of adaptation may name no row that fits.
+    adaptations(config)
     for model in (model for model in trained(config) if model.name == model.base):
         settings = model.settings
         if model.parts[0].part:

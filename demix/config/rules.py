@@ -2,8 +2,9 @@
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache, cached_property, partial
 from glob import glob
 from itertools import chain
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from demix.config.architecture import architecture_from
 from demix.config.check import site_of
 from demix.config.contexts import POSITION_BINS, context_tables
-from demix.config.evaluated import evaluated, routed
+from demix.config.evaluated import Evaluated, evaluated, routed
 from demix.config.routed import section_of
 from demix.config.rows import DENSE_EXPERT
 from demix.config.run import config_fingerprint
@@ -43,7 +44,7 @@ def swept_rates(model: Model) -> list[str]:
 
 @dataclass(frozen=True)
 class RunRules:
-    """The files and options of the rules of one run. `config` is completed."""
+    """The files and options of the rules of one run. `config` is completed, and nobody changes it any more."""
 
     config: dict[str, Any]
 
@@ -134,11 +135,16 @@ class RunRules:
         folder = f"{self.run}/routing/{clustering}/{context}"
         return [f"{folder}/{domain}.{split}.parquet" for domain in domains for split in splits]
 
+    @cached_property
+    def evaluated(self) -> Callable[[str], tuple[Evaluated, ...]]:
+        """`demix.config.evaluated.evaluated` of a domain of this run. Several inputs of a rule ask for the same one."""
+        return cache(partial(evaluated, self.config))
+
     def evaluated_scores(self, domain: str) -> list[str]:
         """The score tables that the evaluation of a domain reads."""
         return [
             file
-            for table in evaluated(self.config, domain)
+            for table in self.evaluated(domain)
             for file in self.scores(table.folder, [domain], [*table.columns, "tokens"], table.splits)
         ]
 
@@ -165,7 +171,7 @@ class RunRules:
     def evaluated_routing(self, domain: str) -> list[str]:
         """The routing tables that the evaluation of a domain reads, and the clusterers that made them."""
         mixing = self.config["evaluation"]
-        sets = [some for table in evaluated(self.config, domain) for some in table.sets]
+        sets = [some for table in self.evaluated(domain) for some in table.sets]
         names = dict.fromkeys(some.routing for some in sets if some.routing)
         if not routed(self.config):
             return []

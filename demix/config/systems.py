@@ -5,7 +5,7 @@ names, and `adaptation` makes experts or models out of rows. Each trained model 
 `Adaptation`. Only this module makes and parses names of models.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -223,11 +223,10 @@ def made_of(model: str, weights: str) -> str:
     return f"{model}-{'average-{domain}' if weights == 'posterior' else weights}"
 
 
-def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
-    """All models of a run of a completed config.
+def trained(config: Mapping[str, Any]) -> tuple[Model, ...]:
+    """The models that a run of a completed config trains from scratch, or from a seed.
 
-    The order is: rows of `models` with the run's own seed, models trained without a domain, rows with further seeds,
-    models made by Dense-DAPT.
+    The order is: rows of `models` with the run's own seed, models trained without a domain, rows with further seeds.
     """
     training, novel = training_domains(config), novel_domains(config)
     first = [
@@ -276,6 +275,12 @@ def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
         for seed in further_seeds(config)
         for model in first
     ]
+    return (*first, *without, *again)
+
+
+def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
+    """All models of a run of a completed config: those that it trains, then those made by Dense-DAPT."""
+    known, training = trained(config), training_domains(config)
     made = [
         replace(
             adaptation.parent,
@@ -288,15 +293,10 @@ def planned(config: Mapping[str, Any]) -> tuple[Model, ...]:
             parent=adaptation.parent.name,
             adapted_to=adaptation.domain,
         )
-        for adaptation in _adaptations(config, first)
+        for adaptation in _adaptations(config, known)
         if not adaptation.adds_expert
     ]
-    return (*first, *without, *again, *made)
-
-
-def trained(config: Mapping[str, Any]) -> tuple[Model, ...]:
-    """The models that a run trains from scratch, or from a seed."""
-    return tuple(model for model in planned(config) if not model.adapted_to)
+    return (*known, *made)
 
 
 def learned_splits(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -316,7 +316,7 @@ def seeds(config: Mapping[str, Any], context: int) -> dict[tuple[str, int], Mode
 
 def adaptations(config: Mapping[str, Any]) -> tuple[Adaptation, ...]:
     """The adaptations of a run: for each novel domain DEMix-DAPT, then Dense-DAPT."""
-    return _adaptations(config, [model for model in trained(config) if model.name == model.row])
+    return _adaptations(config, trained(config))
 
 
 def adapted_model(config: Mapping[str, Any]) -> Model:
@@ -351,7 +351,8 @@ def _adapted_row(config: Mapping[str, Any]) -> str:
     return (config.get("adaptation") or {}).get("model") or "demix"
 
 
-def _adaptations(config: Mapping[str, Any], rows: list[Model]) -> tuple[Adaptation, ...]:
+def _adaptations(config: Mapping[str, Any], known: Sequence[Model]) -> tuple[Adaptation, ...]:
+    rows = [model for model in known if model.name == model.row and not model.removed]
     dense = _row(rows, dense_adapted_row(config), "adaptation.dense", experts=False)
     parents = (_row(rows, _adapted_row(config), "adaptation.model"), dense)
     return tuple(

@@ -29,17 +29,21 @@ class Producers:
                     patterns.setdefault(last, []).append((str(product.constant_prefix()), (rule, product)))
                 else:
                     self._named.setdefault(str(product), set()).add(rule)
+        self._found: dict[str, frozenset[Rule]] = {}
         self._patterns = {last: PrefixLookup(entries=entries) for last, entries in patterns.items()}
 
-    def match_producers(self, targetfile: str) -> "set[Rule]":
+    def match_producers(self, targetfile: str) -> "frozenset[Rule]":
         """The rules that have the given file as an output or a log."""
-        matching = {
-            rule
-            for last in {_last_part(targetfile), ""} & self._patterns.keys()
-            for _, (rule, product) in self._patterns[last].match_iter(targetfile)
-            if product.match(targetfile)
-        }
-        return self._named.get(targetfile, set()) | matching
+        # Many jobs read the same file.
+        if targetfile not in self._found:
+            matching = {
+                rule
+                for last in {_last_part(targetfile), ""} & self._patterns.keys()
+                for _, (rule, product) in self._patterns[last].match_iter(targetfile)
+                if product.match(targetfile)
+            }
+            self._found[targetfile] = frozenset(matching | self._named.get(targetfile, set()))
+        return self._found[targetfile]
 
 
 def _last_part(path: str) -> str:

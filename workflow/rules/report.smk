@@ -45,7 +45,7 @@ rule evaluate:
         settings=lambda wildcards: as_json(
             taken(MixingRecipe, config["evaluation"]),
             kind="training" if wildcards.domain in TRAINING else "novel",
-            tables=[asdict(table) for table in evaluated(config, wildcards.domain)],
+            tables=[asdict(table) for table in RULES.evaluated(wildcards.domain)],
             compared=[system.key for system in compared(config, wildcards.domain)],
             against=[(name, *system.key) for name, system in bases(config).items()],
             # A run without such pairs keeps its settings, and its evaluations.
