@@ -32,6 +32,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
+from peers import NanoGPT, hugging_face, mixtral_block, mixtral_inner
 from tables import show
 from torch import Tensor, nn
 
@@ -80,7 +81,7 @@ class Setting:
         if name == "matmul":
             return 4 * 2.0 * _matmul_side() ** 3
         if routed := sizes.routed:
-            expert = 6 * _mixtral_inner(sizes.width) if "mixtral" in name else 16 * sizes.width
+            expert = 6 * mixtral_inner(sizes.width) if "mixtral" in name else 16 * sizes.width
             return 3.0 * self.tokens * sizes.width * (routed.top_k * expert + 2 * routed.experts)
         return 3.0 * self.tokens * scoring_flops(replace(sizes, routed=ROUTED.get(name)), self.vocabulary, 1)
 
@@ -286,7 +287,8 @@ class PlainGPT(GPT):
 
 def _train_peer(name: str, setting: Setting, wait: Callable[[], None]) -> None:
     """nanoGPT's loop: autocast, the model compiled as a whole, clipping, fused AdamW. For both peers."""
-    model = (NanoGPT if name == "nanogpt" else hugging_face)(setting).to(DEVICE)
+    make = NanoGPT if name == "nanogpt" else hugging_face
+    model = make(setting.architecture, setting.vocabulary).to(DEVICE)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1, fused=True
     )
@@ -304,81 +306,15 @@ def _train_peer(name: str, setting: Setting, wait: Callable[[], None]) -> None:
         loss.item()
 
 
-class NanoBlock(nn.Module):
-    """nanoGPT's block, with the exact GELU that ours has."""
-
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, D = x.shape
-        q, k, v = (
-            part.view(B, T, self.heads, D // self.heads).transpose(1, 2)
-            for part in self.c_attn(self.ln_1(x)).split(D, dim=2)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.c_proj(mixed.transpose(1, 2).contiguous().view(B, T, D))
-        return x + self.mlp(self.ln_2(x))
-
-
-class NanoGPT(nn.Module):
-    """nanoGPT's model (github.com/karpathy/nanoGPT), without dropout: tied embeddings, logits and loss in forward."""
-
-    def __init__(self, setting: Setting):
-        super().__init__()
-        sizes = setting.architecture
-        self.wte, self.wpe = nn.Embedding(setting.vocabulary, sizes.width), nn.Embedding(sizes.context, sizes.width)
-        self.blocks = nn.ModuleList(NanoBlock(sizes.width, sizes.heads) for _ in range(sizes.layers))
-        self.ln_f = nn.LayerNorm(sizes.width)
-        self.lm_head = nn.Linear(sizes.width, setting.vocabulary, bias=False)
-        self.apply(lambda m: nn.init.normal_(m.weight, std=0.02) if isinstance(m, nn.Linear | nn.Embedding) else None)
-        self.lm_head.weight = self.wte.weight
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.lm_head(self.ln_f(x))
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
-
-
-def hugging_face(setting: Setting) -> nn.Module:
-    """transformers' GPT-2 of the setting's size, without dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = setting.architecture
-    config = GPT2Config(
-        vocab_size=setting.vocabulary, n_positions=sizes.context, n_embd=sizes.width, n_layer=sizes.layers,
-        n_head=sizes.heads, activation_function="gelu", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        use_cache=False, bos_token_id=None, eos_token_id=None, attn_implementation="sdpa",
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
-
-
-def _mixtral_inner(width: int) -> int:
-    """Units of an expert of three matrices with as many weights as one of two matrices and 4·D units, or few less."""
-    return 8 * width // 3 // 16 * 16
-
-
 def _pass_layer(name: str, setting: Setting, wait: Callable[[], None]) -> None:
     """Forward and backward of our routed layer in training, or of transformers' block of about as many weights."""
     routed, width, dtype = setting.architecture.routed, setting.architecture.width, compute_type(setting.precision)
     if name == "layer":
         layer: nn.Module = RoutedLayer(routed, width)
     else:
-        from transformers import MixtralConfig
-        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-
-        config = MixtralConfig(
-            hidden_size=width, intermediate_size=_mixtral_inner(width), num_local_experts=routed.experts,
-            num_experts_per_tok=routed.top_k, router_jitter_noise=0.0,
-        )  # fmt: skip
-        config._experts_implementation = name.removeprefix("mixtral ").split(",")[0]
-        layer = MixtralSparseMoeBlock(config).to(dtype if "weights in bf16" in name else torch.float32)
+        implementation = name.removeprefix("mixtral ").split(",")[0]
+        layer = mixtral_block(width, routed.experts, routed.top_k, implementation)
+        layer.to(dtype if "weights in bf16" in name else torch.float32)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.02)
     layer.to(DEVICE)
