@@ -21,8 +21,8 @@ from demix.model.layers import Attention, Auxiliary, KeyValues, attention_bias, 
 
 # How many rows of logits over the vocabulary exist at once. Few rows are fastest on a CPU; a GPU needs more.
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
-# How many of these rows a CPU normalises at once without gradients: as many as fit into its cache.
-NORMALISED_AT_ONCE = 128
+# Of how many logits in these rows a CPU takes the softmax at once: as many as fit into its cache.
+NORMALISED_AT_ONCE = 1 << 20
 # The input in place of a token that a masked model is to fill in. It has no entry in the vocabulary.
 MASKED = -1
 # Which tensors belong to one expert: those of its feedforwards, or all tensors of the model.
@@ -310,46 +310,45 @@ def _log_probabilities(
     log_p = torch.empty(len(states), dtype=exact, device=states.device)
     for_states = torch.empty_like(states) if needed[0] else None
     for_weight = torch.zeros_like(weight) if needed[1] else None
-    rows = ROWS_AT_ONCE[states.device.type]
-    # All chunks share one buffer, because allocating a buffer costs as much as filling it.
-    shape = (min(rows, len(states)), len(weight))
-    product = torch.empty(shape, dtype=states.dtype, device=states.device)
-    space = product if exact == states.dtype else torch.empty(shape, dtype=exact, device=states.device)
-    wide = space is not product and not any(needed)
-    if wide and states.device.type == "cpu":
+    on_cpu, rows = states.device.type == "cpu", ROWS_AT_ONCE[states.device.type]
+    wide = exact != states.dtype and not any(needed)
+    if wide and on_cpu:
         cast = cast.to(exact)
-    # One pass over the logits, where a GPU has no memory for a second buffer and a gradient needs exp of them.
-    normalised = (
-        None
-        if any(needed) or states.device.type != "cpu"
-        else torch.empty((min(NORMALISED_AT_ONCE, shape[0]), shape[1]), dtype=exact)
-    )
+    # All chunks share these buffers, because allocating a buffer costs as much as filling it.
+    product = states.new_empty((min(rows, len(states)), len(weight)), dtype=exact if wide else states.dtype)
+    some = min(rows, max(1, NORMALISED_AT_ONCE // len(weight))) if on_cpu else rows
+    # Without gradients a GPU has no memory for a second buffer.
+    apart = product.dtype != exact or (on_cpu and not any(needed))
+    space = torch.empty_like(product[:some], dtype=exact) if apart else None
     for first in range(0, len(states), rows):
-        chunk, target = states[first : first + rows], targets[first : first + rows, None]
-        logits = space[: len(chunk)]
+        chunk = states[first : first + rows]
+        logits = product[: len(chunk)]
         if wide:
             _mm_wide(chunk, cast, logits)
         else:
-            torch.mm(chunk, cast.T, out=product[: len(chunk)])
-            if space is not product:
-                logits.copy_(product[: len(chunk)])
-        if normalised is not None:
-            parts = zip(*(torch.split(each, NORMALISED_AT_ONCE) for each in (logits, target)), strict=True)
-            found = [torch.log_softmax(some, 1, out=normalised[: len(some)]).gather(1, ids) for some, ids in parts]
-            log_p[first : first + rows] = torch.cat(found).squeeze(1)
-            continue
-        of_target = logits.gather(1, target)
-        largest = logits.amax(1, keepdim=True)
-        total = logits.sub_(largest).exp_().sum(1, keepdim=True)
-        log_p[first : first + rows] = (of_target - largest - total.log()).squeeze(1)
-        if not any(needed):
-            continue
-        # The gradient of -log p with respect to the logits is softmax minus one-hot.
-        logits.div_(total).scatter_add_(1, target, torch.full_like(of_target, -1.0))
-        if factors is not None:
-            logits.mul_(factors[first : first + rows, None])
-        if space is not product:
-            logits = product[: len(chunk)].copy_(logits)
+            torch.mm(chunk, cast.T, out=logits)
+        for start in range(0, len(chunk), some):
+            part = logits[start : start + some]
+            place = slice(first + start, first + start + len(part))
+            target = targets[place, None]
+            exactly = part if space is None else space[: len(part)]
+            if on_cpu and not any(needed):
+                log_p[place] = torch.log_softmax(part, 1, out=exactly).gather(1, target).squeeze(1)
+                continue
+            if space is not None:
+                exactly.copy_(part)
+            of_target = exactly.gather(1, target)
+            largest = exactly.amax(1, keepdim=True)
+            total = exactly.sub_(largest).exp_().sum(1, keepdim=True)
+            log_p[place] = (of_target - largest - total.log()).squeeze(1)
+            if not any(needed):
+                continue
+            # The gradient of -log p with respect to the logits is softmax minus one-hot.
+            exactly.div_(total).scatter_add_(1, target, torch.full_like(of_target, -1.0))
+            if factors is not None:
+                exactly.mul_(factors[place, None])
+            if space is not None:
+                part.copy_(exactly)
         if for_states is not None:
             torch.mm(logits, cast, out=for_states[first : first + rows])
         if for_weight is not None and weight.dtype == states.dtype:

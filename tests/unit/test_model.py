@@ -115,6 +115,7 @@ UNIFORM_AND_NOT = [lambda found, factors: -0.3 * found.sum(), lambda found, fact
 @pytest.mark.parametrize("loss_of", UNIFORM_AND_NOT)
 def test_log_probabilities_have_the_gradients_that_differences_show(loss_of: Callable, monkeypatch) -> None:
     monkeypatch.setitem(gpt.ROWS_AT_ONCE, "cpu", 3)
+    monkeypatch.setattr(gpt, "NORMALISED_AT_ONCE", 2 * 5)
     states, weight, targets, factors = rows_of((8,), 5, torch.float64)
     for inputs in ((states, weight), (states, weight.detach()), (states.detach(), weight)):
         assert torch.autograd.gradcheck(
@@ -123,9 +124,12 @@ def test_log_probabilities_have_the_gradients_that_differences_show(loss_of: Cal
 
 
 @pytest.mark.parametrize("loss_of", UNIFORM_AND_NOT)
-@pytest.mark.parametrize("rows", [7, 512])
-def test_log_probabilities_in_chunks_equal_cross_entropy(rows: int, loss_of: Callable, monkeypatch) -> None:
+@pytest.mark.parametrize(("rows", "normalised"), [(7, 7), (7, 3), (512, 10), (512, 512)])
+def test_log_probabilities_in_chunks_equal_cross_entropy(
+    rows: int, normalised: int, loss_of: Callable, monkeypatch
+) -> None:
     monkeypatch.setitem(gpt.ROWS_AT_ONCE, "cpu", rows)
+    monkeypatch.setattr(gpt, "NORMALISED_AT_ONCE", normalised * 50)
     states, weight, targets, factors = rows_of((2, 4, 5), 50, torch.float32)
     model = GPT(dataclasses.replace(SMALL, width=6, heads=1), 50, ("a", "b"))
     model.token_embedding.data.copy_(weight.data)

@@ -13,13 +13,15 @@ from demix.model.gpt import GPT
 from demix.model.layers import demix as layer
 from demix.model.scoring import MOST_ON_GPU, expert_tokens_at_once, log_probabilities
 
+VOCABULARY = 50
+
 
 @contextmanager
 def at_once(monkeypatch: pytest.MonkeyPatch, rows: int) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(layer, "ROWS_AT_ONCE", rows)
         patch.setitem(module.ROWS_AT_ONCE, "cpu", 2 * rows)
-        patch.setattr(module, "NORMALISED_AT_ONCE", rows)
+        patch.setattr(module, "NORMALISED_AT_ONCE", rows * VOCABULARY)
         yield
 
 
@@ -29,11 +31,11 @@ def test_scores_are_those_of_the_pass_with_gradients(
     activation: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = Architecture(2, 16, 2, 12, activation=activation)
-    model = GPT(shape, 50, ("a", "b", "c")).double()
+    model = GPT(shape, VOCABULARY, ("a", "b", "c")).double()
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3
-    inputs, targets = torch.randint(50, (2, 1 if shared else 3, 3, 12), generator=generator)
+    inputs, targets = torch.randint(VOCABULARY, (2, 1 if shared else 3, 3, 12), generator=generator)
     found = {}
     # 36 rows of an expert and 108 of all: in one piece, in whole pieces, and with a short piece at the end.
     for rows in (0, 1000, 12, 7):
