@@ -117,12 +117,12 @@ def joined() -> Iterator[World]:
 
 
 class _Bucket:
-    """The gradients of several parameters in one flat tensor, which is sent as a whole.
+    """The gradients of several parameters in one flat tensor, which is sent to the ranks of `group` as a whole.
 
     With `counts` this rank adds the bucket to the gradient norm, in which each parameter counts once.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup | None, counts: bool):
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, counts: bool):
         self.parameters, self.group, self.counts, self.left = parameters, group, counts, 0
         self.flat = parameters[0].new_empty(sum(p.numel() for p in parameters))
         self.parts = [
@@ -134,19 +134,26 @@ class _Bucket:
 class GradientSync:
     """Sums gradients over the ranks that share a parameter, while backward still computes other gradients.
 
-    After the first backward of a step gradients are views into flat buckets. All ranks send the buckets in the same
-    fixed order. `sent` counts the bytes given to all-reduce since the start.
+    After the first backward of a step gradients that other ranks need are views into flat buckets. All ranks send the
+    buckets in the same fixed order. Gradients of parameters that this rank alone has stay where backward writes them.
+    `sent` counts the bytes given to all-reduce since the start.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], is_expert: Callable[[str], bool], world: World):
         self.world, self.sent = world, 0
         self.buckets: list[_Bucket] = []
+        self._parameters = list(parameters.values())
+        self._alone: list[nn.Parameter] = []
         self._pending: list[dist.Work] = []
         self._next, self._armed = 0, False
         self._handles: list[RemovableHandle] = []
         # Backward reaches the last layers first, so their gradients go into the first buckets.
         for expert, group in enumerate(world.groups):
-            for members in _bucketed([p for name, p in parameters.items() if is_expert(name) == expert][::-1]):
+            chosen = [p for name, p in parameters.items() if is_expert(name) == expert]
+            if group is None:
+                self._alone += chosen
+                continue
+            for members in _bucketed(chosen[::-1]):
                 bucket = _Bucket(members, group, world.writes_experts if expert else world.rank == 0)
                 self.buckets.append(bucket)
                 for parameter, part in zip(members, bucket.parts, strict=True):
@@ -155,9 +162,8 @@ class GradientSync:
 
     def zero(self) -> None:
         """Forget all gradients: the next backward writes them, which costs less than to add them to zeros."""
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                parameter.grad = None
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def begin(self) -> None:
         """Send each bucket as soon as the next backward fills it. Call this before the last backward of a step."""
@@ -167,9 +173,12 @@ class GradientSync:
 
     def finish(self) -> None:
         """Send the remaining buckets, and wait until every gradient is the sum over its ranks."""
+        # The loss does not depend on a parameter without a gradient.
+        for parameter in self._alone:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         for bucket in self.buckets[self._next :]:
             for parameter, part in zip(bucket.parameters, bucket.parts, strict=True):
-                # The loss does not depend on this one.
                 if parameter.grad is None:
                     parameter.grad = part.zero_()
             self._send(bucket)
@@ -184,13 +193,15 @@ class GradientSync:
         Returns the norm before clipping, equal on all ranks. Each expert counts once in the norm, however many
         ranks hold it. If the norm is not finite, the gradients stay as they are.
         """
-        square = _square([bucket.flat for bucket in self.buckets if bucket.counts])
+        alone = [parameter.grad for parameter in self._alone if parameter.grad is not None]
+        counted = [bucket.flat for bucket in self.buckets if bucket.counts]
+        square = _square([*counted, *(gradient.flatten() for gradient in alone)])
         norm: float = self.world.sum([square])[0] ** 0.5 / scale
         if norm == norm and norm != float("inf"):
             factor = min(1.0, most / (norm + 1e-6)) / scale
             if factor != 1.0:
-                for bucket in self.buckets:
-                    bucket.flat.mul_(factor)
+                for gradient in [*(bucket.flat for bucket in self.buckets), *alone]:
+                    gradient.mul_(factor)
         return norm
 
     def close(self) -> None:
@@ -212,9 +223,8 @@ class GradientSync:
         return filled
 
     def _send(self, bucket: _Bucket) -> None:
-        if bucket.group is not None:
-            self._pending.append(dist.all_reduce(bucket.flat, group=bucket.group, async_op=True))
-            self.sent += bucket.flat.numel() * bucket.flat.element_size()
+        self._pending.append(dist.all_reduce(bucket.flat, group=bucket.group, async_op=True))
+        self.sent += bucket.flat.numel() * bucket.flat.element_size()
 
 
 def _square(gradients: list[Tensor]) -> float:
