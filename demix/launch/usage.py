@@ -29,11 +29,14 @@ def note_usage() -> None:
             return
         # The 22nd field; the second, the name in parentheses, may hold spaces.
         begun = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        # `ru_maxrss` counts what held the memory before this program began, such as a copy of snakemake.
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        peak = int(status["VmHWM"].split()[0])
         own, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         values = {
             "s": time.clock_gettime(time.CLOCK_BOOTTIME) - begun,
             "cpu_time": own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime,
-            "max_rss": max(own.ru_maxrss, ended.ru_maxrss) / 1024,
+            "max_rss": max(peak, ended.ru_maxrss) / 1024,
         }
         # The last one: a run may lie below a folder of that name.
         place = len(log.parts) - 1 - log.parts[::-1].index("logs")
