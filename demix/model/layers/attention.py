@@ -9,6 +9,10 @@ from torch import Tensor, nn
 
 from demix.config.architecture import Architecture
 
+# Up to so many positions a CPU trains in bf16 by whole matrices of scores. Torch's own kernel, which holds a part of
+# them at a time, takes twice as long for 256.
+WHOLE_POSITIONS = 512
+
 
 class KeyValues:
     """The key-value cache of one layer, so that decoding computes each position once.
@@ -99,8 +103,29 @@ class Attention(nn.Module):
         causal = self.causal and bias is None and not (past and past.seen)
         if past:
             k, v = past.extended(k, v)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal)
+        whole = (
+            x.dtype == torch.bfloat16 and x.device.type == "cpu" and T <= WHOLE_POSITIONS and torch.is_grad_enabled()
+        )
+        if whole:
+            mixed = attend(q, k, v, bias, causal)
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal)
         return linear(mixed.transpose(1, 2).reshape(E, B, T, D), self.out.weight, self.out.bias)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    """What `F.scaled_dot_product_attention` returns for `q`, `k`, `v` [B, H, T, D], by products of whole matrices.
+
+    Scores are rounded to the type of `q`, and weights too.
+    """
+    B, H, T, D = q.shape
+    if bias is None:
+        bias = q.new_zeros(T, T)
+    if causal:
+        bias = bias.masked_fill(torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+    bias = bias.expand(B, H, T, T).flatten(0, 1)
+    scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=D**-0.5)
+    return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(B, H, T, D)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
