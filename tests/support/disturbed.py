@@ -25,7 +25,9 @@ SITE = {"memory_mb": 900, "ranks_per_node": 2, "minutes": 30, "grace_seconds": 2
 FOUR = {"ranks": 4, "replicas": {"parliament": 2, "scripture": 1, "licenses": 1}}
 
 
-def snakemake(folder: Path, config: dict, *arguments: str, profile: str = "slurm") -> subprocess.Popen:
+def snakemake(
+    folder: Path, config: dict, *arguments: str, profile: str = "slurm", environment: dict[str, str] = ENVIRONMENT
+) -> subprocess.Popen:
     """Start snakemake in `folder`, in a session of its own; what it prints goes to printed.log there."""
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     chosen = {"slurm": "--profile", "default": "--workflow-profile"}[profile]
@@ -37,7 +39,7 @@ def snakemake(folder: Path, config: dict, *arguments: str, profile: str = "slurm
         return subprocess.Popen(
             command,
             cwd=folder,
-            env=ENVIRONMENT,
+            env=environment,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from support.forks import FORKS
+from support.warm import warm
 
 REPOSITORY = Path(__file__).parents[2]
 # The commands of the environment that the tests run in, whether or not it is activated.
@@ -29,7 +30,7 @@ def ran(folder: Path, config: Path | str, *arguments: str) -> str:
     ]  # fmt: skip
     if "-n" in arguments:
         return planned(folder, command)
-    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, env=warm(ENVIRONMENT), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

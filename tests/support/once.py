@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from support.disturbed import REPOSITORY, TINY, printed, snakemake
+from support.disturbed import ENVIRONMENT, REPOSITORY, TINY, printed, snakemake
+from support.warm import warm
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
@@ -30,6 +31,7 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], obje
 def run_with_progress(folder: Path) -> None:
     """Run the whole workflow on the tiny config in `folder`, its progress shown."""
     (folder / "resources").symlink_to(REPOSITORY / "resources")
-    assert snakemake(folder, TINY, "--logger", "demix", profile="default").wait() == 0, printed(folder)
+    process = snakemake(folder, TINY, "--logger", "demix", profile="default", environment=warm(ENVIRONMENT))
+    assert process.wait() == 0, printed(folder)
     shown = printed(folder)
     assert re.search(r"\[ *\d+% done, \d+ of \d+ jobs, \d+:\d\d so far, .* left\] \w+", shown), shown
