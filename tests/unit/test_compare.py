@@ -339,11 +339,17 @@ def test_each_table_of_the_page_sorts_alone(both: Comparison, browser: webdriver
     _, _, training, novel, *_ = browser.find_elements("css selector", "table")
     before = novel.text
     heading = training.find_elements("css selector", "thead th")[1]
+
+    def numbers() -> list[float]:
+        cells = training.find_elements("css selector", "tbody tr td:nth-of-type(1)")
+        return [float(cell.text.split()[0]) for cell in cells]
+
     for turned in (False, True):
         heading.click()
-        cells = training.find_elements("css selector", "tbody tr td:nth-of-type(1)")
-        numbers = [float(cell.text.split()[0]) for cell in cells]
-        assert numbers == sorted(numbers, reverse=turned)
+        # The page sorts after it has handled the click.
+        WebDriverWait(browser, 30).until(
+            lambda _, turned=turned: numbers() == sorted(numbers(), reverse=turned), f"turned: {turned}"
+        )
     assert novel.text == before
     assert len(browser.find_elements("css selector", "[aria-sort]")) == 1
 
