@@ -36,10 +36,11 @@ variants: $(VENV)/installed
 
 # Tests that wait for processes and browsers leave room for one more worker than there are cores.
 WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-# Types are checked beside the tests: without its cache mypy takes a minute of one core.
-test: $(VENV)/installed-dev style
-	mypy --no-error-summary & types=$$!; \
-	pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder; tests=$$?; wait $$types && exit $$tests
+# Style and types are checked beside the tests: without its cache mypy takes a minute of one core. With $(MAKE) in it,
+# `make -n` would run this line.
+test: $(VENV)/installed-dev
+	make --no-print-directory lint & lint=$$!; \
+	pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder; tests=$$?; wait $$lint && exit $$tests
 
 # Disturbs trainings on a real SLURM in every way, in about half an hour. Needs root and the packages of .ci/run.
 test-slurm: $(VENV)/installed-dev

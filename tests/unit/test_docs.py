@@ -3,7 +3,6 @@
 import ast
 import functools
 import json
-import os
 import re
 import shlex
 import shutil
@@ -36,9 +35,10 @@ from demix.model.checkpoint import expert_names
 from demix.settings import settings_from
 from demix.train.adapt import Adaptation
 from support.cli import demix
-from support.dry_run import planned
+from support.dry_run import ENVIRONMENT, planned
 from support.models import write_model
 from support.synthetic_run import build_run
+from support.warm import warm
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -276,7 +276,6 @@ def test_own_data_is_run_and_a_text_gets_its_posterior(tmp_path: Path, monkeypat
     (folder / "texts" / "diary_2.txt").write_bytes("été déjà vu à la façon du garçon près de là".encode("latin-1"))
     monkeypatch.chdir(folder)
     (folder / "unknown.txt").write_text(" ".join(words_of("scripture")[9000:10000]))
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     init, *ran = [words for words in commands(REPOSITORY / "docs" / "own-data.md") if words[1] != "playground"]
     assert [words[:2] for words in ran] == [["demix", "config"], ["snakemake", "--configfile"], ["demix", "eval"]]
     config = demix(*["texts/diary_*.txt" if word == "texts/diary.txt" else word for word in init[1:-2]]).stdout
@@ -289,9 +288,7 @@ def test_own_data_is_run_and_a_text_gets_its_posterior(tmp_path: Path, monkeypat
     ran[2] = [*ran[2], "--json"]
     told = ""
     for words in ran:
-        done = subprocess.run(
-            words, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(words, cwd=folder, env=warm(ENVIRONMENT), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         told += done.stderr
     assert "diary: left out: 1 document not in UTF-8 (convert: iconv -f LATIN1 -t UTF-8 OLD > NEW)" in told
