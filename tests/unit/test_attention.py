@@ -61,19 +61,27 @@ def layer() -> Attention:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "gradients", "most", "whole"),
+    ("dtype", "gradients", "positions", "scores", "whole"),
     [
-        (torch.bfloat16, True, T, True),
-        (torch.bfloat16, True, T - 1, False),
-        (torch.bfloat16, False, T, False),
-        (torch.float32, True, T, False),
+        (torch.bfloat16, True, T, 2 * H * T * T, True),
+        (torch.bfloat16, True, T - 1, 2 * H * T * T, False),
+        (torch.bfloat16, True, T, 2 * H * T * T - 1, False),
+        (torch.bfloat16, False, T, 2 * H * T * T, False),
+        (torch.float32, True, T, 2 * H * T * T, False),
     ],
-    ids=["training", "longer", "scoring", "fp32"],
+    ids=["training", "longer", "larger", "scoring", "fp32"],
 )
 def test_training_in_bf16_alone_takes_it(
-    dtype: torch.dtype, gradients: bool, most: int, whole: bool, layer: Attention, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    gradients: bool,
+    positions: int,
+    scores: int,
+    whole: bool,
+    layer: Attention,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "WHOLE_POSITIONS", most)
+    monkeypatch.setattr(attention, "WHOLE_POSITIONS", positions)
+    monkeypatch.setattr(attention, "WHOLE_SCORES", scores)
     x = numbers(1, 2, T, H * D)
     with nullcontext() if gradients else torch.no_grad(), Operators() as seen:
         found = layer(x.to(dtype))

@@ -12,6 +12,8 @@ from demix.config.architecture import Architecture
 # Up to so many positions a CPU trains in bf16 by whole matrices of scores. Torch's own kernel, which holds a part of
 # them at a time, takes twice as long for 256.
 WHOLE_POSITIONS = 512
+# Not more scores than these exist at once, 256 MB in each layer with their softmax.
+WHOLE_SCORES = 1 << 26
 
 
 class KeyValues:
@@ -103,10 +105,8 @@ class Attention(nn.Module):
         causal = self.causal and bias is None and not (past and past.seen)
         if past:
             k, v = past.extended(k, v)
-        whole = (
-            x.dtype == torch.bfloat16 and x.device.type == "cpu" and T <= WHOLE_POSITIONS and torch.is_grad_enabled()
-        )
-        if whole:
+        trained = torch.is_grad_enabled() and x.device.type == "cpu" and x.dtype == torch.bfloat16
+        if trained and T <= WHOLE_POSITIONS and E * B * self.heads * T * T <= WHOLE_SCORES:
             mixed = attend(q, k, v, bias, causal)
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal)
@@ -116,14 +116,13 @@ class Attention(nn.Module):
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
     """What `F.scaled_dot_product_attention` returns for `q`, `k`, `v` [B, H, T, D], by products of whole matrices.
 
-    Scores are rounded to the type of `q`, and weights too.
+    `causal` is only for a `bias` of None. Scores are rounded to the type of `q`, and so are the weights of positions.
     """
     B, H, T, D = q.shape
     if bias is None:
-        bias = q.new_zeros(T, T)
-    if causal:
-        bias = bias.masked_fill(torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
-    bias = bias.expand(B, H, T, T).flatten(0, 1)
+        bias = q.new_full((T, T), -torch.inf).triu(1) if causal else q.new_zeros(T, T)
+    else:
+        bias = bias.expand(B, H, T, T).flatten(0, 1)
     scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=D**-0.5)
     return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(B, H, T, D)
 
