@@ -164,7 +164,7 @@ def _check_across(config: dict[str, Any]) -> None:
             if task[split]:
                 _check_source(f"config key tasks.{name}.{split}", task[split])
     architecture = architecture_from(config["architecture"])
-    # The keys of adaptation may name no row that fits.
+    # This refuses keys of `adaptation` that name no fitting row.
     adaptations(config)
     for model in (model for model in trained(config) if model.name == model.base):
         settings = model.settings

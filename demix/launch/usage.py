@@ -29,7 +29,7 @@ def note_usage() -> None:
             return
         # The 22nd field; the second, the name in parentheses, may hold spaces.
         begun = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        # `ru_maxrss` counts what held the memory before this program began, such as a copy of snakemake.
+        # `ru_maxrss` also counts the process as it was before this program began, such as a copy of snakemake.
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         peak = int(status["VmHWM"].split()[0])
         own, ended = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

@@ -1,9 +1,11 @@
 """The command `demix` for runs of the workflow, whose jobs fork one process that has imported what takes seconds."""
 
+import atexit
 import functools
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -14,8 +16,8 @@ from pathlib import Path
 from demix.files import is_alive
 from support.forks import FORKS
 
-# What stands in the PATH in place of the command. It has the streams, the folder and the environment of the job, hands
-# them to the process, and takes signals to the job and the exit status back.
+# The program that stands in the PATH in place of the command. It sends its streams, folder and environment to the
+# server, passes signals on to the job, and ends with the job's exit status.
 COMMAND = """#!{python} -IS
 import json, os, signal, socket, sys
 ours = socket.socket(socket.AF_UNIX)
@@ -32,7 +34,10 @@ sys.exit(int(answers.readline() or 1))
 
 
 def warm(environment: dict[str, str]) -> dict[str, str]:
-    """An environment with this command in place of the installed one. The process that it asks ends with this one."""
+    """`environment` with the command of this module in place of the installed one.
+
+    The server of the jobs ends with the process that calls this function.
+    """
     return environment | {"PATH": f"{_commands()}{os.pathsep}{environment['PATH']}"}
 
 
@@ -40,6 +45,7 @@ def warm(environment: dict[str, str]) -> dict[str, str]:
 def _commands() -> str:
     """The folder with the command."""
     folder = Path(tempfile.mkdtemp(prefix="demix-warm-"))
+    atexit.register(shutil.rmtree, folder)
     address = str(folder / "socket")
     command = folder / "demix"
     command.write_text(COMMAND.format(python=sys.executable, address=address))

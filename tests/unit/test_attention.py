@@ -71,7 +71,7 @@ def layer() -> Attention:
     ],
     ids=["training", "longer", "larger", "scoring", "fp32"],
 )
-def test_training_in_bf16_alone_takes_it(
+def test_only_training_in_bf16_takes_whole_matrices(
     dtype: torch.dtype,
     gradients: bool,
     positions: int,
