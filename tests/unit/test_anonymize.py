@@ -44,6 +44,7 @@ REPLACED = [
     ("+4915123456789", "<PHONE_NUMBER>"),
     ("0044 20 7946 0958", "<PHONE_NUMBER>"),
     ("(212) 555-0123 or 212.555.0123", "<PHONE_NUMBER> or <PHONE_NUMBER>"),
+    ("the help desk, (506)-234-7670, and (506).234.7670", "the help desk, <PHONE_NUMBER>, and <PHONE_NUMBER>"),
     ("212-555-0123 ext. 45, please", "<PHONE_NUMBER>, please"),
     ("020 7946 0958", "<PHONE_NUMBER>"),
     ("01.84.17.61.18", "<PHONE_NUMBER>"),
