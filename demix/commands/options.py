@@ -74,7 +74,7 @@ Prior = Annotated[
         "run, or a <domain>.priors.parquet.",
     ),
 ]
-TopK = Annotated[int | None, typer.Option("--top-k", min=1, help="Mix only this many likeliest experts at each token.")]
+TopK = Annotated[int | None, typer.Option("--top-k", min=1, help="Mix only this many likeliest experts at each token, and those of equal weight.")]
 Replicas = Annotated[str, typer.Option(help="Number of ranks of single domains, such as legal=2,novels=3.")]
 
 

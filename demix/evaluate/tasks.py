@@ -24,7 +24,7 @@ from demix.evaluate.columns import TASKS, table_schema
 from demix.evaluate.intervals import FEWEST, RESAMPLES, bounds
 from demix.evaluate.mix.choice import mixing_of
 from demix.evaluate.mix.logs import log_softmax
-from demix.evaluate.mix.mixtures import log_weights
+from demix.evaluate.mix.mixtures import keep_top, log_weights
 from demix.evaluate.mix.rules import Chunk, History, PriorAlone, Tempered, WeightsRule, weights_rule
 from demix.evaluate.task_tables import Scored, read_scored
 from demix.files import write_parquet
@@ -198,7 +198,7 @@ def likelihoods(one: Scored, routing: Routing, cue: Scored | None = None) -> np.
     scores = [np.concatenate(one.labels), *([] if cue is None else [np.concatenate(cue.labels)])]
     found = np.empty((len(routing.top_k), len(one.labels)))
     for row, top_k in zip(found, routing.top_k, strict=True):
-        kept = log_g if top_k is None else largest(log_g, top_k)
+        kept = log_g if top_k is None else keep_top(log_g, top_k)
         sums = [np.add.reduceat(np.logaddexp.reduce(kept + some, axis=1), starts) for some in scores]
         row[:] = sums[0] - sum(sums[1:])
     return found
@@ -217,15 +217,6 @@ def weights_of(one: Scored, routing: Routing) -> np.ndarray:
         log_g = log_weights(log_prior[None], evidence, routing.rule.uniform_start)
         found.append(log_g[0, len(one.context) :])
     return np.concatenate(found)
-
-
-def largest(log_g: np.ndarray, k: int) -> np.ndarray:
-    """The k largest weights of `log_g` [n, E] at each token and all that equal the least of them, renormalised.
-
-    Accuracies of few examples are often equal, and the order of experts must not choose among them.
-    """
-    least = np.partition(log_g, -k, axis=1)[:, -k, None]
-    return log_softmax(np.where(log_g >= least, log_g, -np.inf))
 
 
 def choice(found: np.ndarray, prompt: Prompt) -> int:

@@ -182,10 +182,9 @@ def posterior_by(
 def keep_top(log_weights: Tensor, k: int | None) -> Tensor:
     """The k largest of `log_weights` [..., E] at each token, renormalised; the others become -inf. None keeps all.
 
-    Among equal weights, those of the first experts are kept, as `demix.evaluate.mix.mixtures.keep_top` does.
+    Weights that equal the least of them are kept too, as by `demix.evaluate.mix.mixtures.keep_top`.
     """
     if k is None or k >= log_weights.shape[-1]:
         return log_weights
-    top = log_weights.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    kept = torch.full_like(log_weights, -torch.inf).scatter(-1, top, log_weights.gather(-1, top))
-    return kept.log_softmax(-1)
+    least = log_weights.topk(k).values[..., -1:]
+    return log_weights.where(log_weights >= least, -torch.inf).log_softmax(-1)

@@ -115,12 +115,13 @@ def log_mixtures(
     else:
         chosen, total = (np.empty((*priors.shape[:2], scores.shape[1])) for _ in range(2))
         for number in range(priors.shape[1]):
-            kept = _largest(priors[:, number, :, None] * support, top_k)
+            weights = np.ascontiguousarray((priors[:, number, :, None] * support).transpose(0, 2, 1))
+            kept = np.where(likeliest(weights, top_k), weights, 0.0).transpose(0, 2, 1)
             total[:, number] = kept.sum(axis=1)
             chosen[:, number] = np.einsum("bet,bet->bt", kept, likelihood)
     if uniform_start:
-        first = likelihood[:, :top_k, 0]
-        chosen[:, :, 0], total[:, :, 0] = first.sum(axis=1, keepdims=True), first.shape[1]
+        # Equal weights have no likeliest experts.
+        chosen[:, :, 0], total[:, :, 0] = likelihood[..., 0].sum(axis=1, keepdims=True), scores.shape[2]
     with np.errstate(divide="ignore", invalid="ignore"):
         mixed: np.ndarray = np.log(chosen / total) + highest
     lost = (chosen < _SMALL).any(axis=2)
@@ -133,24 +134,14 @@ def log_mixtures(
 
 
 def keep_top(log_g: np.ndarray, k: int) -> np.ndarray:
-    """The k largest weights of `log_g` [..., E] at each token, renormalised; the others become -inf.
+    """The `likeliest` weights of `log_g` [..., E] at each token, renormalised; the others become -inf."""
+    return log_softmax(np.where(likeliest(log_g, k), log_g, -np.inf))
 
-    Among equal weights, those of the first experts are kept.
+
+def likeliest(weights: np.ndarray, k: int) -> np.ndarray:
+    """Whether each of `weights` [..., E], or of their logarithms, is among the k largest or equals the least of these.
+
+    All equal ones are kept, so that the order of the experts never chooses among them.
     """
-    order = np.argsort(-log_g, axis=-1, kind="stable")
-    kept = np.full_like(log_g, -np.inf)
-    top = order[..., :k]
-    np.put_along_axis(kept, top, np.take_along_axis(log_g, top, axis=-1), axis=-1)
-    return log_softmax(kept)
-
-
-def _largest(weights: np.ndarray, k: int) -> np.ndarray:
-    """`weights` [B, E, T] with all but the k largest at each token set to 0. Among equal weights the first are kept."""
-    rows = np.ascontiguousarray(weights.transpose(0, 2, 1))
-    least = np.partition(rows, -k, axis=-1)[..., -k, None]
-    kept = rows >= least
-    tied = kept.sum(axis=-1) > k
-    if tied.any():
-        order = np.argsort(-rows[tied], axis=-1, kind="stable")
-        kept[tied] = np.argsort(order, axis=-1) < k
-    return np.where(kept, rows, 0.0).transpose(0, 2, 1)
+    kept: np.ndarray = weights >= np.partition(weights, -min(k, weights.shape[-1]), axis=-1)[..., -min(k, weights.shape[-1]), None]
+    return kept
