@@ -23,7 +23,7 @@ from demix.model.checkpoint import CPU, load_experts
 from demix.model.clusters import clusters_of
 from demix.model.description import read_mixing, run_of
 from demix.model.gpt import GPT
-from demix.model.merge import parse_weights, prior_weights
+from demix.model.merge import parse_weights, prior_weights, sum_of
 from demix.model.posterior import Posterior, by_distance, keep_top, posterior_by
 from demix.model.tokenizer import tokenizer_of
 
@@ -167,8 +167,10 @@ def log_prior_of(experts: Sequence[str], weights: dict[str, float]) -> Tensor:
             raise DemixError(f"prior of {name}", "names no expert of this model", cure)
         if not 0 <= weight < math.inf:
             raise DemixError(f"prior of {name}", f"is {weight}", "give a number of at least 0")
-    total = math.fsum(weights.values())
-    if not 0 < total < math.inf:
+    total = sum_of(weights)
+    if total == math.inf:
+        raise DemixError("prior", "has weights whose sum is more than a number holds", "give smaller weights")
+    if not total:
         raise DemixError("prior", "leaves every expert without weight", "give one expert a weight above 0")
     return torch.tensor([weights.get(name, 0.0) / total for name in experts], dtype=torch.float64).log()
 

@@ -93,7 +93,7 @@ def averaged(
     time. Raises DemixError for weights that are negative or do not sum to 1, and for an unknown or damaged expert.
     """
     refuse_routed(directory, "have no average")
-    _check_weights(weights)
+    refuse_weights(weights)
     # Zero times an infinite parameter would be NaN, so an expert with weight zero is left out.
     parents = {name: expert_lineage(directory, name) for name, weight in weights.items() if weight}
     files = {name: expert_files(directory, name)[1] for name in parents}
@@ -175,10 +175,19 @@ def prior_weights(path: Path, model: str, domain: str, experts: str, kind: str =
     return found
 
 
-def _check_weights(weights: Mapping[str, float]) -> None:
+def refuse_weights(weights: Mapping[str, float]) -> None:
+    """Raise DemixError for weights that are negative or do not sum to 1."""
     for name, weight in weights.items():
         if not weight >= 0:
             raise DemixError(f"weight of {name}", f"is {weight}", "give 0 or more")
-    total = math.fsum(weights.values())
+    total = sum_of(weights)
     if not abs(total - 1) <= 1e-6:
         raise DemixError("weights", f"sum to {total:.9g}", "give weights that sum to 1")
+
+
+def sum_of(weights: Mapping[str, float]) -> float:
+    """The sum of `weights`, infinite where it is more than a float holds."""
+    try:
+        return math.fsum(weights.values())
+    except OverflowError:
+        return math.inf

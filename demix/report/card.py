@@ -15,7 +15,7 @@ from demix.errors import DemixError, nearest
 from demix.files import read_json
 from demix.model.checkpoint import describe, expert_lineage, expert_names
 from demix.model.description import parent_of, read_description, read_lineage, run_of
-from demix.model.merge import learned_of
+from demix.model.merge import learned_of, refuse_weights
 from demix.model.merge_routed import BLOCKS
 from demix.model.usual import usual_of
 from demix.report.read import novel_domains, read_results, training_domains
@@ -110,6 +110,7 @@ def merged_card(directory: Path, weights: dict[str, float], name: str) -> str:
     """The card of the model `name` that averages the experts of the model in `directory` by `weights`."""
     # A folder that is no model is refused before an expert is missed in it.
     describe(directory)
+    refuse_weights(weights)
     parents = {expert: expert_lineage(directory, expert) for expert, weight in weights.items() if weight}
     about = (
         f"A dense model: the weighted average of {len(parents)} experts of the model "
@@ -351,8 +352,8 @@ def _shown(results: pd.DataFrame, config: dict[str, Any]) -> Iterator[str]:
         )
     yield (
         "Test perplexity by method (`docs/evaluation.md` says what each is). \\* an oracle, chosen on the test data. "
-        "The interval holds 95% of resamplings of the test documents, and nothing of another seed. It is left out "
-        "where there are fewer than 20."
+        "The interval holds 95% of resamplings of the test documents, and nothing of another seed. Where there are "
+        "fewer than 20, it is one within these documents, from resampling blocks of their text."
     )
     kinds = {"training": training_domains(config), "novel": novel_domains(config)}
     for name, rows in results.groupby("set", sort=False):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -296,6 +297,8 @@ def test_one_expert_alone_is_merged_to_the_bit(model: Path, tmp_path: Path) -> N
         ("law=0.5,news=0.4", r"sum to 0\.9; give weights that sum to 1"),
         ("law=1.5,news=-0.5", r"weight of news: is -0\.5"),
         ("law=nan,news=1", "weight of law: is nan"),
+        ("law=0", "weights: sum to 0; give"),
+        ("law=1e308,news=1e308", "weights: sum to inf; give"),
         ("law=0.5,law=0.5", "'law=0.5' is no weight"),
         ("law", "'law' is no weight"),
         ("law=half", "'law=half' is no weight"),
@@ -305,6 +308,10 @@ def test_one_expert_alone_is_merged_to_the_bit(model: Path, tmp_path: Path) -> N
 def test_wrong_weights_are_refused(model: Path, tmp_path: Path, weights: str, message: str) -> None:
     with pytest.raises(DemixError, match=message):
         merge_experts(model, parse_weights(weights), tmp_path / "merged")
+    # The command writes a card first.
+    error = demix("merge", model, "--weights", weights, "--output", tmp_path / "merged").exception
+    assert isinstance(error, DemixError)
+    assert re.search(message, str(error))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     with pytest.raises(DemixError, match="exists and is not empty"):
         merge_experts(model, {"law": 1.0}, model)

@@ -143,5 +143,6 @@ def likeliest(weights: np.ndarray, k: int) -> np.ndarray:
 
     All equal ones are kept, so that the order of the experts never chooses among them.
     """
-    kept: np.ndarray = weights >= np.partition(weights, -min(k, weights.shape[-1]), axis=-1)[..., -min(k, weights.shape[-1]), None]
+    place = -min(k, weights.shape[-1])
+    kept: np.ndarray = weights >= np.partition(weights, place, axis=-1)[..., place, None]
     return kept
