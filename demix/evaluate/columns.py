@@ -11,8 +11,8 @@ import pyarrow as pa
 # (document or block) and `temperature` what squared distances are divided by; the variant routing is the whole grid of
 # contexts, temperatures and top-k, and dev_temperature has the temperature and top-k chosen on dev. The methods
 # best_block and best_token are no mixtures but floors, in hindsight. `documents` counts documents of origin, `pieces`
-# what was scored of them: equal where none was cut. Bounds are of the 95% interval over documents of origin, null below
-# 20 of them.
+# what was scored of them: equal where none was cut. Bounds are of the 95% interval over documents of origin, or, below
+# 20 of them, over blocks of their text; null below 400 tokens.
 COLUMNS = {
     "model": pa.string(),
     "experts": pa.string(),

@@ -14,7 +14,7 @@ from demix.config.evaluation import MixingRecipe
 from demix.config.mixing import parsed_weights
 from demix.errors import DemixError
 from demix.evaluate.columns import COLUMNS, DIFFERENCES, LOSSES, POSTERIORS, PRIORS, table_schema
-from demix.evaluate.intervals import FEWEST, bounds, clustered, resampled_sums
+from demix.evaluate.intervals import bounds, resampled
 from demix.evaluate.losses import DocumentLosses, Mixture, dev_priors, document_losses
 from demix.evaluate.mix.choice import mixing_of, switching_on_dev
 from demix.evaluate.mix.mixtures import FLOORS
@@ -67,10 +67,11 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of results without its intervals, and the nll [D] by document that it sums up."""
+    """A row of results without its intervals, and the nll by document [D] and by stretch [S] that it sums up."""
 
     values: dict[str, Any]
     nll: np.ndarray
+    stretches: np.ndarray
 
 
 def evaluate_domain(
@@ -98,10 +99,10 @@ def evaluate_domain(
 
 def system_losses(
     scores: Path, domain: str, evaluation: Evaluation
-) -> tuple[DocumentLosses, dict[tuple[str, ...], np.ndarray]]:
-    """The documents of `domain`, and their losses [D] in nats by system: (model, experts, method, weights)."""
+) -> tuple[DocumentLosses, dict[tuple[str, ...], Row]]:
+    """The documents of `domain`, and the rows with their losses by system: (model, experts, method, weights)."""
     found = _mixed(scores, domain, evaluation, None)
-    return found.scored[0], {name: row.nll for row in found.rows if (name := _system(row, evaluation.seed))}
+    return found.scored[0], {name: row for row in found.rows if (name := _system(row, evaluation.seed))}
 
 
 class _Mixed(NamedTuple):
@@ -130,7 +131,7 @@ def _mixed(scores: Path, domain: str, evaluation: Evaluation, byte_lengths: np.n
         for some in table.sets:
             about |= {"experts": some.label, "method": "naive"}
         named = {"expert": column if table.sets else "", "weights": table.merged}
-        rows.append(_row(about, totals, totals.experts[column], **named))
+        rows.append(_row(about, totals, column, **named))
 
     def add_mixed(table: Evaluated) -> None:
         folder = scores / table.folder
@@ -209,7 +210,7 @@ def mix_experts(test: Path, mixture: Mixture, methods: Sequence[str]) -> tuple[l
     priors = dev_priors(dev, mixtures) if dev else {}
     totals = document_losses(test, mixture.experts, mixtures, priors, beside=beside_of(test.resolve(), mixtures))
     about = {"model": test.parent.name, "experts": ""}
-    rows = [_row(about | {"method": "expert"}, totals, nll, expert=name) for name, nll in totals.experts.items()]
+    rows = [_row(about | {"method": "expert"}, totals, name, expert=name) for name in totals.experts]
     rows += _mixture_rows([(each, "") for each in mixtures], about, totals, mixture.dev_blocks)
     found, _ = _with_intervals(rows, totals, {"domain": test.stem}, None)
     prior: list[float] = next((np.exp(value).tolist() for value in priors.values()), [])
@@ -233,7 +234,9 @@ def _traced(evaluation: Evaluation, some: ExpertSet) -> Mixture:
     return Mixture("updating", some.experts, "history", decay=evaluation.decay)
 
 
-def _row(about: dict[str, Any], totals: DocumentLosses, nll: np.ndarray, **more: Any) -> Row:
+def _row(about: dict[str, Any], totals: DocumentLosses, name: str | Mixture, **more: Any) -> Row:
+    """The row of the expert or the mixture `name`."""
+    nll = totals[name]
     tokens, summed = int(totals.tokens.sum()), float(nll.sum())
     scorer = f"masked, {totals.folds} folds" if totals.folds else "paper"
     values = {
@@ -243,7 +246,7 @@ def _row(about: dict[str, Any], totals: DocumentLosses, nll: np.ndarray, **more:
     }  # fmt: skip
     if totals.byte_count:
         values |= {"bytes": totals.byte_count, "bits_per_byte": float(summed / np.log(2) / totals.byte_count)}
-    return Row(about | values | more, nll)
+    return Row(about | values | more, nll, totals.stretches[name])
 
 
 def _expert_rows(
@@ -251,18 +254,17 @@ def _expert_rows(
 ) -> Iterator[Row]:
     """The naive expert, where all methods are asked for: a domain's own, else the best on test and that on dev."""
     if "naive" in some.methods:
-        nlls = {expert: totals.experts[expert] for expert in some.experts}
         naive = about | {"method": "naive"}
-        if domain in nlls:
-            yield _row(naive, totals, nlls[domain], expert=domain)
+        if domain in some.experts:
+            yield _row(naive, totals, domain, expert=domain)
         else:
-            best = min(nlls, key=lambda expert: nlls[expert].sum())
-            yield _row(naive, totals, nlls[best], expert=best, oracle=True, chosen_on="test")
+            best = min(some.experts, key=lambda expert: totals[expert].sum())
+            yield _row(naive, totals, best, expert=best, oracle=True, chosen_on="test")
             best = some.experts[int(dev.select(some.experts).scores.sum(axis=(0, 1)).argmax())]
-            yield _row(naive, totals, nlls[best], expert=best, variant="dev_choice", chosen_on="dev")
+            yield _row(naive, totals, best, expert=best, variant="dev_choice", chosen_on="dev")
         if some.alone:
-            for expert, nll in nlls.items():
-                yield _row(about | {"method": "expert"}, totals, nll, expert=expert)
+            for expert in some.experts:
+                yield _row(about | {"method": "expert"}, totals, expert, expert=expert)
 
 
 def _mixture_rows(
@@ -282,7 +284,7 @@ def _mixture_rows(
             more["decay"] = mixture.decay
         if mixture.method == "cached":
             more["dev_blocks"] = min(blocks_used(mixture.dev_blocks, mixture.scorer), scored)
-        yield _row(about, totals, totals.mixtures[mixture], **more)
+        yield _row(about, totals, mixture, **more)
 
 
 def _prior_rows(
@@ -341,12 +343,13 @@ def _with_intervals(
     """The rows with bounds of their perplexity, and the systems compared with others, all on the same resamples."""
     # By what was scored: the same documents are drawn for all models, seeds and runs.
     seed = seed_for(0, common["domain"], totals.sha256)
-    sums = clustered(np.stack([totals.tokens, *(row.nll for row in rows)]), totals.origins)
-    enough = sums.shape[1] >= FEWEST
-    tokens, *nlls = resampled_sums(sums, seed) if enough else np.empty((len(sums), 0))
+    by_document = np.stack([totals.tokens, *(row.nll for row in rows)])
+    by_stretch = np.stack([totals.stretched, *(row.stretches for row in rows)])
+    drawn = resampled(by_document, totals.origins, by_stretch, seed)
+    tokens, *nlls = np.empty((len(by_document), 0)) if drawn is None else drawn
     results, systems = [], {}
     for row, nll in zip(rows, nlls, strict=True):
-        low, high = bounds(np.exp(nll / tokens)) if enough else (None, None)
+        low, high = (None, None) if drawn is None else bounds(np.exp(nll / tokens))
         results.append(row.values | {"perplexity_low": low, "perplexity_high": high})
         # Differences are between models of one training each.
         if names := _system(row, common.get("seed")):
@@ -360,7 +363,7 @@ def _with_intervals(
                 "nats_per_token": (row.values["nll"] - base.values["nll"]) / row.values["tokens"],
                 "perplexity": row.values["perplexity"] - base.values["perplexity"],
             }
-            if enough:
+            if drawn is not None:
                 low, high = bounds((nll - base_nll) / tokens)
                 difference |= {"nats_per_token_low": low, "nats_per_token_high": high}
                 low, high = bounds(np.exp(nll / tokens) - np.exp(base_nll / tokens))

@@ -8,6 +8,7 @@ import numpy as np
 
 from demix.config.evaluation import DECAY
 from demix.errors import DemixError
+from demix.evaluate.intervals import stretch_tokens
 from demix.evaluate.mix.mixtures import FLOORS, floor, log_mixtures, mixing_rule
 from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior, log_prior_path, posterior_trace
 from demix.evaluate.mix.rules import DISTANCES, Chunk, PriorAlone, State, WeightsRule
@@ -18,6 +19,7 @@ from demix.evaluate.score_tables import (
     refuse_evidence,
     scored_folds,
     scored_sha256,
+    scored_tokens,
     stream_scores,
 )
 from demix.files.batches import counted
@@ -63,7 +65,9 @@ class DocumentLosses:
     numbers [D] are the documents' places in the split, ascending; tokens [D] says how many tokens of each were scored;
     origins [D] are equal for the pieces of one document.
     `byte_count` is that of the whole text, None without byte lengths. `sha256` is the hash of the token ids.
-    posteriors [B, E] are those after each block, of the mixture traced. `folds` is that of the score table.
+    posteriors [B, E] are those after each block, of the mixture traced. `folds` is that of the score table. `stretches`
+    are the losses [S] by expert and mixture of the text's stretches (`demix.evaluate.intervals`), `stretched` [S] their
+    tokens.
     """
 
     numbers: np.ndarray
@@ -74,7 +78,13 @@ class DocumentLosses:
     byte_count: int | None
     sha256: str
     posteriors: np.ndarray | None
+    stretched: np.ndarray
+    stretches: dict[str | Mixture, np.ndarray]
     folds: int = 0
+
+    def __getitem__(self, name: str | Mixture) -> np.ndarray:
+        """The losses [D] of an expert or a mixture."""
+        return self.experts[name] if isinstance(name, str) else self.mixtures[name]
 
 
 def dev_priors(dev: ScoreTable, mixtures: Iterable[Mixture]) -> dict[Mixture, np.ndarray]:
@@ -121,7 +131,9 @@ def document_losses(
     groups = _groups(mixtures)
     states: dict[_Group, State] = {}
     after: dict[_Path, np.ndarray] = {}
-    seen = 0
+    seen = read = 0
+    length = stretch_tokens(count := scored_tokens(directory))
+    stretches = np.zeros((len(experts) + len(mixtures) + len(floors), -(-count // length)))
     pieces, trace, byte_count = [], [], 0
     what, files = f"{directory.parent.name} on {directory.name}: tokens", [directory / "tokens.parquet"]
     stream = stream_scores(directory, experts, beside=beside)
@@ -130,7 +142,13 @@ def document_losses(
         parts = {some: _columns(chunk.scores, experts, some) for some in sets}
         log_priors = _updating(parts, chunk.mask, mixtures, after, seen) | _fixed(parts, mixtures, priors or {})
         seen += len(chunk.mask)
-        sums = [_by_document(chunk, chunk.scores.transpose(0, 2, 1))]
+        within = slice(read // length, -(-(read + len(chunk.documents)) // length))
+        cuts = [
+            np.flatnonzero(np.diff(chunk.documents, prepend=chunk.documents[0] - 1)),
+            np.maximum(np.arange(within.start, within.stop) * length - read, 0),
+        ]
+        read += len(chunk.documents)
+        sums = [_between(chunk, chunk.scores.transpose(0, 2, 1), cuts)]
         for group, by_top_k in groups.items():
             part, rule = parts[group.experts], group.rule
             if group not in states:
@@ -143,11 +161,13 @@ def document_losses(
             evidence, states[group] = rule.evidence(Chunk(part, chunk.mask, others), states[group])
             for top_k, members in by_top_k.items():
                 stacked = np.stack([log_priors[member] for member in members], axis=1)
-                sums.append(_by_document(chunk, log_mixtures(part, stacked, evidence, rule.uniform_start, top_k)))
+                sums.append(_between(chunk, log_mixtures(part, stacked, evidence, rule.uniform_start, top_k), cuts))
         for one in floors:
-            sums.append(_by_document(chunk, floor(parts[one.experts], one.method)[:, None]))
+            sums.append(_between(chunk, floor(parts[one.experts], one.method)[:, None], cuts))
+        by_document, by_stretch = (np.concatenate(some) for some in zip(*sums, strict=True))
+        stretches[:, within] -= by_stretch
         numbers, begins, counts = np.unique(chunk.documents, return_index=True, return_counts=True)
-        pieces.append((numbers, counts, chunk.origins[begins], np.concatenate(sums)))
+        pieces.append((numbers, counts, chunk.origins[begins], by_document))
         if byte_lengths is not None:
             if chunk.tokens.max() >= len(byte_lengths):
                 raise DemixError(directory, "has ids that the tokenizer lacks", "give the tokenizer.json of its run")
@@ -164,6 +184,7 @@ def document_losses(
         origins[places] = belong
         totals[:, places] -= summed
     ordered = [member for by_top_k in groups.values() for members in by_top_k.values() for member in members]
+    names: list[str | Mixture] = [*experts, *ordered, *floors]
     return DocumentLosses(
         every,
         tokens,
@@ -173,6 +194,8 @@ def document_losses(
         byte_count if byte_lengths is not None else None,
         scored_sha256(directory, experts),
         np.concatenate(trace) if trace else None,
+        np.minimum(length, count - np.arange(stretches.shape[1]) * length),
+        dict(zip(names, stretches, strict=True)),
         scored_folds(directory, experts),
     )
 
@@ -245,8 +268,7 @@ def _updating(
     return found
 
 
-def _by_document(chunk: Blocks, by_token: np.ndarray) -> np.ndarray:
-    """Sums [K, documents] of values [B, K, T] over the tokens of each document in a chunk."""
+def _between(chunk: Blocks, by_token: np.ndarray, cuts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Sums [K, C] of values [B, K, T] over the tokens of a chunk from each of C `cuts` to the next, by list of cuts."""
     rows = by_token.transpose(1, 0, 2).reshape(by_token.shape[1], -1)[:, : len(chunk.documents)]
-    starts = np.flatnonzero(np.diff(chunk.documents, prepend=chunk.documents[0] - 1))
-    return np.add.reduceat(rows, starts, axis=1)
+    return [np.add.reduceat(rows, starts, axis=1) for starts in cuts]

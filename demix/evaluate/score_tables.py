@@ -231,6 +231,11 @@ def scored_sha256(directory: Path, experts: Sequence[str]) -> str:
     return _footer(directory / f"{experts[0]}.parquet").tokens_sha256
 
 
+def scored_tokens(directory: Path) -> int:
+    """The number of scored tokens of a split."""
+    return _footer(directory / "tokens.parquet").rows
+
+
 def scored_folds(directory: Path, experts: Sequence[str]) -> int:
     """The number of passes in which a masked model filled in the tokens of each block; 0 for a causal model."""
     return int(_footer(directory / f"{experts[0]}.parquet").origin.get(b"folds", 0))

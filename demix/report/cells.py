@@ -31,10 +31,16 @@ WEIGHTS_NOTE = (
     "paper has neither 'tempered' (a sum over all earlier text, in which older tokens count less) nor 'switching' (a "
     "chain that may change its expert at each token; it is told the domain by a prior fitted on dev, as 'cached' is)."
 )
+# What an interval of a domain with fewer than 20 test documents is.
+WITHIN_NOTE = (
+    "It says what other text of the same documents could give. Other documents differ more, so that over documents the "
+    "interval would be wider."
+)
 INTERVAL_NOTE = (
-    "Below a perplexity its 95% interval from resampling the domain's test documents, each with all of its pieces, and "
-    "“–” where the domain has fewer than 20 documents. It says what other text of the domain could give, not what "
-    "another training could."
+    "Below a perplexity its 95% interval from resampling the domain's test documents, each with all of its pieces. It "
+    "says what other text of the domain could give, not what another training could. Where the domain has fewer than "
+    "20 documents, blocks of √N of its N tokens are resampled instead, within these documents. "
+    f"{WITHIN_NOTE} “–” where there is no interval, as for a text of fewer than 400 tokens."
 )
 # The columns of counts: documents of origin, and the pieces of them that are scored.
 COUNTED = {"Documents": "{:,.0f}", "Pieces": "{:,.0f}"}
@@ -124,7 +130,7 @@ def explained(beneath: pd.DataFrame, results: Results) -> tuple[pd.DataFrame | N
     if seeds > 1:
         return beneath, (f"Perplexities are means over {seeds} seeds, ± their standard deviation.",)
     some = beneath.apply(lambda column: column.str.startswith("[")).to_numpy().any()
-    few = "No domain has the 20 test documents that an interval over documents needs."
+    few = "No domain has the 20 test documents, or the 400 test tokens, that an interval needs."
     return (beneath, (INTERVAL_NOTE,)) if some else (None, (few,))
 
 

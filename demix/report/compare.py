@@ -5,9 +5,10 @@ run's own seed. The mean is over those domains that are of one kind in all runs.
 from the first run to another, in percent of the first run's.
 
 Its 95% interval is a paired bootstrap over documents. In each domain the documents are drawn anew, those of one origin
-together, and both runs take the same draws; domains are drawn independently of each other. Each resample gives the
-perplexities of all domains, their means and so the change, whose 2.5% and 97.5% quantiles are the bounds. By domain,
-the difference is in nats per token, as in differences.parquet: (loss of the run − loss of the first run) / tokens.
+together, or blocks of the text where documents are few (`demix.evaluate.intervals`), and both runs take the same draws;
+domains are drawn independently of each other. Each resample gives the perplexities of all domains, their means and so
+the change, whose 2.5% and 97.5% quantiles are the bounds. By domain, the difference is in nats per token, as in
+differences.parquet: (loss of the run − loss of the first run) / tokens.
 
 A pair has no interval, and the reason in its place, where the two runs did not score the same documents.
 """
@@ -28,7 +29,7 @@ from demix.config.mixing import parsed_weights
 from demix.config.run import read_run_config
 from demix.errors import DemixError, masked
 from demix.evaluate.domain import Evaluation, system_losses
-from demix.evaluate.intervals import FEWEST, bounds, clustered, resampled_sums
+from demix.evaluate.intervals import FEWEST_TOKENS, block_tokens, bounds, resampled
 from demix.files import digest, is_made, read_json, seed_for
 from demix.progress import progress
 from demix.report.all_tables import main_systems
@@ -39,7 +40,7 @@ from demix.settings import names_of
 PERPLEXITY, BITS = "perplexity", "bits_per_byte"
 # Why a pair of runs has no interval, or no difference at all.
 OTHER_TOKENIZER, OTHER_TOKENS, OTHER_DOCUMENTS = "other tokenizer", "other tokens", "other documents"
-NO_SCORES, OTHER_SCORES, FEW = "no score tables", "scored anew", f"under {FEWEST} documents"
+NO_SCORES, OTHER_SCORES, FEW = "no score tables", "scored anew", f"under {FEWEST_TOKENS} tokens"
 SYSTEM = ("model", "experts", "method", "weights")
 _MISSING = object()
 
@@ -49,7 +50,7 @@ class Sample:
     """The test documents of a domain under a run: tokens [D] and origins [D], and by system what came of them.
 
     `why` says why there are no documents. `nats` are the losses per token, `resampled` their values [R] over resamples,
-    without any for few documents.
+    without any for a short text. `block` is that of `demix.evaluate.intervals.block_tokens`.
     """
 
     sha256: str
@@ -58,6 +59,7 @@ class Sample:
     origins: np.ndarray = field(default_factory=lambda: np.empty(0))
     nats: dict[tuple[str, ...], float] = field(default_factory=dict)
     resampled: dict[tuple[str, ...], np.ndarray] = field(default_factory=dict)
+    block: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class Comparison:
     the base) and why (the reason why something is missing). What does not exist is NaN.
     `by_domain`: one row per domain, system and run but the first, with the columns nats, low and high.
     `curves`: one row per model and run with the last values of its metrics.
-    `domains` are those that are compared, by kind, and `left_out` those that not all runs have.
+    `domains` are those that are compared, by kind, and `left_out` those that not all runs have. `blocks` are the tokens
+    of the blocks that were resampled in domains of few documents.
     """
 
     runs: tuple[Run, ...]
@@ -100,6 +103,7 @@ class Comparison:
     curves: pd.DataFrame
     domains: dict[str, list[str]]
     left_out: tuple[str, ...]
+    blocks: dict[str, int]
 
 
 def compare(folders: Sequence[Path]) -> Comparison:
@@ -132,6 +136,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
         runs, _settings(runs), frame,
         pd.DataFrame(by_domain, columns=["kind", "domain", "system", "run", "nats", "low", "high"]),
         _curves(runs), {kind: names for kind, names in domains.items() if names}, left_out,
+        {name: sample.block for name, sample in runs[0].samples.items() if sample.block},
     )  # fmt: skip
 
 
@@ -232,20 +237,20 @@ def _sample(run: Run, kind: str, domain: str) -> Sample:
     if chosen:
         recipe["weights"] = tuple(name for name in weights if name != "switching")
     about = {"kind": kind, "tables": tuple(tables), "compared": (), "against": (), "seed": run.config["seed"]}
-    scored, nll = system_losses(scores, domain, Evaluation(**recipe, **about))
-    nll |= {key: nll[*key[:3], name] for key, name in chosen.items() if (*key[:3], name) in nll}
+    scored, lost = system_losses(scores, domain, Evaluation(**recipe, **about))
+    lost |= {key: lost[*key[:3], name] for key, name in chosen.items() if (*key[:3], name) in lost}
     told = {key: float(number) for key, number in rows["nll"].items() if key in wanted}
-    if scored.sha256 != sha256 or not all(key in nll and np.isclose(nll[key].sum(), told[key]) for key in told):
+    if scored.sha256 != sha256 or not all(key in lost and np.isclose(lost[key].nll.sum(), told[key]) for key in told):
         return Sample(sha256, OTHER_SCORES)
-    nll = {key: nll[key] for key in told}
-    nats = {key: float(losses.sum() / scored.tokens.sum()) for key, losses in nll.items()}
-    sums = clustered(np.stack([scored.tokens, *nll.values()]), scored.origins)
-    resampled = {}
-    if sums.shape[1] >= FEWEST:
-        # As in an evaluation: the same documents are drawn for all systems and runs.
-        tokens, *losses = resampled_sums(sums, seed_for(0, domain, sha256))
-        resampled = {key: one / tokens for key, one in zip(nll, losses, strict=True)}
-    return Sample(sha256, "", scored.tokens, scored.origins, nats, resampled)
+    found = {key: lost[key] for key in told}
+    nats = {key: float(row.nll.sum() / scored.tokens.sum()) for key, row in found.items()}
+    by_document = np.stack([scored.tokens, *(row.nll for row in found.values())])
+    by_stretch = np.stack([scored.stretched, *(row.stretches for row in found.values())])
+    # As in an evaluation: the same text is drawn for all systems and runs.
+    drawn = resampled(by_document, scored.origins, by_stretch, seed_for(0, domain, sha256))
+    by_system = {} if drawn is None else dict(zip(found, drawn[1:] / drawn[0], strict=True))
+    block = block_tokens(len(np.unique(scored.origins)), int(scored.tokens.sum()))
+    return Sample(sha256, "", scored.tokens, scored.origins, nats, by_system, block)
 
 
 def _why(runs: Sequence[Run], domain: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import vl_convert
 from demix.config.run import config_fingerprint
 from demix.files import write_text
 from demix.files.json_files import without_nan
+from demix.report.cells import WITHIN_NOTE
 from demix.report.compare import BITS, OTHER_TOKENIZER, PERPLEXITY, Comparison
 from demix.report.curves import training_curves
 from demix.report.figures import renumbered
@@ -101,6 +103,7 @@ def _systems(compared: Comparison, measure: str, kind: str, rows: pd.DataFrame) 
         "what another training could." if measure == PERPLEXITY
         else "Runs of different tokenizers have other tokens, so that no interval pairs them. For runs of the same "
         "tokenizer see perplexity.",
+        *_within(compared, domains),
         *(["* oracle: the best single token or expert, chosen on the test data."] if kind == "novel" else []),
         *(["Of a run with several seeds its own is shown, with ± the standard deviation over all."] if spread else []),
         *([f"Left out, since not all runs have them as the same kind: {', '.join(compared.left_out)}."]
@@ -116,6 +119,12 @@ def _systems(compared: Comparison, measure: str, kind: str, rows: pd.DataFrame) 
         | {f"{name}, change in %": "{:+.2f}" for name in others},
         beneath=pd.DataFrame(beneath),
     )
+
+
+def _within(compared: Comparison, domains: Iterable[str]) -> list[str]:
+    """What was resampled on those of `domains` that have few documents, as a note."""
+    few = [f"{name} ({compared.blocks[name]:,} tokens)" for name in domains if name in compared.blocks]
+    return [f"Within documents, by resampling blocks of their text: {', '.join(few)}. {WITHIN_NOTE}"] if few else []
 
 
 def _curves(compared: Comparison) -> Table:
@@ -150,7 +159,7 @@ def _by_domain(compared: Comparison) -> Table:
         f"The loss of a run less that of {compared.runs[0].name}, in nats per token of the domain’s test documents, "
         "and the bounds of its 95% interval. Negative is better.",
         frame,
-        notes=("Only where both runs scored the same documents, 20 or more.",),
+        notes=("Only where both runs scored the same documents.", *_within(compared, compared.blocks)),
         formats=dict.fromkeys(("Nats a token", "Low", "High"), "{:+.4f}"),
         long=True,
     )
@@ -190,7 +199,9 @@ def as_json(compared: Comparison) -> str:
     ]  # fmt: skip
     frames = {name: getattr(compared, name) for name in ("systems", "by_domain", "curves")}
     found = {"runs": runs, "settings": compared.settings.to_dict("index"), "domains": compared.domains}
-    found |= {"left_out": compared.left_out} | {name: frame.to_dict("records") for name, frame in frames.items()}
+    found |= {"left_out": compared.left_out, "blocks": compared.blocks} | {
+        name: frame.to_dict("records") for name, frame in frames.items()
+    }
     return json.dumps(without_nan(found), indent=2, ensure_ascii=False, allow_nan=False)
 
 

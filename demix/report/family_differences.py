@@ -6,7 +6,7 @@ import pandas as pd
 
 from demix.config.evaluated import balanced_pairs, by_distance, clustered, routed_weights
 from demix.report import read
-from demix.report.cells import always, kinds_of_domains, mean_of, percent
+from demix.report.cells import WITHIN_NOTE, always, kinds_of_domains, mean_of, percent
 from demix.report.read import Results, perplexities
 from demix.report.render import Table
 from demix.report.verdict import mean_interval
@@ -48,8 +48,9 @@ def family_differences_table(results: Results, differences: pd.DataFrame, config
         "interval of the domain is below zero (surely lower) or above.",
         frame,
         notes=(
-            "The interval of a mean is there where every domain has 20 test documents. One training each: seeds are "
-            "not in it.",
+            "The interval of a mean is there where every domain has one. Where a domain has fewer than 20 test "
+            f"documents, blocks of their text are resampled, within these documents. {WITHIN_NOTE} One training each: "
+            "seeds are not in it.",
         ),
         formats={name: "{:+.1f}" if name.endswith("%") else "{:.0f}" if ":" in name else "{:+.2f}" for name in frame},
         beneath=pd.DataFrame.from_dict(beneath, orient="index"),

@@ -12,7 +12,16 @@ from demix.errors import DemixError
 from demix.files.database import ask
 from demix.report import read
 from demix.report.affinity import affinities, relation_with_own, relations, with_overlap
-from demix.report.cells import COUNTED, INTERVAL_NOTE, POSTERIOR_MIXTURES, kinds_of_domains, lowest, mean_of, percent
+from demix.report.cells import (
+    COUNTED,
+    INTERVAL_NOTE,
+    POSTERIOR_MIXTURES,
+    WITHIN_NOTE,
+    kinds_of_domains,
+    lowest,
+    mean_of,
+    percent,
+)
 from demix.report.read import Results, grid, perplexities, training_domains
 from demix.report.render import Table
 
@@ -234,7 +243,10 @@ def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Tabl
         "from resampling the domain's test documents, the same ones for both. Negative: better than the other; an "
         "interval that leaves out zero: other documents would hardly turn it round.",
         frame,
-        notes=("“–” where the domain has fewer than 20 test documents. One training each: seeds are not in it.",),
+        notes=(
+            "Where a domain has fewer than 20 test documents, blocks of their text are resampled, within these "
+            f"documents. {WITHIN_NOTE} One training each: seeds are not in it.",
+        ),
         formats=formats | COUNTED,
         long=True,
     )

@@ -24,7 +24,7 @@ MIXING = {
 
 def make_run(
     folder: Path, run: str = "base", *, effect: int = 0, texts: dict[str, int] | None = None, origins: int = ORIGINS,
-    backwards: bool = False, tokenizer: str = "one", **changes: Any,
+    pieces: int = PIECES, backwards: bool = False, tokenizer: str = "one", **changes: Any,
 ) -> Path:  # fmt: skip
     """The folder of a finished run. `effect` seeds what its models learned, `texts` the documents of a domain.
 
@@ -43,7 +43,8 @@ def make_run(
             for split in table.splits:
                 place = folder / "scores" / table.folder / f"{domain}.{split}"
                 text = (texts or {}).get(domain, 0)
-                _score(place, table.columns, [text, *domain.encode(), *split.encode()], effect, origins, backwards)
+                about = [text, *domain.encode(), *split.encode()]
+                _score(place, table.columns, about, effect, origins, pieces, backwards)
         outputs = Outputs(*(
             folder / "evaluations" / f"{domain}.{name}parquet"
             for name in ("", "priors.", "differences.", "posteriors.", "losses.")
@@ -68,14 +69,14 @@ def make_run(
 
 
 def _score(
-    place: Path, columns: Sequence[str], text: list[int], effect: int, origins: int, backwards: bool
+    place: Path, columns: Sequence[str], text: list[int], effect: int, origins: int, pieces: int, backwards: bool
 ) -> None:  # fmt: skip
     words = np.random.default_rng(text)
-    lengths = words.integers(5, 30, PIECES)
+    lengths = words.integers(5, 30, pieces)
     ids = [words.integers(0, VOCABULARY, length) for length in lengths]
     hard = [words.exponential(3, length) for length in lengths]
-    of = np.arange(PIECES) * 7 % origins
-    order = np.arange(PIECES)[:: -1 if backwards else 1]
+    of = np.arange(pieces) * 7 % origins
+    order = np.arange(pieces)[:: -1 if backwards else 1]
     flat = np.concatenate([ids[piece] for piece in order]).astype(np.uint16)
     write_tokens(place, flat, np.cumsum([0, *lengths[order][:-1]]), BLOCK, of[order])
     for column in columns:

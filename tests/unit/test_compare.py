@@ -222,8 +222,31 @@ def test_why_there_is_no_interval(base: Path, other: Path, tmp_path: Path) -> No
         assert set(rows["why"]) == {why}
         assert rows["change"].notna().all()
         assert rows["change_low"].isna().all()
-    few = make_run(tmp_path / "few", origins=19)
-    assert set(systems(compare([few, copied(few, tmp_path / "same")]), run="other")["why"]) == {FEW}
+    short = make_run(tmp_path / "short", origins=19, pieces=15)
+    assert set(systems(compare([short, copied(short, tmp_path / "same")]), run="other")["why"]) == {FEW}
+
+
+def test_few_documents_have_intervals_of_blocks_within_them(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, name, effect=n, origins=3) for n, name in enumerate(("base", "other"))]
+    found = compare(runs)
+    assert systems(found, run="other")["change_low"].notna().all()
+    row = found.by_domain.set_index(["domain", "system"]).loc[("songs", "Dense (Balanced)")]
+    logs = [
+        pq.read_table(run / "scores" / "dense" / "songs.test" / "dense.parquet")["log_probability"].to_numpy()
+        for run in runs
+    ]
+    less = (logs[0] - logs[1]).astype(np.float64)
+    length = found.blocks["songs"]
+    assert length == pytest.approx(len(less) ** 0.5, abs=3)
+    generator, endless = np.random.default_rng(4), np.concatenate([less, less])
+    begins = generator.integers(len(less), size=(4000, -(-len(less) // length)))
+    means = endless[begins[..., None] + np.arange(length)].mean(axis=(1, 2))
+    low, high = np.quantile(means, [0.025, 0.975])
+    assert row["nats"] == pytest.approx(less.mean())
+    assert (row["low"], row["high"]) == pytest.approx((low, high), abs=0.1 * (high - low))
+    shown = " ".join(demix("compare", *runs).output.split())
+    assert f"Within documents, by resampling blocks of their text: songs ({length} tokens)." in shown
+    assert not compare([make_run(tmp_path / name) for name in ("one", "two")]).blocks
 
 
 def test_settings_that_differ(base: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from demix.data.tokenizer import Tokenizer, byte_lengths, gpt2_tokenizer, train_
 from demix.errors import DemixError
 from demix.evaluate.columns import COLUMNS
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
-from demix.evaluate.intervals import bounds, resampled_sums
+from demix.evaluate.intervals import bounds, resampled_blocks, resampled_sums, stretch_tokens
 from demix.evaluate.join import join
 from demix.evaluate.mix.choice import switching_on_dev, tempered_on_dev, write_mixing
 from demix.evaluate.mix.mixtures import mix
@@ -271,17 +271,18 @@ def test_losses_by_document_are_the_sums_of_the_score_tables(evaluated: Path) ->
                 np.testing.assert_allclose(part.nll, expected["sum"], rtol=1e-12)
 
 
-def test_fewer_than_20_documents_have_no_interval(tmp_path: Path) -> None:
-    write_run(tmp_path / "scores", "law", documents=19)
+def test_a_short_text_of_few_documents_has_no_interval(tmp_path: Path) -> None:
+    write_run(tmp_path / "scores", "law", documents=5)
     evaluate_domain(tmp_path / "scores", "law", evaluation("law"), outputs(tmp_path))
     found = pd.read_parquet(tmp_path / "results.parquet")
-    assert set(found.documents) == set(found.pieces) == {19}
+    assert set(found.documents) == set(found.pieces) == {5}
+    assert found.tokens.max() < 400
     assert found[["perplexity_low", "perplexity_high", "bytes", "bits_per_byte"]].isna().all(axis=None)
     assert pd.read_parquet(tmp_path / "differences.parquet").nats_per_token_low.isna().all()
 
 
 @pytest.mark.parametrize("whole", [19, 25])
-def test_pieces_of_a_document_are_drawn_together(tmp_path: Path, whole: int) -> None:
+def test_pieces_of_a_document_are_drawn_together_and_blocks_of_few_documents(tmp_path: Path, whole: int) -> None:
     write_run(tmp_path / "scores", "songs", documents=200, whole=whole)
     evaluate_domain(tmp_path / "scores", "songs", evaluation("songs"), outputs(tmp_path))
     results = pq.read_table(tmp_path / "results.parquet").to_pylist()
@@ -289,11 +290,19 @@ def test_pieces_of_a_document_are_drawn_together(tmp_path: Path, whole: int) -> 
     (row,) = (row for row in results if row["model"] == "dense")
     losses = pd.read_parquet(tmp_path / "losses.parquet").query("model == 'dense'")
     assert len(losses) == 200
-    by_origin = losses.groupby("origin", sort=False)[["tokens", "nll"]].sum()
     seed = seed_for(0, "songs", row["tokens_sha256"])
-    tokens, nll = resampled_sums(by_origin.to_numpy().T, seed)
+    if whole < 20:
+        scores = pd.read_parquet(tmp_path / "scores" / "dense" / "songs.test" / "dense.parquet").log_probability
+        starts = np.arange(0, len(scores), stretch_tokens(len(scores)))
+        sums = np.add.reduceat(np.stack([np.ones(len(scores)), -scores.astype("float64")]), starts, axis=1)
+        tokens, nll = resampled_blocks(sums, seed)
+        differences = pd.read_parquet(tmp_path / "differences.parquet")
+        assert differences[["nats_per_token_low", "perplexity_high"]].notna().all(axis=None)
+    else:
+        by_origin = losses.groupby("origin", sort=False)[["tokens", "nll"]].sum()
+        tokens, nll = resampled_sums(by_origin.to_numpy().T, seed)
     found = [row["perplexity_low"], row["perplexity_high"]]
-    assert found == ([None] * 2 if whole < 20 else pytest.approx(bounds(np.exp(nll / tokens)), rel=1e-12))
+    assert found == pytest.approx(bounds(np.exp(nll / tokens)), rel=1e-12)
 
 
 def test_evaluating_again_gives_the_same_bytes(evaluated: Path, tmp_path: Path) -> None:

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 from scipy.stats import bootstrap
 
-from demix.evaluate.intervals import bounds, clustered, resampled_sums
+from demix.evaluate.intervals import (
+    STRETCHES,
+    block_tokens,
+    bounds,
+    clustered,
+    resampled,
+    resampled_blocks,
+    resampled_sums,
+    stretch_tokens,
+)
 
 
 def test_intervals_are_those_of_scipy() -> None:
@@ -44,3 +53,66 @@ def test_clusters_stand_in_the_order_of_their_first_pieces() -> None:
     sums = np.array([[1.0, 2.0, 4.0, 8.0], [0.0, 1.0, 0.0, 3.0]])
     assert clustered(sums, np.array([9, 2, 9, 5])).tolist() == [[5.0, 2.0, 8.0], [0.0, 1.0, 3.0]]
     assert clustered(sums, np.arange(4)).tolist() == sums.tolist()
+
+
+def by_stretch(values: np.ndarray) -> np.ndarray:
+    """The number and the sum [2, S] of `values` [N] by stretch of a text of N tokens."""
+    starts = np.arange(0, len(values), stretch_tokens(len(values)))
+    return np.add.reduceat(np.stack([np.ones(len(values)), values]), starts, axis=1)
+
+
+def autoregressive(tokens: int, texts: int, share: float) -> np.ndarray:
+    """Losses [texts, tokens] about 0, each `share` of the one before and a new part."""
+    noise = np.random.default_rng(3).normal(size=(texts, tokens + 100))
+    found = np.zeros_like(noise)
+    for place in range(1, noise.shape[1]):
+        found[:, place] = share * found[:, place - 1] + noise[:, place]
+    return found[:, 100:]
+
+
+def test_blocks_cover_the_mean_of_a_text_whose_tokens_depend_on_each_other() -> None:
+    covered = {"blocks": 0, "tokens": 0}
+    texts = autoregressive(4096, 200, 0.8)
+    for number, text in enumerate(texts):
+        tokens, nll = resampled_blocks(by_stretch(text), number, 400)
+        low, high = bounds(nll / tokens)
+        covered["blocks"] += low <= 0 <= high
+        single = resampled_sums(np.stack([np.ones(512), text[:512]]), number, 400)
+        low, high = bounds(single[1] / single[0])
+        covered["tokens"] += low <= 0 <= high
+    assert 0.90 <= covered["blocks"] / len(texts) <= 0.99
+    assert covered["tokens"] / len(texts) < 0.65
+
+
+@pytest.mark.parametrize("tokens", [400, 3000])
+def test_block_intervals_are_those_of_a_plain_loop(tokens: int) -> None:
+    (text,) = autoregressive(tokens, 1, 0.5)
+    length, generator = STRETCHES * stretch_tokens(tokens), np.random.default_rng(1)
+    assert length == pytest.approx(tokens**0.5, rel=0.1)
+    count, endless = -(-tokens // length), np.concatenate([text, text])
+    means = []
+    for _ in range(4000):
+        begins = stretch_tokens(tokens) * generator.integers(-(-tokens // stretch_tokens(tokens)), size=count)
+        means.append(np.mean([endless[begin : begin + length].mean() for begin in begins]))
+    drawn, nll = resampled_blocks(by_stretch(text), seed=2, resamples=4000)
+    low, high = np.quantile(means, [0.025, 0.975])
+    assert bounds(nll / drawn) == pytest.approx((low, high), abs=0.06 * (high - low))
+    # By the formula of Politis and Romano, where blocks begin at every stretch and the text is whole stretches.
+    if tokens % stretch_tokens(tokens) == 0:
+        sums = by_stretch(text)[1]
+        blocks = [np.take(sums, range(n, n + STRETCHES), mode="wrap").sum() / length for n in range(len(sums))]
+        assert np.var(nll / drawn) == pytest.approx(np.var(blocks) / count, rel=0.1)
+
+
+def test_what_is_drawn() -> None:
+    """Documents where there are 20; else blocks; nothing of a text of fewer than 400 tokens."""
+    (text,) = autoregressive(800, 1, 0.5)
+    stretches = by_stretch(text)
+    for documents in (1, 19, 20, 40):
+        origins = np.arange(80) % documents
+        sums = np.stack([np.full(80, 10.0), text.reshape(80, 10).sum(axis=1)])
+        found = resampled(sums, origins, stretches, 7)
+        expected = resampled_blocks(stretches, 7) if documents < 20 else resampled_sums(clustered(sums, origins), 7)
+        assert (found == expected).all()
+    assert resampled(sums[:, :39], origins[:39] % 19, by_stretch(text[:390]), 7) is None
+    assert [block_tokens(*some) for some in ((20, 800), (19, 800), (1, 399), (1, 400))] == [0, 28, 0, 20]

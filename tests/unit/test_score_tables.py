@@ -11,6 +11,7 @@ from scipy.special import logsumexp
 
 from demix.config.mixing import METHODS
 from demix.errors import DemixError
+from demix.evaluate.intervals import stretch_tokens
 from demix.evaluate.losses import Mixture, dev_priors, document_losses
 from demix.evaluate.mix.mixtures import mix
 from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior
@@ -87,9 +88,14 @@ def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: i
         assert test.tokens > 2 * (1 << 14)
     numbers = pq.read_table(tmp_path / "x.test" / "tokens.parquet")["document"].to_numpy()
     assert totals.tokens.tolist() == np.bincount(numbers).tolist()
+    length = stretch_tokens(test.tokens)
+    stretches = np.arange(test.tokens) // length
+    assert totals.stretched.tolist() == np.bincount(stretches).tolist()
     for expert, nll in totals.experts.items():
         column = pq.read_table(tmp_path / "x.test" / f"{expert}.parquet")["log_probability"].to_numpy()
         np.testing.assert_allclose(nll, np.bincount(numbers, -column.astype(np.float64)), rtol=1e-12)
+        by_stretch = np.bincount(stretches, -column.astype(np.float64))
+        np.testing.assert_allclose(totals.stretches[expert], by_stretch, rtol=1e-12)
     for mixture in mixtures if documents < 2500 else mixtures[:: len(METHODS) + 1]:
         part, part_dev = test.select(mixture.experts), dev.select(mixture.experts)
         rules = {"decay": mixture.decay, "scorer": mixture.scorer}
@@ -100,8 +106,9 @@ def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: i
         mixed = mix(
             part.scores, part.mask, mixture.method, mixture.weights, log_prior=prior, top_k=mixture.top_k, **rules
         )
-        expected = np.bincount(numbers, -mixed[part.mask])
-        np.testing.assert_allclose(totals.mixtures[mixture], expected, rtol=1e-10, err_msg=str(mixture))
+        for found, of in ((totals[mixture], numbers), (totals.stretches[mixture], stretches)):
+            expected = np.bincount(of, -mixed[part.mask])
+            np.testing.assert_allclose(found, expected, rtol=1e-10, err_msg=str(mixture))
     assert totals.posteriors.shape == (len(test.mask), 3)
 
 

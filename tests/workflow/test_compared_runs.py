@@ -25,6 +25,6 @@ def test_a_copy_differs_in_nothing_but_what_its_config_says(
     assert (rows["change"] == 0).all()
     assert {"DEMix (cached prior)", "DEMix, all experts (cached)", "+ Domain Token"} <= set(rows["system"])
     # Score tables are read back to the numbers of results.parquet, whatever there is to resample.
-    assert set(rows["why"]) <= {"", "under 20 documents"}
+    assert set(rows["why"]) <= {"", "under 400 tokens"}
     assert (found.curves.groupby("model")["loss"].nunique() == 1).all()
     assert "DEMix (cached prior)" in as_markdown(found)
