@@ -74,7 +74,10 @@ Prior = Annotated[
         "run, or a <domain>.priors.parquet.",
     ),
 ]
-TopK = Annotated[int | None, typer.Option("--top-k", min=1, help="Mix only this many likeliest experts at each token, and those of equal weight.")]
+TopK = Annotated[
+    int | None,
+    typer.Option("--top-k", min=1, help="Mix only this many likeliest experts at each token, and equal ones."),
+]
 Replicas = Annotated[str, typer.Option(help="Number of ranks of single domains, such as legal=2,novels=3.")]
 
 

@@ -80,8 +80,13 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
 @app.command("eval")
 def evaluate_own(
     model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
-    text: Annotated[
-        Path, typer.Argument(help="A text file, or a file of documents in any format of a domain's source.")
+    texts: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="TEXT…",
+            help="Text files, or files of documents in any format of a domain's source, or folders of such; - is "
+            "standard input. Of several files, a table with a line for each.",
+        ),
     ],
     dev: Annotated[
         Path | None, typer.Option(help="Other text of the same kind, from which the cached prior is computed.")
@@ -90,21 +95,27 @@ def evaluate_own(
     field: Annotated[str, typer.Option(help="The field that holds the text, in a file of records.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Print the perplexity of your own text by expert and by mixing method, and the expert whose domain is nearest."""
+    """Print whose domain is nearest to your own text, and its perplexity by expert and by mixing method."""
     import dataclasses
     import json
 
-    from demix.evaluate.own_text import evaluate_text, remarks, tables
+    from demix.evaluate.own_text import FILES_NOTE, evaluate_texts, files_table, headline, remarks, tables
     from demix.files.json_files import without_nan
 
     # Reading the text logs the steps of a data stage, which are noise here.
     logging.getLogger("demix").setLevel(logging.WARNING)
-    found = evaluate_text(model, text, tokenizer, dev, field)
+    found = list(evaluate_texts(model, texts, tokenizer, dev, field))
+    several = len(found) > 1 or texts[0].is_dir()
     if as_json:
-        print(json.dumps(without_nan(dataclasses.asdict(found)), indent=2, ensure_ascii=False, allow_nan=False))
-    else:
-        for shown in (*tables(found), *remarks(found)):
-            terminal().print(shown)
+        told = without_nan([dataclasses.asdict(one) for one in found])
+        print(json.dumps(told if several else told[0], indent=2, ensure_ascii=False, allow_nan=False))
+        return
+    answers = (
+        [files_table(found), FILES_NOTE] if several else [headline(found[0]), *tables(found[0]), *remarks(found[0])]
+    )
+    for part in answers:
+        if part:
+            terminal().print(part)
 
 
 @app.command()
@@ -136,10 +147,11 @@ def mix(
 
     from demix.config.mixing import parsed_weights
     from demix.evaluate.domain import mix_experts
+    from demix.evaluate.intervals import block_tokens
     from demix.evaluate.losses import Mixture
 
-    chosen = experts.split(",") if experts else [path.stem for path in sorted(scores.glob("*.parquet"))]
-    chosen = [name for name in chosen if name != "tokens"]
+    scored = [path.stem for path in sorted(scores.glob("*.parquet")) if path.stem != "tokens"]
+    chosen = experts.split(",") if experts else scored
     rule = int(weights) if weights.isdecimal() else weights
     try:
         parsed_weights(rule or "history")
@@ -156,7 +168,10 @@ def mix(
         weight = f"{prior[row['expert']]:.4f}" if row["expert"] in prior else ""
         table.add_row(row["expert"] or row["method"], f"{row['perplexity']:.2f}", bounds, weight)
     terminal().print(table)
-    print(f"{rows[0]['tokens']:,} tokens of {rows[0]['documents']:,} documents; no interval below 20 documents")
+    tokens, documents = rows[0]["tokens"], rows[0]["documents"]
+    block = block_tokens(documents, tokens)
+    drawn = f"; intervals are within these documents, from blocks of {block:,} tokens" if block else ""
+    print(f"{tokens:,} tokens of {documents:,} documents{drawn}")
 
 
 @app.command()
@@ -256,10 +271,13 @@ def generate(
     tokenizer: Tokens = None,
 ) -> None:
     """Continue a prompt with a mixture of experts. In a terminal, the posterior over experts follows the text."""
+    from demix.data.text import SURROGATE
     from demix.generate.terminal import continued, posterior_table
     from demix.model.decode import named_prior, open_model, posterior_of, weights_of
     from demix.model.scoring import columns_of
 
+    if SURROGATE.search(prompt):
+        raise DemixError("--prompt", "is not UTF-8", "give it in UTF-8")
     trunks, encoder = open_model(model, experts.split(",") if experts else None, tokenizer)
     names = columns_of(trunks)
     rule = weights_of(weights, model)

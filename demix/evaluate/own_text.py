@@ -3,7 +3,8 @@
 import codecs
 import glob
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,14 +16,17 @@ from demix.config.evaluation import DECAY
 from demix.config.run import read_run_config
 from demix.config.systems import folder_of, row_of
 from demix.data.anonymize import anonymize_documents
+from demix.data.readers import MAX_DOCUMENT_BYTES, TO_UTF8
 from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.sources import Source, download
+from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.mix.choice import mixing_of, switching_on_dev
 from demix.evaluate.mix.mixtures import log_weights, mix
 from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior, updating_log_priors
-from demix.evaluate.mix.rules import Chunk, Cluster, History
+from demix.evaluate.mix.rules import Chunk, Cluster, History, Tempered
 from demix.evaluate.score_tables import ScoreTable
+from demix.files import read_parquet
 from demix.model.checkpoint import load_experts, refuse_masked
 from demix.model.clusters import clusters_of, has_clusters
 from demix.model.description import Usual, run_of
@@ -40,7 +44,10 @@ DEV_BLOCKS = 100
 # In the sample, the best expert needs more than this many times its usual bits per byte on 2% of the test documents of
 # the domains that its model has learned, and on 57% of those of other domains.
 UNLIKE = 1.25
-DENSE_OF_RUN = "dense model of the run"
+DENSE_OF_RUN, TEMPERED = "dense model of the run", "tempered (uniform prior)"
+# Of 84 texts of no domain that the sample's experts know, the best expert of the first 200 tokens is that of the whole
+# text in 89%, of the first 50 in 60%. (Of texts of the domains that they know, 25 tokens tell the domain in 96%.)
+FEW_TOKENS = 200
 NO_TEXT = ("holds no text", "name a file that contains text")
 # A file with any other suffix is one document of plain text.
 PLAIN = {".jsonl", ".json", ".csv", ".txt"}
@@ -77,10 +84,11 @@ class OwnText:
     """The result of `evaluate_text`: sizes of the text, and figures of mixtures (none for one expert) and experts.
 
     The mixtures include the dense model of the model's run, where there is one. `unlike` says whether the best expert
-    needs more than `UNLIKE` times its usual bits per byte, None where those are unknown.
+    needs more than `UNLIKE` times its usual bits per byte, None where those are unknown. `text` names the text.
     """
 
     model: str
+    text: str
     documents: int
     tokens: int
     bytes: int
@@ -88,6 +96,11 @@ class OwnText:
     mixtures: tuple[Line, ...]
     experts: tuple[ExpertLine, ...]
     unlike: bool | None
+
+    @property
+    def by_mixture(self) -> dict[str, float]:
+        """The perplexity by name of the mixture."""
+        return {line.name: line.perplexity for line in self.mixtures}
 
     @property
     def ranked(self) -> list[ExpertLine]:
@@ -98,60 +111,104 @@ class OwnText:
 def evaluate_text(
     model: Path, text: Path, tokenizer: Path | None = None, dev: Path | None = None, field: str = "text"
 ) -> OwnText:
-    """Perplexity and bits per byte of `text` under each expert of `model` and under each method that mixes them.
+    """The figures of one text; see `evaluate_texts`."""
+    (found,) = evaluate_texts(model, [text], tokenizer, dev, field)
+    return found
 
-    The text is read, tokenized and cut into blocks like the text of a domain, but it is not anonymized. A file whose
-    format is not among STRUCTURED is one document of plain text. All experts score the text in one pass; experts that
-    are whole models do so one after the other. `tempered`, with the model's parameters, is the default rule; `cluster`
-    is there where the model's run has a clustering; the paper's mixtures use `history` weights and the decay DECAY.
-    `field` holds the text in a file of records.
 
-    With `dev`, a text from the same domain, the mixtures include the cached and fitted priors of its first DEV_BLOCKS
-    blocks, and `switching`. Raises DemixError if a file is missing or holds no text, or if the tokenizer is not the
-    model's.
+def evaluate_texts(
+    model: Path, texts: Sequence[Path], tokenizer: Path | None = None, dev: Path | None = None, field: str = "text"
+) -> Iterator[OwnText]:
+    """Perplexity and bits per byte of each of `texts` under each expert of `model` and each method that mixes them.
+
+    The model is loaded once. A text is read, tokenized and cut into blocks like the text of a domain, but it is not
+    anonymized. A file whose format is not among STRUCTURED is one document of plain text. All experts score a text in
+    one pass; experts that are whole models do so one after the other. `tempered`, with the model's parameters, is the
+    default rule; `cluster` is there where the model's run has a clustering; the paper's mixtures use `history` weights
+    and the decay DECAY. `field` holds the text in a file of records.
+
+    Of a folder all files are read, and a stream (a pipe, or `-`, standard input) like a file of plain text, within the
+    bound of one document. With `dev`, a text from the same domain, the mixtures include the cached and fitted priors of
+    its first DEV_BLOCKS blocks, and `switching`. Raises DemixError if a file is missing or holds no text, or if the
+    tokenizer is not the model's.
     """
     refuse_masked(model, "says nothing of a text that is not masked")
     tokenizer, encoder = tokenizer_of(model, tokenizer)
-    for file in (text, *([dev] if dev else [])):
-        _refuse_unreadable(file)
+    texts = files_of(texts)
+    for file in (*texts, *([dev] if dev else [])):
+        if not is_stream(file):
+            _refuse_unreadable(file)
     loaded = load_experts(model, hold=False)
     names = columns_of(loaded)
-    shard = _tokenized(text, tokenizer, field)
-    scores, mask = _scored(loaded, shard, text.name)
+    dense = None if len(names) == 1 or (place := _dense_of(model)) is None else load_experts(place)
+    given = None
+    if dev is not None and len(names) > 1:
+        shard = _tokenized(dev, tokenizer, field)
+        before, known = _scored(loaded, shard, dev.name, DEV_BLOCKS * loaded[0].architecture.context)
+        given = ScoreTable(before, known, names, len(shard.offsets), "")
+    usual, tempered = usual_of(model), mixing_of(model)
+    for text in texts:
+        shard = _tokenized(text, tokenizer, field)
+        scores, mask = _scored(loaded, shard, text.name)
+        mixed = _mixed(model, shard, encoder, scores, mask, names, tempered, given) if len(names) > 1 else {}
+        if dense is not None:
+            mixed[DENSE_OF_RUN], _ = _scored(dense, shard, text.name)
+        yield _result(model, text, shard, scores, mask, names, tempered, mixed, usual)
+
+
+def _mixed(
+    model: Path,
+    shard: TokenShard,
+    encoder: Tokenizer,
+    scores: np.ndarray,
+    mask: np.ndarray,
+    names: tuple[str, ...],
+    tempered: Tempered,
+    dev: ScoreTable | None,
+) -> dict[str, np.ndarray]:
+    """log p [B, T] of a text under each mixture, by name."""
+    mixed = {TEMPERED: mix(scores, mask, "uniform", tempered)}
+    mixed |= {method: mix(scores, mask, method, decay=DECAY) for method in ("average", "uniform", "updating")}
+    if has_clusters(model) and {*names} <= {*(clusters := clusters_of(model)).open().names}:
+        rule, far = Cluster(clusters.temperature), np.zeros_like(scores)
+        far[mask] = clusters.distances(names, encoder, shard, scores.shape[1])
+        mixed["cluster (uniform prior)"] = mix(scores, mask, "uniform", rule, distances=far)
+    if dev is not None:
+        cached = cached_log_prior(dev.scores, dev.mask, "history", decay=DECAY, blocks=DEV_BLOCKS)
+        fitted = fitted_log_prior(dev.scores, dev.mask)
+        switching = switching_on_dev(dev, fitted)
+        mixed["cached"] = mix(scores, mask, "cached", log_prior=cached)
+        mixed["fitted"] = mix(scores, mask, "fitted", "", log_prior=fitted)
+        mixed["switching (fitted prior)"] = mix(scores, mask, "fitted", switching, log_prior=fitted)
+    return mixed
+
+
+def _result(
+    model: Path,
+    text: Path,
+    shard: TokenShard,
+    scores: np.ndarray,
+    mask: np.ndarray,
+    names: tuple[str, ...],
+    tempered: Tempered,
+    mixed: dict[str, np.ndarray],
+    usual: Mapping[str, Usual],
+) -> OwnText:
+    """The figures of a text with the `scores` [B, T, E] and the log p [B, T] of its mixtures."""
     size, tokens = int(shard.document_bytes.sum()), int(mask.sum())
 
     def figures(log_p: float) -> tuple[float, float]:
         with np.errstate(over="ignore"):
             return float(np.exp(-log_p / tokens)), float(-log_p / math.log(2) / size)
 
-    mixtures, tempered = [], mixing_of(model)
-    if len(names) > 1:
-        best = scores.sum(axis=(0, 1)).argmax()
-        mixtures.append(Line(f"best single ({names[best]}), an oracle", *figures(scores[..., best].sum())))
-        mixed = {"tempered (uniform prior)": mix(scores, mask, "uniform", tempered)}
-        mixed |= {method: mix(scores, mask, method, decay=DECAY) for method in ("average", "uniform", "updating")}
-        if has_clusters(model) and {*names} <= {*(clusters := clusters_of(model)).open().names}:
-            rule, far = Cluster(clusters.temperature), np.zeros_like(scores)
-            far[mask] = clusters.distances(names, encoder, shard, scores.shape[1])
-            mixed["cluster (uniform prior)"] = mix(scores, mask, "uniform", rule, distances=far)
-        if dev is not None:
-            shard_dev = _tokenized(dev, tokenizer, field)
-            before, known = _scored(loaded, shard_dev, dev.name, DEV_BLOCKS * scores.shape[1])
-            cached = cached_log_prior(before, known, "history", decay=DECAY, blocks=DEV_BLOCKS)
-            fitted = fitted_log_prior(before, known)
-            table = ScoreTable(before, known, names, len(shard_dev.offsets), "")
-            switching = switching_on_dev(table, fitted)
-            mixed["cached"] = mix(scores, mask, "cached", log_prior=cached)
-            mixed["fitted"] = mix(scores, mask, "fitted", "", log_prior=fitted)
-            mixed["switching (fitted prior)"] = mix(scores, mask, "fitted", switching, log_prior=fitted)
-        if (dense := _dense_of(model)) is not None:
-            mixed[DENSE_OF_RUN], _ = _scored(load_experts(dense), shard, text.name)
-        mixtures += [Line(name, *figures(log_p.sum())) for name, log_p in mixed.items()]
+    totals = scores.sum(axis=(0, 1))
+    best = int(totals.argmax())
+    mixtures = [Line(f"best single ({names[best]}), an oracle", *figures(totals[best]))] if mixed else []
+    mixtures += [Line(name, *figures(log_p.sum())) for name, log_p in mixed.items()]
     log_priors = updating_log_priors(History().block_evidence(scores, mask), DECAY)
     equal = np.full((len(mask), len(names)), -math.log(len(names)))
     evidence, _ = tempered.evidence(Chunk(scores, mask), tempered.begin(equal[0]))
     weights = np.exp(log_weights(equal, evidence))[mask].mean(axis=0)
-    totals, usual = scores.sum(axis=(0, 1)), usual_of(model)
     lines = tuple(
         ExpertLine(
             name, *figures(total), float(totals.max() - total) / tokens, usual.get(name), float(weight),
@@ -159,9 +216,10 @@ def evaluate_text(
         )
         for name, total, weight, log_posterior in zip(names, totals, weights, log_priors[-1], strict=True)
     )  # fmt: skip
-    first = lines[int(totals.argmax())]
+    first = lines[best]
     return OwnText(
         str(model),
+        str(text),
         len(shard.offsets),
         tokens,
         size,
@@ -200,14 +258,52 @@ def raw_text(texts: Sequence[Path], field: str, domain: str, output: Path) -> No
             paths[-1].symlink_to(text.resolve())
     filled = tuple(glob.escape(str(path)) for path in paths if path.stat().st_size)
     if not filled or not download(Source(kind="files", path=filled, text=field), domain, output):
-        raise DemixError(", ".join(map(str, texts)), *NO_TEXT)
+        left_out = read_parquet(output, columns=[]).schema.metadata.get(b"not_utf8", b"0") if filled else b"0"
+        told = NO_TEXT if left_out == b"0" else ("is not UTF-8", f"convert it, from Latin-1 by {TO_UTF8}")
+        raise DemixError(", ".join(map(str, texts)), *told)
+
+
+def files_of(texts: Sequence[Path]) -> list[Path]:
+    """`texts` with the files in a folder, but hidden ones, in its place. Raises DemixError for a folder without any."""
+    found = []
+    for text in texts:
+        inside = sorted(text.rglob("*")) if text.is_dir() else [text]
+        inside = [path for path in inside if path == text or (path.is_file() and not _hidden(path.relative_to(text)))]
+        if not inside:
+            raise DemixError(text, "holds no file", "name a folder with files of text")
+        found += inside
+    return found
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def is_stream(text: Path) -> bool:
+    """Whether a text is read once, from its begin to its end: standard input, a pipe or a device."""
+    return str(text) == "-" or (text.exists() and not text.is_file() and not text.is_dir())
+
+
+def _kept(stream: Path, folder: Path) -> Path:
+    """A file in `folder` with the bytes of a stream. Raises DemixError for more of them than a document may have."""
+    with sys.stdin.buffer if str(stream) == "-" else stream.open("rb") as source:
+        content = source.read(MAX_DOCUMENT_BYTES + 1)
+    if len(content) > MAX_DOCUMENT_BYTES:
+        raise DemixError(stream, "is over 128 MiB long", "give a part of it")
+    kept = folder / "stream"
+    kept.write_bytes(content)
+    return kept
 
 
 def _tokenized(text: Path, tokenizer: Path, field: str) -> TokenShard:
     """The token shard of a text."""
     with TemporaryDirectory(prefix="demix.") as folder:
         raw, documents, shard_path = (Path(folder, name) for name in ("raw.parquet", "documents.parquet", "own.arrow"))
-        raw_text([text], field, "own", raw)
+        try:
+            raw_text([_kept(text, Path(folder)) if is_stream(text) else text], field, "own", raw)
+        except DemixError as error:
+            # The user knows a stream by the name that was given, not by that of the file.
+            raise (DemixError(text, error.cause, error.cure) if is_stream(text) else error) from None
         anonymize_documents(raw, documents, documents.with_suffix(".json"), enabled=False)
         tokenize(tokenizer, documents, shard_path)
         shard = TokenShard.open(shard_path)
@@ -220,8 +316,10 @@ def _refuse_unreadable(file: Path) -> None:
     """Raise DemixError unless `file` is a file, and, where it is plain text, UTF-8."""
     if file.is_dir():
         raise DemixError(file, "is a folder", "name one file of text in it")
-    if not file.is_file():
+    if not file.exists():
         raise DemixError(file, "is missing", "correct its name")
+    if not file.is_file():
+        raise DemixError(file, "is no file on disk", "write it to one")
     with file.open("rb") as stream:
         head = stream.read(1000)
     # Files of other formats have zeros of their own.
@@ -265,17 +363,42 @@ def tables(result: OwnText) -> list["rich.table.Table"]:
     return [mixtures, experts] if several else [experts]
 
 
+def headline(result: OwnText) -> str:
+    """The answer in sentences to quote: the best expert, its lead and weight, the dense model, and a short text."""
+    if len(result.experts) < 2:
+        return ""
+    first, second, *_ = result.ranked
+    said = (
+        f"{first.name} is {second.behind:.3f} nats per token ahead of {second.name} and has {first.weight:.2f} of the "
+        "weight in the mixture (tempered)."
+    )
+    if DENSE_OF_RUN in result.by_mixture:
+        mixed, dense = result.by_mixture[TEMPERED], result.by_mixture[DENSE_OF_RUN]
+        said += f" The dense model is {_against(dense, mixed)} ({dense:.2f} against {mixed:.2f})."
+    return said + (f" {result.tokens:,} tokens say little; give {FEW_TOKENS} or more." if _short(result) else "")
+
+
+def _against(dense: float, mixed: float) -> str:
+    """How the dense model's perplexity stands to the mixture's, at the two decimals printed."""
+    less = round(dense, 2) - round(mixed, 2)
+    return "as good as the mixture" if not less else f"{'better' if less < 0 else 'worse'} than the mixture"
+
+
+def _short(result: OwnText) -> bool:
+    return result.tokens < FEW_TOKENS
+
+
 def remarks(result: OwnText) -> list[str]:
-    """What the columns of the experts' table mean, who is ahead, and a warning where the text is unlike all domains."""
+    """What the columns of the experts' table mean, and a warning where the text is unlike all domains."""
     if len(result.experts) < 2:
         return []
-    first, second, *_ = result.ranked
     said = [
         "usual: the expert's perplexity on test text of its own domain; behind: nats per token more than the best "
-        "expert needs; weight: mean over all tokens by tempered; posterior: probability, among these experts, that the "
-        "text is of the expert's domain (updating prior after the last block).",
-        f"{first.name} is {second.behind:.3f} nats per token ahead of {second.name}.",
+        "expert needs; weight: mean over all tokens by tempered; posterior: probability that the text is of the "
+        "expert's domain if it is of one of these (updating prior after the last block). It adds up to 1 over these "
+        "experts, so that one of them wins even if none fits.",
     ]
+    first = result.ranked[0]
     if result.unlike is None:
         said.append(f"Whether the text is like that of {first.name} is unknown: it has no figures on its own domain.")
     elif result.unlike and first.usual:
@@ -285,6 +408,33 @@ def remarks(result: OwnText) -> list[str]:
             f"than {UNLIKE} times as many."
         )
     return said
+
+
+def files_table(results: Sequence[OwnText]) -> "rich.table.Table":
+    """A table for the terminal with a line for each text: its best expert, and what speaks against it."""
+    from rich.table import Column, Table
+
+    heads = ("tokens", "perplexity", "weight", "lead")
+    shown = Table("text", "best expert", *(Column(head, justify="right") for head in heads), "but")
+    for result in results:
+        first, *others = result.ranked
+        lead = f"{others[0].behind:.3f}" if others else ""
+        but = ["unlike all these experts"] if result.unlike else []
+        if others and DENSE_OF_RUN in result.by_mixture:
+            how = _against(result.by_mixture[DENSE_OF_RUN], result.by_mixture[TEMPERED])
+            but += ["dense is better"] if how.startswith("better") else []
+        but += ["few tokens"] if _short(result) else []
+        numbers = (f"{result.tokens:,}", f"{first.perplexity:.2f}", f"{first.weight:.2f}" if others else "", lead)
+        shown.add_row(result.text, first.name, *numbers, ", ".join(but))
+    return shown
+
+
+FILES_NOTE = (
+    "perplexity: that of the best expert; weight: the expert's in the mixture (tempered), mean over all tokens; lead: "
+    "nats per token ahead of the second; unlike: the best expert needs more than "
+    f"{UNLIKE} times the bits per byte of its own domain; dense: the run's dense model has a lower perplexity than the "
+    f"mixture; few: under {FEW_TOKENS} tokens."
+)
 
 
 def _cells(line: Line) -> tuple[str, str, str]:

@@ -62,15 +62,22 @@ def test_an_unknown_name_is_told_the_nearest(words: str, known: str, run: Path, 
 def test_a_folder_that_is_no_score_table(run: Path) -> None:
     for place in (Path("/"), run, run / "none"):
         assert "is no folder of a score table; " in line("mix", place, "--methods", "average")
+    told = line("mix", run / "scores" / "mine" / "law.test", "--experts", "tokens")
+    assert "--experts tokens: is no expert in " in told
 
 
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("a", None, "is a folder; name one file of text in it"),
+        ("a", None, "holds no file; name a folder with files of text"),
         ("a.txt", "one text\n".encode("utf-16"), "is UTF-16 or no text, not UTF-8; convert it: iconv -f UTF-16 -t"),
         ("a.txt", "one text\n".encode("utf-16-le"), "is UTF-16 or no text, not UTF-8; convert it: iconv -f UTF-16 -t"),
         ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "is UTF-16 or no text"),
+        (
+            "a.txt",
+            "Große Höhe, äußere Übel\n".encode("latin-1"),
+            "is not UTF-8; convert it, from Latin-1 by iconv -f LATIN1",
+        ),
         ("a.jsonl", b'{"body": "a"}\n', "has no field 'text'; fields are 'body': name the text's as source.text or --"),
         ("a.csv", b"body\na\n", "name the text's as source.text or --field"),
     ],

@@ -238,6 +238,8 @@ def test_what_generation_cannot_do_is_refused(run: Path, tmp_path: Path) -> None
         (["--prior", "updating"], "counts the evidence of tempered twice"),
         (["--weights", "last"], "--weights last: is not known"),
         (["--prior", "law=1,film=1"], "no expert"),
+        (["--prior", "law=1e308,news=1e308"], "prior: has weights whose sum is more than a number holds"),
+        (["--prompt", "\udcff\udcfe"], "--prompt: is not UTF-8"),
         (["--tokenizer", other], "another tokenizer"),
     ):
         error = demix("generate", model, "--prompt", "a", *options).exception

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from demix.evaluate.mix.choice import switching_on_dev
 from demix.evaluate.mix.mixtures import mix
 from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior
 from demix.evaluate.mix.rules import Tempered
-from demix.evaluate.own_text import DECAY, DEV_BLOCKS
+from demix.evaluate.own_text import DECAY, DEV_BLOCKS, evaluate_texts
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.model.description import Usual
@@ -119,8 +121,10 @@ def test_the_terminal_shows_the_same_numbers(model: Path, tokens: Path) -> None:
     first, second, _ = sorted(found["experts"], key=lambda line: line["perplexity"])
     lead = math.log(second["perplexity"] / first["perplexity"])
     assert (first["behind"], second["behind"]) == (0, pytest.approx(lead))
-    assert f"{first['name']} is {lead:.3f} nats per token ahead of {second['name']}." in shown
-    assert "probability, among these experts" in shown
+    assert f"{first['name']} is {lead:.3f} nats per token ahead of {second['name']}" in shown
+    weight = f"and has {first['weight']:.2f} of the weight in the mixture (tempered)."
+    assert weight in " ".join(shown.split())
+    assert "one of them wins even if none fits" in " ".join(shown.split())
     assert f"like that of {first['name']} is unknown" in " ".join(shown.split())
 
 
@@ -153,6 +157,48 @@ def test_a_text_is_held_against_the_experts_own_domains_and_the_dense_model(toke
         assert ("WARNING" in demix("eval", copy, text).output) is unlike
     assert "dense model of the run" not in {line["name"] for line in alone["mixtures"]}
     assert {line["name"]: line["usual"] for line in alone["experts"]}[best["name"]]["perplexity"] == 7
+
+
+def test_several_texts_are_a_table_of_the_answers_to_each(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "below").mkdir(parents=True)
+    texts = {folder / "a.txt": "the sea was calm " * 60, folder / "below" / "b": "the law of the sea"}
+    for path, text in texts.items():
+        path.write_text(text)
+    (folder / ".hidden").write_text("no")
+    alone = [asked(model, path) for path in texts]
+    assert asked(model, folder) == asked(model, *texts) == alone
+    assert [one["text"] for one in alone] == list(map(str, texts))
+    shown = demix("eval", model, *texts).output
+    rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in shown.splitlines() if "│" in line]
+    for row, one in zip(rows, alone, strict=True):
+        best, second, _ = sorted(one["experts"], key=lambda line: line["perplexity"])
+        assert row[1:6] == [
+            best["name"], f"{one['tokens']:,}", f"{best['perplexity']:.2f}", f"{best['weight']:.2f}",
+            f"{second['behind']:.3f}",
+        ]  # fmt: skip
+        assert row[6:] == (["few tokens"] if one["tokens"] < 200 else [])
+    assert {one["tokens"] < 200 for one in alone} == {True, False}
+    assert "say little; give 200 or more." in " ".join(demix("eval", model, folder / "below" / "b").output.split())
+
+
+def test_a_pipe_is_read_like_a_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "the sea was calm " * 20
+    (tmp_path / "a.txt").write_text(text)
+    expected = asked(model, tmp_path / "a.txt")
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_text(text))
+    writer.start()
+    piped = asked(model, tmp_path / "pipe")
+    writer.join()
+    assert piped == expected | {"text": str(tmp_path / "pipe")}
+    monkeypatch.setattr("sys.stdin", (tmp_path / "a.txt").open())
+    (found,) = evaluate_texts(model, [Path("-")])
+    assert found.text == "-"
+    assert found.ranked[0].perplexity == min(line["perplexity"] for line in expected["experts"])
+    monkeypatch.setattr("demix.evaluate.own_text.MAX_DOCUMENT_BYTES", 100)
+    with pytest.raises(DemixError, match="/dev/zero: is over 128 MiB long"):
+        list(evaluate_texts(model, [Path("/dev/zero")]))
 
 
 def test_errors_name_what_to_mend(model: Path, tokens: Path, tmp_path: Path) -> None:
