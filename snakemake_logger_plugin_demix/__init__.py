@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
-from snakemake.logging import DefaultFormatter
+from snakemake.logging import DefaultFormatter, logger
 from snakemake_interface_logger_plugins.base import LogHandlerBase
 from snakemake_interface_logger_plugins.common import LogEvent
 
@@ -107,6 +107,18 @@ def clock(seconds: float) -> str:
     return "{}:{:02d}".format(*divmod(max(0, round(seconds)), 60))
 
 
+def unread_config_in_one_line(record: LogRecord) -> bool:
+    """Put one line in place of Snakemake's own code, which it shows where a --configfile cannot be opened."""
+    said = str(record.msg)
+    if getattr(record, "event", None) is LogEvent.ERROR and "in load_configfile" in said and "[Errno" in said:
+        cause = said.rpartition("] ")[2].strip()
+        record.msg = f"error: --configfile: {cause}; give the path of a config file, such as config/sample.yaml"
+    return True
+
+
+# Snakemake reads the files before it reads the Snakefile or a profile's logger, but after it has imported this package.
+logger.addFilter(unread_config_in_one_line)
+
 # What Snakemake says when Ctrl-C has ended its jobs.
 OF_CTRL_C = ("on user request", "At least one job did not complete")
 
@@ -170,15 +182,10 @@ class LogHandler(LogHandlerBase):
                 if job := self.jobs.pop(fields["job_id"], None):
                     self.finished += 1
                     self.cost_done += job.cost
-            # Snakemake reads the files before it reads the Snakefile, and shows its own code in place of an error.
-            case LogEvent.ERROR if "in load_configfile" in str(record.msg) and "[Errno" in str(record.msg):
-                cause = str(record.msg).rpartition("] ")[2].strip()
-                cure = "give the path of a config file, such as config/sample.yaml"
-                self.console.print(Text(f"error: --configfile: {cause}; {cure}", style="red"), soft_wrap=True)
             case LogEvent.JOB_ERROR | LogEvent.GROUP_ERROR | LogEvent.ERROR:
                 failed = self.jobs.pop(fields.get("jobid", -1), None)
                 self.first_failed = self.first_failed or failed
-                self.console.print(Text(self.format(record), style="red"))
+                self.console.print(Text(self.format(record), style="red"), soft_wrap=True)
             case None if record.levelno >= WARNING or "Nothing to be done" in str(record.msg):
                 self.console.print(Text(self.format(record)), soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""What a run on SLURM needs before its first job: sbatch, its partitions, and the network where its downloads run."""
+"""What a run on SLURM needs before its first job: SLURM's commands, its partitions, and the network for downloads."""
 
 import shlex
 import shutil
@@ -11,6 +11,8 @@ from demix.config.addresses import local
 from demix.config.check import site_of
 from demix.errors import DemixError, nearest
 
+# What the executor plug-in, submitit and demix call of SLURM; one package has them all.
+CLIENTS = ("sbatch", "srun", "sinfo", "squeue", "sacct", "scontrol", "scancel")
 # A node that is free within so many seconds is asked for an address; a longer queue is not waited for.
 SECONDS_IN_QUEUE = 30
 # By this status the process that asks for an address says that it got nothing; its last line has the address and why.
@@ -28,16 +30,15 @@ HUB = '"${HF_ENDPOINT:-https://huggingface.co}"'
 
 
 def check_site(config: dict[str, Any], domains: Iterable[str]) -> str | None:
-    """Check that SLURM answers, has the partitions of a completed config, and that one address of `domains` answers.
+    """Check that SLURM is here, has the partitions of a completed config, and that one address of `domains` answers.
 
     `domains` are those whose text the run downloads. The address is asked for where downloads run, after the lines of
     `cluster.setup`: here, or by `srun` on a compute node. Returns what could not be checked and why, or None. Raises
     DemixError.
     """
-    if shutil.which("sbatch") is None:
-        raise DemixError("sbatch", "is not installed here", "log in to the cluster, or leave out --profile")
-    if shutil.which("sinfo") is None:
-        return "neither partitions nor an address were checked: sinfo is not installed here"
+    if absent := [name for name in CLIENTS if shutil.which(name) is None]:
+        cause = f"SLURM's {'command is' if len(absent) == 1 else 'commands are'} not installed here"
+        raise DemixError(", ".join(absent), cause, "log in to the cluster, or leave out --profile")
     known = _partitions()
     cluster = config["cluster"]
     for key, site in {"cluster": cluster, **{f"cluster.stages.{k}": v for k, v in cluster["stages"].items()}}.items():

@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -43,8 +42,6 @@ def snakemake(
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # Tests that run in the background ignore Ctrl-C, and so would what they start.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )
 
 

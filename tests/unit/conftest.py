@@ -24,6 +24,8 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("needs Chromium: apt-get install chromium chromium-driver")
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium")
     for flag in (

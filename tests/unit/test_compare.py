@@ -354,7 +354,6 @@ def test_the_page_stands_alone(base: Path, other: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.browser
-@pytest.mark.skipif(not (shutil.which("chromium") and shutil.which("chromedriver")), reason="needs Chromium")
 def test_each_table_of_the_page_sorts_alone(both: Comparison, browser: webdriver.Chrome, tmp_path: Path) -> None:
     write_page(both, tmp_path / "page.html")
     browser.get((tmp_path / "page.html").as_uri())

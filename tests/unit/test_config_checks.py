@@ -3,6 +3,8 @@
 import io
 import json
 import logging
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,6 @@ import pytest
 import yaml
 import zstandard
 from rich.console import Console
-from snakemake_interface_logger_plugins.common import LogEvent
 
 import snakemake_logger_plugin_demix as display
 from demix.config.check import load_config
@@ -195,14 +196,18 @@ def test_config_says_what_will_run() -> None:
     assert yaml.safe_load(demix("config", "--values", sample).stdout) == load_config(sample)
 
 
-def test_the_display_shows_warnings_and_a_missing_config_in_one_line() -> None:
+@pytest.mark.parametrize("chosen", [[], ["--logger", "demix"]])
+def test_a_missing_config_is_one_line_of_snakemake(chosen: list[str]) -> None:
+    command = [Path(sys.executable).parent / "snakemake", "--configfile", "no.yaml", *chosen]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    cause, cure = "No such file or directory: 'no.yaml'", "give the path of a config file, such as config/sample.yaml"
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[1:] == [f"error: --configfile: {cause}; {cure}"]
+
+
+def test_the_display_shows_warnings() -> None:
     handler = display.LogHandler(SimpleNamespace(dryrun=False), None)
     handler.console = Console(file=io.StringIO(), width=200)
-    trace = "Traceback …\n  File x, line 3, in load_configfile\nFileNotFoundError: [Errno 2] No such file: 'no.yaml'\n"
-    error = {"event": LogEvent.ERROR, "exception": "FileNotFoundError", "msg": trace, "levelno": logging.ERROR}
-    handler.emit(logging.makeLogRecord(error))
     handler.emit(logging.makeLogRecord({"msg": "law: left out: 1 documents", "levelno": logging.WARNING}))
     handler.emit(logging.makeLogRecord({"msg": "rule law", "levelno": logging.INFO}))
-    cure = "give the path of a config file, such as config/sample.yaml"
-    lines = handler.console.file.getvalue().splitlines()
-    assert lines == [f"error: --configfile: No such file: 'no.yaml'; {cure}", "law: left out: 1 documents"]
+    assert handler.console.file.getvalue().splitlines() == ["law: left out: 1 documents"]

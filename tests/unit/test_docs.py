@@ -118,8 +118,9 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for expert in TRAINING
     ]  # fmt: skip
     write_parquet(pa.Table.from_pylist(priors), run / "evaluations" / "wiki.priors.parquet")
-    shutil.copytree(run, folder / "results" / "larger")
-    write_run_config(folder / "results" / "larger" / "config.json", config | {"run": "larger", "threads": 2})
+    for name in ("families", "longer"):
+        shutil.copytree(run, folder / "results" / name)
+        write_run_config(folder / "results" / name / "config.json", config | {"run": name, "threads": 2})
     (folder / "texts").mkdir()
     for name in ("my.txt", "unknown.txt", "texts/letters.txt", "texts/recipes.txt", "texts/diary.txt"):
         (folder / name).write_text("The committee shall examine the proposal before the end of the year. " * 100)
@@ -200,6 +201,21 @@ def options_of(program: str) -> set[str]:
     path = Path(sys.executable).with_name(program)
     told = subprocess.run([path, "--help"], capture_output=True, text=True, check=True).stdout
     return set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", told))
+
+
+def test_a_run_that_a_command_reads_is_made_by_another() -> None:
+    """By a target of make, by own-data.md, or by a command of the same page."""
+    targets = re.findall(r"--configfile config/(\w+)\.yaml", (REPOSITORY / "Makefile").read_text())
+    for page in DOCS:
+        lines = [" ".join(words) for words in commands(page)]
+        made = {*targets, "mine", *re.findall(r"\brun=(\w+)", "\n".join(lines))}
+        read = {run for line in lines if line.startswith("demix ") for run in re.findall(r"results/(\w+)", line)}
+        assert read <= made, page.name
+
+
+def test_the_site_lists_a_page_once() -> None:
+    pages = re.findall(r"[\w/-]+\.md", (REPOSITORY / "mkdocs.yml").read_text())
+    assert len(pages) == len({*pages})
 
 
 def test_readme_is_short() -> None:

@@ -2,7 +2,6 @@
 
 import base64
 import html
-import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -15,13 +14,7 @@ from demix.report import FIGURES, write_report
 from demix.report.render import Table, write_table
 from support.synthetic_run import build_run
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(
-        not (shutil.which("chromium") and shutil.which("chromedriver")),
-        reason="needs Chromium: apt-get install chromium chromium-driver",
-    ),
-]
+pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")

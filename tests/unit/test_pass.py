@@ -77,6 +77,7 @@ def test_a_gpu_computes_as_much_at_once_as_fits() -> None:
     assert expert_tokens_at_once(GPT(Architecture(1, 8, 1, 8), 9, ("a",))) == 8192, "a CPU goes by its cache"
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_what_a_gpu_computes_at_once_takes_no_more_than_was_free(dtype: torch.dtype | None) -> None:

@@ -3,7 +3,6 @@
 import http.client
 import json
 import os
-import shutil
 import signal
 import socket
 from collections.abc import Iterator
@@ -292,14 +291,7 @@ def test_a_port_in_use_is_refused(server: Playground) -> None:
         Playground(server.model, server.server_port)
 
 
-needs_chromium = pytest.mark.skipif(
-    not (shutil.which("chromium") and shutil.which("chromedriver")),
-    reason="needs Chromium: apt-get install chromium chromium-driver",
-)
-
-
 @pytest.mark.browser
-@needs_chromium
 def test_the_page_in_a_browser(server: Playground, browser: webdriver.Chrome) -> None:
     browser.get(server.address)
 

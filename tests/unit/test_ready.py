@@ -13,7 +13,7 @@ import pytest
 
 from demix.config.check import load_config
 from demix.errors import DemixError
-from demix.plan.ready import check_site
+from demix.plan.ready import CLIENTS, check_site
 
 SAMPLE = load_config(Path(__file__).parents[2] / "config" / "sample.yaml")
 Commands = Callable[..., Path]
@@ -21,12 +21,12 @@ Commands = Callable[..., Path]
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
-    """Makes scripts that take the place of SLURM's commands; beside them only bash is found."""
+    """Makes scripts that take the place of SLURM's commands, silent by default; beside them only bash is found."""
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "bash").symlink_to("/bin/bash")
 
     def make(**scripts: str) -> Path:
-        for name, script in scripts.items():
+        for name, script in (dict.fromkeys(CLIENTS, "") | scripts).items():
             (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
             (tmp_path / name).chmod(0o755)
         return tmp_path
@@ -68,8 +68,12 @@ def nobody() -> Iterator[str]:
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
-def test_sbatch_and_the_controller_are_there(commands: Commands) -> None:
-    with pytest.raises(DemixError, match=r"^sbatch: is not installed here; log in to the cluster"):
+def test_the_commands_and_the_controller_are_there(commands: Commands) -> None:
+    every = ", ".join(CLIENTS)
+    with pytest.raises(DemixError, match=rf"^{every}: SLURM's commands are not installed here; log in to the cluster"):
+        check_site(config(), [])
+    (commands() / "squeue").unlink()
+    with pytest.raises(DemixError, match=r"^squeue: SLURM's command is not installed here; log in to the cluster"):
         check_site(config(), [])
     commands(sbatch="", sinfo="echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(DemixError, match=r"^sinfo: gives no answer \(slurm_load_partitions: Unable .*\); rerun when"):

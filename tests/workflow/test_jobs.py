@@ -10,6 +10,7 @@ import yaml
 
 from demix.config.check import load_config
 from demix.plan.jobs import plan_jobs
+from demix.plan.ready import CLIENTS
 from support.dry_run import ENVIRONMENT, REPOSITORY, dry_run, jobs_by_rule
 
 pytestmark = pytest.mark.workflow
@@ -64,7 +65,8 @@ def test_a_run_on_slurm_that_can_download_nothing_ends_before_its_first_job(tmp_
     config["cluster"] = {"downloads": "login"}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     (tmp_path / "resources").symlink_to(REPOSITORY / "resources")
-    for name, script in {"sbatch": "touch submitted; exit 1", "sinfo": "echo all"}.items():
+    scripts = dict.fromkeys(CLIENTS, "exit") | {"sbatch": "touch submitted; exit 1", "sinfo": "echo all"}
+    for name, script in scripts.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     done = subprocess.run(
