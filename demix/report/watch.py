@@ -30,6 +30,7 @@ RECENT = 600.0
 UPDATES = 20
 # The last loss on dev is looked for in so many last rows.
 ROWS = 2000
+NO_VALUE = "–"
 
 
 @dataclass(frozen=True)
@@ -73,19 +74,33 @@ def courses(run: Path, config: dict[str, Any]) -> list[Course]:
 
 
 def picture(run: Path, found: list[Course]) -> Table:
-    """One line per training."""
+    """One line per training. A narrow terminal breaks names and shortens bars; numbers stay whole.
+
+    A column without a value in any line is left out.
+    """
     running = sum(one.state == "running" for one in found)
     table = Table(title=f"{run.resolve().name}: {running} in training", title_justify="left", box=None, padding=(0, 1))
-    for head in ("model", "", "", "update", "loss", "dev loss", "tokens/s", "left"):
-        table.add_column(head, justify="left" if head in ("model", "") else "right", no_wrap=True)
-    for one in found:
-        share = 1.0 if one.state == "ended" else one.step / one.steps
-        left = one.state if one.seconds_left is None else clock(one.seconds_left)
-        losses = ("–" if loss is None else f"{loss:.3f}" for loss in (one.loss, one.dev_loss))
-        bar = ProgressBar(total=1.0, completed=share, width=20)
-        update = f"{one.step:,}/{one.steps:,}"
-        table.add_row(one.name, bar, f"{share:.0%}", update, *losses, f"{one.tokens_per_second:,.0f}", left)
+    table.add_column("model", min_width=8, overflow="fold")
+    table.add_column(max_width=8)
+    shares = [1.0 if one.state == "ended" else one.step / one.steps for one in found]
+    columns = {
+        "": [f"{share:.0%}" for share in shares],
+        "update": [f"{one.step:,}/{one.steps:,}" for one in found],
+        "loss": [_shown(one.loss, ".3f") for one in found],
+        "dev loss": [_shown(one.dev_loss, ".3f") for one in found],
+        "tokens/s": [_shown(one.tokens_per_second or None, ",.0f") for one in found],
+        "left": [one.state if one.seconds_left is None else clock(one.seconds_left) for one in found],
+    }
+    columns = {head: values for head, values in columns.items() if {*values} != {NO_VALUE}}
+    for head in columns:
+        table.add_column(head, justify="right", no_wrap=True)
+    for one, share, *values in zip(found, shares, *columns.values(), strict=True):
+        table.add_row(one.name, ProgressBar(total=1.0, completed=share), *values)
     return table
+
+
+def _shown(value: float | None, form: str) -> str:
+    return NO_VALUE if value is None else format(value, form)
 
 
 def _planned(config: dict[str, Any]) -> Iterator[tuple[str, int]]:

@@ -16,7 +16,7 @@ from demix.config.check import load_config
 from demix.config.run import write_run_config
 from demix.files import write_json_lines
 from demix.report import watch as module
-from demix.report.watch import courses, watch
+from demix.report.watch import Course, courses, picture, watch
 from support.cli import demix, said
 
 REPOSITORY = Path(__file__).parents[2]
@@ -79,12 +79,25 @@ def test_what_runs_what_ended_and_what_stopped(run: Path, dead: str) -> None:
     assert [*lines] == [*("demix", "dense", "dense_unbalanced", "domain_token", "without-licenses", "demix-dapt-wiki")]
     # The mean of the last 20 updates, and 2,048 tokens in 2 seconds.
     assert lines["demix"].split()[-6:] == ["51%", f"250/{STEPS}", "5.595", "7.000", "1,024", "7:56"]
-    assert lines["dense"].split()[-5:] == [f"0/{STEPS}", "–", "–", "0", "running"]
+    assert lines["dense"].split()[-5:] == [f"0/{STEPS}", "–", "–", "–", "running"]
     assert lines["dense_unbalanced"].split()[-1] == "15:16"
     assert lines["domain_token"].split()[-3:] == ["–", "1,024", "stopped"]
     assert lines["without-licenses"].split()[-6:] == ["100%", f"{STEPS}/{STEPS}", "3.215", "5.000", "1,024", "ended"]
-    assert lines["demix-dapt-wiki"].split()[-5:] == ["0/128", "–", "7.000", "0", "running"]
+    assert lines["demix-dapt-wiki"].split()[-5:] == ["0/128", "–", "7.000", "–", "running"]
     assert shown.startswith("sample: 4 in training")
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_no_number_is_cut(width: int) -> None:
+    """A terminal that is too narrow for all of it breaks names; a column that is empty is not shown."""
+    one = Course("sweep/demix_seeded/0.002", "running", 1230, 56789, 14.512, None, 123456.0, 70000.0)
+    console = Console(file=io.StringIO(), width=width)
+    console.print(picture(Path("sample"), [one]))
+    _, heads, line, *_ = console.file.getvalue().splitlines()
+    assert heads.split() == ["model", "update", "loss", "tokens/s", "left"]
+    assert line.split()[-5:] == ["2%", "1,230/56,789", "14.512", "123,456", "1166:40"]
+    console.print(picture(Path("sample"), [Course("demix", "running")]))
+    assert console.file.getvalue().splitlines()[-2].split() == ["model", "update", "left"]
 
 
 def test_it_ends_when_nothing_runs(run: Path, dead: str, monkeypatch: pytest.MonkeyPatch) -> None:
