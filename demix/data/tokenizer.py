@@ -72,8 +72,9 @@ class Tokenizer:
                 special_tokens={END_OF_TEXT: end},
             )
             fast = gigatoken.Tokenizer.from_json(definition.encode())
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            cause = f"is no tokenizer of this project ({type(error).__name__}: {error})"
+        # RuntimeError is gigatoken's; its further lines quote the file.
+        except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            cause = f"is no tokenizer of this project ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
             raise DemixError(path, cause, "delete it and rerun the stage that makes it") from None
         return Tokenizer(encoding, fast, definition, end + 1, end, sha256)
 

@@ -116,13 +116,19 @@ def _tokenizer(folder: Path, output: Path) -> Tokenizer:
     """Write the tokenizer of the checkpoint in `folder` to `output`."""
     definition = _read(folder / "tokenizer.json")
     gpt2_tokenizer(output)
-    vocabulary = definition.get("model", {}).get("vocab") or _read(folder / "vocab.json")
+    model = definition.get("model", {})
+    if not isinstance(model, dict):
+        raise DemixError(folder / "tokenizer.json", f"has a model that is {model!r:.40}", "get it again")
+    vocabulary = model.get("vocab") or _read(folder / "vocab.json")
     if vocabulary not in ({}, read_json(output)["model"]["vocab"]):
         if not definition:
             raise DemixError(folder / "vocab.json", "is another vocabulary than GPT-2's", "import another checkpoint")
         # An export of demix has a tokenizer of demix, without its seal.
         write_json(output, definition, sort_keys=False)
-    return Tokenizer.load(output)
+    try:
+        return Tokenizer.load(output)
+    except DemixError as error:
+        raise DemixError(folder / "tokenizer.json", error.cause, "get it again") from None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -118,6 +118,26 @@ CONFIGS = [
 ]
 
 
+def test_a_damaged_tokenizer_is_one_line(tokens: Path, tmp_path: Path) -> None:
+    encoder = Tokenizer.load(tokens / "tokenizer.json")
+    write_model(tmp_path / "m", ("law",), encoder.sha256, encoder.vocab_size)
+    export_hf(tmp_path / "m", "law", tokens / "tokenizer.json", tmp_path / "hf")
+    path = tmp_path / "hf" / "tokenizer.json"
+    whole = json.loads(path.read_text())
+    merges = whole["model"]["merges"]
+    for damaged, cause in (
+        ("BPE", "has a model that is 'BPE'; get it again"),
+        (["BPE"], r"has a model that is \['BPE'\]; get it again"),
+        (whole["model"] | {"merges": [["a"], *merges[1:]]}, r"is no tokenizer of this project \(.*Merge"),
+        (whole["model"] | {"merges": ["ab", *merges[1:]]}, r"is no tokenizer of this project \(.*merge"),
+        (whole["model"] | {"merges": None}, r"is no tokenizer of this project \(.*null"),
+    ):
+        path.write_text(json.dumps(whole | {"model": damaged}))
+        with pytest.raises(DemixError, match=f"^{path}: {cause}"):
+            import_hf(tmp_path / "hf", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
 def test_what_demix_cannot_hold_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "hf")
     path, weights = tmp_path / "hf" / "config.json", tmp_path / "hf" / "model.safetensors"
