@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 # An error may quote a value or a name of any length.
 MOST_CHARACTERS = 4000
+# The names that a message lists of those that are known.
+MOST_NAMES = 5
 _USER = re.compile(r"(?<=://)[^/\s'\"]*@")
 _QUERY = re.compile(r"[?#][^\s?'\"<>]*=[^\s'\"<>]*")
 
@@ -33,10 +35,14 @@ class StoppedError(DemixError):
 
 
 def nearest(name: object, names: Iterable[object], otherwise: str) -> str:
-    """The cure for an unknown name: the nearest of `names` if one is near, then the first 64; `otherwise` for none."""
+    """The cure for an unknown name: the nearest of `names` if one is near, then five of them; `otherwise` for none."""
     known = list(map(str, names))
     near = difflib.get_close_matches(str(name), known, n=1)
-    listed = ", ".join(known[:64]) + (", …" if len(known) > 64 else "")
+    if len(known) > MOST_NAMES:
+        listed = ", ".join(difflib.get_close_matches(str(name), known, n=MOST_NAMES, cutoff=0.0))
+        listed += f" and {len(known) - MOST_NAMES} more"
+    else:
+        listed = ", ".join(known)
     return (f"did you mean {near[0]}? " if near else "") + f"known are {listed}" if known else otherwise
 
 

@@ -302,7 +302,7 @@ def playground(
     serve(Playground(opened(model, tokenizer), port))
 
 
-experts = typer.Typer(no_args_is_help=True, help="List, verify, add or remove the experts of a model directory.")
+experts = typer.Typer(no_args_is_help=True, help="List, verify, train, add or remove the experts of a model directory.")
 app.add_typer(experts, name="experts")
 Model = Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")]
 

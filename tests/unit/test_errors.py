@@ -9,6 +9,7 @@ import pytest
 
 from demix.config.check import load_config
 from demix.data.tokenizer import Tokenizer
+from demix.errors import nearest
 from support.cli import demix, said
 from support.models import write_model
 from support.synthetic_run import build_run
@@ -57,6 +58,15 @@ def test_an_unknown_name_is_told_the_nearest(words: str, known: str, run: Path, 
     config = tmp_path / "mine.yaml"
     config.write_text(f"base: {SAMPLE}\nremoval: {{replacement: fantsy}}\n")
     assert f"; did you mean {known.format(run=run)}? known are " in line(*words.format(run=run, config=config).split())
+
+
+def test_of_many_names_the_nearest_are_told() -> None:
+    names = [*(f"cbtm_{number}" for number in range(20)), "dense", "demix"]
+    told = nearest("demx", names, "")
+    assert told.startswith("did you mean demix? known are demix, dense, cbtm_")
+    assert told.endswith(" and 17 more")
+    assert told.count(", ") == 4
+    assert nearest("demx", names[-5:], "").endswith("known are cbtm_17, cbtm_18, cbtm_19, dense, demix")
 
 
 def test_a_folder_that_is_no_score_table(run: Path) -> None:
