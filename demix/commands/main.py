@@ -11,6 +11,7 @@ import typer
 from typer.models import CommandInfo
 
 from demix.errors import DemixError, masked, printable
+from demix.launch.arguments import expanded
 from demix.launch.parents import end_with_snakemake
 from demix.launch.usage import note_usage
 
@@ -80,6 +81,7 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[_StandardError()])
     end_with_snakemake()
     try:
+        sys.argv[1:] = expanded(sys.argv[1:])
         command_line(*sys.argv[1:2])()
     except DemixError as error:
         sys.exit(f"demix: error: {error}")

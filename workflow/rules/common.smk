@@ -40,6 +40,7 @@ from demix.config.systems import (
 )
 from demix.errors import DemixError
 from demix.files import exclusive
+from demix.launch.arguments import SHELL_FUNCTION
 from demix.launch.producers import find_by_name
 from demix.report import SHOWS, report_files
 
@@ -73,9 +74,10 @@ DOMAINS = RULES.domains
 SPLITS = ["train", "dev", "test"]
 # Training jobs are then submitted from here by a process that waits for them and takes no core.
 SUBMITTED = RULES.submitted
-lines = [line.replace("{", "{{").replace("}", "}}") for line in config["cluster"]["setup"]]
+setup = ["set -e", *config["cluster"]["setup"], "set -euo pipefail", SHELL_FUNCTION]
+lines = [line.replace("{", "{{").replace("}", "}}") for line in setup]
 # A job ends with the snakemake that started the job's shell (`demix.launch.parents`).
-shell.prefix("; ".join(["export DEMIX_SNAKEMAKE=$PPID", "set -e", *lines, "set -euo pipefail; "]))
+shell.prefix("; ".join(["export DEMIX_SNAKEMAKE=$PPID", *lines, ""]))
 # The models trained without a domain.
 WITHOUT = [model for model in trained(config) if model.removed]
 
