@@ -76,7 +76,9 @@ def scoring_jobs(config: Mapping[str, Any]) -> tuple[ScoringJob, ...]:
     existing job.
     """
     submitted = (config.get("cluster") or {}).get("launch") == "slurm"
-    singles = [*_of_trained(config, submitted), *_of_adapted(config, submitted), *_of_merged(config, submitted)]
+    found = [*_of_trained(config, submitted), *_of_adapted(config, submitted), *_of_merged(config, submitted)]
+    # A run without novel domains has no jobs for them.
+    singles = [job for job in found if job.jobs]
     if submitted:
         return tuple(singles)
     joined: dict[str, list[ScoringJob]] = {}

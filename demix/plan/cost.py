@@ -137,9 +137,9 @@ class TrainingPlan:
     one checkpoint on disk, of which `checkpoints` are kept during the training. `weights`: bytes of what the training
     adds to models. `jobs`: the number of jobs of the workflow's `rule`. `tokens`: the most, since an adaptation may
     stop early. `begin` of the `steps` are those of a seed phase, which another training does: `hours` leaves them out.
-    `seed_flops` are those of such a step, where they are others than `flops`.
-    `rings`: the all-reduces of gradients in an update. `saved`: bytes of all
-    checkpoints that the training writes, those that it removes again too.
+    `seed_flops` are those of such a step. `rings`: the all-reduces of gradients in an update. `saved`: bytes of all
+    checkpoints that the training writes, those that it removes again too. `in_turn`: the experts that one job trains
+    one after the other, each in `steps` updates.
     """
 
     name: str
@@ -162,16 +162,26 @@ class TrainingPlan:
     weights: int
     hours: float
     saved: int
+    seed_flops: float
     rings: tuple[Ring, ...] = ()
     jobs: int = 1
     begin: int = 0
-    seed_flops: float | None = None
+    in_turn: int = 1
+
+    @property
+    def stage(self) -> str:
+        """The stage whose resources the training's jobs request."""
+        return "adapt" if self.rule.startswith("adapt") else "train"
+
+    @property
+    def updates(self) -> int:
+        """The updates that the jobs do: of all trainings that follow one another, and none of the seed phase."""
+        return self.in_turn * (self.steps - self.begin)
 
     @property
     def all_flops(self) -> float:
         """The operations of the whole training, with those of the seed phase."""
-        seed = self.flops if self.seed_flops is None else self.seed_flops
-        return (self.steps - self.begin) * self.flops + self.begin * seed
+        return (self.steps - self.begin) * self.flops + self.begin * self.seed_flops
 
     @property
     def synced(self) -> int:
@@ -193,19 +203,27 @@ def plan_training(config: dict[str, Any], ranks: int | None, hardware: Hardware)
     domains, models = len(config["domains"]["training"]), trained(config)
     runs = [_plan_job(config, job, ranks, hardware) for one in models for job in one.jobs]
     sweeps = [_plan_sweep(config, one, domains, ranks, hardware) for one in models if one.sweeps]
-    section = config["adaptation"]
+    section, added = config["adaptation"], adaptations(config)
     usable = min(ranks or section["ranks"], section["sequences"])
     tried = len(section["sweep"]["factors"]) if section["sweep"] else 1
-    adapted = [
-        replace(
-            one, tokens=tried * one.tokens, steps=tried * one.steps, hours=tried * one.hours, saved=tried * one.saved
+    # The same for every novel domain.
+    each = {
+        one.rule: _times(
+            tried,
+            _plan_run(
+                config, one.name, one.rule, one.parent.kind, adapted_settings(config, one.parent), 1, usable, hardware,
+                adapts=True,
+            ),
         )
-        for one in (
-            _plan_run(config, one.name, one.rule, one.parent.kind, settings, 1, usable, hardware, adapts=True)
-            for one, settings in ((one, adapted_settings(config, one.parent)) for one in adaptations(config))
-        )
-    ]
-    return runs + sweeps + adapted
+        for one in {one.rule: one for one in added}.values()
+    }  # fmt: skip
+    return runs + sweeps + [replace(each[one.rule], name=one.name) for one in added]
+
+
+def _times(number: int, plan: TrainingPlan, **more: Any) -> TrainingPlan:
+    """The plan of `number` trainings like that of `plan`, one after the other, with the values in `more`."""
+    sums = {key: number * getattr(plan, key) for key in ("tokens", "steps", "hours", "saved")}
+    return replace(plan, **sums | more)
 
 
 def _plan_job(config: dict[str, Any], job: tuple[Model, ...], ranks: int | None, hardware: Hardware) -> TrainingPlan:
@@ -217,18 +235,10 @@ def _plan_job(config: dict[str, Any], job: tuple[Model, ...], ranks: int | None,
         config, named(job), rule_of(job), model.kind, settings, len(model.domains), ranks, hardware,
         begin=model.first_step(context),
     )  # fmt: skip
-    return replace(
-        one,
-        domains=number * one.domains,
-        tokens=number * one.tokens,
-        experts=number * one.experts,
-        flops=number * one.flops,
-        seed_flops=number * (one.seed_flops or one.flops),
-        weights=number * one.weights,
-        hours=number * one.hours,
-        rings=number * one.rings,
-        saved=number * one.saved,
-    )
+    sums = {
+        key: number * getattr(one, key) for key in ("domains", "experts", "flops", "seed_flops", "weights", "rings")
+    }
+    return _times(number, one, steps=one.steps, in_turn=number, **sums)
 
 
 def named(job: tuple[Model, ...]) -> str:
@@ -245,16 +255,7 @@ def _plan_sweep(
     short = {**model.settings, "tokens": sweep["tokens"]}
     one = _plan_run(config, model.name, "sweep", model.kind, short, domains, ranks, hardware)
     jobs = len(sweep["learning_rates"])
-    return replace(
-        one,
-        name=f"{model.name}, {jobs} rates",
-        jobs=jobs,
-        weights=0,
-        tokens=jobs * one.tokens,
-        steps=jobs * one.steps,
-        hours=jobs * one.hours,
-        saved=jobs * one.saved,
-    )
+    return _times(jobs, one, name=f"{model.name}, {jobs} rates", jobs=jobs, weights=0)
 
 
 def _plan_run(
@@ -338,11 +339,11 @@ def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) ->
     if ranks is not None and ranks < 1:
         raise DemixError("--ranks", f"is {ranks}", "give 1 or more")
     device = HARDWARE[hardware]
-    plans = plan_training(config, ranks, device)
+    plans, models = plan_training(config, ranks, device), trained(config)
     work = Table(
         title=f"Training of {config['run']}",
         caption="FLOPs: 96·B·s·l·h²·(1 + s/6h + V/16lh) (Narayanan et al. 2021)"
-        + (", and 4·(16h²(k - 1) + 2hE) a token and routed layer" if _routes(config) else "")
+        + (", and 4·(16h²(k - 1) + 2hE) a token and routed layer" if any(one.kind.routed for one in models) else "")
         + "; adaptations stop early, so at most"
         + (
             "; a seed phase counts for its parent and for each model that begins with it, and once in the total"
@@ -383,8 +384,8 @@ def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) ->
         decimal(device.units * sum(plan.rank_hours for plan in plans)),
         justify="right",
     )
-    models = sum(len(one.jobs) for one in trained(config))
-    for part in (plans[:models], plans[models:]):
+    trainings = sum(len(one.jobs) for one in models)
+    for part in (plans[:trainings], plans[trainings:]):
         for table, row in ((work, _work_row), (takes, lambda plan: _takes_row(plan, device))):
             table.add_section()
             for cells in folded(row(plan) for plan in part):
@@ -405,10 +406,6 @@ def _of_folders(config: dict[str, Any]) -> list[str]:
         known = "are not known" if tokens is None else f"({short(tokens)}) are not counted"
         told.append(f"tokens of the parent {folder} of {', '.join(names)} {known}")
     return told
-
-
-def _routes(config: dict[str, Any]) -> bool:
-    return any(model.kind.routed for model in trained(config))
 
 
 def _work_row(plan: TrainingPlan) -> tuple[str, ...]:

@@ -1,12 +1,14 @@
 """The jobs of a run on a cluster, before anything is submitted: the place and the resources of each."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from demix.config.architecture import architecture_from, vocabulary
+from demix.config.architecture import Architecture, architecture_from, vocabulary
 from demix.config.check import site_of
 from demix.config.contexts import asked_contexts
 from demix.config.evaluated import chosen_on_dev, classified, routed, token_routed
@@ -20,7 +22,7 @@ from demix.files import write_text
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.slurm import sbatch_text
 from demix.plan.cells import decimal, folded
-from demix.plan.cost import ALIKE, TOKENS_PER_WORD, TrainingPlan, named, plan_domains, plan_training
+from demix.plan.cost import ALIKE, TOKENS_PER_WORD, named, plan_domains, plan_training
 from demix.plan.flops import HARDWARE, Hardware, achieved_tflops, score_table_bytes, scoring_hours
 from demix.settings import settings_from
 
@@ -81,18 +83,24 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
         stage: settings_from(Cluster, site_of(config, stage), "cluster")
         for stage in ("download", "anonymize", "corpus", "train", "adapt", "score", "evaluate")
     }
-    plans, adapting = plan_training(config, ranks, HARDWARE[hardware]), {one.rule for one in adaptations(config)}
+    plans = plan_training(config, ranks, HARDWARE[hardware])
     models, threads = trained(config), config["threads"]
     removed = [model.removed for model in models if model.removed]
     swept = [model for model in models if model.sweeps]
     kept = seeds(config, architecture_from(config["architecture"]).context)
 
-    def of_training(stage: str, plan: TrainingPlan) -> Jobs:
-        return Jobs(stage, plan.name, {plan.rule: plan.jobs}, sites[stage], plan.ranks, threads, plan.hours)
+    def of_training(stage: str) -> list[Jobs]:
+        return [
+            Jobs(stage, plan.name, {plan.rule: plan.jobs}, sites[stage], plan.ranks, threads, plan.hours)
+            for plan in plans
+            if plan.stage == stage
+        ]
+
+    costs, scoring = ScoringCosts(config, HARDWARE[hardware]), scoring_jobs(config)
 
     def of_scoring(name: str, *, added: bool) -> Jobs:
-        rules = [job for job in scoring_jobs(config) if job.added == added]
-        hours, disk = zip((0.0, 0), *(scoring_cost(config, job, HARDWARE[hardware]) for job in rules), strict=True)
+        rules = [job for job in scoring if job.added == added]
+        hours, disk = zip((0.0, 0), *map(costs.of_job, rules), strict=True)
         counts = {job.rule: job.jobs for job in rules}
         return Jobs("score", name, counts, sites["score"], 1, threads, sum(hours), sum(disk))
 
@@ -122,10 +130,10 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
         ),
         Jobs("corpus", "split, tokenize", {"split": number, "tokenize": number}, sites["corpus"]),
         Jobs("corpus", "clusters", clustering, sites["corpus"]),
-        *(of_training("train", plan) for plan in plans if plan.rule not in adapting),
+        *of_training("train"),
         Jobs("train", "keep seeds", {"seed": len(kept)}, sites["train"], 1, threads),
         of_scoring("score", added=False),
-        *(of_training("adapt", plan) for plan in plans if plan.rule in adapting),
+        *of_training("adapt"),
         of_scoring("score what was adapted", added=True),
         Jobs("score", "loads of routers", {"loads": len(token_routed(config))}, sites["score"], 1, threads),
         Jobs("corpus", "join experts", joining, sites["corpus"]),
@@ -148,30 +156,55 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
     return [job for job in jobs if job.count]
 
 
-def scoring_cost(config: dict[str, Any], job: ScoringJob, device: Hardware) -> tuple[float, int]:
-    """Hours of one rank, and bytes of score tables before compression, of all jobs of a rule that scores."""
-    hours, disk = zip(*(part_cost(config, part, job.jobs, device) for part in job.parts), strict=True)
-    return sum(hours), sum(disk)
+@dataclass(frozen=True)
+class ScoringCosts:
+    """What scoring takes under the models of a completed config: hours of one rank, and bytes of score tables."""
 
+    config: dict[str, Any]
+    device: Hardware
 
-def part_cost(config: dict[str, Any], part: ScoringPart, jobs: int, device: Hardware) -> tuple[float, int]:
-    """What `scoring_cost` sums: the hours and the bytes of one part of a rule, in all `jobs` of the rule."""
-    known = {one.place: one.architecture(config) for one in merged_models(config)}
-    known |= {model.name: architecture_of(config, model.settings) for model in trained(config)}
-    architecture, section = known.get(part.model, architecture_of(config, {})), config["evaluation"]
-    architecture = replace(architecture, context=part.context or architecture.context)
-    training, novel = config["domains"]["training"], config["domains"]["novel"]
-    several = {"{training}": list(training), "{novel}": list(novel)}
-    limits = {"dev": section["dev_blocks"] * architecture.context, "test": section["test_tokens"]}
-    tokens = 0
-    for domain in (name for place in part.domains for name in several.get(place, [place] * jobs)):
-        for split in part.splits:
-            there = round(TOKENS_PER_WORD * (training | novel)[domain]["words"][split])
-            tokens += min(there, limits[split] or there)
-    columns = 1 if part.own else len(part.columns)
-    tflops = achieved_tflops(device, architecture, demix=columns > 1)
-    hours = scoring_hours(architecture, vocabulary(config["tokenizer"]), columns, tokens, tflops, part.expert_scope)
-    return hours, score_table_bytes(columns, tokens) - (0 if part.shared else score_table_bytes(0, tokens))
+    @cached_property
+    def _architectures(self) -> dict[str, Architecture]:
+        """The architectures of the models by their folders."""
+        merged = {one.place: one.architecture(self.config) for one in merged_models(self.config)}
+        return merged | {one.name: architecture_of(self.config, one.settings) for one in trained(self.config)}
+
+    @cached_property
+    def _usual(self) -> Architecture:
+        return architecture_of(self.config, {})
+
+    @cached_property
+    def _tokens(self) -> Callable[[str, int], dict[str, int]]:
+        """The tokens that are scored of a split in blocks of some length, by domain."""
+        section, domains = (
+            self.config["evaluation"],
+            self.config["domains"]["training"] | self.config["domains"]["novel"],
+        )
+
+        def of_split(split: str, context: int) -> dict[str, int]:
+            most = section["dev_blocks"] * context if split == "dev" else section["test_tokens"]
+            there = {name: round(TOKENS_PER_WORD * domain["words"][split]) for name, domain in domains.items()}
+            return {name: min(tokens, most or tokens) for name, tokens in there.items()}
+
+        return cache(of_split)
+
+    def of_job(self, job: ScoringJob) -> tuple[float, int]:
+        """Hours of one rank, and bytes of score tables before compression, of all jobs of a rule that scores."""
+        hours, disk = zip(*(self.of_part(part, job.jobs) for part in job.parts), strict=True)
+        return sum(hours), sum(disk)
+
+    def of_part(self, part: ScoringPart, jobs: int) -> tuple[float, int]:
+        """What `of_job` sums: the hours and the bytes of one part of a rule, in all `jobs` of the rule."""
+        architecture = self._architectures.get(part.model, self._usual)
+        architecture = replace(architecture, context=part.context or architecture.context)
+        several = {f"{{{kind}}}": list(domains) for kind, domains in self.config["domains"].items()}
+        names = [name for place in part.domains for name in several.get(place, [place] * jobs)]
+        tokens = sum(sum(map(self._tokens(split, architecture.context).__getitem__, names)) for split in part.splits)
+        columns = 1 if part.own else len(part.columns)
+        tflops = achieved_tflops(self.device, architecture, demix=columns > 1)
+        types = vocabulary(self.config["tokenizer"])
+        hours = scoring_hours(architecture, types, columns, tokens, tflops, part.expert_scope)
+        return hours, score_table_bytes(columns, tokens) - (0 if part.shared else score_table_bytes(0, tokens))
 
 
 def jobs_table(config: dict[str, Any], hardware: str, ranks: int | None = None) -> Table:

@@ -8,11 +8,10 @@ from rich.table import Table
 
 from demix.config.check import site_of
 from demix.config.scoring import scoring_jobs
-from demix.config.systems import adaptations
 from demix.plan.cells import decimal, folded, short
 from demix.plan.cost import ALIKE, TEXT_BYTES, DomainPlan, TrainingPlan, plan_domains, plan_training
 from demix.plan.flops import HARDWARE, Hardware
-from demix.plan.jobs import plan_jobs, scoring_cost
+from demix.plan.jobs import ScoringCosts, plan_jobs
 from demix.plan.network import out_of_a_node, synchronizing
 
 # Bytes of a word of the sample and the space after it, in UTF-8.
@@ -75,9 +74,10 @@ def plan_stages(config: dict[str, Any], hardware: str, ranks: int | None = None)
             counts[rule] = counts.get(rule, 0) + number
     # Where one job downloads and anonymizes a part, it is a job of both stages.
     counts |= {name: counts.get(name) or counts["read"] for name in ("download", "anonymize")}
-    plans, adapting = plan_training(config, ranks, device), {one.rule for one in adaptations(config)}
+    plans = plan_training(config, ranks, device)
     scored = [job for job in jobs if job.stage == "score" and job.hours is not None]
-    rules = [(scoring_cost(config, job, device)[0] / job.jobs, job.added) for job in scoring_jobs(config)]
+    costs = ScoringCosts(config, device)
+    rules = [(costs.of_job(job)[0] / job.jobs, job.added) for job in scoring_jobs(config)]
     tables = sum(job.disk for job in jobs)
 
     def training(name: str, some: list[TrainingPlan]) -> Stage:
@@ -106,9 +106,9 @@ def plan_stages(config: dict[str, Any], hardware: str, ranks: int | None = None)
 
     return [
         *_data_stages(config, counts),
-        training("train", [plan for plan in plans if plan.rule not in adapting | {"sweep"}]),
+        training("train", [plan for plan in plans if plan.stage == "train" and plan.rule != "sweep"]),
         training("try learning rates", [plan for plan in plans if plan.rule == "sweep"]),
-        training("adapt", [plan for plan in plans if plan.rule in adapting]),
+        training("adapt", [plan for plan in plans if plan.stage == "adapt"]),
         Stage(
             "write checkpoints",
             0,
@@ -161,8 +161,7 @@ def _corpus_bytes(plan: DomainPlan) -> float | None:
 
 def _node(config: dict[str, Any], plan: TrainingPlan) -> int:
     """The ranks of a node in a training."""
-    adapting = {one.rule for one in adaptations(config)}
-    number: int = site_of(config, "adapt" if plan.rule in adapting else "train")["ranks_per_node"]
+    number: int = site_of(config, plan.stage)["ranks_per_node"]
     return number
 
 

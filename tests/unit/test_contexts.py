@@ -31,7 +31,7 @@ from demix.model.checkpoint import save_expert, save_shared
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.plan.flops import scoring_flops
-from demix.plan.jobs import HARDWARE, part_cost, plan_jobs
+from demix.plan.jobs import HARDWARE, ScoringCosts, plan_jobs
 from demix.report import SHOWS, VARIANT_FIGURES, VARIANT_TABLES, report_files
 from demix.report.contexts import contexts_table, positions, positions_points, read_contexts
 from demix.report.family_pages import write_variants
@@ -132,7 +132,7 @@ def test_the_plan_counts_jobs_and_costs_of_longer_blocks() -> None:
     assert after["score"].hours > before["score"].hours
     parts = {part.folder: (part, job.jobs) for job in scoring_jobs(config) if job.rule == "score_others"
              for part in job.parts}  # fmt: skip
-    far, base = (part_cost(config, *parts[name], HARDWARE["cpu"])[0] for name in ("far@64", "far"))
+    far, base = (ScoringCosts(config, HARDWARE["cpu"]).of_part(*parts[name])[0] for name in ("far@64", "far"))
     # The same novel domains, whose test splits are as long as their dev splits here, without these.
     sizes = [scoring_flops(Architecture(2, 32, 2, length, position="alibi"), 512, 3) for length in (64, 32)]
     tokens = [1000, 1000 + 10 * 32]

@@ -20,7 +20,7 @@ from demix.errors import DemixError
 from demix.plan.cells import folded
 from demix.plan.cost import plan_domain, plan_table, plan_training, training_tables
 from demix.plan.flops import HARDWARE
-from demix.plan.jobs import in_one_line, jobs_table, part_cost, plan_jobs, scoring_cost, usual_hardware
+from demix.plan.jobs import ScoringCosts, in_one_line, jobs_table, plan_jobs, usual_hardware
 
 REPOSITORY = Path(__file__).parents[2]
 PAPER = {path.stem: load_config(path) for path in sorted((REPOSITORY / "config").glob("paper-*.yaml"))}
@@ -268,8 +268,8 @@ def test_where_no_gpu_is_given_cores_are_counted() -> None:
 
 def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
     config = load_config(REPOSITORY / "config" / "sample.yaml")
-    rules = scoring_jobs(config)
-    jobs = {(job.rule, part.folder): part_cost(config, part, job.jobs, HARDWARE["cpu"])[1]
+    rules, costs = scoring_jobs(config), ScoringCosts(config, HARDWARE["cpu"])
+    jobs = {(job.rule, part.folder): costs.of_part(part, job.jobs)[1]
             for job in rules for part in job.parts if part.shared}  # fmt: skip
     dev, test = 40 * 256, 15360
     # Eight domains under eight experts; a domain under its own token alone, and new ones under all eight.
@@ -278,12 +278,12 @@ def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
     assert jobs["score_known_others", "without-licenses"] == (dev + test) * (8 * 4 + 18)
     # Beside tables that have the tokens: the first new expert on eight domains, the second on nine; and one, then two
     # new experts on the new domain. Dense-DAPT makes tables of its own.
-    added = {job.rule: scoring_cost(config, job, HARDWARE["cpu"])[1] for job in rules if job.added}
+    added = {job.rule: costs.of_job(job)[1] for job in rules if job.added}
     assert [added[f"score_adapted_{name}"] for name in ("wiki", "code")] == [
         (n + k) * (dev + test) * 4 + 9 * test * (4 + 18) for n, k in ((8, 1), (9, 2))
     ]
     of_all = sum(job.disk for job in plan_jobs(config, "cpu"))
-    assert of_all == sum(scoring_cost(config, job, HARDWARE["cpu"])[1] for job in rules)
+    assert of_all == sum(costs.of_job(job)[1] for job in rules)
 
 
 def test_what_a_source_needs_is_asked_for(tmp_path):

@@ -14,7 +14,7 @@ from demix.config.scoring import scoring_jobs
 from demix.config.systems import rule_of, trained
 from demix.plan.cost import plan_training, training_tables
 from demix.plan.flops import HARDWARE
-from demix.plan.jobs import in_one_line, part_cost, plan_jobs, scoring_cost, write_sbatch_files
+from demix.plan.jobs import ScoringCosts, in_one_line, plan_jobs, write_sbatch_files
 
 REPOSITORY = Path(__file__).parents[2]
 PAPER = load_config(REPOSITORY / "config" / "cbtm-1.3b.yaml")
@@ -93,14 +93,13 @@ def test_scoring_takes_a_whole_pass_for_each_whole_model() -> None:
     """Of an added expert too. Experts of DEMix share the attention of the first layer."""
     rows = {"models": {"btm": BTM}, "adaptation": {**TINY["adaptation"], "model": "btm"}}
     config, saved = complete(copy.deepcopy(TINY) | rows, Path()), {}
+    costs = ScoringCosts(config, HARDWARE["cpu"])
     for job in scoring_jobs(config):
         for part in (part for part in job.parts if len(part.columns) > 1 and not part.own):
             single = replace(part, columns=part.columns[:1])
-            together, alone = (part_cost(config, one, job.jobs, HARDWARE["cpu"])[0] for one in (part, single))
+            together, alone = (costs.of_part(one, job.jobs)[0] for one in (part, single))
             saved[job.rule, part.model] = 1 - together / (len(part.columns) * alone)
-        assert scoring_cost(config, job, HARDWARE["cpu"])[0] == pytest.approx(
-            sum(part_cost(config, part, job.jobs, HARDWARE["cpu"])[0] for part in job.parts)
-        )
+        assert costs.of_job(job)[0] == pytest.approx(sum(costs.of_part(part, job.jobs)[0] for part in job.parts))
     whole = {("score_known_btm", "btm"), ("score_btm", "btm"), ("score_adapted_fortunes", "btm")}
     others = {(f"score_{known}others", "demix") for known in ("known_", "")}
     assert saved.keys() >= whole | others | {("score_known_others", "without-licenses")}

@@ -1,16 +1,19 @@
 """The tables of a plan by stage, against sums of its other tables and numbers worked by hand."""
 
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
 
 from demix.config.check import load_config
 from demix.config.scoring import scoring_jobs
+from demix.data.outline import outline
 from demix.plan.cost import plan_domains, plan_training
 from demix.plan.flops import HARDWARE
-from demix.plan.jobs import plan_jobs, scoring_cost
+from demix.plan.jobs import ScoringCosts, plan_jobs
 from demix.plan.stages import WORD_BYTES, plan_stages, saving_hours, stages_table, sync_seconds, sync_table
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +102,7 @@ def test_the_steps_of_a_seed_phase_are_sent_once_and_a_rules_jobs_share_its_hour
     assert stages["train"].network == pytest.approx(every - seeded.begin * sent[seeded.name])
     for name, added in {"score": False, "score what was adapted": True}.items():
         jobs = [job for job in scoring_jobs(config) if job.added == added]
-        longest = max(scoring_cost(config, job, HARDWARE["a100"])[0] / job.jobs for job in jobs)
+        longest = max(ScoringCosts(config, HARDWARE["a100"]).of_job(job)[0] / job.jobs for job in jobs)
         assert stages[name].longest == pytest.approx(longest)
     assert max(job.jobs for job in scoring_jobs(config)) == 8
 
@@ -112,3 +115,48 @@ def test_a_word_has_as_many_bytes_as_in_the_sample() -> None:
                 text = json.loads(line)["text"]
                 words, size = words + len(text.split()), size + len(text.encode())
     assert size / words == pytest.approx(WORD_BYTES, rel=0.01)
+
+
+@pytest.mark.parametrize("novel", [[], ["d.txt"]])
+def test_what_init_prints_can_be_planned(novel: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without novel domains, no rule that scores them has jobs."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt", "c.txt", *novel):
+        Path(name).write_text(f"The mill of {name} stood by the river.\n\n" * 1500)
+    Path("mine.yaml").write_text(outline(["a.txt", "b.txt", "c.txt"], novel, None, None))
+    config = load_config("mine.yaml")
+    stages = {stage.name: stage.jobs for stage in plan_stages(config, "cpu")}
+    assert (stages["score"], stages["score what was adapted"]) == ((4, 1) if novel else (2, 0))
+    assert min(job.jobs for job in scoring_jobs(config)) == 1
+    assert {"score_others", "score_demix"} & {job.rule for job in scoring_jobs(config)} == (
+        {"score_others", "score_demix"} if novel else set()
+    )
+
+
+def many(domains: int) -> dict[str, Any]:
+    """The sample with so many novel domains."""
+    sample = load_config(ROOT / "config" / "sample.yaml", removal={})
+    novel = {f"n{number}": sample["domains"]["novel"]["wiki"] for number in range(domains)}
+    return sample | {"domains": sample["domains"] | {"novel": novel}}
+
+
+def test_a_plan_takes_as_much_more_work_as_there_are_more_domains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in calls of Python functions, which are the same on every machine."""
+
+    def calls(config: dict[str, Any]) -> int:
+        number = 0
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal number
+            number += event == "call"
+
+        sys.setprofile(count)
+        try:
+            for plan in (plan_jobs, plan_stages, sync_table):
+                plan(config, "cpu")
+        finally:
+            sys.setprofile(None)
+        return number
+
+    few, more = calls(many(20)), calls(many(120))
+    assert more < 7 * few
