@@ -23,7 +23,7 @@ class Routed:
     experts: Positive = Field(le=4096)
     top_k: Positive
     every: Positive
-    capacity: Number = Field(gt=0)
+    capacity: Number = Field(gt=0, le=4096)
     balance: Number = Field(ge=0)
     cosine: Switch = False
 

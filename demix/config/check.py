@@ -11,6 +11,7 @@ from pydantic_core import to_jsonable_python
 from demix.config import placement
 from demix.config.addresses import LOG_IN, local, moving, refuse_secrets
 from demix.config.architecture import architecture_from
+from demix.config.clashes import refuse_clashes
 from demix.config.contexts import check_contexts
 from demix.config.keys import located, read_keys
 from demix.config.mixing import parsed_weights
@@ -218,6 +219,7 @@ def _check_across(config: dict[str, Any]) -> None:
                 cause, cure = f"{weights} has no clustering for {model.name}", "add by_domain: {method: metadata}"
                 raise DemixError("config key evaluation.weights", cause, f"{cure} to clusterings")
     check_contexts(config)
+    refuse_clashes(config)
     refuse_secrets(
         "config key tracking.uri",
         config["tracking"]["uri"],

@@ -1,7 +1,7 @@
 """The section `clusterings`: how documents are divided into clusters, and what the clusters are called."""
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -13,7 +13,10 @@ from demix.settings import Positive, Switch, settings
 class Clustering:
     """How the documents of the training domains are divided into clusters."""
 
-    clusters: Positive | None = Field(default=None, description="Clusters. Not given for the method metadata.")
+    # Each cluster is an expert with files and jobs of its own; c-BTM's paper ends at 128.
+    clusters: Annotated[Positive, Field(le=4096)] | None = Field(
+        default=None, description="Clusters. Not given for the method metadata."
+    )
     method: Literal["kmeans", "random", "metadata"] = Field(
         default="kmeans",
         description="kmeans: the nearest centre of k-means. random: drawn by the hash of a document. metadata: one "

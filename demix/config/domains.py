@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from demix.config.names import refuse_name
 from demix.settings import DistinctItems, Integer, Items, Number, Positive, Switch, Text, settings
 
 
@@ -12,6 +13,7 @@ def _domain_name(name: str) -> str:
     if not re.fullmatch("[a-z0-9][a-z0-9_]*", name) or name in ("tokens", "dense"):
         cure = "use lower-case letters, digits and _; the names tokens and dense are reserved"
         raise ValueError("is not a usable domain name", cure)
+    refuse_name(name)
     return name
 
 

@@ -32,6 +32,8 @@ ROUTED: dict[str, Any] = {
         Number,
         Field(
             gt=0,
+            # With as many as there are experts, each takes all tokens.
+            le=4096,
             description="Tokens of a sequence that an expert takes in training, as a multiple of T / experts: 1.25 "
             "without the key for top_k 1, else 2. First choices come before second ones. Scoring has no such limit.",
         ),

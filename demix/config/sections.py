@@ -16,6 +16,7 @@ from demix.config.branching import BRANCHING
 from demix.config.clustering import Clustering
 from demix.config.domains import DomainsSection, TokenizerSection
 from demix.config.evaluation import DECAY, Decay, EvaluationSection
+from demix.config.names import refuse_name
 from demix.config.routed import ROUTED
 from demix.config.rows import KINDS
 from demix.config.tasks import Task, TaskName
@@ -30,6 +31,9 @@ Threads = Annotated[
     ),
 ]
 Factor = Annotated[Number, Field(gt=0)]
+# The largest published runs have steps of some 16,000 sequences, on as many GPUs. The placement of ranks lists each.
+Sequences = Annotated[Positive, Field(le=1_000_000)]
+Ranks = Annotated[Positive, Field(le=100_000)]
 LearningRate = Annotated[Number, Field(gt=0, description="Peak learning rate.")]
 
 
@@ -38,6 +42,7 @@ def _row_name(name: str) -> str:
         raise ValueError(
             "is not a usable name of a model", "use lower-case letters, digits and _, and begin with a letter"
         )
+    refuse_name(name)
     return name
 
 
@@ -115,7 +120,7 @@ class TrainingRecipe(Execution, Optimizer):
     """The settings of the section `training` that one training from scratch takes."""
 
     tokens: Positive = Field(description="Total training tokens of one model.")
-    sequences: Positive = Field(description="Sequences of each domain in one optimizer step.")
+    sequences: Sequences = Field(description="Sequences of each domain in one optimizer step.")
     learning_rate: LearningRate = Field()
     dev_blocks: Integer = Field(
         default=0,
@@ -128,7 +133,7 @@ class TrainingRecipe(Execution, Optimizer):
 class TrainingSection(TrainingRecipe):
     """Settings of the training of all models. A row of `models` overrides them for one model."""
 
-    ranks: Positive = Field(
+    ranks: Ranks = Field(
         default=1,
         description="Processes that train one model together: a multiple or a divisor of the number of training "
         "domains, or the sum of the domains' ranks where `replicas` is given. The result does not "
@@ -139,7 +144,7 @@ class TrainingSection(TrainingRecipe):
         description="Short trainings of every model that choose its learning rate: the largest of `learning_rates` "
         "that does not diverge. The chosen rate replaces `learning_rate`. null runs no sweep.",
     )
-    replicas: dict[Text, Positive] = Field(
+    replicas: dict[Text, Ranks] = Field(
         default_factory=dict,
         description="Number of ranks by domain, such as `{legal: 2}`; a domain that is not named has one rank. When "
         "`replicas` is empty, all domains have the same number of ranks.",
@@ -179,7 +184,7 @@ class AdaptationRecipe(Execution, Optimizer):
     """The settings of the section `adaptation` that one adaptation takes."""
 
     tokens: Positive = Field(default=10_000_000, description="Largest number of training tokens of one adaptation.")
-    sequences: Positive = Field(default=16, description="Sequences in one optimizer step.")
+    sequences: Sequences = Field(default=16, description="Sequences in one optimizer step.")
     learning_rate_factor: Factor = Field(
         default=0.1,
         description="Peak learning rate, as a fraction of the peak learning rate that the adapted model was trained "
@@ -238,7 +243,7 @@ class AdaptationSection(AdaptationRecipe):
     model: RowName = Field(
         default="demix", description="The row of `models` whose model gets the novel domains' experts."
     )
-    ranks: Positive = Field(default=1, description="Processes that adapt one model together; at most `sequences`.")
+    ranks: Ranks = Field(default=1, description="Processes that adapt one model together; at most `sequences`.")
 
 
 @settings()
@@ -321,8 +326,11 @@ class Config:
         "nested keys included; where both set a key, this file wins.",
     )
     run: Text = Field(
-        pattern="^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        json_schema_extra={"patternErrorMessage": "of letters, digits, dots, _ and -, the first a letter or digit"},
+        # Names of folders, experiments and jobs hold it; a file system takes 255 bytes.
+        pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+        json_schema_extra={
+            "patternErrorMessage": "of at most 100 letters, digits, dots, _ and -, the first a letter or digit"
+        },
         description="Name of the run. All files of the run are below results/<run>/.",
     )
     seed: Seed = Field(default=1, description="Seed of splits, initialisation and data order.")

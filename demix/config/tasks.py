@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from demix.config.domains import SourceSection
+from demix.config.names import refuse_name
 from demix.errors import DemixError
 from demix.settings import DistinctItems, Integer, Items, Positive, Seed, Switch, Text, settings, settings_from
 
@@ -17,6 +18,7 @@ OTHERS = 8
 def _task_name(name: str) -> str:
     if not re.fullmatch("[a-z][a-z0-9_]*", name):
         raise ValueError("is not a usable name of a task", "use lower-case letters, digits and _, and begin with one")
+    refuse_name(name)
     return name
 
 

@@ -14,11 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 import zstandard
+from hypothesis import given, strategies
 from rich.console import Console
+from snakemake.io import PeriodicityDetector
 
 import snakemake_logger_plugin_demix as display
-from demix.config.check import load_config
+from demix.config.check import complete, load_config
 from demix.config.keys import read_keys
+from demix.config.names import refuse_name
 from support.cli import demix, said
 
 REPOSITORY = Path(__file__).parents[2]
@@ -211,3 +214,63 @@ def test_the_display_shows_warnings() -> None:
     handler.emit(logging.makeLogRecord({"msg": "law: left out: 1 documents", "levelno": logging.WARNING}))
     handler.emit(logging.makeLogRecord({"msg": "rule law", "levelno": logging.INFO}))
     assert handler.console.file.getvalue().splitlines() == ["law: left out: 1 documents"]
+
+
+LONG = "a_name_of_" + "0123456789" * 6
+BTM = "{kind: branched, averages: true}"
+NOVEL = "  novel:\n    code: {source: {kind: files, path: mine/code.txt}}\n"
+REMOVAL = "removal: {retrain_without: [law], replacement: code}\nmodels: {without_law: {kind: demix}}\n"
+
+
+HUGE = f"0x{'f' * 5000}"
+TRAIN = "training: {"
+
+
+@pytest.mark.parametrize(("old", "new", "told"), [
+    ("run: mine", f"run: {'r' * 101}", "key run: is 'rrr"),
+    ("run: mine", f"run: mine\nseed: {HUGE}", "key seed: is a whole number of more than 64 bits; give a small"),
+    ("tokens: 4000", f"tokens: {HUGE}", "key training.tokens: is a whole number of more than"),
+    ("2, learning_rate: 1.0e-3", f"2, learning_rate: {HUGE}", "rate: is a whole number of more than 64"),
+    ("sequences: 2", "sequences: 9999999999", "sequences: is 9999999999; allowed is integer ≥ 1 ≤ 1000000"),
+    ("sequences: 2", "sequences: 2, ranks: 9999999999", "ranks: is 9999999999; allowed is integer ≥ 1 ≤ 100000"),
+    (TRAIN, f"clusterings: {{k: {{clusters: 1000000000000}}}}\n{TRAIN}", "k.clusters: is 1000000000000; allowed is"),
+    (TRAIN, f"models: {{r: {{kind: routed, capacity: 1.0e+308}}}}\n{TRAIN}", "capacity: is 1e+308; allowed is"),
+    ("    law:", f"    {LONG}:", f"key domains.training.{LONG}: has a name of 70 characters; use at most 64"),
+    ("    law:", f"    {'ha' * 30}:", "has a name that ends in 'ha' over and over, which Snakemake takes for a loop;"),
+    (TRAIN, f"models: {{{'x' * 20}: {{kind: dense}}}}\n{TRAIN}", "has a name that ends in 'x' over and over"),
+    (TRAIN, f"seeds: [2]\nmodels: {{dense_seed2: {{kind: dense}}}}\n{TRAIN}",
+     "dense_seed2: is a name that the workflow also has for dense-seed2 (rule join_dense_seed2); rename the row"),
+    (TRAIN, f"models: {{btm: {BTM}, btm__uniform: {BTM}}}\n{TRAIN}",
+     "models.btm__uniform: is a name that the workflow also has for btm-uniform (rule average_btm__uniform); rename"),
+    ("architecture:", NOVEL + REMOVAL + "architecture:",
+     "models.without_law: is a name that the workflow also has for without-law"),
+    ("architecture:", NOVEL + "models: {known_dense: {kind: dense}}\narchitecture:",
+     "known_dense: is a name that the workflow also has"),
+])  # fmt: skip
+def test_what_would_hang_or_fail_later_is_refused(
+    old: str, new: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert TWO.count(old) == 1
+    Path("mine.yaml").write_text(TWO.replace(old, new))
+    line = said(["config", "mine.yaml"])
+    assert line is not None
+    assert told in line
+    assert "\n" not in line
+
+
+def test_rows_that_only_look_alike_are_taken() -> None:
+    names = ("dense_seed3", "without_news", "btm__posterior", "others", "ab" * 8 + "c" * 19)
+    rows = {name: {"kind": "dense"} for name in names} | {"btm": {"kind": "branched", "averages": True}}
+    config = complete(yaml.safe_load(TWO) | {"seeds": [1, 2], "models": rows})
+    assert config["models"].keys() >= {*names}
+
+
+@given(strategies.text("ab_", min_size=1, max_size=4), strategies.integers(1, 60), strategies.text("ab_", max_size=4))
+def test_no_name_that_is_taken_is_a_loop_for_snakemake(part: str, number: int, before: str) -> None:
+    name = (before + part * number)[:64]
+    if PeriodicityDetector().is_periodic(name) is None:
+        refuse_name(name)
+    else:
+        with pytest.raises(ValueError, match="takes for a loop"):
+            refuse_name(name)
