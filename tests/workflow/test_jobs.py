@@ -91,3 +91,23 @@ def asked(output: str) -> dict[str, set[tuple[str, int, int, bool]]]:
         found.setdefault(rule, set()).add((given.get("slurm_partition", ""), memory, minutes, given.get("gpu") == "1"))
     found.pop("all", None)
     return found
+
+
+def test_an_error_in_finding_out_what_to_run_is_no_success(tmp_path: Path) -> None:
+    """Of a file that is there already, too: Snakemake by itself warns and takes the file as it is."""
+    (tmp_path / f"{'ha' * 30}.txt").write_text("made before\n")
+    rules = f"""include: "{REPOSITORY}/workflow/Snakefile"
+
+rule loop:
+    output: "{{name}}.txt"
+
+rule wanted:
+    input: "{"ha" * 30}.txt"
+"""
+    (tmp_path / "Snakefile").write_text(rules)
+    tiny = str(Path(__file__).parent / "tiny.yaml")
+    command = ["snakemake", "-n", "wanted", "--snakefile", "Snakefile", "--configfile", tiny]
+    command += ["--workflow-profile", str(REPOSITORY / "profiles" / "default")]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert "The value ha in wildcard name is periodically repeated" in done.stdout
+    assert done.returncode == 1

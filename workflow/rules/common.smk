@@ -41,10 +41,11 @@ from demix.config.systems import (
 from demix.errors import DemixError
 from demix.files import exclusive
 from demix.launch.arguments import SHELL_FUNCTION
-from demix.launch.producers import find_by_name
+from demix.launch.producers import end_at_loops, find_by_name
 from demix.report import SHOWS, report_files
 
 find_by_name()
+end_at_loops()
 
 FILES = {}
 try:
