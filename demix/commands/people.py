@@ -32,22 +32,35 @@ def plan(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write the files for sbatch to results/<run>/sbatch/.")
     ] = False,
+    details: Annotated[
+        bool,
+        typer.Option(
+            "--details", help="Print the tables too; they are printed without it for GPUs, a cluster or given --ranks."
+        ),
+    ] = False,
 ) -> None:
-    """Print what a config needs: words, FLOPs, memory, hours, network, disk; jobs, nodes, stages. Fetches nothing."""
+    """Print what a config needs: time and disk; words, FLOPs, memory, hours, network, jobs, stages. Fetches nothing."""
     from demix.config.check import load_config
     from demix.plan.cost import plan_table, training_tables
+    from demix.plan.here import here_line, runs_here
     from demix.plan.jobs import in_one_line, jobs_table, usual_hardware, write_sbatch_files
     from demix.plan.stages import stages_table, sync_table
 
     settings, console = load_config(file), terminal()
+    here = hardware is None and runs_here(settings)
+    shown = details or ranks is not None or not here
     hardware = hardware or usual_hardware(settings)
     tables = training_tables(settings, ranks, hardware)
-    later = (show(settings, hardware, ranks) for show in (sync_table, jobs_table, stages_table))
-    for table in (plan_table(settings), *tables, *later):
-        console.print(table)
+    if here:
+        print(here_line(settings, ranks) + ("" if shown else "; --details prints tables of it"))
+    if shown:
+        later = (show(settings, hardware, ranks) for show in (sync_table, jobs_table, stages_table))
+        for table in (plan_table(settings), *tables, *later):
+            console.print(table)
     for path in write_sbatch_files(settings, hardware, ranks) if dry_run else ():
         print(path)
-    print(in_one_line(settings, hardware, ranks))
+    if shown:
+        print(in_one_line(settings, hardware, ranks))
 
 
 @app.command()

@@ -207,27 +207,29 @@ class ScoringCosts:
         return hours, score_table_bytes(columns, tokens) - (0 if part.shared else score_table_bytes(0, tokens))
 
 
+_OF_A_CLUSTER = ("nodes\na job", "GPUs\na job", "memory\na node", "limit", "where")
+_HEADS = (
+    "stage", "jobs", "nodes\na job", "ranks\na job", "GPUs\na job", "cores\na job", "memory\na node", "limit", "hours",
+    "where",
+)  # fmt: skip
+
+
 def jobs_table(config: dict[str, Any], hardware: str, ranks: int | None = None) -> Table:
-    """The jobs of a completed config as a table."""
+    """The jobs of a completed config as a table, without what a cluster gives them where they run on cores here."""
     jobs, device = plan_jobs(config, hardware, ranks), HARDWARE[hardware]
-    submits = config["cluster"]["launch"] == "slurm"
-    table = Table(
-        title=f"Jobs of {config['run']}",
-        caption="each with what the section cluster gives it"
-        + ("" if submits else "; launch is local: with profiles/slurm training is submitted as jobs of these nodes")
-        + f"; {ALIKE}",
-        show_footer=True,
-    )
-    heads = ("stage", "jobs", "nodes\na job", "ranks\na job", "GPUs\na job", "cores\na job", "memory\na node")
-    for head in heads:
-        footer = {"stage": "total", "jobs": f"{sum(job.count for job in jobs):,}"}.get(head, "")
-        table.add_column(head, footer, justify="left" if head == "stage" else "right")
-    table.add_column("limit", justify="right")
+    local = "; launch is local: with profiles/slurm training is submitted as jobs of these nodes"
+    slurm = config["cluster"]["launch"] == "slurm"
+    here = not slurm and device.unit == "core"
+    given = "" if here else f"each with what the section cluster gives it{'' if slurm else local}; "
+    table = Table(title=f"Jobs of {config['run']}", caption=given + ALIKE, show_footer=True)
     total = device.units * sum(job.rank_hours for job in jobs)
-    table.add_column(f"{device.unit}-hours\n({hardware})", decimal(total), justify="right")
-    table.add_column("where")
+    footers = {"stage": "total", "jobs": f"{sum(job.count for job in jobs):,}", "hours": decimal(total)}
+    shown = [head for head in _HEADS if not (here and head in _OF_A_CLUSTER)]
+    for head in shown:
+        name = f"{device.unit}-hours\n({hardware})" if head == "hours" else head
+        table.add_column(name, footers.get(head, ""), justify="left" if head in ("stage", "where") else "right")
     for cells in folded(_row(job, device) for job in jobs):
-        table.add_row(*cells)
+        table.add_row(*(cell for head, cell in zip(_HEADS, cells, strict=True) if head in shown))
     return table
 
 
@@ -249,22 +251,29 @@ def _row(job: Jobs, device: Hardware) -> tuple[str, ...]:
     )
 
 
+def kept_bytes(config: dict[str, Any], hardware: str, ranks: int | None = None) -> int:
+    """The bytes of a completed config's files but for its checkpoints and for text that no setting bounds.
+
+    They are the text, the weights, the states that seed phases keep, and the score tables before compression.
+    """
+    by_name = {plan.name: plan for plan in plan_training(config, ranks, HARDWARE[hardware])}
+    size = sum((domain.kept or 0) + (domain.passing or 0) for domain in plan_domains(config))
+    size += sum(job.disk for job in plan_jobs(config, hardware, ranks))
+    size += sum(plan.weights for plan in by_name.values())
+    kept = seeds(config, architecture_from(config["architecture"]).context)
+    size += sum(by_name[parent].checkpoint for parent, _ in kept)
+    return size + sum(by_name[one.model.name].weights for one in merged_models(config) if one.weights == "routed")
+
+
 def in_one_line(config: dict[str, Any], hardware: str, ranks: int | None = None) -> str:
     """What a completed config takes in all: hours of GPUs or cores, disk, and days on the nodes of its largest job.
 
-    The disk is the most that is there at once: the text, the weights, the checkpoints of all trainings, the states that
-    seed phases keep, and the score tables before compression.
+    The disk is the most that is there at once: with the checkpoints of all trainings.
     """
     jobs, device = plan_jobs(config, hardware, ranks), HARDWARE[hardware]
-    plans, domains = plan_training(config, ranks, device), plan_domains(config)
-    size = sum((domain.kept or 0) + (domain.passing or 0) for domain in domains) + sum(job.disk for job in jobs)
-    size += sum(plan.weights + plan.jobs * plan.checkpoints * plan.checkpoint for plan in plans)
-    by_name = {plan.name: plan for plan in plans}
-    kept = seeds(config, architecture_from(config["architecture"]).context)
-    size += sum(by_name[parent].checkpoint for parent, _ in kept)
-    size += sum(by_name[one.model.name].weights for one in merged_models(config) if one.weights == "routed")
-    unknown = sum(domain.kept is None for domain in domains)
-    more = f" and the text of {unknown} domains, which no setting bounds" if unknown else ""
+    checkpoints = sum(plan.jobs * plan.checkpoints * plan.checkpoint for plan in plan_training(config, ranks, device))
+    unknown = sum(domain.kept is None for domain in plan_domains(config))
+    more = f" plus the text of {unknown} domain{'s' * (unknown > 1)}" if unknown else ""
     spent = sum(job.rank_hours for job in jobs)
     largest = max(jobs, key=lambda job: job.ranks)
     each = device.units * largest.ranks // largest.nodes
@@ -272,10 +281,8 @@ def in_one_line(config: dict[str, Any], hardware: str, ranks: int | None = None)
     takes = f"{decimal(device.units * spent)} {device.unit}-hours ({hardware}) of training and scoring"
     lasts = f"{days:,.1f} days" if days >= 1 else f"{decimal(24 * days)} hours"
     nodes = f"{largest.nodes} nodes" if largest.nodes > 1 else "1 node"
-    return (
-        f"{config['run']} takes {takes}, at most {size / 1e9:,.1f} GB of disk{more}, "
-        f"{lasts} on {nodes} with {each} {device.unit}{'s' * (each > 1)}"
-    )
+    disk = f"at most {(kept_bytes(config, hardware, ranks) + checkpoints) / 1e9:,.1f} GB of disk{more}"
+    return f"{config['run']} takes {takes}, {disk}, {lasts} on {nodes} with {each} {device.unit}{'s' * (each > 1)}"
 
 
 def write_sbatch_files(config: dict[str, Any], hardware: str, ranks: int | None = None) -> list[Path]:

@@ -250,7 +250,7 @@ def test_the_last_line_sums_hours_disk_and_days() -> None:
     assert [float(number.replace(",", "")) for number in found] == pytest.approx(
         [hours, disk / 1e9, hours / 32 / 24, 4, 8], rel=2e-3, abs=0.06
     )
-    assert "of disk and" not in in_one_line(config, "v100")
+    assert "of disk plus" not in in_one_line(config, "v100")
 
 
 def test_where_no_gpu_is_given_cores_are_counted() -> None:
@@ -263,7 +263,7 @@ def test_where_no_gpu_is_given_cores_are_counted() -> None:
     line = in_one_line(config, "cpu")
     both = sum(job.rank_hours for job in plan_jobs(config, "cpu"))
     assert line.startswith(f"sample takes {2 * both:.2g} core-hours (cpu) ")
-    assert re.search(rf"and the text of 16 domains, .*, {both:.2g} hours on 1 node with 2 cores$", line)
+    assert re.search(rf"plus the text of 16 domains, {both:.2g} hours on 1 node with 2 cores$", line)
 
 
 def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:

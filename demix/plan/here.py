@@ -1,0 +1,90 @@
+"""What a run takes on the cores of this machine: the time, with starts and updates, and the disk, with local text."""
+
+import os
+from glob import glob
+from itertools import groupby
+from typing import Any
+
+from demix.config.rules import RunRules
+from demix.plan.cells import short
+from demix.plan.cost import TEXT_BYTES, TOKENS_PER_WORD, plan_domains, plan_training
+from demix.plan.flops import HARDWARE
+from demix.plan.jobs import Jobs, kept_bytes, plan_jobs, usual_hardware
+from demix.plan.stages import RATES, WORD_BYTES
+
+# Seconds of a core in which a job starts: 0.6 without torch and 2.2 with it (benchmarks/starts.py), and 1.0 of
+# snakemake's (8% of those of the demo, for 110 jobs).
+STARTS = {"train": 3.2, "adapt": 3.2, "score": 3.2}
+START = 1.6
+# Seconds of a core that an update takes besides its FLOPs: between those of the demo's and of smaller models.
+UPDATE = 0.04
+# Seconds in which nothing else runs: of snakemake's start, the report (10) and tracking (6). Bytes of the last two.
+ALONE, REPORT_BYTES = 21.0, 10_000_000
+# Text in a compressed file or a Parquet file takes so many times its bytes.
+PACKED = 2.5
+
+
+def runs_here(config: dict[str, Any]) -> bool:
+    """Whether a run trains on the cores of this machine."""
+    return config["cluster"]["launch"] != "slurm" and usual_hardware(config) == "cpu"
+
+
+def seconds_here(config: dict[str, Any], cores: int, ranks: int | None = None) -> float:
+    """Seconds that a run of a completed config takes on `cores` cores. Text of unknown size is left out.
+
+    A stage takes as long as its jobs side by side, and at least as long as the longest of them.
+    """
+    updates = {plan.name: plan.updates * plan.ranks for plan in plan_training(config, ranks, HARDWARE["cpu"])}
+    jobs = plan_jobs(config, "cpu", ranks)
+    tables = RATES["evaluate"].hours(sum(job.disk for job in jobs))
+
+    def core_seconds(job: Jobs) -> float:
+        hours = HARDWARE["cpu"].units * job.rank_hours + (tables if job.name == "evaluate" else 0.0)
+        return 3600 * hours + UPDATE * updates.get(job.name, 0) + STARTS.get(job.stage, START) * job.count
+
+    total = ALONE
+    for _, stage in groupby(jobs, lambda job: job.stage):
+        works = [(job, core_seconds(job)) for job in stage]
+        longest = max(work / job.count / min(cores, job.ranks * job.threads) for job, work in works)
+        total += max(sum(work for _, work in works) / cores, longest)
+    text = sum(size or 0.0 for size in _text(config).values())
+    return total + 3600 * sum(RATES[name].hours(text) for name in ("anonymize", "split", "tokenize")) / cores
+
+
+def _text(config: dict[str, Any]) -> dict[str, float | None]:
+    """Bytes of text that a run reads of each domain; None where neither the config nor a local file says so."""
+    found: dict[str, float | None] = {}
+    domains = RunRules(config).domains
+    for plan in plan_domains(config):
+        source = domains[plan.domain]["source"]
+        size = None if plan.passing is None else WORD_BYTES / TEXT_BYTES * plan.passing
+        if source["kind"] == "files":
+            paths = [source["path"]] if isinstance(source["path"], str) else source["path"]
+            files = {file for path in paths for file in glob(path, recursive=True) if os.path.isfile(file)}
+            plain = (".txt", ".json", ".jsonl", ".csv", ".tar")
+            there = sum(os.path.getsize(file) * (1 if file.endswith(plain) else PACKED) for file in files)
+            size = there if size is None else min(size, there)
+        found[plan.domain] = size
+    return found
+
+
+def here_line(config: dict[str, Any], ranks: int | None = None) -> str:
+    """The time and the disk that a completed config takes on the cores of this machine, in one line."""
+    cores = len(os.sched_getaffinity(0))
+    text, plans = _text(config), {plan.domain: plan for plan in plan_domains(config)}
+    # Documents, what splits keep of them, and tokens.
+    a_word = 2 * TEXT_BYTES + 2 * TOKENS_PER_WORD
+    own = sum((text[name] or 0.0) / WORD_BYTES * a_word for name, plan in plans.items() if plan.kept is None)
+    unknown = sum(size is None for size in text.values())
+    # A training removes its checkpoints when it ends, and a run on few cores trains few models at a time.
+    saved = max(plan.checkpoints * plan.checkpoint for plan in plan_training(config, ranks, HARDWARE["cpu"]))
+    disk = f"{short(round(kept_bytes(config, 'cpu', ranks) + own) + saved + REPORT_BYTES)}B of disk"
+    more = f", and what the text of {unknown} domain{'s' * (unknown > 1)} adds" if unknown else ""
+    return f"{config['run']} takes {_about(seconds_here(config, cores, ranks))} on {cores} cores and {disk}{more}"
+
+
+def _about(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 1.5 * size:
+            return f"about {seconds / size:.0f} {unit}"
+    return f"about {max(10, round(seconds, -1)):.0f} seconds"

@@ -1,0 +1,92 @@
+"""The line of a plan for this machine, against runs that were measured."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from demix.config.check import complete, load_config
+from demix.plan.here import here_line, runs_here, seconds_here
+from demix.plan.jobs import jobs_table
+from support.cli import demix
+
+CONFIGS = Path(__file__).parents[2] / "config"
+# What `demix init` printed for three files of 19,600 words each, in whose 283 updates DEMix was measured.
+OWN = """
+run: mine
+domains:
+  training:
+    a: {source: {kind: files, path: a.txt, piece_words: 200}, words: {dev: 1900, test: 1900}}
+    b: {source: {kind: files, path: b.txt, piece_words: 200}, words: {dev: 1900, test: 1900}}
+    c: {source: {kind: files, path: c.txt, piece_words: 200}, words: {dev: 1900, test: 1900}}
+tokenizer: {kind: bpe, vocab_size: 2048}
+architecture: {layers: 2, width: 64, heads: 2, context: 128}
+training: {tokens: 435000, sequences: 4, learning_rate: 2.0e-3}
+"""
+# Seconds on two cores (AMD EPYC). The sample: `make demo`, 12:39 on one machine, 16 to 19 minutes on slower ones.
+# Families: `make families` on idle cores. Own: `snakemake --configfile mine.yaml`.
+MEASURED = {"sample": (759, 960, 1140), "families": (1200,), "own": (140,)}
+# Seconds of processors of the same runs: all jobs of `make demo` with snakemake's 8%, and all of `make families`.
+SPENT = {"sample": 1460 * 1.08, "families": 2208}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return complete(yaml.safe_load(OWN)) if name == "own" else load_config(CONFIGS / f"{name}.yaml")
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_time_is_true_within_a_factor_of_two(name: str) -> None:
+    config = config_of(name)
+    expected = seconds_here(config, 2)
+    assert all(0.5 < expected / seconds < 2 for seconds in MEASURED[name])
+    if name in SPENT:
+        assert 0.5 < seconds_here(config, 1) / SPENT[name] < 2
+
+
+def test_more_cores_shorten_a_run_down_to_its_longest_jobs() -> None:
+    config = config_of("sample")
+    one, two, sixteen, many = (seconds_here(config, cores) for cores in (1, 2, 16, 1000))
+    assert one / 2 < two < one / 1.8
+    # The model that branches waits for its parent, and the experts of novel domains for their model.
+    assert 150 < many <= sixteen < two / 3
+
+
+def test_on_a_laptop_one_line_comes_first_and_tables_on_request() -> None:
+    file = CONFIGS / "sample.yaml"
+    (line,) = demix("plan", file).stdout.splitlines()
+    assert line == f"{here_line(load_config(file))}; --details prints tables of it"
+    assert line.startswith("sample takes about ")
+    shown = demix("plan", file, "--details").stdout
+    assert shown.startswith(f"{here_line(load_config(file))}\n")
+    assert "Jobs of sample" in shown
+    assert "Stages of sample on cpu" in shown
+    assert shown.splitlines()[-1].startswith("sample takes 0.")
+    assert "plus the text of 16 domains" in shown.splitlines()[-1]
+
+
+def test_what_a_cluster_gives_is_shown_where_there_is_one() -> None:
+    def heads(**given: Any) -> list[str]:
+        hardware = given.pop("hardware", "cpu")
+        return [str(column.header) for column in jobs_table(config_of("own") | given, hardware).columns]
+
+    slurm = {"cluster": config_of("own")["cluster"] | {"launch": "slurm"}}
+    assert heads() == ["stage", "jobs", "ranks\na job", "cores\na job", "core-hours\n(cpu)"]
+    assert heads(**slurm)[-1] == heads(hardware="a100")[-1] == "where"
+    assert len(heads(**slurm)) == len(heads(hardware="a100")) == 10
+    assert runs_here(config_of("own"))
+    assert not runs_here(config_of("own") | slurm)
+    assert not runs_here(load_config(CONFIGS / "paper-125m.yaml"))
+
+
+def test_the_disk_counts_text_of_local_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many bytes as the words of the files come to; what nobody knows is said."""
+    monkeypatch.chdir(tmp_path)
+    for name in "abc":
+        Path(f"{name}.txt").write_text("a river " * 4_000_000)
+    line = here_line(config_of("own"))
+    # 96 MB are 15 million words: 2 × 2.6 bytes of documents and splits, 3 of tokens. 24 MB are there without text.
+    assert line.endswith(" cores and 147MB of disk")
+    config = config_of("own")
+    config["domains"]["training"]["b"]["source"] |= {"kind": "url", "path": ["https://example.org/b.txt"]}
+    assert here_line(config).endswith("MB of disk, and what the text of 1 domain adds")
