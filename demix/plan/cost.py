@@ -376,14 +376,10 @@ def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) ->
     )
     for head in ("model", "ranks", "experts\na rank", "state\na rank", "activations\na rank", "or, recomputed"):
         takes.add_column(head, "total" if head == "model" else "", justify="left" if head == "model" else "right")
-    takes.add_column("a checkpoint", justify="right")
-    takes.add_column("sent a rank\nin all", justify="right")
-    takes.add_column("hours", justify="right")
-    takes.add_column(
-        f"{device.unit}-hours",
-        decimal(device.units * sum(plan.rank_hours for plan in plans)),
-        justify="right",
-    )
+    for head in ("a checkpoint", "sent a rank\nin all", "hours"):
+        takes.add_column(head, justify="right")
+    spent = device.units * sum(plan.rank_hours for plan in plans)
+    takes.add_column(f"{device.unit}-hours", decimal(spent), justify="right")
     trainings = sum(len(one.jobs) for one in models)
     for part in (plans[:trainings], plans[trainings:]):
         for table, row in ((work, _work_row), (takes, lambda plan: _takes_row(plan, device))):
