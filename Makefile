@@ -22,17 +22,14 @@ unexport PYTHONDONTWRITEBYTECODE
 
 demo: $(VENV)/installed
 	@trap 'exit 0' INT; snakemake --configfile config/sample.yaml --logger demix
-	@demix summary results/sample
 
 # DEMix, Branch-Train-Merge and c-BTM beside one another (docs/families.md).
 families: $(VENV)/installed
 	@trap 'exit 0' INT; snakemake --configfile config/families.yaml --logger demix
-	@demix summary results/families
 
 # ALiBi, CLAP and masked language models beside the usual ones (docs/variants.md).
 variants: $(VENV)/installed
 	@trap 'exit 0' INT; snakemake --configfile config/variants.yaml --logger demix
-	@demix summary results/variants
 
 # Tests that wait for processes and browsers leave room for one more worker than there are cores.
 WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)

@@ -202,6 +202,9 @@ class LogHandler(LogHandlerBase):
             self.interrupted = False
             said = f"Interrupted: {self.finished} of {self.total} jobs are done. The same command goes on."
             self.console.print(Text(said), soft_wrap=True)
+        elif 0 < self.total <= self.finished:
+            self.console.print(Text(f"[{self._summary()}]"), soft_wrap=True)
+            self.total = 0
         super().close()
 
     def _start(self) -> None:
@@ -222,8 +225,11 @@ class LogHandler(LogHandlerBase):
 
     def _summary(self) -> str:
         share, elapsed = self._share(), time.monotonic() - self.begun
+        done = f"{share:4.0%} done, {self.finished} of {self.total} jobs, {clock(elapsed)}"
+        if self.finished == self.total:
+            return done
         left = f"about {clock(elapsed / share * (1 - share))} left" if share > 0.01 else "estimating what is left"
-        return f"{share:4.0%} done, {self.finished} of {self.total} jobs, {clock(elapsed)} so far, {left}"
+        return f"{done} so far, {left}"
 
     def _picture(self) -> Group:
         rows = Table.grid(padding=(0, 2))

@@ -1,7 +1,12 @@
 """The commands that write, check and pin configs."""
 
 import logging
+import math
 import os
+import re
+import sys
+from collections.abc import Iterator
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +15,10 @@ import typer
 from demix.errors import DemixError, printable
 
 app = typer.Typer()
+
+# Of more passes over the text of an adaptation `demix config` warns: beyond, a text seen again teaches next to nothing
+# (Muennighoff et al. 2023).
+MOST_PASSES = 10
 
 
 @app.command()
@@ -21,14 +30,36 @@ def init(
         list[str] | None, typer.Option(help="The text of a domain to be added after the training.")
     ] = None,
     field: Annotated[str | None, typer.Option(help="The field of the text in records; guessed by default.")] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(help="The name of the run; by default that of the YAML file that the config is written to."),
+    ] = None,
 ) -> None:
     """Print a config for your own texts, one domain each, with sizes that fit them."""
+    from demix.config.run import NAME, NAMED
     from demix.data.outline import outline
+
+    if run is not None and not re.fullmatch(NAME, run):
+        raise DemixError(f"--run {run}", "is no name of a run", f"use one {NAMED}")
 
     # Reading the texts logs the steps of a data stage, which are noise here.
     logging.getLogger("demix").setLevel(logging.ERROR)
     schema = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schema.yaml"
-    print(outline(texts, novel or [], field, os.path.relpath(schema) if schema.is_file() else None), end="")
+    known = os.path.relpath(schema) if schema.is_file() else None
+    print(outline(run or _free_name(), texts, novel or [], field, known), end="")
+
+
+def _free_name() -> str:
+    """A name that no run in results/ has: that of the YAML file that is written, or mine; a number sets it apart."""
+    try:
+        written = Path(os.readlink(f"/proc/self/fd/{sys.stdout.fileno()}"))
+    # Elsewhere than on Linux, and where the output is no file.
+    except OSError:
+        written = Path()
+    name = re.sub("[^A-Za-z0-9._-]+", "-", written.stem).strip("._-") if written.suffix in (".yaml", ".yml") else ""
+    name = name or "mine"
+    numbered = (f"{name}-{number}" for number in count(2))
+    return next(one for one in chain([name], numbered) if not Path("results", one).exists())
 
 
 @app.command()
@@ -44,6 +75,7 @@ def config(
     from demix.config.check import load_config, refuse_missing_files
     from demix.config.reference import editor_schema
     from demix.config.reference import reference as keys
+    from demix.config.sections import PASSES
 
     if reference:
         print(keys(), end="")
@@ -59,6 +91,10 @@ def config(
         print(printable(f"{file} is valid. It runs:"))
         for head, text in _will_run(settings):
             print(f"  {head:17} {text}")
+        for name, words, passes in _many_passes(settings):
+            cause = f"adapts to {name} in about {passes:,.0f} passes over its {words:,} words"
+            warned = f"{file}, config key adaptation.tokens: {cause}; lower it, or add passes: {PASSES} to adaptation"
+            logging.getLogger("demix").warning(warned)
         print(printable(f"demix plan {file} says what it takes; demix config --values {file} prints every value."))
 
 
@@ -81,6 +117,31 @@ def _will_run(settings: dict[str, Any]) -> list[tuple[str, str]]:
     if adapted := adaptations(settings):
         lines.append(("adaptations", f"{len(adapted)} of {settings['adaptation']['tokens']:,} tokens at most"))
     return [*lines, ("jobs", f"{sum(jobs.count for jobs in plan_jobs(settings, 'cpu')):,}, less those that are done")]
+
+
+def _many_passes(config: dict[str, Any]) -> Iterator[tuple[str, int, float]]:
+    """The novel domains of local files over whose train split an adaptation would pass more than MOST_PASSES times.
+
+    Yields the domain, the words of its train split and the number of passes.
+    """
+    from demix.data.outline import MOST_WORDS, distinct_documents
+    from demix.plan.cost import TOKENS_PER_WORD
+
+    # Reading the texts logs the steps of a data stage, which are noise here.
+    logging.getLogger("demix").setLevel(logging.WARNING)
+    adaptation = config["adaptation"]
+    words = adaptation["tokens"] / TOKENS_PER_WORD
+    enough = math.ceil(words / MOST_PASSES)
+    for name, domain in config["domains"]["novel"].items():
+        # A bound holds, or to read so much would take long.
+        if adaptation.get("passes") or domain["source"]["kind"] != "files" or enough > MOST_WORDS:
+            continue
+        held_out = domain["words"]["dev"] + domain["words"]["test"]
+        most = min(enough + held_out, domain["source"]["words"] or enough + held_out)
+        documents, _ = distinct_documents(domain["source"] | {"words": most}, name)
+        train = min(max(1, sum(documents.values()) - held_out), domain["words"]["train"] or enough)
+        if train < enough:
+            yield name, train, words / train
 
 
 @app.command()

@@ -17,7 +17,7 @@ from demix.config.keys import located, read_keys
 from demix.config.mixing import parsed_weights
 from demix.config.rows import PAPER, clusterings, clusters_of, model_rows
 from demix.config.run import BESIDE
-from demix.config.sections import Config, TrainingRecipe, taken
+from demix.config.sections import PASSES, Config, TrainingRecipe, taken
 from demix.config.systems import Model, adaptations, planned, trained
 from demix.config.tasks import check_tasks
 from demix.errors import DemixError, nearest
@@ -103,6 +103,9 @@ def complete(config: dict[str, Any], folder: Path = Path()) -> dict[str, Any]:
     config["domains"] = domains | {"novel": {name: one for name, one in given if one is not None}}
     _fill(Config, config)
     del config["base"]
+    if "tokens" not in (adaptation := config["adaptation"]):
+        share = max(1, config["training"]["tokens"] // len(domains["training"]))
+        config["adaptation"] = {"passes": PASSES} | adaptation | {"tokens": share}
     # A run without tasks is the same as before there were any.
     if not config["tasks"]:
         del config["tasks"]

@@ -102,7 +102,7 @@ class MixingRecipe(DevBlocks):
     )
 
 
-def _absent() -> Any:
+def absent() -> Any:
     """The default of a key that a config without it stays without."""
     return None
 
@@ -113,7 +113,7 @@ class EvaluationSection(ScoringRecipe, MixingRecipe):
 
     # Without a default, so that the configs of earlier runs stay as they are.
     contexts: DistinctItems[Annotated[Integer, Field(ge=2, le=131_072)]] = Field(
-        default_factory=_absent,
+        default_factory=absent,
         min_length=1,
         description="Lengths of blocks (T) on which the test splits are scored and evaluated by position, such as "
         "[256, 512, 1024]. A model with learned positions is left out where they are longer than "

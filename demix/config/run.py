@@ -5,12 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from demix.errors import DemixError, nearest
+from demix.errors import DemixError, nearest, printable
 from demix.files import fingerprint, read_json, write_json
 from demix.files.json_files import SEAL, read_unsealed
 
 # Every change that makes files of older runs unreadable raises this version.
 FORMAT = 3
+# The pattern of a run's name, and the pattern in words.
+NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+NAMED = "of letters, digits, dots, _ and -, the first a letter or digit"
 # The keys of a run's config.json that are no keys of a config.
 BESIDE = ("format", SEAL)
 
@@ -38,6 +41,17 @@ def read_run_config(run: Path) -> dict[str, Any]:
 def config_fingerprint(config: Mapping[str, Any]) -> str:
     """A digest of all settings of a run but its name: equal for runs of the same settings."""
     return fingerprint({key: value for key, value in config.items() if key != "run"})
+
+
+def refuse_other_domains(run: Path, config: Mapping[str, Any]) -> None:
+    """Raise DemixError if the folder `run` is that of a run with none of the domains of the completed `config`."""
+    path = run / "config.json"
+    there = {} if not path.exists() else read_unsealed(path).get("domains") or {}
+    before, after = ([name for kind in domains.values() for name in kind] for domains in (there, config["domains"]))
+    if before and not {*before} & {*after}:
+        cause = f"is that of a run of other domains ({printable(', '.join(before[:5]))}{', …' * (len(before) > 5)})"
+        cure = "give the config another `run`, or `overwrite: true` to write over that run"
+        raise DemixError(path, cause, cure)
 
 
 def refuse_other_format(run: Path) -> None:

@@ -15,10 +15,11 @@ from demix.config.architecture import PRESETS, Decoder, RowArchitecture
 from demix.config.branching import BRANCHING
 from demix.config.clustering import Clustering
 from demix.config.domains import DomainsSection, TokenizerSection
-from demix.config.evaluation import DECAY, Decay, EvaluationSection
+from demix.config.evaluation import DECAY, Decay, EvaluationSection, absent
 from demix.config.names import refuse_name
 from demix.config.routed import ROUTED
 from demix.config.rows import KINDS
+from demix.config.run import NAME, NAMED
 from demix.config.tasks import Task, TaskName
 from demix.launch.job import Cluster, Site
 from demix.settings import DistinctItems, Integer, Number, Positive, Seed, Switch, Text, names_of, partial, settings
@@ -34,6 +35,8 @@ Factor = Annotated[Number, Field(gt=0)]
 # The largest published runs have steps of some 16,000 sequences, on as many GPUs. The placement of ranks lists each.
 Sequences = Annotated[Positive, Field(le=1_000_000)]
 Ranks = Annotated[Positive, Field(le=100_000)]
+# Up to four passes over a text teach about as much as new text does (Muennighoff et al. 2023, section 6).
+PASSES = 4
 LearningRate = Annotated[Number, Field(gt=0, description="Peak learning rate.")]
 
 
@@ -94,15 +97,21 @@ class Optimizer:
 
 def fingerprinted(given: Any) -> dict[str, Any]:
     """The settings that identify a training or an adaptation: all but those of `Execution`."""
-    return {key: value for key, value in dataclasses.asdict(given).items() if key not in names_of(Execution)}
+    return {key: value for key, value in stated(given).items() if key not in names_of(Execution)}
+
+
+def stated(given: Any) -> dict[str, Any]:
+    """Settings as a mapping, without `passes` where it bounds nothing: as they were before there was such a key."""
+    return {key: value for key, value in dataclasses.asdict(given).items() if (key, value) != ("passes", None)}
 
 
 def taken(recipe: type, section: Mapping[str, Any]) -> dict[str, Any]:
     """The values that the stage with the settings `recipe` takes of a completed config's section.
 
-    The settings of `Execution` are left out, because a change of any value that is returned reruns the stage.
+    The settings of `Execution` are left out, because a change of any value that is returned reruns the stage. So are
+    keys that the section is without.
     """
-    return {key: section[key] for key in names_of(recipe) if key not in names_of(Execution)}
+    return {key: section[key] for key in names_of(recipe) if key in section and key not in names_of(Execution)}
 
 
 @settings()
@@ -183,7 +192,16 @@ class FactorSweep:
 class AdaptationRecipe(Execution, Optimizer):
     """The settings of the section `adaptation` that one adaptation takes."""
 
-    tokens: Positive = Field(default=10_000_000, description="Largest number of training tokens of one adaptation.")
+    tokens: Positive = Field(
+        default_factory=absent,
+        description="Largest number of training tokens of one adaptation. Without this key `training.tokens` by the "
+        "number of training domains, which is what an expert learns from in training.",
+    )
+    passes: Positive | None = Field(
+        default_factory=absent,
+        description="Most passes over the train split of the novel domain, which lower `tokens` where there is little "
+        f"text; null sets no bound. Without this key {PASSES} where `tokens` is absent, too, and else null.",
+    )
     sequences: Sequences = Field(default=16, description="Sequences in one optimizer step.")
     learning_rate_factor: Factor = Field(
         default=0.1,
@@ -326,12 +344,14 @@ class Config:
         "nested keys included; where both set a key, this file wins.",
     )
     run: Text = Field(
-        # Names of folders, experiments and jobs hold it; a file system takes 255 bytes.
-        pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
-        json_schema_extra={
-            "patternErrorMessage": "of at most 100 letters, digits, dots, _ and -, the first a letter or digit"
-        },
+        pattern=NAME,
+        json_schema_extra={"patternErrorMessage": NAMED},
         description="Name of the run. All files of the run are below results/<run>/.",
+    )
+    overwrite: Switch = Field(
+        default_factory=absent,
+        description="Let the run take the place of one with none of its domains, whose folder has the same name. "
+        "Without this key (or with false) the workflow stops before it changes a file there.",
     )
     seed: Seed = Field(default=1, description="Seed of splits, initialisation and data order.")
     seeds: DistinctItems[Seed] = Field(

@@ -5,7 +5,7 @@ import hashlib
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from demix.config.reference import inline
+from demix.config.sections import PASSES
 from demix.data.readers import TO_UTF8, Reading, read_rows, readable, stem
 from demix.data.sources import Source, download
 from demix.data.text import count_words
@@ -41,8 +42,10 @@ class Found:
     not_utf8: int
 
 
-def outline(training: Sequence[str], novel: Sequence[str], field: str | None, schema: str | None) -> str:
-    """The YAML of a config whose domains are these files, folders and globs.
+def outline(
+    run: str, training: Sequence[str], novel: Sequence[str], field: str | None = None, schema: str | None = None
+) -> str:
+    """The YAML of a config of the run `run` whose domains are these files, folders and globs.
 
     `field` holds the text of records; where a file lacks it, the field is guessed. `schema` is the path of the JSON
     schema, for editors. The same texts give the same config. Raises DemixError for fewer than two training domains, for
@@ -63,7 +66,7 @@ def outline(training: Sequence[str], novel: Sequence[str], field: str | None, sc
     lines = [
         *([f"# yaml-language-server: $schema={schema}"] if schema else []),
         "# config/README.md explains every key; `demix config FILE` checks this file and says what will run.",
-        "run: mine  # the name of the folder in results/",
+        f"run: {inline(run)}  # the name of the folder in results/",
         "domains:",
         "  training:",
         *_listed(known),
@@ -75,9 +78,8 @@ def outline(training: Sequence[str], novel: Sequence[str], field: str | None, sc
         f"  sequences: {sequences}  # of each domain in one update",
         "  learning_rate: 2.0e-3",
     ]  # fmt: skip
-    if novel:
-        share = _rounded(tokens // len(known))
-        lines.append(f"adaptation: {{tokens: {share}, sequences: 4, evaluate_every: 10}}")
+    most = f"{tokens // len(known):,} tokens or {PASSES} passes over its text"
+    lines.append(f"adaptation: {{sequences: 4, evaluate_every: 10}}  # to each novel domain: at most {most}")
     return "\n".join(lines) + "\n"
 
 
@@ -133,18 +135,7 @@ def _found(name: str, text: str, field: str | None) -> Found:
         raise DemixError(text, "is no file, and no folder of files that can be read", "mend the name or its ending")
     source: dict[str, Any] = {"kind": "files", "path": paths[0] if len(paths) == 1 else paths}
     source |= _layout(Path(files[0]), field)
-    with TemporaryDirectory(prefix="demix.") as folder:
-        raw = Path(folder, "raw", f"{name}.parquet")
-        download(settings_from(Source, source | {"words": MOST_WORDS}), name, raw)
-        counts = [
-            (hashlib.sha256(document.as_py().encode()).digest(), int(words))
-            for batch in read_batches(raw, ["text"])
-            for document, words in zip(batch.column(0), count_words(batch.column(0)), strict=True)
-            if words
-        ]
-        not_utf8 = int((pq.read_metadata(raw).metadata or {}).get(b"not_utf8", 0))
-    # Texts that stand there twice are kept once.
-    documents = dict(counts)
+    documents, not_utf8 = distinct_documents(source | {"words": MOST_WORDS}, name)
     words = sum(documents.values())
     if words < LEAST_WORDS:
         cause = f"has {words:,} words in {len(documents):,} documents"
@@ -152,6 +143,23 @@ def _found(name: str, text: str, field: str | None) -> Found:
         cure = f"give a domain {LEAST_WORDS:,} words or more" + (f"; convert them: {TO_UTF8}" if not_utf8 else "")
         raise DemixError(text, cause, cure)
     return Found(name, source, len(documents), words, max(documents.values()), not_utf8)
+
+
+def distinct_documents(source: Mapping[str, Any], domain: str) -> tuple[dict[bytes, int], int]:
+    """The words of each document of a source, by the SHA-256 of its text, and the number of those not in UTF-8.
+
+    Texts that stand there twice are kept once, and documents without a word are left out.
+    """
+    with TemporaryDirectory(prefix="demix.") as folder:
+        raw = Path(folder, "raw", f"{domain}.parquet")
+        download(settings_from(Source, {**source, "parts": 1}), domain, raw)
+        documents = {
+            hashlib.sha256(document.as_py().encode()).digest(): int(words)
+            for batch in read_batches(raw, ["text"])
+            for document, words in zip(batch.column(0), count_words(batch.column(0)), strict=True)
+            if words
+        }
+        return documents, int((pq.read_metadata(raw).metadata or {}).get(b"not_utf8", 0))
 
 
 def _paths(text: str) -> list[str]:

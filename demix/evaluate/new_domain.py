@@ -10,7 +10,7 @@ from typing import Any
 from demix.config.domains import Budget
 from demix.config.rows import DENSE_EXPERT
 from demix.config.run import read_run_config
-from demix.config.sections import AdaptationRecipe, taken
+from demix.config.sections import PASSES, AdaptationRecipe, taken
 from demix.config.systems import learning_rate_factor, planned, row_of
 from demix.data.anonymize import anonymize_documents
 from demix.data.corpus import split
@@ -34,6 +34,8 @@ from demix.train.adapt import Adaptation, adapt_expert
 PIECE_WORDS = 250
 # Dev decides when training stops, and test measures. Each gets this part of the words.
 HELD_OUT = 0.1
+# The most tokens, by the number of experts, where nothing says how many the model was trained on.
+TOKENS = 10_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +98,7 @@ def add_domain(
 def adaptation_of(model: Path, tokens: int | None, rate: float | None) -> Adaptation:
     """The settings of adaptations to `model`: those of its run, else those of an expert that was added, else defaults.
 
-    A sweep of learning rates is left out.
+    A sweep of learning rates is left out, and so is a bound of passes where `tokens` is given.
     """
     trained, run = describe(model, "training")["training"], run_of(model)
     given: dict[str, Any] = {}
@@ -109,9 +111,13 @@ def adaptation_of(model: Path, tokens: int | None, rate: float | None) -> Adapta
         given = taken(AdaptationRecipe, config["adaptation"])
         if parent is not None:
             given["learning_rate_factor"] = learning_rate_factor(config, parent)
-    changes = {"tokens": tokens, "learning_rate_factor": rate, "sweep": None}
-    given |= {"seed": trained["seed"], "threads": trained.get("threads", 1)}
-    return settings_from(Adaptation, given | {key: value for key, value in changes.items() if value or key == "sweep"})
+    if "tokens" not in given:
+        share = max(1, trained.get("tokens", TOKENS) // len(expert_names(model)))
+        given = {"tokens": share, "passes": PASSES} | given
+    given |= {"seed": trained["seed"], "threads": trained.get("threads", 1), "sweep": None}
+    given |= {"tokens": tokens, "passes": None} if tokens else {}
+    given |= {"learning_rate_factor": rate} if rate else {}
+    return settings_from(Adaptation, given)
 
 
 def _tokens(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from demix.config.placement import place_experts
-from demix.config.sections import AdaptationRecipe, Threads, fingerprinted
+from demix.config.sections import AdaptationRecipe, Threads, fingerprinted, stated
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import fingerprint, read_json
@@ -26,7 +26,7 @@ from demix.model.device import set_threads
 from demix.model.gpt import GPT
 from demix.model.merge import averaged, origins_of
 from demix.model.tokenizer import copy_tokenizer, tokenizer_path
-from demix.settings import Seed, settings
+from demix.settings import Positive, Seed, settings
 from demix.train.batches import balanced_batches
 from demix.train.loop import DivergedError, EarlyStopping, Evaluation, Row, train, write_metrics
 from demix.train.parallel import World, joined
@@ -46,8 +46,13 @@ class Adaptation(AdaptationRecipe):
     `parent_blocks` and `parent_decay` make the cached posterior that chooses the parent.
     """
 
+    tokens: Positive
     seed: Seed
     threads: Threads
+
+    def bounded(self, text: int) -> "Adaptation":
+        """These settings with no more tokens than `passes` over a train split of `text` tokens."""
+        return dataclasses.replace(self, tokens=min(self.tokens, self.passes * text)) if self.passes else self
 
     def steps(self, length: int) -> int:
         """The most optimizer updates, with sequences of `length` tokens."""
@@ -241,7 +246,8 @@ def _trial(
     train_shard = TokenShard.open(shards[0])
     refuse_other_tokenizer(directory, shards[0], train_shard.tokenizer_sha256, train_shard.vocab_size)
     train_data, dev_data = (read_json(path.with_suffix(".json"))["sha256"] for path in shards)
-    origin = origin | {"adaptation": dataclasses.asdict(adaptation)}
+    adaptation = adaptation.bounded(len(train_shard))
+    origin = origin | {"adaptation": stated(adaptation)}
     identity = {"adaptation": fingerprinted(adaptation), "shared": description["shared_sha256"]}
     state = checkpoints / fingerprint(origin | identity | {"data": [train_data, dev_data]})
     steps = adaptation.steps(length)

@@ -35,3 +35,5 @@ def run_with_progress(folder: Path) -> None:
     assert process.wait() == 0, printed(folder)
     shown = printed(folder)
     assert re.search(r"\[ *\d+% done, \d+ of \d+ jobs, \d+:\d\d so far, .* left\] \w+", shown), shown
+    assert re.search(r"^\[100% done, (\d+) of \1 jobs, \d+:\d\d\]$", shown, re.MULTILINE), shown
+    assert shown.count("Tables, figures, claims: results/tiny/report") == 1, shown

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from demix.config.sections import FactorSweep
+from demix.config.sections import FactorSweep, stated
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.parent import choose_parent, own_dev_losses
@@ -132,6 +132,18 @@ def test_dense_dapt_writes_its_own_model(tokens: Path, trained: Path) -> None:
     rows = [row for row in rows if "dev_loss/fantasy" in row]
     assert min(row["dev_loss/fantasy"] for row in rows) < rows[0]["dev_loss/fantasy"]
     assert len({row["dev_loss/scripture"] for row in rows}) > 1
+
+
+def test_passes_bound_the_tokens_by_the_text(tokens: Path, trained: Path, tmp_path: Path) -> None:
+    (train,), (dev,) = (shard_paths(tokens, NOVEL, split) for split in ("train", "dev"))
+    text = len(TokenShard.open(train))
+    how = dataclasses.replace(ADAPT, tokens=10**9, passes=1, patience=10**6, evaluate_every=10**6)
+    adapt_dense(trained / "dense", (train, dev), [], how, tmp_path / "m", tmp_path / "metrics", tmp_path / "states")
+    lineage = read_json(tmp_path / "m" / "model.json")
+    assert (lineage["adaptation"]["tokens"], lineage["adaptation"]["passes"]) == (text, 1)
+    assert lineage["steps_run"] == text // (ADAPT.sequences * TRAIN.architecture["context"])
+    # Settings without the key are those that earlier runs were made with.
+    assert "passes" not in stated(ADAPT)
 
 
 def test_a_sweep_keeps_the_factor_of_the_lowest_dev_loss(tokens: Path, trained: Path, tmp_path: Path) -> None:

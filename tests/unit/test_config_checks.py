@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import re
 import subprocess
 import sys
 import tarfile
@@ -104,6 +105,40 @@ def test_init_writes_a_valid_config_of_any_files(texts: Path) -> None:
     first, schema = done.stdout.splitlines()[0].split("$schema=")
     assert first == "# yaml-language-server: "
     assert Path(schema).samefile(REPOSITORY / "workflow" / "schemas" / "config.schema.yaml")
+
+
+def test_init_names_a_run_that_is_not_there(texts: Path) -> None:
+    def named(*more: str, output: str | None = None) -> str:
+        command = [sys.executable, "-m", "demix", "init", "a.parquet", "b.json", *more]
+        with open(output or "printed", "w") as file:
+            subprocess.run(command, stdout=file, check=True)
+        return str(yaml.safe_load(Path(file.name).read_text())["run"])
+
+    assert named(output="über uns.yaml") == "ber-uns"
+    Path("results/mine").mkdir(parents=True)
+    Path("results/mine-2").mkdir()
+    assert named() == "mine-3"
+    assert named("--run", "mine", output="other.yml") == "mine"
+    line = said(["init", "a.parquet", "b.json", "--run", "../mine"])
+    assert line is not None
+    assert "--run ../mine: is no name of a run; use one of letters, digits" in line
+
+
+def test_config_warns_of_many_passes(texts: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = demix("init", "a.parquet", "b.json", "--novel", "more/*.txt").stdout
+    tokens = int(re.search(r"tokens: (\d+)", text)[1])
+    (texts / "mine.yaml").write_text(text)
+    config = load_config(texts / "mine.yaml")["adaptation"]
+    assert (config["tokens"], config["passes"]) == (tokens // 2, 4)
+    # 1,800 words of which dev and test have 180 each, at 1.5 tokens a word.
+    passing = "adaptation: {tokens: %d, "
+    for passes, warned in ((9, False), (11, True)):
+        (texts / "mine.yaml").write_text(text.replace("adaptation: {", passing % (passes * 1.5 * 1440)))
+        assert "passes" not in load_config(texts / "mine.yaml")["adaptation"]
+        caplog.clear()
+        assert demix("config", "mine.yaml").exit_code == 0
+        told = "adaptation.tokens: adapts to more in about 11 passes over its 1,440 words; lower it, or add passes: 4"
+        assert (told in caplog.text) == warned
 
 
 @pytest.mark.parametrize(

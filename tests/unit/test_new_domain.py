@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import signal
 import threading
 import time
@@ -74,6 +75,16 @@ def test_the_settings_are_those_of_earlier_adaptations(model: Path) -> None:
     assert adaptation_of(model, None, None) == ADAPT
     changed = adaptation_of(model, 999, 0.25)
     assert changed == dataclasses.replace(ADAPT, tokens=999, learning_rate_factor=0.25)
+
+
+def test_without_earlier_adaptations_the_settings_follow_the_training(model: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(model, tmp_path / "copy")
+    path = copy / "experts" / "licenses.json"
+    write_json(path, {key: value for key, value in read_json(path).items() if key not in ("adaptation", "seal")})
+    given = adaptation_of(copy, None, None)
+    assert (given.tokens, given.passes) == (TRAIN.tokens // len(TRAINING), 4)
+    given = adaptation_of(copy, 999, None)
+    assert (given.tokens, given.passes) == (999, None)
 
 
 def test_interrupted_it_leaves_nothing(model: Path, texts: list[Path], tmp_path: Path) -> None:

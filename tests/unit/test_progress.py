@@ -1,5 +1,6 @@
 """Progress: a bar on a terminal that is gone at the end, lines of the log elsewhere."""
 
+import io
 import logging
 import os
 import pty
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from snakemake_interface_logger_plugins.common import LogEvent
 
 import snakemake_logger_plugin_demix as logger
@@ -167,6 +169,11 @@ def test_the_display_counts_with_these_weights(tmp_path: Path, monkeypatch: pyte
     emit(LogEvent.JOB_INFO, rule_name="report", jobid=1, wildcards={}, log=[])
     emit(LogEvent.JOB_FINISHED, job_id=1)
     assert handler._summary().startswith(" 75% done, 1 of 2 jobs")
+    emit(LogEvent.JOB_INFO, rule_name="card", jobid=2, wildcards={}, log=[])
+    emit(LogEvent.JOB_FINISHED, job_id=2)
+    handler.console = Console(file=io.StringIO(), width=200)
+    handler.close()
+    assert handler.console.file.getvalue() == "[100% done, 2 of 2 jobs, 0:00]\n"
 
 
 def test_ctrl_c_is_one_line(

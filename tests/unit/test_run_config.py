@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from demix.config.check import complete
-from demix.config.run import FORMAT, read_run_config, write_run_config
+from demix.config.run import FORMAT, read_run_config, refuse_other_domains, write_run_config
 from demix.errors import DemixError
 from demix.files import read_json, write_json
 from support.cli import said
+from support.dry_run import ENVIRONMENT, dry_run
 from support.synthetic_run import build_run
 
 REPOSITORY = Path(__file__).parents[2]
@@ -98,3 +99,44 @@ def test_the_workflow_refuses_to_go_on_with_a_run_of_another_version(tmp_path: P
     place.rename(tmp_path / "results" / "old")
     done = subprocess.run(command, check=False, **more)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_workflow_touches_no_run_of_other_domains(tmp_path: Path) -> None:
+    run, config = tmp_path / "results" / "tiny", complete(yaml.safe_load(TINY.read_text()))
+    source = config["domains"]["training"]["licenses"]
+    write_run_config(run / "config.json", config | {"domains": {"training": {"letters": source}, "novel": {}}})
+    before = (run / "config.json").read_bytes()
+    (tmp_path / "resources").symlink_to(REPOSITORY / "resources")
+    shutil.copy(TINY, tmp_path / "config.yaml")
+    command = [
+        "snakemake", "--snakefile", REPOSITORY / "workflow" / "Snakefile", "--configfile", "config.yaml",
+        "--workflow-profile", REPOSITORY / "profiles" / "default",
+    ]  # fmt: skip
+    for more in (["-n"], ["--logger", "demix", "--cores", "1"]):
+        done = subprocess.run(
+            [*command, *more], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1
+        told = [line for line in (done.stdout + done.stderr).splitlines() if "config.json" in line]
+        assert told == [
+            "results/tiny/config.json: is that of a run of other domains (letters); give the config another `run`, or "
+            "`overwrite: true` to write over that run"
+        ], more
+    assert [path.name for path in run.rglob("*")] == ["config.json"]
+    assert (run / "config.json").read_bytes() == before
+
+    # The key changes nothing that a rule or a fingerprint reads.
+    overwriting = tmp_path / "overwriting.yaml"
+    overwriting.write_text(f"{TINY.read_text()}\noverwrite: true\n")
+    shown = dry_run(tmp_path, overwriting, "--printshellcmds")
+    assert "train_demix" in shown
+    assert '"overwrite"' not in shown
+
+
+def test_one_domain_in_common_makes_it_the_same_run(tmp_path: Path) -> None:
+    config = complete(yaml.safe_load(TINY.read_text()))
+    write_run_config(tmp_path / "config.json", config)
+    for training, novel in (({"licenses": {}}, {}), ({"letters": {}}, {"parliament": {}})):
+        refuse_other_domains(tmp_path, {"domains": {"training": training, "novel": novel}})
+    with pytest.raises(DemixError, match=r"other domains \(parliament, scripture, licenses, fantasy, fortunes\)"):
+        refuse_other_domains(tmp_path, {"domains": {"training": {"letters": {}}, "novel": {}}})

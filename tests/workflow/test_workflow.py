@@ -64,6 +64,9 @@ def changed(**changes: object) -> dict:
 
 def test_a_finished_run_has_nothing_to_do(finished: Path) -> None:
     assert planned(finished) == {}
+    assert "Tables, figures, claims" not in snakemake(finished, "-n")
+    assert snakemake(finished).count("Tables, figures, claims: results/tiny/report") == 1
+    assert "The files are in results/tiny\n" in snakemake(finished, "results/tiny/config.json")
 
 
 def test_every_file_says_which_file_of_the_run_it_is(finished: Path) -> None:

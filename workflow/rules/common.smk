@@ -1,4 +1,6 @@
+import atexit
 import json
+import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -8,7 +10,7 @@ from demix.config.check import complete
 from demix.config.contexts import asked_contexts
 from demix.config.keys import located, read_keys
 from demix.config.rules import RunRules, source_files, swept_rates
-from demix.config.run import refuse_other_format
+from demix.config.run import refuse_other_domains, refuse_other_format
 from demix.config.evaluated import (
     balanced_pairs,
     bases,
@@ -43,6 +45,7 @@ from demix.files import exclusive
 from demix.launch.arguments import SHELL_FUNCTION
 from demix.launch.producers import end_at_loops, find_by_name
 from demix.report import SHOWS, report_files
+from snakemake.common import NOTHING_TO_BE_DONE_MSG
 
 find_by_name()
 end_at_loops()
@@ -54,9 +57,13 @@ try:
         FILES[path] = read_keys(path)[1]
     # The path in `base` is relative to the config file.
     complete(config, Path(workflow.configfiles[-1]).parent if workflow.configfiles else Path())
+    # It is about files that are there, and is no setting of the run.
+    overwrite = config.pop("overwrite", False)
     MODELS = {model.name: model for model in planned(config)}
     RULES = RunRules(config)
     refuse_other_format(Path(RULES.run))
+    if not overwrite:
+        refuse_other_domains(Path(RULES.run), config)
 except DemixError as error:
     raise WorkflowError(str(located(error, FILES))) from None
 
@@ -91,6 +98,30 @@ wildcard_constraints:
     expert="[a-z0-9_]+",
     model="[a-z0-9_-]+",
     split="train|dev|test",
+
+
+def tell_results():
+    """Print what `demix summary` prints or, where targets were named, where the files are."""
+    from demix.commands.people import summary
+
+    try:
+        if "all" in {rule.name for rule in workflow.dag.targetrules}:
+            summary(Path(RUN))
+        else:
+            print(f"The files are in {RUN}")
+    except DemixError as error:
+        # A run that has ended well stays one.
+        print(f"demix summary {RUN}: {error}", file=sys.stderr)
+
+
+def tell_of_nothing_to_do(record):
+    """Snakemake calls no handler of a run that had nothing to do: its message is one."""
+    if record.msg == NOTHING_TO_BE_DONE_MSG and workflow.is_main_process and not workflow.dryrun:
+        atexit.register(tell_results)
+    return True
+
+
+logger.addFilter(tell_of_nothing_to_do)
 
 
 def below_run(place):
