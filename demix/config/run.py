@@ -12,8 +12,9 @@ from demix.files.json_files import SEAL, read_unsealed
 # Every change that makes files of older runs unreadable raises this version.
 FORMAT = 3
 # The pattern of a run's name, and the pattern in words.
+# Names of folders, experiments and jobs hold it; a file system takes 255 bytes.
 NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
-NAMED = "of letters, digits, dots, _ and -, the first a letter or digit"
+NAMED = "of at most 100 letters, digits, dots, _ and -, the first a letter or digit"
 # The keys of a run's config.json that are no keys of a config.
 BESIDE = ("format", SEAL)
 

@@ -60,8 +60,7 @@ def outline(
     small = total < 200_000
     layers, width, heads, context = (2, 64, 2, 128) if small else (3, 128, 4, 256)
     tokens = _rounded(min(max(5 * total, 200_000), 1_000_000))
-    sequences = next((n for n in (4, 2) if 100 * n * len(known) * context <= tokens), 1)
-    step = sequences * len(known) * context
+    step = len(known) * context
     tokens = max(tokens, 100 * step)
     lines = [
         *([f"# yaml-language-server: $schema={schema}"] if schema else []),
@@ -75,8 +74,8 @@ def outline(
         f"architecture: {{layers: {layers}, width: {width}, heads: {heads}, context: {context}}}",
         "training:",
         f"  tokens: {tokens}  # of each model: {tokens // step} updates, for {_rounded(total):,} words of text",
-        f"  sequences: {sequences}  # of each domain in one update",
-        "  learning_rate: 2.0e-3",
+        "  sequences: 1  # of each domain in one update: of so few tokens, many small updates teach most",
+        "  learning_rate: 2.0e-3  # for some hundred updates or more of so small a model; try 1.0e-3 and 4.0e-3, too",
     ]  # fmt: skip
     most = f"{tokens // len(known):,} tokens or {PASSES} passes over its text"
     lines.append(f"adaptation: {{sequences: 4, evaluate_every: 10}}  # to each novel domain: at most {most}")
