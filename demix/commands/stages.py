@@ -1,6 +1,8 @@
 """The stages: one command for each, as the rules of the workflow run them."""
 
 import json
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -46,14 +48,24 @@ def read(
 ) -> None:
     """Read one part of a domain's text from its source, and anonymize it: download and anonymize in one."""
     from demix.data.anonymize import anonymize_documents
-    from demix.data.sources import Source
+    from demix.data.shared import made_once
+    from demix.data.sources import Source, discard, pinned
     from demix.data.sources import download as run
     from demix.settings import settings_from
 
     source = settings_from(Source, settings)
-    run(source, domain, raw, part)
-    anonymize_documents(raw, output, counts, enabled=enabled, rules=rules, piece_words=source.piece_words)
-    raw.unlink()
+
+    def make() -> None:
+        run(source, domain, raw, part)
+        anonymize_documents(raw, output, counts, enabled=enabled, rules=rules, piece_words=source.piece_words)
+
+    if (inputs := pinned(source, part)) is None:
+        run(source, domain, raw, part)
+        anonymize(raw, output, counts, enabled, rules, source.piece_words)
+    else:
+        values = {"source": asdict(source), "part": part, "enabled": enabled, "rules": rules}
+        made_once(output, [output, counts], inputs, values, make)
+    discard(raw)
 
 
 @app.command()
@@ -69,16 +81,20 @@ def anonymize(
 ) -> None:
     """Normalise one part of a domain's text, replace personal data by dummy tokens, cut long documents."""
     from demix.data.anonymize import anonymize_documents
+    from demix.data.shared import made_once
 
-    anonymize_documents(raw, output, counts, enabled=enabled, rules=rules, piece_words=piece_words)
+    values = {"enabled": enabled, "rules": rules, "piece_words": piece_words}
+    make = partial(anonymize_documents, raw, output, counts, enabled=enabled, rules=rules, piece_words=piece_words)
+    made_once(output, [output, counts], [raw], values, make, passing=True)
 
 
 @app.command()
 def deduplicate(documents: Files, output: Output) -> None:
     """Assign each text that several training domains hold to one of them (documents/<domain>/<part>.parquet)."""
     from demix.data.duplicates import mark_duplicates
+    from demix.data.shared import made_once
 
-    mark_duplicates(_parts_by_domain(documents), output)
+    made_once(output, [output], documents, {}, partial(mark_duplicates, _parts_by_domain(documents), output))
 
 
 @app.command("novel-duplicates")
@@ -103,28 +119,35 @@ def split(
     """Drop duplicates, and split a domain by content hash; dev and test are filled first."""
     from demix.data.corpus import Splitting
     from demix.data.corpus import split as run
+    from demix.data.shared import made_once
     from demix.settings import settings_from
 
     values = settings_from(Splitting, settings)
-    run(
+    counts = [path.with_suffix(".json") for path in documents]
+    outputs = {name: output / f"{name}.parquet" for name in ("train", "dev", "test")}
+    card = output / "card.json"
+    make = partial(
+        run,
         domain,
         documents,
-        [path.with_suffix(".json") for path in documents],
+        counts,
         owners,
         training=values.training,
         budget=values.words,
         seed=values.seed,
-        outputs={name: output / f"{name}.parquet" for name in ("train", "dev", "test")},
-        card=output / "card.json",
+        outputs=outputs,
+        card=card,
         near_duplicates=values.near_duplicates,
         metadata=values.metadata,
     )
+    made_once(output, [*outputs.values(), card], [*documents, *counts, owners], asdict(values), make)
 
 
 @app.command()
 def tokenizer(documents: Files, settings: Settings, output: Output) -> None:
     """Train a byte-level BPE on the training domains' text, or write GPT-2's tokenizer."""
     from demix.config.domains import TokenizerSection
+    from demix.data.shared import made_once
     from demix.data.tokenizer import gpt2_tokenizer, train_tokenizer
     from demix.settings import settings_from
 
@@ -132,7 +155,8 @@ def tokenizer(documents: Files, settings: Settings, output: Output) -> None:
     if values.kind == "gpt2":
         gpt2_tokenizer(output)
     else:
-        train_tokenizer(documents, values.vocab_size, output, values.words)
+        make = partial(train_tokenizer, documents, values.vocab_size, output, values.words)
+        made_once(output, [output], documents, asdict(values), make)
 
 
 @app.command()
@@ -143,9 +167,13 @@ def tokenize(
 ) -> None:
     """Convert corpus files to memory-mapped token shards."""
     from demix.data.shards import tokenize as run
+    from demix.data.shared import made_once
 
-    for path in documents:
-        run(tokenizer, path, output / f"{path.stem}.arrow")
+    def make() -> None:
+        for path in documents:
+            run(tokenizer, path, output / f"{path.stem}.arrow")
+
+    made_once(output, [output / f"{path.stem}.*" for path in documents], [*documents, tokenizer], {}, make)
 
 
 @app.command()

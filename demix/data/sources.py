@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 
-from demix.config.addresses import LOG_IN, refuse_secrets
+from demix.config.addresses import COMMIT, LOG_IN, local, refuse_secrets
 from demix.config.domains import SourceSection
 from demix.data import readers
 from demix.data.hub import hub_rows
@@ -66,7 +66,7 @@ def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
         raise DemixError(f"{domain}.source.parts", f"is {source.parts}, there is no part {part}", "count from 0")
     output = Path(output)
     _make_private(output.parent)
-    fetched = output.parent / f".{output.stem}.fetched"
+    fetched = _fetched(output)
     counts: Counter[str] = Counter(surrogates=0, invalid_bytes=0, not_utf8=0)
     rows = KINDS[source.kind](source, domain, part, fetched)
     documents = _budgeted(_valid(_documents(rows, source, domain), counts), source, domain)
@@ -83,6 +83,37 @@ def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
     # Kept until here: a job that fails and is run again need not fetch again what it has.
     shutil.rmtree(fetched, ignore_errors=True)
     return count
+
+
+def discard(output: Path) -> None:
+    """Remove the raw text `output`, and what `download` fetched for it."""
+    output.unlink(missing_ok=True)
+    shutil.rmtree(_fetched(output), ignore_errors=True)
+
+
+def _fetched(output: Path) -> Path:
+    return output.parent / f".{output.stem}.fetched"
+
+
+def pinned(source: Source, part: int) -> list[Path] | None:
+    """The local files that determine, with the settings, the text of a part; None if it may change without a trace.
+
+    Files of an address are determined by their `sha256`, a data set of the hub by a commit.
+    """
+    match source.kind:
+        case "files":
+            found = {name for pattern in source.locations for name in glob.glob(pattern, recursive=True)}
+            return _chosen(source, part, found)
+        case "url":
+            return [] if all(file_name(url) in source.sha256 for url in source.locations) else None
+        case _:
+            return [] if COMMIT.fullmatch(source.revision or "") and not local(source.locations) else None
+
+
+def _chosen(source: Source, part: int, found: set[str]) -> list[Path]:
+    """The files of a part: whole ones where there are enough, else all of them, each for its share."""
+    paths = [Path(name) for name in sorted(found)]
+    return paths[part :: source.parts] if len(paths) >= source.parts else paths
 
 
 def records(source: Source, name: str, fetched: Path) -> Iterator[tuple[str, str, str]]:
@@ -206,11 +237,10 @@ def _files(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Ro
             raise DemixError(path, "is a folder", f"name its files, such as {path}/*.jsonl.zst")
     names = {path.name for path in paths}
     _check_names(source, domain, names)
-    # Whole files where there are enough, else of every file its share.
-    by_file = len(paths) >= source.parts
-    for path in paths[part :: source.parts] if by_file else paths:
+    share = (0, 1) if len(paths) >= source.parts else (part, source.parts)
+    for path in _chosen(source, part, found):
         _verify(path, source)
-        yield from read_rows(path, source.reading(*((0, 1) if by_file else (part, source.parts))))
+        yield from read_rows(path, source.reading(*share))
 
 
 def _verify(path: Path, source: Source) -> None:

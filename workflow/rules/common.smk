@@ -44,11 +44,13 @@ from demix.errors import DemixError
 from demix.files import exclusive
 from demix.launch.arguments import SHELL_FUNCTION
 from demix.launch.producers import end_at_loops, find_by_name
+from demix.launch.times import keep_shared_times
 from demix.report import SHOWS, report_files
 from snakemake.common import NOTHING_TO_BE_DONE_MSG
 
 find_by_name()
 end_at_loops()
+keep_shared_times()
 
 FILES = {}
 try:

@@ -1,0 +1,158 @@
+"""Text that several runs prepare alike: made by one run, and taken by the others as further names of the same files.
+
+A run notes what a job of its text made, of what, and the digests of the files. A job of another run that is about to
+make the same looks at these notes first. The notes are in the folders of the runs and hold no text: nothing outlives
+the runs that use it, and each run is whole without the others.
+"""
+
+import fnmatch
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from demix.errors import DemixError
+from demix.files import REMAKE, exclusive, fsync, linked, read_json, scratch, sha256_file, write_json
+
+RESULTS, NOTES, LOCKS = "results", ".made", ".locks"
+# The libraries that choose bytes of the text and of its tokens.
+_LIBRARIES = ("datasets", "duckdb", "gigatoken", "phonenumbers", "pyarrow", "regex", "tiktoken", "tokenizers")
+
+_log = logging.getLogger(__name__)
+
+
+def made_once(
+    output: Path,
+    files: Sequence[Path],
+    inputs: Sequence[Path],
+    settings: Mapping[str, Any],
+    make: Callable[[], object],
+    *,
+    passing: bool = False,
+) -> bool:
+    """Make `files` by `make`, or take them from another run that made the same; returns whether they were taken.
+
+    `output` is the file or folder by which the job is known. Where it is not below `results/<run>/`, `make` is simply
+    called. Names of `files` may be globs. The files must depend on nothing but `output`, the bytes of `inputs`, their
+    paths without the run's name, `settings` (JSON), and the code of `demix.data` and `demix.files`. Of two runs that
+    make the same at once, one waits for the other.
+
+    A taken file is a hard link with the time of the first run. It is a copy where it would be older than `inputs`,
+    which Snakemake refuses, and where the file system has no hard links. Inputs that are `passing` are removed after
+    the job: they get the time of the files instead.
+    """
+    # Of inputs that are missing, `make` says what to do.
+    if output.parts[:1] != (RESULTS,) or len(output.parts) < 3 or not all(path.is_file() for path in inputs):
+        make()
+        return False
+    run = Path(*output.parts[:2])
+    note = run / NOTES / f"{'.'.join(output.parts[2:])}.json"
+    note.unlink(missing_ok=True)
+    key = _key(output.relative_to(run), {_within(run, path): sha256_file(path) for path in inputs}, settings)
+    newest = 0 if passing else max((path.stat().st_mtime_ns for path in inputs), default=0)
+    with _alone(run.parent / LOCKS / f"{key}.lock"):
+        others = sorted(run.parent.glob(f"*/{NOTES}/{note.name}"))
+        # Links before copies: several runs may have made the same, one of them after the inputs.
+        for other, copying in [*product(others, [False]), *product(others, [True])]:
+            if digests := _taken(other, key, run, files, newest, copying):
+                write_json(note, {"key": key, "files": digests})
+                oldest = min((run / name).stat().st_mtime_ns for name in digests)
+                for path in inputs if passing else ():
+                    os.utime(path, ns=(oldest, oldest))
+                return True
+        make()
+        digests = {_within(run, path): sha256_file(path) for path in _found(files)}
+        write_json(note, {"key": key, "files": digests})
+    return False
+
+
+def _key(output: Path, inputs: Mapping[str, str], settings: Mapping[str, Any]) -> str:
+    """A digest of all that determines the bytes of a job's files."""
+    values = {"output": str(output), "inputs": inputs, "settings": settings, "code": _code()}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def _code() -> str:
+    """A digest of the code that prepares text, and the versions of Python and of the libraries that it uses."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for path in sorted([*(package / "data").glob("*.py"), *(package / "files").glob("*.py")]):
+        digest.update(f"{path.name} {sha256_file(path)}\n".encode())
+    return " ".join([digest.hexdigest(), sys.version.split()[0], *map(version, _LIBRARIES)])
+
+
+def _within(run: Path, path: Path) -> str:
+    """The path of a file in the folder of the run; of another file, such as a source, its path."""
+    return str(path.relative_to(run) if path.is_relative_to(run) else path)
+
+
+def _found(files: Sequence[Path]) -> list[Path]:
+    return [found for path in files for found in sorted(path.parent.glob(path.name))]
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Hold `lock`, as soon as no other job does; the file is gone afterwards."""
+    with ExitStack() as stack:
+        if lock.exists():
+            _log.info("%s: another run may make the same; waiting until it has", lock)
+        try:
+            stack.enter_context(exclusive(lock, "makes the same text", math.inf))
+            # Who waits for a file that is gone by then makes a new one.
+            stack.callback(lock.unlink, missing_ok=True)
+        except OSError as error:
+            _log.warning("%s: cannot be locked (%s); two runs may make the same text at once", lock, error)
+        yield
+
+
+def _taken(note: Path, key: str, run: Path, files: Sequence[Path], newest: int, copying: bool) -> dict[str, str]:
+    """Put the files that another run noted in place; returns their digests, or nothing if they are other or not whole.
+
+    Files older than `newest` (ns) are taken only with `copying`. Nothing here ends the job, which can make the files
+    itself.
+    """
+    owner = note.parents[1]
+    try:
+        said = read_json(note)
+        if said["key"] != key:
+            return {}
+        digests: dict[str, str] = said["files"]
+        older = [name for name in digests if (owner / name).stat().st_mtime_ns < newest]
+        if older and not copying:
+            return {}
+        with scratch(run / NOTES / note.name) as folder:
+            ready = {run / name: folder / str(number) for number, name in enumerate(digests)}
+            for (name, digest), (path, temporary) in zip(digests.items(), ready.items(), strict=True):
+                if not any(path.parent == each.parent and fnmatch.fnmatch(path.name, each.name) for each in files):
+                    raise DemixError(note, f"names {name}, which is no file of this job", REMAKE)
+                linked(owner / name, temporary)
+                # Of the link, so that no other file can take the place of the one that was read.
+                if sha256_file(temporary) != digest:
+                    raise DemixError(owner / name, "is damaged: it differs from its recorded sha256", REMAKE)
+                if name in older:
+                    shutil.copyfile(temporary, folder / "copy")
+                    os.replace(folder / "copy", temporary)
+            for path in _found(files):
+                path.unlink()
+            for path, temporary in ready.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                fsync(temporary)
+                os.replace(temporary, path)
+            for parent in {path.parent for path in ready}:
+                fsync(parent)
+    except (DemixError, OSError) as error:
+        _log.warning("%s: not taken for %s, which makes its own: %s", owner, run, error)
+        return {}
+    _log.info("%s: taken from %s, which made the same", ", ".join(digests), owner)
+    return digests

@@ -1,0 +1,315 @@
+"""Text that two runs prepare alike is made by one of them, and each run is whole without the other."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from demix.commands import stages
+from demix.config.addresses import COMMIT
+from demix.data import shared, sources
+from demix.data.sources import Source, pinned
+from demix.errors import DemixError
+from demix.files import check_sealed, read_json, sha256_file, write_json
+from demix.launch.times import keep_shared_times
+
+DOMAINS = ("law", "news")
+STAGES = ("documents", "owners", "corpus", "tokenizer", "tokens")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that the runs are in, with a source for each domain that is older than them."""
+    monkeypatch.chdir(tmp_path)
+    for number, domain in enumerate(DOMAINS):
+        rows = [f"{domain} {row * (number + 3) % 97} says " + f"word{row % 13} " * (row % 7 + 1) for row in range(120)]
+        path = Path(f"{domain}.jsonl")
+        path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+        os.utime(path, (1e9, 1e9))
+    return tmp_path
+
+
+def prepare(name: str, *, seed: int = 1, dev: int = 30, size: int = 300, enabled: bool = True) -> Path:
+    """Prepare the text of a run as the jobs of the workflow do."""
+    run = Path("results") / name
+    for domain in DOMAINS:
+        stages.read(
+            domain,
+            json.dumps({"kind": "files", "path": f"{domain}.jsonl"}),
+            run / f"raw/{domain}/0000.parquet",
+            run / f"documents/{domain}/0000.parquet",
+            run / f"documents/{domain}/0000.json",
+            enabled=enabled,
+        )
+    documents = {domain: run / f"documents/{domain}/0000.parquet" for domain in DOMAINS}
+    stages.deduplicate([*documents.values()], run / "corpus/owners.parquet")
+    for domain, path in documents.items():
+        settings = {"words": {"dev": dev, "test": 30}, "training": True, "seed": seed, "metadata": False}
+        stages.split(domain, [path], run / "corpus/owners.parquet", json.dumps(settings), run / "corpus" / domain)
+    trains = [run / f"corpus/{domain}/train.parquet" for domain in DOMAINS]
+    stages.tokenizer(trains, json.dumps({"kind": "bpe", "vocab_size": size}), run / "tokenizer.json")
+    for domain in DOMAINS:
+        splits = [run / f"corpus/{domain}/{split}.parquet" for split in ("train", "dev", "test")]
+        stages.tokenize(splits, run / "tokenizer.json", run / "tokens" / domain)
+    return run
+
+
+def text(run: Path) -> dict[str, Path]:
+    """The files of a run's text, by their places."""
+    found = (path for path in sorted(run.rglob("*")) if path.is_file() and not path.is_relative_to(run / ".made"))
+    return {str(path.relative_to(run)): path for path in found}
+
+
+def stage_of(place: str) -> str:
+    return place.partition("/")[0].partition(".")[0] if "owners" not in place else "owners"
+
+
+def made_anew(one: Path, other: Path) -> set[str]:
+    """The stages of which the second run has files of its own."""
+    ours, theirs = text(one), text(other)
+    assert ours.keys() == theirs.keys()
+    return {stage_of(place) for place in ours if not ours[place].samefile(theirs[place])}
+
+
+def test_a_second_run_takes_the_text_of_the_first_and_is_whole_without_it() -> None:
+    one = prepare("one")
+    digests = {place: sha256_file(path) for place, path in text(one).items()}
+    assert {stage_of(place) for place in digests} == set(STAGES)
+    two = prepare("two")
+    assert made_anew(one, two) == set()
+    assert not any(path.is_file() for run in (one, two) for path in (run / "raw").rglob("*"))
+    shutil.rmtree(one)
+    assert {place: sha256_file(path) for place, path in text(two).items()} == digests
+    for path in text(two).values():
+        check_sealed(path)
+    # A third run finds the text with the second.
+    assert made_anew(two, prepare("three")) == set()
+    assert not [*Path("results/.locks").iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("change", "anew"),
+    [
+        ({"seed": 2}, {"corpus", "tokenizer", "tokens"}),
+        ({"dev": 60}, {"corpus", "tokenizer", "tokens"}),
+        ({"size": 290}, {"tokenizer", "tokens"}),
+        ({"enabled": False}, {"documents"}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_a_setting_changes_is_not_shared(change: dict, anew: set[str]) -> None:
+    one, two = prepare("one"), prepare("two", **change)
+    # Of the same bytes, later stages are those of the first run, and as new as the files that they are made of.
+    assert made_anew(one, two) == (anew if anew != {"documents"} else set(STAGES))
+    if anew == {"documents"}:
+        assert sha256_file(two / "tokenizer.json") == sha256_file(one / "tokenizer.json")
+
+
+def test_a_changed_source_is_not_shared() -> None:
+    one, source = prepare("one"), Path("law.jsonl")
+    before = source.stat()
+    source.write_text(source.read_text().replace("says", "said", 1))
+    os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert source.stat().st_size == before.st_size
+    two = prepare("two")
+    documents = "documents/law/0000.parquet"
+    assert sha256_file(two / documents) != sha256_file(one / documents)
+    assert (two / "documents/news/0000.parquet").samefile(one / "documents/news/0000.parquet")
+
+
+def test_other_code_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = prepare("one")
+    monkeypatch.setattr(shared, "_code", lambda: "later")
+    assert made_anew(one, prepare("two")) == set(STAGES)
+
+
+def test_a_damaged_file_is_named_and_not_taken(caplog: pytest.LogCaptureFixture) -> None:
+    one = prepare("one")
+    path = one / "corpus/law/train.parquet"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    two = prepare("two")
+    assert (two / "corpus/law/train.parquet").read_bytes() == whole
+    assert f"{path}: is damaged" in caplog.text
+    assert made_anew(one, two) == {"corpus", "tokenizer", "tokens"}
+
+
+def test_a_note_reaches_no_file_but_those_of_its_job(caplog: pytest.LogCaptureFixture) -> None:
+    one = prepare("one")
+    note = one / ".made/corpus.owners.parquet.json"
+    values = read_json(note)
+    (one.parent / "mine").write_text("mine")
+    write_json(note, values | {"files": {"../mine": sha256_file(one / "corpus/owners.parquet")}})
+    two = prepare("two")
+    assert (one.parent / "mine").read_text() == "mine"
+    assert "names ../mine, which is no file of this job" in caplog.text
+    assert not (two / "corpus/owners.parquet").samefile(one / "corpus/owners.parquet")
+
+
+def test_text_older_than_its_source_is_copied() -> None:
+    """Snakemake would refuse it, or touch it and with it the file of the first run."""
+    one = prepare("one")
+    times = {place: path.stat().st_mtime_ns for place, path in text(one).items()}
+    os.utime("law.jsonl")
+    two = prepare("two")
+    assert {place: path.stat().st_mtime_ns for place, path in text(one).items()} == times
+    source = Path("law.jsonl").stat().st_mtime_ns
+    for place, path in text(two).items():
+        assert sha256_file(path) == sha256_file(one / place)
+        if "law" in place:
+            assert not path.samefile(one / place)
+            assert path.stat().st_mtime_ns >= source
+
+
+def test_raw_text_that_was_fetched_again_is_anonymized_once() -> None:
+    settings = json.dumps({"kind": "files", "path": "law.jsonl"})
+    for name in ("one", "two"):
+        run = Path("results") / name
+        raw, output = run / "raw/law/0000.parquet", run / "documents/law/0000.parquet"
+        stages.download("law", settings, raw)
+        stages.anonymize(raw, output, output.with_suffix(".json"))
+        # Or Snakemake refuses the documents as older than what they are made of.
+        assert raw.stat().st_mtime_ns <= output.stat().st_mtime_ns
+    assert output.samefile("results/one/documents/law/0000.parquet")
+
+
+def test_without_hard_links_a_run_has_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    one = prepare("one")
+    monkeypatch.setattr(os, "link", refused)
+    two = prepare("two")
+    assert made_anew(one, two) == set(STAGES)
+    assert {place: sha256_file(path) for place, path in text(two).items()} == {
+        place: sha256_file(path) for place, path in text(one).items()
+    }
+
+
+def test_files_outside_of_a_run_are_simply_made() -> None:
+    prepare("one")
+    stages.deduplicate([Path("results/one/documents/law/0000.parquet")], Path("owners.parquet"))
+    assert Path("owners.parquet").stat().st_nlink == 1
+    assert not [*Path().glob("**/.made/owners*")]
+
+
+def test_shards_that_the_taken_files_do_not_name_are_removed() -> None:
+    prepare("one")
+    stale = Path("results/two/tokens/law/train.1.arrow")
+    stale.parent.mkdir(parents=True)
+    stale.write_bytes(b"of other text")
+    prepare("two")
+    assert not stale.exists()
+
+
+def test_two_runs_at_once_make_the_text_once() -> None:
+    code = """
+import logging, sys
+from pathlib import Path
+from demix.data.shared import made_once
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+output = Path("results") / sys.argv[1] / "corpus/owners.parquet"
+
+def make():
+    print("making", flush=True)
+    sys.stdin.readline()
+    output.parent.mkdir(parents=True)
+    output.write_text(sys.argv[1])
+
+print("taken" if made_once(output, [output], [], {}, make) else "made", flush=True)
+"""
+    started = [sys.executable, "-c", code]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    one = subprocess.Popen([*started, "one"], **pipes)
+    assert one.stdout.readline() == "making\n"
+    two = subprocess.Popen([*started, "two"], **pipes)
+    assert "another run may make the same; waiting until it has" in two.stdout.readline()
+    assert one.communicate("go on\n")[0] == "made\n"
+    assert two.communicate()[0].endswith("taken\n")
+    assert Path("results/two/corpus/owners.parquet").read_text() == "one"
+    assert not [*Path("results/.locks").iterdir()]
+
+
+def test_a_killed_maker_leaves_the_text_to_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    output = Path("results/one/corpus/owners.parquet")
+    key = shared._key(Path("corpus/owners.parquet"), {}, {})
+    lock = Path("results/.locks") / f"{key}.lock"
+    lock.parent.mkdir(parents=True)
+    lock.write_text("node 1")
+
+    def make() -> None:
+        output.parent.mkdir(parents=True)
+        output.write_text("made")
+
+    assert not shared.made_once(output, [output], [], {}, make)
+    assert output.read_text() == "made"
+    assert not lock.exists()
+
+
+def test_what_a_source_is_pinned_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    commit, digest = "0" * 40, "0" * 64
+    assert COMMIT.fullmatch(commit)
+    assert pinned(Source(kind="files", path="*.jsonl"), 0) == [Path("law.jsonl"), Path("news.jsonl")]
+    assert pinned(Source(kind="files", path="*.jsonl", parts=2), 1) == [Path("news.jsonl")]
+    assert pinned(Source(kind="files", path="law.jsonl", parts=2), 1) == [Path("law.jsonl")]
+    addresses = ("https://a.example/x.txt", "https://a.example/y.txt")
+    assert pinned(Source(kind="url", path=addresses, sha256={"x.txt": digest}), 0) is None
+    assert pinned(Source(kind="url", path=addresses, sha256=dict.fromkeys(("x.txt", "y.txt"), digest)), 0) == []
+    assert pinned(Source(kind="hub", path="a/b"), 0) is None
+    assert pinned(Source(kind="hub", path="a/b", revision="main"), 0) is None
+    assert pinned(Source(kind="hub", path="a/b", revision=commit), 0) == []
+    Path("local").mkdir()
+    assert pinned(Source(kind="hub", path="local", revision=commit), 0) is None
+
+
+def test_a_missing_source_is_refused_in_one_line() -> None:
+    run = Path("results/one")
+    with pytest.raises(DemixError, match=r"law\.source\.path: no file matches 'gone\.jsonl'"):
+        stages.read(
+            "law",
+            json.dumps({"kind": "files", "path": "gone.jsonl"}),
+            run / "raw/law/0000.parquet",
+            run / "documents/law/0000.parquet",
+            run / "documents/law/0000.json",
+        )
+
+
+def test_a_source_that_is_not_pinned_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = prepare("one")
+    read = []
+    download = sources.download
+    monkeypatch.setattr("demix.data.sources.pinned", lambda *_: None)
+    monkeypatch.setattr("demix.data.sources.download", lambda *given: (read.append(given[1]), download(*given)))
+    two, three = prepare("two"), prepare("three")
+    assert read == 2 * [*DOMAINS]
+    assert made_anew(two, three) == set()
+    assert sha256_file(one / "tokenizer.json") == sha256_file(two / "tokenizer.json")
+
+
+def test_snakemake_leaves_the_time_of_shared_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    from snakemake import io
+
+    monkeypatch.setattr(io._IOFile, "touch", io._IOFile.touch)
+    keep_shared_times()
+    run = Path("results/one")
+    for place, other, changes in (
+        ("corpus/law/train.parquet", "results/two", False),
+        ("tokenizer.json", "results/two", False),
+        ("tokens/law/dev.json", None, True),
+        ("scores/demix/law.dev/law.parquet", "results/two", True),
+    ):
+        path = run / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("text")
+        if other:
+            (Path(other) / place).parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, Path(other) / place)
+        os.utime(path, (1e9, 1e9))
+        io.IOFile(str(path)).touch()
+        assert (path.stat().st_mtime > 1e9) == changes, place
