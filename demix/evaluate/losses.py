@@ -158,7 +158,7 @@ def document_losses(
             if group.context and beside:
                 known = beside[group.context].columns
                 others = {DISTANCES: _columns(others[group.context], known, group.experts)}
-            evidence, states[group] = rule.evidence(Chunk(part, chunk.mask, others), states[group])
+            evidence, states[group] = rule.evidence(Chunk(part, chunk.mask, others, chunk.documents), states[group])
             for top_k, members in by_top_k.items():
                 stacked = np.stack([log_priors[member] for member in members], axis=1)
                 sums.append(_between(chunk, log_mixtures(part, stacked, evidence, rule.uniform_start, top_k), cuts))

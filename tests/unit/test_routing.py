@@ -21,6 +21,7 @@ from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate import score_tables
 from demix.evaluate.losses import Mixture
+from demix.evaluate.mix.rules import Chunk, ReleasedCluster
 from demix.evaluate.routing import Routing, beside_of, route
 from demix.evaluate.score_tables import tokens_sha256
 from demix.files import read_parquet
@@ -70,6 +71,36 @@ def test_a_table_has_the_distances_of_every_decoded_prefix_that_is_scored(run: P
         about = table.schema.metadata
         assert about[b"tokens_sha256"].decode() == tokens_sha256(np.array(ids))
         assert (about[b"clusterer_sha256"].decode(), about[b"context"].decode()) == (clusterer.sha256, context)
+
+
+def test_the_released_rule_measures_a_document_without_the_last_token_before(run: Path) -> None:
+    """Each token by the text of its own document alone, as a released script that is given one document after another.
+
+    The token of `<|endoftext|>` itself, which that script never predicts, has the document that it ends.
+    """
+    clusterer, tokenizer = Clusterer.open(run / "clusters" / "k4"), Tokenizer.load(run / "tokenizer.json")
+    end, ids = tokenizer.end_of_text, []
+    for text in ("the house of lords", "in the beginning", "a", "permission is hereby granted to any person"):
+        ids += [end, *tokenizer.encode(text)]
+    documents = np.cumsum(np.array(ids) == end)
+    far = Contexts(clusterer, tokenizer, "document", LENGTH).distances(np.array([end, *ids[:-1]])).astype(np.float64)
+    texts, document = [""], []
+    for token in ids[:-1]:
+        texts.append(tokenizer.decode(document))
+        document = [] if token == end else [*document, token]
+    texts = ["" if before == end else text for before, text in zip([None, *ids], texts, strict=False)]
+    points = clusterer.embedding.points(texts)
+    expected = -(euclidean_distances(points, clusterer.centres, squared=True) ** 2) / 0.1
+    rule = ReleasedCluster(0.1)
+    for size in (1, 7, len(ids)):
+        found, state = [], ()
+        for start in range(0, len(ids), size):
+            rows = far[None, start : start + size]
+            mask = np.ones(rows.shape[:2], bool)
+            chunk = Chunk(np.zeros_like(rows), mask, {"distances": rows}, documents[start : start + size])
+            evidence, state = rule.evidence(chunk, state)
+            found.append(evidence[0])
+        np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-4)
 
 
 def test_row_groups_are_those_of_score_tables(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

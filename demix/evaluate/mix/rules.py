@@ -36,12 +36,13 @@ class Chunk:
 
     `scores` [B, T, E] are float64 log p(token) in nats, 0 at padding. `mask` [B, T] is False at the padding of the last
     block. `beside` has the values [B, T, C] that `demix.evaluate.score_tables.stream_scores` streamed with the scores,
-    by name.
+    by name. `documents` [N] are the document numbers of the N tokens that are not padding; None says one document.
     """
 
     scores: np.ndarray
     mask: np.ndarray
     beside: Mapping[str, np.ndarray] = field(default_factory=dict)
+    documents: np.ndarray | None = None
 
 
 class WeightsRule(ABC):
@@ -263,15 +264,22 @@ class ReleasedCluster(Cluster):
     """The rule of the code published with c-BTM: that of `Cluster` with distances squared twice, one token late.
 
     L[t, j] = -(d²[t-1, j])² / temperature: the text that is measured lacks the token before t, which is the model's
-    input. The first token of all has no row before its own, and takes that.
+    input. After `<|endoftext|>`, the first token of each document, that text is empty: there t has a row of its own,
+    which is that of the empty text. The first token of all has no row before its own, and takes that.
     """
 
     def evidence(self, chunk: Chunk, state: State) -> tuple[np.ndarray, State]:
-        """See `WeightsRule.evidence`. The state is the last row so far."""
-        distances = _distances(chunk)
+        """See `WeightsRule.evidence`. The state is the last row, its document, and whether it begins this."""
+        distances, tokens = _distances(chunk), int(chunk.mask.sum())
         rows = distances.reshape(-1, distances.shape[2])
-        late = np.concatenate([state[0][None] if state else rows[:1], rows[:-1]])
-        return (late**2 / -self.temperature).reshape(distances.shape), (rows[int(chunk.mask.sum()) - 1],)
+        documents = np.zeros(tokens, np.int64) if chunk.documents is None else chunk.documents
+        before, document, began = state or (rows[0], documents[0] - 1, np.False_)
+        begins = np.diff(documents, prepend=document) != 0
+        late = np.concatenate([before[None], rows[:-1]])
+        empty = np.flatnonzero(np.append(began, begins[:-1]))
+        late[empty] = rows[empty]
+        after = (rows[tokens - 1], documents[-1], begins[-1])
+        return (late**2 / -self.temperature).reshape(distances.shape), after
 
 
 @dataclass(frozen=True)
