@@ -14,6 +14,8 @@ _SECRET = re.compile(
 )
 # Between the words of accessToken and AWSAccessKeyId.
 _INSIDE = re.compile("(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+# What Snakemake takes for a wildcard, and no rule can write in another way.
+_WILDCARD = re.compile(r"\{\s*[.\w]+\s*[,}]")
 COMMIT = re.compile("[0-9a-f]{40}")
 LOG_IN = (
     "leave it out: ~/.netrc (or the file in NETRC) gives user and password of a host, HF_TOKEN the token of the hub"
@@ -49,6 +51,17 @@ def refuse_secrets(subject: str, address: str, cure: str) -> None:
         raise DemixError(subject, "is no address", "write http(s)://host/…/file.suffix") from None
     if found:
         raise DemixError(subject, f"holds {found}, which logs and records would show", cure)
+
+
+def refuse_unnamable(path: str) -> str:
+    """`path`, an input of a rule. Raises DemixError for what Snakemake takes for a wildcard, and what is not UTF-8."""
+    if _WILDCARD.search(path):
+        raise DemixError(path, "holds braces, which Snakemake takes for a wildcard", "rename the file or folder")
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise DemixError(repr(path), "has a name that is not UTF-8", "rename the file or folder") from None
+    return path
 
 
 def moving(config: dict[str, Any]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from demix.config.addresses import refuse_unnamable
 from demix.config.architecture import USUAL
 from demix.config.clustering import Clustering, cluster_names
 from demix.config.routed import ROUTED, architecture_of, check_routed, matched_tokens, routed_row, section_of
@@ -231,6 +232,7 @@ def _check_seed_phase(
         if only in settings and kind.name != kept:
             raise DemixError(f"{key}.{only}", f"is given to a row of kind {kind.name}", f"use kind: {kept}")
     if "initial" in settings:
+        refuse_unnamable(settings["initial"])
         if kind.domain_tokens or settings.get("seed_tokens") is not None:
             cause = "is a folder, whose model has no domain tokens and begins no seed phase"
             raise DemixError(f"{key}.parent", cause, "leave out seed_tokens, and choose another kind than domain_token")

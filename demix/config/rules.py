@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from demix.config.addresses import refuse_unnamable
 from demix.config.architecture import architecture_from
 from demix.config.check import site_of
 from demix.config.contexts import POSITION_BINS, context_tables
@@ -29,12 +30,12 @@ LONGEST_ARGUMENT = 128 * 1024 - 1
 def source_files(source: Mapping[str, Any]) -> list[str]:
     """The local files of a source. A changed file is read again.
 
-    Missing files are left out here; `demix download` refuses them.
+    Missing files are left out here; `demix download` refuses them. Raises DemixError for a name that no rule can hold.
     """
     if source["kind"] != "files":
         return []
     paths = [source["path"]] if isinstance(source["path"], str) else source["path"]
-    return sorted({file for path in paths for file in glob(path, recursive=True)})
+    return sorted({refuse_unnamable(file) for path in paths for file in glob(path, recursive=True)})
 
 
 def swept_rates(model: Model) -> list[str]:
@@ -264,7 +265,7 @@ class RunRules:
     def beginning(self, model: Model) -> str:
         """The options of a training that say with which learning rate and which state it begins."""
         given = [f" --learning-rate-from {path}" for path in self.chosen_rate(model)]
-        given += [f" --branch {Path(path).parent}" for path in self.seed_of(model)[:1]]
+        given += [f" --branch {shlex.quote(str(Path(path).parent))}" for path in self.seed_of(model)[:1]]
         return "".join([*given, *([" --schedule restart"] if model.restarts and model.seed_step(self.context) else [])])
 
     def cores(self, settings: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shlex
 import subprocess
 from pathlib import Path
@@ -191,3 +192,10 @@ def test_local_files_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert source_files({"kind": "files", "path": "*.txt"}) == ["a.txt", "b.txt"]
     assert source_files({"kind": "files", "path": ["b.txt", "missing.txt", "*.txt"]}) == ["a.txt", "b.txt"]
     assert source_files({"kind": "url", "path": "*.txt"}) == []
+    for name, cause in (("{x}.txt", "braces"), ("{x, .+}.txt", "braces"), (os.fsdecode(b"\xff.txt"), "not UTF-8")):
+        Path(name).touch()
+        with pytest.raises(DemixError, match=cause):
+            source_files({"kind": "files", "path": "*.txt"})
+        Path(name).unlink()
+    Path("{a b}.txt").touch()
+    assert source_files({"kind": "files", "path": "*b}.txt"}) == ["{a b}.txt"]

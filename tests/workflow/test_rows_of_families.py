@@ -1,20 +1,25 @@
 """Rows of other families that join a finished run, which leave what it has as it is."""
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
 from scipy.special import log_softmax, logsumexp
 
+from demix.config.tasks import Task
 from demix.data.shards import TokenShard, blocks
+from demix.data.tasks import prompts, read_examples
 from demix.files import read_json, read_json_lines, sha256_file
 from demix.model.checkpoint import load_model
 from demix.model.experts import find_faults
 from demix.model.scoring import log_probabilities
+from demix.settings import settings_from
 from support.dry_run import jobs_by_rule, ran
 from support.once import once, run_with_progress
 
@@ -35,6 +40,15 @@ ROWS = {
     "evaluation": TINY["evaluation"] | {"weights": ["history", "cluster", "cluster+history"], "contexts": [32, 64]},
     "tasks": {
         "domain": {"made": "domains", "examples": 12},
+        # As docs/tasks.md and config/cbtm-1.3b-tasks.yaml write them; blocks of 32 tokens hold no demonstrations.
+        "topics": {"path": "topics.jsonl", "template": "{text} Topic: {label}"},
+        "agnews": {
+            "test": {"kind": "hub", "path": "ag_news", "data_files": ["data/test-*.parquet"]},
+            "train": {"kind": "hub", "path": "ag_news", "data_files": ["data/train-*.parquet"]},
+            "labels": {"0": "world", "1": "sports"},
+            "template": "{text} The topic is {label}",
+            "examples": 6,
+        },
         "halves": {"made": "continuations", "examples": 24, "choice_tokens": 8, "others": "all", "calibrated": True},
     },
 }
@@ -52,9 +66,21 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     run = folder / "results" / "tiny"
     before = {str(path): sha256_file(path) for path in (run / "models").rglob("*.safetensors")}
     (folder / "config.yaml").write_text(yaml.safe_dump(TINY | ROWS, sort_keys=False))
+    write_tasks(folder)
     planned = ran(folder, "config.yaml", "-n", "--quiet", "rules")
     ran(folder, "config.yaml")
     return folder, before, planned
+
+
+def write_tasks(folder: Path) -> None:
+    """The examples of the tasks that are files and a data set."""
+    labels = ("law", "music")
+    lines = [{"text": f"The {labels[n % 2]} of day {n}.", "label": labels[n % 2]} for n in range(40)]
+    (folder / "topics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "ag_news" / "data").mkdir(parents=True)
+    for split in ("test", "train"):
+        rows = [{"text": f"Of {split} the text {n}.", "label": n % 2} for n in range(20)]
+        pq.write_table(pa.Table.from_pylist(rows), folder / "ag_news" / "data" / f"{split}-0.parquet")
 
 
 def test_rows_join_a_finished_run_and_leave_its_models_as_they_are(
@@ -180,11 +206,18 @@ def test_tasks_join_a_finished_run(finished: tuple[Path, dict[str, str], str]) -
     folder, _, planned = finished
     run, jobs = folder / "results" / "tiny", jobs_by_rule(planned)
     models = ["btm", "cbtm_2", "demix", "dense", "dense_unbalanced", "far", "upcycled"]
-    asked = {f"fewshot_{name}": 1 for name in models} | {"examples": 2, "classify": 1}
+    asked = {f"fewshot_{name}": 1 for name in models} | {"examples": 4, "classify": 1}
     assert {rule: number for rule, number in jobs.items() if rule in asked or rule.startswith("fewshot")} == asked
     rows = pd.read_parquet(run / "tasks.parquet")
     assert sorted(rows["model"].unique()) == models
-    assert set(rows["task"]) == {"domain", "halves"}
+    assert set(rows["task"]) == {"domain", "halves", "topics", "agnews"}
+    for task, end in (("topics", " Topic:"), ("agnews", " The topic is")):
+        made = read_examples(run / "examples" / f"{task}.parquet")
+        tested = [one for one in made if one.split == "test"]
+        assert len(tested) == {"topics": 32, "agnews": 6}[task]
+        recipe = settings_from(Task, read_json(run / "config.json")["tasks"][task])
+        asked = [one.context for one in prompts(recipe, made) if one.split == "test"]
+        assert asked == [one.text + end for one in tested]
     routings = rows.query("task == 'halves'").groupby("model")["routing"].agg(set)
     assert routings["upcycled"] == {"dense"}
     assert {"average", "history", "cluster", "cluster+history", "updating", "one expert"} <= routings["cbtm_2"]

@@ -33,11 +33,13 @@ for parent in {one.parent.name: one.parent for one in adaptations(config)}.value
             options=f"{run_options('adapt', config['adaptation'])} {RULES.live}",
         params:
             command="adapt" if adds else "adapt-dense",
-            settings=as_json(
-                taken(AdaptationRecipe, config["adaptation"]),
-                learning_rate_factor=learning_rate_factor(config, parent),
-                seed=config["seed"],
-                threads=config["threads"],
+            settings=verbatim(
+                as_json(
+                    taken(AdaptationRecipe, config["adaptation"]),
+                    learning_rate_factor=learning_rate_factor(config, parent),
+                    seed=config["seed"],
+                    threads=config["threads"],
+                )
             ),
             model=below_run(f"models/{parent.name}"),
             output=below_run(f"models/{parent.name if adds else name}"),

@@ -19,14 +19,16 @@ for model in WITHOUT:
         resources:
             **site("score"),
         params:
-            settings=as_json(
-                config["removal"]["audit"],
-                model=removal_model(config).name,
-                training=TRAINING,
-                left_out=left_out(model.removed),
-                without_model=trained_without(model.removed),
-                without=model.experts,
-                threads=config["threads"],
+            settings=verbatim(
+                as_json(
+                    config["removal"]["audit"],
+                    model=removal_model(config).name,
+                    training=TRAINING,
+                    left_out=left_out(model.removed),
+                    without_model=trained_without(model.removed),
+                    without=model.experts,
+                    threads=config["threads"],
+                )
             ),
             domain=model.removed,
             models=below_run("models"),

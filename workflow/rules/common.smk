@@ -126,6 +126,11 @@ def tell_of_nothing_to_do(record):
 logger.addFilter(tell_of_nothing_to_do)
 
 
+def verbatim(value):
+    """A parameter as it is. In a plain text Snakemake takes each {name}, which a text of the config may hold, for a wildcard."""
+    return lambda wildcards: value
+
+
 def below_run(place):
     """A folder of the run as a parameter, with its wildcards filled in."""
     return lambda wildcards: f"{RUN}/{place}".rstrip("/").format(**wildcards)

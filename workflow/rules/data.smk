@@ -140,7 +140,7 @@ rule tokenizer:
     resources:
         **site("corpus"),
     params:
-        settings=as_json(config["tokenizer"]),
+        settings=verbatim(as_json(config["tokenizer"])),
     shell:
         "demix tokenizer {input} --settings {params.settings:q} --output {output} 2> {log}"
 

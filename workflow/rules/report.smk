@@ -113,7 +113,7 @@ rule run_config:
         "../../environment.yml"
     params:
         # The cluster does not define the run.
-        settings=RULES.argument(json.dumps({key: value for key, value in config.items() if key != "cluster"})),
+        settings=verbatim(RULES.argument(json.dumps({key: value for key, value in config.items() if key != "cluster"}))),
     shell:
         "demix run-config --settings {params.settings:q} --output {output} 2> {log}"
 
@@ -203,7 +203,7 @@ rule track:
     conda:
         "../../environment.yml"
     params:
-        settings=as_json(config["tracking"], experiment=RULES.experiment),
+        settings=verbatim(as_json(config["tracking"], experiment=RULES.experiment)),
         run=below_run(""),
     shell:
         "demix track {params.run} --settings {params.settings:q} --output {output} 2> {log}"

@@ -32,7 +32,7 @@ for job in scoring_jobs(config):
         resources:
             **site("score"),
         params:
-            settings=several_models(job) if more else SCORING,
+            settings=several_models(job) if more else verbatim(SCORING),
             model=below_run("models" if more else f"models/{part.model}"),
             folder=below_run("scores" if more else f"scores/{part.folder}"),
             # With the option of other blocks here, the commands of the other rules stay as they are.
@@ -64,7 +64,7 @@ rule loads:
     resources:
         **site("score"),
     params:
-        settings=SCORING,
+        settings=verbatim(SCORING),
         model=below_run("models/{model}"),
     shell:
         "demix router-loads {params.model} {input.tokens} --settings {params.settings:q} --output {output} 2> {log}"

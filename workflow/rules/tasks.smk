@@ -48,10 +48,12 @@ for model in ASKED:
         resources:
             **site("score"),
         params:
-            settings=as_json(
-                tasks=config.get("tasks"),
-                precision=config["evaluation"]["precision"],
-                threads=config["threads"],
+            settings=verbatim(
+                as_json(
+                    tasks=config.get("tasks"),
+                    precision=config["evaluation"]["precision"],
+                    threads=config["threads"],
+                )
             ),
             model=below_run(f"models/{model.name}"),
             folder=below_run(f"tasks/{model.name}"),
@@ -79,22 +81,24 @@ rule classify:
     resources:
         **site("evaluate"),
     params:
-        settings=as_json(
-            tasks=config.get("tasks"),
-            models=[
-                {
-                    "model": model.row,
-                    "folder": model.name,
-                    "seed": model.seed,
-                    "mixes": model.kind.has_experts,
-                    "routing": model.routing,
-                }
-                for model in ASKED
-            ],
-            weights=config["evaluation"]["weights"],
-            temperature=config["evaluation"]["temperature"],
-            top_k=config["evaluation"]["top_k"],
-            seed=config["seed"],
+        settings=verbatim(
+            as_json(
+                tasks=config.get("tasks"),
+                models=[
+                    {
+                        "model": model.row,
+                        "folder": model.name,
+                        "seed": model.seed,
+                        "mixes": model.kind.has_experts,
+                        "routing": model.routing,
+                    }
+                    for model in ASKED
+                ],
+                weights=config["evaluation"]["weights"],
+                temperature=config["evaluation"]["temperature"],
+                top_k=config["evaluation"]["top_k"],
+                seed=config["seed"],
+            )
         ),
         run=below_run(""),
     shell:

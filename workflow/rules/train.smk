@@ -112,8 +112,8 @@ for model in (model for model in trained(config) if not model.parts[0].part):
             options=train_options(model),
         params:
             kind=model.kind.name,
-            settings=training_settings(model),
-            beginning=beginning(model),
+            settings=verbatim(training_settings(model)),
+            beginning=verbatim(beginning(model)),
             model=below_run(model.folder),
             checkpoints=below_run(f"checkpoints/{model.place}"),
         shell:
@@ -148,8 +148,8 @@ for model, parts_of_job in ((model, job) for model in trained(config) if model.p
             options=f"{train_options(model)} --experts {','.join(part.part for part in parts_of_job)}",
         params:
             kind=model.kind.name,
-            settings=training_settings(model),
-            beginning=beginning(model),
+            settings=verbatim(training_settings(model)),
+            beginning=verbatim(beginning(model)),
             model=below_run(f"branches/{model.name}"),
             metrics=below_run(f"metrics/{model.name}"),
             checkpoints=below_run(f"checkpoints/{model.name}"),
