@@ -1,6 +1,7 @@
 """Files fetched over HTTP: resumed, retried, checked, and never half a file under the final name."""
 
 import logging
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,20 +36,20 @@ def fetch(
     """Fetch `url` to `path` and check its `size` (bytes) and `sha256` where given; one that is there is only checked.
 
     What was fetched stays beside `path` under another name until it is complete, so that this call, or a later one,
-    goes on from there if the server's ETag (or date) still is the same. After `ATTEMPTS` failures in a row without a
-    new byte, each waited for `backoff` seconds times a power of two or as the server asks, DemixError is raised.
-    `timeout` in seconds is for the connection and for each read. User and password come from the netrc file alone.
+    goes on from there if the server's ETag (or date) and length still are the same. After `ATTEMPTS` failures in a row
+    that bring the file no further than before, each waited for `backoff` seconds times a power of two or as the server
+    asks, DemixError is raised; at once for a file of which nothing tells whether it is whole. `timeout` in seconds is
+    for the connection and for each read. User and password come from the netrc file alone.
     """
     partial, note = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.etag")
     shown = _shown(url)
     if not path.exists():
         fresh = Retry(total=ATTEMPTS, backoff_factor=backoff, backoff_max=60, retry_after_max=600)
-        retry = fresh
+        retry, furthest = fresh, _size(partial)
         with requests.Session() as session:
             while True:
-                had = _size(partial)
                 try:
-                    response = _go_on(session, url, shown, partial, note, timeout)
+                    response = _go_on(session, url, shown, partial, note, timeout, size, sha256)
                     if response is None:
                         break
                     problem: Exception | None = None
@@ -59,15 +60,16 @@ def fetch(
                     response, problem = None, ProtocolError(masked(str(error)))
                 except OSError as error:
                     raise DemixError(path, f"cannot be written ({error.strerror})", "free space, then rerun") from None
-                if _size(partial) > had:
-                    retry = fresh
+                # A file that changes each time, or is sent from its start each time, comes no further.
+                if _size(partial) > furthest:
+                    retry, furthest = fresh, _size(partial)
                 try:
                     retry = retry.increment("GET", shown, response=response, error=problem)
                 except (MaxRetryError, ProtocolError):
                     cause = problem or f"it answers {response.status}"
                     raise DemixError(shown, f"cannot be fetched ({cause})", "rerun to go on where it ended") from None
                 _log.info("%s: %s, trying again", shown, problem or f"answers {response.status}")
-                retry.sleep(response)
+                _wait(retry, response)
     _check(partial if not path.exists() else path, shown, size, sha256)
     if not path.exists():
         fsync(partial)
@@ -89,22 +91,36 @@ def refusal(url: str, any_answer: bool = False, timeout: float = 20.0) -> str:
         return " ".join(masked(str(error)).split())
 
 
-def _go_on(session: Any, url: str, shown: str, partial: Path, note: Path, timeout: float) -> Any:
-    """Fetch what is missing of `partial`; returns None when it is whole, or an answer after which to try again."""
+def _wait(retry: Retry, response: Any) -> None:
+    """Wait as the server asks, where it asks in a way that can be read."""
+    try:
+        retry.sleep(response)
+    except (HTTPError, ValueError, OverflowError):
+        retry.sleep()
+
+
+def _go_on(
+    session: Any, url: str, shown: str, partial: Path, note: Path, timeout: float, size: int | None, sha256: str | None
+) -> Any:
+    """Fetch what is missing of `partial`; returns None when it is whole, or an answer after which to try again.
+
+    `note` holds what names the version that `partial` is of, and its length.
+    """
     start = _size(partial) if note.exists() else 0
-    headers = dict(HEADERS)
+    headers, known, first = dict(HEADERS), "", ""
     if start:
-        headers |= {"Range": f"bytes={start}-", "If-Range": note.read_text()}
+        known, _, first = note.read_text().partition("\n")
+        headers |= {"Range": f"bytes={start}-", "If-Range": known}
     with session.get(url, headers=headers, stream=True, timeout=timeout) as response:
         status = response.status_code
         if status in RETRIED_STATUS:
             return response.raw
         validator = _validator(response.headers)
-        span = response.headers.get("Content-Range", "")
-        continued = start and span.startswith(f"bytes {start}-") and validator == note.read_text()
+        span = re.fullmatch(r"bytes ([0-9]+)-[0-9]+/([0-9]+|\*)", response.headers.get("Content-Range", ""))
+        begins, total = (int(span[1]), first if span[2] == "*" else span[2]) if span else (-1, "")
+        continued = start and begins == start and validator == known and total and total == (first or total)
         if (status == 206 and not continued) or (start and status == 416):
-            partial.unlink(missing_ok=True)
-            note.unlink(missing_ok=True)
+            _discard(partial, note)
             raise ProtocolError("the file has changed since its first part was fetched")
         if status not in (200, 206):
             raise DemixError(
@@ -114,30 +130,44 @@ def _go_on(session: Any, url: str, shown: str, partial: Path, note: Path, timeou
             raise DemixError(
                 shown, "gives a web page, not a file", "open it in a browser: terms may wait to be accepted"
             )
-        if status == 206:
-            total = span.rpartition("/")[2]
-        else:
-            # In this order, so that no moment leaves the old bytes beside the new validator.
-            partial.unlink(missing_ok=True)
-            note.unlink(missing_ok=True)
+        if status == 200:
+            _discard(partial, note)
             start, total = 0, response.headers.get("Content-Length", "")
         length = int(total) if total.isdecimal() else None
+        if length is None and not (response.raw.chunked or size is not None or sha256):
+            cause = "is sent without its length, so that a cut one would look whole"
+            raise DemixError(shown, cause, "give source.bytes or source.sha256")
+        if size is not None and length not in (size, None):
+            _discard(partial, note)
+            raise _other(shown, f"has {length} bytes, not {size}")
         with open(partial, "ab") as file:
             if validator:
-                note.write_text(validator)
-            _copy(response.raw, file, shown, start, length)
+                note.write_text(f"{validator}\n{total}")
+            _copy(response.raw, file, shown, start, size if length is None else length)
     if length is not None and _size(partial) < length:
         raise ProtocolError(f"cut short at {_size(partial)} of {length} bytes")
+    if length is not None and _size(partial) > length:
+        _discard(partial, note)
+        raise ProtocolError(f"sends more than its {length} bytes")
     return None
 
 
+def _discard(partial: Path, note: Path) -> None:
+    """Remove what was fetched. In this order, no moment leaves the old bytes beside a new validator."""
+    partial.unlink(missing_ok=True)
+    note.unlink(missing_ok=True)
+
+
 def _copy(stream: Any, file: Any, shown: str, done: int, length: int | None) -> None:
+    """Append what comes to a file of `done` bytes, but no more than shows that it is longer than `length`."""
     began, fetched = time.monotonic(), 0
     with progress(f"{shown}: MB", length / 1e6 if length else None, done / 1e6) as advance:
         # read1 gives what has come, so that a stall loses nothing.
         while data := stream.read1(1 << 20, decode_content=False):
             file.write(data)
             fetched += len(data)
+            if length is not None and done + fetched > length:
+                return
             advance(len(data) / 1e6, f"{fetched / 1e6 / (time.monotonic() - began):.1f} MB/s")
 
 
@@ -154,9 +184,12 @@ def _check(path: Path, shown: str, size: int | None, sha256: str | None) -> None
     elif sha256 is not None and (found := sha256_file(path)) != sha256:
         problem = f"has sha256 {found}, not {sha256}"
     if problem:
-        path.unlink()
-        path.with_name(f".{path.name.removeprefix('.').removesuffix('.partial')}.etag").unlink(missing_ok=True)
-        raise DemixError(shown, problem, "if the source has changed on purpose, change the config; else rerun")
+        _discard(path, path.with_name(f".{path.name.removeprefix('.').removesuffix('.partial')}.etag"))
+        raise _other(shown, problem)
+
+
+def _other(shown: str, problem: str) -> DemixError:
+    return DemixError(shown, problem, "if the source has changed on purpose, change the config; else rerun")
 
 
 def _size(path: Path) -> int:

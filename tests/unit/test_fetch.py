@@ -193,6 +193,100 @@ def test_an_etag_that_changes_midway_starts_over(serve, tmp_path, honest):
     assert len(site.requests) == (2 if honest else 3)
 
 
+def gives(span: str, data: bytes) -> Answer:
+    """The first answer is cut in half, the next one is `data` as the range `span`, and all others are good."""
+
+    def answer(handler: Handler, number: int) -> None:
+        if number == 2:
+            handler.send(data, 206, Content_Range=span)
+        else:
+            ranged(handler, stop=HALF if number == 1 else None)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("span", "data"),
+    [
+        (f"bytes {HALF}-{len(DATA) - 1}/{len(DATA)}", DATA[HALF:-9]),
+        (f"bytes {HALF}-{HALF + 99}/{len(DATA)}", DATA[HALF : HALF + 100]),
+        (f"bytes {HALF}-{HALF + 99}/*", DATA[HALF : HALF + 100]),
+        (f"bytes {HALF}-{HALF + 99}/{HALF + 100}", DATA[HALF : HALF + 100]),
+        (f"bytes {HALF}-{len(DATA) - 1}/{len(DATA)}", DATA[HALF:] + b"more"),
+        (f"bytes {HALF - 1}-{len(DATA) - 1}/{len(DATA)}", DATA[HALF - 1 :]),
+        (f"bytes {HALF}-", DATA[HALF:]),
+    ],
+    ids=["short body", "short range", "no total", "other total", "long body", "other start", "no range"],
+)
+def test_a_range_that_does_not_complete_the_file_is_not_taken_for_its_end(serve, tmp_path, span, data):
+    site = serve(gives(span, data))
+    get(site, tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == DATA
+    assert len(site.requests) > 2
+
+
+def test_a_range_of_unknown_total_is_the_end_at_the_first_answers_length(serve, tmp_path):
+    site = serve(gives(f"bytes {HALF}-{len(DATA) - 1}/*", DATA[HALF:]))
+    get(site, tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == DATA
+    assert len(site.requests) == 2
+
+
+def test_a_file_that_changes_at_each_cut_is_not_asked_for_ever(serve, tmp_path):
+    site = serve(lambda handler, number: ranged(handler, DATA, f'"{number}"', stop=HALF - number % 3))
+    with pytest.raises(DemixError, match="cannot be fetched"):
+        get(site, tmp_path / "f")
+    assert len(site.requests) <= 3 * ATTEMPTS
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_an_endless_file_ends_at_the_bytes_that_the_config_names(serve, tmp_path, chunked):
+    def answer(handler: Handler, number: int) -> None:
+        handler.send_response(200)
+        handler.send_header("Transfer-Encoding", "chunked") if chunked else None
+        handler.end_headers()
+        # 100 times what is asked for: endless to all that look at no bound, and no full disk where one does not.
+        for _ in range(100):
+            handler.wfile.write(b"%x\r\n" % len(DATA) * chunked + DATA + b"\r\n" * chunked)
+
+    with pytest.raises(DemixError, match=rf"has \d+ bytes, not {len(DATA)}") as caught:
+        get(serve(answer), tmp_path / "f", size=len(DATA))
+    assert int(str(caught.value).partition("has ")[2].partition(" ")[0]) < 4 * len(DATA)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_length_other_than_the_configs_is_refused_before_it_is_fetched(serve, tmp_path):
+    site = serve(lambda handler, number: handler.send(DATA, **{"Content-Length": str(10**15)}))
+    with pytest.raises(DemixError, match=f"has {10**15} bytes, not 9"):
+        get(site, tmp_path / "f", size=9)
+    assert len(site.requests) == 1
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("known", [{}, {"size": len(DATA)}, {"sha256": SHA256}])
+def test_a_file_whose_end_nothing_tells_is_refused(serve, tmp_path, known):
+    def answer(handler: Handler, number: int) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(DATA)
+
+    site = serve(answer)
+    if known:
+        get(site, tmp_path / "f", **known)
+        assert (tmp_path / "f").read_bytes() == DATA
+        return
+    with pytest.raises(DemixError, match=r"is sent without its length.*; give source\.bytes or source\.sha256"):
+        get(site, tmp_path / "f")
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("when", ["soon", "Fri, 31 Dec 99999 23:59:59 GMT", "Fri, 31 Dec -1 23:59:59 GMT", "1e9"])
+def test_a_time_to_wait_that_cannot_be_read_is_not_waited_for(serve, tmp_path, when):
+    site = serve(lambda handler, number: handler.send(b"", 503, Retry_After=when) if number == 1 else ranged(handler))
+    get(site, tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == DATA
+
+
 def test_a_weak_etag_is_not_trusted_for_ranges(serve, tmp_path):
     site = serve(lambda handler, number: handler.send(DATA, stop=HALF if number == 1 else None, ETag='W/"one"'))
     get(site, tmp_path / "f", sha256=SHA256)
