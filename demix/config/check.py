@@ -63,7 +63,7 @@ def with_base(config: dict[str, Any], folder: Path, above: tuple[Path, ...] = ()
     base = config.get("base")
     if base is None:
         return {key: value for key, value in config.items() if key != "base"}
-    if not isinstance(base, str):
+    if not isinstance(base, str) or "\0" in base:
         raise DemixError("config key base", f"is {base!r}", "give the path of a config file, relative to this one")
     path = (folder / base).resolve()
     if path in above:

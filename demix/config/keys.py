@@ -8,6 +8,19 @@ import yaml
 
 from demix.errors import DemixError
 
+# More keys than a mapping has by `<<`, unless it repeats others exponentially often.
+MOST_MERGED = 100_000
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML. Mappings that are merged into one another have a bound."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > MOST_MERGED:
+            cause = f"merges more than {MOST_MERGED} keys into one mapping"
+            raise yaml.constructor.ConstructorError(None, None, cause, node.start_mark)
+
 
 def read_keys(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """The mapping in the YAML or JSON file `path`, and the line of each key, by keys such as `training.tokens`.
@@ -18,7 +31,7 @@ def read_keys(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         # YAML takes JSON but for tabs, which JSON has only between its words.
         text = path.read_text(encoding="utf-8")
-        loader = yaml.SafeLoader(text.replace("\t", " ") if text.lstrip().startswith("{") else text)
+        loader = _Loader(text.replace("\t", " ") if text.lstrip().startswith("{") else text)
         node = loader.get_single_node()
         lines = dict(_lines(node, "", path, set()))
         content = loader.construct_document(node) if node else None

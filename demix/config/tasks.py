@@ -9,10 +9,14 @@ from pydantic import AfterValidator, Field
 from demix.config.domains import SourceSection
 from demix.config.names import refuse_name
 from demix.errors import DemixError
-from demix.settings import DistinctItems, Integer, Items, Positive, Seed, Switch, Text, settings, settings_from
+from demix.settings import DistinctItems, Integer, Items, Number, Positive, Seed, Switch, Text, settings, settings_from
 
 # Other examples with labels on which the accuracy of each expert is measured (Gururangan et al. 2023, A.7).
 OTHERS = 8
+# Each example is asked once for each of its labels.
+MOST_LABELS = 1000
+# The largest fraction of examples that are left out where a task does not say.
+LEFT_OUT = 0.01
 
 
 def _task_name(name: str) -> str:
@@ -70,6 +74,14 @@ class Task:
         default_factory=dict,
         description='The words that stand for the values of `label`, such as `{"0": World, "1": Sports}`. Empty: '
         "all values of the field. Of `made: domains`, words for domains; the others' are their names.",
+    )
+    left_out: Number | None = Field(
+        # A config without this key stays as it is, and so do examples that were made.
+        default_factory=lambda: None,
+        ge=0,
+        le=1,
+        description="Largest fraction of the examples of a source that may be left out because they are not UTF-8, "
+        f"have no text, or were there before (by default {LEFT_OUT}). If there are more, the job ends.",
     )
     template: Template | None = Field(
         default=None,
@@ -163,6 +175,14 @@ def refuse_equal(key: str, words: list[str]) -> None:
         raise DemixError(key, f"gives two labels the word {max(words, key=words.count)}", "give each its own")
 
 
+def refuse_count(key: str, labels: int) -> None:
+    """Raise DemixError unless there are labels to choose from, and few enough to ask for each of them."""
+    if labels < 2:
+        raise DemixError(key, "has one label alone", "give two or more")
+    if labels > MOST_LABELS:
+        raise DemixError(key, f"has more than {MOST_LABELS} labels", "give fewer, or own choices to each example")
+
+
 def check_tasks(config: Mapping[str, Any]) -> None:
     """Raise DemixError for a task with keys that do not go together."""
     for name, task in tasks_of(config).items():
@@ -185,6 +205,8 @@ def check_tasks(config: Mapping[str, Any]) -> None:
             raise DemixError(f"{key}.choices", cause, "name a field, or give a number beside made: continuations")
         if isinstance(task.choices, int) and task.choices < 2:
             raise DemixError(f"{key}.choices", f"is {task.choices}", "give at least 2")
+        if isinstance(task.choices, int):
+            refuse_count(f"{key}.choices", task.choices)
         if task.made == "domains":
             if foreign := [label for label in task.labels if label not in config["domains"]["training"]]:
                 raise DemixError(f"{key}.labels.{foreign[0]}", "is no training domain", "name training domains")
@@ -195,5 +217,7 @@ def check_tasks(config: Mapping[str, Any]) -> None:
         if not task.shots and len(task.seeds) > 1:
             cause = f"has {len(task.seeds)} seeds, which draw demonstrations, for 0 shots"
             raise DemixError(f"{key}.seeds", cause, "give one seed, or shots")
+        if task.labels and not task.made:
+            refuse_count(f"{key}.labels", len(task.labels))
         words = task.words_of(config["domains"]["training"]) if task.made == "domains" else list(task.labels.values())
         refuse_equal(f"{key}.labels", words)

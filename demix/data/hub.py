@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from demix.config.addresses import COMMIT
-from demix.data.readers import Row
+from demix.data.readers import Row, unique
 from demix.data.selection import column
 from demix.errors import DemixError
 
@@ -80,7 +80,7 @@ def _unreadable(repository: str, error: Exception) -> DemixError:
 
 def _object(line: str, place: str) -> dict[str, Any]:
     try:
-        fields = json.loads(line)
+        fields = json.loads(line, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise DemixError(place, f"is not valid JSON ({error})", "leave out the file, or use other files") from None
     if not isinstance(fields, dict):

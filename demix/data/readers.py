@@ -6,12 +6,14 @@ A byte that is not UTF-8 becomes the lone surrogate U+DC00 + byte (Python's "sur
 """
 
 import codecs
+import csv
 import io
 import json
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -27,6 +29,8 @@ from demix.errors import DemixError
 MAX_DOCUMENT_BYTES = 128 << 20
 MAX_RATIO = 200
 RATIO_FREE_BYTES = 64 << 20
+# What a batch of Parquet may take in memory at the worst.
+MOST_AT_ONCE = 1 << 30
 # The cure for text in another coding, most often Latin-1.
 TO_UTF8 = "iconv -f LATIN1 -t UTF-8 OLD > NEW"
 
@@ -126,11 +130,22 @@ class _Bound:
 
     def spend(self, count: int) -> None:
         self.left -= count
-        if self.left < 0:
+        self.refuse(0)
+
+    def spent_on(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """`batch` without dictionaries; its bytes in memory are spent."""
+        decoded = [one.dictionary_decode() if pa.types.is_dictionary(one.type) else one for one in batch.columns]
+        batch = pa.record_batch(decoded, names=batch.schema.names)
+        self.spend(batch.nbytes)
+        return batch
+
+    def refuse(self, more: int) -> None:
+        """Raise DemixError if `more` bytes are too many."""
+        if self.left < more:
             raise DemixError(
                 self.path,
                 f"expands to over {MAX_RATIO} times its {self.size} bytes",
-                "if it is no decompression bomb, decompress it by hand",
+                "if it is no decompression bomb, decompress it by hand, or write the Parquet anew",
             )
 
 
@@ -214,9 +229,23 @@ def _json_values(stream: "io.BufferedReader[Any]", path: Path, reading: Reading)
 
 def _json(data: bytes, place: str, first: bool) -> Any:
     try:
-        return json.loads(data.decode("utf-8-sig" if first else "utf-8", "surrogateescape"))
+        text = data.decode("utf-8-sig" if first else "utf-8", "surrogateescape")
+        return json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise DemixError(place, f"is not valid JSON ({error})", "mend or remove the line") from None
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values. Raises ValueError for a key that stands twice; json takes the last one."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError(f"the key {_twice([key for key, _ in pairs])!r} stands twice in an object")
+    return made
+
+
+def _twice(names: Iterable[str]) -> str | None:
+    """The first name that stands twice."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _whole(stream: "io.BufferedReader[Any]", path: Path) -> bytes:
@@ -235,9 +264,12 @@ def _text(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Ite
 
 def _csv(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
     columns = list(reading.paths)
-    if not stream.peek(1):
+    if not (beginning := stream.peek(1)):
         return
     try:
+        header = next(csv.reader(io.StringIO(beginning.decode("utf-8-sig", "replace"))), [])
+        if name := _twice(name for name in header if name in (columns or header)):
+            raise DemixError(path, f"has two columns {name!r}", "rename one of them")
         reader = pyarrow.csv.open_csv(
             pa.PythonFile(stream, mode="r"),
             read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=8 << 20),
@@ -252,7 +284,7 @@ def _csv(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iter
     except KeyError as error:
         cure = f"it lacks one of {', '.join(columns)}: name the text's as source.text or --field"
         raise DemixError(path, str(error).strip("'\""), cure) from None
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, csv.Error) as error:
         raise DemixError(path, f"is not valid CSV ({error})", "mend the row, or use JSON lines") from None
 
 
@@ -264,23 +296,29 @@ def _parquet(path: Path, reading: Reading) -> Iterator[Row]:
             for name in columns:
                 if name not in names:
                     raise DemixError(path, f"has no column {name!r}", f"it has {', '.join(names)}")
+            if name := _twice(name for name in names if name in (columns or names)):
+                raise DemixError(path, f"has two columns {name!r}", "rename one of them")
             groups = range(file.metadata.num_row_groups)
-            expanded = sum(file.metadata.row_group(group).total_byte_size for group in groups)
-            if expanded > max(RATIO_FREE_BYTES, MAX_RATIO * path.stat().st_size):
-                raise DemixError(path, f"expands to over {MAX_RATIO} times its size", "rewrite it if it is no bomb")
+            sizes = [file.metadata.row_group(group).total_byte_size for group in groups]
+            bound = _Bound(path)
+            bound.refuse(sum(sizes))
             by_group = len(groups) >= reading.parts
             start = 0
             for group in groups:
                 rows = file.metadata.row_group(group).num_rows
                 if not by_group or reading.takes(group):
-                    batches = file.iter_batches(batch_size=256, row_groups=[group], columns=columns or None)
-                    for number, fields in _numbered(batches, start):
+                    # A value that stands in the file once, in a dictionary, may come out for every row.
+                    size = min(256, max(8, MOST_AT_ONCE // (sizes[group] + 1)))
+                    batches = file.iter_batches(batch_size=size, row_groups=[group], columns=columns or None)
+                    for number, fields in _numbered(map(bound.spent_on, batches), start):
                         if by_group or reading.takes(number - 1):
                             yield Row(path, number, fields)
                 start += rows
     except UnicodeDecodeError as error:
         raise DemixError(path, f"holds a nested field that is not UTF-8 ({error})", "leave out the row") from None
-    except (pa.ArrowException, OSError) as error:
+    except OverflowError as error:
+        raise DemixError(path, f"holds a value out of bounds ({error})", "leave out the row, or the column") from None
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise DemixError(path, f"is not Parquet, damaged or cut short ({error})", "fetch it again") from None
 
 

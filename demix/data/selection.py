@@ -75,8 +75,9 @@ def _within(value: Any, low: Any, high: Any) -> bool:
         value = str(value)
     else:
         try:
-            value = float(value)
-        except (TypeError, ValueError):
+            # A whole number may be more than a float holds.
+            value = value if isinstance(value, int) else float(value)
+        except (TypeError, ValueError, OverflowError):
             return False
     return (low is None or low <= value) and (high is None or value <= high)
 

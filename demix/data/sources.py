@@ -8,7 +8,7 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -32,6 +32,7 @@ SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string()), ("metadata
 # What `demix.data.readers` makes of bytes that are not UTF-8.
 INVALID = re.compile("[\udc80-\udcff]")
 FEW_INVALID = 4
+MOST_NESTED = 100
 
 _log = logging.getLogger(__name__)
 
@@ -75,11 +76,7 @@ def download(source: Source, domain: str, output: Path, part: int = 0) -> int:
         return {name: str(number) for name, number in counts.items()}
 
     count = write_rows(output, SCHEMA, documents, private=True, footer=footer)
-    if counts["invalid_bytes"] or counts["not_utf8"]:
-        _log.warning(
-            "%s: %d bytes that are not UTF-8 became U+FFFD, and %d documents were left out as no text",
-            domain, counts["invalid_bytes"], counts["not_utf8"],
-        )  # fmt: skip
+    _warn(domain, counts)
     # Kept until here: a job that fails and is run again need not fetch again what it has.
     shutil.rmtree(fetched, ignore_errors=True)
     return count
@@ -116,14 +113,24 @@ def _chosen(source: Source, part: int, found: set[str]) -> list[Path]:
     return paths[part :: source.parts] if len(paths) >= source.parts else paths
 
 
-def records(source: Source, name: str, fetched: Path) -> Iterator[tuple[str, str, str]]:
+def records(source: Source, name: str, fetched: Path, counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
     """Id, text and metadata of all documents of `source` as `download` writes them; `name` stands in errors.
 
-    A file of an address is fetched to the folder `fetched`.
+    A file of an address is fetched to the folder `fetched`. What `download` counts in a file's metadata is added to
+    `counts`.
     """
     for part in range(source.parts):
         rows = KINDS[source.kind](source, name, part, fetched)
-        yield from _budgeted(_valid(_documents(rows, source, name), Counter()), source, name)
+        yield from _budgeted(_valid(_documents(rows, source, name), counts), source, name)
+    _warn(name, counts)
+
+
+def _warn(name: str, counts: Mapping[str, int]) -> None:
+    if counts["invalid_bytes"] or counts["not_utf8"]:
+        _log.warning(
+            "%s: %d bytes that are not UTF-8 became U+FFFD, and %d documents were left out as no text",
+            name, counts["invalid_bytes"], counts["not_utf8"],
+        )  # fmt: skip
 
 
 def _valid(documents: Iterator[tuple[str, str, str]], counts: Counter[str]) -> Iterator[tuple[str, str, str]]:
@@ -163,6 +170,7 @@ def _documents(rows: Iterator[Row], source: Source, domain: str) -> Iterator[tup
     seen = kept = 0
     for row in followed(rows, f"{domain}: documents"):
         seen += 1
+        _refuse_depth(row)
         if source.where and not matches(row.fields, source.where):
             continue
         kept += 1
@@ -172,6 +180,22 @@ def _documents(rows: Iterator[Row], source: Source, domain: str) -> Iterator[tup
         cause = f"keeps none of {seen} documents" if seen else "has no documents to choose from"
         raise DemixError(f"{domain}.source.where", cause, f"mend {source.where or 'the source'}")
     _log.info("%s: took %d of %d documents", domain, kept, seen)
+
+
+def _refuse_depth(row: Row) -> None:
+    """Raise DemixError for a record that what follows could not go through by recursion."""
+    level: list[Any] = [row.fields]
+    for _ in range(MOST_NESTED):
+        level = [
+            item
+            for value in level
+            for item in (value.values() if isinstance(value, dict) else value)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return
+    place = f"{row.file}, row {row.number}"
+    raise DemixError(place, f"is nested deeper than {MOST_NESTED} levels", "flatten it, or leave it out")
 
 
 def _document(row: Row, source: Source) -> tuple[str, str, str]:
@@ -235,6 +259,10 @@ def _files(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Ro
     for path in paths:
         if path.is_dir():
             raise DemixError(path, "is a folder", f"name its files, such as {path}/*.jsonl.zst")
+        if not path.exists():
+            raise DemixError(path, f"is a link to {path.readlink()}, which is missing", "mend the link, or remove it")
+        if not path.is_file():
+            raise DemixError(path, "is a pipe or a device", "write its bytes to a file, and name this file")
     names = {path.name for path in paths}
     _check_names(source, domain, names)
     share = (0, 1) if len(paths) >= source.parts else (part, source.parts)

@@ -10,7 +10,8 @@ import heapq
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from typing import Any
 import pyarrow as pa
 
 from demix.config.domains import SourceSection
-from demix.config.tasks import OTHERS, ExamplesRecipe, Task, refuse_equal
+from demix.config.tasks import LEFT_OUT, MOST_LABELS, OTHERS, ExamplesRecipe, Task, refuse_count, refuse_equal
 from demix.data.making import continuations, of_domains
+from demix.data.readers import TO_UTF8
 from demix.data.sources import Source, records
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
@@ -248,7 +250,7 @@ def _drawn(
         raise DemixError(f"tasks.{name}", "has no examples", "give one of path, made and test")
     wanted = None if task.examples is None else task.examples + (0 if task.train else task.pooled)
     values: set[str] = set()
-    found = _least(_read(name, task, tested, output), wanted, task.seed, values)
+    found = _least(name, task, tested, output, wanted, values)
     # The first by hash serve the others where nothing else does.
     pooled = [] if task.train else found[: task.pooled]
     parts = [("test", found[len(pooled) :]), ("train", pooled)]
@@ -256,12 +258,14 @@ def _drawn(
         if source is not None:
             # No text is tested and shown with its label, nor shown and judged.
             before = {one.text for _, some in parts for one in some}
-            others = (one for one in _read(name, task, source, output) if one.text not in before)
-            parts.append((split, _least(others, 10 * task.pooled, task.seed, values)))
+            parts.append((split, _least(name, task, source, output, 10 * task.pooled, values, before)))
     labels = dict(task.labels) or {value: value for value in sorted(values)}
-    if not task.labels and len(labels) == 1:
-        cause = f"has the one label {next(iter(labels))!r:.80}"
-        raise DemixError(f"tasks.{name}", cause, "name the field of the right label in label, or give labels")
+    # An unknown label is refused below, by the place of its example.
+    if len(values) == 1 and values <= labels.keys():
+        cause = f"has the one label {min(values)!r:.80}"
+        raise DemixError(
+            f"tasks.{name}", cause, "name the field of the right label in label, or add examples of others"
+        )
     for split, some in parts:
         for one in some:
             yield one.example(name, split, labels)
@@ -269,66 +273,130 @@ def _drawn(
 
 @dataclass(frozen=True)
 class _Record:
-    """An example as its source has it: the right label and, where it has its own, the labels to choose from."""
+    """An example as its source has it: the right label and, where it has its own, the labels to choose from.
+
+    `number` is the label where it is a whole number, and may be the place of the right one among the choices.
+    """
 
     place: str
     text: str
-    label: Any
+    label: str
     choices: tuple[str, ...]
+    number: int | None = None
 
     def example(self, name: str, split: str, labels: Mapping[str, str]) -> Example:
-        """The example, with `labels` (words by value) where it has no choices of its own."""
+        """The example, with `labels` (words by value) where it has no choices of its own.
+
+        A label is one of the choices, else the number of one. Raises DemixError where it is neither, and where it could
+        be both, of which one is wrong.
+        """
         choices = self.choices or tuple(labels.values())
         known = list(self.choices) if self.choices else list(labels)
-        if self.choices and isinstance(self.label, int) and 0 <= self.label < len(known):
-            answer = self.label
-        elif str(self.label) in known:
-            answer = known.index(str(self.label))
-        else:
-            cause = f"has the label {self.label!r:.80}, which is none of {', '.join(map(repr, known))[:200]}"
+        found = {known.index(self.label)} if self.label in known else set[int]()
+        if self.choices and self.number is not None and 0 <= self.number < len(known):
+            found.add(self.number)
+        if len(found) != 1:
+            listed = ", ".join(map(repr, known))[:200]
+            cause = f"has the label {self.label!r:.80}, which is none of {listed}"
+            if found:
+                cause = f"has the label {self.label}, which is one of its choices ({listed}) and the number of another"
             raise DemixError(f"tasks.{name}: {self.place}", cause, "mend label, labels or choices")
-        return Example(split, self.text, choices, answer)
+        return Example(split, self.text, choices, min(found))
 
 
-def _read(name: str, task: Task, section: SourceSection, output: Path) -> Iterator[_Record]:
-    """The examples of a source. What was fetched is removed at its end."""
+def _read(name: str, task: Task, section: SourceSection, output: Path, counts: Counter[str]) -> Iterator[_Record]:
+    """The examples of a source; those without a text are added to `counts`. What was fetched is removed at its end."""
     first, *more = task.fields
     own = task.choices if isinstance(task.choices, str) else None
     given = {key: getattr(section, key) for key in section.__dataclass_fields__}
     wanted = tuple(dict.fromkeys([*more, task.label, *([own] if own else [])]))
     source = Source(**given | {"text": first, "metadata": wanted})
     fetched, unseen = output.parent / f".{output.stem}.fetched", set(more)
-    for place, text, metadata in records(source, f"tasks.{name}", fetched):
-        fields = json.loads(metadata)
+    for row, text, metadata in records(source, f"tasks.{name}", fetched, counts):
+        fields, place = json.loads(metadata), f"tasks.{name}: {row}"
         for field in (task.label, *([own] if own else [])):
             if fields[field] is None:
-                raise DemixError(f"tasks.{name}: {place}", f"has no field {field}", "mend label or choices")
+                raise DemixError(place, f"has no field {field}", "mend label or choices")
         further = {field: str(fields[field]) for field in more if fields[field] is not None}
         unseen -= further.keys()
         parts = [text, *further.values()]
         choices = fields.get(own) if own else []
-        if own and (not isinstance(choices, list) or len({*map(str, choices)}) < max(2, len(choices))):
-            cause = f"has {own} {choices!r:.80}, no list of two or more different labels"
-            raise DemixError(f"tasks.{name}: {place}", cause, "mend the example")
+        if own and not isinstance(choices, list):
+            raise DemixError(place, f"has {own} {choices!r:.80}, which is no list", "mend the example")
+        choices = tuple(_as_label(place, own, one) for one in choices)
+        if own and len(set(choices)) < max(2, len(choices)):
+            cause = f"has {own} {list(choices)!r:.80}, no list of two or more different labels"
+            raise DemixError(place, cause, "mend the example")
+        if own:
+            refuse_count(f"{place}: {own}", len(choices))
+        label = fields[task.label]
         whole = "\n".join(part.strip() for part in parts if part.strip())
         if whole:
-            yield _Record(place, whole, fields[task.label], tuple(map(str, choices or ())))
+            number = label if isinstance(label, int) and not isinstance(label, bool) else None
+            yield _Record(row, whole, _as_label(place, task.label, label), choices, number)
+        else:
+            counts["empty"] += 1
     shutil.rmtree(fetched, ignore_errors=True)
     if unseen:
         raise DemixError(f"tasks.{name}.text", f"no example has the field {min(unseen)}", "name fields that are there")
 
 
-def _least(found: Iterable[_Record], count: int | None, seed: int, values: set[str]) -> list[_Record]:
-    """The `count` different examples of the smallest hash of their content, in this order; None takes all.
+def _as_label(place: str, field: str | None, value: Any) -> str:
+    """A label of JSON as a text: numbers, true and false as JSON writes them."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, int | float):
+        raise DemixError(place, f"has the label {value!r:.80} in {field}, which is no text", "mend the example")
+    return json.dumps(value)
 
-    The labels of all examples without choices of their own are added to `values`.
+
+def _least(
+    name: str,
+    task: ExamplesRecipe,
+    source: SourceSection,
+    output: Path,
+    count: int | None,
+    values: set[str],
+    before: Collection[str] = (),
+) -> list[_Record]:
+    """The `count` different examples of a source of the smallest hash of their content, in this order; None takes all.
+
+    Those of texts in `before` are not taken. The labels of all examples without choices of their own are added to
+    `values`. Raises DemixError where more are left out as unusable than the task allows.
     """
     kept: dict[int, _Record] = {}
-    for one in found:
+    seen: set[int] = set()
+    counts: Counter[str] = Counter(not_utf8=0, empty=0, duplicate=0, used=0)
+    for one in _read(name, task, source, output, counts):
+        key = seed_for(task.seed, "task", one.text, one.label, json.dumps(one.choices))
+        if key in seen or one.text in before:
+            counts["duplicate" if key in seen else "used"] += 1
+            seen.add(key)
+            continue
+        seen.add(key)
         if not one.choices:
-            values.add(str(one.label))
-        key = seed_for(seed, "task", one.text, str(one.label), json.dumps(one.choices))
-        kept.setdefault(key, one)
+            values.add(one.label)
+            if len(values) > MOST_LABELS:
+                refuse_count(f"tasks.{name}", len(values))
+        kept[key] = one
         if count is not None and len(kept) > 2 * count + 1000:
             kept = {key: kept[key] for key in heapq.nsmallest(count, kept)}
+    _refuse_left_out(name, task, counts, len(seen))
     return [kept[key] for key in sorted(kept)[:count]]
+
+
+def _refuse_left_out(name: str, task: Task, counts: Mapping[str, int], different: int) -> None:
+    """Say how many examples of a source are not taken and why; raise DemixError where they are too many.
+
+    Examples that another part of the task has are no fault of the source.
+    """
+    left_out = counts["not_utf8"] + counts["empty"] + counts["duplicate"]
+    reasons = f"{counts['not_utf8']} not UTF-8, {counts['empty']} without text, {counts['duplicate']} there before"
+    found = left_out + different
+    allowed = LEFT_OUT if task.left_out is None else task.left_out
+    if left_out > allowed * found:
+        cause = f"leaves out {left_out} of {found} examples ({reasons}), more than its left_out of {allowed:g}"
+        cure = f"convert the file ({TO_UTF8}), " if counts["not_utf8"] else "mend the file, "
+        raise DemixError(f"tasks.{name}", cause, f"{cure}or give the task a left_out of {left_out / found:.2g} or more")
+    if left_out or counts["used"]:
+        _log.warning("%s: left out %s, %d used by another part of the task", name, reasons, counts["used"])
