@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 import pyarrow as pa
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from demix.config.clustering import Clustering, cluster_names
 from demix.data.balance import kmeans, means, squared_distances
@@ -83,7 +83,8 @@ class Clusterer:
         embedding = self.embedding
         arrays = {name: getattr(embedding, name) for name in ("idf", "components", "mean", "scale")}
         with replacing(folder / "clusterer.safetensors") as temporary:
-            save_file(arrays | {"centres": self.centres}, temporary)
+            # Python's own write tells a full disk by its number.
+            temporary.write_bytes(save(arrays | {"centres": self.centres}))
         write_parquet(pa.table({"term": pa.array(embedding.terms, pa.string())}), folder / "terms.parquet")
         files = {name: sha256_file(folder / name) for name in ("clusterer.safetensors", "terms.parquet")}
         manifest = {"version": VERSION, "method": self.method, "names": self.names, "seed": self.seed}

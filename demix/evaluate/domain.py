@@ -27,7 +27,7 @@ from demix.evaluate.mix.priors import (
 from demix.evaluate.mix.rules import WeightsRule
 from demix.evaluate.planned import planned_mixtures, routed, routed_grid
 from demix.evaluate.routing import beside_of, best_on_dev
-from demix.evaluate.score_tables import ScoreTable, read_scores, refuse_unknown, scored_folds
+from demix.evaluate.score_tables import ScoreTable, read_scores, refuse_other_model, refuse_unknown, scored_folds
 from demix.files import seed_for, write_parquet
 from demix.model.clusters import clusters_of
 from demix.settings import Items, Seed, Text, settings
@@ -172,6 +172,10 @@ def _mixed(scores: Path, domain: str, evaluation: Evaluation, byte_lengths: np.n
             )
 
     for table in evaluation.tables:
+        for split in table.splits:
+            refuse_other_model(
+                scores / table.folder / f"{domain}.{split}", table.columns, scores.parent / "models" / table.folder
+            )
         (add_mixed if "dev" in table.splits else add_single)(table)
 
     if len({totals.sha256 for totals in scored}) > 1:

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from demix.config.rows import DENSE_EXPERT
 from demix.errors import DemixError, nearest
 from demix.files import parquet_reader, read_parquet
 from demix.files.batches import read_batches, write_batches
+from demix.model.description import read_description, read_lineage
 
 # The approximate size of a row group: small in memory under all experts, and quick to score again after a kill.
 ROW_GROUP_TOKENS = 1 << 16
@@ -224,6 +226,26 @@ def _in_blocks(columns: Sequence[np.ndarray], blocks: int, length: int) -> np.nd
         filled[:whole, number] = column[: whole * length].reshape(whole, length)
         filled[whole:, number, : count - whole * length] = column[whole * length :]
     return filled.transpose(0, 2, 1)
+
+
+def refuse_other_model(directory: Path, experts: Iterable[str], model: Path) -> None:
+    """Raise DemixError if a column in `scores/<model>/<domain>.<split>/` is of other weights than those of `model`.
+
+    What the folder `model` no longer has, as averages of one domain that are made to be scored, is not compared.
+    """
+    if not (model / "model.json").exists():
+        return
+    shared = read_description(model / "model.json", "shared_sha256")["shared_sha256"]
+    for expert in experts:
+        # The domains of a model with domain tokens share one expert.
+        names = [name for name in (expert, DENSE_EXPERT) if (model / "experts" / f"{name}.json").exists()]
+        own = read_lineage(model / "experts" / f"{names[0]}.json", "sha256")["sha256"] if names else None
+        path = directory / f"{expert}.parquet"
+        told = _footer(path).origin
+        for key, expected in (("shared_sha256", shared), ("expert_sha256", own)):
+            if expected is not None and told.get(key.encode(), b"").decode() != expected:
+                cause = f"was scored with other weights ({key}) than {model} has"
+                raise DemixError(path, cause, "delete it and score the domain again")
 
 
 def scored_sha256(directory: Path, experts: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """Score tables read in pieces, and summed by document."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -15,7 +16,14 @@ from demix.evaluate.intervals import stretch_tokens
 from demix.evaluate.losses import Mixture, dev_priors, document_losses
 from demix.evaluate.mix.mixtures import mix
 from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior
-from demix.evaluate.score_tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
+from demix.evaluate.score_tables import (
+    read_scores,
+    refuse_other_model,
+    stream_scores,
+    tokens_sha256,
+    write_scores,
+    write_tokens,
+)
 from demix.files import write_parquet
 from support.scored import LENGTH, starts, write_table
 
@@ -125,3 +133,24 @@ def test_a_document_of_whole_blocks_telescopes(tmp_path: Path) -> None:
     found = document_losses(tmp_path, ("law", "news"), [mixture], {mixture: prior}).mixtures[mixture]
     blocks = scores.astype(np.float32).astype(np.float64).reshape(10, LENGTH, 2).sum(axis=1)
     np.testing.assert_allclose(found, -logsumexp(blocks + prior, axis=1).reshape(5, 2).sum(axis=1), rtol=1e-12)
+
+
+@pytest.mark.parametrize("wrong", ["", "shared_sha256", "expert_sha256"])
+def test_a_column_of_other_weights_is_refused(tmp_path: Path, wrong: str) -> None:
+    model, place = tmp_path / "models" / "m", tmp_path / "scores" / "m" / "d.test"
+    (model / "experts").mkdir(parents=True)
+    place.mkdir(parents=True)
+    told = {"shared_sha256": "a" * 64, "expert_sha256": "b" * 64}
+    write_scores(place / "law.parquet", [np.zeros(3)], told | ({wrong: "c" * 64} if wrong else {}))
+    refuse_other_model(place, ["law"], model)
+    with (
+        patch("demix.evaluate.score_tables.read_description", return_value={"shared_sha256": "a" * 64}),
+        patch("demix.evaluate.score_tables.read_lineage", return_value={"sha256": "b" * 64}),
+    ):
+        (model / "model.json").touch()
+        (model / "experts" / "law.json").touch()
+        if not wrong:
+            refuse_other_model(place, ["law"], model)
+            return
+        with pytest.raises(DemixError, match=rf"law\.parquet: was scored with other weights \({wrong}\)"):
+            refuse_other_model(place, ["law"], model)
