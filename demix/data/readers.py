@@ -296,8 +296,8 @@ def _parquet(path: Path, reading: Reading) -> Iterator[Row]:
             for name in columns:
                 if name not in names:
                     raise DemixError(path, f"has no column {name!r}", f"it has {', '.join(names)}")
-            if name := _twice(name for name in names if name in (columns or names)):
-                raise DemixError(path, f"has two columns {name!r}", "rename one of them")
+            if twice := _twice(name for name in names if name in (columns or names)):
+                raise DemixError(path, f"has two columns {twice!r}", "rename one of them")
             groups = range(file.metadata.num_row_groups)
             sizes = [file.metadata.row_group(group).total_byte_size for group in groups]
             bound = _Bound(path)
