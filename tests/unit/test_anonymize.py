@@ -329,6 +329,12 @@ def test_a_column_is_anonymized_as_each_of_its_texts(texts):
     _together(texts)
 
 
+def test_a_cue_is_seen_over_64_characters_of_any_size():
+    text = f"one\ncall {'𝔸' * 12} {'𝔸' * 12}\n5551234 b"
+    assert anonymize(text)[1]["PHONE_NUMBER"] == 1
+    _together([text])
+
+
 def test_the_sample_and_the_exam_are_anonymized_alike_together(tmp_path):
     for path in sorted((HERE.parents[1] / "resources" / "sample").glob("*.zst")):
         download(Source("files", str(path)), path.stem, tmp_path / "raw.parquet")

@@ -10,7 +10,7 @@ import pytest
 from demix.report import left_out_notes
 from demix.report.claims import Claim, claims, write_claims
 from demix.report.read import Results
-from demix.report.verdict import UNCHANGED, Part, claim_of, compare
+from demix.report.verdict import HARM, UNCHANGED, Part, claim_of, compare
 from support.synthetic_run import TRAINING, Key, build_run
 
 
@@ -114,8 +114,8 @@ def test_harm_is_more_than_half_a_percent(tmp_path: Path) -> None:
     def harmed(factor: float) -> Callable[[Key, float], float]:
         return lambda key, v: v * factor if key.experts == "all" and key.method == "cached" else v
 
-    assert judge(tmp_path / "a", harmed(1.004))["added_experts_do_no_harm"].verdict == "shown"
-    assert judge(tmp_path / "b", harmed(1.006))["added_experts_do_no_harm"].verdict == "not shown"
+    assert judge(tmp_path / "a", harmed(1.0049))["added_experts_do_no_harm"].verdict == "shown"
+    assert judge(tmp_path / "b", harmed(1.0052))["added_experts_do_no_harm"].verdict == "not shown"
 
 
 BELOW, ABOVE = pd.Series({"law": 100.0, "wiki": 100.0}), pd.Series({"law": 110.0, "wiki": 120.0})
@@ -140,6 +140,27 @@ def test_a_difference_that_may_be_none_is_weak(values: pd.Series, half: float | 
     part = compare("one", values, "other", ABOVE, bounds=bounds)
     assert part.verdict == verdict
     assert ("interval of the mean difference" in part.sentence) == (half is not None)
+
+
+@pytest.mark.parametrize(
+    ("more", "half", "verdict"),
+    [
+        # In percent of the others. The edge of harm is at 0.5.
+        (0.4, 0.3, "weak"),
+        (0.1, 0.2, "shown"),
+        (0.6, 0.3, "weak"),
+        (0.9, 0.2, "not shown"),
+        (0.495, None, "weak"),
+        (0.48, None, "shown"),
+    ],
+)
+def test_a_difference_from_the_edge_of_harm_that_may_be_none_is_weak(
+    more: float, half: float | None, verdict: str
+) -> None:
+    others = pd.Series({"law": 100.0})
+    bounds = None if half is None else pd.DataFrame({"low": [more - half], "high": [more + half]}, index=["law"])
+    part = compare("one", others + more, "other", others, allowance=HARM, bounds=bounds)
+    assert part.verdict == verdict
 
 
 def test_a_mean_has_an_interval_only_if_all_its_domains_have_one() -> None:

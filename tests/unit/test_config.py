@@ -56,6 +56,9 @@ WRONG = {
     "no replacement": ("removal.replacement", None, r"removal\.replacement: is None, which is no novel domain"),
     "unknown weights": ("evaluation.weights", ["last"], r"evaluation\.weights\.0: is not known; use one of history"),
     "wrong parameters": ("evaluation.weights", ["switching(2)"], r"weights\.0: has alpha 2; use switching\(alpha\)"),
+    "no time beside the grace": (
+        "cluster", {"minutes": 2, "grace_seconds": 120}, r"key cluster\.grace_seconds: is 120, .* none of the 2 minutes"
+    ),
     "heads": ("architecture.heads", 3, r"architecture\.heads: 3 does not divide the width 128"),
     "run name": ("run", "../elsewhere", r"key run: is '\.\./elsewhere'"),
     "a float for a count": ("training.tokens", 1.0e6, r"training\.tokens: is 1000000\.0; allowed is integer"),

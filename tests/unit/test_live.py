@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Timer
 
@@ -12,6 +13,7 @@ import pytest
 from mlflow.entities import Run as Stored
 from mlflow.tracking import MlflowClient
 
+from demix.errors import StoppedError
 from demix.files import read_json_lines, write_json_lines
 from demix.track import live
 from demix.track.live import Sender, streaming
@@ -120,6 +122,40 @@ def test_a_resumed_training_goes_on_in_its_mlflow_run_and_track_replaces_it(run:
     assert tracked.info.run_id != begun.info.run_id
     speeds = [(row["step"], row["tokens_per_second"]) for row in rows]
     assert curve(uri, tracked, "tokens_per_second") == speeds
+
+
+def test_a_sweep_whose_last_file_is_another_trials_adds_no_point(run: Run, uri: str) -> None:
+    rows = read_json_lines(run.path / "metrics" / "demix.jsonl")
+    sending = sender(run, uri)
+    file = written(run, [row | {"loss": row["loss"] + 1} for row in rows[:8]])
+    sending.send()
+    (begun,) = stored(uri)
+    sent = curve(uri, begun)
+    # The finished file has the best trial's rows, and more of them.
+    file.unlink()
+    sending.send("FINISHED")
+    (ended,) = stored(uri)
+    assert ended.info.status == "FINISHED"
+    assert curve(uri, ended) == sent == [(row["step"], row["loss"] + 1) for row in rows[:8]]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(None, "FINISHED"), (StoppedError("a", "b", "c"), "KILLED"), (ValueError("a"), "FAILED")]
+)
+def test_the_sender_is_told_how_the_training_ended(
+    error: Exception | None, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ncat > {tmp_path}/told\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(live.sys, "executable", str(python))
+    with pytest.raises(type(error)) if error else nullcontext(), streaming("{}", "training", tmp_path, tmp_path):
+        if error:
+            raise error
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "told").exists() or (tmp_path / "told").read_text() != status:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_other_settings_are_another_mlflow_run(run: Run, uri: str) -> None:

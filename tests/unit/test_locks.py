@@ -4,11 +4,13 @@ import errno
 import fcntl
 import os
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
-from demix.files import exclusive, replacing, write_text
+from demix.errors import DemixError
+from demix.files import atomic, exclusive, is_alive, replacing, write_text
 
 
 def test_a_lock_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
@@ -17,6 +19,72 @@ def test_a_lock_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError) as refused, exclusive(lock, "trains this run"):
         pytest.fail("the work began without a lock")
     assert refused.value.filename == str(lock)
+
+
+def test_who_has_patience_gets_the_lock_when_its_holder_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flock, refused, got = fcntl.flock, threading.Event(), threading.Event()
+
+    def watched(descriptor: int, operation: int) -> None:
+        try:
+            flock(descriptor, operation)
+        except OSError:
+            refused.set()
+            raise
+
+    def wait() -> None:
+        with exclusive(tmp_path / "lock", "trains this run", patience=60):
+            got.set()
+
+    with exclusive(tmp_path / "lock", "trains this run"):
+        monkeypatch.setattr(fcntl, "flock", watched)
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert refused.wait(60)
+        assert not got.is_set()
+    waiting.join(60)
+    assert got.is_set()
+
+
+def test_a_held_lock_names_its_holder_and_what_it_does(tmp_path: Path) -> None:
+    told = rf"another process \({os.uname().nodename} {os.getpid()}\) trains this run"
+    with (
+        exclusive(tmp_path / "lock", "trains this run"),
+        pytest.raises(DemixError, match=told),
+        exclusive(tmp_path / "lock", "trains this run"),
+    ):
+        pytest.fail("two hold one lock")
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_is_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: bool
+) -> None:
+    done, fsync, replace = [], atomic.fsync, os.replace
+
+    def synced(path: Path) -> None:
+        done.append(path.relative_to(tmp_path).parts[-1 if path != tmp_path / "folder" else 0])
+        fsync(path)
+
+    def renamed(source: Path, target: Path) -> None:
+        done.append("renamed")
+        replace(source, target)
+
+    monkeypatch.setattr(atomic, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    with replacing(tmp_path / "folder" / "made", directory=directory) as temporary:
+        (temporary / "inside" if directory else temporary).write_text("whole")
+    assert done == [*(["inside"] if directory else []), "made", "renamed", "folder"]
+
+
+def test_a_process_that_may_not_be_signalled_is_alive(monkeypatch: pytest.MonkeyPatch, dead: int) -> None:
+    assert is_alive(os.getpid())
+    assert not is_alive(dead)
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert is_alive(1)
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import os
 import random
 import shutil
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -106,6 +108,33 @@ def test_damaged_checkpoints_are_neither_kept_nor_in_the_way(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000015", "step-00000017"]
     state.remove_states(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000015"]
+
+
+def test_all_ranks_go_back_to_the_step_that_each_of_them_can_read(tmp_path: Path) -> None:
+    """Two ranks, as two threads: one's file of the newest checkpoint is damaged, the other's is whole."""
+    both, barrier = {"x": {"b": torch.zeros(1)}, "y": {"b": torch.ones(1)}}, threading.Barrier(2, timeout=60)
+    for step in (5, 10):
+        state.save_state(tmp_path, state.State(step, {"a": torch.zeros(2)}, both, []), World(), keep=2)
+    damaged = tmp_path / "step-00000010" / state.expert_file("y")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    given: dict[int, list[float]] = {}
+
+    class Rank:
+        def __init__(self, number: int):
+            self.number = number
+
+        def sum(self, values: list[float]) -> list[float]:
+            given[self.number] = values
+            barrier.wait()
+            total = [sum(each) for each in zip(*given.values(), strict=True)]
+            barrier.wait()
+            return total
+
+    def resumed(number: int, expert: str) -> int:
+        return state.newest_state(tmp_path, (expert,), Rank(number)).step
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert [*ranks.map(resumed, range(2), both)] == [5, 5]
 
 
 def test_the_best_checkpoint_stays_only_if_the_finished_model_is_worse(tmp_path: Path) -> None:

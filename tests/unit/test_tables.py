@@ -410,17 +410,6 @@ def test_files_are_the_same_bytes_again_and_hold_the_numbers(run: Run, tmp_path:
             assert "2,457,600 training tokens" in note
 
 
-def test_names_are_escaped(tmp_path: Path) -> None:
-    name = "<b>a&b_|c"
-    run = build_run(tmp_path, training=(name, "law"), retrained=())
-    output = write_all(run, tmp_path / "report")
-    html = "".join((output / page).read_text() for page in ("tables/table4.html", "claims.html", "index.html"))
-    assert "&lt;b&gt;a&amp;b_|c" in html
-    assert name not in html
-    assert r"a\&b\_" in (output / "tables" / "table4.tex").read_text()
-    assert r"\|c" in (output / "tables" / "table4.md").read_text()
-
-
 def test_adaptation_has_gains_and_costs_side_by_side(run: Run) -> None:
     frame = adaptation_table(run.results, run.config, run.parents).frame
     assert list(frame.index) == ["Dense-DAPT", "DEMix-DAPT", "One expert added"]

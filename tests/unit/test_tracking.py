@@ -7,8 +7,10 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
+from mlflow.tracking import MlflowClient
 
 from demix.config.run import config_fingerprint, read_run_config
 from demix.errors import DemixError
@@ -39,8 +41,6 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def stored(uri: str, experiment: str) -> dict[str, "object"]:
-    from mlflow.tracking import MlflowClient
-
     client = MlflowClient(tracking_uri=uri)
     runs = client.search_runs([client.get_experiment_by_name(experiment).experiment_id], max_results=1000)
     assert max(Counter(run.data.tags["demix.key"] for run in runs).values()) == 1
@@ -48,8 +48,6 @@ def stored(uri: str, experiment: str) -> dict[str, "object"]:
 
 
 def history(uri: str, run_id: str, key: str) -> list[tuple[int, float]]:
-    from mlflow.tracking import MlflowClient
-
     return [(point.step, point.value) for point in MlflowClient(tracking_uri=uri).get_metric_history(run_id, key)]
 
 
@@ -148,6 +146,10 @@ def test_the_first_page_has_headlines_dev_curves_and_times(uri: str, tmp_path: P
     assert means["perplexity_training/demix.cached.history"] == pytest.approx(110 * 1.01)
     assert means["perplexity_training/dense"] == pytest.approx(110 * 1.3)
     assert means["perplexity_novel/demix.all.cached.history"] == pytest.approx(135 * 1.01)
+    (point,) = MlflowClient(tracking_uri=uri).get_metric_history(
+        found["evaluation/demix/all"].info.run_id, "perplexity/naive/law"
+    )
+    assert point.timestamp == 5_040_000
 
 
 def test_a_change_replaces_and_a_missing_file_deletes(uri: str, tmp_path: Path) -> None:
@@ -202,8 +204,6 @@ def test_one_process_writes_at_a_time(uri: str, run: Run, monkeypatch: pytest.Mo
 
 
 def test_an_interrupted_run_is_made_anew_and_other_runs_are_left_alone(uri: str, tmp_path: Path) -> None:
-    from mlflow.tracking import MlflowClient
-
     run = build_run(tmp_path / "run", steps=3)
     track(run.path, run.config, uri, "shared")
     client = MlflowClient(tracking_uri=uri)
@@ -218,8 +218,15 @@ def test_an_interrupted_run_is_made_anew_and_other_runs_are_left_alone(uri: str,
 def test_more_metrics_than_one_batch_holds(uri: str, tmp_path: Path) -> None:
     run = build_run(tmp_path / "run", steps=400)
     track(run.path, run.config, uri, "long")
-    item = stored(uri, "long")["training/dense"]
-    assert len(history(uri, item.info.run_id, "gradient_norm")) == 400
+    client, item = MlflowClient(tracking_uri=uri), stored(uri, "long")["training/dense"]
+    file = run.path / "metrics" / "dense.jsonl"
+    rows = read_json_lines(file)
+    took = np.cumsum(np.diff([0, *(row["tokens"] for row in rows)]) / [row["tokens_per_second"] for row in rows])
+    times = 1000 * (file.stat().st_mtime - took[-1] + took)
+    for key in rows[0].keys() - {"step"}:
+        found = client.get_metric_history(item.info.run_id, key)
+        assert [(point.step, point.value) for point in found] == [(row["step"], row[key]) for row in rows], key
+        assert [point.timestamp for point in found] == pytest.approx(times, abs=2, rel=0), key
 
 
 def test_bad_input_is_one_line(uri: str, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import itertools
+import os
 import shutil
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -12,13 +14,13 @@ import torch
 
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard, blocks
-from demix.errors import DemixError
+from demix.errors import DemixError, StoppedError
 from demix.files import read_json, read_json_lines
 from demix.model.checkpoint import load_model
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.train import loop, stage
-from demix.train.batches import balanced_batches, mixed_batches, proportional_batches
+from demix.train.batches import Batch, balanced_batches, mixed_batches, proportional_batches
 from demix.train.loop import EarlyStopping, Optimization, learning_rate_at, train
 from demix.train.stage import train_model
 from support.tokens import TRAINING
@@ -52,6 +54,9 @@ def test_every_block_is_seen_once_an_epoch_and_the_order_depends_on_step_alone(t
     # The order of one domain does not depend on which other domains there are.
     alone = balanced_batches(shards[1:2], TRAINING[1:2], sequences, length, seed=5)
     assert torch.equal(alone.draw(9).inputs[0], again.draw(9).inputs[1])
+    # Nor is it that of another domain of as many blocks.
+    renamed = balanced_batches(shards[1:2], TRAINING[:1], sequences, length, seed=5)
+    assert not torch.equal(renamed.draw(9).inputs, alone.draw(9).inputs)
     mixed = mixed_batches(shards, TRAINING, sequences, length, seed=5).draw(4)
     assert torch.equal(mixed.inputs[0], again.draw(4).inputs.flatten(0, 1))
     assert mixed.domains[0].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -71,10 +76,11 @@ def test_unbalanced_batches_follow_the_sizes_of_the_domains(tokens: Path) -> Non
 
 
 def test_learning_rate_warms_up_and_decays_to_zero() -> None:
-    optimization = Optimization(steps=100, learning_rate=2.0, warmup=0.08)
-    rates = [learning_rate_at(step, optimization) for step in range(101)]
-    assert rates[:8] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0])
-    assert rates[8:] == pytest.approx(np.linspace(2.0, 0.0, 93))
+    # 0.08 of 30 updates are 2.4: the third warms up too.
+    optimization = Optimization(steps=30, learning_rate=3.0, warmup=0.08)
+    rates = [learning_rate_at(step, optimization) for step in range(31)]
+    assert rates[:3] == pytest.approx([1.0, 2.0, 3.0])
+    assert rates[3:] == pytest.approx(np.linspace(3.0, 0.0, 28))
 
 
 def test_the_loop_is_the_obvious_one(tokens: Path) -> None:
@@ -136,11 +142,9 @@ def test_the_best_checkpoint_on_dev_is_kept(tokens: Path, tmp_path: Path, kind: 
         assert stage.dev_loss(model, shard, 3, TRAINING[number]) == pytest.approx(expected, rel=1e-6)
 
 
-def trained_rows(tokens: Path, folder: Path, **changes: object) -> list[dict]:
+def trained_rows(tokens: Path, folder: Path, kind: str = "demix", **changes: object) -> list[dict]:
     training = dataclasses.replace(TRAIN, **changes)
-    train_model(
-        "demix", training, shard_paths(tokens), folder / "model", folder / "metrics.jsonl", folder / "checkpoints"
-    )
+    train_model(kind, training, shard_paths(tokens), folder / "model", folder / "metrics.jsonl", folder / "checkpoints")
     return read_json_lines(folder / "metrics.jsonl")
 
 
@@ -155,6 +159,17 @@ def test_how_a_step_is_computed_does_not_change_it(tokens: Path, tmp_path: Path)
         assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in plain], rel=5e-3)
         assert rows != plain
         assert load_model(tmp_path / precision / "model").token_embedding.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["demix", "dense"])
+def test_the_last_part_of_a_step_may_be_smaller(tokens: Path, tmp_path: Path, kind: str) -> None:
+    """Three sequences of each domain, two or, of the dense model's nine, four at a time."""
+    settings = {"precision": "fp64", "sequences": 3}
+    whole = trained_rows(tokens, tmp_path / "whole", kind, **settings)
+    micro = 2 if kind == "demix" else 4
+    parts = trained_rows(tokens, tmp_path / "parts", kind, **settings, micro_sequences=micro)
+    for key in ("loss", "gradient_norm", *(f"loss/{domain}" for domain in TRAINING)):
+        assert [row[key] for row in parts] == pytest.approx([row[key] for row in whole], rel=1e-12)
 
 
 def test_fp16_skips_updates_that_overflow_and_resumes_to_the_bit(
@@ -227,6 +242,43 @@ def test_early_stopping_keeps_the_best_parameters(tokens: Path, tmp_path: Path) 
     assert max(row["step"] for row in rows) == 12
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, seen[2][name])
+
+
+def test_a_training_stopped_while_it_waits_for_a_lower_loss_ends_where_it_would_have(
+    tokens: Path, tmp_path: Path
+) -> None:
+    """The evaluations since the lowest loss count through a restart."""
+    batches = balanced_batches(opened(tokens), TRAINING, 2, 32, 1)
+
+    def run(folder: Path, stopped_at: int) -> tuple[list[tuple], dict[str, torch.Tensor]]:
+        told, stops = iter([5.0, 4.0, 3.0, 3.5, 3.6, 3.7, 2.0, 2.0, 2.0]), [stopped_at]
+
+        def draw(step: int) -> Batch:
+            if step in stops:
+                stops.remove(step)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return batches.draw(step)
+
+        optimization = Optimization(steps=24, learning_rate=1e-3, warmup=0.1, clip=1.0, checkpoint_every=1000)
+        while True:
+            model = GPT(Architecture(**SIZES), 400, TRAINING).initialise(1)
+            try:
+                rows = train(
+                    model, dataclasses.replace(batches, draw=draw), TRAINING, optimization, folder,
+                    evaluate=lambda model: (next(told), {}), stopping=EarlyStopping(every=3, patience=3),
+                )  # fmt: skip
+            except StoppedError:
+                continue
+            return [(row["step"], row.get("loss"), row.get("early_stopping_loss")) for row in rows], model.state_dict()
+
+    whole, best = run(tmp_path / "whole", 100)
+    # The lowest loss is that after 6 updates.
+    assert whole[-1] == (15, None, 3.7)
+    for step in (8, 13):
+        again, model = run(tmp_path / f"stopped{step}", step)
+        assert again == whole
+        for name, tensor in model.items():
+            assert torch.equal(tensor, best[name])
 
 
 def test_losses_on_dev_change_no_weight_and_leave_no_state(tokens: Path, tmp_path: Path) -> None:

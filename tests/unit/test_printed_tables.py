@@ -1,0 +1,29 @@
+"""Tables as they are printed: which cells are bold, and names that would be markup."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from demix.report import write_report
+from demix.report.cells import lowest
+from support.synthetic_run import build_run
+
+
+def test_what_is_equal_as_printed_is_bold_alike() -> None:
+    frame = pd.DataFrame({"a": [1.004, 2.0], "b": [1.001, 2.006], "c": [1.01, 2.004]})
+    assert lowest(frame, axis=1).to_numpy().tolist() == [[True, True, False], [True, False, True]]
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    name = "<b>a&b_|c"
+    run = build_run(tmp_path, training=(name, "law"), retrained=())
+    output = tmp_path / "report"
+    write_report(run.path, run.config, output)
+    html = "".join((output / page).read_text() for page in ("tables/table4.html", "claims.html", "index.html"))
+    assert "&lt;b&gt;a&amp;b_|c" in html
+    assert name not in html
+    assert r"a\&b\_" in (output / "tables" / "table4.tex").read_text()
+    assert r"\|c" in (output / "tables" / "table4.md").read_text()
+    pages = [*output.rglob("*.md")]
+    assert len(pages) > 10
+    assert not [page.name for page in pages if "<b>" in page.read_text()]

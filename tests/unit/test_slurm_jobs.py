@@ -1,0 +1,200 @@
+"""The waiting for a SLURM job, with commands in the place of SLURM's that print what they are told to."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from demix.errors import DemixError
+from demix.files import read_json, write_json
+from demix.launch import controller, slurm
+from demix.launch.job import Cluster, TrainingJob
+from demix.launch.outcome import MishapError
+from demix.train.state import tell_done
+
+# Each call takes the next line of a file, the last one again and again; one that begins with ! is an error.
+COMMAND = """#!/bin/sh
+n=$(($(cat "$0.calls" 2> /dev/null || echo 0) + 1))
+echo $n > "$0.calls"
+[ $n -gt $(wc -l < "$0.lines") ] && n='$'
+line=$(sed -n "${n}p" "$0.lines")
+case "$line" in !*) echo "${line#!}" >&2; exit 1;; *) echo "$line" | tr ';' '\\n';; esac
+"""
+
+
+class Fake:
+    """A command of SLURM by the name of the file `path`."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.write_text(COMMAND)
+        path.chmod(0o755)
+        self.prints("")
+
+    def prints(self, *lines: str) -> None:
+        self.path.with_name(f"{self.path.name}.calls").unlink(missing_ok=True)
+        self.path.with_name(f"{self.path.name}.lines").write_text("".join(f"{line}\n" for line in lines))
+
+    @property
+    def calls(self) -> int:
+        return int(self.path.with_name(f"{self.path.name}.calls").read_text())
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(slurm, "SECONDS_BETWEEN_POLLS", 0.0)
+    monkeypatch.setattr(controller, "SECONDS_BETWEEN_POLLS", 0.0)
+    return {name: Fake(folder / name) for name in ("squeue", "scontrol")}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> TrainingJob:
+    checkpoints = tmp_path / "run" / "checkpoints" / "demix"
+    checkpoints.mkdir(parents=True)
+    outputs = {"--output": tmp_path / "run" / "models" / "demix", "--metrics": tmp_path / "run" / "metrics.json"}
+    return TrainingJob(("train", "demix"), "ours", outputs, 2, 1, checkpoints, 10)
+
+
+def finish(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the results that the job would leave."""
+    model = job.finished / "output"
+    for name in ("shared", "experts/law", "vocabulary"):
+        (model / name).parent.mkdir(parents=True, exist_ok=True)
+        (model / f"{name}.safetensors").write_text(f"the weights of {name}")
+    for path in (model / "experts" / "law.json", model / "model.json", model / "tokenizer.json"):
+        write_json(path, {"of": path.stem})
+    write_json(job.finished / "metrics", {"step": 10})
+    monkeypatch.setenv("DEMIX_DONE", str(job.finished / "done.json"))
+    tell_done()
+
+
+def test_a_job_is_found_by_its_fingerprint(job: TrainingJob, commands: dict[str, Fake]) -> None:
+    assert slurm.find(job) is None
+    commands["squeue"].prints("7 RUNNING ours")
+    assert slurm.find(job) == "7"
+    commands["squeue"].prints("7 PENDING theirs")
+    with pytest.raises(
+        DemixError, match="job 7: still trains demix with other settings or data; wait for it, or `scan"
+    ):
+        slurm.find(job)
+    # A second job of this name would wait for the first.
+    commands["squeue"].prints("7 RUNNING ours;8 PENDING theirs")
+    with pytest.raises(DemixError, match="job 8: still trains"):
+        slurm.find(job)
+
+
+def test_a_fingerprint_that_the_site_has_changed_is_that_of_the_record(
+    job: TrainingJob, commands: dict[str, Fake]
+) -> None:
+    commands["squeue"].prints("7 RUNNING (null)")
+    with pytest.raises(DemixError, match="job 7: still trains"):
+        slurm.find(job)
+    write_json(job.jobs / "job.json", {"job": "7", "fingerprint": "ours"})
+    assert slurm.find(job) == "7"
+    write_json(job.jobs / "job.json", {"job": "7", "fingerprint": "theirs"})
+    commands["squeue"].prints("7 RUNNING ours")
+    with pytest.raises(DemixError, match="job 7: still trains"):
+        slurm.find(job)
+
+
+def test_an_ending_job_is_waited_for(
+    job: TrainingJob, commands: dict[str, Fake], capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands["squeue"].prints("7 COMPLETING ours", "7 COMPLETING ours", "")
+    assert slurm.find(job) is None
+    assert commands["squeue"].calls == 3
+    assert capsys.readouterr().out.count("job 7 is ending (COMPLETING)") == 1
+
+
+def test_a_controller_that_does_not_answer_is_asked_again(commands: dict[str, Fake]) -> None:
+    commands["scontrol"].prints("!Unable to contact slurm controller", "JobId=7 JobState=RUNNING Comment=a=b")
+    assert controller.show("7") == {"JobId": "7", "JobState": "RUNNING", "Comment": "a=b"}
+    commands["scontrol"].prints("!slurm_load_jobs error: Invalid job id specified")
+    assert controller.show("7") == {}
+
+
+def test_a_cut_or_missing_file_is_no_result(job: TrainingJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not slurm.is_finished(job)
+    finish(job, monkeypatch)
+    assert slurm.is_finished(job)
+    weights = job.finished / "output" / "shared.safetensors"
+    whole = weights.read_text()
+    weights.write_text(whole[:-1])
+    assert not slurm.is_finished(job)
+    weights.unlink()
+    assert not slurm.is_finished(job)
+    weights.write_text(whole)
+    assert slurm.is_finished(job)
+    (job.finished / "done.json").write_text("{}")
+    assert not slurm.is_finished(job)
+
+
+def test_what_describes_a_file_arrives_after_it_and_the_models_description_last(
+    job: TrainingJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish(job, monkeypatch)
+    arrived: list[str] = []
+    replace = os.replace
+
+    def renamed(source: Path, target: Path) -> None:
+        arrived.append(Path(target).name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", renamed)
+    slurm.collect(job)
+    weights = ["law.safetensors", "shared.safetensors", "vocabulary.safetensors"]
+    assert arrived == [*weights, "law.json", "tokenizer.json", "model.json", "metrics.json"]
+    model = job.outputs["--output"]
+    assert (model / "experts" / "law.safetensors").read_text() == "the weights of experts/law"
+    assert read_json(model / "model.json") == {"of": "model"}
+    assert read_json(job.outputs["--metrics"]) == {"step": 10}
+
+
+def test_a_final_state_counts_after_polls_in_a_row(
+    job: TrainingJob, commands: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "POLLS", 3)
+    monkeypatch.setattr(slurm, "POLLS_FOR_RESULTS", 5)
+    failed = "JobId=7 JobState=FAILED"
+    commands["scontrol"].prints(failed, failed, "JobState=PENDING Reason=Priority", failed)
+    with pytest.raises(MishapError, match="job 7: ended as FAILED without results"):
+        slurm._wait(job, "7")
+    assert commands["scontrol"].calls == 6
+    # Results may be seen late.
+    for last in ("JobState=COMPLETED", "!Invalid job id specified"):
+        commands["scontrol"].prints("JobState=RUNNING", last)
+        with pytest.raises(MishapError):
+            slurm._wait(job, "7")
+        assert commands["scontrol"].calls == 6
+    finish(job, monkeypatch)
+    commands["scontrol"].prints("JobState=RUNNING", "JobState=COMPLETED")
+    slurm._wait(job, "7")
+    assert commands["scontrol"].calls == 3
+
+
+def test_a_job_that_breaks_down_is_submitted_again_as_often_as_allowed(
+    job: TrainingJob, commands: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "POLLS", 2)
+    submitted: list[str] = []
+
+    def submit(*arguments: object) -> str:
+        submitted.append(str(len(submitted)))
+        if len(submitted) == 4:
+            finish(job, monkeypatch)
+        return submitted[-1]
+
+    monkeypatch.setattr(slurm, "submit", submit)
+    commands["scontrol"].prints("JobState=NODE_FAIL")
+    with pytest.raises(MishapError, match="ended as NODE_FAIL"):
+        slurm.run(job, Cluster(retries=2), print)
+    assert len(submitted) == 3
+    slurm.run(job, Cluster(retries=0), print)
+    assert len(submitted) == 4
+    assert (job.outputs["--output"] / "model.json").exists()
+    # What is finished is collected and not done again.
+    slurm.run(job, Cluster(retries=0), print)
+    assert len(submitted) == 4
