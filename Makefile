@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Each of the many processes of a run and of the tests would compile all of demix.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo families variants test test-slurm faults lint style types docs ui
+.PHONY: demo families variants test test-slurm faults mutants lint style types docs ui
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -50,6 +50,10 @@ FUZZ ?= 10000
 faults: $(VENV)/installed-dev
 	@$(VENV)/bin/pip install -q -e '.[dev,fuzz]'
 	pytest -n auto --dist worksteal tests/faults -m 'faults or not faults' --all-faults --kills $(KILLS) --fuzz $(FUZZ) --faults-json faults.json
+
+# Breaks the code in each of the ways of tests/mutants/edits.toml, in copies of the tree, and counts what the tests see.
+mutants: $(VENV)/installed-dev
+	python tests/mutants/run.py
 
 lint: style types
 

@@ -42,7 +42,7 @@ ROUTED = {"experts": 4, "top_k": 2, "every": 2, "capacity": 1.0, "balance": 0.1}
 STEPS = 20
 EXACT = Training(
     seed=1, architecture=SIZES, tokens=16 * 4 * 4 * STEPS, sequences=4, learning_rate=3e-3, warmup=0.1, clip=0.5,
-    weight_decay=0.1, precision="fp64", threads=1, checkpoint_every=1000,
+    weight_decay=0.1, precision="fp64", threads=1, checkpoint_every=1000, dev_blocks=2,
 )  # fmt: skip
 RANKS = 8
 
@@ -70,7 +70,10 @@ class Case:
             EXACT, precision=self.precision, micro_sequences=self.micro, tokens=16 * 4 * self.domains * STEPS,
             architecture=SIZES | dict(self.options),
         )  # fmt: skip
-        paths = [tokens / "tokens" / domain / "train.arrow" for domain in DOMAINS[: self.domains]]
+        splits = ("train", "dev")
+        paths = [
+            tokens / "tokens" / domain / f"{split}.arrow" for split in splits for domain in DOMAINS[: self.domains]
+        ]
         places = folder / "model", folder / "metrics.jsonl", folder / "checkpoints"
         if self.kind == "routed":
             training = dataclasses.replace(training, architecture=SIZES | dict(self.options) | {"routed": ROUTED})
@@ -133,6 +136,9 @@ def test_any_number_of_ranks_trains_as_one_process(trained: Path, case: Case) ->
     ours, theirs = (rows(trained / which.name / "metrics.jsonl") for which in (case, alone))
     assert len(ours) == len(theirs) == STEPS - case.seed
     tolerance = {"fp64": 1e-9, "fp32": 1e-5}[case.precision]
+    on_dev = [read_json_lines(trained / which.name / "metrics.jsonl")[-1] for which in (case, alone)]
+    assert sum(key.startswith("dev_loss/") for key in on_dev[1]) == case.domains
+    assert on_dev[0] == pytest.approx(on_dev[1], rel=tolerance)
     for mine, other in zip(ours, theirs, strict=True):
         shared = [
             key for key in other if key.startswith(("loss", "router")) or key in ("step", "tokens", "gradient_norm")
