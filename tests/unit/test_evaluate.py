@@ -113,6 +113,8 @@ def test_rows_have_all_columns_and_agree_with_themselves(evaluated: Path) -> Non
         np.testing.assert_allclose(found.bits_per_byte, found.nll / np.log(2) / (3 * found.tokens))
         assert (found.perplexity_low < found.perplexity).all()
         assert (found.perplexity < found.perplexity_high).all()
+        published = found[(found.scorer == "released") & found.method.isin(["updating", "cached"])]
+        assert set(published.decay) == {0.7}
         main = found[found.variant == ""]
         key = ["model", "experts", "method", "weights", "top_k", "expert"]
         named = main.assign(expert=main.expert.where(main.method == "expert", ""))

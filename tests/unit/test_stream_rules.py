@@ -90,6 +90,23 @@ def test_chunks_do_not_matter(table, rule, drawn, size) -> None:
         np.testing.assert_allclose(evidence, whole[part], rtol=1e-9, atol=1e-8)
 
 
+@pytest.mark.parametrize("alpha", [0.001, 0.2])
+@pytest.mark.parametrize("size", [120, 33])
+def test_switching_goes_on_within_stretches_and_across_chunks(alpha: float, size: int) -> None:
+    """1,194 tokens: stretches, which are scanned side by side, have several each."""
+    scores, mask = -np.random.default_rng(3).exponential(2, (120, 10, 3)), np.ones((120, 10), bool)
+    mask[-1, 4:] = False
+    scores[~mask] = 0
+    rule, log_prior = Switching(alpha), np.log([0.5, 0.3, 0.2])
+    state, found = rule.begin(log_prior), []
+    for start in range(0, 120, size):
+        part = slice(start, start + size)
+        evidence, state = rule.evidence(Chunk(scores[part], mask[part]), state)
+        found.append(evidence)
+    expected = slow_weights(scores[mask].tolist(), rule, log_prior.tolist())
+    np.testing.assert_allclose(log_prior + np.concatenate(found)[mask], expected, rtol=1e-9, atol=1e-9)
+
+
 @settings(max_examples=50, deadline=None)
 @given(tables(), priors)
 def test_identities(table, drawn) -> None:
