@@ -266,6 +266,7 @@ def test_tokens_of_before_that_differ_or_are_damaged_are_written_anew(tokens: Pa
         tables.write_tokens(tmp_path, shard.read(0, 200), shard.offsets, 32)
         assert path.read_bytes() == content
     for ids, length in ((shard.read(0, 199), 32), (shard.read(0, 200), 16), (shard.read(1, 201), 32)):
+        tables.write_tokens(tmp_path, shard.read(0, 200), shard.offsets, 32)
         tables.write_tokens(tmp_path, ids, shard.offsets, length)
         assert pq.read_table(path)["token"].to_pylist() == ids.tolist()
         assert path.read_bytes() != content

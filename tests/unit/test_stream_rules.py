@@ -248,6 +248,9 @@ def test_switching_is_chosen_on_dev() -> None:
     losses = {alpha: -mix(scores, dev.mask, "fitted", Switching(alpha), log_prior=prior).sum() for alpha in ALPHAS}
     assert chosen.alpha == min(losses, key=losses.get)
     assert 0.01 <= chosen.alpha <= 0.1
+    # Where the best expert changes at every token, the last token says less than the prior.
+    turns = np.where(np.arange(500).reshape(2, 250, 1) % 2 == [0, 1], -3.0, 0.0)
+    assert switching_on_dev(ScoreTable(turns, np.ones((2, 250), bool), ("law", "news"), 1, "0"), prior).alpha == 1.0
 
 
 def test_floors_lie_below_what_they_bound(tmp_path: Path) -> None:
