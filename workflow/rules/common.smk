@@ -107,7 +107,7 @@ def tell_results():
     from demix.commands.people import summary
 
     try:
-        if "all" in {rule.name for rule in workflow.dag.targetrules}:
+        if any(target.name == "all" for target in workflow.dag.targetrules):
             summary(Path(RUN))
         else:
             print(f"The files are in {RUN}")
