@@ -286,12 +286,13 @@ def generate(
     """Continue a prompt with a mixture of experts. In a terminal, the posterior over experts follows the text."""
     from demix.data.text import SURROGATE
     from demix.generate.terminal import continued, posterior_table
-    from demix.model.decode import named_prior, open_model, posterior_of, weights_of
+    from demix.model.decode import named_prior, open_model, posterior_of, read_alone, weights_of
     from demix.model.scoring import columns_of
 
     if SURROGATE.search(prompt):
         raise DemixError("--prompt", "is not UTF-8", "give it in UTF-8")
     trunks, encoder = open_model(model, experts.split(",") if experts else None, tokenizer)
+    read_alone(trunks)
     names = columns_of(trunks)
     rule = weights_of(weights, model)
     log_prior, decay = named_prior(prior, model, names, rule)

@@ -162,7 +162,7 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
     check_weights(source, lineage["sha256"], shapes)
     usual = usual_of(other).get(source.stem)
     description, weights = expert_files(directory, name)
-    with _locked(directory):
+    with changing(directory):
         refuse_name(directory, name)
         with replacing(weights) as temporary:
             shutil.copyfile(source, temporary)
@@ -193,7 +193,7 @@ def remove_expert(directory: Path, name: str) -> None:
     """
     describe(directory)
     description, weights = expert_files(directory, name)
-    with _locked(directory):
+    with changing(directory):
         names = expert_names(directory)
         if name not in names and not weights.exists():
             raise unknown_expert(directory, name)
@@ -212,7 +212,8 @@ def _forget(directory: Path, name: str) -> None:
         write_usual(directory, figures)
 
 
-def _locked(directory: Path) -> AbstractContextManager[None]:
+def changing(directory: Path) -> AbstractContextManager[None]:
+    """Hold the lock of the experts of the model in `directory`: one process at a time adds or removes one."""
     return exclusive(directory / LOCK, "changes the experts of this model", LOCK_SECONDS)
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from demix.config.evaluated import System
 from demix.report import left_out, read
-from demix.report.cells import PRINTED_MIXTURES, kinds_of_domains, mean_of
+from demix.report.cells import PRINTED_MIXTURES, kinds_of_domains, mean_of, so_many
 from demix.report.masked import masked_table
 from demix.report.own_tables import (
     audit_table,
@@ -36,7 +36,7 @@ def scale_note(results: Results, config: dict[str, Any]) -> str:
     """The differences between this run and the paper in data, budget and scale, in a few sentences."""
     architecture, tokenizer = config.get("architecture") or {}, config.get("tokenizer") or {}
     training = config.get("training") or {}
-    parts = [f"{len(training_domains(config))} training and {len(novel_domains(config))} novel domains"]
+    parts = [f"{len(training_domains(config))} training and {so_many(len(novel_domains(config)), 'novel domain')}"]
     if "preset" in architecture:
         parts.append(f"architecture {architecture['preset']}")
     elif {"layers", "width"} <= architecture.keys():
@@ -178,7 +178,7 @@ def main_table(results: Results, config: dict[str, Any]) -> "rich.table.Table":
     table.add_column("system")
     table.add_column("weights")
     for kind, domains in groups:
-        table.add_column(f"{len(domains)} {kind} domains", justify="right")
+        table.add_column(so_many(len(domains), f"{kind} domain"), justify="right")
     for named, system in main_systems(config):
         means = [mean_of(perplexities(results, system, domains)) for _, domains in groups]
         # The config may ask for some of the rules alone.

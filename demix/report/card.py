@@ -18,6 +18,7 @@ from demix.model.description import parent_of, read_description, read_lineage, r
 from demix.model.merge import learned_of, refuse_weights
 from demix.model.merge_routed import BLOCKS
 from demix.model.usual import usual_of
+from demix.report.cells import so_many
 from demix.report.read import novel_domains, read_results, training_domains
 from demix.report.render import as_markdown
 from demix.settings import names_of
@@ -374,7 +375,7 @@ def _shown(results: pd.DataFrame, config: dict[str, Any]) -> Iterator[str]:
         for kind, names in kinds.items():
             if names and set(names) <= set(table.index):
                 means = (f"{table.loc[names, method].mean():.2f}" for method in methods)
-                lines.append((f"mean of the {len(names)} {kind} domains", "", "", "", *means, "", ""))
+                lines.append((f"mean of the {so_many(len(names), f'{kind} domain')}", "", "", "", *means, "", ""))
         yield _table(heads, lines)
 
 

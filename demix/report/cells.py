@@ -46,6 +46,11 @@ INTERVAL_NOTE = (
 COUNTED = {"Documents": "{:,.0f}", "Pieces": "{:,.0f}"}
 
 
+def so_many(number: int, noun: str) -> str:
+    """A number and what it counts: "1 novel domain", "8 novel domains"."""
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
 def in_domain(config: dict[str, Any]) -> list[System]:
     """The systems of Tables 3 and 4.
 

@@ -11,7 +11,7 @@ from demix.files import write_text
 from demix.report import left_out, left_out_notes, read
 from demix.report.affinity import affinities, relation_with_own, with_overlap
 from demix.report.all_tables import scale_note
-from demix.report.cells import mean_of
+from demix.report.cells import mean_of, so_many
 from demix.report.clusters import Clusters
 from demix.report.family_claims import family_claims
 from demix.report.page import render
@@ -307,7 +307,7 @@ def _dense_forgets(results: Results, config: dict[str, Any], training: list[str]
             len(changes),
             f"Dense-DAPT changes the mean perplexity of the training domains by {as_percent(changes.mean())} on "
             f"average ({as_percent(changes.min())} to {as_percent(changes.max())}), a rise for {agreeing} of "
-            f"{len(changes)} novel domains.",
+            f"{so_many(len(changes), 'novel domain')}.",
         )
     return claim_of(
         "dense_dapt_forgets",

@@ -13,7 +13,7 @@ import vl_convert
 from demix.config.run import config_fingerprint
 from demix.files import write_text
 from demix.files.json_files import without_nan
-from demix.report.cells import WITHIN_NOTE
+from demix.report.cells import WITHIN_NOTE, so_many
 from demix.report.compare import BITS, OTHER_TOKENIZER, PERPLEXITY, Comparison
 from demix.report.curves import training_curves
 from demix.report.figures import renumbered
@@ -111,7 +111,7 @@ def _systems(compared: Comparison, measure: str, kind: str, rows: pd.DataFrame) 
     ]  # fmt: skip
     return Table(
         f"{measure}_{kind}",
-        f"Mean {MEASURES[measure]}, {len(domains)} {kind} domains",
+        f"Mean {MEASURES[measure]}, {so_many(len(domains), f'{kind} domain')}",
         f"Mean over {', '.join(domains)}. Lower is better.",
         pd.DataFrame(columns),
         notes=tuple(notes),
@@ -241,7 +241,7 @@ def _dots(compared: Comparison) -> alt.TopLevelMixin:
     panels: list[Any] = []
     for kind, domains in compared.domains.items():
         for value, low, high, title in (
-            ("value", "low", "high", f"{MEASURES[measure]}, {len(domains)} {kind} domains"),
+            ("value", "low", "high", f"{MEASURES[measure]}, {so_many(len(domains), f'{kind} domain')}"),
             ("change", "change_low", "change_high", f"change in %, {kind} domains"),
         ):
             records = [

@@ -27,6 +27,7 @@ from demix.report.cells import (
     released_means,
     second_lines,
     seeds_of,
+    so_many,
 )
 from demix.report.read import (
     Parent,
@@ -64,8 +65,9 @@ def table3(results: Results, config: dict[str, Any]) -> Table:
     return Table(
         "table3",
         "Table 3: perplexity on the training domains",
-        f"Test perplexity averaged over the {len(domains)} training domains, for two dense baselines, a dense model "
-        "with domain tokens, and DEMix with the domain known (naive) or mixed with a cached prior. Lower is better.",
+        f"Test perplexity averaged over {so_many(len(domains), 'training domain')}, for two dense baselines, a dense "
+        "model with domain tokens, and DEMix with the domain known (naive) or mixed with a cached prior. Lower is "
+        "better.",
         frame,
         notes=(f"Means over {seeds} seeds, ± the standard deviation of a seed's mean.",) if seeds > 1 else (),
         formats={"Against Dense (Balanced), %": "{:+.1f}"},

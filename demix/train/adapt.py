@@ -23,6 +23,7 @@ from demix.model.checkpoint import (
     save_shared,
 )
 from demix.model.device import set_threads
+from demix.model.experts import changing
 from demix.model.gpt import GPT
 from demix.model.merge import averaged, origins_of
 from demix.model.tokenizer import copy_tokenizer, tokenizer_path
@@ -115,7 +116,8 @@ def adapt_expert(
             own=True, average=average,
         )  # fmt: skip
         if world.rank == 0:
-            save_expert(found.model, chosen["parent"], directory, found.lineage, domain, output)
+            with changing(output or directory):
+                save_expert(found.model, chosen["parent"], directory, found.lineage, domain, output)
             found.finish(metrics)
 
 

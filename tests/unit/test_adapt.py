@@ -19,6 +19,7 @@ from demix.evaluate.parent import choose_parent, own_dev_losses
 from demix.evaluate.score import Scoring, score
 from demix.files import read_json, read_json_lines, sha256_file, write_json
 from demix.model.checkpoint import expert_names, load_model
+from demix.model.experts import changing
 from demix.model.scoring import log_probabilities
 from demix.train.adapt import adapt_dense, adapt_expert
 from demix.train.stage import train_model
@@ -72,11 +73,13 @@ def test_experts_learn_their_domains(tokens: Path, trained: Path) -> None:
         assert table.argmax() == number, path
 
 
-def test_demix_dapt_adds_a_file_and_changes_no_other(tokens: Path, trained: Path) -> None:
+def test_demix_dapt_adds_a_file_and_changes_no_other(
+    tokens: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = {path: sha256_file(path) for path in (trained / "demix").rglob("*") if path.is_file()}
     scores = trained / "scores"
     chosen = choose_parent(scores, "fantasy", TRAINING, blocks=ADAPT.parent_blocks, decay=ADAPT.parent_decay)
-    adapt_expert(
+    given = (
         trained / "demix",
         tuple(tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev")),
         chosen,
@@ -86,8 +89,14 @@ def test_demix_dapt_adds_a_file_and_changes_no_other(tokens: Path, trained: Path
         trained / "adapted.jsonl",
         trained / "checkpoints" / "adapted",
     )
+    monkeypatch.setattr("demix.model.experts.LOCK_SECONDS", 0.0)
+    with changing(trained / "demix"), pytest.raises(DemixError, match="changes the experts of this model"):
+        adapt_expert(*given)
+    assert expert_names(trained / "demix") == tuple(sorted(TRAINING))
+    adapt_expert(*given)
     after = {path: sha256_file(path) for path in (trained / "demix").rglob("*") if path.is_file()}
     new = {trained / "demix" / "experts" / f"fantasy.{kind}" for kind in ("safetensors", "json")}
+    new.add(trained / "demix" / ".lock")
     assert set(after) - set(before) == new
     assert {path: after[path] for path in before} == before
     assert expert_names(trained / "demix") == ("fantasy", *sorted(TRAINING))

@@ -14,7 +14,7 @@ from demix.errors import DemixError
 from demix.evaluate.mix.mixtures import mix
 from demix.files import read_json, write_json
 from demix.model.checkpoint import load_model
-from demix.model.decode import Decoder, choose, decoded, generate, log_prior_of, nucleus, weights_of
+from demix.model.decode import ALONE, Decoder, choose, decoded, generate, log_prior_of, nucleus, weights_of
 from demix.model.export import export_hf
 from demix.model.posterior import Posterior, posterior_by
 from support.cli import demix
@@ -225,6 +225,20 @@ def test_the_command_prints_a_continuation(run: Path, tmp_path: Path) -> None:
     assert isinstance(demix("generate", tmp_path / "elsewhere", *options).exception, DemixError)
     told = demix("generate", tmp_path / "elsewhere", *options, "--tokenizer", run / "tokenizer.json")
     assert told.stdout == first.stdout
+
+
+@pytest.mark.parametrize(("bound", "threads"), [(ALONE, 1), (10, 2)])
+def test_small_models_are_read_by_one_thread(
+    bound: int, threads: int, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        monkeypatch.setattr("demix.model.decode.ALONE", bound)
+        assert demix("generate", run / "models" / "demix", "--prompt", "a", "--tokens", 1).exit_code == 0
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_generation_cannot_do_is_refused(run: Path, tmp_path: Path) -> None:

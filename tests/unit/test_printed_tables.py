@@ -6,12 +6,21 @@ import pandas as pd
 
 from demix.report import write_report
 from demix.report.cells import lowest
-from support.synthetic_run import build_run
+from support.synthetic_run import NOVEL, build_run
 
 
 def test_what_is_equal_as_printed_is_bold_alike() -> None:
     frame = pd.DataFrame({"a": [1.004, 2.0], "b": [1.001, 2.006], "c": [1.01, 2.004]})
     assert lowest(frame, axis=1).to_numpy().tolist() == [[True, True, False], [True, False, True]]
+
+
+def test_one_novel_domain_is_one_domain(tmp_path: Path) -> None:
+    run = build_run(tmp_path, retrained=(), novel=NOVEL[:1])
+    output = tmp_path / "report"
+    write_report(run.path, run.config, output)
+    pages = "".join(path.read_text() for kind in ("html", "md", "tex") for path in output.rglob(f"*.{kind}"))
+    assert "1 novel domain," in pages
+    assert "1 novel domains" not in pages
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:

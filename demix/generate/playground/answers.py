@@ -23,6 +23,7 @@ from demix.model.decode import (
     named_prior,
     open_model,
     posterior_of,
+    read_alone,
     weights_of,
 )
 from demix.model.description import run_of
@@ -104,6 +105,7 @@ class Drawing(Mixing):
 def opened(directory: Path, tokenizer: Path | None, hold: bool | None = None) -> Opened:
     """Open the model in `directory` for requests, as `demix.model.decode.open_model` does."""
     trunks, encoder = open_model(directory, None, tokenizer, hold)
+    read_alone(trunks)
     priors, name = run_of(directory) / "priors.parquet", Path(directory).resolve().name
     rows = read_parquet(priors).to_pylist() if priors.is_file() else []
     wanted = {"model": name, "experts": "training", "weights": "history"}
