@@ -1,11 +1,13 @@
 """Made-up scores of tasks, and a small model whose blocks hold a prompt."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 
 from demix.config.architecture import Architecture
-from demix.data.tasks import Prompt
+from demix.config.tasks import ExamplesRecipe
+from demix.data.tasks import Example, Prompt, read_examples, write_examples
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.task_tables import Scored
 from demix.model.checkpoint import save_expert, save_shared
@@ -50,3 +52,16 @@ def made_up(
         found += [scored(split, of, n, n % 2 if cues else -1) for split, count in counts.items() for n in range(count)]
         found += [scored("cue", of, n, -1) for n in range(2 * cues)]
     return found
+
+
+def write_lines(path: Path, rows: list[dict[str, object]]) -> str:
+    """Write records as JSON lines; returns the path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read_task(tokens: Path, folder: Path, **task: object) -> list[Example]:
+    """The examples of the task `topics`, made by the stage in `folder` from its source."""
+    given = ExamplesRecipe(**task, length=SIZES.context, seed=1)
+    write_examples("topics", given, {}, tokens / "tokenizer.json", folder / "out.parquet")
+    return read_examples(folder / "out.parquet")

@@ -22,7 +22,7 @@ from demix.errors import DemixError
 from demix.evaluate.task_tables import read_scored
 from demix.files import read_parquet, write_parquet
 from support.cli import demix
-from support.tasks import SIZES, write_prompted
+from support.tasks import SIZES, read_task, write_lines, write_prompted
 from support.tokens import TRAINING
 
 REPOSITORY = Path(__file__).parents[2]
@@ -185,21 +185,10 @@ def test_without_a_text_white_space_belongs_to_the_label() -> None:
     assert (cue.context, cue.choices) == ("", ("\ntwo", " three"))
 
 
-def write_lines(path: Path, rows: list[dict[str, object]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def read(tokens: Path, folder: Path, **task: object) -> list[Example]:
-    given = ExamplesRecipe(**task, length=SIZES.context, seed=1)
-    write_examples("topics", given, {}, tokens / "tokenizer.json", folder / "out.parquet")
-    return read_examples(folder / "out.parquet")
-
-
 def test_examples_of_one_file_are_tested_or_drawn_from(tokens: Path, tmp_path: Path) -> None:
     rows = [{"text": f"text {n}", "label": ("law", "code")[n % 2]} for n in range(40)]
     path = write_lines(tmp_path / "topics.jsonl", rows)
-    found = read(tokens, tmp_path, path=path, shots=2, seeds=[1, 2], examples=None)
+    found = read_task(tokens, tmp_path, path=path, shots=2, seeds=[1, 2], examples=None)
     kept = {split: {one.text for one in found if one.split == split} for split in ("test", "train")}
     assert (len(kept["test"]), len(kept["train"])) == (20, 20)
     assert not kept["test"] & kept["train"]
@@ -207,10 +196,10 @@ def test_examples_of_one_file_are_tested_or_drawn_from(tokens: Path, tmp_path: P
     assert all(one.choices == ("code", "law") and one.choices[one.answer] == labels[one.text] for one in found)
     # The order of the file is none of the examples'.
     write_lines(tmp_path / "topics.jsonl", rows[::-1])
-    assert read(tokens, tmp_path, path=path, shots=2, seeds=[1, 2], examples=None) == found
-    assert len([one for one in read(tokens, tmp_path, path=path, examples=7) if one.split == "test"]) == 7
+    assert read_task(tokens, tmp_path, path=path, shots=2, seeds=[1, 2], examples=None) == found
+    assert len([one for one in read_task(tokens, tmp_path, path=path, examples=7) if one.split == "test"]) == 7
     with pytest.raises(DemixError, match=r"tasks\.topics: has no example to test"):
-        read(tokens, tmp_path, path=path, shots=2, seeds=[1, 2, 3, 4, 5])
+        read_task(tokens, tmp_path, path=path, shots=2, seeds=[1, 2, 3, 4, 5])
 
 
 def test_examples_of_a_data_set_have_fields_words_and_splits(tokens: Path, tmp_path: Path) -> None:
@@ -226,7 +215,7 @@ def test_examples_of_a_data_set_have_fields_words_and_splits(tokens: Path, tmp_p
     def source(split: str) -> dict[str, object]:
         return {"kind": "hub", "path": str(tmp_path / "set"), "data_files": [f"data/{split}-*.parquet"]}
 
-    found = read(
+    found = read_task(
         tokens, tmp_path, test=source("test"), train=source("train"), validation=source("validation"),
         text=["title", "content"], labels={"0": "bad", "1": "good"}, shots=2,
     )  # fmt: skip
@@ -241,16 +230,16 @@ def test_examples_of_a_data_set_have_fields_words_and_splits(tokens: Path, tmp_p
 
 def test_examples_may_have_choices_of_their_own(tokens: Path, tmp_path: Path) -> None:
     rows = [{"text": f"q {n}", "options": [f"a{n}", f"b{n}"], "label": f"b{n}" if n % 2 else 0} for n in range(12)]
-    found = read(tokens, tmp_path, path=write_lines(tmp_path / "x.jsonl", rows), choices="options")
+    found = read_task(tokens, tmp_path, path=write_lines(tmp_path / "x.jsonl", rows), choices="options")
     assert all(one.choices == tuple(rows[int(one.text[2:])]["options"]) for one in found)
     assert all(one.answer == int(one.text[2:]) % 2 for one in found)
     rows[3]["options"] = ["same", "same"]
     with pytest.raises(
         DemixError, match=r"topics: x\.jsonl#4: has options .*, no list of two or more different labels"
     ):
-        read(tokens, tmp_path, path=write_lines(tmp_path / "x.jsonl", rows), choices="options")
+        read_task(tokens, tmp_path, path=write_lines(tmp_path / "x.jsonl", rows), choices="options")
     with pytest.raises(DemixError, match=r"topics: x\.jsonl#1: has the label 'law', which is none of 'code'"):
-        read(tokens, tmp_path, path=write_lines(tmp_path / "x.jsonl", [{"text": "t", "label": "law"}]),
+        read_task(tokens, tmp_path, path=write_lines(tmp_path / "x.jsonl", [{"text": "t", "label": "law"}]),
              labels={"code": "code"})  # fmt: skip
 
 
@@ -263,12 +252,12 @@ def test_what_a_source_lacks_is_refused(tokens: Path, tmp_path: Path) -> None:
         ({"label": "topic", "text": ["text", "contnt"]}, r"topics\.text: no example has the field contnt"),
     ):
         with pytest.raises(DemixError, match=said):
-            read(tokens, tmp_path, path=path, **given)
+            read_task(tokens, tmp_path, path=path, **given)
 
 
 def test_labels_are_all_of_a_source_whatever_is_drawn(tokens: Path, tmp_path: Path) -> None:
     rows = [{"text": f"text {n}", "label": "rare" if n == 7 else ("law", "code")[n % 2]} for n in range(900)]
-    found = read(tokens, tmp_path, path=write_lines(tmp_path / "x.jsonl", rows), examples=10)
+    found = read_task(tokens, tmp_path, path=write_lines(tmp_path / "x.jsonl", rows), examples=10)
     assert {one.choices for one in found} == {("code", "law", "rare")}
 
 
@@ -276,7 +265,7 @@ def test_no_tested_text_is_a_demonstration(tokens: Path, tmp_path: Path) -> None
     rows = [{"text": f"text {n}", "label": ("law", "code")[n % 2]} for n in range(60)]
     path = write_lines(tmp_path / "x.jsonl", rows)
     source = {"kind": "files", "path": path}
-    found = read(tokens, tmp_path, path=path, train=source, validation=source, shots=2, examples=20)
+    found = read_task(tokens, tmp_path, path=path, train=source, validation=source, shots=2, examples=20)
     parts = [{one.text for one in found if one.split == split} for split in ("test", "train", "validation")]
     assert [len(some) for some in parts] == [20, 40, 0]
     assert not parts[0] & parts[1]
@@ -401,67 +390,3 @@ def test_few_examples_besides_tests_are_refused_or_judge_no_expert(tokens: Path,
         refuse_few("x", Task(path="x", shots=8), rows)
     refuse_few("x", Task(path="x", shots=7), rows)
     assert "validation" not in {prompt.split for prompt in prompts(Task(path="x"), rows)}
-
-
-def test_examples_that_are_not_taken_are_counted_and_end_the_job(
-    tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = [{"text": f"text {n}", "label": ("law", "code")[n % 2]} for n in range(198)]
-    lines = [json.dumps(row).encode() for row in rows] + [json.dumps(rows[0]).encode()]
-    (tmp_path / "x.jsonl").write_bytes(b"\n".join([*lines, b'{"text": " ", "label": "law"}']))
-    assert len(read(tokens, tmp_path, path=str(tmp_path / "x.jsonl"), examples=None)) == 198
-    assert "left out 0 not UTF-8, 1 without text, 1 there before" in caplog.text
-    latin = '{"text": "éééééééééé %d", "label": "code"}'
-    (tmp_path / "x.jsonl").write_bytes(b"\n".join([*lines, *((latin % n).encode("latin-1") for n in range(50))]))
-    with pytest.raises(
-        DemixError, match=r"tasks\.topics: leaves out 51 of 249 examples \(50 not UTF-8.*1 there before\)"
-    ):
-        read(tokens, tmp_path, path=str(tmp_path / "x.jsonl"))
-    assert len(read(tokens, tmp_path, path=str(tmp_path / "x.jsonl"), examples=None, left_out=0.21)) == 198
-
-
-@pytest.mark.parametrize(
-    ("choices", "label", "answer"),
-    [
-        (["1", "2", "3"], "2", 1), ([0, 1, 2], 1, 1), ([7, 8, 9], 1, 1), (["a", "b"], 1, 1), ([True, False], True, 0),
-        ([7, 8, 9], 9, 2), (["a", "b"], "b", 1),
-    ],
-)  # fmt: skip
-def test_a_label_is_looked_for_among_the_choices_first(
-    tokens: Path, tmp_path: Path, choices: list, label: object, answer: int
-) -> None:
-    rows = [{"text": f"q {n}", "options": choices, "label": label} for n in range(10)]
-    found = read(tokens, tmp_path, path=write_lines(tmp_path / "x.jsonl", rows), choices="options")
-    assert {one.answer for one in found} == {answer}
-
-
-@pytest.mark.parametrize(
-    ("choices", "label", "said"),
-    [
-        ([1, 2, 3, 4], 2, "has the label 2, which is one of its choices .* and the number of another"),
-        (["a", "b"], True, "has the label 'true', which is none of 'a', 'b'"),
-        (["a", None], "a", "has the label None in options, which is no text"),
-        (["a", {"b": 1}], "a", "in options, which is no text"),
-        (["a", "b"], 2, "has the label '2', which is none of"),
-        ([str(n) for n in range(1001)], "1", "has more than 1000 labels"),
-    ],
-)
-def test_choices_that_say_no_right_one_are_refused(
-    tokens: Path, tmp_path: Path, choices: list, label: object, said: str
-) -> None:
-    rows = [{"text": f"q {n}", "options": choices, "label": label} for n in range(10)]
-    with pytest.raises(DemixError, match=rf"x\.jsonl#\d+.* {said}"):
-        read(tokens, tmp_path, path=write_lines(tmp_path / "x.jsonl", rows), choices="options")
-
-
-def test_labels_that_are_one_or_without_number_are_refused(tokens: Path, tmp_path: Path) -> None:
-    rows = [{"text": f"text {n}", "label": "law"} for n in range(30)]
-    path = write_lines(tmp_path / "x.jsonl", rows)
-    with pytest.raises(DemixError, match="has the one label 'law'"):
-        read(tokens, tmp_path, path=path, labels={"law": "law", "code": "code"})
-    path = write_lines(tmp_path / "y.jsonl", [{"text": f"text {n}", "label": f"id {n}"} for n in range(1001)])
-    with pytest.raises(DemixError, match="has more than 1000 labels"):
-        read(tokens, tmp_path, path=path)
-    for labels, said in (({"law": "law"}, "has one label alone"), ({str(n): "x" for n in range(100_000)}, "more than")):
-        with pytest.raises(DemixError, match=rf"config key tasks\.topics\.labels: has {said}|{said}"):
-            check_tasks({"tasks": {"topics": {"path": "x.jsonl", "labels": labels}}, "domains": {"training": {}}})
