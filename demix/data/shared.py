@@ -58,6 +58,7 @@ def made_once(
     run = Path(*output.parts[:2])
     note = run / NOTES / f"{'.'.join(output.parts[2:])}.json"
     note.unlink(missing_ok=True)
+    before = [_stamp(path) for path in inputs]
     key = _key(output.relative_to(run), {_within(run, path): sha256_file(path) for path in inputs}, settings)
     newest = 0 if passing else max((path.stat().st_mtime_ns for path in inputs), default=0)
     with _alone(run.parent / LOCKS / f"{key}.lock"):
@@ -71,6 +72,9 @@ def made_once(
                     os.utime(path, ns=(oldest, oldest))
                 return True
         make()
+        if before != [_stamp(path) for path in inputs]:
+            _log.warning("%s: what it was made of changed meanwhile, so that no other run takes it", output)
+            return False
         digests = {_within(run, path): sha256_file(path) for path in _found(files)}
         write_json(note, {"key": key, "files": digests})
     return False
@@ -90,6 +94,12 @@ def _code() -> str:
     for path in sorted([*(package / "data").glob("*.py"), *(package / "files").glob("*.py")]):
         digest.update(f"{path.name} {sha256_file(path)}\n".encode())
     return " ".join([digest.hexdigest(), sys.version.split()[0], *map(version, _LIBRARIES)])
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """What changes with the bytes of a file: inode, size and time."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _within(run: Path, path: Path) -> str:

@@ -92,6 +92,21 @@ def test_a_second_run_takes_the_text_of_the_first_and_is_whole_without_it() -> N
     assert not [*Path("results/.locks").iterdir()]
 
 
+def test_what_changes_while_it_is_read_is_taken_by_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    download, source = sources.download, Path("law.jsonl")
+
+    def slowly(*args: object) -> int:
+        rows = download(*args)
+        os.utime(source, (2e9, 2e9))
+        return rows
+
+    monkeypatch.setattr(sources, "download", slowly)
+    one = prepare("one")
+    notes = {path.name for path in (one / ".made").iterdir()}
+    assert "documents.law.0000.parquet.json" not in notes
+    assert "corpus.law.json" in notes
+
+
 @pytest.mark.parametrize(
     ("change", "anew"),
     [
