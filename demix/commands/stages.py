@@ -397,7 +397,7 @@ def report(
 @app.command()
 def card(
     run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")],
-    output: Annotated[Path, typer.Option(help="Folder for the cards, <model>.md.")],
+    output: Annotated[Path, typer.Option(help="Folder for the cards, <model>.md and <model>.html.")],
     models: Annotated[
         list[str] | None, typer.Argument(help="Names of models; by default all models of the run.")
     ] = None,
@@ -410,12 +410,13 @@ def card(
     from demix.files import write_text
     from demix.model.clusters import copy_clusters
     from demix.model.usual import usual_of, write_usual
-    from demix.report.card import model_card
+    from demix.report.card import card_page, model_card
 
     for model in models or sorted(path.parent.name for path in (run / "models").glob("*/model.json")):
         text, directory = model_card(run, model), run / "models" / model
         for path in (output / f"{model}.md", directory / "README.md"):
             write_text(path, text)
+        write_text(output / f"{model}.html", card_page(model, text))
         write_usual(directory, usual_of(directory))
         copy_clusters(directory, directory)
 

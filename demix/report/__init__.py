@@ -44,7 +44,7 @@ SHOWS = {
     "figure6": "Figure 6: adaptation, Dense-DAPT against DEMix-DAPT",
     "figure7": "Figure 7: posterior over blocks, training domains",
     "figure8": "Figure 8: posterior over blocks, novel domains",
-    "training": "Loss of all models in training",
+    "training": "Dev loss of each model",
     "by_clusters": "Perplexity by the number of clusters",
     "cluster_experts": "Experts of clusters on clusters, and clusters against domains",
     "cluster_sizes": "How unequal the clusters of held-out documents are",

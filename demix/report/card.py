@@ -19,6 +19,7 @@ from demix.model.merge import learned_of, refuse_weights
 from demix.model.merge_routed import BLOCKS
 from demix.model.usual import usual_of
 from demix.report.cells import so_many
+from demix.report.page import render
 from demix.report.read import novel_domains, read_results, training_domains
 from demix.report.render import as_markdown
 from demix.settings import names_of
@@ -69,6 +70,14 @@ def model_card(run: Path, model: str) -> str:
         "## Limits",
         _limits(description),
     )
+
+
+def card_page(name: str, card: str) -> str:
+    """The page of the card of the model `name`: its Markdown without the front matter, and without its heading."""
+    from markdown_it import MarkdownIt
+
+    body = card.partition("\n---\n")[2].lstrip().removeprefix(f"# {as_markdown(name)}\n")
+    return render("card", title=name, paragraphs=[], notes=[], card=MarkdownIt("js-default").render(body))
 
 
 def exported_card(directory: Path, expert: str) -> str:

@@ -145,7 +145,7 @@ _INDEX = """{% extends "shell" %}{% block content %}<div class="figure">{{ stage
 </span></li>
 {% endfor %}</ul>
 {% endfor %}<h2>Cards of the models</h2>
-<p>{% for card in cards %}<a href="cards/{{ card }}.md">{{ card }}</a>{{ ", " if not loop.last }}{% endfor %}</p>
+<p>{% for card in cards %}<a href="cards/{{ card }}.html">{{ card }}</a>{{ ", " if not loop.last }}{% endfor %}</p>
 <h2>Time and cost</h2>
 {% if cost %}<div class="scroll"><table>
 <thead><tr><th scope="col">Stage</th><th scope="col">Jobs</th><th scope="col">Time</th><th scope="col">CPU time</th>\
@@ -169,6 +169,8 @@ the process that waited for it.</p>
 if (window !== window.parent) document.querySelectorAll("a[href]").forEach(link => link.removeAttribute("href"));
 </script>
 {% endblock %}"""
+
+_CARD = """{% extends "shell" %}{% block content %}{{ card | safe }}{% endblock %}"""
 
 _FIGURE = """<!doctype html>
 <html lang="en">
@@ -199,6 +201,7 @@ _ENVIRONMENT = Environment(
             "comparison": _COMPARISON,
             "claims": _CLAIMS,
             "index": _INDEX,
+            "card": _CARD,
             "figure": _FIGURE,
         }
     ),

@@ -1,5 +1,6 @@
 """Model cards: every number from the run's files, nothing of what others wrote taken for markup."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -114,6 +115,11 @@ def test_the_command_writes_a_card_for_every_model(run: Path) -> None:
     done = demix("card", run, "--output", run / "report" / "cards")
     assert done.exit_code == 0, done.output
     assert (run / "report" / "cards" / "demix.md").read_text() == model_card(run, "demix")
+    page = (run / "report" / "cards" / "demix.html").read_text()
+    assert "model-index" not in page
+    assert page.count("<h1>") == 1
+    assert page.count("<table>") == len(re.findall(r"(?m)^\|[ :]*---", model_card(run, "demix"))) > 2
+    assert "<td>&lt;script&gt;alert(1)&lt;/script&gt; | [x](javascript:1)" in page
     with pytest.raises(DemixError, match=r"demos: is not a model of the run; did you mean demix\?"):
         model_card(run, "demos")
 

@@ -28,7 +28,7 @@ def test_the_first_page_leads_to_all_and_says_what_the_run_took(tmp_path: Path) 
     assert all((run.path / "report" / link).is_file() for link in there)
     made = {path.relative_to(run.path / "report").as_posix() for path in (run.path / "report").rglob("*.*")}
     assert made - set(there) == {"index.html", "claims.md"}
-    assert "cards/demix.md" in links
+    assert "cards/demix.html" in links
 
     rows = dict(re.findall(r'<th scope="row">([^<]+)</th>(.*?)</tr>', page))
     cells = re.findall("<td>(.*?)</td>", rows["train"])

@@ -171,7 +171,7 @@ rule card:
         expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),
         config=f"{RUN}/config.json",
     output:
-        expand(f"{RUN}/report/cards/{{model}}.md", model=MODELS),
+        expand(f"{RUN}/report/cards/{{model}}.{{kind}}", model=MODELS, kind=["md", "html"]),
     log:
         f"{RUN}/logs/card.log",
     localrule: True
