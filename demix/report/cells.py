@@ -39,8 +39,8 @@ WITHIN_NOTE = (
 INTERVAL_NOTE = (
     "Below a perplexity its 95% interval from resampling the domain's test documents, each with all of its pieces. It "
     "says what other text of the domain could give, not what another training could. Where the domain has fewer than "
-    "20 documents, blocks of √N of its N tokens are resampled instead, within these documents. "
-    f"{WITHIN_NOTE} “–” where there is no interval, as for a text of fewer than 400 tokens."
+    "20 documents, blocks of sqrt(N) of its N tokens are resampled instead, within these documents. "
+    f"{WITHIN_NOTE} A text of fewer than 400 tokens has no interval."
 )
 # The columns of counts: documents of origin, and the pieces of them that are scored.
 COUNTED = {"Documents": "{:,.0f}", "Pieces": "{:,.0f}"}

@@ -121,7 +121,7 @@ def test_init_names_a_run_that_is_not_there(texts: Path) -> None:
     assert named("--run", "mine", output="other.yml") == "mine"
     line = said(["init", "a.parquet", "b.json", "--run", "../mine"])
     assert line is not None
-    assert "--run ../mine: is no name of a run; use one of letters, digits" in line
+    assert "--run ../mine: is no name of a run; use one of at most 100 letters, digits" in line
 
 
 def test_config_warns_of_many_passes(texts: Path, caplog: pytest.LogCaptureFixture) -> None:

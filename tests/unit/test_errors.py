@@ -109,7 +109,7 @@ def test_a_text_that_cannot_be_read(name: str, content: bytes | None, told: str,
 def test_the_name_of_a_run_is_told_in_words(tmp_path: Path) -> None:
     config = tmp_path / "mine.yaml"
     config.write_text(f"base: {SAMPLE}\nrun: my run\n")
-    told = "is 'my run'; allowed is string of letters, digits, dots, _ and -, the first a letter or digit"
+    told = "is 'my run'; allowed is string of at most 100 letters, digits, dots, _ and -, the first a letter or digit"
     assert line("config", config).endswith(told)
 
 

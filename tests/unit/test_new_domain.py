@@ -55,7 +55,7 @@ def test_a_domain_is_added_to_a_copy_and_better_than_before(model: Path, texts: 
     assert done.exit_code == 0, (done.output, done.exception)
     assert contents(model) == before
     after = contents(output)
-    new = {Path("experts/fantasy.json"), Path("experts/fantasy.safetensors"), Path("usual.json")}
+    new = {Path(name) for name in (".lock", "experts/fantasy.json", "experts/fantasy.safetensors", "usual.json")}
     assert {path: digest for path, digest in after.items() if path not in new} == before
     assert expert_names(output) == tuple(sorted((*TRAINING, "fantasy")))
     assert demix("experts", "verify", output).exit_code == 0

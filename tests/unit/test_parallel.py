@@ -224,7 +224,7 @@ def test_ranks_of_a_domain_see_its_sequences_once(tokens: Path) -> None:
         assert torch.equal(torch.cat([part.domains for part in cut], 1), mixed.domains)
 
 
-LONG = dataclasses.replace(EXACT, tokens=16 * 4 * 4 * 60, checkpoint_every=5)
+LONG = dataclasses.replace(EXACT, tokens=16 * 4 * 4 * 60, checkpoint_every=5, dev_blocks=0)
 
 
 def command(tokens: Path, folder: Path, ranks: int) -> list[str]:

@@ -117,13 +117,13 @@ def test_a_word_has_as_many_bytes_as_in_the_sample() -> None:
     assert size / words == pytest.approx(WORD_BYTES, rel=0.01)
 
 
-@pytest.mark.parametrize("novel", [[], ["d.txt"]])
+@pytest.mark.parametrize("novel", [[], ["d.txt"]], ids=["without novel", "with novel"])
 def test_what_init_prints_can_be_planned(novel: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without novel domains, no rule that scores them has jobs."""
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "b.txt", "c.txt", *novel):
         Path(name).write_text(f"The mill of {name} stood by the river.\n\n" * 1500)
-    Path("mine.yaml").write_text(outline(["a.txt", "b.txt", "c.txt"], novel, None, None))
+    Path("mine.yaml").write_text(outline("mine", ["a.txt", "b.txt", "c.txt"], novel, None, None))
     config = load_config("mine.yaml")
     stages = {stage.name: stage.jobs for stage in plan_stages(config, "cpu")}
     assert (stages["score"], stages["score what was adapted"]) == ((4, 1) if novel else (2, 0))

@@ -7,6 +7,7 @@ expert. They are 0 where `mask` [B, T] is False, at the padding of the last bloc
 import math
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from demix.evaluate.mix.logs import log_softmax
 from demix.evaluate.mix.rules import WeightsRule, weights_rule
@@ -121,7 +122,18 @@ def fitted_log_prior(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """
     rows = scores[mask]
     likelihood = np.exp(rows - rows.max(axis=1, keepdims=True))
-    prior = np.full(rows.shape[1], 1 / rows.shape[1])
+    # Products by several threads differ in the last bits from those by one.
+    with threadpool_limits(limits=1, user_api="blas"):
+        prior = _least_loss(likelihood)
+    with np.errstate(divide="ignore"):
+        log_prior: np.ndarray = np.log(prior)
+    return log_prior
+
+
+def _least_loss(likelihood: np.ndarray) -> np.ndarray:
+    """The fitted prior [E] of the tokens' `likelihood` [N, E], the largest of each token 1."""
+    experts = likelihood.shape[1]
+    prior = np.full(experts, 1 / experts)
     while True:
         mixture = likelihood @ prior
         slope, curvature = _derivatives(likelihood, mixture)
@@ -142,9 +154,7 @@ def fitted_log_prior(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
     missed = -_derivatives(likelihood, likelihood @ prior)[0].min()
     if not missed <= FITTED:
         raise RuntimeError(f"the fitted prior misses the least loss by up to {missed} nats per token")
-    with np.errstate(divide="ignore"):
-        log_prior: np.ndarray = np.log(prior)
-    return log_prior
+    return prior
 
 
 def _derivatives(likelihood: np.ndarray, mixture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
