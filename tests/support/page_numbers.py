@@ -1,0 +1,96 @@
+"""The numbers of README's tables beside those of a finished run of the sample, of which they tell.
+
+    python tests/support/page_numbers.py results/sample
+
+Prints each number that is another one when it is rounded as on the page, and then ends with status 1. The last digits
+of perplexities depend on the processor.
+"""
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from demix.config.run import read_run_config
+from demix.report.cells import mean_of
+from demix.report.paper_tables import adaptation_table
+from demix.report.read import (
+    added,
+    novel_domains,
+    of_seed,
+    perplexities,
+    read_parents,
+    read_results,
+    trained_systems,
+    training_domains,
+)
+
+README = Path(__file__).parents[2] / "README.md"
+# The part of a row's label that stands on the page, by the labels of its system and weights.
+SYSTEMS = {
+    "Dense (the paper's": ("Dense", ""),
+    "Dense (Balanced)": ("Dense (Balanced)", ""),
+    "+ domain token": ("+ Domain Token", ""),
+    "DEMix, naive": ("DEMix (naive)", ""),
+    "DEMix, cached prior": ("DEMix (cached prior)", "history"),
+    "DEMix, tempered": ("DEMix (tempered)", "tempered"),
+    "DEMix after a seed phase, tempered": ("demix_seeded (tempered)", "tempered"),
+}
+ADAPTED = ("Dense-DAPT", "DEMix-DAPT")
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A number of a page, as it is printed there, and the run's value of it."""
+
+    row: str
+    text: str
+    value: float
+
+    @property
+    def rounded(self) -> str:
+        """The value with the digits of the page."""
+        digits = len(self.text.partition(".")[2])
+        return f"{self.value:,.{digits}f}"
+
+
+def numbers(run: Path, page: Path = README) -> list[Printed]:
+    """The numbers of the tables of `page` with their values in `run`. Raises ValueError where a row is missing."""
+    config = read_run_config(run)
+    results = of_seed(read_results(run / "results.parquet"), config)
+    systems = {(one.label, one.weights): one for row in trained_systems(config).values() for one in row}
+    kinds = (training_domains(config), novel_domains(config))
+    values = {
+        label: [mean_of(perplexities(results, systems[key], domains)) for domains in kinds]
+        for label, key in SYSTEMS.items()
+    }
+    parents = read_parents(run / "models" / added(config)[0].model / "experts", novel_domains(config))
+    adapted = adaptation_table(results, config, parents).frame
+    values |= {label: adapted.loc[label].tolist() for label in ADAPTED}
+    found = []
+    for (label, texts), wanted in zip(printed(page, tuple(values)).items(), values.values(), strict=True):
+        if len(texts) != len(wanted):
+            raise ValueError(f"{page}: the row {label} has {len(texts)} numbers, and the run {len(wanted)}")
+        found += [Printed(label, text, value) for text, value in zip(texts, wanted, strict=True)]
+    return found
+
+
+def printed(page: Path, labels: tuple[str, ...] = (*SYSTEMS, *ADAPTED)) -> dict[str, list[str]]:
+    """The numbers in the first row of the tables of `page` whose first cell begins with each label."""
+    rows = [line.strip("| ").partition("|") for line in page.read_text().splitlines() if line.startswith("|")]
+    return {
+        label: next((re.findall(r"\d[\d,]*\.?\d*", cells) for first, _, cells in rows if first.startswith(label)), [])
+        for label in labels
+    }
+
+
+def main() -> int:
+    """Print the numbers that differ. Returns the exit status."""
+    other = [one for one in numbers(Path(sys.argv[1])) if one.text != one.rounded]
+    for one in other:
+        print(f"{README.name}, {one.row}: {one.text} is {one.rounded} ({one.value})")
+    return int(bool(other))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
