@@ -27,11 +27,11 @@ from tables import show
 from demix.config.evaluated import ExpertSet
 from demix.evaluate.domain import Evaluation
 from demix.evaluate.losses import Mixture, dev_priors, document_losses
-from demix.evaluate.mix.mixtures import FLOORS, keep_top, log_weights
-from demix.evaluate.mix.priors import log_prior_path
-from demix.evaluate.mix.rules import Chunk
 from demix.evaluate.planned import planned_mixtures
 from demix.evaluate.score_tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
+from demix.mix.mixtures import FLOORS, keep_top, log_weights
+from demix.mix.priors import log_prior_path
+from demix.mix.rules import Chunk
 
 LENGTH, DEV_BLOCKS, DOCUMENT = 1024, 100, 600
 PLAIN_TOKENS = 500_000

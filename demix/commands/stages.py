@@ -246,7 +246,7 @@ def choose_mixing(
     output: Output,
 ) -> None:
     """Choose the parameters of the rule tempered for a model, on the dev splits of its training domains."""
-    from demix.evaluate.mix.choice import write_mixing
+    from demix.evaluate.choice import write_mixing
     from demix.evaluate.score_tables import read_scores
 
     names = domains.split(",")

@@ -12,11 +12,11 @@ from demix.config.contexts import ContextTable
 from demix.config.evaluation import Decay
 from demix.errors import DemixError
 from demix.evaluate.columns import CONTEXTS, table_schema
-from demix.evaluate.mix.mixtures import mix
-from demix.evaluate.mix.priors import cached_log_prior
-from demix.evaluate.mix.rules import weights_rule
 from demix.evaluate.score_tables import read_scores, scored_sha256, stream_scores
 from demix.files import write_parquet
+from demix.mix.mixtures import mix
+from demix.mix.priors import cached_log_prior
+from demix.mix.rules import weights_rule
 from demix.settings import Items, Positive, Seed, Text, settings
 
 log = logging.getLogger(__name__)

@@ -13,22 +13,22 @@ from demix.config.evaluated import Evaluated, ExpertSet
 from demix.config.evaluation import MixingRecipe
 from demix.config.mixing import parsed_weights
 from demix.errors import DemixError
+from demix.evaluate.choice import mixing_of, switching_on_dev
 from demix.evaluate.columns import COLUMNS, DIFFERENCES, LOSSES, POSTERIORS, PRIORS, table_schema
 from demix.evaluate.intervals import bounds, resampled
 from demix.evaluate.losses import DocumentLosses, Mixture, dev_priors, document_losses
-from demix.evaluate.mix.choice import mixing_of, switching_on_dev
-from demix.evaluate.mix.mixtures import FLOORS
-from demix.evaluate.mix.priors import (
+from demix.evaluate.planned import planned_mixtures, routed, routed_grid
+from demix.evaluate.routing import beside_of, best_on_dev
+from demix.evaluate.score_tables import ScoreTable, read_scores, refuse_other_model, refuse_unknown, scored_folds
+from demix.files import seed_for, write_parquet
+from demix.mix.mixtures import FLOORS
+from demix.mix.priors import (
     blocks_used,
     fitted_log_prior,
     log_prior_path,
     posterior_trace,
 )
-from demix.evaluate.mix.rules import WeightsRule
-from demix.evaluate.planned import planned_mixtures, routed, routed_grid
-from demix.evaluate.routing import beside_of, best_on_dev
-from demix.evaluate.score_tables import ScoreTable, read_scores, refuse_other_model, refuse_unknown, scored_folds
-from demix.files import seed_for, write_parquet
+from demix.mix.rules import WeightsRule
 from demix.model.clusters import clusters_of
 from demix.settings import Items, Seed, Text, settings
 

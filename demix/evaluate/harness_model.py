@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -92,7 +93,7 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
         if top_k is not None and top_k < 1:
             raise DemixError(f"--top-k {top_k}", "is not positive", "give 1 or more")
         begin = posteriors_of(rule, log_prior, directory, mixed, self._tokenizer, length, decay)
-        begin(torch.tensor([self._tokenizer.end_of_text]))
+        begin(np.array([self._tokenizer.end_of_text]))
         self._mixture = Mixture(trunks, begin, top_k, mixed[0] if domains else None)
         self._info = {
             "model_num_parameters": sum(p.numel() for trunk in trunks for p in trunk.parameters()),
@@ -102,7 +103,7 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
             "eot_token_id": self.eot_token_id,
             "experts": list(mixed),
             "weights": {"rule": rule.family, **dict(zip(rule.rules.parameters, rule.parameters, strict=True))},
-            "prior": dict(zip(mixed, log_prior.exp().tolist(), strict=True)) | ({"decay": decay} if decay else {}),
+            "prior": dict(zip(mixed, np.exp(log_prior).tolist(), strict=True)) | ({"decay": decay} if decay else {}),
         }
 
     @property

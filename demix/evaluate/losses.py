@@ -9,9 +9,6 @@ import numpy as np
 from demix.config.evaluation import DECAY
 from demix.errors import DemixError
 from demix.evaluate.intervals import stretch_tokens
-from demix.evaluate.mix.mixtures import FLOORS, floor, log_mixtures, mixing_rule
-from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior, log_prior_path, posterior_trace
-from demix.evaluate.mix.rules import DISTANCES, Chunk, PriorAlone, State, WeightsRule
 from demix.evaluate.score_tables import (
     Beside,
     Blocks,
@@ -23,6 +20,9 @@ from demix.evaluate.score_tables import (
     stream_scores,
 )
 from demix.files.batches import counted
+from demix.mix.mixtures import FLOORS, floor, log_mixtures, mixing_rule
+from demix.mix.priors import cached_log_prior, fitted_log_prior, log_prior_path, posterior_trace
+from demix.mix.rules import DISTANCES, Chunk, PriorAlone, State, WeightsRule
 
 # Experts, weights and scorer: what tells one path of updating priors from another, decays aside.
 _Path = tuple[tuple[str, ...], str | WeightsRule, str]
@@ -30,7 +30,7 @@ _Path = tuple[tuple[str, ...], str | WeightsRule, str]
 
 @dataclass(frozen=True)
 class Mixture:
-    """One way to mix `experts`; see `demix.evaluate.mix.mixtures.mix`. `dev_blocks` make the prior of `cached`.
+    """One way to mix `experts`; see `demix.mix.mixtures.mix`. `dev_blocks` make the prior of `cached`.
 
     `rule` is what `weights` stand for, where these leave parameters open. `routing` and `context` name the clustering
     and the text whose distances the rule reads, if it reads any.

@@ -21,12 +21,12 @@ from demix.config.sections import AuditRecipe, Threads
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import read_json, write_parquet
+from demix.mix.stream import Posterior
 from demix.model.checkpoint import describe, expert_lineage, load_experts, refuse_other_tokenizer
 from demix.model.decode import Decoder, generate, log_prior_of
 from demix.model.device import own_device, set_threads
 from demix.model.gpt import GPT
 from demix.model.merge import prior_weights
-from demix.model.posterior import Posterior
 from demix.progress import progress
 from demix.settings import Items, Text, settings
 from demix.train.batches import seen_blocks
@@ -132,7 +132,7 @@ def audit_rows(domain: str, models: Path, tokens: Path, priors: Path, audit: Aud
 
 
 def _continued(
-    trunks: Sequence[GPT], log_prior: torch.Tensor, excerpts: Excerpts, advance: Callable[[int], None]
+    trunks: Sequence[GPT], log_prior: np.ndarray, excerpts: Excerpts, advance: Callable[[int], None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which tokens of the greedy continuations are the documents' own [N, C], and the nll of the latter [N]."""
     same, nll = [], []

@@ -21,12 +21,12 @@ from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.sources import Source, download
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.mix.choice import mixing_of, switching_on_dev
-from demix.evaluate.mix.mixtures import log_weights, mix
-from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior, updating_log_priors
-from demix.evaluate.mix.rules import Chunk, Cluster, History, Tempered
+from demix.evaluate.choice import mixing_of, switching_on_dev
 from demix.evaluate.score_tables import ScoreTable
 from demix.files import read_parquet
+from demix.mix.mixtures import mix, weigh
+from demix.mix.priors import cached_log_prior, fitted_log_prior, updating_log_priors
+from demix.mix.rules import Chunk, Cluster, History, Tempered
 from demix.model.checkpoint import load_experts, refuse_masked
 from demix.model.clusters import clusters_of, has_clusters
 from demix.model.description import Usual, run_of
@@ -207,8 +207,7 @@ def _result(
     mixtures += [Line(name, *figures(log_p.sum())) for name, log_p in mixed.items()]
     log_priors = updating_log_priors(History().block_evidence(scores, mask), DECAY)
     equal = np.full((len(mask), len(names)), -math.log(len(names)))
-    evidence, _ = tempered.evidence(Chunk(scores, mask), tempered.begin(equal[0]))
-    weights = np.exp(log_weights(equal, evidence))[mask].mean(axis=0)
+    weights = np.exp(weigh(tempered, equal, Chunk(scores, mask))[0])[mask].mean(axis=0)
     lines = tuple(
         ExpertLine(
             name, *figures(total), float(totals.max() - total) / tokens, usual.get(name), float(weight),

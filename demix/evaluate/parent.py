@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior
 from demix.evaluate.score_tables import read_scores
+from demix.mix.priors import cached_log_prior, fitted_log_prior
 
 
 def choose_parent(scores: Path, domain: str, experts: Sequence[str], *, blocks: int, decay: float) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from demix.config.evaluated import ExpertSet
 from demix.config.evaluation import MixingRecipe
 from demix.config.mixing import parsed_weights
 from demix.evaluate.losses import Mixture
-from demix.evaluate.mix.mixtures import FLOORS
-from demix.evaluate.mix.priors import RELEASED_DECAY
-from demix.evaluate.mix.rules import weights_rule
+from demix.mix.mixtures import FLOORS
+from demix.mix.priors import RELEASED_DECAY
+from demix.mix.rules import weights_rule
 
 
 def planned_mixtures(evaluation: MixingRecipe, some: ExpertSet, scored: int) -> Iterator[tuple[Mixture, str]]:

@@ -20,14 +20,14 @@ from demix.config.tasks import Task
 from demix.data.cluster import Clusterer
 from demix.data.tasks import Prompt, prompts, read_examples
 from demix.errors import DemixError
+from demix.evaluate.choice import mixing_of
 from demix.evaluate.columns import TASKS, table_schema
 from demix.evaluate.intervals import FEWEST, RESAMPLES, bounds
-from demix.evaluate.mix.choice import mixing_of
-from demix.evaluate.mix.logs import log_softmax
-from demix.evaluate.mix.mixtures import keep_top, log_weights
-from demix.evaluate.mix.rules import Chunk, History, PriorAlone, Tempered, WeightsRule, weights_rule
 from demix.evaluate.task_tables import Scored, read_scored
 from demix.files import write_parquet
+from demix.mix.logs import log_softmax
+from demix.mix.mixtures import keep_top, weigh
+from demix.mix.rules import Chunk, History, PriorAlone, Tempered, WeightsRule, weights_rule
 from demix.model.clusters import refuse_other_clusters
 from demix.settings import DistinctItems, Positive, settings
 
@@ -198,7 +198,7 @@ def likelihoods(one: Scored, routing: Routing, cue: Scored | None = None) -> np.
     scores = [np.concatenate(one.labels), *([] if cue is None else [np.concatenate(cue.labels)])]
     found = np.empty((len(routing.top_k), len(one.labels)))
     for row, top_k in zip(found, routing.top_k, strict=True):
-        kept = log_g if top_k is None else keep_top(log_g, top_k)
+        kept = keep_top(log_g, top_k)
         sums = [np.add.reduceat(np.logaddexp.reduce(kept + some, axis=1), starts) for some in scores]
         row[:] = sums[0] - sum(sums[1:])
     return found
@@ -212,9 +212,7 @@ def weights_of(one: Scored, routing: Routing) -> np.ndarray:
     found = []
     for label in one.labels:
         tokens = np.concatenate([one.context, label])[None]
-        chunk = Chunk(tokens, np.ones(tokens.shape[:2], bool))
-        evidence, _ = routing.rule.evidence(chunk, routing.rule.begin(log_prior))
-        log_g = log_weights(log_prior[None], evidence, routing.rule.uniform_start)
+        log_g, _ = weigh(routing.rule, log_prior[None], Chunk(tokens, np.ones(tokens.shape[:2], bool)))
         found.append(log_g[0, len(one.context) :])
     return np.concatenate(found)
 

@@ -3,13 +3,14 @@
 import sys
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from rich.table import Table
 
 from demix.data.tokenizer import Tokenizer
+from demix.mix.stream import Posterior
 from demix.model.decode import Decoder, decoded, generate
 from demix.model.gpt import GPT
-from demix.model.posterior import Posterior
 
 BAR = 40
 # A model may generate control codes, and these must not control the terminal.
@@ -25,7 +26,7 @@ def continued(
     temperature: float,
     top_p: float,
     seed: int,
-) -> torch.Tensor:
+) -> np.ndarray:
     """Print the continuation of `prompt`, token by token; returns log g [E] after the last token.
 
     A terminal gets the prompt too, and control codes are replaced. A pipe gets the continuation as it is.
@@ -46,15 +47,16 @@ def continued(
     for piece in decoded(tokenizer, (int(token) for token, _, _ in drawn)):
         print(piece.translate(CONTROLS) if shown else piece, end="", flush=True)
     print()
-    return decoder.posterior.log_weights[0]
+    log_weights: np.ndarray = decoder.posterior.log_weights[0]
+    return log_weights
 
 
-def posterior_table(experts: Sequence[str], log_weights: torch.Tensor) -> Table:
+def posterior_table(experts: Sequence[str], log_weights: np.ndarray) -> Table:
     """A table of the posterior over experts, likeliest first, with bars."""
     table = Table(title="Posterior over the experts", title_justify="left", box=None)
     table.add_column("expert")
     table.add_column("share", justify="right")
     table.add_column("")
-    for weight, expert in sorted(zip(log_weights.exp().tolist(), experts, strict=True), reverse=True):
+    for weight, expert in sorted(zip(np.exp(log_weights).tolist(), experts, strict=True), reverse=True):
         table.add_row(expert, f"{weight:.1%}", "█" * round(BAR * weight))
     return table

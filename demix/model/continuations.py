@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from demix.errors import DemixError
+from demix.mix.mixtures import keep_top
+from demix.mix.stream import Posterior
 from demix.model.decode import Decoder, domains_of
 from demix.model.gpt import GPT, ROWS_AT_ONCE
-from demix.model.posterior import Posterior, keep_top
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, columns_of, trunk_log_probabilities
 
 # Probabilities of next tokens that are in memory at once, 4 bytes each, and scores of whole texts, 8 bytes each.
@@ -38,7 +39,7 @@ class Mixture:
     """
 
     trunks: Sequence[GPT]
-    begin: Callable[[Tensor], Posterior]
+    begin: Callable[[np.ndarray], Posterior]
     top_k: int | None = None
     domain: str | None = None
 
@@ -54,14 +55,15 @@ class Mixture:
 
     def decoder(self, before: Tensor) -> Decoder:
         """The decoder of B texts that begin after the tokens `before` [B]."""
-        return Decoder(self.trunks, before, self.begin(before), top_k=self.top_k, domain=self.domain)
+        return Decoder(self.trunks, before, self.begin(before.cpu().numpy()), top_k=self.top_k, domain=self.domain)
 
     def mixed(self, scores: Tensor, tokens: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """log p [B, N] of `tokens` [B, N] under the mixture (paper, Eq. 4), and the weights log g [B, N, E] behind it.
 
         `scores` [E, B, N] are those of the experts, float64; `before` [B] are the tokens before the texts.
         """
-        log_g = keep_top(self.begin(before).observe(scores, tokens), self.top_k)
+        posterior = self.begin(before.cpu().numpy())
+        log_g = torch.from_numpy(keep_top(posterior.observe(scores.numpy(), tokens.cpu().numpy()), self.top_k))
         return (log_g + scores.permute(1, 2, 0)).logsumexp(-1), log_g
 
 

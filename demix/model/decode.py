@@ -2,8 +2,7 @@
 
 Texts are cut into blocks (docs/concepts.md), as in training and scoring. When a block fills the model's context, the
 next block starts with the last token as its only context. An updating prior carries the evidence about the domain from
-block to block. Generated and given tokens get the probabilities that `demix.evaluate.mix` computes with the same
-weights.
+block to block. Generated and given tokens get the probabilities that `demix.mix` computes with the same weights.
 """
 
 import codecs
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,13 +19,15 @@ from demix.config.evaluation import DECAY
 from demix.config.mixing import DEFAULTS, Weights, parsed_weights
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError, nearest
+from demix.mix.mixtures import keep_top
+from demix.mix.rules import weights_rule
+from demix.mix.stream import Distances, Posterior
 from demix.model.checkpoint import CPU, load_experts
 from demix.model.clusters import clusters_of
 from demix.model.description import read_mixing, run_of
 from demix.model.device import set_threads
 from demix.model.gpt import GPT
 from demix.model.merge import parse_weights, prior_weights, sum_of
-from demix.model.posterior import Posterior, by_distance, keep_top, posterior_by
 from demix.model.tokenizer import tokenizer_of
 
 # Products of one token with a matrix of this many numbers take about a millisecond of one core.
@@ -78,7 +80,8 @@ class Decoder:
             rest = self._see(piece[:, :-1] if ends else piece, piece[:, 1:])
             scored = torch.cat([first, rest], 2).double().cpu()
             scores.append(scored)
-            weights.append(keep_top(self.posterior.observe(scored, piece), self._top_k))
+            log_g = keep_top(self.posterior.observe(scored.numpy(), piece.cpu().numpy()), self._top_k)
+            weights.append(torch.from_numpy(log_g))
             if ends:
                 self._see(piece[:, -1:], piece[:, :0], new_block=True)
         E, B = self._predicted.shape[:2]
@@ -87,7 +90,7 @@ class Decoder:
     @torch.no_grad()
     def next_log_probabilities(self) -> Tensor:
         """log p [B, V] of the next token of each text under the mixture (paper, Eq. 4)."""
-        log_weights = keep_top(self.posterior.log_weights, self._top_k)
+        log_weights = torch.from_numpy(keep_top(self.posterior.log_weights, self._top_k))
         return (log_weights.T[..., None].to(self._predicted) + self._predicted).logsumexp(0)
 
     def _see(self, inputs: Tensor, targets: Tensor, new_block: bool = False) -> Tensor:
@@ -160,7 +163,7 @@ def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     return kept / kept.sum(-1, keepdim=True)
 
 
-def log_prior_of(experts: Sequence[str], weights: dict[str, float]) -> Tensor:
+def log_prior_of(experts: Sequence[str], weights: dict[str, float]) -> np.ndarray:
     """The log of `weights`, normalised, in the order of `experts`. Experts without an entry get weight 0.
 
     Raises DemixError when a weight names an unknown expert or is negative, or when no weight is above 0.
@@ -176,7 +179,9 @@ def log_prior_of(experts: Sequence[str], weights: dict[str, float]) -> Tensor:
         raise DemixError("prior", "has weights whose sum is more than a number holds", "give smaller weights")
     if not total:
         raise DemixError("prior", "leaves every expert without weight", "give one expert a weight above 0")
-    return torch.tensor([weights.get(name, 0.0) / total for name in experts], dtype=torch.float64).log()
+    with np.errstate(divide="ignore"):
+        log_prior: np.ndarray = np.log([weights.get(name, 0.0) / total for name in experts])
+    return log_prior
 
 
 def weights_of(name: str, directory: Path) -> Weights:
@@ -199,7 +204,9 @@ def weights_of(name: str, directory: Path) -> Weights:
     return replace(weights, parameters=weights.parameters or DEFAULTS.get(weights.family, ()))
 
 
-def named_prior(name: str, directory: Path, experts: Sequence[str], weights: Weights) -> tuple[Tensor, float | None]:
+def named_prior(
+    name: str, directory: Path, experts: Sequence[str], weights: Weights
+) -> tuple[np.ndarray, float | None]:
     """The prior that `name` stands for, over `experts` of the model in `directory`: (log prior [E], decay).
 
     `name` is `updating`, `uniform`, weights such as law=2,news=1, a domain whose prior is in the run of the model, or
@@ -227,7 +234,7 @@ def named_prior(name: str, directory: Path, experts: Sequence[str], weights: Wei
 
 def posterior_of(
     weights: Weights,
-    log_prior: Tensor,
+    log_prior: np.ndarray,
     directory: Path,
     experts: Sequence[str],
     tokenizer: Tokenizer,
@@ -236,27 +243,38 @@ def posterior_of(
 ) -> Posterior:
     """The posterior over `experts` of the model in `directory` on one text, in blocks of `length` tokens."""
     begin = posteriors_of(weights, log_prior, directory, experts, tokenizer, length, decay)
-    return begin(torch.tensor([tokenizer.end_of_text]))
+    return begin(np.array([tokenizer.end_of_text]))
 
 
 def posteriors_of(
     weights: Weights,
-    log_prior: Tensor,
+    log_prior: np.ndarray,
     directory: Path,
     experts: Sequence[str],
     tokenizer: Tokenizer,
     length: int,
     decay: float | None,
-) -> Callable[[Tensor], Posterior]:
-    """A function that begins the posterior of B texts, given the tokens [B] before them; see `posterior_of`."""
+) -> Callable[[np.ndarray], Posterior]:
+    """A function that begins the posterior of B texts, given the tokens [B] before them; see `posterior_of`.
+
+    Raises DemixError for weights by distance and an expert that the prior allows and that has no cluster.
+    """
+    rule = weights_rule(weights)
     if not weights.rules.routed:
-        return lambda before: posterior_by(weights, log_prior, length, len(before), decay)
+        return lambda before: Posterior(log_prior, length, len(before), decay, rule)
     contexts = clusters_of(directory).contexts(tokenizer, length)
+    for name, weight in zip(experts, log_prior, strict=True):
+        if weight > -np.inf and name not in contexts.names:
+            cause = f"need one cluster per expert; {name} has none"
+            raise DemixError(f"--weights {weights.family}", cause, "use other weights or experts")
+    # The prior leaves out the experts without a cluster, whatever their distance.
+    columns = [contexts.names.index(name) if name in contexts.names else 0 for name in experts]
 
-    def begin(before: Tensor) -> Posterior:
-        return by_distance(weights, log_prior, experts, [contexts.anew() for _ in before], decay, before)
+    def of_a_text() -> Distances:
+        own = contexts.anew()
+        return lambda tokens: own.distances(tokens)[:, columns].astype(np.float64)
 
-    return begin
+    return lambda before: Posterior(log_prior, length, len(before), decay, rule, [of_a_text() for _ in before], before)
 
 
 def open_model(

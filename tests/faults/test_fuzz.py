@@ -23,10 +23,10 @@ from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.sources import Source, download
 from demix.data.tokenizer import Tokenizer, train_tokenizer
 from demix.errors import DemixError
-from demix.evaluate.mix.mixtures import log_mixtures, log_weights, mix
-from demix.evaluate.mix.priors import updating_log_priors
-from demix.evaluate.mix.rules import Chunk, weights_rule
 from demix.files import digest, read_json, read_json_lines, write_json, write_json_lines
+from demix.mix.mixtures import log_mixtures, log_weights, mix
+from demix.mix.priors import updating_log_priors
+from demix.mix.rules import Chunk, weights_rule
 from support.breaking import Note, json_value
 
 Fuzz = Callable[..., None]

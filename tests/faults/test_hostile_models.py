@@ -23,10 +23,10 @@ from demix.errors import DemixError
 from demix.evaluate.score import Scoring, score
 from demix.files import digest, exclusive, read_json, sha256_file, write_json, write_parquet
 from demix.generate.playground.answers import opened
+from demix.mix.stream import Posterior
 from demix.model import experts
 from demix.model.checkpoint import load_model
 from demix.model.decode import Decoder
-from demix.model.posterior import Posterior
 from demix.model.scoring import trunk_log_probabilities
 from support.breaking import Note
 from support.cli import demix, said

@@ -18,6 +18,7 @@ from demix.config.architecture import Architecture, parameters
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError, StoppedError
 from demix.files import read_json
+from demix.mix.stream import Posterior
 from demix.model import gpt
 from demix.model.checkpoint import describe, load_experts, load_model, save_expert, save_shared
 from demix.model.decode import Decoder
@@ -26,7 +27,6 @@ from demix.model.gpt import GPT
 from demix.model.layers import attention_bias
 from demix.model.layers.attention import alibi_slopes
 from demix.model.merge import merge_experts
-from demix.model.posterior import Posterior
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
 from demix.plan.flops import activation_bytes
 from demix.train.adapt import adapt_dense, adapt_expert

@@ -18,15 +18,15 @@ from demix.config.evaluated import bases, compared, evaluated
 from demix.config.mixing import parsed_weights
 from demix.config.rules import RunRules
 from demix.errors import DemixError
+from demix.evaluate.choice import switching_on_dev, tempered_on_dev
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.losses import Mixture, dev_priors, document_losses
-from demix.evaluate.mix.choice import switching_on_dev, tempered_on_dev
-from demix.evaluate.mix.mixtures import mix
-from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior
-from demix.evaluate.mix.rules import Cluster, ClusterHistory, Tempered, weights_rule
 from demix.evaluate.routing import beside_of
 from demix.evaluate.score_tables import read_scores, stream_scores
 from demix.files import digest, read_json, read_parquet, write_json, write_parquet
+from demix.mix.mixtures import mix
+from demix.mix.priors import cached_log_prior, fitted_log_prior
+from demix.mix.rules import Cluster, ClusterHistory, Tempered, weights_rule
 from demix.report.read import read_results
 from support.scored import LENGTH, write_table
 

@@ -23,10 +23,10 @@ from demix.config.systems import Model, planned
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.contexts import Contexts, evaluate_contexts, losses_by_position
-from demix.evaluate.mix.priors import cached_log_prior
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import write_parquet
+from demix.mix.priors import cached_log_prior
 from demix.model.checkpoint import save_expert, save_shared
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities

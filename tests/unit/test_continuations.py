@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from demix.errors import DemixError
-from demix.evaluate.mix import mixtures
-from demix.evaluate.mix.mixtures import log_weights, mix
-from demix.evaluate.mix.rules import Chunk, weights_rule
+from demix.mix import mixtures
+from demix.mix.logs import log_softmax
+from demix.mix.mixtures import log_weights, mix
+from demix.mix.rules import Chunk, weights_rule
 from demix.model import continuations
 from demix.model.continuations import (
     Continuation,
@@ -20,7 +21,6 @@ from demix.model.continuations import (
 )
 from demix.model.decode import Decoder, log_prior_of, posteriors_of, weights_of
 from demix.model.gpt import GPT
-from demix.model.posterior import keep_top
 from demix.model.scoring import log_probabilities
 from support.decoding import LENGTH, in_blocks, whole
 from support.models import SMALL, THREE, model_of, randomise
@@ -40,7 +40,7 @@ RULES = [
 
 
 def mixture_of(weights: str, method: str, decay: float | None, top_k: int | None, trunks: list[GPT]) -> Mixture:
-    prior = PRIOR if method in ("cached", "fitted") else torch.zeros(3)
+    prior = PRIOR if method in ("cached", "fitted") else np.zeros(3)
     begin = posteriors_of(weights_of(weights, Path()), prior, Path(), THREE, None, LENGTH, decay)
     return Mixture(trunks, begin, top_k)
 
@@ -49,10 +49,10 @@ def mixed_by_loop(model: GPT, ids: list[int], weights: str, method: str, decay, 
     """log p [N, V] of all next tokens and log p [N] of those that came, after `ids[0]`, token by token in numpy."""
     text = torch.tensor([ids[1:]])
     table, mask = in_blocks(whole(model, text, torch.tensor(ids[:1]))[:, 0])
-    how = {"decay": decay or 0.3, "log_prior": PRIOR.numpy(), "top_k": top_k}
+    how = {"decay": decay or 0.3, "log_prior": PRIOR, "top_k": top_k}
     rule = "switching(1)" if weights == "average" else weights
     came = mix(table, mask, method, rule, **how)[mask]
-    priors = np.full((len(mask), 3), -np.log(3)) if method in ("uniform", "updating") else PRIOR.numpy()[None]
+    priors = np.full((len(mask), 3), -np.log(3)) if method in ("uniform", "updating") else PRIOR[None]
     if method == "updating":
         priors = mixtures.log_prior_path(table, mask, rule, decay, "paper")[:-1]
     known = weights_rule(rule)
@@ -206,7 +206,7 @@ def test_a_shared_context_is_scored_once(monkeypatch) -> None:
 def test_a_domain_token_stands_before_every_block(domain: str) -> None:
     """In likelihoods, in texts of several blocks, and in decoding piece by piece."""
     model = model_of(("dense",), domain_tokens=THREE)
-    begin = posteriors_of(weights_of("history", Path()), torch.zeros(1), Path(), (domain,), None, LENGTH, None)
+    begin = posteriors_of(weights_of("history", Path()), np.zeros(1), Path(), (domain,), None, LENGTH, None)
     mixture = Mixture([model], begin, None, domain)
     text = DRAWN[:40]
 
@@ -250,16 +250,19 @@ def test_a_model_that_gives_no_probability_is_refused() -> None:
         )
 
 
-def test_the_largest_weights_are_kept_as_in_mix() -> None:
-    log_g = torch.randn(4, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    log_g[0, 0] = torch.tensor([1.0, 2.0, 2.0, 2.0, 0.0])
+def test_the_largest_weights_are_kept() -> None:
+    log_g = np.random.default_rng(1).normal(size=(4, 7, 5))
+    log_g[0, 0] = [1.0, 2.0, 2.0, 2.0, 0.0]
+    log_g = log_softmax(log_g, axis=-1)
     for k in range(1, 7):
-        expected = mixtures.keep_top(log_g.log_softmax(-1).numpy(), k)
-        kept = keep_top(log_g.log_softmax(-1), k)
-        np.testing.assert_allclose(kept.numpy(), expected, atol=1e-12)
+        kept = mixtures.keep_top(log_g, k)
+        for row, before in zip(kept.reshape(-1, 5), log_g.reshape(-1, 5), strict=True):
+            least = sorted(before, reverse=True)[min(k, 5) - 1]
+            weights = np.where(before >= least, np.exp(before), 0)
+            np.testing.assert_allclose(np.exp(row), weights / weights.sum(), atol=1e-12)
         # The three of weight 2 stay together.
-        assert (kept[0, 0] > -torch.inf).sum() == {1: 3, 2: 3, 3: 3, 4: 4}.get(k, 5)
-    assert keep_top(log_g, None) is log_g
+        assert (kept[0, 0] > -np.inf).sum() == {1: 3, 2: 3, 3: 3, 4: 4}.get(k, 5)
+    assert mixtures.keep_top(log_g, None) is log_g
 
 
 def test_decoding_mixes_the_likeliest_experts_alone() -> None:

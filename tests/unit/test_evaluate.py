@@ -18,16 +18,16 @@ from demix.config.evaluated import bases, compared
 from demix.config.evaluated import evaluated as evaluated_tables
 from demix.data.tokenizer import Tokenizer, byte_lengths, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
+from demix.evaluate.choice import switching_on_dev, tempered_on_dev, write_mixing
 from demix.evaluate.columns import COLUMNS
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.intervals import bounds, resampled_blocks, resampled_sums, stretch_tokens
 from demix.evaluate.join import join
-from demix.evaluate.mix.choice import switching_on_dev, tempered_on_dev, write_mixing
-from demix.evaluate.mix.mixtures import mix
-from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior
-from demix.evaluate.mix.rules import Switching, Tempered
 from demix.evaluate.score_tables import read_scores
 from demix.files import seed_for, write_parquet
+from demix.mix.mixtures import mix
+from demix.mix.priors import cached_log_prior, fitted_log_prior
+from demix.mix.rules import Switching, Tempered
 from support.scored import write_table
 
 TABLES = ("results", "priors", "differences", "posteriors", "losses")

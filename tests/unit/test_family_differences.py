@@ -10,9 +10,9 @@ import pytest
 
 from demix.config.evaluated import balanced_pairs, bases, compared, evaluated
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
-from demix.evaluate.mix.mixtures import mix
 from demix.evaluate.score_tables import read_scores
 from demix.files import digest, read_json, seed_for, write_json, write_parquet
+from demix.mix.mixtures import mix
 from demix.report.claims import claims
 from demix.report.clusters import read_clusters
 from demix.report.family_differences import family_differences_table

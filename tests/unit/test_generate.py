@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.mix.mixtures import mix
 from demix.files import read_json, write_json
+from demix.mix.mixtures import mix
+from demix.mix.rules import weights_rule
+from demix.mix.stream import Posterior
 from demix.model.checkpoint import load_model
 from demix.model.decode import ALONE, Decoder, choose, decoded, generate, log_prior_of, nucleus, weights_of
 from demix.model.export import export_hf
-from demix.model.posterior import Posterior, posterior_by
 from support.cli import demix
 from support.decoding import LENGTH, in_blocks, whole, write_run
 from support.models import THREE, model_of, write_model
@@ -64,7 +65,7 @@ def test_mixtures_of_generated_texts_equal_mix(method: str, log_prior: torch.Ten
     mixed = (log_weights + scores.permute(1, 2, 0)).logsumexp(-1).numpy()
     for text in range(len(BEFORE)):
         table, mask = in_blocks(expected[:, text])
-        ours = mix(table, mask, method, "history", decay=decay or 0.3, log_prior=PRIOR.numpy())[mask]
+        ours = mix(table, mask, method, "history", decay=decay or 0.3, log_prior=PRIOR)[mask]
         np.testing.assert_allclose(mixed[text], ours, atol=1e-10, rtol=0)
 
 
@@ -84,7 +85,7 @@ def test_mixtures_of_generated_texts_equal_mix(method: str, log_prior: torch.Ten
 def test_every_rule_gives_the_mixtures_of_whole_texts(weights: str, method: str, decay: float | None, pieces) -> None:
     model, known = model_of(THREE, torch.float64), method in ("cached", "fitted")
     rule = weights_of(weights, Path())
-    posterior = posterior_by(rule, PRIOR if known else torch.zeros(3), LENGTH, len(BEFORE), decay)
+    posterior = Posterior(PRIOR if known else np.zeros(3), LENGTH, len(BEFORE), decay, weights_rule(rule))
     decoder = Decoder([model], BEFORE, posterior)
     scores, log_weights = (torch.cat(parts, axis) for axis, parts in zip(
         (2, 1), zip(*(decoder.read(piece) for piece in TOKENS.split(pieces, 1)), strict=True), strict=True
@@ -92,7 +93,7 @@ def test_every_rule_gives_the_mixtures_of_whole_texts(weights: str, method: str,
     mixed = (log_weights + scores.permute(1, 2, 0)).logsumexp(-1).numpy()
     for text in range(len(BEFORE)):
         table, mask = in_blocks(scores[:, text].numpy())
-        ours = mix(table, mask, method, weights, decay=decay or 0.3, log_prior=PRIOR.numpy())[mask]
+        ours = mix(table, mask, method, weights, decay=decay or 0.3, log_prior=PRIOR)[mask]
         np.testing.assert_allclose(mixed[text], ours, atol=1e-10, rtol=0)
 
 
@@ -168,8 +169,8 @@ def test_top_p_keeps_the_fewest_likeliest_that_reach_it(size: int, top_p: float,
 
 
 def test_priors_of_experts() -> None:
-    np.testing.assert_allclose(PRIOR.exp(), [0.2, 0, 0.8])
-    np.testing.assert_allclose(log_prior_of(THREE, {"news": 5.0}).exp(), [0, 1, 0])
+    np.testing.assert_allclose(np.exp(PRIOR), [0.2, 0, 0.8])
+    np.testing.assert_allclose(np.exp(log_prior_of(THREE, {"news": 5.0})), [0, 1, 0])
     for wrong, cause in (({"laws": 1.0}, "no expert"), ({"law": -1.0}, "is -1"), ({"law": 0.0}, "without weight")):
         with pytest.raises(DemixError, match=cause):
             log_prior_of(THREE, wrong)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from demix.data.tokenizer import Tokenizer
-from demix.evaluate.mix.mixtures import mix
+from demix.mix.mixtures import mix
 from demix.model.checkpoint import load_model, save_expert, save_shared
 from demix.model.gpt import GPT
 from demix.model.scoring import trunk_log_probabilities

@@ -31,8 +31,8 @@ from demix.config.rows import training_domains
 from demix.config.scoring import scoring_jobs
 from demix.config.systems import Model, trained
 from demix.errors import DemixError
+from demix.evaluate.choice import tempered_on_dev
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
-from demix.evaluate.mix.choice import tempered_on_dev
 from demix.evaluate.new_domain import add_domain
 from demix.evaluate.own_text import evaluate_text
 from demix.evaluate.parent import choose_parent, own_dev_losses

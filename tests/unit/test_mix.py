@@ -11,15 +11,15 @@ from scipy.special import log_softmax, logsumexp
 
 from demix.config.mixing import METHODS
 from demix.errors import DemixError
-from demix.evaluate.mix.mixtures import log_mixtures, log_weights, mix
-from demix.evaluate.mix.priors import (
+from demix.mix.mixtures import log_mixtures, log_weights, mix
+from demix.mix.priors import (
     cached_log_prior,
     log_prior_path,
     posterior_trace,
     released_log_priors,
     updating_log_priors,
 )
-from demix.evaluate.mix.rules import Chunk, PriorAlone, weights_rule
+from demix.mix.rules import Chunk, PriorAlone, weights_rule
 from support.mixing import as_blocks, normalised, tables
 
 

@@ -16,13 +16,13 @@ from demix.data.cluster import Clusterer, Clustering, context_distances, fit_clu
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.mix.mixtures import mix
 from demix.evaluate.own_text import evaluate_text
 from demix.evaluate.routing import Routing, route
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, write_json, write_json_lines
 from demix.generate.playground.answers import Mixing, analyse, model_facts, opened
+from demix.mix.mixtures import mix
 from demix.model.checkpoint import load_experts
 from demix.model.clusters import copy_clusters
 from demix.model.continuations import Continuation, Mixture, continuation_log_probabilities
@@ -101,7 +101,7 @@ def test_generation_gives_the_probabilities_of_an_evaluation(
     mask = (np.arange(blocks * length) < len(ids)).reshape(blocks, length)
     ours = mix(
         table.reshape(blocks, length, -1), mask, method, weights if "(" in weights else f"{weights}(0.1)",
-        decay=decay or 0.3, log_prior=prior.numpy(), distances=far.reshape(blocks, length, -1),
+        decay=decay or 0.3, log_prior=prior, distances=far.reshape(blocks, length, -1),
     )[mask]  # fmt: skip
     np.testing.assert_allclose(mixed, ours, atol=1e-10, rtol=0)
 
@@ -129,8 +129,8 @@ def test_continuations_have_the_weights_of_their_texts(run: Path, weights: str, 
     # The token before a text is part of it, where it is a word.
     terms = Clusterer.open(run / "clusters" / "by_domain").embedding.terms
     word = next(token for token in range(encoder.end_of_text) if encoder.decode([token]).strip() in terms)
-    near, far = (begin(torch.tensor([token])).log_weights for token in (word, encoder.end_of_text))
-    assert not torch.allclose(near, far)
+    near, far = (begin(np.array([token])).log_weights for token in (word, encoder.end_of_text))
+    assert not np.allclose(near, far)
 
 
 def test_an_expert_without_a_cluster_takes_no_weights_by_distance(run: Path) -> None:
@@ -141,7 +141,7 @@ def test_an_expert_without_a_cluster_takes_no_weights_by_distance(run: Path) -> 
     with pytest.raises(DemixError, match="--weights cluster: need one cluster per expert; extra has none"):
         posterior_of(rule, every, model, EXPERTS, encoder, 16, None)
     some = log_prior_of(EXPERTS, dict.fromkeys(TRAINING, 1.0))
-    weights = posterior_of(rule, some, model, EXPERTS, encoder, 16, None).log_weights[0].exp()
+    weights = np.exp(posterior_of(rule, some, model, EXPERTS, encoder, 16, None).log_weights[0])
     assert weights.sum() == pytest.approx(1)
     assert weights[EXPERTS.index("extra")] == 0
 
@@ -155,8 +155,8 @@ def test_the_playground_offers_clusters_where_the_run_has_them(run: Path) -> Non
     rule = weights_of("cluster", run / "models" / "demix")
     prior = log_prior_of(model.experts, dict.fromkeys(model.experts, 1.0))
     posterior = posterior_of(rule, prior, run / "models" / "demix", model.experts, model.tokenizer, model.context, None)
-    ids = torch.tensor([model.tokenizer.encode(text).tolist()])
-    expected = posterior.observe(torch.zeros(len(model.experts), 1, ids.shape[1]), ids)[0].exp()
+    ids = model.tokenizer.encode(text)[None]
+    expected = np.exp(posterior.observe(np.zeros((len(model.experts), 1, ids.shape[1])), ids)[0])
     np.testing.assert_allclose(found["weights"][:-1], expected, atol=1e-4)
     assert np.ptp(np.array(found["weights"]), axis=0).max() > 0.05, "the weights follow the text"
 
@@ -230,8 +230,8 @@ def weights_on(model: Path, experts: tuple[str, ...], text: str) -> np.ndarray:
     encoder = Tokenizer.load(model / "tokenizer.json")
     prior = log_prior_of(experts, dict.fromkeys(experts, 1.0))
     posterior = posterior_of(weights_of("cluster", model), prior, model, experts, encoder, 16, None)
-    ids = torch.tensor([encoder.encode(text).tolist()])
-    return posterior.observe(torch.zeros(len(experts), 1, ids.shape[1]), ids)[0].exp().numpy()
+    ids = encoder.encode(text)[None]
+    return np.exp(posterior.observe(np.zeros((len(experts), 1, ids.shape[1])), ids)[0])
 
 
 def test_a_copied_model_keeps_its_clusters(run: Path, copied: Path, tmp_path: Path) -> None:

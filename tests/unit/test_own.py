@@ -12,13 +12,13 @@ import pytest
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.mix.choice import switching_on_dev
-from demix.evaluate.mix.mixtures import mix
-from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior
-from demix.evaluate.mix.rules import Tempered
+from demix.evaluate.choice import switching_on_dev
 from demix.evaluate.own_text import DECAY, DEV_BLOCKS, evaluate_texts
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
+from demix.mix.mixtures import mix
+from demix.mix.priors import cached_log_prior, fitted_log_prior
+from demix.mix.rules import Tempered
 from demix.model.description import Usual
 from demix.model.tokenizer import tokenizer_of
 from demix.model.usual import write_usual

@@ -22,7 +22,6 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.mix.mixtures import mix
 from demix.files import write_parquet
 from demix.generate.playground.answers import (
     EXAMPLE,
@@ -35,6 +34,7 @@ from demix.generate.playground.answers import (
     opened,
 )
 from demix.generate.playground.server import CONNECTIONS, DRAINED_BYTES, MOST_BYTES, Playground, serve
+from demix.mix.mixtures import mix
 from demix.model.checkpoint import load_model
 from support.decoding import in_blocks, whole, write_run
 from support.disturbed import until

@@ -21,10 +21,10 @@ from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate import score_tables
 from demix.evaluate.losses import Mixture
-from demix.evaluate.mix.rules import Chunk, ReleasedCluster
 from demix.evaluate.routing import Routing, beside_of, route
 from demix.evaluate.score_tables import tokens_sha256
 from demix.files import read_parquet
+from demix.mix.rules import Chunk, ReleasedCluster
 from support.tokens import NOVEL, TRAINING
 
 DOMAINS = TRAINING + NOVEL

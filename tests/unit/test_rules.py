@@ -12,9 +12,9 @@ from scipy.special import logsumexp
 
 from demix.errors import DemixError
 from demix.evaluate.losses import Mixture, document_losses
-from demix.evaluate.mix.mixtures import mix
-from demix.evaluate.mix.rules import Chunk, State, WeightsRule
 from demix.evaluate.score_tables import Beside, stream_scores, tokens_sha256, write_scores, write_tokens
+from demix.mix.mixtures import mix
+from demix.mix.rules import Chunk, State, WeightsRule
 
 EXPERTS = ("law", "news", "code")
 LENGTH = 8

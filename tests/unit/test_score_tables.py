@@ -14,8 +14,6 @@ from demix.config.mixing import METHODS
 from demix.errors import DemixError
 from demix.evaluate.intervals import stretch_tokens
 from demix.evaluate.losses import Mixture, dev_priors, document_losses
-from demix.evaluate.mix.mixtures import mix
-from demix.evaluate.mix.priors import cached_log_prior, fitted_log_prior
 from demix.evaluate.score_tables import (
     read_scores,
     refuse_other_model,
@@ -25,6 +23,8 @@ from demix.evaluate.score_tables import (
     write_tokens,
 )
 from demix.files import write_parquet
+from demix.mix.mixtures import mix
+from demix.mix.priors import cached_log_prior, fitted_log_prior
 from support.scored import LENGTH, starts, write_table
 
 

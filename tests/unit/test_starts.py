@@ -9,7 +9,7 @@ import pytest
 import scipy.signal
 import scipy.special
 
-from demix.evaluate.mix.logs import decaying_sums, log_softmax, logsumexp
+from demix.mix.logs import decaying_sums, log_softmax, logsumexp
 from support.cli import demix
 
 # Each command ends with an error about its arguments, after its imports.

@@ -11,12 +11,12 @@ from scipy.optimize import minimize
 from scipy.special import log_softmax, logsumexp
 
 from demix.errors import DemixError
+from demix.evaluate.choice import ALPHAS, BETAS, GAMMAS, switching_on_dev, tempered_on_dev
 from demix.evaluate.losses import Mixture, dev_priors, document_losses
-from demix.evaluate.mix.choice import ALPHAS, BETAS, GAMMAS, switching_on_dev, tempered_on_dev
-from demix.evaluate.mix.mixtures import floor, mix
-from demix.evaluate.mix.priors import fitted_log_prior
-from demix.evaluate.mix.rules import Chunk, Released, Switching, Tempered, weights_rule
 from demix.evaluate.score_tables import ScoreTable, read_scores, tokens_sha256, write_scores, write_tokens
+from demix.mix.mixtures import floor, mix
+from demix.mix.priors import fitted_log_prior
+from demix.mix.rules import Chunk, Released, Switching, Tempered, weights_rule
 from support.mixing import normalised, tables
 
 priors = st.tuples(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 30.0, 1000.0]))

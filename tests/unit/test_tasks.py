@@ -9,7 +9,6 @@ from scipy.stats import binomtest
 
 from demix.config.tasks import Task
 from demix.data.tasks import Prompt
-from demix.evaluate.mix.rules import Tempered
 from demix.evaluate.task_tables import Scored
 from demix.evaluate.tasks import (
     ALONE,
@@ -26,6 +25,7 @@ from demix.evaluate.tasks import (
     routings,
     updating,
 )
+from demix.mix.rules import Tempered
 from support.tasks import LABELS, made_up
 
 E = 4

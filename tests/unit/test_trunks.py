@@ -13,9 +13,9 @@ from demix.evaluate.losses import Mixture, dev_priors, document_losses
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.generate.playground.answers import Drawing, Mixing, analyse, draw, model_facts, opened
+from demix.mix.stream import Posterior
 from demix.model.checkpoint import load_experts
 from demix.model.decode import Decoder, generate
-from demix.model.posterior import Posterior
 from support.cli import demix
 from support.decoding import LENGTH, whole, write_run
 from support.models import THREE, count_whole_models, model_of, randomise, write_trunks

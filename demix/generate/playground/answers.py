@@ -8,12 +8,15 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 
 from demix.config.mixing import parsed_weights
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError, nearest
 from demix.files import parquet_reader, read_parquet
+from demix.mix.logs import logsumexp
+from demix.mix.stream import Posterior
 from demix.model.clusters import has_clusters
 from demix.model.decode import (
     Decoder,
@@ -28,7 +31,6 @@ from demix.model.decode import (
 )
 from demix.model.description import run_of
 from demix.model.gpt import GPT
-from demix.model.posterior import Posterior
 from demix.model.scoring import columns_of
 from demix.settings import Integer, Items, Number, Text, settings
 
@@ -151,15 +153,15 @@ def analyse(model: Opened, asked: Mixing) -> dict[str, Any]:
     with model.lock:
         if model.last is None or model.last[0] != asked.text:
             ids = _ids(model, asked.text)
-            unweighted = Posterior(torch.zeros(len(model.experts)), model.context)
+            unweighted = Posterior(np.zeros(len(model.experts)), model.context)
             decoder = Decoder(model.trunks, _start(model), unweighted)
             model.last = asked.text, ids, decoder.read(torch.tensor([ids], dtype=torch.long))[0]
         _, ids, scores = model.last
-    log_weights = posterior.observe(scores, torch.tensor([ids], dtype=torch.long))
+    log_weights = posterior.observe(scores.numpy(), np.array([ids], np.int64))
     return {
         "pieces": list(decoded(model.tokenizer, ids)),
         **_numbers(scores, log_weights),
-        "weights": _rounded(torch.cat([log_weights[0], posterior.log_weights], 0).exp(), 4),
+        "weights": _rounded(np.exp(np.concatenate([log_weights[0], posterior.log_weights])), 4),
     }
 
 
@@ -192,8 +194,8 @@ def draw(model: Opened, asked: Drawing) -> Iterator[dict[str, Any]]:
                 generator=torch.Generator().manual_seed(asked.seed),
                 end=model.tokenizer.end_of_text,
             ):
-                after = _rounded(decoder.posterior.log_weights.exp(), 4)
-                drawn.append({**_numbers(scores, log_weights), "weights": after})
+                after = _rounded(np.exp(decoder.posterior.log_weights), 4)
+                drawn.append({**_numbers(scores, log_weights.numpy()), "weights": after})
                 yield int(token)
 
         for piece in decoded(model.tokenizer, tokens()):
@@ -202,15 +204,15 @@ def draw(model: Opened, asked: Drawing) -> Iterator[dict[str, Any]]:
     return steps()
 
 
-def _numbers(scores: torch.Tensor, log_weights: torch.Tensor) -> dict[str, Any]:
+def _numbers(scores: torch.Tensor, log_weights: np.ndarray) -> dict[str, Any]:
     """`bits` [N] under the mixture and `expert_bits` [N, E], from the scores [E, 1, N] of one text."""
-    by_expert = scores[:, 0].T
-    mixed = (log_weights[0] + by_expert).logsumexp(-1)
+    by_expert = scores[:, 0].T.numpy()
+    mixed = logsumexp(log_weights[0] + by_expert)
     return {"bits": _rounded(-mixed * BITS, 3), "expert_bits": _rounded(-by_expert * BITS, 2)}
 
 
-def _rounded(values: torch.Tensor, digits: int) -> list[Any]:
-    rounded: list[Any] = (values.double().numpy().round(digits) + 0.0).tolist()
+def _rounded(values: np.ndarray, digits: int) -> list[Any]:
+    rounded: list[Any] = (values.round(digits) + 0.0).tolist()
     return rounded
 
 
@@ -224,7 +226,7 @@ def _posterior(model: Opened, asked: Mixing | Drawing) -> Posterior:
     if rule.window:
         raise DemixError("weights", "are a number of tokens", "choose a rule that the page offers")
     log_prior, decay = named_prior(asked.prior, model.directory, model.experts, rule)
-    weights = dict(zip(model.experts, log_prior.exp().tolist(), strict=True))
+    weights = dict(zip(model.experts, np.exp(log_prior).tolist(), strict=True))
     log_prior = log_prior_of(model.experts, {name: weights[name] for name in asked.experts})
     return posterior_of(rule, log_prior, model.directory, model.experts, model.tokenizer, model.context, decay)
 

@@ -5,9 +5,9 @@ import numpy as np
 from demix.config.evaluation import DECAY
 from demix.config.mixing import METHODS
 from demix.errors import DemixError
-from demix.evaluate.mix.logs import log_softmax, logsumexp
-from demix.evaluate.mix.priors import log_prior_path
-from demix.evaluate.mix.rules import DISTANCES, Chunk, PriorAlone, WeightsRule, released_rule, weights_rule
+from demix.mix.logs import log_softmax, logsumexp
+from demix.mix.priors import log_prior_path
+from demix.mix.rules import DISTANCES, Chunk, PriorAlone, State, WeightsRule, released_rule, weights_rule
 
 SCORERS = ("paper", "released")
 # In hindsight, no mixtures: the floor of `history`, which picks one expert for a block, and that of every rule.
@@ -30,10 +30,10 @@ def mix(
 ) -> np.ndarray:
     """log p [B, T] in nats of each token under the mixture of experts (paper, Eq. 4).
 
-    `scores` [B, T, E] and `mask` [B, T] are as in `demix.evaluate.mix.priors`; the result is 0 at padding. `method` is
+    `scores` [B, T, E] and `mask` [B, T] are as in `demix.mix.priors`; the result is 0 at padding. `method` is
     `average` (equal weights, no posterior), or a posterior with the prior `uniform`, `updating` (with `decay`),
     `cached` or `fitted` (`log_prior` [E], from `cached_log_prior` or `fitted_log_prior`). With the scorer `released`,
-    the weights (`demix.evaluate.mix.rules.released_rule`) and the updating prior are those of the paper's published
+    the weights (`demix.mix.rules.released_rule`) and the updating prior are those of the paper's published
     code. `distances` [B, T, E] are the squared distances of the text before each token to the experts' clusters, for
     weights that need them. Raises DemixError for an unknown method or scorer, for a missing prior, and for an updating
     prior with weights that see earlier blocks.
@@ -128,13 +128,28 @@ def log_mixtures(
     for number in np.flatnonzero(lost.any(axis=0)).tolist():
         blocks = lost[:, number]
         log_g = log_weights(log_priors[blocks, number], evidence[blocks], uniform_start)
-        log_g = log_g if top_k is None else keep_top(log_g, top_k)
-        mixed[blocks, number] = logsumexp(log_g + scores[blocks])
+        mixed[blocks, number] = logsumexp(keep_top(log_g, top_k) + scores[blocks])
     return mixed
 
 
-def keep_top(log_g: np.ndarray, k: int) -> np.ndarray:
-    """The `likeliest` weights of `log_g` [..., E] at each token, renormalised; the others become -inf."""
+def weigh(
+    rule: WeightsRule, log_priors: np.ndarray, chunk: Chunk, state: State | None = None
+) -> tuple[np.ndarray, State]:
+    """log g [B, T, E] by `rule` of the tokens of a chunk whose blocks have the priors `log_priors` [B, E].
+
+    Also returns the rule's state after the chunk. Without `state` the text begins with the chunk.
+    """
+    evidence, after = rule.evidence(chunk, rule.begin(log_priors[0]) if state is None else state)
+    return log_weights(log_priors, evidence, rule.uniform_start), after
+
+
+def keep_top(log_g: np.ndarray, k: int | None) -> np.ndarray:
+    """The k `likeliest` weights of `log_g` [..., E] at each token, renormalised; the others become -inf.
+
+    None keeps all.
+    """
+    if k is None:
+        return log_g
     return log_softmax(np.where(likeliest(log_g, k), log_g, -np.inf))
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from demix.config.mixing import DEFAULTS
-from demix.evaluate.mix.mixtures import mix
-from demix.evaluate.mix.rules import Switching, Tempered
 from demix.evaluate.score_tables import ScoreTable, refuse_evidence
 from demix.files import write_json
+from demix.mix.mixtures import mix
+from demix.mix.rules import Switching, Tempered
 from demix.model.description import read_mixing
 
 BETAS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)

@@ -9,8 +9,8 @@ import math
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from demix.evaluate.mix.logs import log_softmax
-from demix.evaluate.mix.rules import WeightsRule, weights_rule
+from demix.mix.logs import log_softmax
+from demix.mix.rules import WeightsRule, weights_rule
 
 # The decay of the released code: its ewm(alpha=0.3) keeps 0.7 of the prior from block to block.
 RELEASED_DECAY = 0.7
@@ -31,16 +31,17 @@ def updating_log_priors(
 ) -> np.ndarray:
     """log prior [B + 1, E] at the start of each block and after the last one (paper, Eq. 7).
 
-    The first prior is uniform. Prior b is proportional to the sum over earlier blocks b' of decay^(b - b') times the
-    posterior after block b'. The `cached` prior is the last row. With decays [D], the result is [B + 1, D, E]. To
-    continue after `seen` blocks, pass the last row of their result as `first`.
+    The first prior is `first`, uniform without it. Prior b is proportional to the sum over earlier blocks b' of
+    decay^(b - b') times the posterior after block b'. The `cached` prior is the last row. With decays [D], the result
+    is [B + 1, D, E]. To continue after `seen` blocks, pass the last row of their result as `first`.
     """
     blocks, experts = block_evidence.shape
     decays = np.asarray(decay, dtype=np.float64)[..., None]
     log_priors = np.full((blocks + 1, *decays.shape[:-1], experts), -np.log(experts))
     total = np.full(log_priors.shape[1:], -np.inf)
-    if first is not None and seen:
+    if first is not None:
         log_priors[0] = first
+    if first is not None and seen:
         # The weights of the sum over the `seen` blocks add up to decay + decay² + … + decay^seen.
         with np.errstate(divide="ignore", invalid="ignore"):
             series = -decays * np.expm1(seen * np.log(decays)) / (1 - decays)

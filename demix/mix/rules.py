@@ -15,7 +15,7 @@ import numpy as np
 
 from demix.config.mixing import Weights, parsed_weights
 from demix.errors import DemixError
-from demix.evaluate.mix.logs import decaying_sums
+from demix.mix.logs import decaying_sums
 
 # What a rule that weights experts by their clusters reads beside the scores: squared distances [B, T, E].
 DISTANCES = "distances"
@@ -49,11 +49,13 @@ class WeightsRule(ABC):
     """The evidence of the text so far for each expert. Rules are frozen and hashable, so equal rules share evidence.
 
     With `uniform_start`, the first token of a block gets equal weights for any prior. With `by_prior`, the evidence
-    depends on the prior, so mixtures with different priors do not share their evidence.
+    depends on the prior, so mixtures with different priors do not share their evidence. A rule of the `stream` sees all
+    tokens before, and a chunk for it may begin and end inside of a block.
     """
 
     uniform_start: ClassVar[bool] = False
     by_prior: ClassVar[bool] = False
+    stream: ClassVar[bool] = False
 
     def begin(self, log_prior: np.ndarray) -> State:
         """The state before the first block of a text, for a text with the log prior `log_prior` [E]."""
@@ -135,6 +137,7 @@ class Tempered(WeightsRule):
     S ← γ·S + ℓ[t].
     """
 
+    stream: ClassVar[bool] = True
     beta: float
     gamma: float
 
@@ -161,6 +164,7 @@ class Switching(WeightsRule):
     """
 
     by_prior: ClassVar[bool] = True
+    stream: ClassVar[bool] = True
     alpha: float
 
     def begin(self, log_prior: np.ndarray) -> State:
