@@ -8,7 +8,7 @@ import pandas as pd
 
 from demix.config.evaluated import System, bases
 from demix.files import write_text
-from demix.report import left_out, left_out_notes, read
+from demix.report import left_out, left_out_notes, read, title_of
 from demix.report.affinity import affinities, relation_with_own, with_overlap
 from demix.report.all_tables import scale_note
 from demix.report.cells import mean_of, so_many
@@ -369,7 +369,7 @@ def write_claims(
 ) -> list[Claim]:
     """Write `claims.html` and `claims.md` into `output_dir`. Returns the claims."""
     judged, note = claims(results, overlap, differences, parents, config, clusters), scale_note(results, config)
-    title = "Claims of the paper, judged on this run"
+    title = title_of("claims")
     notes = [*left_out_notes(config), note]
     counts = {verdict: sum(claim.verdict == verdict for claim in judged) for verdict in _SIGNS}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) + f", of {len(judged)}."
