@@ -48,7 +48,7 @@ COUNTED = {"Documents": "{:,.0f}", "Pieces": "{:,.0f}"}
 
 def so_many(number: int, noun: str) -> str:
     """A number and what it counts: "1 novel domain", "8 novel domains"."""
-    return f"{number} {noun}" + "s" * (number != 1)
+    return f"{number:,} {noun}" + "s" * (number != 1)
 
 
 def in_domain(config: dict[str, Any]) -> list[System]:
