@@ -163,6 +163,7 @@ def mix(
     from demix.evaluate.domain import mix_experts
     from demix.evaluate.intervals import block_tokens
     from demix.evaluate.losses import Mixture
+    from demix.report.cells import so_many
 
     scored = [path.stem for path in sorted(scores.glob("*.parquet")) if path.stem != "tokens"]
     chosen = experts.split(",") if experts else scored
@@ -185,7 +186,7 @@ def mix(
     tokens, documents = rows[0]["tokens"], rows[0]["documents"]
     block = block_tokens(documents, tokens)
     drawn = f"; intervals are within these documents, from blocks of {block:,} tokens" if block else ""
-    print(f"{tokens:,} tokens of {documents:,} documents{drawn}")
+    print(f"{tokens:,} tokens of {so_many(documents, 'document')}{drawn}")
 
 
 @app.command()

@@ -84,7 +84,7 @@ def ends_lower(dense: pd.Series, demix: pd.Series) -> str:
         return "there are no rows of both"
     (lower, low), (higher, high) = both.mean().sort_values().items()
     count = int((both[lower] < both[higher]).sum())
-    return f"{lower} ends lower for {count} of {len(both)} domains (mean {low:.1f}, {higher} {high:.1f})"
+    return f"{lower} ends lower for {count} of {so_many(len(both), 'domain')} (mean {low:.1f}, {higher} {high:.1f})"
 
 
 def lowest(frame: pd.DataFrame, axis: int) -> pd.DataFrame:

@@ -205,7 +205,7 @@ def _diagonal(results: Results, config: dict[str, Any]) -> Claim:
     agreeing = int((best > 1).sum())
     sentence = (
         f"The best other expert's perplexity is {best.mean():.2f} times the own expert's on average; the own expert is "
-        f"the best on {agreeing} of {len(best)} domains."
+        f"the best on {agreeing} of {so_many(len(best), 'domain')}."
         if len(best)
         else "Perplexities of single experts: no rows."
     )
@@ -248,7 +248,7 @@ def _one_added(
             pd.Series(means, dtype="float64"),
             "training experts",
             pd.Series(base, index=novel, dtype="float64"),
-            over="added experts",
+            over="added expert",
         ),
     )
 
@@ -335,7 +335,8 @@ def _removal_level(results: Results, config: dict[str, Any], training: list[str]
             int(nearer.sum()),
             len(rows),
             f"+Expert {mean['with']:.2f}, −Expert {mean['without']:.2f}, −Domain {mean['never']:.2f}; −Expert is "
-            f"nearer to −Domain than to +Expert on {int(nearer.sum())} of the {len(rows)} domains trained without.",
+            f"nearer to −Domain than to +Expert on {int(nearer.sum())} of the "
+            f"{so_many(len(rows), 'domain')} trained without.",
         )
     return claim_of(
         "removal_like_never_trained",

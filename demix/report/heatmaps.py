@@ -10,6 +10,7 @@ import pandas as pd
 
 from demix.report import title_of
 from demix.report.affinity import affinities, relations, with_overlap
+from demix.report.cells import so_many
 from demix.report.look import CELL_RANGE, COLOURS, finish, finite, heading_of
 from demix.report.read import Results, novel_domains, prior_table, training_domains
 
@@ -101,7 +102,8 @@ def _scatters(pairs: pd.DataFrame) -> alt.HConcatChart:
         ]
         told = f"{relation.kind} domains" + (", own expert left out" if relation.kind == "training" else "")
         if np.isfinite(relation.spearman):
-            told += f": Spearman {relation.spearman:+.2f} over {relation.pairs} pairs of {relation.domains} domains"
+            told += f": Spearman {relation.spearman:+.2f} over {so_many(relation.pairs, 'pair')} of "
+            told += so_many(relation.domains, "domain")
             told = told.replace("-0.", "−0.")
         if np.isfinite(relation.permutation_p):
             told += f" (p = {relation.permutation_p:.2g}, domains permuted)"

@@ -132,8 +132,8 @@ def table5(results: Results, config: dict[str, Any]) -> Table:
     return Table(
         "table5",
         title_of("table5"),
-        f"Test perplexity on each of the {len(domains)} domains never trained on, for the baselines and for DEMix by "
-        "the way its experts are mixed. Lower is better; the lowest of each column is bold, oracles left out.",
+        f"Test perplexity by domain, on {so_many(len(domains), 'domain')} never trained on, for the baselines and for "
+        "DEMix by the way its experts are mixed. Lower is better; the lowest of each column is bold, oracles left out.",
         frame,
         notes=(
             ORACLE_NOTE,
@@ -174,8 +174,9 @@ def table6(results: Results, config: dict[str, Any]) -> Table:
     return Table(
         "table6",
         title_of("table6"),
-        f"Test perplexity with a cached prior, over the {len(training)} experts trained together and over these and "
-        f"the {len(novel)} that DEMix-DAPT added, first on the training, then on the novel domains. Lower is better.",
+        f"Test perplexity with a cached prior, over {so_many(len(training), 'expert')} trained together and over these "
+        f"and the {len(novel)} that DEMix-DAPT added, first on the training, then on the novel domains. Lower is "
+        "better.",
         frame,
         notes=notes,
         formats={"Change, %": "{:+.2f}"} | COUNTED,
@@ -314,7 +315,7 @@ def table13(results: Results, config: dict[str, Any], parents: dict[str, Parent]
         "table13",
         title_of("table13"),
         "Change of test perplexity in percent (negative is better) by adapting to the domain of each row, and below it "
-        f"the perplexities before and after: averaged over the {len(training)} training domains, which shows "
+        f"the perplexities before and after: averaged over {so_many(len(training), 'training domain')}, which shows "
         f"forgetting, and on the domain adapted to. On the domain adapted to, {own}; on the training domains, {old}. "
         f"Dense-DAPT starts from {read.before_dense_dapt(config).label} and is compared with it; DEMix-DAPT's expert "
         + (
@@ -324,8 +325,8 @@ def table13(results: Results, config: dict[str, Any], parents: dict[str, Parent]
         )
         + ", and on training domains each domain's own expert before and after "
         "the experts were added, the same by construction: no file of theirs is written. One expert added: the mixture "
-        f"of the {len(training)} training experts and the new one with a cached prior (6.2, Figure 6), compared with "
-        f"that of the {len(training)}.",
+        f"of {so_many(len(training), 'training expert')} and the new one with a cached prior (6.2, Figure 6), compared "
+        f"with that of the {len(training)}.",
         frame,
         notes=(
             f"Dense-DAPT changes every parameter of a model, {sizes['Dense-DAPT']:,} bytes per domain; DEMix-DAPT "

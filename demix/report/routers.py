@@ -115,7 +115,7 @@ def router_loads(loads: dict[str, pd.DataFrame], config: dict[str, Any]) -> alt.
                     form=".0%",
                 )
             )
-    last = f"; the last {len(novel)} domains are novel" if novel else ""
+    last = "; novel domains stand last" if novel else ""
     return finish(
         alt.concat(*maps, columns=2, spacing=24, align="each"),
         title_of("router_loads"),
