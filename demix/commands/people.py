@@ -112,20 +112,21 @@ def evaluate_own(
     import dataclasses
     import json
 
-    from demix.evaluate.own_text import FILES_NOTE, evaluate_texts, files_table, headline, remarks, tables
+    from demix.evaluate.own_text import OwnText, evaluate_texts
     from demix.files.json_files import without_nan
+    from demix.report.own_text import FILES_NOTE, files_table, headline, remarks, tables
 
     # Reading the text logs the steps of a data stage, which are noise here.
     logging.getLogger("demix").setLevel(logging.WARNING)
     found = list(evaluate_texts(model, texts, tokenizer, dev, field))
-    several = len(found) > 1 or texts[0].is_dir()
+    alone = len(found) == 1 and not texts[0].is_dir()
     if as_json:
         told = without_nan([dataclasses.asdict(one) for one in found])
-        print(json.dumps(told if several else told[0], indent=2, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(told[0] if alone else told, indent=2, ensure_ascii=False, allow_nan=False))
         return
-    answers = (
-        [files_table(found), FILES_NOTE] if several else [headline(found[0]), *tables(found[0]), *remarks(found[0])]
-    )
+    answers = [files_table(found), FILES_NOTE]
+    if alone and isinstance(found[0], OwnText):
+        answers = [headline(found[0]), *tables(found[0]), *remarks(found[0])]
     for part in answers:
         if part:
             terminal().print(part)
@@ -162,6 +163,7 @@ def mix(
     from demix.evaluate.domain import mix_experts
     from demix.evaluate.intervals import block_tokens
     from demix.evaluate.losses import Mixture
+    from demix.report.cells import so_many
 
     scored = [path.stem for path in sorted(scores.glob("*.parquet")) if path.stem != "tokens"]
     chosen = experts.split(",") if experts else scored
@@ -184,7 +186,7 @@ def mix(
     tokens, documents = rows[0]["tokens"], rows[0]["documents"]
     block = block_tokens(documents, tokens)
     drawn = f"; intervals are within these documents, from blocks of {block:,} tokens" if block else ""
-    print(f"{tokens:,} tokens of {documents:,} documents{drawn}")
+    print(f"{tokens:,} tokens of {so_many(documents, 'document')}{drawn}")
 
 
 @app.command()

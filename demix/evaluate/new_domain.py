@@ -61,15 +61,19 @@ def add_domain(
     The text is anonymized, cut into pieces of PIECE_WORDS words and parted into train, dev and test. The expert starts
     as a copy of the one with the highest posterior on dev; of whole models, as their average by posterior. `tokens`
     (most tokens of training) and `rate` (peak learning rate as a fraction of the model's) override the settings of
-    `adaptation_of`. Raises DemixError, and leaves no `output`, for a name that is taken, a model without experts, and
-    text that is too short.
+    `adaptation_of`. Raises DemixError, and leaves no `output`, for a name that is taken, a model without experts or
+    without the recipe of its training, and text that is too short.
     """
     refuse_used(output)
     refuse_name(model, domain)
     refuse_masked(model, "says nothing of a text that is not masked")
-    description, experts = describe(model, "training"), expert_names(model)
+    description, experts = describe(model), expert_names(model)
     if experts == (DENSE_EXPERT,) or description["domain_tokens"]:
         raise DemixError(model, "has no experts of domains", "choose a model that has")
+    # Nothing else in the folder of a model tells a learning rate that fits it.
+    if not description.get("training"):
+        cause = "does not say how it was trained (learning rate, seed), which the training of an expert follows"
+        raise DemixError(model, cause, "choose a model that a run of demix trained, or a copy of one")
     tokenizer, _ = tokenizer_of(model)
     adaptation = adaptation_of(model, tokens, rate)
     with scratch(output) as folder:

@@ -19,47 +19,48 @@ FAMILY_FIGURES = ("by_clusters", "cluster_experts", "cluster_sizes", "router_loa
 VARIANT_TABLES, VARIANT_FIGURES = ("variants", "contexts", "masked"), ("positions",)
 # Classification by routing (docs/tasks.md).
 TASK_TABLES = ("tasks",)
-# The entries of `snakemake --report`, worded so that sorting gives the order of the paper.
+# The titles of the pages, under which the first page and `snakemake --report` list them. Sorting gives the order of the
+# paper: hence the second blank in some, which no page shows.
 SHOWS = {
     "index": "The run on one page",
-    "claims": "Each claim of the paper, and whether this run shows it",
-    "table3": "Table  3: training domains, baselines against DEMix",
-    "table4": "Table  4: each training domain, baselines against DEMix",
-    "table5": "Table  5: novel domains, baselines against every mixture",
-    "table6": "Table  6: before and after experts are added",
-    "table7": "Table  7: a domain with its expert, without it, never trained on",
-    "table13": "Table 13: forgetting, Dense-DAPT against DEMix-DAPT",
-    "audit": "What is left of a removed domain's documents",
-    "decay": "Decays of the prior against one another",
-    "dev_blocks": "Cached prior by the dev text it is taken from",
-    "differences": "Systems less Dense (Balanced) and less cached DEMix, with intervals",
+    "claims": "Claims of the paper, judged on this run",
+    "table3": "Table  3: perplexity on the training domains",
+    "table4": "Table  4: perplexity by training domain",
+    "table5": "Table  5: perplexity on the novel domains",
+    "table6": "Table  6: adding experts",
+    "table7": "Table  7: removing experts",
+    "table13": "Table 13: adapting to a novel domain, and forgetting",
+    "audit": "What is left of a removed domain, word for word",
+    "decay": "The decay λ of the prior",
+    "dev_blocks": "How much dev text the cached prior needs",
+    "differences": "Differences between systems on the same documents",
     "full": "Every system on every domain",
-    "overlap": "Bigram overlap against perplexity: correlations",
-    "rates": "Learning rates of adaptation, DEMix-DAPT against Dense-DAPT",
+    "overlap": "Affinity of experts and overlap of bigrams",
+    "rates": "Learning rates of adaptation",
     "masked": "Masked language models: perplexity in seven folds",
-    "seeds": "Systems against Dense (Balanced) within each seed",
-    "weights": "Weights by all earlier tokens against the last few",
-    "figure2": "Figure 2: each expert on each domain",
-    "figure4": "Figure 4: cached prior of each domain",
-    "figure6": "Figure 6: adaptation, Dense-DAPT against DEMix-DAPT",
-    "figure7": "Figure 7: posterior over blocks, training domains",
-    "figure8": "Figure 8: posterior over blocks, novel domains",
-    "training": "Dev loss of each model",
+    "seeds": "Against Dense (Balanced), seed by seed",
+    "weights": "How experts are weighted: by all earlier text, by the last tokens, or as released",
+    "figure2": "Figure 2: how well each expert predicts each domain, and the bigrams that they share",
+    "figure4": "Figure 4: which experts the cached prior chooses for each domain",
+    "figure6": "Figure 6: adapting to a novel domain with and without forgetting",
+    "figure7": "Figure 7: the posterior over experts, block by block, on the training domains",
+    "figure8": "Figure 8: the posterior over experts, block by block, on the novel domains",
+    "training": "Loss of each model in training",
     "by_clusters": "Perplexity by the number of clusters",
     "cluster_experts": "Experts of clusters on clusters, and clusters against domains",
     "cluster_sizes": "How unequal the clusters of held-out documents are",
-    "clusters": "Clusters of documents: their terms, sizes and domains",
+    "clusters": "The clusters of documents",
     "contexts": "Perplexity by the length of a block",
     "families": "Families of models: perplexity at equal tokens",
-    "family_differences": "Rows of clusters less balanced ones and less Dense (Balanced), with intervals",
+    "family_differences": "Clusters against balanced clusters and against one model",
     "family_costs": "Families of models: parameters, FLOPs, bytes and seconds",
     "router_loads": "Which experts the tokens of each domain choose",
     "routers": "Routers of tokens: what an expert tells of the domain, and loads",
     "positions": "Perplexity by the position in the block",
-    "temperatures": "Temperatures of weights by clusters, and numbers of experts",
-    "top_k": "Numbers of experts a token",
+    "temperatures": "Temperature and number of experts",
+    "top_k": "How many experts a token needs",
     "tasks": "Accuracy on tasks by routing",
-    "variants": "Options of architecture against the usual ones",
+    "variants": "Variants of the architecture",
 }
 REPORT_FILES = (
     *(
@@ -106,6 +107,11 @@ NEEDS_UNTOLD = {
     "row of other options": ("variants",),
     "task": ("tasks",),
 }
+
+
+def title_of(name: str) -> str:
+    """The title of the page of a table, a figure or the claims."""
+    return " ".join(SHOWS[name].split())
 
 
 def left_out(config: dict[str, Any]) -> dict[str, str]:

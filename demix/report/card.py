@@ -123,7 +123,7 @@ def merged_card(directory: Path, weights: dict[str, float], name: str) -> str:
     refuse_weights(weights)
     parents = {expert: expert_lineage(directory, expert) for expert, weight in weights.items() if weight}
     about = (
-        f"A dense model: the weighted average of {len(parents)} experts of the model "
+        f"A dense model: the weighted average of {so_many(len(parents), 'expert')} of the model "
         f"{as_markdown(directory.resolve().name)}, with the weights that its experts share."
     )
     shares = {"weight": {expert: f"{weights[expert]:.4f}" for expert in parents}}
@@ -198,7 +198,7 @@ def _about(model: str, config: dict[str, Any], description: dict[str, Any], expe
     shared, own, architecture = (description[key] for key in ("shared_parameters", "expert_parameters", "architecture"))
     size = f"{shared + len(experts) * own:,} parameters"
     if len(experts) > 1:
-        size += f": {shared:,} that all share, and {len(experts)} experts of {own:,}"
+        size += f": {shared:,} that all share, and {so_many(len(experts), 'expert')} of {own:,}"
     if routed := architecture.get("routed"):
         size += f", and a token chooses {routed['top_k']} of the {routed['experts']} experts of a routed feedforward"
     return (
@@ -282,7 +282,7 @@ def _training(description: dict[str, Any], experts: list[dict[str, Any]]) -> Ite
     # One run adapts all its experts with the same settings.
     if adapted:
         begun = "the average of the experts" if adapted[0].get("parents") else "a copy of it"
-        yield f"{len(adapted)} experts were added later, each trained alone from {begun}:"
+        yield f"{so_many(len(adapted), 'expert')} joined later, trained alone from {begun}:"
         yield _table(("setting", "value"), _settings(adapted[0]["adaptation"]))
 
 

@@ -48,7 +48,7 @@ COUNTED = {"Documents": "{:,.0f}", "Pieces": "{:,.0f}"}
 
 def so_many(number: int, noun: str) -> str:
     """A number and what it counts: "1 novel domain", "8 novel domains"."""
-    return f"{number} {noun}" + "s" * (number != 1)
+    return f"{number:,} {noun}" + "s" * (number != 1)
 
 
 def in_domain(config: dict[str, Any]) -> list[System]:
@@ -84,7 +84,7 @@ def ends_lower(dense: pd.Series, demix: pd.Series) -> str:
         return "there are no rows of both"
     (lower, low), (higher, high) = both.mean().sort_values().items()
     count = int((both[lower] < both[higher]).sum())
-    return f"{lower} ends lower for {count} of {len(both)} domains (mean {low:.1f}, {higher} {high:.1f})"
+    return f"{lower} ends lower for {count} of {so_many(len(both), 'domain')} (mean {low:.1f}, {higher} {high:.1f})"
 
 
 def lowest(frame: pd.DataFrame, axis: int) -> pd.DataFrame:

@@ -8,7 +8,7 @@ import pandas as pd
 
 from demix.config.evaluated import System, bases
 from demix.files import write_text
-from demix.report import left_out, left_out_notes, read
+from demix.report import left_out, left_out_notes, read, title_of
 from demix.report.affinity import affinities, relation_with_own, with_overlap
 from demix.report.all_tables import scale_note
 from demix.report.cells import mean_of, so_many
@@ -205,7 +205,7 @@ def _diagonal(results: Results, config: dict[str, Any]) -> Claim:
     agreeing = int((best > 1).sum())
     sentence = (
         f"The best other expert's perplexity is {best.mean():.2f} times the own expert's on average; the own expert is "
-        f"the best on {agreeing} of {len(best)} domains."
+        f"the best on {agreeing} of {so_many(len(best), 'domain')}."
         if len(best)
         else "Perplexities of single experts: no rows."
     )
@@ -248,7 +248,7 @@ def _one_added(
             pd.Series(means, dtype="float64"),
             "training experts",
             pd.Series(base, index=novel, dtype="float64"),
-            over="added experts",
+            over="added expert",
         ),
     )
 
@@ -335,7 +335,8 @@ def _removal_level(results: Results, config: dict[str, Any], training: list[str]
             int(nearer.sum()),
             len(rows),
             f"+Expert {mean['with']:.2f}, −Expert {mean['without']:.2f}, −Domain {mean['never']:.2f}; −Expert is "
-            f"nearer to −Domain than to +Expert on {int(nearer.sum())} of the {len(rows)} domains trained without.",
+            f"nearer to −Domain than to +Expert on {int(nearer.sum())} of the "
+            f"{so_many(len(rows), 'domain')} trained without.",
         )
     return claim_of(
         "removal_like_never_trained",
@@ -369,7 +370,7 @@ def write_claims(
 ) -> list[Claim]:
     """Write `claims.html` and `claims.md` into `output_dir`. Returns the claims."""
     judged, note = claims(results, overlap, differences, parents, config, clusters), scale_note(results, config)
-    title = "Claims of the paper, judged on this run"
+    title = title_of("claims")
     notes = [*left_out_notes(config), note]
     counts = {verdict: sum(claim.verdict == verdict for claim in judged) for verdict in _SIGNS}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) + f", of {len(judged)}."

@@ -12,6 +12,7 @@ import pandas as pd
 from demix.config.evaluated import clustered
 from demix.data.cluster import Clusterer
 from demix.files import read_parquet
+from demix.report import title_of
 from demix.report.heatmaps import heat_maps
 from demix.report.look import CELL_RANGE, COLOURS, finish, finite, heading_of
 from demix.report.read import training_domains
@@ -105,7 +106,7 @@ def clusters_table(clusters: Clusters) -> Table:
             }
     return Table(
         "clusters",
-        "The clusters of documents",
+        title_of("clusters"),
         f"The {TOP_TERMS} terms that weigh most in each cluster's centre, mapped back by the inverse of the SVD (as in "
         "Tables 2 to 7 of the c-BTM paper); its documents; and the domain that most of its training documents are of.",
         pd.DataFrame.from_dict(rows, orient="index"),
@@ -158,7 +159,7 @@ def cluster_experts(clusters: Clusters, config: dict[str, Any]) -> alt.TopLevelM
     )
     return finish(
         alt.vconcat(own, by_domain, spacing=28).resolve_scale(color="independent"),
-        "Experts of clusters on clusters, and clusters against domains",
+        title_of("cluster_experts"),
         "As Figures 15 and 16 of the c-BTM paper. Top: test perplexity of each expert (column) on the test documents "
         "of each cluster (row), over that of the cluster's own expert: above 1 the own expert is better. Bottom: how "
         "the training documents of each domain (row) are divided among the clusters (columns).",
@@ -204,7 +205,7 @@ def cluster_sizes(clusters: Clusters) -> alt.TopLevelMixin:
     equal = alt.Chart(alt.InlineData(values=[{"share": 1}])).mark_rule(strokeDash=[4, 4]).encode(y="share:Q")
     return finish(
         alt.layer(boxes, points, equal).properties(width=max(400, 110 * len(names)), height=320),
-        "How unequal the clusters of held-out documents are",
+        title_of("cluster_sizes"),
         "As Figure 14 of the c-BTM paper. One point per cluster: its test documents, over those of a cluster if all "
         "were equal. Boxes hold the middle half, whiskers reach to the smallest and the largest cluster.",
     )

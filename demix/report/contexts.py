@@ -13,6 +13,7 @@ from demix.config.rows import novel_domains, training_domains
 from demix.errors import DemixError
 from demix.evaluate.columns import CONTEXTS
 from demix.files import read_parquet
+from demix.report import title_of
 from demix.report.cells import kinds_of_domains, lowest, mean_of
 from demix.report.look import COLOURS, DASHES, finish, finite, heading_of
 from demix.report.render import Table
@@ -59,7 +60,7 @@ def contexts_table(rows: pd.DataFrame, config: dict[str, Any]) -> Table:
     trained = architecture_from(config["architecture"]).context
     return Table(
         "contexts",
-        "Perplexity by the length of a block",
+        title_of("contexts"),
         "Mean test perplexity over the training and over the novel domains, of the same tokens in blocks of so many "
         f"tokens. All models were trained on blocks of {trained:,}. Lower is better.",
         frame,
@@ -134,7 +135,7 @@ def positions(rows: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
         panels.append((end + lines).properties(width=380, height=280, title=heading_of(f"{kind.capitalize()} domains")))
     return finish(
         alt.hconcat(*panels, spacing=30),
-        "Perplexity by position in the block",
+        title_of("positions"),
         "Mean test perplexity of tokens by their position, in bins, each row of models in its longest blocks. The "
         f"dotted line is the length of a block in training ({trained:,}), where learned positions end. {MIXED}",
     )

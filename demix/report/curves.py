@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from demix.config.systems import adapted, adapted_model, dense_adapted_row, trained
+from demix.report import title_of
 from demix.report.cells import ends_lower
 from demix.report.look import COLOURS, DASHES, finish, finite, heading_of
 from demix.report.read import before_dense_dapt, novel_domains, read_metrics, training_domains
@@ -57,7 +58,7 @@ def figure6(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopLevelMixi
     begun = "the average of all experts, by posterior, as one more" if whole else "a copy of one expert"
     return finish(
         alt.vconcat(*(_small_multiples(curves, part, present, heading) for part, heading in parts.items()), spacing=24),
-        "Figure 6: adapting to a novel domain with and without forgetting",
+        title_of("figure6"),
         f"Each panel is one novel domain. DEMix-DAPT trains {begun}; Dense-DAPT trains every parameter of "
         f"{before_dense_dapt(config).label} on the same data. The number at the end of a line is its last value. The "
         f"model kept is the best on dev. On the domain adapted to, {own}; on the training domains, {old}.",
@@ -161,7 +162,7 @@ def training_figure(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopL
     )
     return finish(
         alt.vconcat(chart),
-        f"{what} of each model",
+        title_of("training"),
         (
             "Mean over the dev splits of the domains that a model trains on, by the tokens trained on so far."
             if measured

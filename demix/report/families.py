@@ -18,7 +18,7 @@ from demix.config.merged import merged_models
 from demix.config.routed import architecture_of
 from demix.config.rows import clusterings
 from demix.config.systems import Model, trained
-from demix.report import read
+from demix.report import read, title_of
 from demix.report.cells import kinds_of_domains, lowest, mean_of, percent, seeds_of
 from demix.report.look import COLOURS, DASHES, finish, finite, heading_of
 from demix.report.read import Results, evaluations, perplexities
@@ -167,7 +167,7 @@ def families_table(results: Results, config: dict[str, Any], before: dict[str, i
     seeds = len(results.by_seed)
     return Table(
         "families",
-        "Families of models",
+        title_of("families"),
         "Mean test perplexity over the training and over the novel domains of each row of models, mixed by the rule of "
         "its paper, of which nothing is chosen: cached (a prior from dev text of the domain, with weights by the "
         "block's history) for experts of domains; cluster (the distance of the text so far to each cluster) for "
@@ -239,7 +239,7 @@ def top_k_table(results: Results, config: dict[str, Any]) -> Table:
     frame = pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns)
     return Table(
         "top_k",
-        "How many experts a token needs",
+        title_of("top_k"),
         "Mean test perplexity by the number of experts that are mixed at each token, the likeliest ones (as in Figure "
         "9 and Table 9 of the c-BTM paper). Lower is better.",
         frame,
@@ -264,7 +264,7 @@ def temperatures_table(results: Results, config: dict[str, Any]) -> Table:
     columns = [f"{kind}, {k}" for kind, _ in _kinds(config) for k in ks]
     return Table(
         "temperatures",
-        "Temperature and number of experts",
+        title_of("temperatures"),
         "Mean test perplexity of experts that are weighted by the distance of a context to their clusters, by the "
         "context (the document so far, or what of it is in the block), the temperature τ and the number of experts a "
         "token (as in Table 9 of the c-BTM paper). Lower is better.",
@@ -329,7 +329,7 @@ def by_clusters(results: Results, config: dict[str, Any]) -> alt.TopLevelMixin:
     labels = " or ".join(one.label for one in one_clusters(config).values())
     return finish(
         alt.vconcat(*parts, spacing=28).resolve_scale(color="independent", strokeDash="independent"),
-        "Perplexity by the number of clusters",
+        title_of("by_clusters"),
         "As Figures 5, 6 and 13 of the c-BTM paper: mean test perplexity by the number of clusters"
         + (", and by the tokens of training" if budgets.any() else "")
         + f". Experts of domains (BTM) stand at the number of domains. One cluster is {labels}, which learns from all "

@@ -10,6 +10,7 @@ import pandas as pd
 from demix.config.evaluated import System, by_distance, routed_weights
 from demix.config.variants import options_of
 from demix.report import left_out, read
+from demix.report.cells import so_many
 from demix.report.clusters import Clusters, over_own
 from demix.report.families import Family, families, one_clusters, tried_top_k
 from demix.report.family_costs import training_flops
@@ -82,8 +83,8 @@ def family_claims(results: Results, clusters: Clusters | None, lower: Lower, con
         yield claim_of(
             "clusters_against_metadata",
             "Clusters do as well as domains given by metadata or better, perplexity at most "
-            f"{100 * HARM:g}% higher: {nearest.experts} clusters against {len(training)} domains, each expert a whole "
-            "model (c-BTM, 7.4, Figure 18 and Table 8).",
+            f"{100 * HARM:g}% higher: {nearest.experts} clusters against {so_many(len(training), 'domain')}, "
+            "each expert a whole model (c-BTM, 7.4, Figure 18 and Table 8).",
             compare(
                 nearest.system.label,
                 perplexities(results, nearest.system, training),

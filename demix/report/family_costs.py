@@ -9,7 +9,7 @@ from demix.config.architecture import parameters, training_flops_per_token, unch
 from demix.config.routed import architecture_of
 from demix.config.systems import Model, adapted
 from demix.plan.flops import scoring_flops
-from demix.report import read
+from demix.report import read, title_of
 from demix.report.cells import mean_of
 from demix.report.families import by_label
 from demix.report.read import novel_domains, step_seconds
@@ -51,7 +51,7 @@ def family_costs_table(run: Path, config: dict[str, Any]) -> Table:
     frame = pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns)
     return Table(
         "family_costs",
-        "What each family costs",
+        title_of("family_costs"),
         "Parameters of a family and of a token by the experts that the token takes (top-k), the updates of training, "
         "the FLOPs to predict a token and to train, the bytes of gradients that all experts must agree on in training, "
         "and the time to add a domain.",

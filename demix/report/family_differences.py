@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 
 from demix.config.evaluated import balanced_pairs, by_distance, clustered, routed_weights
-from demix.report import read
+from demix.report import read, title_of
 from demix.report.cells import WITHIN_NOTE, always, kinds_of_domains, mean_of, percent
 from demix.report.read import Results, perplexities
 from demix.report.render import Table
@@ -40,7 +40,7 @@ def family_differences_table(results: Results, differences: pd.DataFrame, config
     frame = pd.DataFrame.from_dict(rows, orient="index", dtype="float64")
     return Table(
         "family_differences",
-        "Clusters against balanced clusters and against one model",
+        title_of("family_differences"),
         "The mean test perplexity of each row that learns from clusters less that of the row of as many balanced "
         "clusters and tokens, and less that of Dense (Balanced), with the bounds of 95% intervals from resampling test "
         "documents, the same ones for both. Negative: better than the other. Experts are weighted by the distance of "

@@ -8,7 +8,9 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
+from demix.report import title_of
 from demix.report.affinity import affinities, relations, with_overlap
+from demix.report.cells import so_many
 from demix.report.look import CELL_RANGE, COLOURS, finish, finite, heading_of
 from demix.report.read import Results, novel_domains, prior_table, training_domains
 
@@ -74,7 +76,7 @@ def figure2(results: Results, overlap: pd.DataFrame, config: dict[str, Any]) -> 
         ]
     return finish(
         alt.vconcat(*panels, spacing=28).resolve_scale(color="independent"),
-        "Figure 2: how well each expert predicts each domain, and the bigrams that they share",
+        title_of("figure2"),
         "Top: test perplexity of an expert (column) on a domain (row), over that of the domain's own expert (training "
         "domains) or of the best expert (novel domains). 1 is best; colours follow the logarithm. Middle: share of the "
         "bigrams of a domain's test split that occur in the expert's training text. Bottom: the one against the other, "
@@ -100,7 +102,8 @@ def _scatters(pairs: pd.DataFrame) -> alt.HConcatChart:
         ]
         told = f"{relation.kind} domains" + (", own expert left out" if relation.kind == "training" else "")
         if np.isfinite(relation.spearman):
-            told += f": Spearman {relation.spearman:+.2f} over {relation.pairs} pairs of {relation.domains} domains"
+            told += f": Spearman {relation.spearman:+.2f} over {so_many(relation.pairs, 'pair')} of "
+            told += so_many(relation.domains, "domain")
             told = told.replace("-0.", "−0.")
         if np.isfinite(relation.permutation_p):
             told += f" (p = {relation.permutation_p:.2g}, domains permuted)"
@@ -167,7 +170,7 @@ def figure4(priors: pd.DataFrame, posteriors: pd.DataFrame, config: dict[str, An
         parts.append(alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18, title=heading_of(heading)))
     return finish(
         alt.vconcat(*parts, spacing=28),
-        "Figure 4: which experts the cached prior chooses for each domain",
+        title_of("figure4"),
         f"Cached prior over the training experts for each domain (rows; each sums to 1), as it stands after dev: after "
         f"the first {blocks} blocks of the domain's dev split have been read. It is the mean of the posteriors after "
         f"each of these blocks, in which a block weighs λ = {decay:g} times as much as the next"
@@ -213,10 +216,9 @@ def posterior_figure(posteriors: pd.DataFrame, config: dict[str, Any], kind: str
                 x2="end:Q",
             )
         )
-    number, what = ("7", "training") if kind == "training" else ("8", "novel")
     return finish(
         alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18),
-        f"Figure {number}: the posterior over experts, block by block, on the {what} domains",
+        title_of("figure7" if kind == "training" else "figure8"),
         "Each panel is one domain: the probability of each training expert (rows) after each block of the domain's "
         f"dev split (the first {BLOCKS_SHOWN} at most), with the updating prior."
         + ("" if len(rows[rows["kind"] == kind]) else " This run has none of these numbers."),

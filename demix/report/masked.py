@@ -7,6 +7,7 @@ import numpy as np
 
 from demix.config.architecture import FOLDS
 from demix.config.evaluated import System, masked_systems
+from demix.report import title_of
 from demix.report.cells import COUNTED, by_domain, kinds_of_domains, lowest, mean_of
 from demix.report.read import Results, novel_domains, training_domains
 from demix.report.render import Table
@@ -31,7 +32,7 @@ def masked_table(results: Results, config: dict[str, Any]) -> Table:
         frame.loc[label] = values
     return Table(
         "masked",
-        f"Masked language models: perplexity in {FOLDS} folds",
+        title_of("masked"),
         f"Masked perplexity by domain: the tokens of a block are parted into {FOLDS} folds at random, each fold is "
         "masked once, and the model, which sees the rest of the block on both sides, fills it in. Lower is better. "
         "These numbers compare with one another alone: those of causal models are of the next token.",

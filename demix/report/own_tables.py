@@ -10,7 +10,7 @@ from demix.config.evaluated import BASES, System, balanced_pairs, stream_systems
 from demix.config.rows import KINDS
 from demix.errors import DemixError
 from demix.files.database import ask
-from demix.report import read
+from demix.report import read, title_of
 from demix.report.affinity import affinities, relation_with_own, relations, with_overlap
 from demix.report.cells import (
     COUNTED,
@@ -44,7 +44,7 @@ def overlap_table(results: Results, overlap: pd.DataFrame, config: dict[str, Any
     tokens = overlap["train_tokens"].max() if len(overlap) else 0
     return Table(
         "overlap",
-        "Affinity of experts and overlap of bigrams",
+        title_of("overlap"),
         "Correlation, over pairs of a domain and an expert, of the perplexity ratio (Figure 2) with the share of the "
         "bigrams of the domain's test split that occur in the expert's training text. Negative: an expert predicts a "
         "domain the better the more bigrams they share. A domain's own expert is left out but in the last row.",
@@ -82,7 +82,7 @@ def weights_table(results: Results, config: dict[str, Any]) -> Table:
     frame = _against_history(results, lines, config)
     return Table(
         "weights",
-        "How experts are weighted: by the block, by its last tokens, by all text, or as in the released code",
+        title_of("weights"),
         "Mean test perplexity of DEMix by the tokens that a token's weights look at, and how much higher it is than "
         "with all earlier tokens of the block (the paper's Eq. 5 and 6). Lower is better.",
         frame,
@@ -134,7 +134,7 @@ def decay_table(results: Results, config: dict[str, Any]) -> Table:
     )
     return Table(
         "decay",
-        "The decay λ of the prior",
+        title_of("decay"),
         "Mean test perplexity of DEMix over its training experts by the decay λ of Eq. 7, for the updating prior and "
         "for the cached one. Lower is better; the lowest of each column is bold.",
         frame,
@@ -152,7 +152,7 @@ def dev_blocks_table(results: Results, config: dict[str, Any]) -> Table:
     frame = _grid_frame(results, "dev_blocks", ("cached",), config)
     return Table(
         "dev_blocks",
-        "How much dev text the cached prior needs",
+        title_of("dev_blocks"),
         "Mean test perplexity of DEMix over its training experts with a cached prior, by the number of dev blocks that "
         "the prior is taken from. Lower is better; the lowest of each column is bold.",
         frame,
@@ -195,7 +195,7 @@ def full_table(results: Results, config: dict[str, Any]) -> Table:
     frame.index = [str(number) for number in range(1, len(frame) + 1)]
     return Table(
         "full",
-        "Every system on every domain",
+        title_of("full"),
         "Test perplexity, the bounds of its 95% interval, and bits per byte of the text, of every system of the tables "
         "on every domain. Lower is better. Bits per byte compare across tokenizers, perplexities do not.",
         frame,
@@ -238,7 +238,7 @@ def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Tabl
     formats |= {name: "{:+.2f}" for name in frame if name.startswith("Perplexity")}
     return Table(
         "differences",
-        "Differences between systems on the same documents",
+        title_of("differences"),
         "A system's test loss (nats a token) and perplexity less those of another, with the bounds of 95% intervals "
         "from resampling the domain's test documents, the same ones for both. Negative: better than the other; an "
         "interval that leaves out zero: other documents would hardly turn it round.",
@@ -275,7 +275,7 @@ def seeds_table(results: Results, config: dict[str, Any]) -> Table:
     frame = pd.DataFrame.from_dict(rows, orient="index")
     return Table(
         "seeds",
-        "Against Dense (Balanced), seed by seed",
+        title_of("seeds"),
         "The change of the mean test perplexity over domains from Dense (Balanced) to each system, in percent, both "
         "trained with the same seed on the same text. Negative: better than Dense (Balanced).",
         frame,
@@ -302,7 +302,7 @@ def rates_table(trials: pd.DataFrame) -> Table:
     columns = ["Training domains", "Own domain", "Adaptations", "Chosen"]
     return Table(
         "rates",
-        "Learning rates of adaptation",
+        title_of("rates"),
         "Change of dev perplexity in percent (negative is better) by adapting with a fraction of the learning rate of "
         "training, averaged over the novel domains: on the training domains, which shows forgetting, and on the domain "
         "adapted to. The last column counts the adaptations that the run kept: those of the lowest loss on the own "
@@ -341,7 +341,7 @@ def audit_table(audit: pd.DataFrame, config: dict[str, Any]) -> Table:
     frame = pd.DataFrame.from_dict(rows, orient="index", columns=[*headings, *counts])
     return Table(
         "audit",
-        "What is left of a removed domain, word for word",
+        title_of("audit"),
         "Documents of a removed domain are continued from 50 tokens of theirs, greedily: how many of the next 50 are "
         "the document's before the first that is not, the share of all 50 that are, and the loss of the document's own "
         "50 tokens (nats). Means over documents that were trained on and over test documents, which no model saw.",

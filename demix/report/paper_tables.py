@@ -9,7 +9,7 @@ from demix.config.architecture import parameters, vocabulary
 from demix.config.evaluated import System
 from demix.config.routed import architecture_of
 from demix.config.systems import adapted_model, dense_adapted_row, trained
-from demix.report import read
+from demix.report import read, title_of
 from demix.report.cells import (
     COUNTED,
     ORACLE_NOTE,
@@ -64,7 +64,7 @@ def table3(results: Results, config: dict[str, Any]) -> Table:
     spread = {system.label: {"Perplexity": seeds_of(results, system, domains)} for system in systems}
     return Table(
         "table3",
-        "Table 3: perplexity on the training domains",
+        title_of("table3"),
         f"Test perplexity averaged over {so_many(len(domains), 'training domain')}, for two dense baselines, a dense "
         "model with domain tokens, and DEMix with the domain known (naive) or mixed with a cached prior. Lower is "
         "better.",
@@ -84,7 +84,7 @@ def table4(results: Results, config: dict[str, Any]) -> Table:
     frame.loc[label] = [*(mean_of(frame[system.label]) for system in systems), np.nan, np.nan]
     return Table(
         "table4",
-        "Table 4: perplexity by training domain",
+        title_of("table4"),
         "Test perplexity on each training domain, for the systems of Table 3. Lower is better; the lowest of each "
         "domain is bold.",
         frame,
@@ -131,9 +131,9 @@ def table5(results: Results, config: dict[str, Any]) -> Table:
     honest = frame.drop(index=[label for label in lines if label.endswith("oracle)")])
     return Table(
         "table5",
-        "Table 5: perplexity on the novel domains",
-        f"Test perplexity on each of the {len(domains)} domains never trained on, for the baselines and for DEMix by "
-        "the way its experts are mixed. Lower is better; the lowest of each column is bold, oracles left out.",
+        title_of("table5"),
+        f"Test perplexity by domain, on {so_many(len(domains), 'domain')} never trained on, for the baselines and for "
+        "DEMix by the way its experts are mixed. Lower is better; the lowest of each column is bold, oracles left out.",
         frame,
         notes=(
             ORACLE_NOTE,
@@ -173,9 +173,10 @@ def table6(results: Results, config: dict[str, Any]) -> Table:
     frame.insert(2, "Change, %", percent(frame[few], frame[many]))
     return Table(
         "table6",
-        "Table 6: adding experts",
-        f"Test perplexity with a cached prior, over the {len(training)} experts trained together and over these and "
-        f"the {len(novel)} that DEMix-DAPT added, first on the training, then on the novel domains. Lower is better.",
+        title_of("table6"),
+        f"Test perplexity with a cached prior, over {so_many(len(training), 'expert')} trained together and over these "
+        f"and the {len(novel)} that DEMix-DAPT added, first on the training, then on the novel domains. Lower is "
+        "better.",
         frame,
         notes=notes,
         formats={"Change, %": "{:+.2f}"} | COUNTED,
@@ -206,7 +207,7 @@ def table7(results: Results, config: dict[str, Any]) -> Table:
     replacement = (config.get("removal") or {}).get("replacement")
     return Table(
         "table7",
-        "Table 7: removing experts",
+        title_of("table7"),
         "Test perplexity on a training domain with all experts (+Expert), with the domain's own expert left out "
         "(−Expert), and by a model never trained on the domain (−Domain). All three with a cached prior. Higher "
         "without the expert means that leaving it out takes the domain away.",
@@ -312,9 +313,9 @@ def table13(results: Results, config: dict[str, Any], parents: dict[str, Parent]
     )
     return Table(
         "table13",
-        "Table 13: adapting to a novel domain, and forgetting",
+        title_of("table13"),
         "Change of test perplexity in percent (negative is better) by adapting to the domain of each row, and below it "
-        f"the perplexities before and after: averaged over the {len(training)} training domains, which shows "
+        f"the perplexities before and after: averaged over {so_many(len(training), 'training domain')}, which shows "
         f"forgetting, and on the domain adapted to. On the domain adapted to, {own}; on the training domains, {old}. "
         f"Dense-DAPT starts from {read.before_dense_dapt(config).label} and is compared with it; DEMix-DAPT's expert "
         + (
@@ -324,8 +325,8 @@ def table13(results: Results, config: dict[str, Any], parents: dict[str, Parent]
         )
         + ", and on training domains each domain's own expert before and after "
         "the experts were added, the same by construction: no file of theirs is written. One expert added: the mixture "
-        f"of the {len(training)} training experts and the new one with a cached prior (6.2, Figure 6), compared with "
-        f"that of the {len(training)}.",
+        f"of {so_many(len(training), 'training expert')} and the new one with a cached prior (6.2, Figure 6), compared "
+        f"with that of the {len(training)}.",
         frame,
         notes=(
             f"Dense-DAPT changes every parameter of a model, {sizes['Dense-DAPT']:,} bytes per domain; DEMix-DAPT "

@@ -10,6 +10,7 @@ from scipy.stats import entropy
 
 from demix.config.evaluated import token_routed
 from demix.files import read_parquet
+from demix.report import title_of
 from demix.report.cells import mean_of
 from demix.report.heatmaps import heat_maps
 from demix.report.look import CELL_RANGE, finish, finite
@@ -71,7 +72,7 @@ def routers_table(loads: dict[str, pd.DataFrame], run: Path, config: dict[str, A
     frame = pd.DataFrame.from_dict(rows, orient="index")
     return Table(
         "routers",
-        "Routers of tokens",
+        title_of("routers"),
         "Which experts the test tokens of the training domains choose, in models whose tokens choose their experts. "
         "Told of the domain: the mutual information of a chosen expert and the domain of its token, over the most "
         "that such a choice could tell; 0% if all domains choose alike, 100% if each domain has experts of its own. "
@@ -114,10 +115,10 @@ def router_loads(loads: dict[str, pd.DataFrame], config: dict[str, Any]) -> alt.
                     form=".0%",
                 )
             )
-    last = f"; the last {len(novel)} domains are novel" if novel else ""
+    last = "; novel domains stand last" if novel else ""
     return finish(
         alt.concat(*maps, columns=2, spacing=24, align="each"),
-        "Which experts the tokens of each domain choose",
+        title_of("router_loads"),
         "The share of the choices of a domain's test tokens (row) that fall on each expert (column) of a layer, in "
         f"models whose tokens choose their experts{last}. Each row sums to 1. Experts with numbers have nothing in "
         "common with those of other layers; experts with names are those of a domain or cluster. Above each map: the "

@@ -9,7 +9,7 @@ import pandas as pd
 from demix.config.evaluated import label_of
 from demix.config.rows import model_rows
 from demix.config.tasks import tasks_of
-from demix.report import left_out
+from demix.report import left_out, title_of
 from demix.report.read import read_tasks
 from demix.report.render import Table, write_table
 
@@ -54,7 +54,7 @@ def tasks_table(rows: pd.DataFrame, config: dict[str, Any]) -> Table:
     )
     return Table(
         "tasks",
-        "Accuracy on tasks by routing",
+        title_of("tasks"),
         "Percent of the examples whose likeliest label is the right one (c-BTM, section 5 and appendix A.7), and below "
         "it the 95% interval: exact for one seed, else by a bootstrap over seeds and examples. “As chance” stands "
         "where the interval holds what chance gives, and such numbers are compared with none.",

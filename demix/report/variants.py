@@ -8,6 +8,7 @@ import pandas as pd
 from demix.config.architecture import USUAL
 from demix.config.evaluated import System, label_of, systems_of, table_rows
 from demix.config.variants import options_of, variant_rows
+from demix.report import title_of
 from demix.report.cells import kinds_of_domains, mean_of, percent, seeds_of
 from demix.report.read import Results, perplexities
 from demix.report.render import Table
@@ -36,7 +37,7 @@ def variants_table(results: Results, config: dict[str, Any]) -> Table:
     frame = pd.DataFrame.from_dict(rows, orient="index")
     return Table(
         "variants",
-        "Variants of the architecture",
+        title_of("variants"),
         "Mean test perplexity over the training and over the novel domains, in blocks of the length of training, of "
         "rows with options of architecture of their own; the change in percent from the row of the same kind without "
         "them, which has the same tokens and updates; and the number of domains where the row's perplexity is "

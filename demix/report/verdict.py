@@ -12,6 +12,8 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
+from demix.report.cells import so_many
+
 Verdict = Literal["shown", "weak", "mixed", "not shown", "cannot be judged"]
 # Parameters that adaptation does not change give the same scores up to the order of sums.
 UNCHANGED = 1e-4
@@ -96,11 +98,11 @@ def compare(
     higher: bool = False,
     allowance: float = 0.0,
     bounds: pd.DataFrame | None = None,
-    over: str = "domains",
+    over: str = "domain",
 ) -> Part:
     """Whether `values` are below `others` (or above, or at most a fraction `allowance` above), where both exist.
 
-    `bounds` are the bounds of the differences, as `read.paired` returns them. `over` names what is counted.
+    `bounds` are the bounds of the differences, as `read.paired` returns them. `over` names one of what is counted.
     """
     both = pd.DataFrame({"value": values, "other": others}).dropna()
     if both.empty:
@@ -119,7 +121,7 @@ def compare(
     how = f"at most {100 * allowance:g}% higher" if allowance else "higher" if higher else "lower"
     sentence = (
         f"{label} {value:.2f} against {other_label} {other:.2f} ({as_percent(value / other - 1)}), "
-        f"{how} on {agreeing} of {len(both)} {over}{_beyond(None if allowance else bounds, higher)}."
+        f"{how} on {agreeing} of {so_many(len(both), over)}{_beyond(None if allowance else bounds, higher)}."
     )
     if interval:
         low, high = (f"{bound:+.2f}".replace("-", "−") for bound in interval)

@@ -40,6 +40,7 @@ from demix.settings import settings_from
 from support.cli import demix
 from support.scored import LENGTH, write_table
 from support.synthetic_run import build_run
+from support.titles import titles
 from support.tokens import TRAINING
 from support.training import opened
 
@@ -288,6 +289,7 @@ def test_the_report_has_them_and_they_have_headings_and_captions(shown: Any, tmp
     names = {*VARIANT_TABLES, *VARIANT_FIGURES}
     assert made == {name for name in report_files(config) if Path(name).stem in names}
     assert {"tables/contexts.md", "figures/positions.svg", "tables/variants.md"} <= made
+    named = titles(tmp_path / "report")
+    assert named == {name: SHOWS[name] for name in named}
     for name in names:
-        assert SHOWS[name]
         assert (Path(__file__).parents[2] / "workflow" / "report" / f"{name}.rst").stat().st_size

@@ -118,9 +118,8 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for expert in TRAINING
     ]  # fmt: skip
     write_parquet(pa.Table.from_pylist(priors), run / "evaluations" / "wiki.priors.parquet")
-    for name in ("families", "longer"):
-        shutil.copytree(run, folder / "results" / name)
-        write_run_config(folder / "results" / name / "config.json", config | {"run": name, "threads": 2})
+    shutil.copytree(run, folder / "results" / "families")
+    write_run_config(folder / "results" / "families" / "config.json", config | {"run": "families", "threads": 2})
     (folder / "texts").mkdir()
     for name in ("my.txt", "unknown.txt", "texts/letters.txt", "texts/recipes.txt", "texts/diary.txt"):
         (folder / name).write_text("The committee shall examine the proposal before the end of the year. " * 100)

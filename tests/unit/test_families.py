@@ -29,6 +29,7 @@ from demix.report.read import Results, read_results
 from support.cli import demix
 from support.families_run import MODELS, TOP_K, build_families, experts_of, nll_of
 from support.synthetic_run import NOVEL, TRAINING, Run, build_run
+from support.titles import titles
 
 LABELS = {"Dense": "dense_unbalanced", "Dense (Balanced)": "dense", "DEMix": "demix"}
 
@@ -272,6 +273,7 @@ def test_the_report_has_all_that_is_promised(run: Run, tmp_path: Path) -> None:
     made = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
     assert made == {name for name in report_files(some) if Path(name).stem in (*FAMILY_TABLES, *FAMILY_FIGURES)}
     assert len(made) == 3 * len(FAMILY_TABLES) + 4 * len(FAMILY_FIGURES)
+    assert titles(tmp_path) == {name: SHOWS[name] for name in (*FAMILY_TABLES, *FAMILY_FIGURES)}
     drawn = json.loads((tmp_path / "figures" / "by_clusters.json").read_text())["datasets"].values()
     short = [row for rows in drawn for row in rows if row["row"] == "cbtm_2_short" and "tokens" in row]
     assert {row["tokens"] for row in short} == {1228800}, "k-means by two clusters has two budgets"

@@ -194,7 +194,8 @@ def drawn_losses(metrics: Path, config: dict[str, Any]) -> tuple[str, dict[str, 
     found: dict[str, list[float]] = {}
     for row in values(figure):
         found.setdefault(row["model"], []).append(row["loss"])
-    return figure["title"]["text"], found
+    assert figure["title"]["text"] == "Loss of each model in training", "the name of the entry, whichever loss it is"
+    return figure["vconcat"][0]["encoding"]["y"]["title"], found
 
 
 def test_dev_losses_are_drawn_where_all_models_have_them(tmp_path: Path) -> None:
@@ -202,10 +203,10 @@ def test_dev_losses_are_drawn_where_all_models_have_them(tmp_path: Path) -> None
     for name in ("demix", "dense", "demix-seed2", "dense-seed2"):
         steps = [{"step": i, "tokens": 10 * i, "loss": 3.0} for i in range(20)]
         write_json_lines(tmp_path / f"{name}.jsonl", [*steps, {"step": 20, "tokens": 200, "dev_loss": 2.0}])
-    assert drawn_losses(tmp_path, config) == ("Dev loss of each model", {"DEMix": [2.0], "Dense (Balanced)": [2.0]})
+    assert drawn_losses(tmp_path, config) == ("dev loss (nats a token)", {"DEMix": [2.0], "Dense (Balanced)": [2.0]})
     write_json_lines(tmp_path / "dense.jsonl", steps)
-    title, found = drawn_losses(tmp_path, config)
-    assert title == "Training loss of each model"
+    axis, found = drawn_losses(tmp_path, config)
+    assert axis == "training loss (nats a token)"
     # Without the first tenth of the tokens.
     assert found == {"DEMix": [3.0] * 18, "Dense (Balanced)": [3.0] * 18}
 

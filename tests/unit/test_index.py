@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from demix.errors import DemixError
-from demix.report import write_report
+from demix.report import SHOWS, write_report
 from demix.report.stages import STAGES, drawing
 from support.synthetic_run import build_run
+from support.titles import titles
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -29,6 +30,12 @@ def test_the_first_page_leads_to_all_and_says_what_the_run_took(tmp_path: Path) 
     made = {path.relative_to(run.path / "report").as_posix() for path in (run.path / "report").rglob("*.*")}
     assert made - set(there) == {"index.html", "claims.md"}
     assert "cards/demix.html" in links
+    # An entry and the page to which it leads have the same name; the first page has that of the run.
+    entries = dict(re.findall(r'<li><a href="[a-z]+/([a-z0-9_]+)[.]html">([^<]+)</a>', page))
+    named = titles(run.path / "report") | {"index": SHOWS["index"]}
+    assert {name: " ".join(entry.split()) for name, entry in entries.items()}.items() <= named.items()
+    assert named == {name: " ".join(SHOWS[name].split()) for name in named}
+    assert entries.keys() | {"index", "claims"} == named.keys()
 
     rows = dict(re.findall(r'<th scope="row">([^<]+)</th>(.*?)</tr>', page))
     cells = re.findall("<td>(.*?)</td>", rows["train"])

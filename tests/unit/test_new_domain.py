@@ -122,3 +122,11 @@ def test_what_cannot_be_trained_is_one_line(model: Path, texts: list[Path], tmp_
     assert demix("merge", model, "--weights", "licenses=1", "--output", tmp_path / "merged").exit_code == 0
     assert "has no experts of domains" in refused("fantasy", texts[0], of=tmp_path / "merged")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "short.txt"]
+    for name, source, cause in (
+        ("imported", tmp_path / "merged", "has no experts of domains"),
+        ("given", model, "does not say how it was trained (learning rate, seed)"),
+    ):
+        bare = shutil.copytree(source, tmp_path / name)
+        description = read_json(bare / "model.json")
+        write_json(bare / "model.json", {key: value for key, value in description.items() if key != "training"})
+        assert f"{bare}: {cause}" in refused("fantasy", texts[0], "--rate", 0.5, of=bare)

@@ -13,7 +13,16 @@ import pytest
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.choice import switching_on_dev
-from demix.evaluate.own_text import DECAY, DEV_BLOCKS, evaluate_texts
+from demix.evaluate.own_text import (
+    DECAY,
+    DENSE_OF_RUN,
+    DEV_BLOCKS,
+    TEMPERED,
+    ExpertLine,
+    Line,
+    OwnText,
+    evaluate_texts,
+)
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.mix.mixtures import mix
@@ -22,6 +31,7 @@ from demix.mix.rules import Tempered
 from demix.model.description import Usual
 from demix.model.tokenizer import tokenizer_of
 from demix.model.usual import write_usual
+from demix.report.own_text import files_table, headline, tables
 from support.cli import demix
 from support.models import write_model
 from support.synthetic_run import build_run
@@ -143,7 +153,11 @@ def test_a_text_is_held_against_the_experts_own_domains_and_the_dense_model(toke
     assert {line["name"]: line["perplexity"] for line in found["mixtures"]}["dense model of the run"] == dense
     # The weights are random, so that no text is like that of the made-up run.
     assert found["unlike"] is True
-    assert "WARNING: the text is unlike" in demix("eval", model, text).output
+    shown = demix("eval", model, text).output
+    assert "WARNING: the text is unlike" in shown
+    mixed = {line["name"]: line["perplexity"] for line in found["mixtures"]}[TEMPERED]
+    how = "better" if dense < mixed else "worse"
+    assert f"The dense model is {how} than the mixture ({dense:.2f} against {mixed:.2f})." in " ".join(shown.split())
 
     best = min(found["experts"], key=lambda line: line["perplexity"])
     copy = shutil.copytree(model, tmp_path / "copy")
@@ -179,7 +193,50 @@ def test_several_texts_are_a_table_of_the_answers_to_each(model: Path, tmp_path:
         ]  # fmt: skip
         assert row[6:] == (["few tokens"] if one["tokens"] < 200 else [])
     assert {one["tokens"] < 200 for one in alone} == {True, False}
-    assert "say little; give 200 or more." in " ".join(demix("eval", model, folder / "below" / "b").output.split())
+    assert "says little; give 200 or more." in " ".join(demix("eval", model, folder / "below" / "b").output.split())
+
+
+def test_a_file_in_a_folder_that_is_no_text_has_a_line_with_the_cause(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A table folds long names.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("the sea was calm " * 60)
+    (tmp_path / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    (tmp_path / "c.txt").write_text("")
+    (tmp_path / "d.jsonl").write_text('{"body": "the sea"}\n')
+    first, *others = asked(model, Path())
+    assert first == asked(model, Path("a.txt"))
+    causes = ["is UTF-16 or no text, not UTF-8", "holds no text"]
+    assert [other["text"] for other in others] == ["b.png", "c.txt", "d.jsonl"]
+    assert [other["cause"] for other in others][:2] == causes
+    assert "text" in others[2]["cause"]
+    shown = demix("eval", model, Path()).output
+    for name, cause in zip(("b.png", "c.txt"), causes, strict=True):
+        (row,) = ([cell.strip() for cell in line.strip("│ ").split("│")] for line in shown.splitlines() if name in line)
+        assert row[1:] == [*[""] * 5, cause]
+        error = demix("eval", model, name, "a.txt").exception
+        assert isinstance(error, DemixError)
+        assert (error.subject, error.cause) == (name, cause), "the user named this one"
+
+
+@pytest.mark.parametrize(
+    ("dense", "how"),
+    [(6.9, "better than the mixture (6.90 against 7.00)"), (7.1, "worse than the mixture (7.10 against 7.00)"),
+     (7.004, "as good as the mixture (7.00 against 7.00)")],
+)  # fmt: skip
+def test_a_short_text_that_no_expert_knows_and_the_dense_model(dense: float, how: str) -> None:
+    """In the sentence, and in the line of a table of several texts."""
+    experts = tuple(
+        ExpertLine(name, number, 2.0, 0.1, None, 0.5, 0.5) for name, number in (("law", 8.0), ("news", 9.0))
+    )
+    mixtures = (Line(TEMPERED, 7.0, 2.0), Line(DENSE_OF_RUN, dense, 2.0))
+    result = OwnText("model", "text", 1, 1, 1, 1, mixtures, experts, unlike=True)
+    assert headline(result).endswith(f" The dense model is {how}. A text of 1 token says little; give 200 or more.")
+    assert tables(result)[0].title == "1 token, 1 byte, 1 document, 1 block"
+    (but,) = files_table([result]).columns[-1].cells
+    better = ["dense is better"] * how.startswith("better")
+    assert but == ", ".join(["unlike all these experts", *better, "few tokens"])
 
 
 def test_a_pipe_is_read_like_a_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,15 @@
 """Tables as they are printed: which cells are bold, and names that would be markup."""
 
+import re
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 from demix.report import write_report
+from demix.report.card import model_card
 from demix.report.cells import lowest
-from support.synthetic_run import NOVEL, build_run
+from support.synthetic_run import NOVEL, TRAINING, build_run
 
 
 def test_what_is_equal_as_printed_is_bold_alike() -> None:
@@ -14,13 +17,16 @@ def test_what_is_equal_as_printed_is_bold_alike() -> None:
     assert lowest(frame, axis=1).to_numpy().tolist() == [[True, True, False], [True, False, True]]
 
 
-def test_one_novel_domain_is_one_domain(tmp_path: Path) -> None:
-    run = build_run(tmp_path, retrained=(), novel=NOVEL[:1])
+@pytest.mark.parametrize("training", [TRAINING, TRAINING[:1]], ids=("several", "one"))
+def test_one_novel_domain_is_one_domain(tmp_path: Path, training: tuple[str, ...]) -> None:
+    run = build_run(tmp_path, training=training, retrained=(), novel=NOVEL[:1])
     output = tmp_path / "report"
     write_report(run.path, run.config, output)
     pages = "".join(path.read_text() for kind in ("html", "md", "tex") for path in output.rglob(f"*.{kind}"))
+    pages += "".join(model_card(run.path, model) for model in ("demix", "dense"))
     assert "1 novel domain," in pages
-    assert "1 novel domains" not in pages
+    assert "1 expert joined later" in pages
+    assert not re.findall(r".{,40}(?<![0-9,.])\b1 (?:\w+ )?(?:domains|experts|documents|pairs)\b.{,20}", pages)
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """Texts of a config reach their stages as they are, whatever Snakemake or a shell would make of them."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
 from demix.files import read_json
+from demix.launch.arguments import SHELL_FUNCTION
 from support.dry_run import REPOSITORY, dry_run, jobs_by_rule, ran
 
 TINY = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())
@@ -64,3 +66,13 @@ def test_the_recorded_config_is_the_given_one(tmp_path: Path) -> None:
             assert {key: recorded[key] for key in one["source"]} == one["source"]
     assert {key: kept["tasks"]["path"][key] for key in TASK} == TASK
     assert not [*tmp_path.rglob("run")]
+
+
+def test_the_shell_of_every_job_hands_on_commands_of_any_length(tmp_path: Path) -> None:
+    """Which bash has in a function: Linux passes some 2 MB of arguments to a process."""
+    config = TINY | {"cluster": {"setup": ["trap 'type demix > function' EXIT"]}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "resources").symlink_to(REPOSITORY / "resources")
+    ran(tmp_path, "config.yaml", "--until", "run_config")
+    wanted = subprocess.run(["bash", "-c", f"{SHELL_FUNCTION}; type demix"], capture_output=True, check=True)
+    assert (tmp_path / "function").read_bytes() == wanted.stdout

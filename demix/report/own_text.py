@@ -1,0 +1,116 @@
+"""The figures of a user's own texts as they are printed: an answer in a sentence, tables, and what they mean."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from demix.evaluate.own_text import DENSE_OF_RUN, FEW_TOKENS, TEMPERED, UNLIKE, Line, OwnText, Unread
+from demix.report.cells import so_many
+
+if TYPE_CHECKING:
+    import rich.table
+
+
+def tables(result: OwnText) -> list["rich.table.Table"]:
+    """Tables for the terminal: the mixtures, and the experts, best first. Each has its lowest perplexity in bold."""
+    from rich.table import Column, Table
+
+    def numbers(*heads: str) -> list[Column]:
+        # A Column holds the cells of its table, so each table needs new columns.
+        return [Column(head, justify="right") for head in ("perplexity", "bits per byte", *heads)]
+
+    counted = {"token": result.tokens, "byte": result.bytes, "document": result.documents, "block": result.blocks}
+    size = ", ".join(so_many(number, noun) for noun, number in counted.items())
+    mixtures = Table("method", *numbers(), title=size, title_justify="left")
+    least = min((line.perplexity for line in result.mixtures), default=None)
+    for line in result.mixtures:
+        mixtures.add_row(*_cells(line), style="bold" if line.perplexity == least else None)
+    several = len(result.experts) > 1
+    shown = numbers("usual", "behind", "weight", "posterior") if several else numbers()
+    experts = Table("expert", *shown, title=None if several else size, title_justify="left")
+    for line in result.ranked:
+        usual = "unknown" if line.usual is None else f"{line.usual.perplexity:.2f}"
+        more = [usual, f"{line.behind:.3f}", f"{line.weight:.3f}", f"{line.posterior:.3f}"] if several else []
+        experts.add_row(*_cells(line), *more, style="bold" if several and not experts.rows else None)
+    return [mixtures, experts] if several else [experts]
+
+
+def headline(result: OwnText) -> str:
+    """The answer in sentences to quote: the best expert, its lead and weight, the dense model, and a short text."""
+    if len(result.experts) < 2:
+        return ""
+    first, second, *_ = result.ranked
+    said = (
+        f"{first.name} is {second.behind:.3f} nats per token ahead of {second.name} and has {first.weight:.2f} of the "
+        "weight in the mixture (tempered)."
+    )
+    if DENSE_OF_RUN in result.by_mixture:
+        mixed, dense = result.by_mixture[TEMPERED], result.by_mixture[DENSE_OF_RUN]
+        said += f" The dense model is {_against(dense, mixed)} ({dense:.2f} against {mixed:.2f})."
+    few = f" A text of {so_many(result.tokens, 'token')} says little; give {FEW_TOKENS} or more."
+    return said + (few if _short(result) else "")
+
+
+def _against(dense: float, mixed: float) -> str:
+    """How the dense model's perplexity stands to the mixture's, at the two decimals printed."""
+    less = round(dense, 2) - round(mixed, 2)
+    return "as good as the mixture" if not less else f"{'better' if less < 0 else 'worse'} than the mixture"
+
+
+def _short(result: OwnText) -> bool:
+    return result.tokens < FEW_TOKENS
+
+
+def remarks(result: OwnText) -> list[str]:
+    """What the columns of the experts' table mean, and a warning where the text is unlike all domains."""
+    if len(result.experts) < 2:
+        return []
+    said = [
+        "usual: the expert's perplexity on test text of its own domain; behind: nats per token more than the best "
+        "expert needs; weight: mean over all tokens by tempered; posterior: probability that the text is of the "
+        "expert's domain if it is of one of these (updating prior after the last block). It adds up to 1 over these "
+        "experts, so that one of them wins even if none fits.",
+    ]
+    first = result.ranked[0]
+    if result.unlike is None:
+        said.append(f"Whether the text is like that of {first.name} is unknown: it has no figures on its own domain.")
+    elif result.unlike and first.usual:
+        said.append(
+            f"WARNING: the text is unlike the text of all these experts. {first.name}, the best of them, needs "
+            f"{first.bits_per_byte:.2f} bits per byte, and {first.usual.bits_per_byte:.2f} on its own domain: more "
+            f"than {UNLIKE} times as many."
+        )
+    return said
+
+
+def files_table(results: Sequence[OwnText | Unread]) -> "rich.table.Table":
+    """A table for the terminal with a line for each text: its best expert, and what speaks against it."""
+    from rich.table import Column, Table
+
+    heads = ("tokens", "perplexity", "weight", "lead")
+    shown = Table("text", "best expert", *(Column(head, justify="right") for head in heads), "but")
+    for result in results:
+        if isinstance(result, Unread):
+            shown.add_row(result.text, *[""] * (1 + len(heads)), result.cause)
+            continue
+        first, *others = result.ranked
+        lead = f"{others[0].behind:.3f}" if others else ""
+        but = ["unlike all these experts"] if result.unlike else []
+        if others and DENSE_OF_RUN in result.by_mixture:
+            how = _against(result.by_mixture[DENSE_OF_RUN], result.by_mixture[TEMPERED])
+            but += ["dense is better"] if how.startswith("better") else []
+        but += ["few tokens"] if _short(result) else []
+        numbers = (f"{result.tokens:,}", f"{first.perplexity:.2f}", f"{first.weight:.2f}" if others else "", lead)
+        shown.add_row(result.text, first.name, *numbers, ", ".join(but))
+    return shown
+
+
+FILES_NOTE = (
+    "perplexity: that of the best expert; weight: the expert's in the mixture (tempered), mean over all tokens; lead: "
+    "nats per token ahead of the second; unlike: the best expert needs more than "
+    f"{UNLIKE} times the bits per byte of its own domain; dense: the run's dense model has a lower perplexity than the "
+    f"mixture; few: under {FEW_TOKENS} tokens."
+)
+
+
+def _cells(line: Line) -> tuple[str, str, str]:
+    return line.name, f"{line.perplexity:.2f}", f"{line.bits_per_byte:.3f}"
