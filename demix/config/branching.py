@@ -30,7 +30,8 @@ BRANCHING: dict[str, Any] = {
         Literal[SCHEDULES],
         Field(
             description="What follows the seed phase. `continue`, which holds where the key is absent (but for kind "
-            "routed, which restarts): the parent's schedule and moments of Adam go on. `restart`: fresh moments, no "
+            "routed, where `restart` does): the parent's schedule and moments of Adam go on; a row of kind routed then "
+            "needs match: updates. `restart`: fresh moments, no "
             "warm-up, and the peak rate, which falls to zero over the tokens that remain. Such a row can have tokens, "
             "sequences, a learning rate and a warm-up of its own, and any kind but domain_token."
         ),

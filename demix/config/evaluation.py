@@ -11,6 +11,8 @@ from demix.settings import DistinctItems, Integer, Number, Positive, Text, setti
 DECAY = 0.3
 
 Decay = Annotated[Number, Field(gt=0, le=1)]
+# The text whose distance to the centres of clusters weights experts; `demix.data.cluster` defines each.
+Context = Literal["document", "block", "document_half"]
 _LEAST, _MOST = FAMILIES["cluster"].parameters["temperature"]
 Temperature = Annotated[Number, Field(ge=_LEAST, le=_MOST)]
 
@@ -90,11 +92,13 @@ class MixingRecipe(DevBlocks):
         description="Further temperatures to evaluate, each with every top_k; the tables use `temperature`. Of all of "
         "these, one is chosen by domain on dev, as a row of its own.",
     )
-    routing_context: DistinctItems[Literal["document", "block"]] = Field(
+    routing_context: DistinctItems[Context] = Field(
         default=("document",),
         min_length=1,
-        description="The text whose distance is taken: document (since its beginning, across blocks) or block (what "
-        "the model sees). The tables use the first; a further one is evaluated besides.",
+        description="The text whose distance is taken: document (since its beginning, across blocks), block (what "
+        "the model sees) or document_half (as document, but from the middle of the document on the first half alone, "
+        "so that the weights stay fixed, as in an evaluation of c-BTM). The tables use the first; a further one is "
+        "evaluated besides.",
     )
     top_k: DistinctItems[Positive] = Field(
         default=(),

@@ -54,7 +54,10 @@ _SIZES = ("experts", "top_k", "every", "capacity", "balance")
 
 
 def routed_row(own: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a row of kind routed with their defaults. One that begins with the state of a parent restarts."""
+    """The keys of a row of kind routed with their defaults.
+
+    One that begins with the state of a parent restarts, unless it says otherwise.
+    """
     sizes: dict[str, Any] = {"experts": 8, "top_k": 1, "every": 1, "balance": 0.01, "match": "flops", **own}
     begins = {"schedule": "restart"} if own.get("parent") else {}
     return {"capacity": 1.25 if sizes["top_k"] == 1 else 2.0} | begins | sizes
@@ -83,6 +86,9 @@ def check_routed(name: str, config: Mapping[str, Any], settings: Mapping[str, An
     if settings["top_k"] == 1 and (settings.get("parent") or settings.get("initial")):
         cause = "is 1, and a parent's feedforward times a share of 1 of the experts is not the parent's"
         raise DemixError(f"config key models.{name}.top_k", cause, "use 2 or more, or leave out parent")
+    if settings.get("parent") and settings["schedule"] == "continue" and settings["match"] == "flops":
+        cause = "is continue, and with match flops training ends before the parent's learning rate has fallen"
+        raise DemixError(f"config key models.{name}.schedule", cause, "add match: updates, or use restart")
 
 
 def matched_tokens(config: Mapping[str, Any], settings: Mapping[str, Any]) -> int:

@@ -245,7 +245,7 @@ def _check_seed_phase(
     cure = nearest(
         parent, (row for row, (kind, _) in rows.items() if kind == KINDS["dense"]), "add a row of kind dense"
     )
-    if kind.batches != "by_domain" and (kind.domain_tokens or not restarts):
+    if kind.batches != "by_domain" and not kind.routed and (kind.domain_tokens or not restarts):
         more = "" if kind.domain_tokens else ", add schedule: restart"
         cause, cure = f"is given to a row of kind {kind.name}", f"use kind: demix{more}, or leave it out"
         raise DemixError(f"{key}.parent", cause, cure)

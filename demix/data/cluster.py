@@ -9,13 +9,14 @@ from copy import copy
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
 from safetensors.numpy import load_file, save
 
 from demix.config.clustering import Clustering, cluster_names
+from demix.config.evaluation import Context
 from demix.data.balance import kmeans, means, squared_distances
 from demix.data.embed import Embedding, Prefixes, fit_embedding
 from demix.data.shards import TokenShard, write_spans
@@ -40,8 +41,6 @@ FEW_DOCUMENTS = 100_000
 ASSIGNED = pa.schema([pa.field("cluster", pa.uint16(), False), pa.field("distance", pa.float32(), False)])
 # Tokens whose distances are in memory at one time.
 _TOKENS = 1 << 14
-
-Context = Literal["document", "block"]
 
 
 @dataclass(frozen=True)
@@ -235,7 +234,8 @@ class Contexts:
 
     A context is the text since the last `<|endoftext|>` (`document`), or what the model sees: the token before the
     block of `length` tokens, and the block's tokens before the token (`block`). In a block `<|endoftext|>` is a
-    newline. An empty text has the point of no terms.
+    newline. An empty text has the point of no terms. A document that grows has no middle yet: here `document_half` is
+    `document`.
     """
 
     def __init__(self, clusterer: Clusterer, tokenizer: Tokenizer, context: Context, length: int) -> None:
@@ -258,10 +258,10 @@ class Contexts:
 
         The first token of all is the one before the text.
         """
-        if self._context == "document":
-            begins = np.flatnonzero(tokens == self.end_of_text)
-        else:
+        if self._context == "block":
             begins = np.arange(-self._seen % self.length, len(tokens), self.length)
+        else:
+            begins = np.flatnonzero(tokens == self.end_of_text)
         found = np.empty((len(tokens), len(self.names)), np.float32)
         for first, last in pairwise(np.unique([0, *begins, len(tokens)]).tolist()):
             # A piece may begin inside of a context.
@@ -279,17 +279,40 @@ def context_distances(
 ) -> Iterator[np.ndarray]:
     """The squared distances (float32, [n, K] at a time) to each centre of what stands before each token of a shard.
 
-    Of the first `limit` tokens (None: all). `Contexts` explains `context` and `length`. Raises DemixError for a shard
-    of another tokenizer.
+    Of the first `limit` tokens (None: all). `Contexts` explains `context` and `length`. With `document_half` a token
+    behind the first half of its document has the distances of that half, the first ⌊n/2⌋ of its n tokens: the weights
+    are fixed there, as in an evaluation of c-BTM (section 2.2). In the first half they are those of `document`. The
+    middle is known from the document's length in the shard, which is all that is used of later text; the `limit` does
+    not move it. Where `piece_words` cut a document, each piece is one. Raises DemixError for a shard of another
+    tokenizer.
     """
     if shard.tokenizer_sha256 != tokenizer.sha256:
         raise DemixError(shard.path, "was made with another tokenizer", "tokenize it again")
     total = len(shard) if limit is None else min(limit, len(shard))
-    size = _TOKENS if context == "document" else max(1, _TOKENS // length) * length
+    size = max(1, _TOKENS // length) * length if context == "block" else _TOKENS
     contexts = Contexts(clusterer, tokenizer, context, length)
+    last = np.empty((0, len(clusterer.names)), np.float32)
     for start in range(0, total, size):
         before = shard.read(max(start, 1) - 1, min(start + size, total) - 1)
-        yield contexts.distances(before if start else np.append(before.dtype.type(shard.end_of_text), before))
+        found = contexts.distances(before if start else np.append(before.dtype.type(shard.end_of_text), before))
+        if context == "document_half":
+            # Where the half ended before this piece, the last token before it had its distances.
+            rows = np.maximum(_seen_rows(shard, np.arange(start, start + len(found))) - start + len(last), 0)
+            found = np.concatenate([last, found])[rows]
+            last = found[-1:]
+        yield found
+
+
+def _seen_rows(shard: TokenShard, places: np.ndarray) -> np.ndarray:
+    """For tokens at `places`, the tokens whose contexts `document_half` measures: their own, or the half's end.
+
+    The `<|endoftext|>` of the next document has the whole document before it, and is predicted as its last token.
+    """
+    number = np.searchsorted(shard.offsets, places) - 1
+    edges = np.append(shard.offsets, len(shard))
+    begins, ends = edges[number], edges[number + 1]
+    # Before the first document there is nothing.
+    return np.where(number < 0, places, np.minimum(places, begins + 1 + (ends - begins - 1) // 2))
 
 
 def cluster_shards(

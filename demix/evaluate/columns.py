@@ -6,9 +6,9 @@ import pyarrow as pa
 # (a whole grid, the config's own value too), dev_choice (an expert chosen on dev, not by the test's oracle) and
 # released_scorer (the published code of a paper, by `scorer` too: paper or released). The `scorer` of masked language
 # models says so, and their rows compare with one another alone. `chosen_on` is the split on which `naive` chose an
-# expert for a novel domain. `beta`, `gamma` and `alpha` are the parameters of `tempered` and
-# `switching`. `routing` is the clustering whose distances weight the experts, `context` the text that is measured
-# (document or block) and `temperature` what squared distances are divided by; the variant routing is the whole grid of
+# expert for a novel domain. `beta`, `gamma` and `alpha` are the parameters of `tempered` and `switching`. `routing` is
+# the clustering whose distances weight the experts, `context` the text that is measured (document, block or
+# document_half) and `temperature` what squared distances are divided by; the variant routing is the whole grid of
 # contexts, temperatures and top-k, and dev_temperature has the temperature and top-k chosen on dev. The methods
 # best_block and best_token are no mixtures but floors, in hindsight. `documents` counts documents of origin, `pieces`
 # what was scored of them: equal where none was cut. Bounds are of the 95% interval over documents of origin, or, below

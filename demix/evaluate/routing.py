@@ -9,12 +9,11 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 
-from demix.config.evaluation import ScoredTokens
+from demix.config.evaluation import Context, ScoredTokens
 from demix.data.cluster import Clusterer, context_distances
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
@@ -35,7 +34,7 @@ class Routing(ScoredTokens):
     """Which tokens are routed, those that scoring scores, in blocks of `length` tokens, and by which context."""
 
     length: Positive
-    context: Literal["document", "block"]
+    context: Context
 
 
 def route(folder: Path, shards: Sequence[Path], tokenizer: Path, routing: Routing, output: Path) -> None:

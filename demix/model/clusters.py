@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from demix.config.evaluation import Context
 from demix.config.mixing import DEFAULTS
 from demix.config.run import read_run_config
 from demix.config.systems import planned
-from demix.data.cluster import Clusterer, Context, Contexts, context_distances
+from demix.data.cluster import Clusterer, Contexts, context_distances
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
@@ -111,7 +112,7 @@ def _found(directory: Path) -> Clusters | None:
     models = planned(config) if config else ()
     if name := next((model.routing for model in models if model.name == Path(directory).resolve().name), ""):
         mixing = config.get("evaluation") or {}
-        context: Context = "block" if (mixing.get("routing_context") or ("",))[0] == "block" else "document"
+        context: Context = (mixing.get("routing_context") or ("document",))[0]
         return Clusters(name, run / "clusters" / name, context, mixing.get("temperature") or DEFAULTS["cluster"][0])
     if not (own / DESCRIPTION).is_file():
         return None

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from demix.config.architecture import Architecture
-from demix.config.evaluation import Temperature
+from demix.config.evaluation import Context, Temperature
 from demix.errors import DemixError, nearest
 from demix.files import read_json
 from demix.settings import Integer, Items, Number, Text, settings, settings_from
@@ -178,7 +178,7 @@ class Routed:
     """The content of `clusterer/routing.json`: the name of a clustering, and how its distances weight experts."""
 
     clustering: ModelName
-    context: Literal["document", "block"]
+    context: Context
     temperature: Temperature
 
 

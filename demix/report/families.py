@@ -266,8 +266,8 @@ def temperatures_table(results: Results, config: dict[str, Any]) -> Table:
         "temperatures",
         title_of("temperatures"),
         "Mean test perplexity of experts that are weighted by the distance of a context to their clusters, by the "
-        "context (the document so far, or what of it is in the block), the temperature τ and the number of experts a "
-        "token (as in Table 9 of the c-BTM paper). Lower is better.",
+        "context (the document so far, what of it is in the block, or no more of it than its first half), the "
+        "temperature τ and the number of experts a token (as in Table 9 of the c-BTM paper). Lower is better.",
         pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns).astype("float64"),
         notes=(
             f"The other tables use the {next(iter(evaluation.get('routing_context') or ()), 'document')} and τ = "

@@ -163,6 +163,10 @@ def expected(clusterer: Clusterer, tokenizer: Tokenizer, shard: TokenShard, cont
             seen = seen[place // length * length :]
         else:
             seen = seen[len(seen) - 1 - seen[::-1].index(shard.end_of_text) :]
+        if context == "document_half" and place:
+            # Of a document's tokens those that follow are looked at to count them.
+            later = ids[place:].index(shard.end_of_text) if shard.end_of_text in ids[place:] else len(ids) - place
+            seen = seen[: 1 + (len(seen) - 1 + later) // 2]
         texts.append(tokenizer.decode(seen).replace("<|endoftext|>", "\n"))
     return clusterer.distances(clusterer.embedding.points(texts))
 
@@ -177,7 +181,7 @@ def shard(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenShard:
     return TokenShard.open(folder / "dev.arrow")
 
 
-@pytest.mark.parametrize("context", ["document", "block"])
+@pytest.mark.parametrize("context", ["document", "block", "document_half"])
 @pytest.mark.parametrize("name", ["balanced", "standard"])
 def test_distances_of_contexts_are_those_of_their_decoded_texts(
     fitted: dict[str, Path],
@@ -194,7 +198,7 @@ def test_distances_of_contexts_are_those_of_their_decoded_texts(
     clusterer = replace(clusterer, embedding=replace(clusterer.embedding, terms=terms))
     wanted = expected(clusterer, tokenizer, shard, context, 32)
     pieces = list(context_distances(clusterer, tokenizer, shard, context, 32, None))
-    assert {len(piece) for piece in pieces[:-1]} == {70 if context == "document" else 64}
+    assert {len(piece) for piece in pieces[:-1]} == {64 if context == "block" else 70}
     found = np.concatenate(pieces)
     assert found.dtype == np.float32
     assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6)
@@ -202,6 +206,39 @@ def test_distances_of_contexts_are_those_of_their_decoded_texts(
     assert np.array_equal(np.concatenate(limited), found[:101])
     empty = clusterer.distances(clusterer.embedding.points([""]))[0]
     assert found[0] == pytest.approx(empty, rel=1e-6)
+    # Pieces end before, at and behind the middles of documents.
+    for size in (1, 2, 7, 33):
+        monkeypatch.setattr(cluster, "_TOKENS", 32 * size if context == "block" else size)
+        again = np.concatenate(list(context_distances(clusterer, tokenizer, shard, context, 32, None)))
+        assert again == pytest.approx(found, rel=1e-6, abs=1e-6)
+
+
+def test_the_weights_of_the_second_half_of_a_document_are_fixed(
+    fitted: dict[str, Path], tokens: Path, shard: TokenShard
+) -> None:
+    """The length of a document, and no token behind its first half, decides what is measured."""
+    clusterer, tokenizer = Clusterer.open(fitted["balanced"]), Tokenizer.load(tokens / "tokenizer.json")
+
+    def far(context: cluster.Context, ids: np.ndarray) -> np.ndarray:
+        changed = replace(shard, files=(ids,))
+        return np.concatenate(list(context_distances(clusterer, tokenizer, changed, context, 32, None)))
+
+    ids = shard.read(0, len(shard))
+    whole, half = far("document", ids), far("document_half", ids)
+    begin, end = (int(shard.offsets[number]) for number in (1, 2))
+    middle = begin + 1 + (end - begin - 1) // 2
+    assert begin + 20 < middle < end - 20
+    # The token of the next document's beginning is predicted as the last of this one.
+    assert np.array_equal(half[begin + 1 : middle], whole[begin + 1 : middle])
+    assert np.array_equal(half[middle : end + 1], np.repeat(whole[middle : middle + 1], end + 1 - middle, axis=0))
+    assert np.array_equal(half[end + 1], whole[end + 1])
+    assert not np.array_equal(whole[middle + 1], whole[end])
+    for place in (begin + 5, middle, middle + 5, end - 1):
+        changed = ids.copy()
+        changed[place:end] = ids[begin + 1]
+        other = far("document_half", changed)
+        assert np.array_equal(half[: place + 1], other[: place + 1])
+        assert np.array_equal(half, other) == (place >= middle)
 
 
 def test_distances_want_the_tokenizer_of_the_shard(

@@ -19,7 +19,7 @@ from demix.plan.stages import RATES, WORD_BYTES, Stage, plan_stages, saving_hour
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "performance.md").read_text()
-PAPER, BTM = (load_config(ROOT / "config" / f"{name}.yaml") for name in ("paper-1.3b", "cbtm-1.3b"))
+PAPER, BTM, LARGE = (load_config(ROOT / "config" / f"{name}.yaml") for name in ("paper-1.3b", "cbtm-1.3b", "cbtm-6.7b"))
 # GPUs of a training: the config's own, and sixteen.
 MACHINES = {"a100": None, "h100": 16}
 V100_PEAK = 125
@@ -119,7 +119,8 @@ def test_the_page_quotes_the_last_lines_of_the_plans() -> None:
     for config in (PAPER, BTM):
         for kind, ranks in MACHINES.items():
             assert in_one_line(config, kind, ranks) in PAGE
-    assert len(PAGE.splitlines()) <= 150
+    assert in_one_line(LARGE, "a100") in PAGE
+    assert len(PAGE.splitlines()) <= 160
 
 
 def test_the_numbers_in_the_pages_sentences() -> None:
@@ -142,6 +143,13 @@ def test_the_numbers_in_the_pages_sentences() -> None:
     (most,) = (p.activations for p in plan_training(larger, None, HARDWARE["a100"]) if p.name == "demix")
     memory = [f"{short(size)}B" for size in (demix.activations, most, demix.state)]
     assert "activations grow from {} to {} beside {} of state".format(*memory) in text
+    large = {one.name: one for one in plan_training(LARGE, None, HARDWARE["a100"])}
+    expert, adapted = large["btm-1b"], large["btm-dapt-github"]
+    sizes = (expert.state, expert.activations, expert.recomputed, adapted.state)
+    told = "take {} of each, activations {} more ({} where recomputed); adaptation takes {}"
+    assert told.format(*(f"{short(size)}B" for size in sizes)) in text
+    assert min(sizes[0], sizes[3]) > 80e9
+    assert max(expert.state + expert.activations, adapted.state + adapted.recomputed) < 141e9
     core = sum(stage.hours for stage in stages("a100", None).values() if stage.hours and not stage.on_device)
     assert f"{core:.0f} core-hours in all" in text
     few = [stages("a100", None)["train"].hours, sum(plans["a100"][name].rank_hours for name in ("demix", "dense"))]

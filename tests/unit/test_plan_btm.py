@@ -47,6 +47,22 @@ def test_the_papers_flops_whatever_the_number_of_experts() -> None:
     assert plans[0].weights == 4 * plans[0].expert
 
 
+def test_the_papers_larger_seed() -> None:
+    """OPT-6.7B: 32 blocks of 4,096, of which each of K experts has all, and no GPU of 80 GB holds the state."""
+    config = load_config(REPOSITORY / "config" / "cbtm-6.7b.yaml")
+    plans = plan_training(config, None, HARDWARE["a100"])
+    formula = 96 * 32 * 4096**2 * (1 + 2048 / (6 * 4096) + 50_264 / (16 * 32 * 4096)) * 167_772_160_000
+    for rule, experts in (("train_btm", 8), ("train_cbtm_16", 16)):
+        some = [plan for plan in plans if plan.rule.startswith(rule)]
+        assert len(some) == experts
+        assert sum(plan.steps * plan.flops for plan in some) == pytest.approx(formula, rel=1e-12)
+        for plan in some:
+            # Blocks, embedding, positions and the last norm; fp32 parameters, gradients and two moments.
+            assert plan.expert == 32 * (12 * 4096**2 + 13 * 4096) + (50_257 + 2048 + 2) * 4096
+            assert (plan.shared, plan.state, plan.steps) == (0, 16 * plan.expert, 10_000)
+    assert config["training"]["learning_rate"] == 1.2e-4
+
+
 def test_the_experts_of_a_run_are_jobs_of_their_own() -> None:
     config = tiny(btm=BTM, few=BTM | {"experts_per_job": 2}, dense_on=BTM | {"kind": "dense", "schedule": "restart"})
     plans = {plan.name: plan for plan in plan_training(config, None, HARDWARE["cpu"])}

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from demix.config.architecture import Architecture, architecture_from, parameters, training_flops_per_token
 from demix.config.check import complete
 from demix.config.evaluated import evaluated
 from demix.config.rules import RunRules
 from demix.config.systems import Model, trained
-from demix.errors import DemixError
+from demix.errors import DemixError, StoppedError
 from demix.files import read_json_lines
 from demix.model.checkpoint import describe, load_model
 from demix.model.experts import add_expert, read_experts
@@ -38,11 +39,12 @@ from demix.train.loop import learning_rate_at, train
 from demix.train.stage import optimization, train_model
 from demix.train.state import State
 from support.tokens import TRAINING
-from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths
+from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, stop_at
 
 TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 SWITCH = {"kind": "routed", "experts": 4}
 UPCYCLED = {"kind": "routed", "experts": 4, "top_k": 2, "every": 2, "parent": "dense", "seed_tokens": 6000}
+CONTINUED = UPCYCLED | {"schedule": "continue", "match": "updates"}
 ROUTED = {"experts": 4, "top_k": 2, "every": 2, "capacity": 4.0, "balance": 0.1}
 ARCHITECTURE = Architecture(**SIZES, routed=ROUTED)
 RECIPE = dataclasses.replace(TRAIN, architecture=SIZES | {"routed": ROUTED})
@@ -81,6 +83,18 @@ def test_a_row_trains_one_column_for_the_flops_of_a_dense_model() -> None:
     assert rules.beginning(up).endswith("--schedule restart")
 
 
+def test_an_upcycled_row_may_go_on_with_its_parents_schedule() -> None:
+    config = tiny(upcycled=UPCYCLED, continued=CONTINUED)
+    up, continued, dense = (row_of(config, name) for name in ("upcycled", "continued", "dense"))
+    assert (up.restarts, continued.restarts) == (True, False)
+    for key in ("tokens", "warmup", "learning_rate", "sequences"):
+        assert continued.settings[key] == dense.settings[key]
+    rules = RunRules(config)
+    assert rules.beginning(continued) == rules.beginning(up).removesuffix(" --schedule restart")
+    plans = {plan.name: plan for plan in plan_training(config, None, HARDWARE["cpu"])}
+    assert plans["continued"].steps == plans["dense"].steps > plans["upcycled"].steps
+
+
 REFUSED = {
     "experts: is 0; allowed": {"experts": 0},
     "top_k: is 9, and a layer has 8 experts; lower it": {"top_k": 9},
@@ -90,7 +104,8 @@ REFUSED = {
     "data: is given to a row of kind routed": {"data": "k2"},
     "averages: is given to a row of kind routed": {"averages": True},
     "top_k: is 1, and a parent's feedforward": {"parent": "dense", "seed_tokens": 6000},
-    "parent: is given to a row of kind routed": UPCYCLED | {"schedule": "continue"},
+    "schedule: is continue, and with match flops training ends before": UPCYCLED | {"schedule": "continue"},
+    "tokens: is 9000 where its parent dense has": CONTINUED | {"tokens": 9000},
     "top_k: is given to a row of kind demix; use kind: routed": {"kind": "demix", "top_k": 2},
 }
 
@@ -201,6 +216,45 @@ def test_an_upcycled_model_is_the_dense_one_before_its_first_step() -> None:
         assert torch.equal(model.blocks[1].feedforward.up[0, expert], dense.blocks[1].feedforward.up[0])
 
 
+def test_an_experts_moments_are_shares_of_the_dense_ones() -> None:
+    """The first is an E-th, the second a k·E-th; what is no expert's is as it was, and the router has none."""
+    dense = GPT(ARCHITECTURE.unrouted, 400, ("dense",)).initialise(3)
+    parameters = dict(dense.named_parameters())
+    tensors = {f"parameter/{name}": p.detach() for name, p in parameters.items()}
+    tensors |= {f"optimizer/{key}/{name}": torch.rand(p.shape) for name, p in parameters.items()
+                for key in ("exp_avg", "exp_avg_sq")}  # fmt: skip
+    shared, own = dense.parted(tensors)
+    model = GPT(ARCHITECTURE, 400, ("dense",)).initialise(1)
+    found = upcycled(State(5, shared, own, [{"step": 5}]), model)
+    assert (found.step, found.shared, found.metrics) == (5, shared, [{"step": 5}])
+    state = model.stacked(found.shared, found.experts)
+    assert not [name for name in state if name.startswith("optimizer") and "router" in name]
+    for name in parameters:
+        for key, share in (("exp_avg", 4), ("exp_avg_sq", 8)):
+            wanted, place = tensors[f"optimizer/{key}/{name}"], f"optimizer/{key}/{name}"
+            if name.startswith("blocks.1.feedforward."):
+                wanted = torch.stack([wanted[0] / share] * 4)[None]
+            torch.testing.assert_close(state[place], wanted)
+
+
+def test_the_gradients_of_experts_add_up_to_the_dense_one(tokens: Path) -> None:
+    """Of the loss alone, where no choice is dropped: the gates of a token sum to 1."""
+    batch = mixed_batches(opened(tokens), TRAINING, 2, 32, seed=1).draw(0)
+    dense = GPT(ARCHITECTURE.unrouted, 400, ("dense",)).initialise(3)
+    model = GPT(ARCHITECTURE, 400, ("dense",)).initialise(1)
+    state = upcycled(
+        State(0, *dense.parted({f"parameter/{name}": p.detach() for name, p in dense.named_parameters()}), []), model
+    )
+    tensors = model.stacked(state.shared, state.experts)
+    model.load_state_dict({name.removeprefix("parameter/"): tensor for name, tensor in tensors.items()})
+    for one in (dense.double(), model.double()):
+        logits = one.logits(one(batch.inputs))
+        torch.nn.functional.cross_entropy(logits.flatten(0, 2), batch.targets.flatten()).backward()
+    for name in ("up", "up_bias", "down", "down_bias"):
+        whole, parts = (getattr(one.blocks[1].feedforward, name).grad for one in (dense, model))
+        torch.testing.assert_close(parts.sum(1), whole)
+
+
 @pytest.fixture(scope="module")
 def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dense model, its state after ten steps, and the routed model that begins with it."""
@@ -227,6 +281,70 @@ def test_upcycling_begins_with_the_next_loss_of_its_parent(run: Path) -> None:
     assert rows[0]["router_dropped"] == 0, "a capacity of all tokens"
     assert sum(rows[-1][f"router_load/{expert}"] for expert in range(4)) == pytest.approx(1)
     assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_a_continued_model_is_the_obvious_one(run: Path, tokens: Path, tmp_path: Path) -> None:
+    """Against a loop written here, from the dense model's own files after ten steps."""
+    folder = run / "seeds" / "dense" / "step-00000010"
+    train_model(
+        "routed", RECIPE, shard_paths(tokens), tmp_path / "model", tmp_path / "on.jsonl", tmp_path / "checkpoints",
+        branch=folder,
+    )  # fmt: skip
+    saved = load_file(folder / "shared.safetensors") | load_file(folder / "expert-dense.safetensors")
+    model = GPT(ARCHITECTURE, 400, ("dense",)).initialise(1)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "router" in name:
+                continue
+            shares = (4, 8) if name.startswith("blocks.1.feedforward.") else (1, 1)
+            parameter.copy_(saved[f"parameter/{name}"])
+            moments = {
+                key: (saved[f"optimizer/{key}/{name}"] / share).expand(parameter.shape).clone()
+                for key, share in zip(("exp_avg", "exp_avg_sq"), shares, strict=True)
+            }
+            optimizer.state[parameter] = {"step": torch.tensor(10.0)} | moments
+    drawn, about = mixed_batches(opened(tokens), TRAINING, 2, 32, seed=1), optimization(RECIPE, 24, TRAIN.learning_rate)
+    rows, dense = (read_json_lines(path) for path in (tmp_path / "on.jsonl", run / "metrics" / "dense.jsonl"))
+    rows, dense = [row for row in rows if "loss" in row], [row for row in dense if "loss" in row]
+    assert [row["learning_rate"] for row in rows] == [row["learning_rate"] for row in dense[10:]]
+    for row in rows:
+        step, auxiliary = row["step"] - 1, []
+        batch = drawn.draw(step)
+        logits = model.logits(model(batch.inputs, auxiliary=auxiliary))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 2), batch.targets.flatten())
+        optimizer.zero_grad()
+        (loss + sum(each.losses.mean() for each in auxiliary)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = learning_rate_at(step, about)
+        optimizer.step()
+        assert row["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    trained = load_model(tmp_path / "model")
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(trained.get_parameter(name), parameter, rtol=0, atol=2e-5)
+
+
+def test_a_continued_model_goes_on_to_the_bit(
+    run: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before the router has moments, and after."""
+
+    def into(name: str) -> bytes:
+        train_model(
+            "routed", RECIPE, shard_paths(tokens), tmp_path / name, None, tmp_path / "checkpoints" / name,
+            branch=run / "seeds" / "dense" / "step-00000010",
+        )  # fmt: skip
+        return (tmp_path / name / "experts" / "dense.safetensors").read_bytes()
+
+    whole, stops = into("whole"), {10, 13}
+    stop_at(monkeypatch, stops)
+    for _ in range(2):
+        with pytest.raises(StoppedError):
+            into("again")
+    assert into("again") == whole
+    assert not stops
+    about = describe(tmp_path / "again")
+    assert (about["parent"]["step"], about["tokens_branch"], "schedule" in about["parent"]) == (10, 14 * 192, False)
 
 
 def test_a_routed_model_is_one_expert_in_its_files(run: Path, tokens: Path) -> None:
@@ -262,8 +380,9 @@ def test_what_needs_experts_of_domains_refuses_a_routed_model(run: Path, tokens:
         adapt_expert(up, (paths[0], paths[0]), {}, {}, ADAPT, up, tmp_path / "m", tmp_path / "c")
     seed = run / "seeds" / "dense" / "step-00000010"
     places = tmp_path / "model", None, tmp_path / "checkpoints"
-    with pytest.raises(DemixError, match="--schedule: is continue, and the state of a dense model has no moments"):
-        train_model("routed", RECIPE, paths, *places, branch=seed)
+    shorter = dataclasses.replace(RECIPE, tokens=RECIPE.tokens // 2)
+    with pytest.raises(DemixError, match="step-00000010: is of a training with tokens 4608, and this one has 2304"):
+        train_model("routed", shorter, paths, *places, branch=seed)
     for kind, recipe, cause in (("routed", TRAIN, "lacks routed"), ("dense", RECIPE, "has routed")):
         with pytest.raises(DemixError, match=f"architecture: {cause}, and the kind of the model is {kind}"):
             train_model(kind, recipe, paths, *places)

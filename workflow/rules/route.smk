@@ -19,7 +19,7 @@ for name, domains in {"route": TRAINING, "route_novel": ["{novel}"] if NOVEL els
         log:
             f"{RUN}/logs/route/{{clustering}}.{{context}}{'.{novel}' if name == 'route_novel' else ''}.log",
         wildcard_constraints:
-            context="document|block",
+            context="document|block|document_half",
         conda:
             "../../environment.yml"
         resources:
