@@ -331,3 +331,10 @@ def test_values_of_a_long_list_are_not_compared_two_by_two() -> None:
     with pytest.raises(ValueError, match="holds one value twice"):
         _distinct((*distinct, distinct[7]))
     assert _distinct((1, 1.0, "1")) == (1, 1.0, "1")
+
+
+def test_a_character_that_json_writes_as_two_escapes_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"licence": "CC 🄯 BY"}))
+    assert "\\ud83c" in path.read_text()
+    assert read_keys(path)[0] == {"licence": "CC 🄯 BY"}
