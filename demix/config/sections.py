@@ -319,6 +319,13 @@ ArchitectureSection = partial(
 )
 
 
+# MLflow takes no other, and says so when a run is over.
+Experiment = Annotated[
+    Text,
+    Field(pattern=r"^[\s\S]{1,500}$", json_schema_extra={"patternErrorMessage": "of 1 to 500 characters"}),
+]
+
+
 @settings()
 class TrackingSection:
     """Where results are recorded."""
@@ -327,7 +334,7 @@ class TrackingSection:
         default="sqlite:///results/mlflow.db",
         description="MLflow tracking store: a SQLite or PostgreSQL URI, or the address of a server.",
     )
-    experiment: Text | None = Field(default=None, description="MLflow experiment; null means demix-<run>.")
+    experiment: Experiment | None = Field(default=None, description="MLflow experiment; null means demix-<run>.")
 
 
 StageSite = partial("StageSite", Site)

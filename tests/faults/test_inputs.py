@@ -153,6 +153,8 @@ ATTACKS = [
     config("seed: is a whole number of more than 64 bits", f"seed: 0x{'f' * 5000}\nrun: a\n"),
     config("temperatures: holds 10000 values; name at most", {"evaluation.temperatures": MANY}),
     config("seeds: holds 1001 values; name at most 1000", {"seeds": [*range(1001)]}),
+    config("holds half a character", 'run: a\nbase: "\\ud800"\n'),
+    config("allowed is string of 1 to 500 characters", {"tracking.experiment": "x" * 501}),
     config("run: is 'rrr", {"run": "r" * 300}),
     config("ends in 'ha' over and over", new_domain("ha" * 30)),
     config("has a name of 70 characters; use at most 64", new_domain("name_of_10" * 6 + "and_more_9")),
