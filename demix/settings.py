@@ -33,7 +33,8 @@ from pydantic_core import ErrorDetails
 from demix.errors import DemixError, nearest
 
 T = TypeVar("T")
-
+# No run comes to the end of more settings that it tries one after the other.
+MOST_TRIED = 1000
 
 _SIGNS = {
     "minimum": "≥",
@@ -51,8 +52,15 @@ def _listed(value: Any) -> tuple[Any, ...]:
 
 
 def _distinct(items: tuple[Any, ...]) -> tuple[Any, ...]:
-    if any(one == other and type(one) is type(other) for at, one in enumerate(items) for other in items[:at]):
+    # 1 and 1.0 are equal, but two values.
+    if len({(type(one), one) for one in items}) < len(items):
         raise ValueError("holds one value twice", "name each value once")
+    return items
+
+
+def _few(items: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(items) > MOST_TRIED:
+        raise ValueError(f"holds {len(items)} values", f"name at most {MOST_TRIED}")
     return items
 
 
@@ -65,6 +73,8 @@ Positive = Annotated[Integer, Field(ge=1)]
 Seed = Annotated[Integer, Field(ge=0, le=2**31 - 1)]
 Items = Annotated[tuple[T, ...], BeforeValidator(_listed)]
 DistinctItems = Annotated[Items[T], AfterValidator(_distinct), Field(json_schema_extra={"uniqueItems": True})]
+# Values of which each is tried or evaluated.
+TriedItems = Annotated[DistinctItems[T], AfterValidator(_few), Field(json_schema_extra={"maxItems": MOST_TRIED})]
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from demix.commands.options import Prior, Tokens, TopK, WeightsRule
+from demix.errors import printable
 
 app = typer.Typer()
 
@@ -72,4 +73,5 @@ def lm_eval(
     asked = Tasks(names, include_path, limit, num_fewshot, gen_kwargs, seed)
     given = {name: value for name, value in arguments.items() if value is not None}
     for table in tables_of(evaluate_tasks(given, asked, output, log_samples)):
-        print(table)
+        # Names of tasks are anybody's.
+        print(printable(table))

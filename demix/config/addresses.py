@@ -57,11 +57,16 @@ def refuse_unnamable(path: str) -> str:
     """`path`, an input of a rule. Raises DemixError for what Snakemake takes for a wildcard, and what is not UTF-8."""
     if _WILDCARD.search(path):
         raise DemixError(path, "holds braces, which Snakemake takes for a wildcard", "rename the file or folder")
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        raise DemixError(repr(path), "has a name that is not UTF-8", "rename the file or folder") from None
+    refuse_not_utf8(path)
     return path
+
+
+def refuse_not_utf8(path: object) -> None:
+    """Raise DemixError for a path that is not UTF-8, which records and logs could not hold."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise DemixError(ascii(str(path)), "has a name that is not UTF-8", "rename the file or folder") from None
 
 
 def moving(config: dict[str, Any]) -> dict[str, str]:

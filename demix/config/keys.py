@@ -1,5 +1,6 @@
 """YAML files of settings: no key stands twice in one, and the line of each key is known."""
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from demix.errors import DemixError
 
 # More keys than a mapping has by `<<`, unless it repeats others exponentially often.
 MOST_MERGED = 100_000
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 class _Loader(yaml.SafeLoader):
@@ -20,6 +22,17 @@ class _Loader(yaml.SafeLoader):
         if len(node.value) > MOST_MERGED:
             cause = f"merges more than {MOST_MERGED} keys into one mapping"
             raise yaml.constructor.ConstructorError(None, None, cause, node.start_mark)
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        found = super().construct_scalar(node)
+        if not isinstance(found, str) or not _HALF.search(found):
+            return found
+        # JSON writes some characters as two escapes, which are one only to its own readers.
+        try:
+            return found.encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            cause = "holds half a character, which no file in UTF-8 can hold"
+            raise yaml.constructor.ConstructorError(None, None, cause, node.start_mark) from None
 
 
 def read_keys(path: Path) -> tuple[dict[str, Any], dict[str, int]]:

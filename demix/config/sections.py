@@ -22,7 +22,19 @@ from demix.config.rows import KINDS
 from demix.config.run import NAME, NAMED
 from demix.config.tasks import Task, TaskName
 from demix.launch.job import Cluster, Site
-from demix.settings import DistinctItems, Integer, Number, Positive, Seed, Switch, Text, names_of, partial, settings
+from demix.settings import (
+    DistinctItems,
+    Integer,
+    Number,
+    Positive,
+    Seed,
+    Switch,
+    Text,
+    TriedItems,
+    names_of,
+    partial,
+    settings,
+)
 
 Threads = Annotated[
     Positive,
@@ -118,7 +130,7 @@ def taken(recipe: type, section: Mapping[str, Any]) -> dict[str, Any]:
 class Sweep:
     """Short trainings that choose the peak learning rate."""
 
-    learning_rates: DistinctItems[LearningRate] = Field(
+    learning_rates: TriedItems[LearningRate] = Field(
         min_length=1, description="Peak learning rates to try, one job for each."
     )
     tokens: Positive = Field(description="Training tokens of each job; the learning-rate schedule has the same length.")
@@ -183,7 +195,7 @@ ModelRow = partial(
 class FactorSweep:
     """Adaptations with several learning rates, of which one is kept."""
 
-    factors: DistinctItems[Factor] = Field(
+    factors: TriedItems[Factor] = Field(
         min_length=1, description="Learning-rate factors to try, one after the other in one job."
     )
 
@@ -307,6 +319,13 @@ ArchitectureSection = partial(
 )
 
 
+# MLflow takes no other, and says so when a run is over.
+Experiment = Annotated[
+    Text,
+    Field(pattern=r"^[\s\S]{1,500}$", json_schema_extra={"patternErrorMessage": "of 1 to 500 characters"}),
+]
+
+
 @settings()
 class TrackingSection:
     """Where results are recorded."""
@@ -315,7 +334,7 @@ class TrackingSection:
         default="sqlite:///results/mlflow.db",
         description="MLflow tracking store: a SQLite or PostgreSQL URI, or the address of a server.",
     )
-    experiment: Text | None = Field(default=None, description="MLflow experiment; null means demix-<run>.")
+    experiment: Experiment | None = Field(default=None, description="MLflow experiment; null means demix-<run>.")
 
 
 StageSite = partial("StageSite", Site)
@@ -354,7 +373,7 @@ class Config:
         "Without this key (or with false) the workflow stops before it changes a file there.",
     )
     seed: Seed = Field(default=1, description="Seed of splits, initialisation and data order.")
-    seeds: DistinctItems[Seed] = Field(
+    seeds: TriedItems[Seed] = Field(
         default=(),
         description="Further seeds with which the models are trained again; `seed` may be among them. A further "
         "seed changes initialisation and data order, but neither splits nor tokenizer. Tables show the "

@@ -31,6 +31,8 @@ MAX_RATIO = 200
 RATIO_FREE_BYTES = 64 << 20
 # What a batch of Parquet may take in memory at the worst.
 MOST_AT_ONCE = 1 << 30
+# Bytes of CSV that are parsed at one time; the header and each record fit into them.
+CSV_BLOCK = 8 << 20
 # The cure for text in another coding, most often Latin-1.
 TO_UTF8 = "iconv -f LATIN1 -t UTF-8 OLD > NEW"
 
@@ -162,15 +164,7 @@ class _Decompressed(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             data = self.stream.read(len(buffer))
-        except (
-            pa.ArrowException,
-            OSError,
-            ValueError,
-            EOFError,
-            zlib.error,
-            zipfile.BadZipFile,
-            tarfile.TarError,
-        ) as e:
+        except _DAMAGE as e:
             raise DemixError(self.path, f"is damaged or cut short ({e})", "fetch it again") from None
         if self.bound:
             self.bound.spend(len(data))
@@ -263,16 +257,17 @@ def _text(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Ite
 
 
 def _csv(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iterator[Row]:
-    columns = list(reading.paths)
-    if not (beginning := stream.peek(1)):
+    columns, begin = list(reading.paths), bytearray()
+    if not stream.peek(1):
         return
     try:
-        header = next(csv.reader(io.StringIO(beginning.decode("utf-8-sig", "replace"))), [])
-        if name := _twice(name for name in header if name in (columns or header)):
+        header = next(csv.reader(_header_lines(stream, path, begin)), [])
+        known = set(columns or header)
+        if name := _twice(name for name in header if name in known):
             raise DemixError(path, f"has two columns {name!r}", "rename one of them")
         reader = pyarrow.csv.open_csv(
-            pa.PythonFile(stream, mode="r"),
-            read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=8 << 20),
+            pa.PythonFile(io.BufferedReader(_Resumed(begin, stream)), mode="r"),
+            read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK),
             parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
             convert_options=pyarrow.csv.ConvertOptions(
                 include_columns=columns, column_types=dict.fromkeys(columns, pa.binary())
@@ -286,6 +281,33 @@ def _csv(stream: "io.BufferedReader[Any]", path: Path, reading: Reading) -> Iter
         raise DemixError(path, str(error).strip("'\""), cure) from None
     except (pa.ArrowException, OSError, csv.Error) as error:
         raise DemixError(path, f"is not valid CSV ({error})", "mend the row, or use JSON lines") from None
+
+
+def _header_lines(stream: "io.BufferedReader[Any]", path: Path, begin: bytearray) -> Iterator[str]:
+    """The lines at the beginning of a CSV file as they are asked for; their bytes are added to `begin`."""
+    while line := stream.readline(CSV_BLOCK - len(begin)):
+        text = line.decode("utf-8" if begin else "utf-8-sig", "replace")
+        begin += line
+        if len(begin) == CSV_BLOCK:
+            raise DemixError(path, f"has a header of over {CSV_BLOCK >> 20} MiB", "mend its first line")
+        yield text
+
+
+class _Resumed(io.RawIOBase):
+    """The bytes of a stream of which `begin` has been read."""
+
+    def __init__(self, begin: bytearray, rest: "io.BufferedReader[Any]"):
+        self.parts: list[Any] = [io.BytesIO(begin), rest]
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while self.parts:
+            if count := self.parts[0].readinto(buffer):
+                return int(count)
+            self.parts.pop(0)
+        return 0
 
 
 def _parquet(path: Path, reading: Reading) -> Iterator[Row]:

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 
-from demix.config.addresses import COMMIT, LOG_IN, local, refuse_secrets
+from demix.config.addresses import COMMIT, LOG_IN, local, refuse_not_utf8, refuse_secrets
 from demix.config.domains import SourceSection
 from demix.data import readers
 from demix.data.hub import hub_rows
@@ -128,8 +128,9 @@ def records(source: Source, name: str, fetched: Path, counts: Counter[str]) -> I
 def _warn(name: str, counts: Mapping[str, int]) -> None:
     if counts["invalid_bytes"] or counts["not_utf8"]:
         _log.warning(
-            "%s: %d bytes that are not UTF-8 became U+FFFD, and %d documents were left out as no text",
-            name, counts["invalid_bytes"], counts["not_utf8"],
+            "%s: %d bytes that are not UTF-8 became U+FFFD, and %d documents were left out as no text; "
+            "text in Latin-1 is converted by %s",
+            name, counts["invalid_bytes"], counts["not_utf8"], readers.TO_UTF8,
         )  # fmt: skip
 
 
@@ -257,6 +258,7 @@ def _files(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Ro
         found.update(matching)
     paths = [Path(name) for name in sorted(found)]
     for path in paths:
+        refuse_not_utf8(path)
         if path.is_dir():
             raise DemixError(path, "is a folder", f"name its files, such as {path}/*.jsonl.zst")
         if not path.exists():

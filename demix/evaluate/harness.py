@@ -21,6 +21,8 @@ from demix.files import replacing
 from demix.model.checkpoint import describe
 
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+# Bytes of a task's name in that of a file, which has 255 at most.
+MOST_BYTES = 150
 # Nothing is told to anybody: neither who loads a data set nor which version of a library is here.
 QUIET = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -78,6 +80,10 @@ def evaluate_tasks(
     import demix.evaluate.harness_model  # noqa: F401, it registers the name `demix`
 
     manager, names = _named(tasks)
+    # A task in a YAML file has a name of its own, which is known at the end.
+    for name in names:
+        if samples and not name.endswith(".yaml"):
+            _refuse_path(name)
     run = {name: value for name, value in model.items() if name in ("batch_size", "device")}
     # What the harness prints on the way is no result.
     with TemporaryDirectory(prefix="demix.") as folder, redirect_stdout(sys.stderr):
@@ -108,6 +114,8 @@ def evaluate_tasks(
             cure = "check the task's YAML file and its data, and the network if it reads any"
             raise DemixError(f"--tasks {','.join(tasks.names)}", cause, cure) from error
         answers: dict[str, Any] = results.pop("samples", {})
+        for name in answers:
+            _refuse_path(name)
         if output is not None:
             tracker.save_results_aggregated(results, answers)
             for task, found in answers.items():
@@ -150,6 +158,13 @@ def _matched(manager: Any, name: str) -> list[str]:
         return [str(Path(name).absolute())] if Path(name).is_file() else []
     matched: list[str] = manager.match_tasks([name])
     return matched
+
+
+def _refuse_path(task: str) -> None:
+    """Raise DemixError for the name of a task that cannot be part of a file's name."""
+    if "/" in task or "\0" in task or len(task.encode()) > MOST_BYTES:
+        cause = "has a name that cannot be part of a file's name"
+        raise DemixError(f"--tasks {task:.80}", cause, "rename the task, or leave out --log-samples")
 
 
 def _take(folder: Path, output: Path, tasks: Sequence[str]) -> None:

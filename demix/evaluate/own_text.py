@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from demix.config.addresses import refuse_not_utf8
 from demix.config.evaluation import DECAY
 from demix.config.run import read_run_config
 from demix.config.systems import folder_of, row_of
@@ -141,6 +142,8 @@ def evaluate_texts(
     refuse_masked(model, "says nothing of a text that is not masked")
     tokenizer, encoder = tokenizer_of(model, tokenizer)
     named, files = [text for text in texts if not text.is_dir()], files_of(texts)
+    for file in files:
+        refuse_not_utf8(file)
     for file in (*named, *([dev] if dev else [])):
         if not is_stream(file):
             _refuse_unreadable(file)
@@ -262,6 +265,7 @@ def raw_text(texts: Sequence[Path], field: str, domain: str, output: Path) -> No
     links.mkdir()
     paths = []
     for number, text in enumerate(texts):
+        refuse_not_utf8(text.resolve())
         _refuse_unreadable(text)
         paths.append(text.resolve())
         if paths[-1].suffix.lower() not in STRUCTURED:
@@ -327,6 +331,8 @@ def _refuse_unreadable(file: Path) -> None:
     """Raise DemixError unless `file` is a file, and, where it is plain text, UTF-8."""
     if file.is_dir():
         raise DemixError(file, "is a folder", "name one file of text in it")
+    if file.is_symlink() and not file.exists():
+        raise DemixError(file, f"is a link to {file.readlink()}, which is missing", "mend the link")
     if not file.exists():
         raise DemixError(file, "is missing", "correct its name")
     if not file.is_file():

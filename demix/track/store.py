@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from demix.config.run import config_fingerprint
-from demix.errors import DemixError
+from demix.errors import DemixError, printable
 from demix.files import digest, read_json
 from demix.settings import Text, settings
 from demix.track.client import (
@@ -73,7 +73,8 @@ def track(run_dir: str | Path, config: dict[str, Any], uri: str, experiment: str
             cure = "check tracking.uri and that the server is up, then rerun"
             raise DemixError(uri, f"does not take the runs ({cause})", cure) from error
     told = ", ".join(f"{count} {name}" for name, count in counts.items())
-    summary = f"mlflow: {1 + len(nested)} runs in experiment {experiment} at {uri}: {told}"
+    shown = printable(" ".join(experiment.split()))
+    summary = f"mlflow: {1 + len(nested)} runs in experiment {shown} at {uri}: {told}"
     print(summary)
     return summary
 

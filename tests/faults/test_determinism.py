@@ -14,14 +14,15 @@ import pytest
 from demix.files import read_json, sha256_file
 from support.breaking import Note
 from support.disturbed import ENVIRONMENT, REPOSITORY, TINY, printed, snakemake
+from support.dry_run import dry_run, jobs_by_rule
 
 RUN = "results/tiny"
+DAY = 86_400 * 10**9
 # What of a run holds its numbers. MLflow's runs, logs and times of jobs tell when it was made.
 KINDS = ("corpus", "documents", "tokens", "scores", "evaluations", "models", "report")
-# 400 days on; what files say of their age stays true, which snakemake compares.
+# Another date; what files say of their age stays true, which snakemake compares.
 SHIFTED = {
     "LD_PRELOAD": "/usr/$LIB/faketime/libfaketime.so.1",
-    "FAKETIME": "+400d",
     "NO_FAKE_STAT": "1",
     "DONT_FAKE_MONOTONIC": "1",
 }
@@ -47,20 +48,20 @@ def other_file_system(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("cores", ["1", "4"])
+@pytest.mark.parametrize(("cores", "days"), [("1", 400), ("4", -400)])
 def test_two_runs_have_the_same_bytes(
-    cores: str, finished: Path, other_file_system: Path, monkeypatch: pytest.MonkeyPatch, note: Note
+    cores: str, days: int, finished: Path, other_file_system: Path, monkeypatch: pytest.MonkeyPatch, note: Note
 ) -> None:
     shifted = bool(shutil.which("faketime"))
-    for name, value in (AROUND | SHIFTED if shifted else AROUND).items():
+    for name, value in (AROUND | SHIFTED | {"FAKETIME": f"{days:+}d"} if shifted else AROUND).items():
         monkeypatch.setitem(ENVIRONMENT, name, value)
     shutil.copytree(REPOSITORY / "resources", other_file_system / "resources")
-    clock = "400 days on" if shifted else "another time"
+    clock = f"{days:+} days" if shifted else "another time"
     with note.timed(f"{clock}, zone, locale, hash seed, file system; {cores} cores", "identical bytes"):
         process = snakemake(other_file_system, TINY, "--cores", cores, profile="default")
         assert process.wait() == 0, printed(other_file_system)
         logs = [name.name for name in (other_file_system / ".snakemake" / "log").iterdir()]
-        assert all(name.startswith(str((datetime.now() + timedelta(400 * shifted)).year)) for name in logs), logs
+        assert all(name.startswith(str((datetime.now() + timedelta(days * shifted)).year)) for name in logs), logs
         first, second = artefacts(finished), artefacts(other_file_system)
         # The speed of training is measured.
         assert {name for name in first if first[name] != second[name]} <= {
@@ -68,6 +69,36 @@ def test_two_runs_have_the_same_bytes(
         }
     assert first.keys() == second.keys()
     assert read_json(finished / RUN / "config.json") == read_json(other_file_system / RUN / "config.json")
+
+
+def aged(folder: Path, days: int) -> None:
+    """Make all files `days` older."""
+    for path in folder.rglob("*"):
+        if not path.is_symlink():
+            found = path.stat()
+            os.utime(path, ns=(found.st_atime_ns - days * DAY, found.st_mtime_ns - days * DAY))
+
+
+@pytest.mark.faults
+def test_a_clock_that_was_set_back(copied: Path, note: Note) -> None:
+    """What was made before is of a time to come: nothing is made again for that, and no job ends as if it were new."""
+    results = copied / RUN / "results.parquet"
+    aged(copied, -400)
+    with note.timed("a clock set back 400 days: a whole run", "nothing is made again"):
+        assert jobs_by_rule(dry_run(copied, Path("config.yaml"))) == {}
+    sha256 = sha256_file(results)
+    results.unlink()
+    with note.timed("a clock set back 400 days: a run that goes on", "one line names it, nothing half-written"):
+        process = snakemake(copied, TINY, profile="default")
+        assert process.wait() != 0
+        assert f"Output {RUN}/results.parquet has older modification time" in printed(copied)
+        assert "clock skew" in printed(copied)
+        assert not results.exists()
+    aged(copied, 400)
+    with note.timed("a clock set right again", "the same bytes"):
+        process = snakemake(copied, TINY, f"{RUN}/results.parquet", profile="default")
+        assert process.wait() == 0, printed(copied)
+        assert sha256_file(results) == sha256
 
 
 PIPELINE = """

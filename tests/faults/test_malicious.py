@@ -30,6 +30,8 @@ from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, read_json_lines, read_parquet, sha256_file, write_json
 from demix.model.checkpoint import load_verified
 from demix.report import write_report
+from demix.track.client import opened
+from demix.track.store import track
 from demix.train.parallel import World
 from demix.train.state import newest_state
 from support.breaking import Note, demix, told
@@ -243,6 +245,32 @@ def test_markup_in_names_is_shown_as_text(tmp_path: Path, note: Note) -> None:
             assert not re.search(r"(?<!\\)`|(?<!\\)\]\(|:(?=//)|www(?=\.)", text), path
         shown += "&lt;img" in text
     assert shown > 5
+
+
+def test_free_texts_of_a_config_are_text_in_pages_cards_and_mlflow(
+    tmp_path: Path, note: Note, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Licences, instructions, paths and the experiment may be anything."""
+    text = f"{MARKUP} {LINK} <script>alert(2)</script>\n# x\x1b[2J"
+    run, uri = build_run(tmp_path / "results" / "run"), f"sqlite:///{tmp_path}/mlflow.db"
+    for one in (one for kind in run.config["domains"].values() for one in kind.values()):
+        one |= {"licence": text, "source": one["source"] | {"instructions": text, "path": text}}
+    run.config["tracking"] = {"uri": uri, "experiment": text}
+    with note.timed("markup in free texts of a config", "text in pages and figures, values in MLflow"):
+        write_report(run.path, run.config, run.path / "report")
+        track(run.path, run.config, uri, text)
+    pages = [path for path in tmp_path.rglob("*") if path.suffix in (".html", ".svg", ".md")]
+    assert {path.suffix for path in pages} == {".html", ".svg", ".md"}
+    for path in pages:
+        assert not re.search(r"<img[^>]+onerror|<script>alert", path.read_text(), re.IGNORECASE), path
+    assert "\x1b" not in capsys.readouterr().out
+    client, _ = opened(uri)
+    experiment = client.get_experiment_by_name(text)
+    shown = client.search_runs([experiment.experiment_id])
+    parent = next(one for one in shown if "domains.training.law.licence" in one.data.params)
+    assert parent.data.params["domains.training.law.licence"] == text
+    # MLflow's pages render this tag alone as Markdown.
+    assert not any("mlflow.note.content" in one.data.tags for one in shown)
 
 
 def test_markup_in_ids_and_texts_goes_no_further_than_it_may(tmp_path: Path, note: Note) -> None:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
-from demix.files import sha256_file
+from demix.files import sha256_file, write_parquet
 from support.breaking import Note, command, commands, demix, told
 from support.cli import said
 
@@ -36,6 +37,7 @@ STAGES = {
     "card": ("card ",),
     "track": ("track ",),
 }
+CLUSTERING = '{"clusters": 3, "dimensions": 8}'
 WITHOUT_POWERS = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all")
 
 
@@ -108,6 +110,28 @@ def test_a_full_disk_at_every_stage(stage: str, on_disk: Path, note: Note) -> No
     after = artefacts(on_disk)
     # Metrics hold the speed.
     assert {path for path, sha256 in before.items() if after.get(path) != sha256 and "/metrics/" not in path} == set()
+
+
+@ROOT
+@pytest.mark.faults
+def test_a_full_disk_as_clusters_are_fitted(disk: Path, note: Note) -> None:
+    """A stage that the tiny run has not: of its three files the first has most of the bytes."""
+    words = [f"word{number % 97} of text {number} and text {number % 13}" for number in range(600)]
+    documents = disk / "licenses" / "train.parquet"
+    write_parquet(pa.table({"id": [str(number) for number in range(600)], "text": words}), documents)
+    output = disk / "clusters"
+    arguments = ["fit-clusters", str(documents), "--settings", CLUSTERING, "--output", str(output)]
+    ballast = fill(disk)
+    with note.timed("disk full: fit-clusters", "common error, nothing half-written"):
+        line = said(arguments)
+    assert line is not None
+    assert line.startswith("demix: error: ")
+    assert "No space left on device" in line
+    assert [path for path in output.rglob("*") if path.is_file()] == []
+    ballast.unlink()
+    with note.timed("disk full, then room again: fit-clusters", "the same command makes the clusters"):
+        assert said(arguments) is None
+    assert (output / "clusterer.json").is_file()
 
 
 @ROOT

@@ -23,6 +23,7 @@ import snakemake_logger_plugin_demix as display
 from demix.config.check import complete, load_config
 from demix.config.keys import read_keys
 from demix.config.names import refuse_name
+from demix.settings import _distinct
 from support.cli import demix, said
 
 REPOSITORY = Path(__file__).parents[2]
@@ -309,3 +310,31 @@ def test_no_name_that_is_taken_is_a_loop_for_snakemake(part: str, number: int, b
     else:
         with pytest.raises(ValueError, match="takes for a loop"):
             refuse_name(name)
+
+
+class Counted(int):
+    """A number that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_values_of_a_long_list_are_not_compared_two_by_two() -> None:
+    distinct = tuple(map(Counted, range(3000)))
+    assert _distinct(distinct) == distinct
+    assert Counted.compared < 3 * len(distinct)
+    with pytest.raises(ValueError, match="holds one value twice"):
+        _distinct((*distinct, distinct[7]))
+    assert _distinct((1, 1.0, "1")) == (1, 1.0, "1")
+
+
+def test_a_character_that_json_writes_as_two_escapes_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"licence": "CC 🄯 BY"}))
+    assert "\\ud83c" in path.read_text()
+    assert read_keys(path)[0] == {"licence": "CC 🄯 BY"}
