@@ -241,6 +241,18 @@ def test_the_weights_of_the_second_half_of_a_document_are_fixed(
         assert np.array_equal(half, other) == (place >= middle)
 
 
+def test_the_half_of_a_document_is_rounded_down(shard: TokenShard) -> None:
+    """Documents of 0 to 4 tokens of text: of 3 the second and third have what stands before the second."""
+    texts = (0, 1, 2, 3, 4)
+    begins = np.cumsum([0, *(count + 1 for count in texts[:-1])])
+    made = replace(shard, files=(np.zeros(15, np.uint16),), offsets=begins)
+    wanted = [0]
+    for begin, count in zip(begins.tolist(), texts, strict=True):
+        # The last of these is the next document's beginning, or nothing.
+        wanted += [begin + 1 + min(seen, count // 2) for seen in range(count + 1)]
+    assert cluster._seen_rows(made, np.arange(15)).tolist() == wanted[:15]
+
+
 def test_distances_want_the_tokenizer_of_the_shard(
     fitted: dict[str, Path], tokens: Path, shard: TokenShard, tmp_path: Path
 ) -> None:

@@ -231,10 +231,10 @@ def test_an_experts_moments_are_shares_of_the_dense_ones() -> None:
     assert not [name for name in state if name.startswith("optimizer") and "router" in name]
     for name in parameters:
         for key, share in (("exp_avg", 4), ("exp_avg_sq", 8)):
-            wanted, place = tensors[f"optimizer/{key}/{name}"], f"optimizer/{key}/{name}"
+            wanted = tensors[f"optimizer/{key}/{name}"]
             if name.startswith("blocks.1.feedforward."):
                 wanted = torch.stack([wanted[0] / share] * 4)[None]
-            torch.testing.assert_close(state[place], wanted)
+            torch.testing.assert_close(state[f"optimizer/{key}/{name}"], wanted)
 
 
 def test_the_gradients_of_experts_add_up_to_the_dense_one(tokens: Path) -> None:
@@ -242,9 +242,8 @@ def test_the_gradients_of_experts_add_up_to_the_dense_one(tokens: Path) -> None:
     batch = mixed_batches(opened(tokens), TRAINING, 2, 32, seed=1).draw(0)
     dense = GPT(ARCHITECTURE.unrouted, 400, ("dense",)).initialise(3)
     model = GPT(ARCHITECTURE, 400, ("dense",)).initialise(1)
-    state = upcycled(
-        State(0, *dense.parted({f"parameter/{name}": p.detach() for name, p in dense.named_parameters()}), []), model
-    )
+    shared, own = dense.parted({f"parameter/{name}": p.detach() for name, p in dense.named_parameters()})
+    state = upcycled(State(0, shared, own, []), model)
     tensors = model.stacked(state.shared, state.experts)
     model.load_state_dict({name.removeprefix("parameter/"): tensor for name, tensor in tensors.items()})
     for one in (dense.double(), model.double()):
