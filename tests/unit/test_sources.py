@@ -357,6 +357,7 @@ def test_a_word_budget_stops_before_what_it_does_not_need(tmp_path, caplog):
     source = Source("files", f"{tmp_path}/a.jsonl", words=10)
     assert len(_read(tmp_path, source)) == 4
     assert caplog.text == ""
+    assert len(_read(tmp_path, Source("files", f"{tmp_path}/a.jsonl", words=9))) == 3
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n' * 4)
     download(Source("files", f"{tmp_path}/a.jsonl", words=40, parts=2), "d", tmp_path / "o.parquet")
     assert "d: this part has only 6 words, its share of source.words is 20" in caplog.text

@@ -202,6 +202,26 @@ def test_experts_with_equal_scores_share_their_weight() -> None:
     np.testing.assert_allclose(np.exp(fitted_log_prior(np.zeros((1, 4, 3)), np.ones((1, 4), bool))), 1 / 3, atol=1e-12)
 
 
+def test_of_equally_good_priors_the_most_even_one_is_fitted() -> None:
+    """Where a third expert gives the mean of two, a weight of c on it stands for c / 2 on each of these."""
+    one, other = np.exp(-np.random.default_rng(6).exponential(1, (2, 500)))
+    mask = np.ones((1, 500), bool)
+    alone = np.exp(fitted_log_prior(np.log(np.stack([one, other], axis=1))[None], mask))
+    scores = np.log(np.stack([one, (one + other) / 2, other], axis=1))[None]
+    # The sum of squares of (a - c / 2, c, b - c / 2) is least at c = 1/3, where a + b = 1.
+    expected = [alone[0] - 1 / 6, 1 / 3, alone[1] - 1 / 6]
+    assert min(expected) > 0.1
+    np.testing.assert_allclose(np.exp(fitted_log_prior(scores, mask)), expected, atol=0.01)
+
+
+def test_a_prior_that_misses_the_least_loss_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    worst = np.array([0.0, 1.0])
+    monkeypatch.setattr("demix.evaluate.mix.priors._least_quadratic", lambda curvature, slope, weights: worst)
+    scores = np.tile([-1.0, -2.0], (1, 50, 1))
+    with pytest.raises(RuntimeError, match="misses the least loss"):
+        fitted_log_prior(scores, np.ones((1, 50), bool))
+
+
 def test_experts_with_equal_scores_may_be_needed_for_one_token_of_many() -> None:
     scores = np.tile([-1.0, -40.0, -40.0], (1, 100_000, 1))
     scores[0, 7] = [-60, -1, -1]
