@@ -214,9 +214,10 @@ def gives(span: str, data: bytes) -> Answer:
         (f"bytes {HALF}-{HALF + 99}/{HALF + 100}", DATA[HALF : HALF + 100]),
         (f"bytes {HALF}-{len(DATA) - 1}/{len(DATA)}", DATA[HALF:] + b"more"),
         (f"bytes {HALF - 1}-{len(DATA) - 1}/{len(DATA)}", DATA[HALF - 1 :]),
+        (f"bytes {HALF + 9}-{len(DATA) - 1}/{len(DATA)}", DATA[HALF + 9 :]),
         (f"bytes {HALF}-", DATA[HALF:]),
     ],
-    ids=["short body", "short range", "no total", "other total", "long body", "other start", "no range"],
+    ids=["short body", "short range", "no total", "other total", "long body", "early", "late", "no range"],
 )
 def test_a_range_that_does_not_complete_the_file_is_not_taken_for_its_end(serve, tmp_path, span, data):
     site = serve(gives(span, data))
