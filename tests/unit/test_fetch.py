@@ -429,9 +429,9 @@ def test_user_and_password_are_those_of_netrc(serve, tmp_path, monkeypatch):
     assert site.requests[0]["authorization"] == f"Basic {base64.b64encode(b'me:hunter2').decode()}"
 
 
-def test_where_nobody_listens_no_query_is_shown(tmp_path, caplog):
+def test_where_nobody_listens_no_query_and_no_password_is_shown(tmp_path, caplog):
     caplog.set_level("INFO")
     with pytest.raises(DemixError) as caught:
-        fetch("http://127.0.0.1:9/f?signature=hunter2", tmp_path / "f", backoff=0.001)
+        fetch("http://me:hunter3@127.0.0.1:9/f?signature=hunter2", tmp_path / "f", backoff=0.001)
     assert "hunter" not in caplog.text + str(caught.value)
     assert "trying again" in caplog.text

@@ -203,15 +203,16 @@ def test_experts_with_equal_scores_share_their_weight() -> None:
 
 
 def test_of_equally_good_priors_the_most_even_one_is_fitted() -> None:
-    """Where a third expert gives the mean of two, a weight of c on it stands for c / 2 on each of these."""
-    one, other = np.exp(-np.random.default_rng(6).exponential(1, (2, 500)))
+    """Where a third expert gives 0.9 of one and 0.1 of another, its weight c stands for 0.9 c and 0.1 c on these."""
+    one, other = np.exp(-3 * np.random.default_rng(7).exponential(1, (2, 500)))
     mask = np.ones((1, 500), bool)
     alone = np.exp(fitted_log_prior(np.log(np.stack([one, other], axis=1))[None], mask))
-    scores = np.log(np.stack([one, (one + other) / 2, other], axis=1))[None]
-    # The sum of squares of (a - c / 2, c, b - c / 2) is least at c = 1/3, where a + b = 1.
-    expected = [alone[0] - 1 / 6, 1 / 3, alone[1] - 1 / 6]
+    scores = np.log(np.stack([one, 0.9 * one + 0.1 * other, other], axis=1))[None]
+    # Where the sum of squares of (a - 0.9 c, c, b - 0.1 c) is least.
+    third = (0.9 * alone[0] + 0.1 * alone[1]) / (1 + 0.81 + 0.01)
+    expected = [alone[0] - 0.9 * third, third, alone[1] - 0.1 * third]
     assert min(expected) > 0.1
-    np.testing.assert_allclose(np.exp(fitted_log_prior(scores, mask)), expected, atol=0.01)
+    np.testing.assert_allclose(np.exp(fitted_log_prior(scores, mask)), expected, atol=3e-5)
 
 
 def test_a_prior_that_misses_the_least_loss_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
