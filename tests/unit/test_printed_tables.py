@@ -6,12 +6,18 @@ import pandas as pd
 
 from demix.report import write_report
 from demix.report.cells import lowest
+from demix.report.render import cell
 from support.synthetic_run import NOVEL, build_run
 
 
 def test_what_is_equal_as_printed_is_bold_alike() -> None:
     frame = pd.DataFrame({"a": [1.004, 2.0], "b": [1.001, 2.006], "c": [1.01, 2.004]})
     assert lowest(frame, axis=1).to_numpy().tolist() == [[True, True, False], [True, False, True]]
+
+
+def test_what_rounds_to_zero_has_no_sign() -> None:
+    values = (0.001, -0.001, -0.01, 1.5)
+    assert [cell(value, "{:+.2f}") for value in values] == ["0.00", "0.00", "−0.01", "+1.50"]
 
 
 def test_one_novel_domain_is_one_domain(tmp_path: Path) -> None:
