@@ -69,12 +69,10 @@ class Posterior:
     def _weigh(self) -> np.ndarray:
         """log g [B, N + 1, E] of the N tokens held and of the next one, whose own score changes no weight."""
         scores = np.pad(self._scores, ((0, 0), (0, 1), (0, 0)))
-        return np.concatenate(
-            [
-                weigh(self._rule, prior[None], self._chunk(scores[text], self._far[text]), state)[0]
-                for text, (prior, state) in enumerate(zip(self._log_priors, self._states, strict=True))
-            ]
-        )
+        log_g = np.empty_like(scores)
+        for text, (prior, state) in enumerate(zip(self._log_priors, self._states, strict=True)):
+            log_g[text] = weigh(self._rule, prior[None], self._chunk(scores[text], self._far[text]), state)[0][0]
+        return log_g
 
     def _begin_block(self) -> None:
         if self.decay is not None:

@@ -35,10 +35,10 @@ SECONDS = 600.0
 T = TypeVar("T")
 # What takes seconds to import is imported once; demix, which the edits change, by each process.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([
+IMPORTED = [
     "torch", "torch.optim.adamw", "torch.distributed", "safetensors.torch", "pandas", "pyarrow.parquet", "duckdb",
     "scipy.special", "scipy.optimize", "hypothesis.strategies", "pytest", "typer.testing", "mlflow.tracking",
-])  # fmt: skip
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,17 @@ class Edit:
 
 
 def edits() -> list[Edit]:
-    """The edits of edits.toml. A test is a file of tests/unit without its suffix, and may have `::name` behind it."""
+    """The edits of edits.toml.
+
+    A test is a file of tests/unit (or `<folder>/<file>` of tests) without its suffix, and may have `::name` behind it.
+    """
     found = []
     for file in tomllib.loads((HERE / "edits.toml").read_text())["file"]:
         for old, new, *tests in file["edits"]:
             named = (tests[0] if tests else file["tests"]).split()
-            places = (word.partition("::") for word in named)
-            found.append(Edit(file["path"], old, new, tuple(f"tests/unit/{a}.py{b}{c}" for a, b, c in places)))
+            words = (word if "/" in word else f"unit/{word}" for word in named)
+            places = (word.partition("::") for word in words)
+            found.append(Edit(file["path"], old, new, tuple(f"tests/{a}.py{b}{c}" for a, b, c in places)))
     return found
 
 
@@ -157,6 +161,7 @@ def main() -> int:
     parser.add_argument("--unchecked", action="store_true", help="take for granted that the tests pass without edits")
     parser.add_argument("words", nargs="*")
     asked = parser.parse_args()
+    FORKS.set_forkserver_preload(IMPORTED)
     chosen = [edit for edit in edits() if not asked.words or any(word in str(edit) for word in asked.words)]
     if wrong := [*filter(None, (edit.fault() for edit in chosen))]:
         print("\n".join(wrong))

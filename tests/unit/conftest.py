@@ -1,4 +1,4 @@
-"""What several test modules need: token shards, and a browser."""
+"""What several test modules need: token shards, made-up runs, and a browser."""
 
 import os
 import shutil
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from selenium import webdriver
 
+from support.families_run import build_families
 from support.once import once
+from support.synthetic_run import Run, build_run
 from support.tokens import write_tokens
 
 # Several threads, of several test processes at once, cost a tiny model ten times what one does. torch reads this when
@@ -20,6 +22,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with tokenizer.json and tokens/<domain>/<split>.arrow (`support.tokens`); not to be written to."""
     return once(tmp_path_factory, "tokens", write_tokens)
+
+
+@pytest.fixture(scope="session")
+def made_up(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The made-up run (`support.synthetic_run`); not to be written to."""
+    return build_run(tmp_path_factory.mktemp("made-up"))
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The made-up run with rows of other families (`support.families_run`); not to be written to."""
+    return build_families(tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(scope="module")

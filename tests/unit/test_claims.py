@@ -253,3 +253,11 @@ def test_files(tmp_path: Path) -> None:
         assert claim.verdict in html
     assert f"{sum(bool(claim.shown) for claim in judged)} shown" in text
     assert "Differs from the paper" in html
+
+
+def test_an_interval_around_zero_is_on_no_side() -> None:
+    bounds = pd.DataFrame({"low": [-2.0, -1.0, 1.0], "high": [-1.0, 1.0, 2.0]}, ["law", "news", "code"])
+    own, other = (pd.Series([value] * 3, bounds.index) for value in (1.0, 2.0))
+    for higher in (False, True):
+        told = compare("own", own, "other", other, higher=higher, bounds=bounds).sentence
+        assert "and so is the whole 95% interval of the difference on 1 of 3" in told

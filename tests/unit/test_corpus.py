@@ -8,7 +8,7 @@ from itertools import chain
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from demix.data import corpus, leakage
@@ -281,6 +281,7 @@ LONG = st.lists(
 
 @MANY
 @given(LONG)
+@example([" ".join([word] * 13) for word in ("é" * 40, "é" * 20 + "b" * 40)])
 def test_grams_are_those_of_the_words(texts):
     numbers = {}
     for hashes, number in grams_of(pa.array(texts, pa.large_string())):

@@ -28,6 +28,7 @@ from demix.files import seed_for, write_parquet
 from demix.mix.mixtures import mix
 from demix.mix.priors import cached_log_prior, fitted_log_prior
 from demix.mix.rules import Switching, Tempered
+from support.models import write_model
 from support.scored import write_table
 
 TABLES = ("results", "priors", "differences", "posteriors", "losses")
@@ -274,11 +275,15 @@ def test_losses_by_document_are_the_sums_of_the_score_tables(evaluated: Path) ->
 
 
 def test_a_short_text_of_few_documents_has_no_interval(tmp_path: Path) -> None:
-    write_run(tmp_path / "scores", "law", documents=5)
+    write_run(tmp_path / "scores", "law", documents=3)
     evaluate_domain(tmp_path / "scores", "law", evaluation("law"), outputs(tmp_path))
     found = pd.read_parquet(tmp_path / "results.parquet")
-    assert set(found.documents) == set(found.pieces) == {5}
+    assert set(found.documents) == set(found.pieces) == {3}
     assert found.tokens.max() < 400
+    # Of the 14 blocks that the published code's prior of 6 takes, dev has fewer.
+    blocks = len(read_scores(tmp_path / "scores" / "demix" / "law.dev", TRAINING).mask)
+    assert blocks < 14
+    assert set(found.query("method == 'cached' and scorer == 'released'").dev_blocks) == {blocks}
     assert found[["perplexity_low", "perplexity_high", "bytes", "bits_per_byte"]].isna().all(axis=None)
     assert pd.read_parquet(tmp_path / "differences.parquet").nats_per_token_low.isna().all()
 
@@ -317,6 +322,15 @@ def test_models_scored_on_different_tokens_are_not_compared(tmp_path: Path) -> N
     write_run(tmp_path / "scores", "songs")
     write_table(tmp_path / "scores" / "dense" / "songs.test", ("dense",), text=3)
     with pytest.raises(DemixError, match="domain songs: was scored on different tokens"):
+        evaluate_domain(tmp_path / "scores", "songs", evaluation("songs"), outputs(tmp_path))
+    assert not list(tmp_path.glob("*.parquet"))
+
+
+@pytest.mark.parametrize("model", ["dense", "demix"])
+def test_scores_of_other_weights_than_the_models_are_refused(tmp_path: Path, model: str) -> None:
+    write_run(tmp_path / "scores", "songs")
+    write_model(tmp_path / "models" / model, ("dense",) if model == "dense" else TRAINING + NOVEL)
+    with pytest.raises(DemixError, match=rf"scores/{model}/songs\.\w+/\w+\.parquet: was scored with other weights"):
         evaluate_domain(tmp_path / "scores", "songs", evaluation("songs"), outputs(tmp_path))
     assert not list(tmp_path.glob("*.parquet"))
 

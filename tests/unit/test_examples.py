@@ -20,7 +20,7 @@ from demix.data.tasks import Example, fitted, prompts, read_examples, refuse_few
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.task_tables import read_scored
-from demix.files import read_parquet, write_parquet
+from demix.files import read_parquet, write_json, write_parquet
 from support.cli import demix
 from support.tasks import SIZES, read_task, write_lines, write_prompted
 from support.tokens import TRAINING
@@ -380,6 +380,11 @@ def test_a_run_is_classified_as_by_hand(tokens: Path, tmp_path: Path) -> None:
         assert row["accuracy"] == hits / len(tests)
         assert row["chance"] == pytest.approx(1 / len(tests[0].labels))
         assert (row["clustering"], row["temperature"]) == ("by_domain", 0.3)
+    # A clusterer that was fitted again has shards of other tokens than those that the experts learned from.
+    write_json(tmp_path / "clusters" / "by_domain" / "shards" / TRAINING[0] / "train.json", {"sha256": "0" * 64})
+    done = demix("classify", tmp_path, "--settings", json.dumps(given), "--output", tmp_path / "again.parquet")
+    assert f"learned from another cluster than {TRAINING[0]}" in str(done.exception)
+    assert not (tmp_path / "again.parquet").exists()
 
 
 def test_few_examples_besides_tests_are_refused_or_judge_no_expert(tokens: Path, tmp_path: Path) -> None:

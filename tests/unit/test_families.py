@@ -35,8 +35,8 @@ LABELS = {"Dense": "dense_unbalanced", "Dense (Balanced)": "dense", "DEMix": "de
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return build_families(tmp_path_factory.mktemp("run"))
+def run(families: Run) -> Run:
+    return families
 
 
 Rows = list[dict[str, Any]]

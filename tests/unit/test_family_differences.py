@@ -17,7 +17,7 @@ from demix.report.claims import claims
 from demix.report.clusters import read_clusters
 from demix.report.family_differences import family_differences_table
 from demix.report.own_tables import differences_table
-from support.families_run import BALANCED, MODELS, WIDTH, build_families
+from support.families_run import BALANCED, MODELS, WIDTH
 from support.scored import LENGTH, write_table
 from support.synthetic_run import NOVEL, TRAINING, Run
 
@@ -117,8 +117,8 @@ def test_pairs_have_intervals_over_documents_of_origin(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return build_families(tmp_path_factory.mktemp("run"))
+def run(families: Run) -> Run:
+    return families
 
 
 def test_the_table_by_loops_over_rows(run: Run) -> None:

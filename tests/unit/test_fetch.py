@@ -214,9 +214,10 @@ def gives(span: str, data: bytes) -> Answer:
         (f"bytes {HALF}-{HALF + 99}/{HALF + 100}", DATA[HALF : HALF + 100]),
         (f"bytes {HALF}-{len(DATA) - 1}/{len(DATA)}", DATA[HALF:] + b"more"),
         (f"bytes {HALF - 1}-{len(DATA) - 1}/{len(DATA)}", DATA[HALF - 1 :]),
+        (f"bytes {HALF + 9}-{len(DATA) - 1}/{len(DATA)}", DATA[HALF + 9 :]),
         (f"bytes {HALF}-", DATA[HALF:]),
     ],
-    ids=["short body", "short range", "no total", "other total", "long body", "other start", "no range"],
+    ids=["short body", "short range", "no total", "other total", "long body", "early", "late", "no range"],
 )
 def test_a_range_that_does_not_complete_the_file_is_not_taken_for_its_end(serve, tmp_path, span, data):
     site = serve(gives(span, data))
@@ -428,9 +429,9 @@ def test_user_and_password_are_those_of_netrc(serve, tmp_path, monkeypatch):
     assert site.requests[0]["authorization"] == f"Basic {base64.b64encode(b'me:hunter2').decode()}"
 
 
-def test_where_nobody_listens_no_query_is_shown(tmp_path, caplog):
+def test_where_nobody_listens_no_query_and_no_password_is_shown(tmp_path, caplog):
     caplog.set_level("INFO")
     with pytest.raises(DemixError) as caught:
-        fetch("http://127.0.0.1:9/f?signature=hunter2", tmp_path / "f", backoff=0.001)
+        fetch("http://me:hunter3@127.0.0.1:9/f?signature=hunter2", tmp_path / "f", backoff=0.001)
     assert "hunter" not in caplog.text + str(caught.value)
     assert "trying again" in caplog.text

@@ -114,5 +114,6 @@ def test_what_is_drawn() -> None:
         found = resampled(sums, origins, stretches, 7)
         expected = resampled_blocks(stretches, 7) if documents < 20 else resampled_sums(clustered(sums, origins), 7)
         assert (found == expected).all()
+    assert resampled_sums(sums, 7).shape == (2, 2000)
     assert resampled(sums[:, :39], origins[:39] % 19, by_stretch(text[:390]), 7) is None
     assert [block_tokens(*some) for some in ((20, 800), (19, 800), (1, 399), (1, 400))] == [0, 28, 0, 20]

@@ -144,6 +144,16 @@ def test_reformatted_json_lines_are_read(lines: Path) -> None:
     )
 
 
+def test_a_file_of_more_bytes_than_are_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+    size = path.stat().st_size
+    assert read_json(path, most_bytes=size) == {"a": 1}
+    for most in (size - 1, 1):
+        with pytest.raises(DemixError, match=rf"a\.json: has more than {most} bytes"):
+            read_json(path, most_bytes=most)
+
+
 def edited(rows: list[str]) -> dict[str, tuple[list[str], str]]:
     """Other files of the same rows, and what is said of each."""
     first, second, third, end = rows

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Timer
 
 import pytest
+from mlflow.entities import Metric
 from mlflow.entities import Run as Stored
 from mlflow.tracking import MlflowClient
 
@@ -99,6 +100,25 @@ def test_points_arrive_in_parts_and_track_completes_the_same_mlflow_run(run: Run
     assert "mlflow.parentRunId" in tracked.data.tags
     assert " 0 new, 0 replaced" in track(run.path, run.config, uri, EXPERIMENT)
     assert curve(uri, *stored(uri)) == wanted
+
+
+def test_each_point_is_sent_once(run: Run, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that has a point already says nothing of the second one."""
+    sent: list[tuple[str, int]] = []
+    log_batch = MlflowClient.log_batch
+
+    def counted(client: MlflowClient, run_id: str, metrics: list[Metric]) -> object:
+        sent.extend((metric.key, metric.step) for metric in metrics)
+        return log_batch(client, run_id, metrics=metrics)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", counted)
+    rows = read_json_lines(run.path / "metrics" / "demix.jsonl")
+    sending = sender(run, uri)
+    for count in (7, 12):
+        written(run, rows[:count])
+        sending.send()
+    assert len([step for key, step in sent if key == "loss"]) == 12
+    assert len(sent) == len(set(sent))
 
 
 def test_a_resumed_training_goes_on_in_its_mlflow_run_and_track_replaces_it(run: Run, uri: str) -> None:

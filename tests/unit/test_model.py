@@ -57,6 +57,8 @@ def test_stacked_experts_equal_eight_separate_feedforwards(dtype: torch.dtype, t
         return ((a - b).norm() / b.norm()).item()
 
     assert relative(output, reference) < tolerance
+    with torch.no_grad():
+        assert relative(layer(x), reference) < tolerance
 
     weights = torch.randn(output.shape, dtype=dtype, generator=torch.Generator().manual_seed(3))
     (output * weights).sum().backward()

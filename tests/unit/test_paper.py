@@ -7,12 +7,12 @@ from demix.report import PAPER_TABLES
 from demix.report.all_tables import beside_paper
 from demix.report.paper import SIZES, printed
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
-from support.synthetic_run import Run, build_run
+from support.synthetic_run import Run
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return build_run(tmp_path_factory.mktemp("run"))
+def run(made_up: Run) -> Run:
+    return made_up
 
 
 def paper_config(run: Run, preset: str = "gpt3-small", **sizes: int) -> dict:

@@ -9,12 +9,18 @@ import pytest
 from demix.report import write_report
 from demix.report.card import model_card
 from demix.report.cells import lowest
+from demix.report.render import cell
 from support.synthetic_run import NOVEL, TRAINING, build_run
 
 
 def test_what_is_equal_as_printed_is_bold_alike() -> None:
     frame = pd.DataFrame({"a": [1.004, 2.0], "b": [1.001, 2.006], "c": [1.01, 2.004]})
     assert lowest(frame, axis=1).to_numpy().tolist() == [[True, True, False], [True, False, True]]
+
+
+def test_what_rounds_to_zero_has_no_sign() -> None:
+    values = (0.001, -0.001, -0.01, 1.5)
+    assert [cell(value, "{:+.2f}") for value in values] == ["0.00", "0.00", "−0.01", "+1.50"]
 
 
 @pytest.mark.parametrize("training", [TRAINING, TRAINING[:1]], ids=("several", "one"))

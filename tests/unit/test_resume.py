@@ -93,6 +93,12 @@ def numbered(step: int, dev_loss: float | None = None) -> state.State:
     return state.State(step, {"a": torch.full((2,), float(step))}, {"x": {"b": torch.zeros(1)}}, [], dev_loss)
 
 
+def test_the_newest_checkpoints_and_the_best_one_are_kept(tmp_path: Path) -> None:
+    for step, dev_loss in ((5, 2.0), (10, 3.0), (15, 4.0), (20, 5.0)):
+        state.save_state(tmp_path, numbered(step, dev_loss), World(), keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000015", "step-00000020"]
+
+
 def test_damaged_checkpoints_are_neither_kept_nor_in_the_way(tmp_path: Path) -> None:
     world = World()
     for step, dev_loss in ((5, 3.0), (10, 2.0), (15, 4.0), (20, 5.0)):

@@ -25,6 +25,7 @@ from demix.evaluate.score_tables import (
 from demix.files import write_parquet
 from demix.mix.mixtures import mix
 from demix.mix.priors import cached_log_prior, fitted_log_prior
+from demix.mix.rules import Switching
 from support.scored import LENGTH, starts, write_table
 
 
@@ -118,6 +119,23 @@ def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: i
             expected = np.bincount(of, -mixed[part.mask])
             np.testing.assert_allclose(found, expected, rtol=1e-10, err_msg=str(mixture))
     assert totals.posteriors.shape == (len(test.mask), 3)
+
+
+def test_bytes_and_rules_that_see_the_prior_go_on_from_piece_to_piece(tmp_path: Path) -> None:
+    """Of two mixtures with one rule each has its own prior."""
+    experts = ("law", "news", "code")
+    write_table(tmp_path / "x.test", experts, documents=2500)
+    test = read_scores(tmp_path / "x.test", experts)
+    assert test.tokens > 2 * (1 << 14)
+    mixtures = [Mixture(method, experts, "switching(0.2)") for method in ("uniform", "fitted")]
+    prior = np.log([0.7, 0.1, 0.2])
+    lengths = np.arange(300) % 7
+    found = document_losses(tmp_path / "x.test", experts, mixtures, dict.fromkeys(mixtures, prior), lengths)
+    ids = pq.read_table(tmp_path / "x.test" / "tokens.parquet")["token"].to_numpy()
+    assert found.byte_count == lengths[ids].sum()
+    for mixture in mixtures:
+        mixed = mix(test.scores, test.mask, mixture.method, Switching(0.2), log_prior=prior)
+        assert found[mixture].sum() == pytest.approx(-mixed.sum(), rel=1e-10)
 
 
 def test_a_document_of_whole_blocks_telescopes(tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ ROW = {
         ({"stars": {"min": 4}}, True),
         ({"stars": {"min": 4.5}}, False),
         ({"stars": {"max": 3}}, False),
+        ({"stars": {"max": 4}}, True),
+        ({"stars": "4"}, True),
         ({"score": {"min": 3, "max": 4}}, True),
         ({"score": {"min": 10}}, False),
         ({"language": {"min": 1}}, False),

@@ -12,10 +12,12 @@ from demix.launch.job import Cluster, TrainingJob
 from demix.launch.outcome import MishapError
 from demix.train.state import tell_done
 
-# Each call takes the next line of a file, the last one again and again; one that begins with ! is an error.
+# Each call takes the next line of a file, the last one again and again; one that begins with ! is an error. Who asks
+# without end has no answer in the end.
 COMMAND = """#!/bin/sh
 n=$(($(cat "$0.calls" 2> /dev/null || echo 0) + 1))
 echo $n > "$0.calls"
+[ $n -gt 99 ] && exit 1
 [ $n -gt $(wc -l < "$0.lines") ] && n='$'
 line=$(sed -n "${n}p" "$0.lines")
 case "$line" in !*) echo "${line#!}" >&2; exit 1;; *) echo "$line" | tr ';' '\\n';; esac
@@ -47,6 +49,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(slurm, "SECONDS_BETWEEN_POLLS", 0.0)
     monkeypatch.setattr(controller, "SECONDS_BETWEEN_POLLS", 0.0)
+    monkeypatch.setattr(controller, "MOST_SILENCE", 5.0)
     return {name: Fake(folder / name) for name in ("squeue", "scontrol")}
 
 

@@ -67,7 +67,7 @@ def test_every_format_gives_the_same_documents(tmp_path, form, suffix):
 
 
 def test_parquet(tmp_path):
-    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=2)
     rows = _read(tmp_path, Source("files", str(tmp_path / "a.parquet"), metadata=("id", "by")))
     assert [row["id"] for row in rows] == ["a.parquet#1", "a.parquet#2", "a.parquet#3"]
     assert [row["text"] for row in rows] == [row["text"] for row in ROWS]
@@ -108,6 +108,26 @@ def test_any_text_survives(tmp_path, texts):
     data = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts).encode()
     path.write_bytes(zstandard.compress(data))
     assert [row["text"] for row in _read(tmp_path, Source("files", str(path)))] == texts
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    data = {".jsonl": '{"text": "a"}\n', ".json": '[{"text": "a"}]', ".csv": "text\na\n", ".txt": "a"}
+    (tmp_path / name).write_text("\ufeff" + data[name[1:]])
+    json_of = {"json": "values"} if name == "a.json" else {}
+    assert [row["text"] for row in _read(tmp_path, Source("files", str(tmp_path / name), **json_of))] == ["a"]
+
+
+def test_a_line_feed_in_a_value_of_csv_ends_no_row_in_a_file_of_many_blocks(tmp_path):
+    texts = [f"{number}\n" * (3 << 20) for number in range(3)]
+    (tmp_path / "a.csv").write_text("text\n" + "".join(f'"{text}"\n' for text in texts))
+    assert [row["text"] for row in _read(tmp_path, Source("files", str(tmp_path / "a.csv")))] == texts
+
+
+def test_numbers_that_json_does_not_have_are_null_in_metadata(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "n": NaN, "m": {"x": [Infinity, 1.5]}}\n')
+    (row,) = _read(tmp_path, Source("files", str(tmp_path / "a.jsonl"), metadata=("n", "m")))
+    assert row["metadata"] == '{"m": {"x": [null, 1.5]}, "n": null}'
 
 
 def test_lone_surrogates_are_replaced_and_counted(tmp_path):
@@ -169,14 +189,16 @@ def test_utf16_is_refused_by_its_mark(tmp_path, name, coding):
 
 def test_what_was_never_utf8_is_left_out_and_counted(tmp_path):
     (tmp_path / "bad.txt").write_bytes(bytes(range(128, 256)) * 3)
+    # Without its mark, UTF-16 is valid UTF-8 but for a letter here and there.
+    (tmp_path / "also.txt").write_bytes(("plain words " * 40 + "é").encode("utf-16-le"))
     (tmp_path / "good.txt").write_bytes(b"plain words")
     (row,) = _read(tmp_path, Source("files", str(tmp_path / "*.txt")))
     assert row["text"] == "plain words"
     raw = tmp_path / "raw" / "d" / "documents.parquet"
-    assert pq.read_metadata(raw).metadata[b"not_utf8"] == b"1"
+    assert pq.read_metadata(raw).metadata[b"not_utf8"] == b"2"
     anonymize_documents(raw, tmp_path / "out.parquet", tmp_path / "counts.json")
     counts = json.loads((tmp_path / "counts.json").read_text())
-    assert (counts["documents"], counts["rejected"]) == (2, {"empty": 0, "not_utf8": 1})
+    assert (counts["documents"], counts["rejected"]) == (3, {"empty": 0, "not_utf8": 2})
 
 
 def test_what_is_written_is_private_and_the_same_every_time(tmp_path):
@@ -357,6 +379,7 @@ def test_a_word_budget_stops_before_what_it_does_not_need(tmp_path, caplog):
     source = Source("files", f"{tmp_path}/a.jsonl", words=10)
     assert len(_read(tmp_path, source)) == 4
     assert caplog.text == ""
+    assert len(_read(tmp_path, Source("files", f"{tmp_path}/a.jsonl", words=9))) == 3
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n' * 4)
     download(Source("files", f"{tmp_path}/a.jsonl", words=40, parts=2), "d", tmp_path / "o.parquet")
     assert "d: this part has only 6 words, its share of source.words is 20" in caplog.text

@@ -202,6 +202,27 @@ def test_experts_with_equal_scores_share_their_weight() -> None:
     np.testing.assert_allclose(np.exp(fitted_log_prior(np.zeros((1, 4, 3)), np.ones((1, 4), bool))), 1 / 3, atol=1e-12)
 
 
+def test_of_equally_good_priors_the_most_even_one_is_fitted() -> None:
+    """Where a third expert gives 0.9 of one and 0.1 of another, its weight c stands for 0.9 c and 0.1 c on these."""
+    one, other = np.exp(-3 * np.random.default_rng(7).exponential(1, (2, 500)))
+    mask = np.ones((1, 500), bool)
+    alone = np.exp(fitted_log_prior(np.log(np.stack([one, other], axis=1))[None], mask))
+    scores = np.log(np.stack([one, 0.9 * one + 0.1 * other, other], axis=1))[None]
+    # Where the sum of squares of (a - 0.9 c, c, b - 0.1 c) is least.
+    third = (0.9 * alone[0] + 0.1 * alone[1]) / (1 + 0.81 + 0.01)
+    expected = [alone[0] - 0.9 * third, third, alone[1] - 0.1 * third]
+    assert min(expected) > 0.1
+    np.testing.assert_allclose(np.exp(fitted_log_prior(scores, mask)), expected, atol=3e-5)
+
+
+def test_a_prior_that_misses_the_least_loss_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    worst = np.array([0.0, 1.0])
+    monkeypatch.setattr("demix.mix.priors._least_quadratic", lambda curvature, slope, weights: worst)
+    scores = np.tile([-1.0, -2.0], (1, 50, 1))
+    with pytest.raises(RuntimeError, match="misses the least loss"):
+        fitted_log_prior(scores, np.ones((1, 50), bool))
+
+
 def test_experts_with_equal_scores_may_be_needed_for_one_token_of_many() -> None:
     scores = np.tile([-1.0, -40.0, -40.0], (1, 100_000, 1))
     scores[0, 7] = [-60, -1, -1]

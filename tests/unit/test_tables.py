@@ -37,8 +37,8 @@ from support.synthetic_run import DECAYS, DEV_BLOCKS, NOVEL, RELEASED_SCORER, TR
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return build_run(tmp_path_factory.mktemp("run"))
+def run(made_up: Run) -> Run:
+    return made_up
 
 
 def write_all(run: Run, output: Path) -> Path:

@@ -11,12 +11,12 @@ from demix.report.all_tables import main_table, scale_note
 from demix.report.own_tables import full_table, seeds_table
 from demix.report.paper_tables import table3, table4
 from demix.report.read import Results
-from support.synthetic_run import Run, build_run
+from support.synthetic_run import Run
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return build_run(tmp_path_factory.mktemp("run"))
+def run(made_up: Run) -> Run:
+    return made_up
 
 
 def test_seeds_are_shown_as_mean_and_spread(run: Run) -> None:

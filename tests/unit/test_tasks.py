@@ -114,6 +114,7 @@ def test_every_routing_is_that_of_a_loop_over_tokens(top_k: int | None) -> None:
             for j, name in enumerate(EXPERTS):
                 assert rows["one expert", None, name][number] == pytest.approx(sums[:, j], abs=1e-12)
     assert not any(k == 9 for _, k, _ in rows), "no more experts than there are"
+    assert {k for name, k, _ in rows if name == "average"} == {None}, "equal weights have no likeliest experts"
 
 
 def test_switching_is_the_chain_of_its_definition() -> None:
@@ -207,6 +208,20 @@ def test_weights_by_accuracy_are_those_of_other_prompts() -> None:
                 for one in some
             ]
             assert np.exp(weights[seed]) == pytest.approx(softmax(np.mean(right, axis=0)), abs=1e-12)
+
+
+def test_an_expert_alone_is_right_by_what_calibration_leaves_of_its_labels() -> None:
+    scored = made_up(E)
+    cues = {one.prompt.example: one for one in scored if one.prompt.split == "cue"}
+    tests = [one for one in scored if one.prompt.split == "test"]
+    right, plain = np.zeros((2, len(tests), E))
+    for number, one in enumerate(tests):
+        sums, bare = (np.stack([label.sum(axis=0) for label in some.labels]) for some in (one, cues[one.prompt.cue]))
+        right[number] = (sums - bare).argmax(axis=0) == one.prompt.answer
+        plain[number] = sums.argmax(axis=0) == one.prompt.answer
+    assert (right != plain).any()
+    weights = performance(scored, "test", TASK, EXPERTS)
+    assert np.exp(weights[1]) == pytest.approx(softmax(right.mean(axis=0)), abs=1e-12)
 
 
 def test_without_demonstrations_nothing_is_permuted() -> None:

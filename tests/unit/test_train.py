@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from demix.config.architecture import Architecture
-from demix.data.shards import TokenShard, blocks
+from demix.data.shards import TokenShard, blocks, tokenize
 from demix.errors import DemixError, StoppedError
-from demix.files import read_json, read_json_lines
+from demix.files import read_json, read_json_lines, write_json
 from demix.model.checkpoint import load_model
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
@@ -23,7 +23,7 @@ from demix.train import loop, stage
 from demix.train.batches import Batch, balanced_batches, mixed_batches, proportional_batches
 from demix.train.loop import EarlyStopping, Optimization, learning_rate_at, train
 from demix.train.stage import train_model
-from support.tokens import TRAINING
+from support.tokens import NOVEL, TRAINING
 from support.training import SIZES, TRAIN, opened, shard_paths
 
 
@@ -297,3 +297,13 @@ def test_losses_on_dev_change_no_weight_and_leave_no_state(tokens: Path, tmp_pat
     # The finished model is the best, so that no other state needs to stay.
     assert min(losses) == losses[-1]
     assert not [*(tmp_path / "2" / "checkpoints").iterdir()]
+
+
+def test_text_of_another_tokenizer_is_refused(tokens: Path, tmp_path: Path) -> None:
+    write_json(tmp_path / "tokenizer.json", read_json(tokens / "tokenizer.json") | {"other": 1}, sort_keys=False)
+    other = tmp_path / NOVEL[0] / "train.arrow"
+    tokenize(tmp_path / "tokenizer.json", tokens / "corpus" / NOVEL[0] / "train.parquet", other)
+    places = tmp_path / "model", tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+    with pytest.raises(DemixError, match=rf"{NOVEL[0]}/train\.arrow: was made with another tokenizer than"):
+        train_model("dense", TRAIN, [*shard_paths(tokens), other], *places)
+    assert not places[0].exists()

@@ -10,7 +10,7 @@ from demix.config.variants import variant_rows
 from demix.report import left_out
 from demix.report.read import Results
 from demix.report.variants import variants_table
-from support.synthetic_run import NOVEL, TRAINING, Run, build_run
+from support.synthetic_run import NOVEL, TRAINING, Run
 
 MLM = {"attention": "bidirectional", "objective": "mlm"}
 ROWS = {
@@ -25,16 +25,15 @@ FACTORS = {"dense_alibi": 0.9, "dense_both": 1.1, "demix_clap": 0.8}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    made = build_run(tmp_path_factory.mktemp("run"))
-    rows = made.results.rows
+def run(made_up: Run) -> Run:
+    rows = made_up.results.rows
     more = [
         found.assign(model=name, perplexity=found["perplexity"] * factor)
         for name, factor in FACTORS.items()
         for found in [rows[rows["model"] == ROWS[name]["kind"]]]
     ]
-    config = made.config | {"models": ROWS}
-    return replace(made, config=config, results=Results(pd.concat([rows, *more], ignore_index=True)))
+    config = made_up.config | {"models": ROWS}
+    return replace(made_up, config=config, results=Results(pd.concat([rows, *more], ignore_index=True)))
 
 
 def test_only_rows_that_differ_in_options_alone_are_variants(run: Run) -> None:
