@@ -49,13 +49,11 @@ class WeightsRule(ABC):
     """The evidence of the text so far for each expert. Rules are frozen and hashable, so equal rules share evidence.
 
     With `uniform_start`, the first token of a block gets equal weights for any prior. With `by_prior`, the evidence
-    depends on the prior, so mixtures with different priors do not share their evidence. A rule of the `stream` sees all
-    tokens before, and a chunk for it may begin and end inside of a block.
+    depends on the prior, so mixtures with different priors do not share their evidence.
     """
 
     uniform_start: ClassVar[bool] = False
     by_prior: ClassVar[bool] = False
-    stream: ClassVar[bool] = False
 
     def begin(self, log_prior: np.ndarray) -> State:
         """The state before the first block of a text, for a text with the log prior `log_prior` [E]."""
@@ -137,7 +135,6 @@ class Tempered(WeightsRule):
     S ← γ·S + ℓ[t].
     """
 
-    stream: ClassVar[bool] = True
     beta: float
     gamma: float
 
@@ -164,7 +161,6 @@ class Switching(WeightsRule):
     """
 
     by_prior: ClassVar[bool] = True
-    stream: ClassVar[bool] = True
     alpha: float
 
     def begin(self, log_prior: np.ndarray) -> State:

@@ -37,7 +37,7 @@ class Posterior:
         self._rule, self._distances = rule or History(), distances
         self._log_priors = np.tile(prior, (texts, 1))
         self._states: list[State] = [self._rule.begin(prior)] * texts
-        # What the evidence is made of: of most rules the block so far, of rules of the stream what the states lack.
+        # The block so far, which the states lack, with the distances before each of its tokens and the next one.
         self._scores = np.zeros((texts, 0, len(prior)))
         self._far = self._measured(np.zeros((texts, 1)) if before is None else before[:, None])
         self.log_weights = self._weigh()[:, -1]
@@ -61,8 +61,6 @@ class Posterior:
             self.log_weights = log_g[:, -1]
             if self.room == self.length:
                 self._begin_block()
-            elif self._rule.stream:
-                self._forget()
             rows, tokens = rows[:, room:], tokens[:, room:]
         return np.concatenate(used, axis=1)
 
@@ -80,14 +78,10 @@ class Posterior:
             evidence = self._rule.block_evidence(self._scores, np.ones(self._scores.shape[:2], bool))
             for prior, block in zip(self._log_priors, evidence, strict=True):
                 prior[:] = updating_log_priors(block[None], self.decay, prior, blocks)[-1]
-        self._forget()
-        self.log_weights = self._weigh()[:, -1]
-
-    def _forget(self) -> None:
-        """Take what is held into the states."""
         whole = [self._chunk(scores, far[:-1]) for scores, far in zip(self._scores, self._far, strict=True)]
         self._states = [self._rule.evidence(*each)[1] for each in zip(whole, self._states, strict=True)]
         self._scores, self._far = self._scores[:, :0], self._far[:, -1:]
+        self.log_weights = self._weigh()[:, -1]
 
     def _chunk(self, scores: np.ndarray, far: np.ndarray) -> Chunk:
         beside = {DISTANCES: far[None]} if self._distances else {}

@@ -76,6 +76,7 @@ def test_mixtures_of_generated_texts_equal_mix(method: str, log_prior: torch.Ten
         ("tempered(1,0)", "uniform", None),
         ("switching(0.2)", "fitted", None),
         ("switching(0)", "uniform", None),
+        ("switching(0.2)", "uniform", None),
         ("switching(1)", "fitted", None),
         ("released", "cached", None),
         ("released", "updating", 0.3),
