@@ -97,6 +97,19 @@ def test_the_order_of_documents_and_domains_changes_nothing(
     assert read_json(tmp_path / "first" / "clusterer.json")["documents"] == 20
 
 
+@pytest.mark.parametrize("documents", [8, 30])
+def test_a_sample_has_as_many_documents_as_are_asked_for(tokens: Path, tmp_path: Path, documents: int) -> None:
+    fit_clusters(train(tokens), Clustering(clusters=3, dimensions=5, documents=documents), 1, tmp_path)
+    manifest = read_json(tmp_path / "clusterer.json")
+    assert sum(manifest["sizes"]) == manifest["documents"] == documents
+
+
+def test_a_domain_with_the_name_of_a_cluster_is_none(fitted: dict[str, Path]) -> None:
+    clusterer = Clusterer.open(fitted["balanced"])
+    assert clusterer.names[0] == "c00"
+    assert clusterer.labels("c00", ["a", "b"], np.array([[1.0, 0, 2, 3], [3, 2, 1, 0]])).tolist() == [1, 3]
+
+
 def test_a_clusterer_is_read_as_it_was_fitted(fitted: dict[str, Path], tokens: Path, tmp_path: Path) -> None:
     clustering = Clustering(clusters=4, dimensions=6)
     made = fit_clusters(train(tokens), clustering, 1, tmp_path)
@@ -288,6 +301,14 @@ def test_shards_of_clusters_hold_the_documents_of_all_domains(
     for name in clusterer.names:
         found = TokenShard.open(tmp_path / "shards" / name / "train.arrow", verify=True)
         assert np.array_equal(found.read(0, len(found)), np.concatenate(wanted[name]))
+
+    # Dev losses are measured on short blocks too.
+    one, dev = Clusterer.open(fitted["one"]), {domain: tmp_path / f"{domain}.dev.parquet" for domain in TRAINING}
+    for domain in TRAINING:
+        assign(one, domain, tokens / "corpus" / domain / "dev.parquet", dev[domain])
+    paths = {domain: tokens / "tokens" / domain / "dev.arrow" for domain in TRAINING}
+    cluster_shards(one, dev, paths, 10**6, tmp_path / "one")
+    assert len(TokenShard.open(tmp_path / "one" / one.names[0] / "dev.arrow")) < 10**6
 
     least = min(wanted, key=lambda name: sum(map(len, wanted[name])))
     size = sum(map(len, wanted[least]))

@@ -278,6 +278,8 @@ TRAIN = "training: {"
      "dense_seed2: is a name that the workflow also has for dense-seed2 (rule join_dense_seed2); rename the row"),
     (TRAIN, f"models: {{btm: {BTM}, btm__uniform: {BTM}}}\n{TRAIN}",
      "models.btm__uniform: is a name that the workflow also has for btm-uniform (rule average_btm__uniform); rename"),
+    (TRAIN, f"models: {{btm: {{kind: branched}}, btm__law: {{kind: dense}}}}\n{TRAIN}",
+     "models.btm__law: is a name that the workflow also has for btm/law (rule train_btm__law); rename the row"),
     ("architecture:", NOVEL + REMOVAL + "architecture:",
      "models.without_law: is a name that the workflow also has for without-law"),
     ("architecture:", NOVEL + "models: {known_dense: {kind: dense}}\narchitecture:",

@@ -153,6 +153,16 @@ def test_a_prompt_that_does_not_fit_is_refused(place: Path, tokens: Path) -> Non
         tokens_of("topics", Prompt("test", 1, 0, "word", (" law", "")), tokenizer, SIZES.context)
 
 
+def test_context_and_longest_label_fit_together(tokens: Path) -> None:
+    tokenizer = Tokenizer.load(tokens / "tokenizer.json")
+    prompt = Prompt("test", 1, 0, "word " * 9, (" law", " code and more"))
+    length = len(tokenizer.encode(prompt.context)) + len(tokenizer.encode(prompt.choices[1]))
+    context, labels = tokens_of("topics", prompt, tokenizer, length)
+    assert len(context) + len(labels[1]) == length
+    with pytest.raises(DemixError, match=f"for blocks of {length - 1}; lower shots"):
+        tokens_of("topics", prompt, tokenizer, length - 1)
+
+
 def test_an_expert_without_finite_scores_is_refused(place: Path, tokens: Path, tmp_path: Path) -> None:
     from demix.evaluate.fewshot import _batch
     from demix.evaluate.task_tables import schema_of
