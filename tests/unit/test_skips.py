@@ -1,11 +1,9 @@
 """`--no-skips`, by which CI sees that a machine with all that the tests need skips none but those for a GPU."""
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
+from support.inner_pytest import pytest_on, with_conftest
+
 SKIPPING = """
 import pytest
 
@@ -30,13 +28,11 @@ def test_that_runs(): ...
 
 
 def test_only_tests_for_a_gpu_are_skipped(tmp_path: Path) -> None:
-    shutil.copy(TESTS / "conftest.py", tmp_path)
+    with_conftest(tmp_path, SKIPPING)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
-    (tmp_path / "test_some.py").write_text(SKIPPING)
 
     def ran(*options: str) -> tuple[int, str]:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rf", *options]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = pytest_on(tmp_path, "-rf", *options)
         return done.returncode, done.stdout
 
     code, said = ran()
