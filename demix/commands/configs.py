@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,11 +43,11 @@ def init(
     if run is not None and not re.fullmatch(NAME, run):
         raise DemixError(f"--run {run}", "is no name of a run", f"use one {NAMED}")
 
-    # Reading the texts logs the steps of a data stage, which are noise here.
-    logging.getLogger("demix").setLevel(logging.ERROR)
     schema = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schema.yaml"
     known = os.path.relpath(schema) if schema.is_file() else None
-    print(outline(run or _free_name(), texts, novel or [], field, known), end="")
+    with _silent():
+        printed = outline(run or _free_name(), texts, novel or [], field, known)
+    print(printed, end="")
 
 
 def _free_name() -> str:
@@ -57,7 +58,8 @@ def _free_name() -> str:
     except OSError:
         written = Path()
     name = re.sub("[^A-Za-z0-9._-]+", "-", written.stem).strip("._-") if written.suffix in (".yaml", ".yml") else ""
-    name = name or "mine"
+    # The number may take the rest of the 100 characters that the name of a run has.
+    name = name[:90] or "mine"
     numbered = (f"{name}-{number}" for number in count(2))
     return next(one for one in chain([name], numbered) if not Path("results", one).exists())
 
@@ -91,10 +93,11 @@ def config(
         print(printable(f"{file} is valid. It runs:"))
         for head, text in _will_run(settings):
             print(f"  {head:17} {text}")
+        bounded = settings["adaptation"].get("passes")
+        key, cure = ("passes", f"to {PASSES}") if bounded else ("tokens", f"or add passes: {PASSES} to adaptation")
         for name, words, passes in _many_passes(settings):
             cause = f"adapts to {name} in about {passes:,.0f} passes over its {words:,} words"
-            warned = f"{file}, config key adaptation.tokens: {cause}; lower it, or add passes: {PASSES} to adaptation"
-            logging.getLogger("demix").warning(warned)
+            logging.getLogger("demix").warning(f"{file}, config key adaptation.{key}: {cause}; lower it, {cure}")
         print(printable(f"demix plan {file} says what it takes; demix config --values {file} prints every value."))
 
 
@@ -127,21 +130,35 @@ def _many_passes(config: dict[str, Any]) -> Iterator[tuple[str, int, float]]:
     from demix.data.outline import MOST_WORDS, distinct_documents
     from demix.plan.cost import TOKENS_PER_WORD
 
-    # Reading the texts logs the steps of a data stage, which are noise here.
-    logging.getLogger("demix").setLevel(logging.WARNING)
     adaptation = config["adaptation"]
+    bound = adaptation.get("passes") or math.inf
+    if bound <= MOST_PASSES:
+        return
     words = adaptation["tokens"] / TOKENS_PER_WORD
-    enough = math.ceil(words / MOST_PASSES)
+    # To read more would take long.
+    enough = min(math.ceil(words / MOST_PASSES), MOST_WORDS)
     for name, domain in config["domains"]["novel"].items():
-        # A bound holds, or to read so much would take long.
-        if adaptation.get("passes") or domain["source"]["kind"] != "files" or enough > MOST_WORDS:
+        if domain["source"]["kind"] != "files":
             continue
         held_out = domain["words"]["dev"] + domain["words"]["test"]
         most = min(enough + held_out, domain["source"]["words"] or enough + held_out)
-        documents, _ = distinct_documents(domain["source"] | {"words": most}, name)
+        with _silent():
+            documents, _ = distinct_documents(domain["source"] | {"words": most}, name)
         train = min(max(1, sum(documents.values()) - held_out), domain["words"]["train"] or enough)
         if train < enough:
-            yield name, train, words / train
+            yield name, train, min(bound, words / train)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Log errors alone: reading texts logs the steps of a data stage, and that a bound made up here is not reached."""
+    logger = logging.getLogger("demix")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @app.command()

@@ -42,8 +42,8 @@ def plan(
     """Print what a config needs: time and disk; words, FLOPs, memory, hours, network, jobs, stages. Fetches nothing."""
     from demix.config.check import load_config
     from demix.plan.cost import plan_table, training_tables
-    from demix.plan.here import here_line, runs_here
-    from demix.plan.jobs import in_one_line, jobs_table, usual_hardware, write_sbatch_files
+    from demix.plan.here import here_line
+    from demix.plan.jobs import in_one_line, jobs_table, runs_here, usual_hardware, write_sbatch_files
     from demix.plan.stages import stages_table, sync_table
 
     settings, console = load_config(file), terminal()

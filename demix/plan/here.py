@@ -9,24 +9,20 @@ from demix.config.rules import RunRules
 from demix.plan.cells import short
 from demix.plan.cost import TEXT_BYTES, TOKENS_PER_WORD, plan_domains, plan_training
 from demix.plan.flops import HARDWARE
-from demix.plan.jobs import Jobs, kept_bytes, plan_jobs, usual_hardware
+from demix.plan.jobs import Jobs, kept_bytes, plan_jobs
 from demix.plan.stages import RATES, WORD_BYTES
 
 # Seconds of a core in which a job starts: 0.6 without torch and 2.2 with it (benchmarks/starts.py), and 1.0 of
 # snakemake's (8% of those of the demo, for 110 jobs).
 STARTS = {"train": 3.2, "adapt": 3.2, "score": 3.2}
 START = 1.6
-# Seconds of a core that an update takes besides its FLOPs: between those of the demo's and of smaller models.
-UPDATE = 0.04
+# Seconds of a core that an update takes besides its FLOPs: more than in a run of three small files or in the demo, less
+# than the 0.08 of config/families.yaml.
+UPDATE = 0.01
 # Seconds in which nothing else runs: of snakemake's start, the report (10) and tracking (6). Bytes of the last two.
 ALONE, REPORT_BYTES = 21.0, 10_000_000
 # Text in a compressed file or a Parquet file takes so many times its bytes.
 PACKED = 2.5
-
-
-def runs_here(config: dict[str, Any]) -> bool:
-    """Whether a run trains on the cores of this machine."""
-    return config["cluster"]["launch"] != "slurm" and usual_hardware(config) == "cpu"
 
 
 def seconds_here(config: dict[str, Any], cores: int, ranks: int | None = None) -> float:

@@ -70,6 +70,14 @@ def usual_hardware(config: dict[str, Any]) -> str:
     return "v100" if site_of(config, "train")["gpus"] else "cpu"
 
 
+def runs_here(config: dict[str, Any]) -> bool:
+    """Whether a run trains on this machine: SLURM is not asked for, and nothing says what a cluster gives a job.
+
+    profiles/slurm asks for SLURM when the run starts, so a config of the paper's sizes has launch: local, and GPUs.
+    """
+    return config["cluster"]["launch"] != "slurm" and usual_hardware(config) == "cpu"
+
+
 def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -> list[Jobs]:
     """All jobs of a completed config in the order of the workflow, with hours of training and scoring on `hardware`.
 
@@ -215,11 +223,10 @@ _HEADS = (
 
 
 def jobs_table(config: dict[str, Any], hardware: str, ranks: int | None = None) -> Table:
-    """The jobs of a completed config as a table, without what a cluster gives them where they run on cores here."""
+    """The jobs of a completed config as a table, without what a cluster gives them where they run on this machine."""
     jobs, device = plan_jobs(config, hardware, ranks), HARDWARE[hardware]
     local = "; launch is local: with profiles/slurm training is submitted as jobs of these nodes"
-    slurm = config["cluster"]["launch"] == "slurm"
-    here = not slurm and device.unit == "core"
+    slurm, here = config["cluster"]["launch"] == "slurm", runs_here(config)
     given = "" if here else f"each with what the section cluster gives it{'' if slurm else local}; "
     table = Table(title=f"Jobs of {config['run']}", caption=given + ALIKE, show_footer=True)
     total = device.units * sum(job.rank_hours for job in jobs)
@@ -266,7 +273,7 @@ def kept_bytes(config: dict[str, Any], hardware: str, ranks: int | None = None) 
 
 
 def in_one_line(config: dict[str, Any], hardware: str, ranks: int | None = None) -> str:
-    """What a completed config takes in all: hours of GPUs or cores, disk, and days on the nodes of its largest job.
+    """What a completed config takes in all: hours of GPUs or cores, disk, and days on what its largest job has.
 
     The disk is the most that is there at once: with the checkpoints of all trainings.
     """
@@ -276,13 +283,14 @@ def in_one_line(config: dict[str, Any], hardware: str, ranks: int | None = None)
     more = f" plus the text of {unknown} domain{'s' * (unknown > 1)}" if unknown else ""
     spent = sum(job.rank_hours for job in jobs)
     largest = max(jobs, key=lambda job: job.ranks)
-    each = device.units * largest.ranks // largest.nodes
+    here = runs_here(config)
+    each = device.units * largest.ranks // (1 if here else largest.nodes)
     days = spent / largest.ranks / 24
     takes = f"{decimal(device.units * spent)} {device.unit}-hours ({hardware}) of training and scoring"
     lasts = f"{days:,.1f} days" if days >= 1 else f"{decimal(24 * days)} hours"
-    nodes = f"{largest.nodes} nodes" if largest.nodes > 1 else "1 node"
+    nodes = "" if here else f"{largest.nodes} nodes with " if largest.nodes > 1 else "1 node with "
     disk = f"at most {(kept_bytes(config, hardware, ranks) + checkpoints) / 1e9:,.1f} GB of disk{more}"
-    return f"{config['run']} takes {takes}, {disk}, {lasts} on {nodes} with {each} {device.unit}{'s' * (each > 1)}"
+    return f"{config['run']} takes {takes}, {disk}, {lasts} on {nodes}{each} {device.unit}{'s' * (each > 1)}"
 
 
 def write_sbatch_files(config: dict[str, Any], hardware: str, ranks: int | None = None) -> list[Path]:

@@ -11,7 +11,7 @@ from demix.config.scoring import scoring_jobs
 from demix.plan.cells import decimal, folded, short
 from demix.plan.cost import ALIKE, TEXT_BYTES, DomainPlan, TrainingPlan, plan_domains, plan_training
 from demix.plan.flops import HARDWARE, Hardware
-from demix.plan.jobs import ScoringCosts, plan_jobs
+from demix.plan.jobs import ScoringCosts, plan_jobs, runs_here
 from demix.plan.network import out_of_a_node, synchronizing
 
 # Bytes of a word of the sample and the space after it, in UTF-8.
@@ -160,7 +160,9 @@ def _corpus_bytes(plan: DomainPlan) -> float | None:
 
 
 def _node(config: dict[str, Any], plan: TrainingPlan) -> int:
-    """The ranks of a node in a training."""
+    """The ranks of a node in a training: all of them where they run on this machine."""
+    if runs_here(config):
+        return plan.ranks
     number: int = site_of(config, plan.stage)["ranks_per_node"]
     return number
 
@@ -177,22 +179,31 @@ def saving_hours(plan: TrainingPlan) -> float:
     return RATES["disk"].hours(plan.saved) + RATES["sha256"].hours(plan.saved)
 
 
+_OF_NODES = ("nodes", "out of a node\na step", "out of a node\nin all")
+_SYNC_HEADS = (
+    "model", "nodes", "given a rank\na step", "out of a node\na step", "out of a node\nin all", "sync, ms\na step",
+    "of a step", "checkpoints\nin all", "hours\nwhile written",
+)  # fmt: skip
+
+
 def sync_table(config: dict[str, Any], hardware: str, ranks: int | None = None) -> Table:
-    """What the trainings of a completed config send and save besides computing, as a table."""
-    device = HARDWARE[hardware]
-    network = f"; {device.network.assumption}" if device.network else ""
+    """What the trainings of a completed config send and save besides computing, as a table.
+
+    One machine is one node, which nothing leaves: where a config trains on this machine, its table has no such columns.
+    """
+    device, here = HARDWARE[hardware], runs_here(config)
+    network = f"; {device.network.assumption}" if device.network and not here else ""
     table = Table(
         title=f"Gradients and checkpoints of {config['run']} on {hardware}",
         caption=f"sync: ring all-reduces, none hidden behind backward, which the achieved TFLOPs include "
         f"(from 100% of a step the hours are too few){network}; "
         f"while written: hours in which all ranks wait, beside those of training; {ALIKE}",
     )
-    heads = ["nodes", "given a rank\na step", "out of a node\na step", "out of a node\nin all"]
-    table.add_column("model")
-    for head in (*heads, "sync, ms\na step", "of a step", "checkpoints\nin all", "hours\nwhile written"):
-        table.add_column(head, justify="right")
+    shown = [head for head in _SYNC_HEADS if not (here and head in _OF_NODES)]
+    for head in shown:
+        table.add_column(head, justify="left" if head == "model" else "right")
     for row in folded(_sync_row(config, plan, device) for plan in plan_training(config, ranks, device)):
-        table.add_row(*row)
+        table.add_row(*(cell for head, cell in zip(_SYNC_HEADS, row, strict=True) if head in shown))
     return table
 
 
@@ -217,10 +228,12 @@ def stages_table(config: dict[str, Any], hardware: str, ranks: int | None = None
     """The stages of a completed config as a table, with totals."""
     device, stages = HARDWARE[hardware], plan_stages(config, hardware, ranks)
     bounded = all(plan.kept is not None for plan in plan_domains(config))
+    here = runs_here(config)
+    of_nodes, more = ("", "cores") if here else (", or out of the node that sends most", "nodes")
     table = Table(
         title=f"Stages of {config['run']} on {hardware}",
-        caption=f"text: {WORD_BYTES} bytes a word; network: from outside, or out of the node that sends most; longest "
-        "job: no number of nodes makes it shorter; the line below has no checkpoints; rates: docs/performance.md"
+        caption=f"text: {WORD_BYTES} bytes a word; network: from outside{of_nodes}; longest job: no number "
+        f"of {more} makes it shorter; the line below has no checkpoints; rates: docs/performance.md"
         + ("" if bounded else "; domains that no setting bounds are left out"),
         show_footer=True,
     )

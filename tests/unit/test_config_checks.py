@@ -120,6 +120,12 @@ def test_init_names_a_run_that_is_not_there(texts: Path) -> None:
     Path("results/mine-2").mkdir()
     assert named() == "mine-3"
     assert named("--run", "mine", output="other.yml") == "mine"
+    # As long as the name of a run may be, with and without a number.
+    long = named(output=f"{'a' * 150}.yaml")
+    load_config(f"{'a' * 150}.yaml")
+    Path("results", long).mkdir()
+    assert named(output=f"{'a' * 150}.yaml") == f"{long}-2"
+    load_config(f"{'a' * 150}.yaml")
     line = said(["init", "a.parquet", "b.json", "--run", "../mine"])
     assert line is not None
     assert "--run ../mine: is no name of a run; use one of at most 100 letters, digits" in line
@@ -140,6 +146,29 @@ def test_config_warns_of_many_passes(texts: Path, caplog: pytest.LogCaptureFixtu
         assert demix("config", "mine.yaml").exit_code == 0
         told = "adaptation.tokens: adapts to more in about 11 passes over its 1,440 words; lower it, or add passes: 4"
         assert (told in caplog.text) == warned
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("tokens: 100000000", "tokens: adapts to more in about 4,219 passes over its 15,800 words; lower it, or add"),
+        ("tokens: 10000000, passes: 50", "passes: adapts to more in about 50 passes over its 15,800 words; lower it"),
+        ("tokens: 284400, passes: 50", "passes: adapts to more in about 12 passes over its 15,800 words; lower it"),
+        ("tokens: 100000000, passes: 10", None),
+    ],
+)
+def test_the_warning_of_many_passes_is_one_line(
+    given: str, told: str | None, texts: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the passes that are made, however many tokens are asked for; that a file ends before a bound is no news."""
+    (texts / "more" / "1.txt").write_text(" ".join(f"w{number}" for number in range(19_600)))
+    text = demix("init", "a.parquet", "b.json", "--novel", "more/*.txt").stdout
+    assert "words: {dev: 1900, test: 1900}" in text
+    (texts / "mine.yaml").write_text(text.replace("adaptation: {", f"adaptation: {{{given}, "))
+    caplog.clear()
+    assert demix("config", "mine.yaml").exit_code == 0
+    assert len(caplog.messages) == (told is not None)
+    assert (told or "") in caplog.text
 
 
 @pytest.mark.parametrize(

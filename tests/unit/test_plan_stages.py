@@ -1,6 +1,7 @@
 """The tables of a plan by stage, against sums of its other tables and numbers worked by hand."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from demix.plan.cost import plan_domains, plan_training
 from demix.plan.flops import HARDWARE
 from demix.plan.jobs import ScoringCosts, plan_jobs
 from demix.plan.stages import WORD_BYTES, plan_stages, saving_hours, stages_table, sync_seconds, sync_table
+from support.cli import demix
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(path for path in (ROOT / "config").glob("*.yaml"))
@@ -89,7 +91,7 @@ def test_gradients_and_checkpoints_of_sixteen_ranks() -> None:
 
 
 def test_the_steps_of_a_seed_phase_are_sent_once_and_a_rules_jobs_share_its_hours() -> None:
-    cluster = {"ranks_per_node": 4}
+    cluster = {"launch": "slurm", "ranks_per_node": 4}
     config = load_config(ROOT / "config" / "sample.yaml")
     config |= {"cluster": config["cluster"] | cluster}
     plans = plan_training(config, 8, HARDWARE["a100"])
@@ -131,6 +133,21 @@ def test_what_init_prints_can_be_planned(novel: list[str], tmp_path: Path, monke
     assert {"score_others", "score_demix"} & {job.rule for job in scoring_jobs(config)} == (
         {"score_others", "score_demix"} if novel else set()
     )
+    done = demix("plan", "mine.yaml", "--details")
+    assert (done.exit_code, done.stderr) == (0, "")
+    shown = done.stdout.splitlines()
+    assert re.fullmatch(r"mine takes about \d+ (seconds|minutes) on \d+ cores and [\d.]+MB of disk", shown[0])
+    assert re.fullmatch(
+        rf"mine takes 0\.\d+ core-hours \(cpu\) of training and scoring, at most 0\.\d GB of disk plus the text of "
+        rf"{3 + len(novel)} domains, 0\.\d+ hours on 2 cores",
+        shown[-1],
+    )
+    assert [line.strip().split(" of mine")[0] for line in shown if re.search(r"^ +[A-Z][a-z ]+ of mine", line)] == [
+        "Data stage", "Training", "Memory and time", "Gradients and checkpoints", "Jobs", "Stages",
+    ]  # fmt: skip
+    jobs = {cells[1].strip(): cells[2].strip() for line in shown if len(cells := line.split("│")) == 7}
+    assert jobs["demix"] == jobs["dense"] == "1"
+    assert ("demix-dapt-d" in jobs, "score what was adapted" in jobs) == (bool(novel), bool(novel))
 
 
 def many(domains: int) -> dict[str, Any]:

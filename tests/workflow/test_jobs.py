@@ -1,5 +1,6 @@
 """The plan's table of jobs and the resources of the rules, held against what `snakemake -n` plans."""
 
+import os
 import re
 import subprocess
 from collections import Counter
@@ -78,6 +79,27 @@ def test_a_run_on_slurm_that_can_download_nothing_ends_before_its_first_job(tmp_
     assert done.returncode
     assert re.search(r"^http://127\.0\.0\.1:9/a\.txt: does not answer here .*; mend the network", done.stderr, re.M)
     assert not (tmp_path / "submitted").exists()
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_run_on_slurm_without_the_commands_of_slurm_ends_in_one_line(tmp_path: Path) -> None:
+    """With a PATH that has what the run needs, and none of SLURM's commands, wherever this machine has them."""
+    (tmp_path / "resources").symlink_to(REPOSITORY / "resources")
+    (tmp_path / "bin").mkdir()
+    for folder in map(Path, ENVIRONMENT["PATH"].split(os.pathsep)):
+        for command in folder.iterdir() if folder.is_dir() else ():
+            link = tmp_path / "bin" / command.name
+            if command.name not in CLIENTS and not link.is_symlink():
+                link.symlink_to(command)
+    done = subprocess.run(
+        ["snakemake", "--snakefile", REPOSITORY / "workflow" / "Snakefile", "--configfile",
+         Path(__file__).parent / "tiny.yaml", "--profile", REPOSITORY / "profiles" / "slurm"],
+        cwd=tmp_path, env=ENVIRONMENT | {"PATH": str(tmp_path / "bin")}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode
+    told = "SLURM's commands are not installed here; log in to the cluster, or leave out --profile"
+    assert f"{', '.join(CLIENTS)}: {told}" in done.stderr.splitlines()
+    assert "Traceback" not in done.stdout + done.stderr
     assert not (tmp_path / "results").exists()
 
 
