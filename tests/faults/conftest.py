@@ -92,6 +92,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copied(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the undisturbed run, in which the process stands."""
     folder = tmp_path / "copy"
-    shutil.copytree(finished, folder, symlinks=True)
+    # Without the columns that scoring would take instead of computing them.
+    shutil.copytree(finished, folder, symlinks=True, ignore=shutil.ignore_patterns(".kept"))
     monkeypatch.chdir(folder)
     return folder

@@ -32,7 +32,8 @@ def artefacts(folder: Path) -> dict[str, str]:
     run = folder / RUN
     paths = [path for kind in KINDS for path in (run / kind).rglob("*") if path.is_file()]
     paths += [*run.glob("*.parquet"), run / "tokenizer.json", *(run / "metrics").rglob("*.jsonl")]
-    return {path.relative_to(run).as_posix(): sha256_file(path) for path in paths}
+    # A lock names the process that held it.
+    return {path.relative_to(run).as_posix(): sha256_file(path) for path in paths if path.name != ".lock"}
 
 
 def aged(folder: Path, days: int) -> None:

@@ -26,7 +26,8 @@ STAGES = {
     "tokenize": ("tokenize ", "licenses/dev"),
     "overlap": ("overlap ",),
     "train": ("train dense ", "models/dense "),
-    "score": ("score ", "models/dense ", "fantasy"),
+    "score": ("score results/tiny/models/demix ", "fantasy/dev.arrow"),
+    "choose-mixing": ("choose-mixing ",),
     "adapt": ("adapt ", "fantasy/dev"),
     "adapt-dense": ("adapt-dense ", "dense-dapt-fantasy"),
     "evaluate": ("evaluate fantasy",),
@@ -57,16 +58,18 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def on_disk(finished: Path, disk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The undisturbed run on a disk of its own, in which the process stands."""
-    shutil.copytree(finished, disk / "copy", symlinks=True)
+    # Without the columns that scoring would take instead of computing them.
+    shutil.copytree(finished, disk / "copy", symlinks=True, ignore=shutil.ignore_patterns(".kept"))
     monkeypatch.chdir(disk / "copy")
     yield disk / "copy"
     monkeypatch.undo()
 
 
 def artefacts(folder: Path) -> dict[str, str]:
-    """What lies below the run, but for checkpoints, logs and MLflow's own."""
-    kept = ("checkpoints", "logs", "mlartifacts", "mlflow.db", ".mlflow.db.lock", ".lock")
-    files = [path for path in (folder / RUN).rglob("*") if path.is_file()]
+    """What lies below the run, but for checkpoints, logs, MLflow's own, and the notes of what other runs may share."""
+    kept = (".made", "checkpoints", "logs", "mlartifacts", "mlflow.db", ".mlflow.db.lock", ".lock")
+    # A lock names the process that held it.
+    files = [path for path in (folder / RUN).rglob("*") if path.is_file() and path.name != ".lock"]
     return {
         str(path): sha256_file(path) for path in files if not path.relative_to(folder / RUN).as_posix().startswith(kept)
     }

@@ -55,6 +55,7 @@ def test_300_domains_and_850_addresses_with_digests(site: str, tmp_path: Path, n
     sources = {f"d{number:03}": one for number in range(299)} | {"many": many}
     config = yaml.safe_load((REPOSITORY / "tests/workflow/tiny.yaml").read_text())
     config |= {"run": "large", "removal": {"retrain_without": []}}
+    config["training"]["tokens"] = 100_000  # more than one step of so many domains
     config["domains"]["training"] = {name: {"source": source} for name, source in sources.items()}
     (tmp_path / "large.yaml").write_text(yaml.safe_dump(config))
     targets = ["results/large/config.json", "results/large/documents/many/0000.parquet"]
