@@ -9,6 +9,7 @@ from support.breaking import Note, command
 from support.cli import said
 
 RUN = Path("results/tiny")
+SCORE = "score results/tiny/models results/tiny/tokens/fantasy/"
 ADAPT, TEST, JOIN = "adapt |fantasy/dev", "scores/demix/fantasy.test", f"join {RUN}/evaluations/parliament.parquet"
 # Of each swap: two files or folders (of an expert, its two files), and what the commands that read them hold.
 SWAPS = {
@@ -21,8 +22,8 @@ SWAPS = {
     "corpus cards": ("corpus/fantasy/card.json", "corpus/licenses/card.json", "card ", "track "),
     "owners and overlap": ("corpus/owners.parquet", "corpus/overlap.parquet", "split licenses"),
     "tokens": ("tokens/licenses", "tokens/parliament", "train dense |models/dense ", "audit licenses"),
-    "novel tokens": ("tokens/fantasy", "tokens/fortunes", "score results/tiny/models results/tiny/tokens/fantasy/", ADAPT, "overlap "),
-    "models": ("models/dense", "models/dense_unbalanced", "score results/tiny/models results/tiny/tokens/fantasy/", "adapt-dense |fantasy/dev"),
+    "novel tokens": ("tokens/fantasy", "tokens/fortunes", SCORE, ADAPT, "overlap "),
+    "models": ("models/dense", "models/dense_unbalanced", SCORE, "adapt-dense |fantasy/dev"),
     "removal's model": ("models/demix", "models/without-licenses", "audit licenses"),
     "descriptions of models": ("models/dense/model.json", "models/dense_unbalanced/model.json", "card "),
     "experts": ("models/demix/experts/licenses", "models/demix/experts/parliament", "audit licenses", "card "),
