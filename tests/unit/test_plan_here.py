@@ -19,8 +19,8 @@ from support.cli import demix
 
 CONFIGS = Path(__file__).parents[2] / "config"
 # Seconds on two cores (AMD EPYC). The sample: `make demo`, 12:39 on one machine, 16 to 19 minutes on slower ones.
-# Families: `make families` on idle cores. Own: `snakemake --configfile mine.yaml` took 145 s on shared cores; here is
-# what its seconds of processors take on two cores that are busy for 95% of the time.
+# Families: `make families` on idle cores. Own: `snakemake --configfile mine.yaml`, by its seconds of processors, on two
+# cores that are busy for 95% of the time; on cores that were shared it took 145 s.
 MEASURED = {"sample": (759, 960, 1140), "families": (1200,), "own": (95 / 2 / 0.95,)}
 # Seconds of processors of the same runs: all jobs of `make demo` with snakemake's 8%, and all of the two others.
 SPENT = {"sample": 1460 * 1.08, "families": 2208, "own": 95}
