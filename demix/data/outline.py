@@ -28,6 +28,8 @@ LEAST_WORDS = 1_000
 MOST_WORDS = 2_000_000
 # The records from which the field of the text is guessed.
 GUESSED_FROM = 20
+# Between the numbers of updates that were measured, 188 and 755 (docs/own-data.md).
+FEW_UPDATES = 400
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ def outline(
     tokens = _rounded(min(max(5 * total, 200_000), 1_000_000))
     step = len(known) * context
     tokens = max(tokens, 100 * step)
+    rate, why = learning_rate(small, tokens // step)
     lines = [
         *([f"# yaml-language-server: $schema={schema}"] if schema else []),
         "# config/README.md explains every key; `demix config FILE` checks this file and says what will run.",
@@ -75,11 +78,21 @@ def outline(
         "training:",
         f"  tokens: {tokens}  # of each model: {tokens // step} updates, for {_rounded(total):,} words of text",
         "  sequences: 1  # of each domain in one update: of so few tokens, many small updates teach most",
-        "  learning_rate: 2.0e-3  # for some hundred updates or more of so small a model; try 1.0e-3 and 4.0e-3, too",
+        f"  learning_rate: {rate}  # {why}",
     ]  # fmt: skip
     most = f"{tokens // len(known):,} tokens or {PASSES} passes over its text"
     lines.append(f"adaptation: {{sequences: 4, evaluate_every: 10}}  # to each novel domain: at most {most}")
     return "\n".join(lines) + "\n"
+
+
+def learning_rate(small: bool, updates: int) -> tuple[str, str]:
+    """The learning rate for so many updates of a model of the `small` size or the larger one, and why.
+
+    By the table of docs/own-data.md: few updates of the small size take a larger rate.
+    """
+    if small and updates < FEW_UPDATES:
+        return "4.0e-3", f"as measured for fewer than {FEW_UPDATES} updates of this size (docs/own-data.md)"
+    return "2.0e-3", "as measured for so many updates of this size (docs/own-data.md)"
 
 
 def _listed(domains: Iterable[Found]) -> Iterable[str]:

@@ -1,0 +1,32 @@
+"""What `demix init` chooses by the amount of text."""
+
+from pathlib import Path
+
+import pytest
+
+from demix.config.check import complete
+from demix.data.outline import outline
+from support.cli import demix
+
+
+@pytest.mark.parametrize(
+    ("domains", "words", "layers", "updates", "rate"),
+    [(3, 2_000, 2, 520, 2e-3), (10, 2_000, 2, 156, 4e-3), (2, 120_000, 3, 1953, 2e-3), (10, 21_000, 3, 390, 2e-3)],
+)
+def test_the_rate_follows_from_size_and_updates(
+    domains: int, words: int, layers: int, updates: int, rate: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = [f"{chr(97 + number)}.txt" for number in range(domains)]
+    for name in names:
+        lines = (f"The mill number {number} of {name} stood by a river." for number in range(words // 10))
+        Path(name).write_text("\n".join(lines))
+    Path("mine.yaml").write_text(written := outline("mine", names, []))
+    done = demix("config", "mine.yaml", "--values")
+    assert done.exit_code == 0, done.output
+    config = complete({"base": "mine.yaml"}, tmp_path)
+    architecture, training = config["architecture"], config["training"]
+    assert architecture["layers"] == layers
+    assert training["tokens"] // (domains * training["sequences"] * architecture["context"]) == updates
+    assert training["learning_rate"] == rate
+    assert "(docs/own-data.md)" in written
