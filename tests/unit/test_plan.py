@@ -263,7 +263,7 @@ def test_where_no_gpu_is_given_cores_are_counted() -> None:
     line = in_one_line(config, "cpu")
     both = sum(job.rank_hours for job in plan_jobs(config, "cpu"))
     assert line.startswith(f"sample takes {2 * both:.2g} core-hours (cpu) ")
-    assert re.search(rf"plus the text of 16 domains, {both:.2g} hours on 1 node with 2 cores$", line)
+    assert re.search(rf"plus the text of 16 domains, {both:.2g} hours on 2 cores$", line)
 
 
 def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
