@@ -18,17 +18,16 @@ os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 from pydantic import (
     AfterValidator,
     AllowInfNan,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     Strict,
     TypeAdapter,
     ValidationError,
-    create_model,
+    model_validator,
 )
 from pydantic.dataclasses import dataclass
-from pydantic_core import ErrorDetails
+from pydantic_core import ArgsKwargs, ErrorDetails, to_jsonable_python
 
 from demix.errors import DemixError, nearest
 
@@ -77,6 +76,21 @@ DistinctItems = Annotated[Items[T], AfterValidator(_distinct), Field(json_schema
 TriedItems = Annotated[DistinctItems[T], AfterValidator(_few), Field(json_schema_extra={"maxItems": MOST_TRIED})]
 
 
+def absent() -> Any:
+    """The default of a key that settings without it stay without."""
+    return None
+
+
+def _remember(kind: Any, values: Any, make: Callable[[Any], Any]) -> Any:
+    """Make an object of settings that knows which values it was given, and how they were written."""
+    made = make(values)
+    if isinstance(values, ArgsKwargs):
+        values = dict(zip(names_of(kind), values.args, strict=False)) | (values.kwargs or {})
+    if isinstance(values, Mapping):
+        object.__setattr__(made, "_given", dict(values))
+    return made
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))
 def settings(*, kw_only: bool = False, open: bool = False) -> Callable[[type[T]], type[T]]:
     """Make a class of settings: a frozen dataclass that checks its values.
@@ -86,7 +100,11 @@ def settings(*, kw_only: bool = False, open: bool = False) -> Callable[[type[T]]
     # A command uses few of the classes, whose checks take half a second to build in all.
     config = ConfigDict(extra="ignore" if open else "forbid", defer_build=True)
     made: Any = dataclass(frozen=True, kw_only=kw_only, config=config)
-    decorate: Callable[[type[T]], type[T]] = made
+
+    def decorate(kind: Any) -> Any:
+        kind._remember = model_validator(mode="wrap")(classmethod(_remember))
+        return made(kind)
+
     return decorate
 
 
@@ -95,7 +113,7 @@ def names_of(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def partial(name: str, kind: type, /, **more: Any) -> type[BaseModel]:
+def partial(name: str, kind: type, /, **more: Any) -> type[Any]:
     """Make a class called `name` with all settings of `kind` and those in `more` (types by name), none required.
 
     No setting of the class has a default, because a missing key overrides nothing.
@@ -105,10 +123,33 @@ def partial(name: str, kind: type, /, **more: Any) -> type[BaseModel]:
         field = info.asdict()
         described = Field(description=field["attributes"]["description"])
         types[key] = Annotated[(field["annotation"], *field["metadata"], described)]  # noqa: F821
-    config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
-    given: dict[str, Any] = {key: (hint, Field(default_factory=lambda: None)) for key, hint in (more | types).items()}
-    made: type[BaseModel] = create_model(name, __config__=config, **given)
-    return made
+    hints = more | types
+    values = dict.fromkeys(hints, Field(default_factory=absent)) | {"__annotations__": hints}
+    return settings(kw_only=True)(type(name, (), values))
+
+
+def written(given: Any) -> dict[str, Any]:
+    """Settings as they stand in a file, with the defaults of those that the file does not name.
+
+    Numbers stay as they were written: 1 is not 1.0. Keys that settings can be without are left out where nobody gave
+    them.
+    """
+    named: dict[str, Any] = vars(given)["_given"]
+    fields = vars(type(given))["__pydantic_fields__"]
+    found = {name: _written(getattr(given, name), value) for name, value in named.items() if name in fields}
+    for name, field in fields.items():
+        if name not in found and not (field.default_factory and getattr(given, name) is None):
+            found[name] = _written(getattr(given, name), None)
+    return found
+
+
+def _written(value: Any, given: Any) -> Any:
+    """A value of settings as JSON, which was written as `given`; None where nobody gave it."""
+    if dataclasses.is_dataclass(value):
+        return written(value)
+    if isinstance(value, dict) and any(map(dataclasses.is_dataclass, value.values())):
+        return {key: _written(each, None) for key, each in value.items()}
+    return to_jsonable_python(value if given is None else given)
 
 
 def settings_from(kind: type[T], values: Mapping[str, Any] | str, subject: str = "--settings") -> T:

@@ -37,7 +37,7 @@ def init(
     ] = None,
 ) -> None:
     """Print a config for your own texts, one domain each, with sizes that fit them."""
-    from demix.config.run import NAME, NAMED
+    from demix.config.names import NAME, NAMED
     from demix.data.outline import outline
 
     if run is not None and not re.fullmatch(NAME, run):
@@ -74,10 +74,9 @@ def config(
     """Check a config file and say what it will run."""
     import yaml
 
-    from demix.config.check import load_config, refuse_missing_files
+    from demix.config.adaptation import PASSES
     from demix.config.reference import editor_schema
     from demix.config.reference import reference as keys
-    from demix.config.sections import PASSES
 
     if reference:
         print(keys(), end="")
@@ -104,7 +103,6 @@ def config(
 def _will_run(settings: dict[str, Any]) -> list[tuple[str, str]]:
     """What a completed config runs: heads and lines."""
     from demix.config.architecture import architecture_from
-    from demix.config.systems import adaptations, trained
     from demix.plan.jobs import plan_jobs
 
     context = architecture_from(settings["architecture"]).context
@@ -168,7 +166,6 @@ def pin(file: Annotated[Path, typer.Argument(help="A config file.")]) -> None:
 
     import yaml
 
-    from demix.config.check import load_config
     from demix.data.pins import pins
     from demix.data.sources import Source
     from demix.files import scratch

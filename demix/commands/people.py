@@ -40,7 +40,6 @@ def plan(
     ] = False,
 ) -> None:
     """Print what a config needs: time and disk; words, FLOPs, memory, hours, network, jobs, stages. Fetches nothing."""
-    from demix.config.check import load_config
     from demix.plan.cost import plan_table, training_tables
     from demix.plan.here import here_line
     from demix.plan.jobs import in_one_line, jobs_table, runs_here, usual_hardware, write_sbatch_files
@@ -66,12 +65,12 @@ def plan(
 @app.command()
 def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")]) -> None:
     """Print the main table of a finished run and where to find the other results."""
-    from demix.config.run import read_run_config
     from demix.report import left_out, left_out_notes
     from demix.report.all_tables import main_table
     from demix.report.compared import printed
     from demix.report.paper_tables import adaptation_table
     from demix.report.read import added, novel_domains, of_seed, read_parents, read_results
+    from demix.run.kept import read_run_config
 
     run_config = read_run_config(run)
     results, console = read_results(run / "results.parquet"), terminal()

@@ -377,7 +377,7 @@ def cluster_shards_of(
 @app.command("run-config")
 def run_config(settings: Settings, output: Output) -> None:
     """Write the run's completed config into its folder."""
-    from demix.config.run import write_run_config
+    from demix.run.kept import write_run_config
 
     write_run_config(output, json.loads(settings))
 
@@ -388,8 +388,8 @@ def report(
     output: Annotated[Path, typer.Option(help="Folder for tables, figures and claims.")],
 ) -> None:
     """Make the tables, figures and claims of a run."""
-    from demix.config.run import read_run_config
     from demix.report import write_report
+    from demix.run.kept import read_run_config
 
     write_report(run, read_run_config(run), output)
 
@@ -428,7 +428,7 @@ def track(
     output: Annotated[Path, typer.Option(help="Path of a receipt: what was sent, and where.")],
 ) -> None:
     """Send a run's parameters, metrics, tables and figures to MLflow. Sending them again changes nothing."""
-    from demix.config.run import read_run_config
+    from demix.run.kept import read_run_config
     from demix.settings import settings_from
     from demix.track.store import Tracking
     from demix.track.store import track as send

@@ -22,8 +22,8 @@ from demix.commands.options import (
     Site,
     TrainShards,
 )
-from demix.config.rows import KINDS
-from demix.config.sections import fingerprinted
+from demix.config.models import KINDS
+from demix.config.training import fingerprinted
 from demix.errors import DemixError
 from demix.files import sha256_file
 from demix.settings import settings_from
@@ -210,9 +210,9 @@ def adapt(
     ] = "",
 ) -> None:
     """DEMix-DAPT: add an expert for a novel domain, initialised from the likeliest parent expert, or from all."""
-    from demix.config.placement import place_experts
     from demix.evaluate.parent import choose_parent, own_dev_losses
     from demix.launch.local import Launched, world_size
+    from demix.run.placement import place_experts
     from demix.train.adapt import Adaptation, adapt_expert
 
     train_shard, dev_shard, *rest = _two_or_more(shards)
@@ -255,8 +255,8 @@ def adapt_dense(
     live: Live = "",
 ) -> None:
     """Dense-DAPT: continue to train all parameters of a dense model on a novel domain."""
-    from demix.config.placement import place_experts
     from demix.launch.local import Launched, world_size
+    from demix.run.placement import place_experts
     from demix.train.adapt import Adaptation
     from demix.train.adapt import adapt_dense as run
 
@@ -296,8 +296,8 @@ def _train(
     experts: tuple[str, ...] = (),
     schedule: str = "continue",
 ) -> None:
-    from demix.config.placement import place
     from demix.launch.local import Launched, launched, world_size
+    from demix.run.placement import place
     from demix.train.branch import read_seed
     from demix.train.in_turn import job_folder, train_in_turn
     from demix.train.stage import Training, identity_of, take_seed, train_model

@@ -1,8 +1,8 @@
 """Where sources are: in addresses without credentials, which records and logs show, and at commits, which stay."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote_plus, urlsplit
 
 from demix.errors import DemixError
@@ -19,6 +19,9 @@ _WILDCARD = re.compile(r"\{\s*[.\w]+\s*[,}]")
 COMMIT = re.compile("[0-9a-f]{40}")
 LOG_IN = (
     "leave it out: ~/.netrc (or the file in NETRC) gives user and password of a host, HF_TOKEN the token of the hub"
+)
+LOG_IN_ELSEWHERE = (
+    "leave it out and set PGPASSWORD, MLFLOW_TRACKING_PASSWORD or MLFLOW_TRACKING_TOKEN in the environment"
 )
 
 
@@ -69,25 +72,6 @@ def refuse_not_utf8(path: object) -> None:
         raise DemixError(ascii(str(path)), "has a name that is not UTF-8", "rename the file or folder") from None
 
 
-def moving(config: dict[str, Any]) -> dict[str, str]:
-    """The revisions in a completed config that are branches or tags, by the config key of their source."""
-    sources = {
-        f"domains.{kind}.{name}.source": domain["source"]
-        for kind, domains in config["domains"].items()
-        for name, domain in domains.items()
-    } | {
-        f"tasks.{name}.{split}": task[split]
-        for name, task in (config.get("tasks") or {}).items()
-        for split in ("test", "train", "validation")
-        if task[split]
-    }
-    return {
-        key: source["revision"]
-        for key, source in sources.items()
-        if source["kind"] == "hub" and not COMMIT.fullmatch(source["revision"] or "") and not local(source["path"])
-    }
-
-
-def local(path: str | list[str] | tuple[str, ...]) -> bool:
+def local(paths: Iterable[str]) -> bool:
     """Whether the data sets of a hub source are folders of this machine."""
-    return all(Path(each).is_dir() for each in ([path] if isinstance(path, str) else path))
+    return all(Path(path).is_dir() for path in paths)

@@ -157,7 +157,6 @@ RowArchitecture = partial("RowArchitecture", Options)
 FOLDS = 7
 # The share of a block's tokens that are its targets in training (Devlin et al. 2019, "BERT", section 3.1).
 MASKED_SHARE = 0.15
-GPT2_TYPES = 50257
 # Sizes of GPT-3 (Brown et al. 2020, table 2.1) with the head counts of fairseq's transformer_lm_gpt3_*.
 PRESETS = {
     "gpt3-small": Architecture(layers=12, width=768, heads=12, context=1024),
@@ -187,11 +186,6 @@ def _check_alibi(position: str, attention: str) -> None:
     if position != "alibi" or attention != "bidirectional":
         cause = f"is given to position {position} and attention {attention}"
         raise DemixError("architecture.alibi", cause, "leave it out: it is for position alibi, attention bidirectional")
-
-
-def vocabulary(tokenizer: Mapping[str, Any]) -> int:
-    """The number of types of the tokenizer that the config section `tokenizer` describes."""
-    return GPT2_TYPES if tokenizer["kind"] == "gpt2" else int(tokenizer["vocab_size"])
 
 
 def training_flops_per_token(architecture: Architecture, vocab_size: int, length: int) -> float:

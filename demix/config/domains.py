@@ -1,11 +1,14 @@
 """Settings of the text: domains, their sources and splits, and the tokenizer."""
 
 import re
+from glob import glob
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from demix.config.addresses import LOG_IN, local, refuse_secrets, refuse_unnamable
 from demix.config.names import refuse_name
+from demix.errors import DemixError
 from demix.settings import DistinctItems, Integer, Items, Number, Positive, Switch, Text, settings
 
 
@@ -17,6 +20,7 @@ def _domain_name(name: str) -> str:
     return name
 
 
+GPT2_TYPES = 50257
 DomainName = Annotated[Text, AfterValidator(_domain_name)]
 Scalar = Text | Switch | Integer | Number
 Range = Annotated[dict[Literal["min", "max"], Text | Number], Field(min_length=1)]
@@ -101,6 +105,21 @@ class SourceSection:
         description="How to obtain the text. The error for a missing source shows these instructions as its cure.",
     )
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths or addresses."""
+        return (self.path,) if isinstance(self.path, str) else self.path
+
+    @property
+    def files(self) -> list[str]:
+        """The local files of a source of this kind. Missing files are left out; `demix download` refuses them.
+
+        Raises DemixError for a name that no rule can hold.
+        """
+        if self.kind != "files":
+            return []
+        return sorted({refuse_unnamable(file) for path in self.paths for file in glob(path, recursive=True)})
+
 
 @settings()
 class Budget:
@@ -161,6 +180,16 @@ class DomainsSection:
         "new domains at the end: then nothing that exists is computed again. null leaves out a domain of the base.",
     )
 
+    @property
+    def kinds(self) -> dict[str, dict[str, DomainSection]]:
+        """The domains of a config by kind, `training` and `novel`."""
+        return {"training": self.training, "novel": {name: one for name, one in self.novel.items() if one}}
+
+    @property
+    def all(self) -> dict[str, DomainSection]:
+        """The training domains and then the novel ones."""
+        return self.kinds["training"] | self.kinds["novel"]
+
 
 @settings()
 class TokenizerSection:
@@ -172,7 +201,7 @@ class TokenizerSection:
         "domains.",
     )
     vocab_size: Integer = Field(
-        default=50257,
+        default=GPT2_TYPES,
         ge=257,
         le=2**32 - 1,
         description="Vocabulary size of a bpe tokenizer, <|endoftext|> included. Not used by gpt2.",
@@ -182,3 +211,40 @@ class TokenizerSection:
         description="Approximate number of words that a bpe tokenizer is trained on. Where there is more text, "
         "documents are chosen by their hash.",
     )
+
+    @property
+    def types(self) -> int:
+        """The number of types."""
+        return GPT2_TYPES if self.kind == "gpt2" else self.vocab_size
+
+
+def check_domains(domains: DomainsSection) -> None:
+    """Raise DemixError for a domain in both lists, and for a source with keys that do not go together."""
+    for name in domains.novel:
+        if name in domains.training:
+            cause, cure = "is a training domain too", "name the domain in one list only"
+            raise DemixError(f"config key domains.novel.{name}", cause, cure)
+    for kind, of_kind in domains.kinds.items():
+        for name, domain in of_kind.items():
+            check_source(f"config key domains.{kind}.{name}.source", domain.source)
+
+
+def check_source(place: str, source: SourceSection) -> None:
+    """Raise DemixError unless the keys of the source at `place` go together."""
+    for path in source.paths:
+        if "://" in path:
+            refuse_secrets(f"{place}.path", path, LOG_IN)
+    if source.kind == "url" and source.parts > len(source.paths):
+        cause = f"is {source.parts} for {len(source.paths)} addresses"
+        raise DemixError(f"{place}.parts", cause, "set at most one part per address")
+    if source.kind == "url" and not all(path.startswith(("http://", "https://")) for path in source.paths):
+        cure = "begin each address with http:// or https://, or use kind: files"
+        raise DemixError(f"{place}.path", "is not an address", cure)
+    if source.kind != "hub":
+        return
+    if not source.data_files:
+        raise DemixError(f"{place}.data_files", "is missing", 'name files of the data set, such as ["data/*.parquet"]')
+    if source.sha256 or source.bytes:
+        raise DemixError(f"{place}.sha256", "is for the kinds files and url", "pin a commit by revision instead")
+    if not source.revision and not local(source.paths):
+        raise DemixError(f"{place}.revision", "is missing", "pin a commit, or name a branch such as main")

@@ -1,11 +1,11 @@
 """The section `evaluation` of a config: what is scored and how experts are mixed."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from demix.config.mixing import DEFAULTS, FAMILIES, parsed_weights
-from demix.settings import DistinctItems, Integer, Number, Positive, Text, TriedItems, settings
+from demix.settings import DistinctItems, Integer, Number, Positive, Text, TriedItems, absent, settings
 
 # Default lambda of the updating and cached priors (Eq. 7).
 DECAY = 0.3
@@ -104,11 +104,6 @@ class MixingRecipe(DevBlocks):
         default=(),
         description="Numbers k of experts. For each k, mix once more with only the k likeliest experts at each token.",
     )
-
-
-def absent() -> Any:
-    """The default of a key that a config without it stays without."""
-    return None
 
 
 @settings(kw_only=True)

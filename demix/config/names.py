@@ -2,6 +2,10 @@
 
 import re
 
+# The pattern of a run's name, and the pattern in words.
+# Names of folders, experiments and jobs hold it; a file system takes 255 bytes.
+NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+NAMED = "of at most 100 letters, digits, dots, _ and -, the first a letter or digit"
 # Names of files are made of two names and more, and have at most 255 bytes.
 LONGEST = 64
 # What ends in 20 times the same, Snakemake takes for the name of a file that is made of itself without end.

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from demix.config.sections import Config
+from demix.config.config import Config
 from demix.settings import allowed, resolved, schema_of
 
 
@@ -16,7 +16,7 @@ def reference() -> str:
     lines = [
         "# Config reference",
         "",
-        "Made from `demix/config/sections.py` by `demix config --reference > config/README.md`. An unknown",
+        "Made from `demix/config/config.py` by `demix config --reference > config/README.md`. An unknown",
         "key is refused, and the error names the nearest known key. `demix config FILE` checks a file and says what it",
         "runs; `demix config --values FILE` prints it with all defaults filled in.",
         "",
@@ -42,7 +42,7 @@ def reference() -> str:
 
 def editor_schema() -> str:
     """The text of workflow/schemas/config.schema.yaml, by which editors complete and check keys."""
-    head = "# Made from demix/config/sections.py by `demix config --schema > workflow/schemas/config.schema.yaml`.\n"
+    head = "# Made from demix/config/config.py by `demix config --schema > workflow/schemas/config.schema.yaml`.\n"
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | _short(schema_of(Config))
     return head + str(yaml.safe_dump(schema, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=None))
 

@@ -1,15 +1,15 @@
 """The section `tasks`: texts with labels, and how a model is asked which label belongs to a text."""
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from demix.config.domains import SourceSection
+from demix.config.domains import SourceSection, check_source
 from demix.config.names import refuse_name
 from demix.errors import DemixError
-from demix.settings import Integer, Items, Number, Positive, Seed, Switch, Text, TriedItems, settings, settings_from
+from demix.settings import Integer, Items, Number, Positive, Seed, Switch, Text, TriedItems, absent, settings
 
 # Other examples with labels on which the accuracy of each expert is measured (Gururangan et al. 2023, A.7).
 OTHERS = 8
@@ -77,7 +77,7 @@ class Task:
     )
     left_out: Number | None = Field(
         # A config without this key stays as it is, and so do examples that were made.
-        default_factory=lambda: None,
+        default_factory=absent,
         ge=0,
         le=1,
         description="Largest fraction of the examples of a source that may be left out because they are not UTF-8, "
@@ -140,9 +140,15 @@ class Task:
         return [self.labels.get(name, name.replace("_", " ")) for name in domains]
 
     @property
+    def sources(self) -> dict[str, SourceSection]:
+        """The sources of examples by split."""
+        splits = {"test": self.test, "train": self.train, "validation": self.validation}
+        return {split: source for split, source in splits.items() if source is not None}
+
+    @property
     def fetches(self) -> bool:
         """Whether examples are fetched from an address or from the Hugging Face hub."""
-        return any(one is not None and one.kind != "files" for one in (self.test, self.train, self.validation))
+        return any(source.kind != "files" for source in self.sources.values())
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -163,12 +169,6 @@ class ExamplesRecipe(Task):
     seed: Seed
 
 
-def tasks_of(config: Mapping[str, Any]) -> dict[str, Task]:
-    """The tasks of a completed config by name."""
-    given = config.get("tasks") or {}
-    return {name: settings_from(Task, each, f"config key tasks.{name}") for name, each in given.items()}
-
-
 def refuse_equal(key: str, words: list[str]) -> None:
     """Raise DemixError for a word that stands for two labels."""
     if len(set(words)) < len(words):
@@ -183,34 +183,16 @@ def refuse_count(key: str, labels: int) -> None:
         raise DemixError(key, f"has more than {MOST_LABELS} labels", "give fewer, or own choices to each example")
 
 
-def check_tasks(config: Mapping[str, Any]) -> None:
-    """Raise DemixError for a task with keys that do not go together."""
-    for name, task in tasks_of(config).items():
+def check_tasks(tasks: Mapping[str, Task], training: Collection[str]) -> None:
+    """Raise DemixError for a task with keys that do not go together; `training` are the training domains."""
+    for name, task in tasks.items():
         key = f"config key tasks.{name}"
-        sources = sum(one is not None for one in (task.path, task.made, task.test))
-        if sources != 1:
-            cause = "has several of path, made and test" if sources else "has no examples"
-            raise DemixError(key, cause, "give one of path, made and test")
-        if task.path is not None and "://" in task.path:
-            raise DemixError(f"{key}.path", "is an address", "give test: {kind: url, url: …}")
-        if task.calibrated and task.shots and not task.form.removesuffix("{label}").split("{text}")[1].strip():
-            cause = "needs words before the label, to which the demonstrations lead where the text is left out"
-            raise DemixError(f"{key}.calibrated", cause, "put words between {text} and {label}, or use 0 shots")
-        if task.made:
-            for one in ("train", "validation"):
-                if getattr(task, one) is not None:
-                    raise DemixError(f"{key}.{one}", "is given beside made", "leave it out: the dev splits are used")
-        if isinstance(task.choices, int) != (task.made == "continuations") and task.choices is not None:
-            cause = f"is {task.choices!r}"
-            raise DemixError(f"{key}.choices", cause, "name a field, or give a number beside made: continuations")
-        if isinstance(task.choices, int) and task.choices < 2:
-            raise DemixError(f"{key}.choices", f"is {task.choices}", "give at least 2")
-        if isinstance(task.choices, int):
-            refuse_count(f"{key}.choices", task.choices)
+        _check_examples(key, task)
+        _check_choices(key, task)
         if task.made == "domains":
-            if foreign := [label for label in task.labels if label not in config["domains"]["training"]]:
+            if foreign := [label for label in task.labels if label not in training]:
                 raise DemixError(f"{key}.labels.{foreign[0]}", "is no training domain", "name training domains")
-            if len(config["domains"]["training"]) < 2:
+            if len(training) < 2:
                 raise DemixError(key, "needs two training domains", "leave the task out")
         elif task.made and task.labels:
             raise DemixError(f"{key}.labels", "is given beside made: continuations", "leave it out")
@@ -219,5 +201,33 @@ def check_tasks(config: Mapping[str, Any]) -> None:
             raise DemixError(f"{key}.seeds", cause, "give one seed, or shots")
         if task.labels and not task.made:
             refuse_count(f"{key}.labels", len(task.labels))
-        words = task.words_of(config["domains"]["training"]) if task.made == "domains" else list(task.labels.values())
+        words = task.words_of(training) if task.made == "domains" else list(task.labels.values())
         refuse_equal(f"{key}.labels", words)
+        for split, source in task.sources.items():
+            check_source(f"{key}.{split}", source)
+
+
+def _check_examples(key: str, task: Task) -> None:
+    """Raise DemixError unless the task at `key` has one source of its examples, and words that calibration needs."""
+    sources = sum(one is not None for one in (task.path, task.made, task.test))
+    if sources != 1:
+        cause = "has several of path, made and test" if sources else "has no examples"
+        raise DemixError(key, cause, "give one of path, made and test")
+    if task.path is not None and "://" in task.path:
+        raise DemixError(f"{key}.path", "is an address", "give test: {kind: url, path: …}")
+    if task.calibrated and task.shots and not task.form.removesuffix("{label}").split("{text}")[1].strip():
+        cause = "needs words before the label, to which the demonstrations lead where the text is left out"
+        raise DemixError(f"{key}.calibrated", cause, "put words between {text} and {label}, or use 0 shots")
+    for split in task.sources if task.made else ():
+        raise DemixError(f"{key}.{split}", "is given beside made", "leave it out: the dev splits are used")
+
+
+def _check_choices(key: str, task: Task) -> None:
+    """Raise DemixError unless `choices` of the task at `key` is a field, or a number of made continuations."""
+    if isinstance(task.choices, int) != (task.made == "continuations") and task.choices is not None:
+        cause = f"is {task.choices!r}"
+        raise DemixError(f"{key}.choices", cause, "name a field, or give a number beside made: continuations")
+    if isinstance(task.choices, int):
+        if task.choices < 2:
+            raise DemixError(f"{key}.choices", f"is {task.choices}", "give at least 2")
+        refuse_count(f"{key}.choices", task.choices)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from demix.config.contexts import ContextTable
 from demix.config.evaluation import Decay
 from demix.errors import DemixError
 from demix.evaluate.columns import CONTEXTS, table_schema
@@ -17,6 +16,7 @@ from demix.files import write_parquet
 from demix.mix.mixtures import mix
 from demix.mix.priors import cached_log_prior
 from demix.mix.rules import weights_rule
+from demix.run.contexts import ContextTable
 from demix.settings import Items, Positive, Seed, Text, settings
 
 log = logging.getLogger(__name__)

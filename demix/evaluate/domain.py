@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from demix.config.evaluated import Evaluated, ExpertSet
 from demix.config.evaluation import MixingRecipe
 from demix.config.mixing import parsed_weights
 from demix.errors import DemixError
@@ -30,6 +29,7 @@ from demix.mix.priors import (
 )
 from demix.mix.rules import WeightsRule
 from demix.model.clusters import clusters_of
+from demix.run.systems import Evaluated, ExpertSet
 from demix.settings import Items, Seed, Text, settings
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from demix.config.sections import Threads
 from demix.config.tasks import Task
+from demix.config.training import Threads
 from demix.data.tasks import Prompt, prompts, read_examples
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError, nearest

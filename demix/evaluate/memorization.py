@@ -17,7 +17,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from demix.config.sections import AuditRecipe, Threads
+from demix.config.adaptation import AuditRecipe
+from demix.config.training import Threads
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import read_json, write_parquet

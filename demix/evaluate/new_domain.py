@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from demix.config.adaptation import PASSES, AdaptationRecipe
 from demix.config.domains import Budget
-from demix.config.rows import DENSE_EXPERT
-from demix.config.run import read_run_config
-from demix.config.sections import PASSES, AdaptationRecipe, taken
-from demix.config.systems import learning_rate_factor, planned, row_of
+from demix.config.models import DENSE_EXPERT
+from demix.config.training import taken
 from demix.data.anonymize import anonymize_documents
 from demix.data.corpus import split
 from demix.data.duplicates import mark_duplicates
@@ -27,6 +26,7 @@ from demix.model.description import Usual, run_of
 from demix.model.experts import refuse_name
 from demix.model.tokenizer import copy_tokenizer, tokenizer_of
 from demix.model.usual import usual_of, write_usual
+from demix.run.kept import read_run_config
 from demix.settings import settings_from
 from demix.train.adapt import Adaptation, adapt_expert
 

@@ -13,8 +13,6 @@ import numpy as np
 
 from demix.config.addresses import refuse_not_utf8
 from demix.config.evaluation import DECAY
-from demix.config.run import read_run_config
-from demix.config.systems import folder_of, row_of
 from demix.data.anonymize import anonymize_documents
 from demix.data.readers import MAX_DOCUMENT_BYTES, TO_UTF8
 from demix.data.shards import TokenShard, blocks, tokenize
@@ -35,6 +33,8 @@ from demix.model.scoring import columns_of, trunk_log_probabilities
 from demix.model.tokenizer import tokenizer_of
 from demix.model.usual import usual_of
 from demix.progress import progress
+from demix.run.kept import read_run_config
+from demix.run.models import folder_of
 
 # The number of dev blocks that the paper uses for the cached prior.
 DEV_BLOCKS = 100

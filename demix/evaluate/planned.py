@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from demix.config.evaluated import ExpertSet
 from demix.config.evaluation import MixingRecipe
 from demix.config.mixing import parsed_weights
 from demix.evaluate.losses import Mixture
 from demix.mix.mixtures import FLOORS
 from demix.mix.priors import RELEASED_DECAY
 from demix.mix.rules import weights_rule
+from demix.run.systems import ExpertSet
 
 
 def planned_mixtures(evaluation: MixingRecipe, some: ExpertSet, scored: int) -> Iterator[tuple[Mixture, str]]:

@@ -17,9 +17,8 @@ import torch
 from pydantic import Field
 
 from demix.config.architecture import FOLDS, Architecture
-from demix.config.contexts import folder_at
 from demix.config.evaluation import ScoringRecipe
-from demix.config.sections import Threads
+from demix.config.training import Threads
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.score_tables import row_groups, tokens_sha256, write_scores, write_tokens
@@ -36,6 +35,7 @@ from demix.model.device import compute_type, own_device, set_threads
 from demix.model.gpt import GPT
 from demix.model.scoring import trunk_log_probabilities
 from demix.progress import progress
+from demix.run.contexts import folder_at
 from demix.settings import DistinctItems, Integer, Items, Text, settings
 
 log = logging.getLogger(__name__)

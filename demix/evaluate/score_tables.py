@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from demix.config.rows import DENSE_EXPERT
+from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError, nearest
 from demix.files import parquet_reader, read_parquet
 from demix.files.batches import read_batches, write_batches

@@ -13,14 +13,13 @@ import numpy as np
 
 from demix.config.evaluation import Context
 from demix.config.mixing import DEFAULTS
-from demix.config.run import read_run_config
-from demix.config.systems import planned
 from demix.data.cluster import Clusterer, Contexts, context_distances
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import check_sha256, read_json, replacing, write_json
 from demix.model.description import read_lineage, read_routed, run_of
+from demix.run.kept import read_run_config
 
 NAME, DESCRIPTION, ROUTING = "clusterer", "clusterer.json", "routing.json"
 

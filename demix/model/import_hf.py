@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from demix.config.architecture import Architecture, parameters
-from demix.config.rows import DENSE_EXPERT
+from demix.config.models import DENSE_EXPERT
 from demix.data.tokenizer import Tokenizer, gpt2_tokenizer
 from demix.errors import DemixError
 from demix.files import opened, read_json, refuse_used, replacing, sha256_file, write_json

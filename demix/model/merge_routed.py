@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from demix.config.architecture import parameters
-from demix.config.rows import DENSE_EXPERT
+from demix.config.models import DENSE_EXPERT
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.files import read_json, refuse_used

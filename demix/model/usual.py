@@ -8,10 +8,9 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from demix.config.run import read_run_config
-from demix.config.systems import row_of
 from demix.files import read_parquet, write_json
 from demix.model.description import Usual, read_usual, run_of
+from demix.run.kept import read_run_config
 
 
 def usual_of(directory: Path) -> dict[str, Usual]:

@@ -10,12 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.table import Table
 
-from demix.config.architecture import architecture_from, parameters, vocabulary
-from demix.config.placement import place_experts
-from demix.config.routed import architecture_of
-from demix.config.rows import Kind
-from demix.config.rules import RunRules
-from demix.config.systems import Model, adaptations, adapted_settings, rule_of, trained
+from demix.config.architecture import parameters
+from demix.config.models import Kind
 from demix.data.sources import Source
 from demix.errors import DemixError
 from demix.model.description import read_description, tokens_learned
@@ -31,6 +27,10 @@ from demix.plan.flops import (
     update_flops,
 )
 from demix.plan.network import Ring, given, rings_of
+from demix.run.models import Model, rule_of
+from demix.run.placement import place_experts
+from demix.run.rules import RunRules
+from demix.run.run import Run
 from demix.settings import settings_from
 
 # Bytes per word of the sample's English in zstd Parquet, raw or anonymized. The disk keeps two copies: documents and
@@ -87,22 +87,22 @@ def _count(source: Source) -> int | None:
         return None
 
 
-def plan_domains(config: dict[str, Any]) -> list[DomainPlan]:
+def plan_domains(run: Run) -> list[DomainPlan]:
     """The plans of the training domains and then the novel ones of a completed config."""
     wide = config["tokenizer"]["kind"] == "bpe" and config["tokenizer"]["vocab_size"] > 65536
-    domains = config["domains"]["training"] | config["domains"]["novel"]
-    apart = RunRules(config).apart
+    domains = run.domains
+    apart = RunRules(run).apart
     return [plan_domain(name, domain, 4 if wide else 2, apart) for name, domain in domains.items()]
 
 
-def plan_table(config: dict[str, Any]) -> Table:
+def plan_table(run: Run) -> Table:
     """The plans of all domains of a completed config as a table, with totals."""
     table = Table(
-        title=f"Data stage of {config['run']}",
+        title=f"Data stage of {run.name}",
         caption=f"disk: estimates at {TEXT_BYTES} bytes of compressed text and {TOKENS_PER_WORD} tokens a word",
         show_footer=True,
     )
-    plans = plan_domains(config)
+    plans = plan_domains(run)
     # The tokenizer and the deduplication across domains are jobs of no single domain.
     total = DomainPlan(
         "total",
@@ -117,7 +117,7 @@ def plan_table(config: dict[str, Any]) -> Table:
     for head, footer in zip(heads, ("", "total", "", "", *footers, ""), strict=True):
         table.add_column(head, footer, justify="right" if head in heads[4:9] else "left", no_wrap=head != "licence")
     by_name = {plan.domain: plan for plan in plans}
-    for kind, domains in config["domains"].items():
+    for kind, domains in run.config.domains.kinds.items():
         table.add_section()
         for number, (name, domain) in enumerate(domains.items()):
             where = f"{domain['source']['kind']} ×{domain['source']['parts']}"
@@ -194,16 +194,16 @@ class TrainingPlan:
         return self.hours * self.ranks
 
 
-def plan_training(config: dict[str, Any], ranks: int | None, hardware: Hardware) -> list[TrainingPlan]:
-    """The plans of every model, sweep of learning rates and adaptation of a completed config, on `ranks` processes.
+def plan_training(run: Run, ranks: int | None, hardware: Hardware) -> list[TrainingPlan]:
+    """The plans of every model, sweep of learning rates and adaptation of a completed run, on `ranks` processes.
 
     Without `ranks`, the config sets the number of each. Raises DemixError for a number of ranks that does not fit the
     domains, as training does. An adaptation uses at most as many ranks as a step has sequences.
     """
-    domains, models = len(config["domains"]["training"]), trained(config)
-    runs = [_plan_job(config, job, ranks, hardware) for one in models for job in one.jobs]
-    sweeps = [_plan_sweep(config, one, domains, ranks, hardware) for one in models if one.sweeps]
-    section, added = config["adaptation"], adaptations(config)
+    domains, models = len(run.training), run.trained
+    runs = [_plan_job(run, job, ranks, hardware) for one in models for job in one.jobs]
+    sweeps = [_plan_sweep(run, one, domains, ranks, hardware) for one in models if one.sweeps]
+    section, added = run.config.adaptation, run.adaptations
     usable = min(ranks or section["ranks"], section["sequences"])
     tried = len(section["sweep"]["factors"]) if section["sweep"] else 1
     # The same for every novel domain.
@@ -211,7 +211,7 @@ def plan_training(config: dict[str, Any], ranks: int | None, hardware: Hardware)
         one.rule: _times(
             tried,
             _plan_run(
-                config, one.name, one.rule, one.parent.kind, adapted_settings(config, one.parent), 1, usable, hardware,
+                run, one.name, one.rule, one.parent.kind, adapted_settings(run, one.parent), 1, usable, hardware,
                 adapts=True,
             ),
         )
@@ -226,13 +226,13 @@ def _times(number: int, plan: TrainingPlan, **more: Any) -> TrainingPlan:
     return replace(plan, **sums | more)
 
 
-def _plan_job(config: dict[str, Any], job: tuple[Model, ...], ranks: int | None, hardware: Hardware) -> TrainingPlan:
+def _plan_job(run: Run, job: tuple[Model, ...], ranks: int | None, hardware: Hardware) -> TrainingPlan:
     """The plan of one job: of a model, or of experts that are whole models and train one after the other."""
     model, number = job[0], len(job)
-    context, share = architecture_from(config["architecture"]).context, model.share
-    settings = {**model.settings, "tokens": model.settings["tokens"] // share}
+    context, share = run.context, model.share
+    settings = {**model.settings, "tokens": model.settings.tokens // share}
     one = _plan_run(
-        config, named(job), rule_of(job), model.kind, settings, len(model.domains), ranks, hardware,
+        run, named(job), rule_of(job), model.kind, settings, len(model.domains), ranks, hardware,
         begin=model.first_step(context),
     )  # fmt: skip
     sums = {
@@ -247,19 +247,17 @@ def named(job: tuple[Model, ...]) -> str:
     return f"{model.name}-{'+'.join(part.part for part in job)}" if model.part else model.name
 
 
-def _plan_sweep(
-    config: dict[str, Any], model: Model, domains: int, ranks: int | None, hardware: Hardware
-) -> TrainingPlan:
+def _plan_sweep(run: Run, model: Model, domains: int, ranks: int | None, hardware: Hardware) -> TrainingPlan:
     """The sum over all jobs of a model's sweep."""
-    sweep = model.settings["sweep"]
+    sweep = model.settings.sweep
     short = {**model.settings, "tokens": sweep["tokens"]}
-    one = _plan_run(config, model.name, "sweep", model.kind, short, domains, ranks, hardware)
+    one = _plan_run(run, model.name, "sweep", model.kind, short, domains, ranks, hardware)
     jobs = len(sweep["learning_rates"])
     return _times(jobs, one, name=f"{model.name}, {jobs} rates", jobs=jobs, weights=0)
 
 
 def _plan_run(
-    config: dict[str, Any],
+    run: Run,
     name: str,
     rule: str,
     kind: Kind,
@@ -272,7 +270,7 @@ def _plan_run(
     begin: int = 0,
 ) -> TrainingPlan:
     ranks = ranks or settings["ranks"]
-    architecture, vocab_size = architecture_of(config, settings), vocabulary(config["tokenizer"])
+    architecture, vocab_size = architecture_of(run, settings), run.types
     experts = domains if kind.has_experts else 1
     sequences = domains * settings["sequences"]
     steps = settings["tokens"] // (sequences * architecture.context)
@@ -329,7 +327,7 @@ def _plan_run(
     )
 
 
-def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) -> tuple[Table, Table]:
+def training_tables(run: Run, ranks: int | None, hardware: str) -> tuple[Table, Table]:
     """The training of a completed config as two tables: the work, and memory and time on `ranks` of `hardware`.
 
     Without `ranks`, the config sets the number of each. Raises DemixError for unknown hardware or a bad number.
@@ -339,9 +337,9 @@ def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) ->
     if ranks is not None and ranks < 1:
         raise DemixError("--ranks", f"is {ranks}", "give 1 or more")
     device = HARDWARE[hardware]
-    plans, models = plan_training(config, ranks, device), trained(config)
+    plans, models = plan_training(run, ranks, device), run.trained
     work = Table(
-        title=f"Training of {config['run']}",
+        title=f"Training of {run.name}",
         caption="FLOPs: 96·B·s·l·h²·(1 + s/6h + V/16lh) (Narayanan et al. 2021)"
         + (", and 4·(16h²(k - 1) + 2hE) a token and routed layer" if any(one.kind.routed for one in models) else "")
         + "; adaptations stop early, so at most"
@@ -350,7 +348,7 @@ def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) ->
             if any(plan.begin for plan in plans)
             else ""
         )
-        + "".join(f"; {told}" for told in _of_folders(config))
+        + "".join(f"; {told}" for told in _of_folders(run))
         + f"; {ALIKE}",
         show_footer=True,
     )
@@ -369,7 +367,7 @@ def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) ->
     work.add_column("TFLOPs\nan update", justify="right")
     work.add_column("PFLOPs\nin all", total, justify="right")
     takes = Table(
-        title=f"Memory and time of {config['run']} on {hardware}",
+        title=f"Memory and time of {run.name} on {hardware}",
         caption=f"{device.assumption}; activations: an estimate, recomputed: with activation checkpointing; "
         f"sent: gradients given to all-reduce; {ALIKE}",
         show_footer=True,
@@ -389,11 +387,11 @@ def training_tables(config: dict[str, Any], ranks: int | None, hardware: str) ->
     return work, takes
 
 
-def _of_folders(config: dict[str, Any]) -> list[str]:
+def _of_folders(run: Run) -> list[str]:
     """What the models in folders, with which models of a completed config begin, have learned from before."""
     begun: dict[str, list[str]] = {}
-    for model in trained(config):
-        if folder := model.settings.get("initial"):
+    for model in run.trained:
+        if folder := model.base.initial:
             begun.setdefault(folder, []).append(model.name)
     told = []
     for folder, names in begun.items():

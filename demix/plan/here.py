@@ -3,14 +3,14 @@
 import os
 from glob import glob
 from itertools import groupby
-from typing import Any
 
-from demix.config.rules import RunRules
 from demix.plan.cells import short
 from demix.plan.cost import TEXT_BYTES, TOKENS_PER_WORD, plan_domains, plan_training
 from demix.plan.flops import HARDWARE
 from demix.plan.jobs import Jobs, kept_bytes, plan_jobs
 from demix.plan.stages import RATES, WORD_BYTES
+from demix.run.rules import RunRules
+from demix.run.run import Run
 
 # Seconds of a core in which a job starts: 0.6 without torch and 2.2 with it (benchmarks/starts.py), and 1.0 of
 # snakemake's (8% of those of the demo, for 110 jobs).
@@ -25,13 +25,13 @@ ALONE, REPORT_BYTES = 21.0, 10_000_000
 PACKED = 2.5
 
 
-def seconds_here(config: dict[str, Any], cores: int, ranks: int | None = None) -> float:
+def seconds_here(run: Run, cores: int, ranks: int | None = None) -> float:
     """Seconds that a run of a completed config takes on `cores` cores. Text of unknown size is left out.
 
     A stage takes as long as its jobs side by side, and at least as long as the longest of them.
     """
-    updates = {plan.name: plan.updates * plan.ranks for plan in plan_training(config, ranks, HARDWARE["cpu"])}
-    jobs = plan_jobs(config, "cpu", ranks)
+    updates = {plan.name: plan.updates * plan.ranks for plan in plan_training(run, ranks, HARDWARE["cpu"])}
+    jobs = plan_jobs(run, "cpu", ranks)
     tables = RATES["evaluate"].hours(sum(job.disk for job in jobs))
 
     def core_seconds(job: Jobs) -> float:
@@ -43,15 +43,15 @@ def seconds_here(config: dict[str, Any], cores: int, ranks: int | None = None) -
         works = [(job, core_seconds(job)) for job in stage]
         longest = max(work / job.count / min(cores, job.ranks * job.threads) for job, work in works)
         total += max(sum(work for _, work in works) / cores, longest)
-    text = sum(size or 0.0 for size in _text(config).values())
+    text = sum(size or 0.0 for size in _text(run).values())
     return total + 3600 * sum(RATES[name].hours(text) for name in ("anonymize", "split", "tokenize")) / cores
 
 
-def _text(config: dict[str, Any]) -> dict[str, float | None]:
+def _text(run: Run) -> dict[str, float | None]:
     """Bytes of text that a run reads of each domain; None where neither the config nor a local file says so."""
     found: dict[str, float | None] = {}
-    domains = RunRules(config).domains
-    for plan in plan_domains(config):
+    domains = RunRules(run).domains
+    for plan in plan_domains(run):
         source = domains[plan.domain]["source"]
         size = None if plan.passing is None else WORD_BYTES / TEXT_BYTES * plan.passing
         if source["kind"] == "files":
@@ -64,19 +64,19 @@ def _text(config: dict[str, Any]) -> dict[str, float | None]:
     return found
 
 
-def here_line(config: dict[str, Any], ranks: int | None = None) -> str:
+def here_line(run: Run, ranks: int | None = None) -> str:
     """The time and the disk that a completed config takes on the cores of this machine, in one line."""
     cores = len(os.sched_getaffinity(0))
-    text, plans = _text(config), {plan.domain: plan for plan in plan_domains(config)}
+    text, plans = _text(run), {plan.domain: plan for plan in plan_domains(run)}
     # Documents, what splits keep of them, and tokens.
     a_word = 2 * TEXT_BYTES + 2 * TOKENS_PER_WORD
     own = sum((text[name] or 0.0) / WORD_BYTES * a_word for name, plan in plans.items() if plan.kept is None)
     unknown = sum(size is None for size in text.values())
     # A training removes its checkpoints when it ends, and a run on few cores trains few models at a time.
-    saved = max(plan.checkpoints * plan.checkpoint for plan in plan_training(config, ranks, HARDWARE["cpu"]))
-    disk = f"{short(round(kept_bytes(config, 'cpu', ranks) + own) + saved + REPORT_BYTES)}B of disk"
+    saved = max(plan.checkpoints * plan.checkpoint for plan in plan_training(run, ranks, HARDWARE["cpu"]))
+    disk = f"{short(round(kept_bytes(run, 'cpu', ranks) + own) + saved + REPORT_BYTES)}B of disk"
     more = f", and what the text of {unknown} domain{'s' * (unknown > 1)} adds" if unknown else ""
-    return f"{config['run']} takes {_about(seconds_here(config, cores, ranks))} on {cores} cores and {disk}{more}"
+    return f"{run.name} takes {_about(seconds_here(run, cores, ranks))} on {cores} cores and {disk}{more}"
 
 
 def _about(seconds: float) -> str:

@@ -4,26 +4,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from demix.config.architecture import Architecture, architecture_from, vocabulary
-from demix.config.check import site_of
-from demix.config.contexts import asked_contexts
-from demix.config.evaluated import chosen_on_dev, classified, routed, token_routed
-from demix.config.merged import merged_models
-from demix.config.routed import architecture_of
-from demix.config.rules import RunRules
-from demix.config.scoring import ScoringJob, ScoringPart, scoring_jobs
-from demix.config.systems import adaptations, job_place, learned_splits, seeds, trained
-from demix.config.tasks import tasks_of
+from demix.config.architecture import Architecture
 from demix.files import write_text
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.slurm import sbatch_text
 from demix.plan.cells import decimal, folded
 from demix.plan.cost import ALIKE, TOKENS_PER_WORD, named, plan_domains, plan_training
 from demix.plan.flops import HARDWARE, Hardware, achieved_tflops, score_table_bytes, scoring_hours
+from demix.run.contexts import asked_contexts
+from demix.run.merged import merged_models
+from demix.run.models import job_place
+from demix.run.rules import RunRules
+from demix.run.run import Run
+from demix.run.scoring import ScoringJob, ScoringPart, scoring_jobs
+from demix.run.systems import chosen_on_dev, classified, routed, token_routed
 from demix.settings import settings_from
 
 
@@ -65,37 +62,37 @@ class Jobs:
         return self.site.gpus * self.ranks if self.site and self.stage in ("train", "adapt", "score") else 0
 
 
-def usual_hardware(config: dict[str, Any]) -> str:
+def usual_hardware(run: Run) -> str:
     """The hardware that a plan assumes by itself: the paper's where the config gives training GPUs, else cores."""
-    return "v100" if site_of(config, "train")["gpus"] else "cpu"
+    return "v100" if site_of(run, "train")["gpus"] else "cpu"
 
 
-def runs_here(config: dict[str, Any]) -> bool:
+def runs_here(run: Run) -> bool:
     """Whether a run trains on this machine: SLURM is not asked for, and nothing says what a cluster gives a job.
 
     profiles/slurm asks for SLURM when the run starts, so a config of the paper's sizes has launch: local, and GPUs.
     """
-    return config["cluster"]["launch"] != "slurm" and usual_hardware(config) == "cpu"
+    return run.config.cluster["launch"] != "slurm" and usual_hardware(run) == "cpu"
 
 
-def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -> list[Jobs]:
+def plan_jobs(run: Run, hardware: str, ranks: int | None = None) -> list[Jobs]:
     """All jobs of a completed config in the order of the workflow, with hours of training and scoring on `hardware`.
 
     Without `ranks`, the config sets the number of each training. The rules are those that `snakemake -n` lists,
     `all` aside.
     """
-    domains = config["domains"]["training"] | config["domains"]["novel"]
-    novel, number = len(config["domains"]["novel"]), len(domains)
-    parts, apart = sum(domain["source"]["parts"] for domain in domains.values()), RunRules(config).apart
+    domains = run.domains
+    novel, number = len(run.novel), len(domains)
+    parts, apart = sum(domain["source"]["parts"] for domain in domains.values()), RunRules(run).apart
     sites = {
-        stage: settings_from(Cluster, site_of(config, stage), "cluster")
+        stage: settings_from(Cluster, site_of(run, stage), "cluster")
         for stage in ("download", "anonymize", "corpus", "train", "adapt", "score", "evaluate")
     }
-    plans = plan_training(config, ranks, HARDWARE[hardware])
-    models, threads = trained(config), config["threads"]
+    plans = plan_training(run, ranks, HARDWARE[hardware])
+    models, threads = run.trained, run.config.threads
     removed = [model.removed for model in models if model.removed]
     swept = [model for model in models if model.sweeps]
-    kept = seeds(config, architecture_from(config["architecture"]).context)
+    kept = run.seeds
 
     def of_training(stage: str) -> list[Jobs]:
         return [
@@ -104,7 +101,7 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
             if plan.stage == stage
         ]
 
-    costs, scoring = ScoringCosts(config, HARDWARE[hardware]), scoring_jobs(config)
+    costs, scoring = ScoringCosts(run, HARDWARE[hardware]), scoring_jobs(run)
 
     def of_scoring(name: str, *, added: bool) -> Jobs:
         rules = [job for job in scoring if job.added == added]
@@ -112,19 +109,19 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
         counts = {job.rule: job.jobs for job in rules}
         return Jobs("score", name, counts, sites["score"], 1, threads, sum(hours), sum(disk))
 
-    chosen = len(chosen_on_dev(config))
+    chosen = len(chosen_on_dev(run))
     joining = {f"join_{model.rule}": 1 for model in models if model.parts[0].part}
     averaging, routing = (
-        {one.rule: one.jobs(config) for one in merged_models(config) if (one.weights == "routed") == routes}
+        {one.rule: one.jobs(run) for one in run.merged if (one.weights == "routed") == routes}
         for routes in (False, True)
     )
-    near, contexts = routed(config), len(config["evaluation"]["routing_context"])
-    clustered = dict.fromkeys(name for name, _ in learned_splits(config))
-    asked = classified(config)
-    examples = "download" if any(task.fetches for task in tasks_of(config).values()) else "corpus"
+    near, contexts = routed(run), len(run.config.evaluation["routing_context"])
+    clustered = dict.fromkeys(name for name, _ in run.learned_splits)
+    asked = classified(run)
+    examples = "download" if any(task.fetches for task in run.config.tasks.values()) else "corpus"
     fitted = clustered | dict.fromkeys(near) | dict.fromkeys(one.routing for one in asked if one.routing)
     clustering = {"fit_clusters": len(fitted), "assign": len(clustered)}
-    clustering |= {f"cluster_{split}_{name}": 1 for name, split in learned_splits(config)}
+    clustering |= {f"cluster_{split}_{name}": 1 for name, split in run.learned_splits}
     once = {"results": 1, "run_config": 1, "report": 1, "card": 1, "track": 1}
     jobs = [
         Jobs("download", "read", {"read": 0 if apart else parts}, sites["download"]),
@@ -143,7 +140,7 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
         of_scoring("score", added=False),
         *of_training("adapt"),
         of_scoring("score what was adapted", added=True),
-        Jobs("score", "loads of routers", {"loads": len(token_routed(config))}, sites["score"], 1, threads),
+        Jobs("score", "loads of routers", {"loads": len(token_routed(run))}, sites["score"], 1, threads),
         Jobs("corpus", "join experts", joining, sites["corpus"]),
         Jobs("evaluate", "average", averaging, sites["evaluate"]),
         Jobs("score", "merge as routed", routing, sites["score"], 1, threads),
@@ -154,7 +151,7 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
             sites["evaluate"],
         ),
         Jobs("evaluate", "evaluate", {"choose_mixing": chosen, "evaluate": number}, sites["evaluate"]),
-        Jobs("evaluate", "by position", {"contexts": number if asked_contexts(config) else 0}, sites["evaluate"]),
+        Jobs("evaluate", "by position", {"contexts": number if asked_contexts(run) else 0}, sites["evaluate"]),
         Jobs(examples, "examples of tasks", {"examples": len(config.get("tasks") or ())}, sites[examples]),
         Jobs("score", "score tasks", {f"fewshot_{one.rule}": 1 for one in asked}, sites["score"], 1, threads),
         Jobs("evaluate", "classify", {"classify": int(bool(asked))}, sites["evaluate"]),
@@ -168,7 +165,7 @@ def plan_jobs(config: dict[str, Any], hardware: str, ranks: int | None = None) -
 class ScoringCosts:
     """What scoring takes under the models of a completed config: hours of one rank, and bytes of score tables."""
 
-    config: dict[str, Any]
+    run: Run
     device: Hardware
 
     @cached_property
@@ -185,8 +182,8 @@ class ScoringCosts:
     def _tokens(self) -> Callable[[str, int], dict[str, int]]:
         """The tokens that are scored of a split in blocks of some length, by domain."""
         section, domains = (
-            self.config["evaluation"],
-            self.config["domains"]["training"] | self.config["domains"]["novel"],
+            self.run.config.evaluation,
+            self.run.training | self.run.novel,
         )
 
         def of_split(split: str, context: int) -> dict[str, int]:
@@ -205,7 +202,7 @@ class ScoringCosts:
         """What `of_job` sums: the hours and the bytes of one part of a rule, in all `jobs` of the rule."""
         architecture = self._architectures.get(part.model, self._usual)
         architecture = replace(architecture, context=part.context or architecture.context)
-        several = {f"{{{kind}}}": list(domains) for kind, domains in self.config["domains"].items()}
+        several = {f"{{{kind}}}": list(domains) for kind, domains in self.run.config.domains.kinds.items()}
         names = [name for place in part.domains for name in several.get(place, [place] * jobs)]
         tokens = sum(sum(map(self._tokens(split, architecture.context).__getitem__, names)) for split in part.splits)
         columns = 1 if part.own else len(part.columns)
@@ -222,13 +219,13 @@ _HEADS = (
 )  # fmt: skip
 
 
-def jobs_table(config: dict[str, Any], hardware: str, ranks: int | None = None) -> Table:
+def jobs_table(run: Run, hardware: str, ranks: int | None = None) -> Table:
     """The jobs of a completed config as a table, without what a cluster gives them where they run on this machine."""
-    jobs, device = plan_jobs(config, hardware, ranks), HARDWARE[hardware]
+    jobs, device = plan_jobs(run, hardware, ranks), HARDWARE[hardware]
     local = "; launch is local: with profiles/slurm training is submitted as jobs of these nodes"
-    slurm, here = config["cluster"]["launch"] == "slurm", runs_here(config)
+    slurm, here = run.config.cluster["launch"] == "slurm", runs_here(run)
     given = "" if here else f"each with what the section cluster gives it{'' if slurm else local}; "
-    table = Table(title=f"Jobs of {config['run']}", caption=given + ALIKE, show_footer=True)
+    table = Table(title=f"Jobs of {run.name}", caption=given + ALIKE, show_footer=True)
     total = device.units * sum(job.rank_hours for job in jobs)
     footers = {"stage": "total", "jobs": f"{sum(job.count for job in jobs):,}", "hours": decimal(total)}
     shown = [head for head in _HEADS if not (here and head in _OF_A_CLUSTER)]
@@ -258,48 +255,48 @@ def _row(job: Jobs, device: Hardware) -> tuple[str, ...]:
     )
 
 
-def kept_bytes(config: dict[str, Any], hardware: str, ranks: int | None = None) -> int:
+def kept_bytes(run: Run, hardware: str, ranks: int | None = None) -> int:
     """The bytes of a completed config's files but for its checkpoints and for text that no setting bounds.
 
     They are the text, the weights, the states that seed phases keep, and the score tables before compression.
     """
-    by_name = {plan.name: plan for plan in plan_training(config, ranks, HARDWARE[hardware])}
-    size = sum((domain.kept or 0) + (domain.passing or 0) for domain in plan_domains(config))
-    size += sum(job.disk for job in plan_jobs(config, hardware, ranks))
+    by_name = {plan.name: plan for plan in plan_training(run, ranks, HARDWARE[hardware])}
+    size = sum((domain.kept or 0) + (domain.passing or 0) for domain in plan_domains(run))
+    size += sum(job.disk for job in plan_jobs(run, hardware, ranks))
     size += sum(plan.weights for plan in by_name.values())
-    kept = seeds(config, architecture_from(config["architecture"]).context)
+    kept = run.seeds
     size += sum(by_name[parent].checkpoint for parent, _ in kept)
-    return size + sum(by_name[one.model.name].weights for one in merged_models(config) if one.weights == "routed")
+    return size + sum(by_name[one.model.name].weights for one in run.merged if one.weights == "routed")
 
 
-def in_one_line(config: dict[str, Any], hardware: str, ranks: int | None = None) -> str:
+def in_one_line(run: Run, hardware: str, ranks: int | None = None) -> str:
     """What a completed config takes in all: hours of GPUs or cores, disk, and days on what its largest job has.
 
     The disk is the most that is there at once: with the checkpoints of all trainings.
     """
-    jobs, device = plan_jobs(config, hardware, ranks), HARDWARE[hardware]
-    checkpoints = sum(plan.jobs * plan.checkpoints * plan.checkpoint for plan in plan_training(config, ranks, device))
-    unknown = sum(domain.kept is None for domain in plan_domains(config))
+    jobs, device = plan_jobs(run, hardware, ranks), HARDWARE[hardware]
+    checkpoints = sum(plan.jobs * plan.checkpoints * plan.checkpoint for plan in plan_training(run, ranks, device))
+    unknown = sum(domain.kept is None for domain in plan_domains(run))
     more = f" plus the text of {unknown} domain{'s' * (unknown > 1)}" if unknown else ""
     spent = sum(job.rank_hours for job in jobs)
     largest = max(jobs, key=lambda job: job.ranks)
-    here = runs_here(config)
+    here = runs_here(run)
     each = device.units * largest.ranks // (1 if here else largest.nodes)
     days = spent / largest.ranks / 24
     takes = f"{decimal(device.units * spent)} {device.unit}-hours ({hardware}) of training and scoring"
     lasts = f"{days:,.1f} days" if days >= 1 else f"{decimal(24 * days)} hours"
     nodes = "" if here else f"{largest.nodes} nodes with " if largest.nodes > 1 else "1 node with "
-    disk = f"at most {(kept_bytes(config, hardware, ranks) + checkpoints) / 1e9:,.1f} GB of disk{more}"
-    return f"{config['run']} takes {takes}, {disk}, {lasts} on {nodes}{each} {device.unit}{'s' * (each > 1)}"
+    disk = f"at most {(kept_bytes(run, hardware, ranks) + checkpoints) / 1e9:,.1f} GB of disk{more}"
+    return f"{run.name} takes {takes}, {disk}, {lasts} on {nodes}{each} {device.unit}{'s' * (each > 1)}"
 
 
-def write_sbatch_files(config: dict[str, Any], hardware: str, ranks: int | None = None) -> list[Path]:
+def write_sbatch_files(run: Run, hardware: str, ranks: int | None = None) -> list[Path]:
     """Write the sbatch script of each training below results/<run>/sbatch/, without submitting any."""
-    run = Path("results") / config["run"]
-    known = {named(job): job_place(job) for one in trained(config) for job in one.jobs}
-    known |= {one.name: one.name for one in adaptations(config)}
+    run = Path("results") / run.name
+    known = {named(job): job_place(job) for one in run.trained for job in one.jobs}
+    known |= {one.name: one.name for one in run.adaptations}
     written = []
-    for job in plan_jobs(config, hardware, ranks):
+    for job in plan_jobs(run, hardware, ranks):
         if job.name in known and job.site is not None:
             checkpoints = run / "checkpoints" / known[job.name]
             work = TrainingJob((job.stage, job.name), "", {}, job.ranks, job.threads, checkpoints, 0)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from demix.config.placement import Placement
+from demix.run.placement import Placement
 
 # Bytes of gradients in an all-reduce: `demix.train.parallel.BUCKET_BYTES`.
 BUCKET_BYTES = 25 << 20

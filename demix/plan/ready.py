@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from demix.config.addresses import local
-from demix.config.check import site_of
 from demix.errors import DemixError, nearest
+from demix.run.run import Run
 
 # What the executor plug-in, submitit and demix call of SLURM; one package has them all.
 CLIENTS = ("sbatch", "srun", "sinfo", "squeue", "sacct", "scontrol", "scancel")
@@ -29,8 +29,8 @@ sys.exit({} * bool(why))
 HUB = '"${HF_ENDPOINT:-https://huggingface.co}"'
 
 
-def check_site(config: dict[str, Any], domains: Iterable[str]) -> str | None:
-    """Check that SLURM is here, has the partitions of a completed config, and that one address of `domains` answers.
+def check_site(run: Run, domains: Iterable[str]) -> str | None:
+    """Check that SLURM is here, has the partitions of a completed run, and that one address of `domains` answers.
 
     `domains` are those whose text the run downloads. The address is asked for where downloads run, after the lines of
     `cluster.setup`: here, or by `srun` on a compute node. Returns what could not be checked and why, or None. Raises
@@ -40,15 +40,15 @@ def check_site(config: dict[str, Any], domains: Iterable[str]) -> str | None:
         cause = f"SLURM's {'command is' if len(absent) == 1 else 'commands are'} not installed here"
         raise DemixError(", ".join(absent), cause, "log in to the cluster, or leave out --profile")
     known = _partitions()
-    cluster = config["cluster"]
+    cluster = run.config.cluster
     for key, site in {"cluster": cluster, **{f"cluster.stages.{k}": v for k, v in cluster["stages"].items()}}.items():
         for partition in filter(None, (site.get("partition") or "").split(",")):
             if partition not in known:
                 cause = f"is {partition!r}, which this cluster does not have"
                 raise DemixError(f"config key {key}.partition", cause, nearest(partition, known, "mend it"))
-    both = config["domains"]["training"] | config["domains"]["novel"]
+    both = run.domains
     asked = next(filter(None, (_address(both[domain]["source"]) for domain in domains)), None)
-    return _asked(asked, site_of(config, "download")) if asked else None
+    return _asked(asked, site_of(run, "download")) if asked else None
 
 
 def _partitions() -> list[str]:

@@ -2,17 +2,16 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rich.table import Table
 
-from demix.config.check import site_of
-from demix.config.scoring import scoring_jobs
 from demix.plan.cells import decimal, folded, short
 from demix.plan.cost import ALIKE, TEXT_BYTES, DomainPlan, TrainingPlan, plan_domains, plan_training
 from demix.plan.flops import HARDWARE, Hardware
 from demix.plan.jobs import ScoringCosts, plan_jobs, runs_here
 from demix.plan.network import out_of_a_node, synchronizing
+from demix.run.run import Run
+from demix.run.scoring import scoring_jobs
 
 # Bytes of a word of the sample and the space after it, in UTF-8.
 WORD_BYTES = 6.4
@@ -65,19 +64,19 @@ class Stage:
     on_device: bool = False
 
 
-def plan_stages(config: dict[str, Any], hardware: str, ranks: int | None = None) -> list[Stage]:
+def plan_stages(run: Run, hardware: str, ranks: int | None = None) -> list[Stage]:
     """The stages of a completed config in the order of the workflow, on `ranks` of `hardware` in each training."""
-    device, jobs = HARDWARE[hardware], plan_jobs(config, hardware, ranks)
+    device, jobs = HARDWARE[hardware], plan_jobs(run, hardware, ranks)
     counts: dict[str, int] = {}
     for job in jobs:
         for rule, number in job.rules.items():
             counts[rule] = counts.get(rule, 0) + number
     # Where one job downloads and anonymizes a part, it is a job of both stages.
     counts |= {name: counts.get(name) or counts["read"] for name in ("download", "anonymize")}
-    plans = plan_training(config, ranks, device)
+    plans = plan_training(run, ranks, device)
     scored = [job for job in jobs if job.stage == "score" and job.hours is not None]
-    costs = ScoringCosts(config, device)
-    rules = [(costs.of_job(job)[0] / job.jobs, job.added) for job in scoring_jobs(config)]
+    costs = ScoringCosts(run, device)
+    rules = [(costs.of_job(job)[0] / job.jobs, job.added) for job in scoring_jobs(run)]
     tables = sum(job.disk for job in jobs)
 
     def training(name: str, some: list[TrainingPlan]) -> Stage:
@@ -86,7 +85,7 @@ def plan_stages(config: dict[str, Any], hardware: str, ranks: int | None = None)
             sum(plan.jobs for plan in some),
             device.units * sum(plan.rank_hours for plan in some),
             max((plan.hours / plan.jobs for plan in some), default=0.0),
-            sum((plan.steps - plan.begin) * out_of_a_node(plan.rings, _node(config, plan)) for plan in some),
+            sum((plan.steps - plan.begin) * out_of_a_node(plan.rings, _node(run, plan)) for plan in some),
             sum(plan.weights for plan in some),
             on_device=True,
         )
@@ -105,7 +104,7 @@ def plan_stages(config: dict[str, Any], hardware: str, ranks: int | None = None)
         )
 
     return [
-        *_data_stages(config, counts),
+        *_data_stages(run, counts),
         training("train", [plan for plan in plans if plan.stage == "train" and plan.rule != "sweep"]),
         training("try learning rates", [plan for plan in plans if plan.rule == "sweep"]),
         training("adapt", [plan for plan in plans if plan.stage == "adapt"]),
@@ -124,11 +123,11 @@ def plan_stages(config: dict[str, Any], hardware: str, ranks: int | None = None)
     ]
 
 
-def _data_stages(config: dict[str, Any], counts: dict[str, int]) -> list[Stage]:
+def _data_stages(run: Run, counts: dict[str, int]) -> list[Stage]:
     """The stages that make tokens of text, each in bytes that the words of the domains' budgets come to."""
-    plans, domains = plan_domains(config), config["domains"]["training"] | config["domains"]["novel"]
+    plans, domains = plan_domains(run), run.domains
     parts = {name: domain["source"]["parts"] for name, domain in domains.items()}
-    training = [plan for plan in plans if plan.domain in config["domains"]["training"]]
+    training = [plan for plan in plans if plan.domain in run.training]
 
     def of(values: Iterable[float | None]) -> list[float]:
         return [value for value in values if value is not None]
@@ -159,19 +158,19 @@ def _corpus_bytes(plan: DomainPlan) -> float | None:
     return None if plan.words is None else TEXT_BYTES * plan.words
 
 
-def _node(config: dict[str, Any], plan: TrainingPlan) -> int:
+def _node(run: Run, plan: TrainingPlan) -> int:
     """The ranks of a node in a training: all of them where they run on this machine."""
-    if runs_here(config):
+    if runs_here(run):
         return plan.ranks
-    number: int = site_of(config, plan.stage)["ranks_per_node"]
+    number: int = site_of(run, plan.stage)["ranks_per_node"]
     return number
 
 
-def sync_seconds(config: dict[str, Any], plan: TrainingPlan, device: Hardware) -> float | None:
+def sync_seconds(run: Run, plan: TrainingPlan, device: Hardware) -> float | None:
     """Seconds of an update's all-reduces where nothing hides behind backward; None without a model of the network."""
     if device.network is None:
         return None
-    return synchronizing(plan.rings, replace(device.network, node=_node(config, plan)))
+    return synchronizing(plan.rings, replace(device.network, node=_node(run, plan)))
 
 
 def saving_hours(plan: TrainingPlan) -> float:
@@ -186,15 +185,15 @@ _SYNC_HEADS = (
 )  # fmt: skip
 
 
-def sync_table(config: dict[str, Any], hardware: str, ranks: int | None = None) -> Table:
+def sync_table(run: Run, hardware: str, ranks: int | None = None) -> Table:
     """What the trainings of a completed config send and save besides computing, as a table.
 
     One machine is one node, which nothing leaves: where a config trains on this machine, its table has no such columns.
     """
-    device, here = HARDWARE[hardware], runs_here(config)
+    device, here = HARDWARE[hardware], runs_here(run)
     network = f"; {device.network.assumption}" if device.network and not here else ""
     table = Table(
-        title=f"Gradients and checkpoints of {config['run']} on {hardware}",
+        title=f"Gradients and checkpoints of {run.name} on {hardware}",
         caption=f"sync: ring all-reduces, none hidden behind backward, which the achieved TFLOPs include "
         f"(from 100% of a step the hours are too few){network}; "
         f"while written: hours in which all ranks wait, beside those of training; {ALIKE}",
@@ -202,13 +201,13 @@ def sync_table(config: dict[str, Any], hardware: str, ranks: int | None = None) 
     shown = [head for head in _SYNC_HEADS if not (here and head in _OF_NODES)]
     for head in shown:
         table.add_column(head, justify="left" if head == "model" else "right")
-    for row in folded(_sync_row(config, plan, device) for plan in plan_training(config, ranks, device)):
+    for row in folded(_sync_row(run, plan, device) for plan in plan_training(run, ranks, device)):
         table.add_row(*(cell for head, cell in zip(_SYNC_HEADS, row, strict=True) if head in shown))
     return table
 
 
-def _sync_row(config: dict[str, Any], plan: TrainingPlan, device: Hardware) -> tuple[str, ...]:
-    node, sync = _node(config, plan), sync_seconds(config, plan, device)
+def _sync_row(run: Run, plan: TrainingPlan, device: Hardware) -> tuple[str, ...]:
+    node, sync = _node(run, plan), sync_seconds(run, plan, device)
     out, steps = out_of_a_node(plan.rings, node), plan.steps - plan.begin
     share = None if sync is None or not plan.hours else sync * steps / (3600 * plan.hours)
     return (
@@ -224,14 +223,14 @@ def _sync_row(config: dict[str, Any], plan: TrainingPlan, device: Hardware) -> t
     )
 
 
-def stages_table(config: dict[str, Any], hardware: str, ranks: int | None = None) -> Table:
+def stages_table(run: Run, hardware: str, ranks: int | None = None) -> Table:
     """The stages of a completed config as a table, with totals."""
-    device, stages = HARDWARE[hardware], plan_stages(config, hardware, ranks)
-    bounded = all(plan.kept is not None for plan in plan_domains(config))
-    here = runs_here(config)
+    device, stages = HARDWARE[hardware], plan_stages(run, hardware, ranks)
+    bounded = all(plan.kept is not None for plan in plan_domains(run))
+    here = runs_here(run)
     of_nodes, more = ("", "cores") if here else (", or out of the node that sends most", "nodes")
     table = Table(
-        title=f"Stages of {config['run']} on {hardware}",
+        title=f"Stages of {run.name} on {hardware}",
         caption=f"text: {WORD_BYTES} bytes a word; network: from outside{of_nodes}; longest job: no number "
         f"of {more} makes it shorter; the line below has no checkpoints; rates: docs/performance.md"
         + ("" if bounded else "; domains that no setting bounds are left out"),

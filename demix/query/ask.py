@@ -18,11 +18,11 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs
 
-from demix.config.run import read_run_config
 from demix.errors import DemixError
 from demix.files import REMAKE, parquet_reader
 from demix.files.database import connected
 from demix.query.views import VIEWS, Part, Run, View
+from demix.run.kept import read_run_config
 
 BATCH_ROWS = 2048
 HINT = "mend the query; `demix sql --tables` lists tables and columns"

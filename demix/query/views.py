@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from demix.config.systems import row_of
 from demix.errors import DemixError
 from demix.files import REMAKE, parquet_reader, read_json, read_json_lines
 from demix.files.batches import read_batches
 from demix.model.description import parent_of
+from demix.run.run import Run
 
 # The approximate tokens of a score table that are read at once, under all experts that a query names.
 TOKENS = 1 << 16
@@ -32,7 +32,7 @@ class Run:
 
     name: str
     folder: Path
-    config: Mapping[str, Any]
+    run: Run
 
     def trained(self, folder: str) -> dict[str, str | int]:
         """The model and the seed of a model's folder, named as in results."""
@@ -41,7 +41,7 @@ class Run:
 
     def kind(self, domain: str) -> str:
         """Whether a domain is a training domain or a novel one."""
-        return "training" if domain in self.config["domains"]["training"] else "novel"
+        return "training" if domain in self.run.training else "novel"
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ VIEWS = {
         _rows(_job),
     ),
     "settings": View(
-        "the config, one row per key; values that are no text are JSON",
+        "the run, one row per key; values that are no text are JSON",
         {"key": TEXT, "value": TEXT},
         _one("config.json"),
         _rows(_settings),

@@ -6,8 +6,8 @@ Importing this package is cheap: pandas, altair and jinja2 are loaded by the fun
 from pathlib import Path
 from typing import Any
 
-from demix.config.rows import masked_rows, model_rows, novel_domains, training_domains
-from demix.config.variants import variant_rows
+from demix.run.run import Run
+from demix.run.variants import variant_rows
 
 PAPER_TABLES = ("table3", "table4", "table5", "table6", "table7", "table13")
 TABLES = (*PAPER_TABLES, "weights", "decay", "dev_blocks", "overlap", "seeds", "rates", "full", "differences", "audit")
@@ -114,10 +114,10 @@ def title_of(name: str) -> str:
     return " ".join(SHOWS[name].split())
 
 
-def left_out(config: dict[str, Any]) -> dict[str, str]:
+def left_out(run: Run) -> dict[str, str]:
     """What the report of a run has no table, figure or claim of: their names, each with what the run lacks."""
-    evaluation, masked = config.get("evaluation") or {}, masked_rows(config)
-    rows = {name: row for name, row in model_rows(config).items() if name not in masked}
+    evaluation, masked = run.config.evaluation, masked_rows(run)
+    rows = {name: row for name, row in run.rows.items() if name not in masked}
     clusters = any(settings.get("data") for _, settings in rows.values())
     routers = any(kind.routed or settings.get("merged_routed") for kind, settings in rows.values())
     has = {
@@ -128,11 +128,11 @@ def left_out(config: dict[str, Any]) -> dict[str, str]:
         and len(evaluation.get("temperatures") or ()) + len(evaluation.get("routing_context") or ()) > 1,
         "masked language model": bool(masked),
         "blocks of other lengths": bool(evaluation.get("contexts")),
-        "row of other options": bool(variant_rows(config)),
+        "row of other options": bool(variant_rows(run)),
         "task": bool(config.get("tasks")),
-        "novel domains": bool(novel_domains(config)),
-        "second training domain": len(training_domains(config)) > 1,
-        "model trained without a domain": bool((config.get("removal") or {}).get("retrain_without")),
+        "novel domains": bool(novel_domains(run)),
+        "second training domain": len(training_domains(run)) > 1,
+        "model trained without a domain": bool(run.config.removal.get("retrain_without")),
         "model dense_unbalanced": "dense_unbalanced" in rows,
         "model domain_token": "domain_token" in rows,
     }
@@ -140,9 +140,9 @@ def left_out(config: dict[str, Any]) -> dict[str, str]:
     return {name: need for need in reversed(needs) if not has[need] for name in needs[need]}
 
 
-def left_out_notes(config: dict[str, Any]) -> list[str]:
+def left_out_notes(run: Run) -> list[str]:
     """One line for each thing that a run lacks: what the report leaves out for want of it."""
-    absent, notes = left_out(config), []
+    absent, notes = left_out(run), []
     for need, about in NEEDS.items():
         names = [name for name in about if absent.get(name) == need]
         claims = sum(name not in SHOWS for name in names)
@@ -152,12 +152,12 @@ def left_out_notes(config: dict[str, Any]) -> list[str]:
     return notes
 
 
-def report_files(config: dict[str, Any]) -> tuple[str, ...]:
+def report_files(run: Run) -> tuple[str, ...]:
     """The files of `REPORT_FILES` that the report of a run has."""
-    return tuple(name for name in REPORT_FILES if Path(name).stem not in left_out(config))
+    return tuple(name for name in REPORT_FILES if Path(name).stem not in left_out(run))
 
 
-def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
+def write_report(run: Run, output: Path) -> None:
     """Write every file of `report_files` below `output`.
 
     `run` is the run's folder. The report reads results.parquet, priors.parquet, differences.parquet,
@@ -183,24 +183,24 @@ def write_report(run: Path, config: dict[str, Any], output: Path) -> None:
     from demix.report.routers import read_loads
     from demix.report.tasks import write_tasks
 
-    results = read.read_results(run / "results.parquet")
-    priors = read.read_priors(run / "priors.parquet").query("seed == @config['seed']")
-    differences = read.read_differences(run / "differences.parquet")
-    overlap = read.read_overlap(run / "corpus" / "overlap.parquet")
-    audit = read.read_audit(run / "audit.parquet")
-    posteriors = read.read_posteriors(run / "posteriors.parquet")
-    parents = read.read_parents(run / "models" / read.added(config)[0].model / "experts", read.novel_domains(config))
-    trials = read.read_trials(run / "models", config)
+    results = read.read_results(run.folder / "results.parquet")
+    priors = read.read_priors(run.folder / "priors.parquet").query("seed == @run.seed")
+    differences = read.read_differences(run.folder / "differences.parquet")
+    overlap = read.read_overlap(run.folder / "corpus" / "overlap.parquet")
+    audit = read.read_audit(run.folder / "audit.parquet")
+    posteriors = read.read_posteriors(run.folder / "posteriors.parquet")
+    parents = read.read_parents(run.folder / "models" / read.added(run)[0].model / "experts", read.novel_domains(run))
+    trials = read.read_trials(run.folder / "models", run)
     # The curves are drawn long after the tables; a damaged file must be refused before anything is written.
-    for path in sorted((run / "metrics").glob("*.jsonl")):
+    for path in sorted((run.folder / "metrics").glob("*.jsonl")):
         check_sealed(path)
-    cost, clusters, loads = cost_by_stage(run, config), read_clusters(run, config), read_loads(run, config)
-    contexts = read_contexts(run, config)
-    write_tables(results, differences, overlap, audit, parents, trials, config, output / "tables")
-    own = read.of_seed(results, config)
-    write_figures(own, priors, overlap, posteriors, run / "metrics", config, output / "figures")
-    write_families(run, results, differences, clusters, loads, config, output)
-    write_variants(results, contexts, config, output)
-    write_tasks(run, config, output, scale_note(results, config))
-    judged = write_claims(results, overlap, differences, parents, config, output, clusters)
-    write_index(results, judged, cost, config, output)
+    cost, clusters, loads = cost_by_stage(run), read_clusters(run), read_loads(run)
+    contexts = read_contexts(run)
+    write_tables(results, differences, overlap, audit, parents, trials, run, output / "tables")
+    own = read.of_seed(results, run)
+    write_figures(own, priors, overlap, posteriors, run.folder / "metrics", run, output / "figures")
+    write_families(run, results, differences, clusters, loads, run, output)
+    write_variants(results, contexts, run, output)
+    write_tasks(run, output, scale_note(results, run))
+    judged = write_claims(results, overlap, differences, parents, run, output, clusters)
+    write_index(results, judged, cost, run, output)

@@ -1,13 +1,13 @@
 """How well each expert predicts each domain (Figure 2), and the correlation with the bigrams in common."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
 from demix.report.read import Results, expert_perplexities, novel_domains, training_domains
+from demix.run.run import Run
 
 PERMUTATIONS = 9999
 
@@ -29,15 +29,15 @@ class Relation:
     permutation_p: float
 
 
-def affinities(results: Results, config: dict[str, Any]) -> pd.DataFrame:
+def affinities(results: Results, run: Run) -> pd.DataFrame:
     """Columns kind, domain, expert, ratio: perplexity of an expert on a domain, divided by the reference perplexity.
 
     The reference is the domain's own expert on a training domain and the best expert on a novel domain. The ratio is
     NaN where the run has no such rows.
     """
-    training = training_domains(config)
+    training = training_domains(run)
     rows = []
-    for kind, domains in (("training", training), ("novel", novel_domains(config))):
+    for kind, domains in (("training", training), ("novel", novel_domains(run))):
         for domain in domains:
             scores = expert_perplexities(results, "demix", domain, training)
             if scores.isna().all():

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from demix.config.evaluated import System
 from demix.report import left_out, read
 from demix.report.cells import PRINTED_MIXTURES, kinds_of_domains, mean_of, so_many
 from demix.report.masked import masked_table
@@ -27,16 +26,18 @@ from demix.report.paper import SIZES, nearest, printed, size_of
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
 from demix.report.read import Parent, Results, novel_domains, perplexities, training_domains
 from demix.report.render import Table, cell, write_table
+from demix.run.run import Run
+from demix.run.systems import System
 
 if TYPE_CHECKING:
     import rich.table
 
 
-def scale_note(results: Results, config: dict[str, Any]) -> str:
+def scale_note(results: Results, run: Run) -> str:
     """The differences between this run and the paper in data, budget and scale, in a few sentences."""
     architecture, tokenizer = config.get("architecture") or {}, config.get("tokenizer") or {}
     training = config.get("training") or {}
-    parts = [f"{len(training_domains(config))} training and {so_many(len(novel_domains(config)), 'novel domain')}"]
+    parts = [f"{len(training_domains(run))} training and {so_many(len(novel_domains(run)), 'novel domain')}"]
     if "preset" in architecture:
         parts.append(f"architecture {architecture['preset']}")
     elif {"layers", "width"} <= architecture.keys():
@@ -61,12 +62,12 @@ def scale_note(results: Results, config: dict[str, Any]) -> str:
     )
 
 
-def beside_paper(table: Table, config: dict[str, Any]) -> Table:
+def beside_paper(table: Table, run: Run) -> Table:
     """`table` with what the paper prints in the table of the same name, for the run's size or the smallest there is.
 
     The paper's numbers stand in a column beside the same systems, or in rows below the run's own.
     """
-    preset = size_of(config)
+    preset = size_of(run)
     entry = nearest(table.name, preset)
     if entry is None:
         return table
@@ -100,29 +101,29 @@ def all_tables(
     audit: pd.DataFrame,
     parents: dict[str, Parent],
     trials: pd.DataFrame,
-    config: dict[str, Any],
+    run: Run,
 ) -> list[Table]:
     """The paper's tables, then the others."""
     # Experts are added, removed and varied for the run's own seed alone: such tables must not mix in other seeds.
-    own = read.of_seed(results, config)
+    own = read.of_seed(results, run)
     makers: list[Callable[[Results, dict[str, Any]], Table]] = [table3, table4, table5]
-    paper = [*(make(results, config) for make in makers), table6(own, config), table7(own, config)]
+    paper = [*(make(results, run) for make in makers), table6(own, run), table7(own, run)]
     made = [
         *paper,
-        table13(own, config, parents),
-        weights_table(own, config),
-        decay_table(own, config),
-        dev_blocks_table(own, config),
-        overlap_table(own, overlap, config),
-        seeds_table(results, config),
+        table13(own, run, parents),
+        weights_table(own, run),
+        decay_table(own, run),
+        dev_blocks_table(own, run),
+        overlap_table(own, overlap, run),
+        seeds_table(results, run),
         rates_table(trials),
-        full_table(results, config),
-        differences_table(differences, config),
-        audit_table(audit, config),
+        full_table(results, run),
+        differences_table(differences, run),
+        audit_table(audit, run),
     ]
-    absent = left_out(config)
-    made += [] if "masked" in absent else [masked_table(results, config)]
-    return [beside_paper(filled(table), config) for table in made if table.name not in absent]
+    absent = left_out(run)
+    made += [] if "masked" in absent else [masked_table(results, run)]
+    return [beside_paper(filled(table), run) for table in made if table.name not in absent]
 
 
 def filled(table: Table) -> Table:
@@ -143,28 +144,28 @@ def write_tables(
     audit: pd.DataFrame,
     parents: dict[str, Parent],
     trials: pd.DataFrame,
-    config: dict[str, Any],
+    run: Run,
     output_dir: str | Path,
 ) -> None:
     """Write each table as `<name>.html`, `.md` and `.tex` into `output_dir`."""
-    note = scale_note(results, config)
-    for table in all_tables(results, differences, overlap, audit, parents, trials, config):
+    note = scale_note(results, run)
+    for table in all_tables(results, differences, overlap, audit, parents, trials, run):
         write_table(table.noted(note), Path(output_dir))
 
 
-def main_systems(config: dict[str, Any]) -> list[tuple[System, System]]:
+def main_systems(run: Run) -> list[tuple[System, System]]:
     """The lines of `main_table`: each system after the one whose name it has there."""
-    systems = [system for row in read.trained_systems(config).values() for system in row]
+    systems = [system for row in read.trained_systems(run).values() for system in row]
     lines = [(system, system) for system in systems if not system.weights]
     lines += [
         (system, variant)
-        for system in (*(system for system in systems if system.weights == "history"), read.added(config)[1])
+        for system in (*(system for system in systems if system.weights == "history"), read.added(run)[1])
         for variant in (system, system.with_weights("released"))
     ]
     return lines + [(system, system) for system in systems if system.weights not in ("", "history")]
 
 
-def main_table(results: Results, config: dict[str, Any]) -> "rich.table.Table":
+def main_table(results: Results, run: Run) -> "rich.table.Table":
     """Mean test perplexity of every system on the training and on the novel domains, for the terminal.
 
     Each mixture of the paper has one row per rule of weights: all earlier tokens of the block (`history`, the paper)
@@ -172,14 +173,14 @@ def main_table(results: Results, config: dict[str, Any]) -> "rich.table.Table":
     """
     import rich.table
 
-    results = read.of_seed(results, config)
-    groups = [(kind, domains) for kind, domains in kinds_of_domains(config) if domains]
+    results = read.of_seed(results, run)
+    groups = [(kind, domains) for kind, domains in kinds_of_domains(run) if domains]
     table = rich.table.Table(title="Mean test perplexity (lower is better)", title_justify="left")
     table.add_column("system")
     table.add_column("weights")
     for kind, domains in groups:
         table.add_column(so_many(len(domains), f"{kind} domain"), justify="right")
-    for named, system in main_systems(config):
+    for named, system in main_systems(run):
         means = [mean_of(perplexities(results, system, domains)) for _, domains in groups]
         # The config may ask for some of the rules alone.
         if np.isnan(means).all():
@@ -187,6 +188,6 @@ def main_table(results: Results, config: dict[str, Any]) -> "rich.table.Table":
         oracle = [kind == "novel" and system.method == "naive" for kind, _ in groups]
         cells = [cell(mean, "{:.2f}") + (" *" if marked else "  ") for mean, marked in zip(means, oracle, strict=True)]
         table.add_row(named.label, system.weights, *cells)
-    if novel_domains(config):
+    if novel_domains(run):
         table.caption = "* oracle: the best single token or expert, chosen on the test data"
     return table

@@ -7,10 +7,8 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from demix.config.rows import DENSE_EXPERT, KINDS
-from demix.config.run import read_run_config
-from demix.config.sections import Execution
-from demix.config.systems import left_out, planned
+from demix.config.models import DENSE_EXPERT, KINDS
+from demix.config.training import Execution
 from demix.errors import DemixError, nearest
 from demix.files import read_json
 from demix.model.checkpoint import describe, expert_lineage, expert_names
@@ -22,6 +20,8 @@ from demix.report.cells import so_many
 from demix.report.page import render
 from demix.report.read import novel_domains, read_results, training_domains
 from demix.report.render import as_markdown
+from demix.run.models import left_out
+from demix.run.run import Run
 from demix.settings import names_of
 
 # The headings of the sets of experts, by the name of a set in the results.
@@ -42,31 +42,31 @@ def model_card(run: Path, model: str) -> str:
     All content comes from the run's files; text of others (names, licences) is escaped. Raises DemixError if the run
     has no such model or if a file of the model is missing.
     """
-    directory = run / "models" / model
+    directory = run.folder / "models" / model
     if not (directory / "model.json").is_file():
-        models = sorted(path.parent.name for path in (run / "models").glob("*/model.json"))
+        models = sorted(path.parent.name for path in (run.folder / "models").glob("*/model.json"))
         raise DemixError(directory, "is not a model of the run", nearest(model, models, "train the model first"))
-    config = read_run_config(run)
+    config = run.config
     needed = ("kind", "tokens", "steps", "shared_parameters", "expert_parameters")
     description = read_description(directory / "model.json", *needed)
     experts = [read_lineage(path) | {"name": path.stem} for path in (directory / "experts").glob("*.json")]
     # The config's order; experts that the config does not name come last.
-    order = [*training_domains(config), *novel_domains(config)]
+    order = [*training_domains(run), *novel_domains(run)]
     experts.sort(key=lambda one: (order.index(one["name"]) if one["name"] in order else len(order), one["name"]))
-    results = _results(run, model, config)
+    results = _results(run, model, run)
     return _card(
         model,
         ["mixture-of-experts"] * (len(experts) > 1) + [MASKED_TASK] * _masked(results),
         _index(results),
-        _about(model, config, description, experts),
+        _about(model, run, description, experts),
         "## Data",
-        *_data(run, config, description, experts),
+        *_data(run, description, experts),
         "## Training",
         *_training(description, experts),
         "## Lineage of the experts",
         _lineage(experts),
         "## Results",
-        *_shown(results, config),
+        *_shown(results, run),
         "## Limits",
         _limits(description),
     )
@@ -87,14 +87,18 @@ def exported_card(directory: Path, expert: str) -> str:
     counts its own tokens. Raises DemixError as `model_card` does.
     """
     place, run = directory.resolve(), run_of(directory)
-    in_run = place.parent.name == "models" and (run / "config.json").is_file() and (run / "results.parquet").is_file()
-    if expert == DENSE_EXPERT and in_run and place.name in {one.name for one in planned(read_run_config(run))}:
+    in_run = (
+        place.parent.name == "models"
+        and (run.folder / "config.json").is_file()
+        and (run.folder / "results.parquet").is_file()
+    )
+    if expert == DENSE_EXPERT and in_run and place.name in {one.name for one in planned(run.config)}:
         return _for_transformers(model_card(run, place.name))
     if expert == DENSE_EXPERT and (place / "README.md").is_file():
         return _for_transformers((place / "README.md").read_text(encoding="utf-8"))
     description, lineage = read_description(place / "model.json", "kind"), expert_lineage(directory, expert)
     name, usual = f"{place.name}-{expert}", usual_of(directory).get(expert)
-    of_run = f" of run {as_markdown(read_run_config(run)['run'])}" if in_run else ""
+    of_run = f" of run {as_markdown(run.config['run'])}" if in_run else ""
     shared = ", ".join(map(as_markdown, description.get("data_sha256") or {}))
     return _card(
         name,
@@ -104,7 +108,7 @@ def exported_card(directory: Path, expert: str) -> str:
         f"{as_markdown(description['kind'])}){of_run}, exported as a model of its own.",
         "## Data",
         f"The whole model learned from {shared}; the expert alone from:" if shared else "",
-        *(_data(run, read_run_config(run), {}, [lineage]) if in_run else ()),
+        *(_data(run, run.config, {}, [lineage]) if in_run else ()),
         _lineage([lineage | {"name": expert}]),
         "## Results",
         f"On test text of its own domain this expert alone has perplexity {usual.perplexity:.2f} and "
@@ -194,7 +198,7 @@ def _card(name: str, tags: list[str], index: list[dict[str, Any]], *parts: str) 
     return "\n\n".join(part for part in (head, f"# {as_markdown(name)}", *parts) if part) + "\n"
 
 
-def _about(model: str, config: dict[str, Any], description: dict[str, Any], experts: list[dict[str, Any]]) -> str:
+def _about(model: str, run: Run, description: dict[str, Any], experts: list[dict[str, Any]]) -> str:
     shared, own, architecture = (description[key] for key in ("shared_parameters", "expert_parameters", "architecture"))
     size = f"{shared + len(experts) * own:,} parameters"
     if len(experts) > 1:
@@ -202,8 +206,8 @@ def _about(model: str, config: dict[str, Any], description: dict[str, Any], expe
     if routed := architecture.get("routed"):
         size += f", and a token chooses {routed['top_k']} of the {routed['experts']} experts of a routed feedforward"
     return (
-        f"A language model of kind {as_markdown(description['kind'])}, of run {as_markdown(config['run'])}, seed "
-        f"{_planned(model, config)[1]}. It has {size}; {architecture['layers']} layers of width "
+        f"A language model of kind {as_markdown(description['kind'])}, of run {as_markdown(run.name)}, seed "
+        f"{_planned(model, run)[1]}. It has {size}; {architecture['layers']} layers of width "
         f"{architecture['width']}; "
         f"it reads blocks of {architecture['context']:,} tokens of {description['vocab_size']:,} types.\n\n"
         "Every number here stands in the run's files: `config.json`, `corpus/<domain>/card.json`, `results.parquet` "
@@ -211,11 +215,9 @@ def _about(model: str, config: dict[str, Any], description: dict[str, Any], expe
     )
 
 
-def _data(
-    run: Path, config: dict[str, Any], description: dict[str, Any], experts: list[dict[str, Any]]
-) -> Iterator[str]:
+def _data(run: Run, description: dict[str, Any], experts: list[dict[str, Any]]) -> Iterator[str]:
     """The data of the model, of its experts, and of the parent model."""
-    domains = {**config["domains"]["training"], **config["domains"]["novel"]}
+    domains = {**run.training, **run.novel}
     read: dict[str, str] = {}
     for source in (description, *experts):
         read |= source.get("data_sha256") or {}
@@ -228,17 +230,17 @@ def _data(
             yield f"It began with the parameters of the model {name}, whose data may be among this or not."
     elif parent:
         yield f"It went on from the model {as_markdown(parent)}, whose data is among this."
-        read |= read_description(run / "models" / parent / "model.json").get("data_sha256") or {}
+        read |= read_description(run.folder / "models" / parent / "model.json").get("data_sha256") or {}
     learned = [name for name in domains if name in read]
     # An expert of another run, or of no run, may have been added.
     if not learned:
         return
-    cards = {name: read_json(run / "corpus" / name / "card.json") for name in learned}
+    cards = {name: read_json(run.folder / "corpus" / name / "card.json") for name in learned}
     hidden = {name for name in learned if domains[name].get("anonymize", True)}
     rows = [
         (
             name,
-            "training" if name in config["domains"]["training"] else "novel",
+            "training" if name in run.training else "novel",
             domains[name].get("licence") or "not stated",
             *(f"{cards[name]['words'][split]:,}" for split in ("train", "dev", "test")),
             f"{cards[name]['leakage']['ngrams']['test']:.1%}",
@@ -301,15 +303,15 @@ def _lineage(experts: list[dict[str, Any]]) -> str:
     return _table(("expert", "parent", "the parent's prior", "data", "tokens", "steps", "sha256"), rows)
 
 
-def _planned(model: str, config: dict[str, Any]) -> tuple[str, int]:
+def _planned(model: str, run: Run) -> tuple[str, int]:
     """The name of a model in the results, and the model's seed."""
-    row = next((one for one in planned(config) if one.name == model), None)
-    return (row.row, row.seed) if row else (model, config["seed"])
+    row = next((one for one in run.planned if one.name == model), None)
+    return (row.row, row.seed) if row else (model, run.seed)
 
 
-def _results(run: Path, model: str, config: dict[str, Any]) -> pd.DataFrame:
+def _results(run: Path, model: str, run: Run) -> pd.DataFrame:
     """The model's rows of the paper's tables: one row per domain, set of experts (column `set`) and method."""
-    rows, (row, seed) = read_results(run / "results.parquet").rows, _planned(model, config)
+    rows, (row, seed) = read_results(run.folder / "results.parquet").rows, _planned(model, run)
     rows = rows[(rows["model"] == row) & (rows["seed"] == seed)].query(
         "split == 'test' and variant == '' and top_k.isna() and weights in ['', 'history']"
     )
@@ -351,7 +353,7 @@ def _methods(rows: pd.DataFrame) -> list[str]:
     return [name for name in (*METHODS, "fitted") if domains.get(name, 0) == rows["domain"].nunique()]
 
 
-def _shown(results: pd.DataFrame, config: dict[str, Any]) -> Iterator[str]:
+def _shown(results: pd.DataFrame, run: Run) -> Iterator[str]:
     if results.empty:
         yield "This run did not evaluate it."
         return
@@ -365,7 +367,7 @@ def _shown(results: pd.DataFrame, config: dict[str, Any]) -> Iterator[str]:
         "The interval holds 95% of resamplings of the test documents, and nothing of another seed. Where there are "
         "fewer than 20, it is one within these documents, from resampling blocks of their text."
     )
-    kinds = {"training": training_domains(config), "novel": novel_domains(config)}
+    kinds = {"training": training_domains(run), "novel": novel_domains(run)}
     for name, rows in results.groupby("set", sort=False):
         yield f"### {SETS.get(str(name), as_markdown(name))}"
         methods = _methods(rows)

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.config.evaluated import System
 from demix.report import read
 from demix.report.read import Results, each, novel_domains, perplexities, training_domains
+from demix.run.run import Run
+from demix.run.systems import System
 
 MIXTURES = (read.NAIVE, read.AVERAGE, read.UNIFORM, read.UPDATING, read.CACHED)
 POSTERIOR_MIXTURES = (read.UNIFORM, read.UPDATING, read.CACHED)
@@ -51,7 +52,7 @@ def so_many(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + "s" * (number != 1)
 
 
-def in_domain(config: dict[str, Any]) -> list[System]:
+def in_domain(run: Run) -> list[System]:
     """The systems of Tables 3 and 4.
 
     These are each model's only system, or its naive expert, its cached prior and its rules beyond the paper. The cached
@@ -59,7 +60,7 @@ def in_domain(config: dict[str, Any]) -> list[System]:
     """
     return [
         line
-        for systems in read.trained_systems(config).values()
+        for systems in read.trained_systems(run).values()
         for system in systems
         if system.method in ("dense", "naive", "cached") or system.weights not in ("", "history")
         for line in ((system, system.released_scorer()) if system == read.CACHED else (system,))
@@ -150,6 +151,6 @@ def seeds_of(results: Results, system: System, domains: list[str]) -> str:
     return f"± {np.std(means, ddof=1):.2f}" if len(means) > 1 and np.isfinite(means).all() else ""
 
 
-def kinds_of_domains(config: dict[str, Any]) -> list[tuple[str, list[str]]]:
+def kinds_of_domains(run: Run) -> list[tuple[str, list[str]]]:
     """The kinds of domains, each with the names of the run's domains of that kind."""
-    return [("training", training_domains(config)), ("novel", novel_domains(config))]
+    return [("training", training_domains(run)), ("novel", novel_domains(run))]

@@ -1,12 +1,10 @@
 """Which of the paper's claims a run shows, with the numbers that decide."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from demix.config.evaluated import System, bases
 from demix.files import write_text
 from demix.report import left_out, left_out_notes, read, title_of
 from demix.report.affinity import affinities, relation_with_own, with_overlap
@@ -18,6 +16,8 @@ from demix.report.page import render
 from demix.report.read import Parent, Results, each, expert_perplexities, novel_domains, perplexities, training_domains
 from demix.report.render import as_markdown
 from demix.report.verdict import HARM, UNCHANGED, Claim, Part, as_percent, claim_of, compare
+from demix.run.run import Run
+from demix.run.systems import System, bases
 
 
 def claims(
@@ -25,17 +25,17 @@ def claims(
     overlap: pd.DataFrame,
     differences: pd.DataFrame,
     parents: dict[str, Parent],
-    config: dict[str, Any],
+    run: Run,
     clusters: Clusters | None = None,
 ) -> list[Claim]:
     """The paper's claims judged on this run: on its own seed, and on whether its other seeds say the same.
 
     Claims about what a run does not have are left out. `clusters` are those of a run whose models learn from some.
     """
-    own = _judged(read.of_seed(results, config), overlap, differences, parents, config, clusters)
-    seeds = [rows for seed, rows in results.by_seed.items() if seed != config["seed"]]
-    others = [_judged(rows, overlap, differences.iloc[:0], parents, config, clusters) for rows in seeds]
-    absent = left_out(config)
+    own = _judged(read.of_seed(results, run), overlap, differences, parents, run, clusters)
+    seeds = [rows for seed, rows in results.by_seed.items() if seed != run.seed]
+    others = [_judged(rows, overlap, differences.iloc[:0], parents, run, clusters) for rows in seeds]
+    absent = left_out(run)
     return [claim.among(same) for claim, *same in zip(own, *others, strict=True) if claim.name not in absent]
 
 
@@ -44,12 +44,12 @@ def _judged(
     overlap: pd.DataFrame,
     differences: pd.DataFrame,
     parents: dict[str, Parent],
-    config: dict[str, Any],
+    run: Run,
     clusters: Clusters | None,
 ) -> list[Claim]:
     """All claims, judged on one seed by test perplexities and the intervals of their differences."""
-    training, novel = training_domains(config), novel_domains(config)
-    (_, before), (_, added) = read.before_adding(config), read.added(config)
+    training, novel = training_domains(run), novel_domains(run)
+    (_, before), (_, added) = read.before_adding(run), read.added(run)
     oracle = {read.NAIVE: "best expert (oracle)", read.DOMAIN_TOKEN: "best domain token (oracle)"}
 
     def on(system: System, domains: list[str]) -> pd.Series:
@@ -65,7 +65,7 @@ def _judged(
         label, other = (given or named.get(one, one.label) for one, given in zip((system, base), labels, strict=True))
         return compare(label, on(system, domains), other, on(base, domains), bounds=less(system, base, domains))
 
-    baselines = [base for base in (read.DENSE, read.BALANCED) if base in bases(config).values()]
+    baselines = [base for base in (read.DENSE, read.BALANCED) if base in bases(run).values()]
 
     def below_dense(system: System, domains: list[str]) -> list[Part]:
         return [lower(system, base, domains) for base in baselines]
@@ -99,8 +99,8 @@ def _judged(
             "alone (5.4, Table 3).",
             lower(read.CACHED, read.NAIVE, training),
         ),
-        _diagonal(results, config),
-        _overlap_correlates(results, overlap, config),
+        _diagonal(results, run),
+        _overlap_correlates(results, overlap, run),
         claim_of(
             "novel_against_best_expert",
             "On novel domains a mixture of experts (cached prior) beats the best single expert, chosen by an oracle "
@@ -133,33 +133,33 @@ def _judged(
             lower(read.UPDATING, read.UNIFORM, novel),
             lower(read.CACHED, read.UPDATING, novel),
         ),
-        _demix_adaptation(results, config, parents, training, novel),
+        _demix_adaptation(results, run, parents, training, novel),
         claim_of(
             "demix_dapt_against_dense_dapt",
             "On the domain adapted to, DEMix-DAPT (the training experts and the new one, cached prior) has lower "
             "perplexity than Dense-DAPT (6.2, Figure 6).",
             compare(
                 "DEMix-DAPT",
-                each(results, read.one_added(config), novel)["perplexity"],
+                each(results, read.one_added(run), novel)["perplexity"],
                 "Dense-DAPT",
-                each(results, read.dense_adapted(config), novel)["perplexity"],
+                each(results, read.dense_adapted(run), novel)["perplexity"],
             ),
         ),
-        _dense_forgets(results, config, training, novel),
-        _one_added(results, before, config, training, novel),
+        _dense_forgets(results, run, training, novel),
+        _one_added(results, before, run, training, novel),
         claim_of(
             "removal_hurts",
             "Leaving a domain's expert out at test time raises the perplexity of its domain (Table 7).",
             compare(
                 "−Expert",
-                each(results, read.without_expert(config), training)["perplexity"],
+                each(results, read.without_expert(run), training)["perplexity"],
                 "+Expert",
-                on(read.before_removal(config), training),
+                on(read.before_removal(run), training),
                 higher=True,
-                bounds=read.paired(differences, read.without_expert(config), read.before_removal(config), training),
+                bounds=read.paired(differences, read.without_expert(run), read.before_removal(run), training),
             ),
         ),
-        _removal_level(results, config, training),
+        _removal_level(results, run, training),
         claim_of(
             "added_experts_help",
             "Adding the adapted experts to the mixture lowers perplexity on the novel domains (Table 6).",
@@ -190,16 +190,16 @@ def _judged(
                 f"{on_all}.",
                 *(part for domains in kinds for part in below_dense(mixture, domains)),
             )
-            for systems in read.trained_systems(config).values()
+            for systems in read.trained_systems(run).values()
             for mixture in systems
             if mixture.weights.startswith("tempered")
         ),
-        *family_claims(results, clusters, lower, config),
+        *family_claims(results, clusters, lower, run),
     ]
 
 
-def _diagonal(results: Results, config: dict[str, Any]) -> Claim:
-    ratios = affinities(results, config)
+def _diagonal(results: Results, run: Run) -> Claim:
+    ratios = affinities(results, run)
     ratios = ratios[(ratios["kind"] == "training") & (ratios["domain"] != ratios["expert"])].dropna()
     best = ratios.groupby("domain")["ratio"].min()
     agreeing = int((best > 1).sum())
@@ -216,8 +216,8 @@ def _diagonal(results: Results, config: dict[str, Any]) -> Claim:
     )
 
 
-def _overlap_correlates(results: Results, overlap: pd.DataFrame, config: dict[str, Any]) -> Claim:
-    found = relation_with_own(with_overlap(affinities(results, config), overlap))
+def _overlap_correlates(results: Results, overlap: pd.DataFrame, run: Run) -> Claim:
+    found = relation_with_own(with_overlap(affinities(results, run), overlap))
     r, known = -found.pearson, np.isfinite(found.pearson)
     sentence = (
         f"Pearson r = {r:.2f} over {found.pairs} pairs of a domain and an expert, of the share of bigrams with minus "
@@ -234,11 +234,9 @@ def _overlap_correlates(results: Results, overlap: pd.DataFrame, config: dict[st
     )
 
 
-def _one_added(
-    results: Results, before: System, config: dict[str, Any], training: list[str], novel: list[str]
-) -> Claim:
+def _one_added(results: Results, before: System, run: Run, training: list[str], novel: list[str]) -> Claim:
     """Each novel domain's expert alone added to the training experts: the mean over the training domains."""
-    means = {name: mean_of(perplexities(results, read.one_added(config)(name), training)) for name in novel}
+    means = {name: mean_of(perplexities(results, read.one_added(run)(name), training)) for name in novel}
     base = mean_of(perplexities(results, before, training))
     return claim_of(
         "one_added_expert_reduces",
@@ -254,9 +252,9 @@ def _one_added(
 
 
 def _demix_adaptation(
-    results: Results, config: dict[str, Any], parents: dict[str, Parent], training: list[str], novel: list[str]
+    results: Results, run: Run, parents: dict[str, Parent], training: list[str], novel: list[str]
 ) -> Claim:
-    (naive, _), (all_naive, _) = read.before_adding(config), read.added(config)
+    (naive, _), (all_naive, _) = read.before_adding(run), read.added(run)
     likeliest = pd.Series(
         [
             expert_perplexities(results, naive.model, name, [parents[name].likeliest]).iloc[0]
@@ -290,11 +288,11 @@ def _demix_adaptation(
     )
 
 
-def _dense_forgets(results: Results, config: dict[str, Any], training: list[str], novel: list[str]) -> Claim:
-    start = read.before_dense_dapt(config)
+def _dense_forgets(results: Results, run: Run, training: list[str], novel: list[str]) -> Claim:
+    start = read.before_dense_dapt(run)
     dense = perplexities(results, start, training)
     adapted = pd.DataFrame(
-        {name: perplexities(results, read.dense_adapted(config)(name), training) for name in novel}, index=training
+        {name: perplexities(results, read.dense_adapted(run)(name), training) for name in novel}, index=training
     ).dropna(axis="columns")
     changes = adapted.mean() / dense.mean() - 1 if dense.notna().all() else pd.Series(dtype="float64")
     if changes.empty:
@@ -317,11 +315,11 @@ def _dense_forgets(results: Results, config: dict[str, Any], training: list[str]
     )
 
 
-def _removal_level(results: Results, config: dict[str, Any], training: list[str]) -> Claim:
+def _removal_level(results: Results, run: Run, training: list[str]) -> Claim:
     rows = pd.DataFrame(
         {
-            "with": perplexities(results, read.before_removal(config), training),
-            "without": each(results, read.without_expert(config), training)["perplexity"],
+            "with": perplexities(results, read.before_removal(run), training),
+            "without": each(results, read.without_expert(run), training)["perplexity"],
             "never": each(results, read.without_domain, training)["perplexity"],
         }
     ).dropna()
@@ -364,14 +362,14 @@ def write_claims(
     overlap: pd.DataFrame,
     differences: pd.DataFrame,
     parents: dict[str, Parent],
-    config: dict[str, Any],
+    run: Run,
     output_dir: str | Path,
     clusters: Clusters | None = None,
 ) -> list[Claim]:
     """Write `claims.html` and `claims.md` into `output_dir`. Returns the claims."""
-    judged, note = claims(results, overlap, differences, parents, config, clusters), scale_note(results, config)
+    judged, note = claims(results, overlap, differences, parents, run, clusters), scale_note(results, run)
     title = title_of("claims")
-    notes = [*left_out_notes(config), note]
+    notes = [*left_out_notes(run), note]
     counts = {verdict: sum(claim.verdict == verdict for claim in judged) for verdict in _SIGNS}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) + f", of {len(judged)}."
     html = render(

@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import altair as alt
 import numpy as np
 import pandas as pd
 
-from demix.config.evaluated import clustered
 from demix.data.cluster import Clusterer
 from demix.files import read_parquet
 from demix.report import title_of
@@ -17,6 +15,8 @@ from demix.report.heatmaps import heat_maps
 from demix.report.look import CELL_RANGE, COLOURS, finish, finite, heading_of
 from demix.report.read import training_domains
 from demix.report.render import Table
+from demix.run.run import Run
+from demix.run.systems import clustered
 
 TOP_TERMS = 5
 SPLITS = ("train", "test")
@@ -39,7 +39,7 @@ class Clusters:
     losses: pd.DataFrame
 
 
-def read_clusters(run: Path, config: dict[str, Any]) -> Clusters:
+def read_clusters(run: Run) -> Clusters:
     """What the run in the folder `run` knows of the clusters that its models learn from; tables without rows for none.
 
     Raises DemixError if a file is missing or damaged.
@@ -47,9 +47,9 @@ def read_clusters(run: Path, config: dict[str, Any]) -> Clusters:
     documents = [pd.DataFrame(columns=["clustering", "cluster", "domain", "split", "documents"])]
     losses = [pd.DataFrame(columns=["model", "seed", "cluster", "expert", "nll", "tokens"])]
     terms: dict[str, dict[str, list[str]]] = {}
-    models = clustered(config)
+    models = clustered(run)
     for data in dict.fromkeys(model.data for model in models):
-        folder = run / "clusters" / data
+        folder = run.folder / "clusters" / data
         clusterer = Clusterer.open(folder)
         names = np.array(clusterer.names)
         terms[data] = {
@@ -57,13 +57,13 @@ def read_clusters(run: Path, config: dict[str, Any]) -> Clusters:
             for name, centre in zip(clusterer.names, clusterer.centres, strict=True)
         }
         rows = [model.row for model in models if model.data == data]
-        for domain in training_domains(config):
+        for domain in training_domains(run):
             for split in SPLITS:
                 labels = read_parquet(folder / "assigned" / f"{domain}.{split}.parquet").column("cluster").to_numpy()
                 counts = np.bincount(labels, minlength=len(names))
                 columns = {"clustering": data, "cluster": names, "domain": domain, "split": split, "documents": counts}
                 documents.append(pd.DataFrame(columns))
-            found = read_parquet(run / "evaluations" / f"{domain}.losses.parquet").to_pandas()
+            found = read_parquet(run.folder / "evaluations" / f"{domain}.losses.parquet").to_pandas()
             found = found[found["model"].isin(rows)]
             losses.append(found.assign(cluster=names[labels[found["document"]]])[losses[0].columns])
     summed = pd.concat(losses[1:] or losses).groupby(["model", "seed", "cluster", "expert"], as_index=False).sum()
@@ -115,12 +115,12 @@ def clusters_table(clusters: Clusters) -> Table:
     )
 
 
-def cluster_experts(clusters: Clusters, config: dict[str, Any]) -> alt.TopLevelMixin:
+def cluster_experts(clusters: Clusters, run: Run) -> alt.TopLevelMixin:
     """Figures 15 and 16 of c-BTM's paper: each expert on each cluster, and the clusters of each domain's documents."""
-    models, domains = clustered(config), training_domains(config)
+    models, domains = clustered(run), training_domains(run)
     ratios = {
         model.row: over_own(
-            clusters.losses[(clusters.losses["model"] == model.row) & (clusters.losses["seed"] == config["seed"])],
+            clusters.losses[(clusters.losses["model"] == model.row) & (clusters.losses["seed"] == run.seed)],
             model.domains,
         )
         for model in models

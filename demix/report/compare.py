@@ -23,10 +23,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.config.evaluated import System, evaluated
 from demix.config.evaluation import MixingRecipe
 from demix.config.mixing import parsed_weights
-from demix.config.run import read_run_config
 from demix.errors import DemixError, masked
 from demix.evaluate.domain import Evaluation, system_losses
 from demix.evaluate.intervals import FEWEST_TOKENS, block_tokens, bounds, resampled
@@ -35,6 +33,9 @@ from demix.progress import progress
 from demix.report.all_tables import main_systems
 from demix.report.cells import kinds_of_domains, percent
 from demix.report.read import read_metrics, read_results
+from demix.run.kept import read_run_config
+from demix.run.run import Run
+from demix.run.systems import System, evaluated
 from demix.settings import names_of
 
 PERPLEXITY, BITS = "perplexity", "bits_per_byte"
@@ -64,7 +65,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Run:
-    """A run to compare. `name` is that of its config, and the folder where several runs have the same name.
+    """A run to compare. `name` is that of its run, and the folder where several runs have the same name.
 
     `results` are the rows of systems by test split, of all seeds, and `own` those of the run's own seed; `tokenizer` is
     a digest of it; `samples` are by domain.
@@ -72,14 +73,14 @@ class Run:
 
     name: str
     folder: Path
-    config: dict[str, Any]
+    run: Run
     results: pd.DataFrame
     tokenizer: str
     samples: dict[str, Sample] = field(default_factory=dict)
 
     @cached_property
     def own(self) -> pd.DataFrame:
-        return self.results[self.results["seed"] == self.config["seed"]]
+        return self.results[self.results["seed"] == self.run.seed]
 
 
 @dataclass(frozen=True)
@@ -148,10 +149,10 @@ def _read(folders: Sequence[Path]) -> tuple[Run, ...]:
         if places.index(places[number]) < number:
             raise DemixError(folder, "is named twice", "name each run once")
     configs = [read_run_config(folder) for folder in folders]
-    named = [str(config["run"]) for config in configs]
+    named = [str(run.name) for config in configs]
     return tuple(
         Run(
-            name if named.count(name) == 1 else str(folder), folder, config, _results(folder),
+            name if named.count(name) == 1 else str(folder), folder, run, _results(folder),
             digest(read_json(folder / "tokenizer.json")),
         )
         for name, folder, config in zip(named, folders, configs, strict=True)
@@ -203,7 +204,7 @@ def _sample(run: Run, kind: str, domain: str) -> Sample:
     (sha256,) = rows["tokens_sha256"].unique() if len(rows) else ("",)
     wanted = {system.key for _, system in main_systems(run.config)}
     mixed = {key[:3] for key in wanted}
-    weights = run.config["evaluation"]["weights"]
+    weights = run.run.config.evaluation["weights"]
     # The parameters of `switching` were chosen on dev by a search that need not be done again.
     alphas = rows["alpha"].dropna().items() if "alpha" in rows else ()
     chosen = {key: f"switching({float(alpha)!r})" for key, alpha in alphas if key[3] == "switching"}
@@ -216,10 +217,10 @@ def _sample(run: Run, kind: str, domain: str) -> Sample:
             if methods:
                 sets.append(replace(some, methods=methods, weights=named, alone=False, variants=False))
         dense = not table.sets and (table.model, "dense", "dense", "") in wanted
-        if table.seed == run.config["seed"] and (sets or dense):
+        if table.seed == run.run.seed and (sets or dense):
             tables.append(replace(table, sets=tuple(sets)))
     scores = run.folder / "scores"
-    mixing = run.config["evaluation"]
+    mixing = run.run.config.evaluation
     recipe = {key: mixing[key] for key in names_of(MixingRecipe) if key in mixing} | {"top_k": (), "temperatures": ()}
     needed = [
         scores / table.folder / f"{domain}.{split}" / f"{name}.parquet"
@@ -236,7 +237,7 @@ def _sample(run: Run, kind: str, domain: str) -> Sample:
         return Sample(sha256, NO_SCORES)
     if chosen:
         recipe["weights"] = tuple(name for name in weights if name != "switching")
-    about = {"kind": kind, "tables": tuple(tables), "compared": (), "against": (), "seed": run.config["seed"]}
+    about = {"kind": kind, "tables": tuple(tables), "compared": (), "against": (), "seed": run.run.seed}
     scored, lost = system_losses(scores, domain, Evaluation(**recipe, **about))
     lost |= {key: lost[*key[:3], name] for key, name in chosen.items() if (*key[:3], name) in lost}
     told = {key: float(number) for key, number in rows["nll"].items() if key in wanted}
@@ -274,7 +275,7 @@ def _rows(runs: Sequence[Run], kind: str, domains: list[str], measure: str) -> I
     means = {run.name: _means(run, domains, measure) for run in runs}
     reasons = {run.name: next(filter(None, (_why([base, run], name) for name in domains)), "") for run in runs}
     for system in _systems(runs):
-        values = {run.name: means[run.name].get(system.key, {}).get(run.config["seed"], np.nan) for run in runs}
+        values = {run.name: means[run.name].get(system.key, {}).get(run.run.seed, np.nan) for run in runs}
         for run in runs:
             row: dict[str, Any] = {"measure": measure, "kind": kind, "system": system.label, "run": run.name, "why": ""}
             row |= {"oracle": kind == "novel" and system.method == "naive", "value": values[run.name]}

@@ -10,7 +10,6 @@ import altair as alt
 import pandas as pd
 import vl_convert
 
-from demix.config.run import config_fingerprint
 from demix.files import write_text
 from demix.files.json_files import without_nan
 from demix.report.cells import WITHIN_NOTE, so_many
@@ -20,6 +19,7 @@ from demix.report.figures import renumbered
 from demix.report.look import COLOURS, finish, finite
 from demix.report.page import render
 from demix.report.render import Table, cell, markdown, parts_of_page
+from demix.run.kept import config_fingerprint
 
 if TYPE_CHECKING:
     import rich.table
@@ -48,9 +48,9 @@ def _runs(compared: Comparison) -> Table:
     rows = {
         run.name: {
             "Folder": str(run.folder),
-            "Name": str(run.config["run"]),
+            "Name": str(run.run.name),
             "Settings": config_fingerprint(run.config),
-            "Seed": str(run.config["seed"]),
+            "Seed": str(run.run.seed),
             "Seeds": ", ".join(str(seed) for seed in sorted(run.results["seed"].unique())),
         }
         for run in compared.runs
@@ -192,8 +192,8 @@ def as_json(compared: Comparison) -> str:
     """What is compared as JSON: the runs, and the rows of each table by the names of `Comparison`."""
     runs = [
         {
-            "run": run.name, "folder": str(run.folder), "name": run.config["run"],
-            "settings": config_fingerprint(run.config), "seed": run.config["seed"],
+            "run": run.name, "folder": str(run.folder), "name": run.run.name,
+            "settings": config_fingerprint(run.config), "seed": run.run.seed,
         }
         for run in compared.runs
     ]  # fmt: skip

@@ -1,15 +1,9 @@
 """Perplexity by the length of a block and by the position in it: what models gain from text beyond their training's."""
 
-from pathlib import Path
-from typing import Any
-
 import altair as alt
 import numpy as np
 import pandas as pd
 
-from demix.config.architecture import architecture_from
-from demix.config.contexts import asked_contexts, labels
-from demix.config.rows import novel_domains, training_domains
 from demix.errors import DemixError
 from demix.evaluate.columns import CONTEXTS
 from demix.files import read_parquet
@@ -17,6 +11,8 @@ from demix.report import title_of
 from demix.report.cells import kinds_of_domains, lowest, mean_of
 from demix.report.look import COLOURS, DASHES, finish, finite, heading_of
 from demix.report.render import Table
+from demix.run.contexts import asked_contexts, labels
+from demix.run.run import Run
 
 MIXED = (
     "Each row by one rule: a dense model as it is; a domain-token model under the domain's own token, and so on "
@@ -25,14 +21,14 @@ MIXED = (
 )
 
 
-def read_contexts(run: Path, config: dict[str, Any]) -> pd.DataFrame:
+def read_contexts(run: Run) -> pd.DataFrame:
     """The rows of all evaluations/<domain>.contexts.parquet of a run; none where the config asks for no lengths.
 
     Raises DemixError if a file is missing or lacks a column.
     """
     found = [pd.DataFrame(columns=list(CONTEXTS))]
-    for domain in (*training_domains(config), *novel_domains(config)) if asked_contexts(config) else ():
-        path = run / "evaluations" / f"{domain}.contexts.parquet"
+    for domain in (*training_domains(run), *novel_domains(run)) if asked_contexts(run) else ():
+        path = run.folder / "evaluations" / f"{domain}.contexts.parquet"
         table = read_parquet(path)
         if missing := [name for name in CONTEXTS if name not in table.column_names]:
             cause = f"has no column {', '.join(missing)}"
@@ -41,23 +37,23 @@ def read_contexts(run: Path, config: dict[str, Any]) -> pd.DataFrame:
     return pd.concat(found[1:] or found, ignore_index=True)
 
 
-def contexts_table(rows: pd.DataFrame, config: dict[str, Any]) -> Table:
+def contexts_table(rows: pd.DataFrame, run: Run) -> Table:
     """Mean test perplexity of each row of `models` by the length of the blocks."""
     sums = rows.groupby(["model", "domain", "context"])[["nll", "tokens"]].sum()
     perplexity = np.exp(sums["nll"] / sums["tokens"])
-    kinds = [(kind.capitalize(), domains) for kind, domains in kinds_of_domains(config) if domains]
+    kinds = [(kind.capitalize(), domains) for kind, domains in kinds_of_domains(run) if domains]
     frame = pd.DataFrame.from_dict(
         {
             label: {
                 f"{kind}, {context}": mean_of(perplexity.get((model, domain, context), np.nan) for domain in domains)
                 for kind, domains in kinds
-                for context in asked_contexts(config)
+                for context in asked_contexts(run)
             }
-            for model, label in labels(config).items()
+            for model, label in labels(run).items()
         },
         orient="index",
     )
-    trained = architecture_from(config["architecture"]).context
+    trained = run.context
     return Table(
         "contexts",
         title_of("contexts"),
@@ -73,7 +69,7 @@ def contexts_table(rows: pd.DataFrame, config: dict[str, Any]) -> Table:
     )
 
 
-def positions_points(rows: pd.DataFrame, config: dict[str, Any]) -> pd.DataFrame:
+def positions_points(rows: pd.DataFrame, run: Run) -> pd.DataFrame:
     """Mean perplexity by bin of positions, of each row of `models` in its longest blocks.
 
     Columns row, label, kind, context, begin, end, perplexity. A bin has a point where every domain has tokens in it.
@@ -81,9 +77,9 @@ def positions_points(rows: pd.DataFrame, config: dict[str, Any]) -> pd.DataFrame
     longest = rows[rows["context"] == rows.groupby("model")["context"].transform("max")]
     longest = longest.assign(perplexity=np.exp((longest["nll"] / longest["tokens"]).astype("float64")))
     points = []
-    for model, label in labels(config).items():
+    for model, label in labels(run).items():
         own = longest[longest["model"] == model]
-        for kind, domains in kinds_of_domains(config):
+        for kind, domains in kinds_of_domains(run):
             by_domain = own.pivot_table("perplexity", ["context", "begin", "end"], "domain").reindex(columns=domains)
             for (context, begin, end), perplexity in by_domain.dropna().mean(axis=1).items():
                 points.append((model, label, kind, context, begin, end, perplexity))
@@ -91,16 +87,16 @@ def positions_points(rows: pd.DataFrame, config: dict[str, Any]) -> pd.DataFrame
     return pd.DataFrame(points, columns=names).dropna()
 
 
-def positions(rows: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
+def positions(rows: pd.DataFrame, run: Run) -> alt.TopLevelMixin:
     """Perplexity by the position in the block, one line per row of `models`, one panel per kind of domain."""
-    points = positions_points(rows, config)
+    points = positions_points(rows, run)
     series = list(dict.fromkeys(points["label"]))
     colours = [COLOURS[index % len(COLOURS)] for index in range(len(series))]
     dashes = [DASHES[index % len(DASHES)] for index in range(len(series))]
     legend = alt.Legend(title=None, symbolSize=200, symbolType="stroke")
-    trained = architecture_from(config["architecture"]).context
+    trained = run.context
     panels = []
-    for kind, domains in kinds_of_domains(config):
+    for kind, domains in kinds_of_domains(run):
         own = points[points["kind"] == kind]
         if not domains or own.empty:
             continue

@@ -1,17 +1,17 @@
 """Figure 6 of the paper, the adaptation to novel domains, and the loss of each model in training."""
 
 from pathlib import Path
-from typing import Any
 
 import altair as alt
 import numpy as np
 import pandas as pd
 
-from demix.config.systems import adapted, adapted_model, dense_adapted_row, trained
 from demix.report import title_of
 from demix.report.cells import ends_lower
 from demix.report.look import COLOURS, DASHES, finish, finite, heading_of
 from demix.report.read import before_dense_dapt, novel_domains, read_metrics, training_domains
+from demix.run.models import adapted
+from demix.run.run import Run
 
 PANEL_COLUMNS = 4
 # The loss of a step is noisy: means over spans of steps show the trend and keep the figure of a long run small.
@@ -21,16 +21,16 @@ SKIPPED = 0.1
 POINTS = {"opacity": 0, "size": 80}
 
 
-def adaptation_curves(metrics_dir: str | Path, config: dict[str, Any]) -> pd.DataFrame:
+def adaptation_curves(metrics_dir: str | Path, run: Run) -> pd.DataFrame:
     """Dev perplexity over the tokens of adaptation, from `<row>-dapt-<domain>.jsonl`.
 
     Columns: domain (the target of adaptation), kind, tokens, and the perplexities training (plain mean over the
     training domains) and own (on the target). Raises DemixError if a line of a file is not a JSON object.
     """
-    training = training_domains(config)
+    training = training_domains(run)
     rows = []
-    for domain in novel_domains(config):
-        for row, label in ((dense_adapted_row(config), "Dense-DAPT"), (adapted_model(config).row, "DEMix-DAPT")):
+    for domain in novel_domains(run):
+        for row, label in ((run.config.adaptation.dense, "Dense-DAPT"), (run.receiver.row, "DEMix-DAPT")):
             for line in read_metrics(Path(metrics_dir) / f"{adapted(row, domain)}.jsonl"):
                 losses = [line.get(f"dev_loss/{name}") for name in training]
                 own = line.get(f"dev_loss/{domain}")
@@ -42,10 +42,10 @@ def adaptation_curves(metrics_dir: str | Path, config: dict[str, Any]) -> pd.Dat
     return pd.DataFrame(rows, columns=["domain", "kind", "tokens", "training", "own"])
 
 
-def figure6(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopLevelMixin:
+def figure6(metrics_dir: str | Path, run: Run) -> alt.TopLevelMixin:
     """Figure 6: dev perplexity of the training domains and of the novel domain during adaptation, dense and DEMix."""
-    curves = adaptation_curves(metrics_dir, config)
-    present = [domain for domain in novel_domains(config) if (curves["domain"] == domain).any()]
+    curves = adaptation_curves(metrics_dir, run)
+    present = [domain for domain in novel_domains(run) if (curves["domain"] == domain).any()]
     parts = {
         "own": "Dev perplexity of the domain adapted to: a fall is adaptation",
         "training": "Mean dev perplexity of the training domains: a rise is forgetting",
@@ -54,13 +54,13 @@ def figure6(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopLevelMixi
     own, old = (
         ends_lower(*(last.loc[last["kind"] == kind, part] for kind in ("Dense-DAPT", "DEMix-DAPT"))) for part in parts
     )
-    whole = adapted_model(config).kind.expert_scope == "model"
+    whole = run.receiver.kind.expert_scope == "model"
     begun = "the average of all experts, by posterior, as one more" if whole else "a copy of one expert"
     return finish(
         alt.vconcat(*(_small_multiples(curves, part, present, heading) for part, heading in parts.items()), spacing=24),
         title_of("figure6"),
         f"Each panel is one novel domain. DEMix-DAPT trains {begun}; Dense-DAPT trains every parameter of "
-        f"{before_dense_dapt(config).label} on the same data. The number at the end of a line is its last value. The "
+        f"{before_dense_dapt(run).label} on the same data. The number at the end of a line is its last value. The "
         f"model kept is the best on dev. On the domain adapted to, {own}; on the training domains, {old}.",
     )
 
@@ -104,14 +104,14 @@ def _token_axis(ticks: int) -> alt.Axis:
     return alt.Axis(tickCount=ticks, labelExpr="datum.value ? format(datum.value, '~s') : '0'")
 
 
-def training_curves(metrics_dir: str | Path, config: dict[str, Any], key: str = "loss") -> pd.DataFrame:
+def training_curves(metrics_dir: str | Path, run: Run, key: str = "loss") -> pd.DataFrame:
     """Loss (nats per token) by tokens, of the models that `config` trains: columns model, tokens, loss.
 
     `key` is `loss`, of the batches trained on, or `dev_loss`, the mean over the model's domains, of the runs that
     measure it. Long runs are thinned to means over equal spans of steps.
     """
     frames = []
-    for name in sorted(model.name for model in trained(config)):
+    for name in sorted(model.name for model in run.trained):
         path = Path(metrics_dir) / f"{name}.jsonl"
         rows = [(line["tokens"], line[key]) for line in read_metrics(path) if line.get(key) is not None]
         frame = pd.DataFrame(rows, columns=["tokens", "loss"]).astype("float64")
@@ -122,11 +122,11 @@ def training_curves(metrics_dir: str | Path, config: dict[str, Any], key: str = 
     return pd.concat(frames)[columns] if frames else pd.DataFrame(columns=columns)
 
 
-def training_figure(metrics_dir: str | Path, config: dict[str, Any]) -> alt.TopLevelMixin:
+def training_figure(metrics_dir: str | Path, run: Run) -> alt.TopLevelMixin:
     """Loss by tokens, one line per model of the run's own seed: on dev if all models measure it, else of training."""
     # The loss of masked tokens is no loss of next tokens.
-    own = [model for model in trained(config) if model.seed == config["seed"] and not model.masked]
-    steps, dev = (training_curves(metrics_dir, config, key) for key in ("loss", "dev_loss"))
+    own = [model for model in run.trained if model.seed == run.seed and not model.masked]
+    steps, dev = (training_curves(metrics_dir, run, key) for key in ("loss", "dev_loss"))
     measured = len(dev) and {model.name for model in own} <= set(dev["model"])
     curves, what = (dev, "Dev loss") if measured else (steps, "Training loss")
     # All models fall alike at first, and so steeply that later differences could not be seen.

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.config.evaluated import System, by_distance, routed_weights
-from demix.config.variants import options_of
 from demix.report import left_out, read
 from demix.report.cells import so_many
 from demix.report.clusters import Clusters, over_own
@@ -16,18 +14,20 @@ from demix.report.families import Family, families, one_clusters, tried_top_k
 from demix.report.family_costs import training_flops
 from demix.report.read import Results, novel_domains, perplexities, training_domains
 from demix.report.verdict import HARM, Claim, Part, claim_of, compare
+from demix.run.run import Run
+from demix.run.systems import System, by_distance, routed_weights
 
 # The comparison of two systems on domains: whether the first has the lower perplexity.
 Lower = Callable[[System, System, list[str]], Part]
 
 
-def family_claims(results: Results, clusters: Clusters | None, lower: Lower, config: dict[str, Any]) -> Iterator[Claim]:
+def family_claims(results: Results, clusters: Clusters | None, lower: Lower, run: Run) -> Iterator[Claim]:
     """The claims about families whose rows the config has, judged on the rows `results` of one seed."""
-    if "families" in left_out(config):
+    if "families" in left_out(run):
         return
-    training, novel = training_domains(config), novel_domains(config)
-    known, ones = families(config), one_clusters(config)
-    routed = routed_weights(config)
+    training, novel = training_domains(run), novel_domains(run)
+    known, ones = families(run), one_clusters(run)
+    routed = routed_weights(run)
     one = " or ".join(system.label for system in ones.values())
     whole = [family for family in known.values() if family.model.kind.expert_scope == "model"]
     made = {
@@ -56,7 +56,7 @@ def family_claims(results: Results, clusters: Clusters | None, lower: Lower, con
         )
         if routed:
             # Other weights compute all experts before they leave some out.
-            yield from _sparse_claims(results, several, training, config)
+            yield from _sparse_claims(results, several, training, run)
         yield _own_cluster_best(results, clusters, several)
     if pairs := alike("random"):
         yield claim_of(
@@ -102,14 +102,14 @@ def family_claims(results: Results, clusters: Clusters | None, lower: Lower, con
         )
     rivals = [family for family in known.values() if family.model.kind.routed]
     experts = [family for family in known.values() if family.model.kind.has_experts and not family.clustering]
-    if matched := _matched(experts, rivals, config):
+    if matched := _matched(experts, rivals, run):
         yield claim_of(
             "domain_experts_against_token_routed",
             "At equal FLOPs of training experts of domains (cached prior) have lower perplexity than experts that "
             "tokens choose, where both begin alike: from scratch, or with the same state of a dense model.",
             *(part for domains in (training, novel) if domains for part in below(matched, domains)),
         )
-    if matched := _matched(several, rivals, config):
+    if matched := _matched(several, rivals, run):
         yield claim_of(
             "clusters_against_upcycling",
             "At equal FLOPs of training c-BTM beats sparse upcycling, a mixture of experts that begins with the same "
@@ -117,7 +117,7 @@ def family_claims(results: Results, clusters: Clusters | None, lower: Lower, con
             *below(matched),
         )
     layers = [family for family in known.values() if family.model.kind.expert_scope == "feedforward"]
-    seeded = [family for family in layers if family.model.settings.get("seed_tokens") and not family.clustering]
+    seeded = [family for family in layers if family.model.settings.seed_tokens and not family.clustering]
     scratch = known["demix"]
     seeded = [family for family in seeded if family.budget == scratch.budget]
     if seeded and not scratch.model.parent:
@@ -129,7 +129,7 @@ def family_claims(results: Results, clusters: Clusters | None, lower: Lower, con
         )
 
 
-def _matched(families: list[Family], rivals: list[Family], config: dict[str, Any]) -> list[tuple[Family, System]]:
+def _matched(families: list[Family], rivals: list[Family], run: Run) -> list[tuple[Family, System]]:
     """The pairs that begin with as many tokens of a dense parent and take the same FLOPs, up to an update of a rival.
 
     `match: flops` cannot come nearer. A parent from a folder has a budget of its own.
@@ -137,24 +137,22 @@ def _matched(families: list[Family], rivals: list[Family], config: dict[str, Any
 
     def begun(family: Family) -> tuple[Any, ...]:
         given = tuple(family.model.settings.get(key) for key in ("parent", "seed_tokens", "initial"))
-        return *given, options_of(config, family.model.row)
+        return *given, options_of(run, family.model.row)
 
     pairs = []
     for rival in rivals:
-        flops, update = training_flops(rival.model, config)
+        flops, update = training_flops(rival.model, run)
         pairs += [
             (family, rival.system)
             for family in families
-            if begun(family) == begun(rival) and abs(training_flops(family.model, config)[0] - flops) < update
+            if begun(family) == begun(rival) and abs(training_flops(family.model, run)[0] - flops) < update
         ]
     return pairs
 
 
-def _sparse_claims(
-    results: Results, several: list[Family], training: list[str], config: dict[str, Any]
-) -> Iterator[Claim]:
+def _sparse_claims(results: Results, several: list[Family], training: list[str], run: Run) -> Iterator[Claim]:
     """The claims about few experts a token, for the numbers that the config tries."""
-    ones = one_clusters(config)
+    ones = one_clusters(run)
 
     def on(system: System) -> pd.Series:
         return perplexities(results, system, training)
@@ -162,7 +160,7 @@ def _sparse_claims(
     def only(family: Family, k: int) -> System:
         return replace(family.system, label=f"{family.system.label}, top-{k}", top_k=k)
 
-    if single := [family for family in several if 1 in tried_top_k(config, family.experts)]:
+    if single := [family for family in several if 1 in tried_top_k(run, family.experts)]:
         yield claim_of(
             "one_expert_beats_one_cluster",
             "Even one expert a token beats one cluster at one model's FLOPs (c-BTM, 4.3, Figure 9).",
@@ -171,7 +169,7 @@ def _sparse_claims(
                 for family in single
             ),
         )
-    few = [(family, k) for family in several for k in tried_top_k(config, family.experts) if k in (2, 4)]
+    few = [(family, k) for family in several for k in tried_top_k(run, family.experts) if k in (2, 4)]
     if few:
         yield claim_of(
             "few_experts_suffice",

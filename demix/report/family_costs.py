@@ -5,31 +5,31 @@ from typing import Any
 
 import pandas as pd
 
-from demix.config.architecture import parameters, training_flops_per_token, unchosen_parameters, vocabulary
-from demix.config.routed import architecture_of
-from demix.config.systems import Model, adapted
+from demix.config.architecture import parameters, training_flops_per_token, unchosen_parameters
 from demix.plan.flops import scoring_flops
 from demix.report import read, title_of
 from demix.report.cells import mean_of
 from demix.report.families import by_label
 from demix.report.read import novel_domains, step_seconds
 from demix.report.render import Table
+from demix.run.models import Model, adapted
+from demix.run.run import Run
 
 # The numbers of experts a token whose cost is told.
 TOP_K = (1, 2, 4)
 
 
-def family_costs_table(run: Path, config: dict[str, Any]) -> Table:
+def family_costs_table(run: Run) -> Table:
     """What each family costs: parameters, updates, FLOPs of training and of a token, bytes exchanged, seconds."""
-    vocab_size = vocabulary(config["tokenizer"])
-    before = read.tokens_before(run, config)
+    vocab_size = run.types
+    before = read.tokens_before(run)
     rows: dict[str, dict[str, Any]] = {}
-    for label, family in by_label(config).items():
+    for label, family in by_label(run).items():
         model, scope = family.model, family.model.kind.expert_scope
         architecture = family.architecture
         shared, expert = parameters(architecture, vocab_size, expert_scope=scope)
         dense, context = architecture.unrouted, architecture.context
-        step, begin = model.step_tokens(context), model.seed_step(context)
+        step, begin = model.step_tokens, model.seed_step(context)
         updates, own = family.tokens // step, family.tokens // step - model.first_step(context)
         # What all ranks must agree on after each update; a seed phase is that of a dense model.
         agreed = shared if model.kind.has_experts else shared + expert
@@ -40,9 +40,9 @@ def family_costs_table(run: Path, config: dict[str, Any]) -> Table:
             row[f"FLOPs a token, {most}"] = float(scoring_flops(architecture, vocab_size, k, scope))
         row["Updates"] = float(updates)
         known = (family.learned(before) - family.tokens) * training_flops_per_token(dense, vocab_size, context)
-        row["FLOPs of training"] = training_flops(model, config)[0] + known
+        row["FLOPs of training"] = training_flops(model, run)[0] + known
         row["Bytes synchronised"] = 4.0 * (agreed * own + sum(parameters(dense, vocab_size)) * begin)
-        row["Seconds to add a domain"] = _seconds_to_add(run, model, config)
+        row["Seconds to add a domain"] = _seconds_to_add(run, model, run)
         rows[label] = row
     numbered = [
         f"{what} a token, {k}" for what in ("Parameters", "FLOPs") for k in (*(f"top-{k}" for k in TOP_K), "all")
@@ -64,7 +64,7 @@ def family_costs_table(run: Path, config: dict[str, Any]) -> Table:
             "others, and of the whole model in a seed phase; several ranks of an expert exchange its own besides.",
             "Seconds are those of steps: of the adaptation to a novel domain (their mean), or of one expert's training "
             "where experts are whole models (their mean), after the seed phase.",
-            *read.parent_notes(config, before),
+            *read.parent_notes(run, before),
         ),
         formats=dict.fromkeys(columns[:5], "{:,.0f}")
         | dict.fromkeys([*columns[5:9], "FLOPs of training"], "{:.3g}")
@@ -72,25 +72,25 @@ def family_costs_table(run: Path, config: dict[str, Any]) -> Table:
     )
 
 
-def training_flops(model: Model, config: dict[str, Any]) -> tuple[float, float]:
+def training_flops(model: Model, run: Run) -> tuple[float, float]:
     """The FLOPs of all updates of a model, those that its seed phase stands for included, and of its last update.
 
     The parent of a seed phase is a dense model.
     """
-    architecture, vocab_size = architecture_of(config, model.settings), vocabulary(config["tokenizer"])
+    architecture, vocab_size = model.architecture, run.types
     step, begun = model.step_tokens(architecture.context), model.first_step(architecture.context)
     dense, own = (
         step * training_flops_per_token(one, vocab_size, architecture.context)
         for one in (architecture.unrouted, architecture)
     )
-    return dense * begun + own * (int(model.settings["tokens"]) // step - begun), own
+    return dense * begun + own * (int(model.settings.tokens) // step - begun), own
 
 
-def _seconds_to_add(run: Path, model: Model, config: dict[str, Any]) -> float:
+def _seconds_to_add(run: Path, model: Model, run: Run) -> float:
     """The mean seconds of steps of the trainings of the model's experts, or of its adaptations; NaN for none."""
     if model.kind.expert_scope == "model":
         places = [part.place for part in model.parts]
     else:
-        places = [adapted(model.row, domain) for domain in novel_domains(config)]
-    seconds = [step_seconds(run / "metrics" / f"{place}.jsonl") for place in places]
+        places = [adapted(model.row, domain) for domain in novel_domains(run)]
+    seconds = [step_seconds(run.folder / "metrics" / f"{place}.jsonl") for place in places]
     return mean_of(each for each in seconds if each)

@@ -1,31 +1,30 @@
 """Rows that learn from clusters less other rows, with intervals from resampling the same documents for both."""
 
-from typing import Any
-
 import pandas as pd
 
-from demix.config.evaluated import balanced_pairs, by_distance, clustered, routed_weights
 from demix.report import read, title_of
 from demix.report.cells import WITHIN_NOTE, always, kinds_of_domains, mean_of, percent
 from demix.report.read import Results, perplexities
 from demix.report.render import Table
 from demix.report.verdict import mean_interval
+from demix.run.run import Run
+from demix.run.systems import balanced_pairs, by_distance, clustered, routed_weights
 
 
-def family_differences_table(results: Results, differences: pd.DataFrame, config: dict[str, Any]) -> Table:
+def family_differences_table(results: Results, differences: pd.DataFrame, run: Run) -> Table:
     """Each row that learns from clusters less the balanced row of as many clusters, and less Dense (Balanced).
 
     `results` are those of the run's own seed.
     """
-    weights, base_of = routed_weights(config), dict(balanced_pairs(config))
-    systems = [by_distance(model, weights) for model in clustered(config)] if weights else []
+    weights, base_of = routed_weights(run), dict(balanced_pairs(run))
+    systems = [by_distance(model, weights) for model in clustered(run)] if weights else []
     pairs = [(system, base) for system in systems for base in (base_of.get(system), read.BALANCED) if base]
     rows: dict[str, dict[str, float]] = {}
     beneath: dict[str, dict[str, str]] = {}
     for system, base in pairs:
         label = f"{system.label} less {base.label}"
         row, lines = rows.setdefault(label, {}), beneath.setdefault(label, {})
-        for kind, domains in kinds_of_domains(config):
+        for kind, domains in kinds_of_domains(run):
             if not domains:
                 continue
             own, other = (perplexities(results, one, domains) for one in (system, base))

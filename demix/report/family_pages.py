@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import altair as alt
 import pandas as pd
@@ -19,6 +18,7 @@ from demix.report.read import Results
 from demix.report.render import Table, write_table
 from demix.report.routers import router_loads, routers_table
 from demix.report.variants import variants_table
+from demix.run.run import Run
 
 
 def write_families(
@@ -27,39 +27,39 @@ def write_families(
     differences: pd.DataFrame,
     clusters: Clusters,
     loads: dict[str, pd.DataFrame],
-    config: dict[str, Any],
+    run: Run,
     output: Path,
 ) -> None:
     """Write the tables and figures of families that the run has into tables/ and figures/ below `output`.
 
     `loads` are those of `demix.report.routers.read_loads`.
     """
-    own, absent = read.of_seed(results, config), left_out(config)
+    own, absent = read.of_seed(results, run), left_out(run)
     tables: dict[str, Callable[[], Table]] = {
-        "families": lambda: families_table(results, config, read.tokens_before(run, config)),
-        "family_differences": lambda: family_differences_table(own, differences, config),
-        "family_costs": lambda: family_costs_table(run, config),
-        "top_k": lambda: top_k_table(results, config),
-        "temperatures": lambda: temperatures_table(own, config),
+        "families": lambda: families_table(results, run, read.tokens_before(run, run)),
+        "family_differences": lambda: family_differences_table(own, differences, run),
+        "family_costs": lambda: family_costs_table(run, run),
+        "top_k": lambda: top_k_table(results, run),
+        "temperatures": lambda: temperatures_table(own, run),
         "clusters": lambda: clusters_table(clusters),
-        "routers": lambda: routers_table(loads, run, config),
+        "routers": lambda: routers_table(loads, run, run),
     }
     charts: dict[str, Callable[[], alt.TopLevelMixin]] = {
-        "by_clusters": lambda: by_clusters(own, config),
-        "cluster_experts": lambda: cluster_experts(clusters, config),
+        "by_clusters": lambda: by_clusters(own, run),
+        "cluster_experts": lambda: cluster_experts(clusters, run),
         "cluster_sizes": lambda: cluster_sizes(clusters),
-        "router_loads": lambda: router_loads(loads, config),
+        "router_loads": lambda: router_loads(loads, run),
     }
     for name, make in tables.items():
         if name not in absent:
-            write_table(filled(make()).noted(scale_note(results, config)), output / "tables")
+            write_table(filled(make()).noted(scale_note(results, run)), output / "tables")
     write_charts({name: draw() for name, draw in charts.items() if name not in absent}, output / "figures")
 
 
-def write_variants(results: Results, contexts: pd.DataFrame, config: dict[str, Any], output: Path) -> None:
+def write_variants(results: Results, contexts: pd.DataFrame, run: Run, output: Path) -> None:
     """Write the tables and the figure of variants of the architecture that the run has, as `write_families` does."""
-    if "variants" not in left_out(config):
-        write_table(filled(variants_table(results, config)).noted(scale_note(results, config)), output / "tables")
+    if "variants" not in left_out(run):
+        write_table(filled(variants_table(results, run)).noted(scale_note(results, run)), output / "tables")
     if not contexts.empty:
-        write_table(filled(contexts_table(contexts, config)).noted(scale_note(results, config)), output / "tables")
-        write_charts({"positions": positions(contexts, config)}, output / "figures")
+        write_table(filled(contexts_table(contexts, run)).noted(scale_note(results, run)), output / "tables")
+        write_charts({"positions": positions(contexts, run)}, output / "figures")

@@ -4,7 +4,6 @@ import json
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import altair as alt
 import pandas as pd
@@ -16,6 +15,7 @@ from demix.report.curves import figure6, training_figure
 from demix.report.heatmaps import figure2, figure4, posterior_figure
 from demix.report.page import render
 from demix.report.read import Results
+from demix.run.run import Run
 
 PNG_SCALE = 2.0
 VERSION = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
@@ -45,7 +45,7 @@ def write_figures(
     overlap: pd.DataFrame,
     posteriors: pd.DataFrame,
     metrics_dir: str | Path,
-    config: dict[str, Any],
+    run: Run,
     output_dir: str | Path,
 ) -> None:
     """Write each figure that the run has as `<name>.json`, `.html`, `.svg` and `.png` into `output_dir`.
@@ -54,14 +54,14 @@ def write_figures(
     can save the figure.
     """
     charts = {
-        "figure2": figure2(results, overlap, config),
-        "figure4": figure4(priors, posteriors, config),
-        "figure6": figure6(metrics_dir, config),
-        "figure7": posterior_figure(posteriors, config, "training"),
-        "figure8": posterior_figure(posteriors, config, "novel"),
-        "training": training_figure(metrics_dir, config),
+        "figure2": figure2(results, overlap, run),
+        "figure4": figure4(priors, posteriors, run),
+        "figure6": figure6(metrics_dir, run),
+        "figure7": posterior_figure(posteriors, run, "training"),
+        "figure8": posterior_figure(posteriors, run, "novel"),
+        "training": training_figure(metrics_dir, run),
     }
-    write_charts({name: chart for name, chart in charts.items() if name not in left_out(config)}, output_dir)
+    write_charts({name: chart for name, chart in charts.items() if name not in left_out(run)}, output_dir)
 
 
 def write_charts(charts: dict[str, alt.TopLevelMixin], output_dir: str | Path) -> None:

@@ -13,6 +13,7 @@ from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.cells import so_many
 from demix.report.look import CELL_RANGE, COLOURS, finish, finite, heading_of
 from demix.report.read import Results, novel_domains, prior_table, training_domains
+from demix.run.run import Run
 
 CELL_WIDTH, CELL_HEIGHT = 50, 26
 SHARE_RANGE = ["#f7fcf5", "#a1d99b", "#41ab5d"]
@@ -23,13 +24,13 @@ PROBABILITY_LEGEND = alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75,
 DECAYS_SHOWN = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
 
 
-def figure2(results: Results, overlap: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
+def figure2(results: Results, overlap: pd.DataFrame, run: Run) -> alt.TopLevelMixin:
     """Figure 2: perplexity of each training expert on each domain, over that of the domain's own (or best) expert.
 
     Below: the share of bigrams in common with each training domain, and a scatter plot of ratio against share.
     """
-    training, novel = training_domains(config), novel_domains(config)
-    pairs = with_overlap(affinities(results, config), overlap)
+    training, novel = training_domains(run), novel_domains(run)
+    pairs = with_overlap(affinities(results, run), overlap)
     top = max([1.1, *pairs["ratio"].dropna()])
     scale = alt.Scale(type="log", domain=[1, top], range=CELL_RANGE, interpolate="lab", clamp=True)
     ratios = [
@@ -129,13 +130,13 @@ def _scatters(pairs: pd.DataFrame) -> alt.HConcatChart:
     return alt.hconcat(*panels, spacing=60)
 
 
-def figure4(priors: pd.DataFrame, posteriors: pd.DataFrame, config: dict[str, Any]) -> alt.TopLevelMixin:
+def figure4(priors: pd.DataFrame, posteriors: pd.DataFrame, run: Run) -> alt.TopLevelMixin:
     """Figure 4: the cached prior over the training experts (`history`), on training and on novel domains.
 
     Below: the prior of each novel domain by the decay λ (Eq. 7), from the same posteriors.
     """
-    training, novel = training_domains(config), novel_domains(config)
-    settings = config.get("evaluation") or {}
+    training, novel = training_domains(run), novel_domains(run)
+    settings = run.config.evaluation
     decay, blocks = settings.get("decay", 0.3), settings.get("dev_blocks", BLOCKS_SHOWN)
     rows = []
     for kind, domains in (("training", training), ("novel", novel)):
@@ -190,10 +191,10 @@ def priors_by_decay(posteriors: pd.DataFrame, decays: Iterable[float]) -> pd.Dat
     return pd.DataFrame({decay: (table.T * own / own.sum()).sum(axis=1) for decay, own in weights.items()}).T
 
 
-def posterior_figure(posteriors: pd.DataFrame, config: dict[str, Any], kind: str) -> alt.TopLevelMixin:
+def posterior_figure(posteriors: pd.DataFrame, run: Run, kind: str) -> alt.TopLevelMixin:
     """Figures 7 (`kind` training) and 8 (novel): the posterior over training experts after each block of a domain."""
-    experts = training_domains(config)
-    domains = experts if kind == "training" else novel_domains(config)
+    experts = training_domains(run)
+    domains = experts if kind == "training" else novel_domains(run)
     rows = _posteriors(posteriors, experts).query("block < @BLOCKS_SHOWN")
     panels = []
     for index, domain in enumerate(domains):

@@ -8,8 +8,6 @@ from typing import Any, get_args
 
 import pandas as pd
 
-from demix.config.run import config_fingerprint
-from demix.config.systems import adaptations, planned, trained
 from demix.files import write_text
 from demix.query.ask import Answers
 from demix.query.views import Run
@@ -31,6 +29,7 @@ from demix.report.page import render
 from demix.report.read import Results, step_seconds
 from demix.report.stages import STAGES, drawing
 from demix.report.verdict import Claim, Verdict
+from demix.run.kept import config_fingerprint
 
 GROUPS = {
     "Tables of the paper": PAPER_TABLES,
@@ -43,16 +42,14 @@ GROUPS = {
 PACKAGES = ("demix", "torch", "numpy", "pyarrow", "duckdb", "snakemake", "altair", "mlflow")
 
 
-def write_index(
-    results: Results, judged: list[Claim], cost: list[dict[str, str]], config: dict[str, Any], output: Path
-) -> None:
+def write_index(results: Results, judged: list[Claim], cost: list[dict[str, str]], run: Run, output: Path) -> None:
     """Write `index.html` into `output`, beside the other files of the report. `cost` is that of `cost_by_stage`."""
-    table = main_table(results, config)
+    table = main_table(results, run)
     html = render(
         "index",
-        title=f"Run {config['run']}",
-        paragraphs=[scale_note(results, config)],
-        notes=left_out_notes(config),
+        title=f"Run {run.name}",
+        paragraphs=[scale_note(results, run)],
+        notes=left_out_notes(run),
         main={
             "title": table.title,
             "caption": table.caption,
@@ -63,21 +60,21 @@ def write_index(
             "rows": list(zip(*(column.cells for column in table.columns), strict=True)),
         },
         claims=sorted(judged, key=lambda claim: get_args(Verdict).index(claim.verdict)),
-        groups=_groups(config),
-        cards=[model.name for model in planned(config)],
+        groups=_groups(run),
+        cards=[model.name for model in run.planned],
         stages=drawing(),
         cost=cost,
-        settings=json.dumps(config, indent=1, ensure_ascii=False),
-        digest=config_fingerprint(config),
+        settings=json.dumps(run, indent=1, ensure_ascii=False),
+        digest=config_fingerprint(run),
         versions={"Python": platform.python_version()} | {name: version(name) for name in PACKAGES},
     )
     write_text(output / "index.html", html)
 
 
-def _groups(config: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def _groups(run: Run) -> dict[str, list[dict[str, Any]]]:
     """The tables and figures of the report by group: what each shows, and its files, the HTML first."""
     files: dict[str, dict[str, str]] = {}
-    for file in report_files(config):
+    for file in report_files(run):
         stem, _, suffix = file.rpartition("/")[2].rpartition(".")
         files.setdefault(stem, {})[suffix] = file
     return {
@@ -87,7 +84,7 @@ def _groups(config: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def cost_by_stage(run: Path, config: dict[str, Any]) -> list[dict[str, str]]:
+def cost_by_stage(run: Run) -> list[dict[str, str]]:
     """One row per stage before the report: its jobs, their time and memory, and the time of training steps.
 
     Without rows for a run whose stages were not started by Snakemake. Raises DemixError for a record that is damaged.
@@ -95,19 +92,19 @@ def cost_by_stage(run: Path, config: dict[str, Any]) -> list[dict[str, str]]:
     if not any(run.glob("benchmarks/**/*.tsv")):
         return []
     with (
-        Answers([Run(run.name, run, config)]) as answers,
+        Answers([Run(run.name, run)]) as answers,
         answers.ask("select rule, seconds, cpu_seconds, max_rss_mib from benchmarks") as found,
     ):
         jobs = found.read_pandas()
     ranks = {
-        "train": {model.name: model.settings["ranks"] for model in trained(config)},
-        "adapt": {one.name: config["adaptation"]["ranks"] for one in adaptations(config)},
+        "train": {model.name: model.settings.ranks for model in run.trained},
+        "adapt": {one.name: run.config.adaptation["ranks"] for one in run.adaptations},
     }
     # The report is made while the last stage is under way.
     rows = [_cost_of(stage.name, jobs[jobs["rule"].isin(stage.rules)]) for stage in STAGES[:-1]]
     for row in rows:
         steps = [
-            count * step_seconds(run / "metrics" / f"{name}.jsonl")
+            count * step_seconds(run.folder / "metrics" / f"{name}.jsonl")
             for name, count in ranks.get(row["stage"], {}).items()
         ]
         row["steps"] = _clock(sum(steps)) if steps else ""

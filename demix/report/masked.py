@@ -1,30 +1,30 @@
 """The table of masked language models, whose perplexities compare with no others."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from demix.config.architecture import FOLDS
-from demix.config.evaluated import System, masked_systems
 from demix.report import title_of
 from demix.report.cells import COUNTED, by_domain, kinds_of_domains, lowest, mean_of
 from demix.report.read import Results, novel_domains, training_domains
 from demix.report.render import Table
+from demix.run.run import Run
+from demix.run.systems import System, masked_systems
 
 
-def masked_table(results: Results, config: dict[str, Any]) -> Table:
+def masked_table(results: Results, run: Run) -> Table:
     """Masked perplexity of each masked model on each domain, by the ways to mix experts that read no text."""
-    training = training_domains(config)
+    training = training_domains(run)
 
     def on(system: System) -> Callable[[str], System]:
         own = system.method == "naive"
         return lambda domain: system.chosen_on_dev() if own and domain not in training else system
 
-    systems = {system.label: on(system) for system in masked_systems(config)}
-    frame, beneath, notes = by_domain(results, systems, [*training, *novel_domains(config)])
+    systems = {system.label: on(system) for system in masked_systems(run)}
+    frame, beneath, notes = by_domain(results, systems, [*training, *novel_domains(run)])
     means = {}
-    for kind, domains in kinds_of_domains(config):
+    for kind, domains in kinds_of_domains(run):
         if domains:
             values = [mean_of(frame.loc[domains, label]) for label in systems]
             means[f"Mean of {len(domains)} {kind}"] = [*values, np.nan, np.nan]

@@ -1,13 +1,11 @@
 """Tables that the paper does not have: overlap, weights, grids, seeds, rates, every system, differences, audit."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from demix.config.evaluated import BASES, System, balanced_pairs, stream_systems
-from demix.config.rows import KINDS
+from demix.config.models import KINDS
 from demix.errors import DemixError
 from demix.files.database import ask
 from demix.report import read, title_of
@@ -24,11 +22,13 @@ from demix.report.cells import (
 )
 from demix.report.read import Results, grid, perplexities, training_domains
 from demix.report.render import Table
+from demix.run.run import Run
+from demix.run.systems import BASES, System, balanced_pairs, stream_systems
 
 
-def overlap_table(results: Results, overlap: pd.DataFrame, config: dict[str, Any]) -> Table:
+def overlap_table(results: Results, overlap: pd.DataFrame, run: Run) -> Table:
     """The correlation of the two halves of Figure 2: perplexity ratio and share of bigrams in common."""
-    pairs = with_overlap(affinities(results, config), overlap)
+    pairs = with_overlap(affinities(results, run), overlap)
     named = {f"{found.kind} domains": found for found in relations(pairs)}
     named["training domains, own experts too"] = relation_with_own(pairs)
     rows = {
@@ -62,9 +62,9 @@ def overlap_table(results: Results, overlap: pd.DataFrame, config: dict[str, Any
     )
 
 
-def weights_table(results: Results, config: dict[str, Any]) -> Table:
+def weights_table(results: Results, run: Run) -> Table:
     """Means over domains by every rule of weights, the released code's scorer, and two floors in hindsight."""
-    beyond = stream_systems("demix", KINDS["demix"], config)
+    beyond = stream_systems("demix", KINDS["demix"], run)
     own = {one.weights for one in beyond}
     named = dict.fromkeys(results.rows.loc[results.rows["method"].isin(["updating", "cached"]), "weights"])
     rules = [rule for rule in named if rule not in own]
@@ -79,7 +79,7 @@ def weights_table(results: Results, config: dict[str, Any]) -> Table:
     for label, method in (("block", "best_block"), ("token", "best_token")):
         floor = System(f"Best expert of each {label}, in hindsight", "demix", "training", method)
         lines[floor.label] = (read.UNIFORM, floor)
-    frame = _against_history(results, lines, config)
+    frame = _against_history(results, lines, run)
     return Table(
         "weights",
         title_of("weights"),
@@ -108,12 +108,12 @@ def _rule(weights: str) -> str:
     return f"{weights} weights" if weights == "released" else weights
 
 
-def _against_history(results: Results, lines: dict[str, tuple[System, System]], config: dict[str, Any]) -> pd.DataFrame:
+def _against_history(results: Results, lines: dict[str, tuple[System, System]], run: Run) -> pd.DataFrame:
     """The mean of the second system of each line over each kind of domain, and the change from the first in percent."""
     rows: dict[str, dict[str, float]] = {}
     for label, (base, system) in lines.items():
         rows[label] = {}
-        for kind, domains in kinds_of_domains(config):
+        for kind, domains in kinds_of_domains(run):
             if not domains:
                 continue
             mean, reference = (mean_of(perplexities(results, one, domains)) for one in (system, base))
@@ -123,10 +123,10 @@ def _against_history(results: Results, lines: dict[str, tuple[System, System]], 
     return frame[frame.notna().any(axis=1)] if frame.notna().to_numpy().any() else frame
 
 
-def decay_table(results: Results, config: dict[str, Any]) -> Table:
+def decay_table(results: Results, run: Run) -> Table:
     """Mean test perplexity by the decay λ of the updating prior (Eq. 7) and of the cached prior."""
-    settings = config.get("evaluation") or {}
-    frame = _grid_frame(results, "decay", ("updating", "cached"), config)
+    settings = run.config.evaluation
+    frame = _grid_frame(results, "decay", ("updating", "cached"), run)
     best = "; ".join(
         f"{column}: {values.idxmin() if values.round(2).nunique() > 1 else 'all alike'}"
         for column, values in frame.items()
@@ -146,10 +146,10 @@ def decay_table(results: Results, config: dict[str, Any]) -> Table:
     )
 
 
-def dev_blocks_table(results: Results, config: dict[str, Any]) -> Table:
+def dev_blocks_table(results: Results, run: Run) -> Table:
     """Mean test perplexity by the number of dev blocks from which the cached prior is computed."""
-    settings = config.get("evaluation") or {}
-    frame = _grid_frame(results, "dev_blocks", ("cached",), config)
+    settings = run.config.evaluation
+    frame = _grid_frame(results, "dev_blocks", ("cached",), run)
     return Table(
         "dev_blocks",
         title_of("dev_blocks"),
@@ -167,10 +167,10 @@ def dev_blocks_table(results: Results, config: dict[str, Any]) -> Table:
     )
 
 
-def _grid_frame(results: Results, setting: str, methods: tuple[str, ...], config: dict[str, Any]) -> pd.DataFrame:
+def _grid_frame(results: Results, setting: str, methods: tuple[str, ...], run: Run) -> pd.DataFrame:
     columns = {
         f"{method} prior, {len(domains)} {kind}": grid(results, setting, method, domains)
-        for kind, domains in kinds_of_domains(config)
+        for kind, domains in kinds_of_domains(run)
         if domains
         for method in methods
     }
@@ -179,7 +179,7 @@ def _grid_frame(results: Results, setting: str, methods: tuple[str, ...], config
     return frame
 
 
-def full_table(results: Results, config: dict[str, Any]) -> Table:
+def full_table(results: Results, run: Run) -> Table:
     """One row per system and domain: perplexity, interval, documents, tokens, bits per byte."""
     frame = ask(
         """select domain as Domain, kind as Kind, label as System, perplexity as Perplexity, low as Low, high as High,
@@ -187,7 +187,7 @@ def full_table(results: Results, config: dict[str, Any]) -> Table:
             documents as Documents, pieces as Pieces, tokens as Tokens
         from systems join evaluations using (domain, model, experts, method, weights, variant)
         where evaluations.top_k = 0 and expert = '' and perplexity is not null order by place""",
-        systems=_every_system(config),
+        systems=_every_system(run),
         evaluations=results.evaluations,
     )
     seeds = len(results.by_seed)
@@ -209,12 +209,12 @@ def full_table(results: Results, config: dict[str, Any]) -> Table:
     )
 
 
-def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Table:
+def differences_table(differences: pd.DataFrame, run: Run) -> Table:
     """Each system minus each of `BASES`, and clusters minus balanced ones, on the same documents of a domain.
 
     Raises DemixError for a row whose system is none of the tables'.
     """
-    named = {base.model: base.label for _, base in balanced_pairs(config)}
+    named = {base.model: base.label for _, base in balanced_pairs(run)}
     named |= {name: base.label for name, base in BASES.items()}
     frame = ask(
         """select domain as Domain, label as System, base as Less,
@@ -225,7 +225,7 @@ def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Tabl
         from differences left join (from systems where variant = '') using (domain, model, experts, method, weights)
         left join bases using (against) order by min(place) over (partition by domain), number""",
         differences=differences.assign(number=range(len(differences))),
-        systems=_every_system(config),
+        systems=_every_system(run),
         bases=pd.DataFrame(named.items(), columns=["against", "base"]),
     )
     if len(unknown := frame[frame["System"].isna() | frame["Less"].isna()]):
@@ -252,12 +252,12 @@ def differences_table(differences: pd.DataFrame, config: dict[str, Any]) -> Tabl
     )
 
 
-def seeds_table(results: Results, config: dict[str, Any]) -> Table:
+def seeds_table(results: Results, run: Run) -> Table:
     """Every trained system against Dense (Balanced) of the same seed, and the spread of this change over seeds."""
-    systems = [system for row in read.trained_systems(config).values() for system in row if system != read.BALANCED]
+    systems = [system for row in read.trained_systems(run).values() for system in row if system != read.BALANCED]
     rows: dict[str, dict[str, float]] = {system.label: {} for system in systems}
     by_seed = results.by_seed
-    for kind, domains in kinds_of_domains(config):
+    for kind, domains in kinds_of_domains(run):
         if not domains:
             continue
         base = {seed: mean_of(perplexities(found, read.BALANCED, domains)) for seed, found in by_seed.items()}
@@ -321,11 +321,11 @@ AUDITED = {
 }
 
 
-def audit_table(audit: pd.DataFrame, config: dict[str, Any]) -> Table:
+def audit_table(audit: pd.DataFrame, run: Run) -> Table:
     """How much of a removed domain's documents the models still continue word for word, train against test."""
     columns = {"matched": "Tokens word for word, {}", "share": "Tokens right, {} (%)", "nll": "Nats, {}"}
     rows = {}
-    for domain in training_domains(config):
+    for domain in training_domains(run):
         for system, label in AUDITED.items():
             found = audit[(audit["domain"] == domain) & (audit["system"] == system)]
             if not len(found):
@@ -349,26 +349,26 @@ def audit_table(audit: pd.DataFrame, config: dict[str, Any]) -> Table:
         notes=(
             "Train above test by more than chance means that training documents were memorized; without the domain's "
             "expert, by what all experts share.",
-            *read.seed_note(config),
+            *read.seed_note(run),
         ),
         formats=dict.fromkeys(counts, "{:.0f}"),
     )
 
 
-def _every_system(config: dict[str, Any]) -> pd.DataFrame:
+def _every_system(run: Run) -> pd.DataFrame:
     """One row per domain and system of the tables that is evaluated on it, in order (column place)."""
     return pd.DataFrame(
         {"domain": domain, "kind": kind, **vars(system)}
-        for kind, domains in kinds_of_domains(config)
+        for kind, domains in kinds_of_domains(run)
         for domain in domains
-        for system in _systems_on(domain, kind, config)
+        for system in _systems_on(domain, kind, run)
     ).reset_index(names="place")
 
 
-def _systems_on(domain: str, kind: str, config: dict[str, Any]) -> list[System]:
+def _systems_on(domain: str, kind: str, run: Run) -> list[System]:
     """The systems of all tables that are evaluated on `domain`, whose kind is `kind`."""
     dense, naive, mixed = [], [], []
-    for systems in read.trained_systems(config).values():
+    for systems in read.trained_systems(run).values():
         dense += [system for system in systems if system.method == "dense"]
         naive += [system for system in systems if system.method == "naive"]
         mixed += [system for system in systems if system.method not in ("dense", "naive")]
@@ -378,10 +378,10 @@ def _systems_on(domain: str, kind: str, config: dict[str, Any]) -> list[System]:
     by_code = [*POSTERIOR_MIXTURES, *(system for system in mixed if system.by_distance)]
     released += [one.released_scorer() for one in by_code if one.released_scorer().variant]
     removed = [
-        replace(read.without_expert(config)(domain), label="DEMix without its expert (cached)"),
+        replace(read.without_expert(run)(domain), label="DEMix without its expert (cached)"),
         replace(read.without_domain(domain), label="DEMix never trained on it (cached)"),
     ]
-    adapted = [replace(read.dense_adapted(config)(domain), label="Dense-DAPT to it")]
+    adapted = [replace(read.dense_adapted(run)(domain), label="Dense-DAPT to it")]
     if kind == "novel":
-        adapted.append(replace(read.one_added(config)(domain), label="DEMix-DAPT to it, 1 expert added (cached)"))
-    return [*dense, *single, *mixed, *released, *read.added(config), *removed, *adapted]
+        adapted.append(replace(read.one_added(run)(domain), label="DEMix-DAPT to it, 1 expert added (cached)"))
+    return [*dense, *single, *mixed, *released, *read.added(run), *removed, *adapted]

@@ -4,7 +4,6 @@ import json
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 # The paper's names of the sizes in Table 2, by preset.
 SIZES = {"gpt3-small": "125M", "gpt3-medium": "350M", "gpt3-large": "760M", "gpt3-xl": "1.3B"}
@@ -29,7 +28,7 @@ class Printed:
         return f"Paper, {SIZES[self.preset]}"
 
 
-def size_of(config: dict[str, Any]) -> str | None:
+def size_of(run: Run) -> str | None:
     """The preset whose size in the paper a run has, or None. A preset with changed sizes has no size of the paper."""
     architecture = {key: value for key, value in (config.get("architecture") or {}).items() if value is not None}
     preset = architecture.get("preset")

@@ -1,14 +1,9 @@
 """Tables 3, 4, 5, 6, 7 and 13 of the paper."""
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 
-from demix.config.architecture import parameters, vocabulary
-from demix.config.evaluated import System
-from demix.config.routed import architecture_of
-from demix.config.systems import adapted_model, dense_adapted_row, trained
+from demix.config.architecture import parameters
 from demix.report import read, title_of
 from demix.report.cells import (
     COUNTED,
@@ -39,13 +34,15 @@ from demix.report.read import (
     training_domains,
 )
 from demix.report.render import Table
+from demix.run.run import Run
+from demix.run.systems import System
 
 ADAPTATIONS = ("Dense-DAPT", "DEMix-DAPT", "One expert added")
 
 
-def table3(results: Results, config: dict[str, Any]) -> Table:
+def table3(results: Results, run: Run) -> Table:
     """Table 3: mean test perplexity over the training domains, of the dense baselines and of DEMix."""
-    domains, systems = training_domains(config), in_domain(config)
+    domains, systems = training_domains(run), in_domain(run)
     columns = {system.label: perplexities(results, system, domains) for system in systems}
     balanced = columns[read.BALANCED.label]
     rows = {}
@@ -76,9 +73,9 @@ def table3(results: Results, config: dict[str, Any]) -> Table:
     )
 
 
-def table4(results: Results, config: dict[str, Any]) -> Table:
+def table4(results: Results, run: Run) -> Table:
     """Table 4: test perplexity on each training domain, with the systems of Table 3 as columns."""
-    domains, systems = training_domains(config), in_domain(config)
+    domains, systems = training_domains(run), in_domain(run)
     frame, beneath, notes = by_domain(results, {one.label: always(one) for one in systems}, domains)
     label = f"Mean of {len(domains)}"
     frame.loc[label] = [*(mean_of(frame[system.label]) for system in systems), np.nan, np.nan]
@@ -96,14 +93,14 @@ def table4(results: Results, config: dict[str, Any]) -> Table:
     )
 
 
-def table5(results: Results, config: dict[str, Any]) -> Table:
+def table5(results: Results, run: Run) -> Table:
     """Table 5: test perplexity on each novel domain, of baselines and mixtures; mixtures as in the released code last.
 
     The single token or expert of a novel domain is chosen on the dev split, or by an oracle on the test split.
     """
-    domains = novel_domains(config)
+    domains = novel_domains(run)
     lines: dict[str, System] = {}
-    for systems in read.trained_systems(config).values():
+    for systems in read.trained_systems(run).values():
         for system in systems:
             if system.method == "naive":
                 label = system.label.removesuffix(" (naive)")
@@ -149,11 +146,11 @@ def table5(results: Results, config: dict[str, Any]) -> Table:
     )
 
 
-def table6(results: Results, config: dict[str, Any]) -> Table:
+def table6(results: Results, run: Run) -> Table:
     """Table 6: test perplexity with the training experts, and with the adapted experts added; cached prior."""
-    training, novel = training_domains(config), novel_domains(config)
+    training, novel = training_domains(run), novel_domains(run)
     few, many = "Training experts", "With the added experts"
-    (_, before), (_, after) = read.before_adding(config), read.added(config)
+    (_, before), (_, after) = read.before_adding(run), read.added(run)
     parts, lines, summaries, notes = [], [], [], ()
     for kind, domains in (("training", training), ("novel", novel)):
         if not domains:
@@ -186,12 +183,12 @@ def table6(results: Results, config: dict[str, Any]) -> Table:
     )
 
 
-def table7(results: Results, config: dict[str, Any]) -> Table:
+def table7(results: Results, run: Run) -> Table:
     """Table 7: test perplexity on a training domain, with and without its expert, and of a model trained without it."""
-    domains = training_domains(config)
+    domains = training_domains(run)
     systems = {
-        "+Expert": always(read.before_removal(config)),
-        "−Expert": read.without_expert(config),
+        "+Expert": always(read.before_removal(run)),
+        "−Expert": read.without_expert(run),
         "−Domain": read.without_domain,
     }
     frame, beneath, notes = by_domain(results, systems, domains)
@@ -204,7 +201,7 @@ def table7(results: Results, config: dict[str, Any]) -> Table:
     if 0 < len(complete) < len(domains):
         summaries.append(f"Mean of the {len(complete)} that have all three")
         frame.loc[summaries[-1]] = [*complete.mean(), np.nan, np.nan]
-    replacement = (config.get("removal") or {}).get("replacement")
+    replacement = run.config.removal.get("replacement")
     return Table(
         "table7",
         title_of("table7"),
@@ -217,7 +214,7 @@ def table7(results: Results, config: dict[str, Any]) -> Table:
             + (f" ({replacement})" if replacement else "")
             + " in the domain's place and trains for the same steps; it is run for "
             + (f"{len(complete)} of the {len(domains)} domains." if len(complete) else "none of the domains."),
-            *read.seed_note(config),
+            *read.seed_note(run),
             *notes,
         ),
         formats=COUNTED,
@@ -226,23 +223,23 @@ def table7(results: Results, config: dict[str, Any]) -> Table:
     )
 
 
-def adapting(results: Results, config: dict[str, Any], parents: dict[str, Parent]) -> tuple[pd.DataFrame, pd.DataFrame]:
+def adapting(results: Results, run: Run, parents: dict[str, Parent]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Test perplexities before and after the adaptation to each novel domain: one row per domain.
 
     The columns are Dense-DAPT, DEMix-DAPT and the mixture with one expert added, each on the training domains (the
     mean) and on the domain adapted to. `parents` maps a novel domain to what its expert began with; before it stands
     the training expert of highest posterior.
     """
-    training, novel = training_domains(config), novel_domains(config)
-    (naive, cached), (all_naive, _) = read.before_adding(config), read.added(config)
-    dense = perplexities(results, read.before_dense_dapt(config), [*training, *novel])
+    training, novel = training_domains(run), novel_domains(run)
+    (naive, cached), (all_naive, _) = read.before_adding(run), read.added(run)
+    dense = perplexities(results, read.before_dense_dapt(run), [*training, *novel])
     eight = perplexities(results, cached, [*training, *novel])
     experts = perplexities(results, all_naive, [*training, *novel])
     own_experts = (mean_of(perplexities(results, naive, training)), mean_of(experts[training]))
     rows = {}
     for name in novel:
-        adapted = perplexities(results, read.dense_adapted(config)(name), [*training, name])
-        nine = perplexities(results, read.one_added(config)(name), [*training, name])
+        adapted = perplexities(results, read.dense_adapted(run)(name), [*training, name])
+        nine = perplexities(results, read.one_added(run)(name), [*training, name])
         likeliest = [parents[name].likeliest] if name in parents else [""]
         parent = expert_perplexities(results, naive.model, name, likeliest).iloc[0]
         rows[name] = (
@@ -260,49 +257,49 @@ def adapting(results: Results, config: dict[str, Any], parents: dict[str, Parent
     return before, after
 
 
-def changed_bytes(config: dict[str, Any]) -> dict[str, int]:
+def changed_bytes(run: Run) -> dict[str, int]:
     """The bytes (fp32) of the parameters that the adaptation to one domain changes, by the names of `ADAPTATIONS`."""
-    receiver, types = adapted_model(config), vocabulary(config["tokenizer"])
-    dense = next(model for model in trained(config) if model.name == dense_adapted_row(config))
-    whole = sum(parameters(architecture_of(config, dense.settings), types))
-    _, expert = parameters(architecture_of(config, receiver.settings), types, expert_scope=receiver.kind.expert_scope)
+    receiver, types = run.receiver, run.types
+    dense = next(model for model in run.trained if model.name == run.config.adaptation.dense)
+    whole = sum(parameters(dense.architecture, types))
+    _, expert = parameters(receiver.architecture, types, expert_scope=receiver.kind.expert_scope)
     return dict(zip(ADAPTATIONS, (4 * whole, 4 * expert, 4 * expert), strict=True))
 
 
-def adaptation_table(results: Results, config: dict[str, Any], parents: dict[str, Parent]) -> Table:
+def adaptation_table(results: Results, run: Run, parents: dict[str, Parent]) -> Table:
     """What adaptation to one domain gains there, and what it costs: forgetting and bytes; means over novel domains."""
-    before, after = adapting(results, config, parents)
-    training, novel = (f"{len(domains)} {kind}" for kind, domains in kinds_of_domains(config))
+    before, after = adapting(results, run, parents)
+    training, novel = (f"{len(domains)} {kind}" for kind, domains in kinds_of_domains(run))
     frame = pd.DataFrame({
         f"{name}, {when}": [mean_of(found[f"{kind}: {part}"]) for kind in ADAPTATIONS]
         for part, name in (("own domain", novel), ("training domains", training))
         for when, found in (("before", before), ("after", after))
     }, index=list(ADAPTATIONS))  # fmt: skip
-    frame["bytes changed"] = changed_bytes(config)
+    frame["bytes changed"] = changed_bytes(run)
     return Table(
         "adaptation",
         "Adapting to one novel domain: mean test perplexity before and after (lower is better)",
         "On the domain adapted to and on the training domains, averaged over the novel domains. DEMix-DAPT's training "
         "domains are each under its own expert, the same by construction. Dense-DAPT makes a "
-        f"model for each domain out of {read.before_dense_dapt(config).label}, DEMix-DAPT an expert out of another; "
+        f"model for each domain out of {read.before_dense_dapt(run).label}, DEMix-DAPT an expert out of another; "
         "one expert added is the mixture of the training experts and the new one with a cached prior.",
         frame,
         formats={"bytes changed": "{:,.0f}"},
     )
 
 
-def table13(results: Results, config: dict[str, Any], parents: dict[str, Parent]) -> Table:
+def table13(results: Results, run: Run, parents: dict[str, Parent]) -> Table:
     """Table 13: change of perplexity in percent by Dense-DAPT and DEMix-DAPT, on the training and on the novel domain.
 
     Below each change stand the perplexities. `parents` is that of `adapting`.
     """
-    training, novel = training_domains(config), novel_domains(config)
-    before, after = adapting(results, config, parents)
+    training, novel = training_domains(run), novel_domains(run)
+    before, after = adapting(results, run, parents)
     frame, label = percent(before, after), f"Mean of {len(novel)}"
     for rows in (frame, before, after):
         rows.loc[label] = [mean_of(rows[column]) for column in rows]
     beneath = before.map("{:.2f}".format) + " to " + after.map("{:.2f}".format)
-    sizes = changed_bytes(config)
+    sizes = changed_bytes(run)
     formats = dict.fromkeys(frame, "{:+.1f}")
     averaged = any(parent.averaged for parent in parents.values())
     shown = {name: "average" if parent.averaged else parent.likeliest for name, parent in parents.items()}
@@ -317,7 +314,7 @@ def table13(results: Results, config: dict[str, Any], parents: dict[str, Parent]
         "Change of test perplexity in percent (negative is better) by adapting to the domain of each row, and below it "
         f"the perplexities before and after: averaged over {so_many(len(training), 'training domain')}, which shows "
         f"forgetting, and on the domain adapted to. On the domain adapted to, {own}; on the training domains, {old}. "
-        f"Dense-DAPT starts from {read.before_dense_dapt(config).label} and is compared with it; DEMix-DAPT's expert "
+        f"Dense-DAPT starts from {read.before_dense_dapt(run).label} and is compared with it; DEMix-DAPT's expert "
         + (
             "began as the average of the training experts by posterior and is compared with the likeliest of them"
             if averaged

@@ -10,22 +10,13 @@ import numpy as np
 import pandas as pd
 
 from demix.config import rows
-from demix.config.evaluated import BASES, System, label_of, row_systems, systems_of, table_rows
-from demix.config.rows import KINDS
-from demix.config.systems import (
-    Model,
-    adapted,
-    adapted_model,
-    dense_adapted_row,
-    left_out,
-    one_more,
-    removal_model,
-    trained,
-    trained_without,
-)
+from demix.config.models import KINDS
 from demix.errors import DemixError
 from demix.files import is_made, read_json, read_json_lines, read_parquet
 from demix.files.database import ask
+from demix.run.models import Model, adapted, left_out, one_more, trained_without
+from demix.run.run import Run
+from demix.run.systems import BASES, System, label_of, row_systems, systems_of, table_rows
 
 RESULT_COLUMNS = (
     *("model", "experts", "n_experts", "method", "weights", "top_k", "domain", "kind", "split", "expert"),
@@ -54,38 +45,38 @@ PRIOR_COLUMNS = ("model", "experts", "weights", "domain", "kind", "expert", "pri
 )
 
 
-def added(config: dict[str, Any]) -> tuple[System, System]:
+def added(run: Run) -> tuple[System, System]:
     """Two systems of the model with added experts, over all its experts: each domain's own expert, and the mixture."""
-    row = adapted_model(config).row
-    label = label_of(row, adapted_model(config).kind)
+    row = run.receiver.row
+    label = label_of(row, run.receiver.kind)
     return (
         System(f"{label}, all experts (naive)", row, "all", "naive"),
         System(f"{label}, all experts (cached)", row, "all", "cached", "history"),
     )
 
 
-def before_adding(config: dict[str, Any]) -> tuple[System, System]:
+def before_adding(run: Run) -> tuple[System, System]:
     """Two systems of the model with added experts, over its training experts: each domain's own, and the mixture."""
-    model = adapted_model(config)
+    model = run.receiver
     naive, *_, cached = systems_of(model.row, model.kind)
     return naive, cached
 
 
-def before_removal(config: dict[str, Any]) -> System:
+def before_removal(run: Run) -> System:
     """The model of the removal experiments with all its experts: +Expert of Table 7."""
-    model = removal_model(config)
+    model = run.whole
     return systems_of(model.row, model.kind)[-1]
 
 
-def one_added(config: dict[str, Any]) -> Callable[[str], System]:
+def one_added(run: Run) -> Callable[[str], System]:
     """A function from a novel domain to the mixture of the training experts and the domain's own: section 6.2."""
-    row = adapted_model(config).row
+    row = run.receiver.row
     return lambda domain: System("+ one expert (cached)", row, one_more(domain), "cached", "history")
 
 
-def without_expert(config: dict[str, Any]) -> Callable[[str], System]:
+def without_expert(run: Run) -> Callable[[str], System]:
     """A function from a domain to the system without the expert of that domain: −Expert of Table 7."""
-    row = removal_model(config).row
+    row = run.whole.row
     return lambda domain: System("−Expert", row, left_out(domain), "cached", "history")
 
 
@@ -94,41 +85,41 @@ def without_domain(domain: str) -> System:
     return System("−Domain", trained_without(domain), "training", "cached", "history")
 
 
-def seed_note(config: dict[str, Any]) -> tuple[str, ...]:
+def seed_note(run: Run) -> tuple[str, ...]:
     """What the seed phase of the model of the removal experiments does to them; nothing without a seed phase."""
-    model = removal_model(config)
-    if not model.settings.get("seed_tokens"):
+    model = run.whole
+    if not model.settings.seed_tokens:
         return ()
     return (
         f"{model.row} and −Domain began with what the model {model.parent} had learned of every domain in its first "
-        f"{model.settings['seed_tokens']:,} tokens: a seed that has seen a domain weakens its removal.",
+        f"{model.settings.seed_tokens:,} tokens: a seed that has seen a domain weakens its removal.",
     )
 
 
-def before_dense_dapt(config: dict[str, Any]) -> System:
+def before_dense_dapt(run: Run) -> System:
     """The dense model that Dense-DAPT starts from."""
-    return DENSE if dense_adapted_row(config) == DENSE.model else BALANCED
+    return DENSE if run.config.adaptation.dense == DENSE.model else BALANCED
 
 
-def dense_adapted(config: dict[str, Any]) -> Callable[[str], System]:
+def dense_adapted(run: Run) -> Callable[[str], System]:
     """A function from a novel domain to the dense model after Dense-DAPT to the domain: Table 13."""
-    row = dense_adapted_row(config)
+    row = run.config.adaptation.dense
     return lambda domain: System("Dense-DAPT", adapted(row, domain), "dense", "dense")
 
 
-def trained_systems(config: dict[str, Any]) -> dict[str, tuple[System, ...]]:
+def trained_systems(run: Run) -> dict[str, tuple[System, ...]]:
     """The systems of every row of `models` over its training experts: first the paper's rows, then further rows."""
-    return {row: row_systems(row, kind, config) for row, kind in table_rows(config).items()}
+    return {row: row_systems(row, kind, run) for row, kind in table_rows(run).items()}
 
 
-def training_domains(config: dict[str, Any]) -> list[str]:
+def training_domains(run: Run) -> list[str]:
     """The training domains in the config's order."""
-    return list(rows.training_domains(config))
+    return list(rows.training_domains(run))
 
 
-def novel_domains(config: dict[str, Any]) -> list[str]:
+def novel_domains(run: Run) -> list[str]:
     """The novel domains in the config's order."""
-    return list(rows.novel_domains(config))
+    return list(rows.novel_domains(run))
 
 
 def read_results(path: str | Path) -> "Results":
@@ -258,9 +249,9 @@ class Results:
         return found.set_axis(_flat(found.loc[:, :"domain"].itertuples(index=False, name=None)))
 
 
-def of_seed(results: Results, config: dict[str, Any]) -> Results:
+def of_seed(results: Results, run: Run) -> Results:
     """The rows of the run's own seed, without the rows of models trained again with another seed."""
-    return Results(results.rows[results.rows["seed"] == config["seed"]], results.path)
+    return Results(results.rows[results.rows["seed"] == run.seed], results.path)
 
 
 def _looked_up(results: Results, keys: Iterable[tuple[System, str, str]], labels: Iterable[str]) -> pd.DataFrame:
@@ -340,28 +331,28 @@ def grid(results: Results, setting: str, method: str, domains: Iterable[str]) ->
     return table.dropna().mean(axis=1) if domains else pd.Series(dtype="float64")
 
 
-def tokens_before(run: Path, config: dict[str, Any]) -> dict[str, int | None]:
+def tokens_before(run: Run) -> dict[str, int | None]:
     """The tokens that the model in a folder had learned from when a row of `models` began with it, by row.
 
     None if they are not known.
     """
-    files = {model.row: run / "models" / model.name / "model.json" for model in _from_folders(config)}
+    files = {model.row: run.folder / "models" / model.name / "model.json" for model in _from_folders(run)}
     made = {row: read_json(path) if is_made(path) else {} for row, path in files.items()}
     return {row: (description.get("parent") or {}).get("tokens") for row, description in made.items()}
 
 
-def parent_notes(config: dict[str, Any], before: dict[str, int | None]) -> list[str]:
+def parent_notes(run: Run, before: dict[str, int | None]) -> list[str]:
     """What stands below a table with the tokens of rows; `before` is that of `tokens_before`."""
     return ["Tokens of the model in a folder that a row began with count, too."] * any(before.values()) + [
-        f"Tokens of the parent {model.settings['initial']} of {model.row} are not known; the row's own training took "
-        f"{model.settings['tokens']:,}."
-        for model in _from_folders(config)
+        f"Tokens of the parent {model.base.initial} of {model.row} are not known; the row's own training took "
+        f"{model.settings.tokens:,}."
+        for model in _from_folders(run)
         if before[model.row] is None
     ]
 
 
-def _from_folders(config: dict[str, Any]) -> list[Model]:
-    return [model for model in trained(config) if model.settings.get("initial") and model.name == model.row]
+def _from_folders(run: Run) -> list[Model]:
+    return [model for model in run.trained if model.base.initial and model.name == model.row]
 
 
 @dataclass(frozen=True)
@@ -388,32 +379,32 @@ def _parent(lineage: Mapping[str, Any]) -> Parent:
     return Parent(max(weights, key=weights.__getitem__), averaged=True) if weights else Parent(lineage["parent"])
 
 
-def read_trials(models: str | Path, config: dict[str, Any]) -> pd.DataFrame:
+def read_trials(models: str | Path, run: Run) -> pd.DataFrame:
     """What each learning rate of adaptation came to: columns kind, domain, factor, training, own, chosen.
 
     `models` is the run's folder of models. `training` and `own` are changes of dev perplexity in percent, of the mean
     over the training domains and of the domain adapted to. A factor at which training diverged has none.
     """
     rows = []
-    for domain in novel_domains(config):
+    for domain in novel_domains(run):
         files = {
-            "DEMix-DAPT": Path(models) / adapted_model(config).row / "experts" / f"{domain}.json",
-            "Dense-DAPT": Path(models) / adapted(dense_adapted_row(config), domain) / "model.json",
+            "DEMix-DAPT": Path(models) / run.receiver.row / "experts" / f"{domain}.json",
+            "Dense-DAPT": Path(models) / adapted(run.config.adaptation.dense, domain) / "model.json",
         }
         for kind, path in files.items():
             lineage = read_json(path) if is_made(path) else {}
             for trial in lineage.get("trials", ()):
                 factor = trial["learning_rate_factor"]
-                start, best = (_dev_perplexities(trial.get(when, {}), config, domain) for when in ("start", "best"))
+                start, best = (_dev_perplexities(trial.get(when, {}), run, domain) for when in ("start", "best"))
                 change = 100 * (best / start - 1)
                 chosen = factor == lineage["adaptation"]["learning_rate_factor"]
                 rows.append((kind, domain, factor, *change, chosen))
     return pd.DataFrame(rows, columns=["kind", "domain", "factor", "training", "own", "chosen"])
 
 
-def _dev_perplexities(losses: dict[str, float], config: dict[str, Any], domain: str) -> np.ndarray:
+def _dev_perplexities(losses: dict[str, float], run: Run, domain: str) -> np.ndarray:
     """The mean over the training domains, and that of `domain`; NaN where a loss is missing."""
-    training = [losses.get(f"dev_loss/{name}", np.nan) for name in training_domains(config)]
+    training = [losses.get(f"dev_loss/{name}", np.nan) for name in training_domains(run)]
     return np.array([np.exp(training).mean(), np.exp(losses.get(f"dev_loss/{domain}", np.nan))])
 
 

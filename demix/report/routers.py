@@ -1,6 +1,5 @@
 """Routers of token-routed models: which experts the tokens of each domain choose, and what a choice tells of it."""
 
-from pathlib import Path
 from typing import Any
 
 import altair as alt
@@ -8,7 +7,6 @@ import numpy as np
 import pandas as pd
 from scipy.stats import entropy
 
-from demix.config.evaluated import token_routed
 from demix.files import read_parquet
 from demix.report import title_of
 from demix.report.cells import mean_of
@@ -16,21 +14,23 @@ from demix.report.heatmaps import heat_maps
 from demix.report.look import CELL_RANGE, finish, finite
 from demix.report.read import novel_domains, read_metrics, training_domains
 from demix.report.render import Table
+from demix.run.run import Run
+from demix.run.systems import token_routed
 
 # A figure has this many layers of a model at most: the first, the last and those between at equal distances.
 LAYERS_SHOWN = 3
 
 
-def read_loads(run: Path, config: dict[str, Any]) -> dict[str, pd.DataFrame]:
+def read_loads(run: Run) -> dict[str, pd.DataFrame]:
     """The share of a domain's choices (rows) that fall on each expert (columns), by model and layer of the routed rows.
 
     Keys are the labels of rows; the frames have the index (layer, domain), and domains in the config's order. Raises
     DemixError if a file loads/<model>.parquet is missing or damaged.
     """
-    domains = [*training_domains(config), *novel_domains(config)]
+    domains = [*training_domains(run), *novel_domains(run)]
     shares = {}
-    for routers in token_routed(config):
-        table = read_parquet(run / "loads" / f"{routers.name}.parquet").to_pandas()
+    for routers in token_routed(run):
+        table = read_parquet(run.folder / "loads" / f"{routers.name}.parquet").to_pandas()
         counts = table.pivot(index=["layer", "domain"], columns="expert", values="choices").astype("float64")
         places = pd.MultiIndex.from_product([sorted(set(table["layer"])), domains], names=counts.index.names)
         counts = counts.reindex(places).set_axis(list(routers.experts), axis=1)
@@ -51,14 +51,14 @@ def told(shares: pd.DataFrame, top_k: int) -> float:
     return float(information / most) if most > 0 else float("nan")
 
 
-def routers_table(loads: dict[str, pd.DataFrame], run: Path, config: dict[str, Any]) -> Table:
+def routers_table(loads: dict[str, pd.DataFrame], run: Run) -> Table:
     """What each router's choices tell of the domain, and how equal the loads of its experts are."""
-    training, rows = training_domains(config), dict[str, dict[str, Any]]()
-    for model in token_routed(config):
+    training, rows = training_domains(run), dict[str, dict[str, Any]]()
+    for model in token_routed(run):
         by_layer = [shares.droplevel("layer").loc[training] for _, shares in loads[model.label].groupby("layer")]
         information = [100 * told(shares, model.top_k) for shares in by_layer]
         means = [shares.mean(axis=0) for shares in by_layer]
-        lines = list(read_metrics(run / "metrics" / f"{model.name}.jsonl"))
+        lines = list(read_metrics(run.folder / "metrics" / f"{model.name}.jsonl"))
         last = [line["router_dropped"] for line in lines[-max(1, len(lines) // 10) :] if "router_dropped" in line]
         rows[model.label] = {
             "A token chooses": f"{model.top_k} of {len(model.experts)}",
@@ -88,11 +88,11 @@ def routers_table(loads: dict[str, pd.DataFrame], run: Path, config: dict[str, A
     )
 
 
-def router_loads(loads: dict[str, pd.DataFrame], config: dict[str, Any]) -> alt.TopLevelMixin:
+def router_loads(loads: dict[str, pd.DataFrame], run: Run) -> alt.TopLevelMixin:
     """The share of each domain's choices that fall on each expert, a heat map for each model and layer."""
-    training, novel = training_domains(config), novel_domains(config)
+    training, novel = training_domains(run), novel_domains(run)
     maps = []
-    for model in token_routed(config):
+    for model in token_routed(run):
         label, of_model = model.label, loads[model.label]
         layers = list(dict.fromkeys(of_model.index.get_level_values("layer")))
         shown = np.unique(np.linspace(0, len(layers) - 1, min(LAYERS_SHOWN, len(layers))).round().astype(int))

@@ -6,27 +6,26 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.config.evaluated import label_of
-from demix.config.rows import model_rows
-from demix.config.tasks import tasks_of
 from demix.report import left_out, title_of
 from demix.report.read import read_tasks
 from demix.report.render import Table, write_table
+from demix.run.run import Run
+from demix.run.systems import label_of
 
 CHANCE, BEST = "chance", "best expert of the test (oracle)"
 ORACLE = "test labels"
 
 
-def write_tasks(run: Path, config: dict[str, Any], output: Path, note: str) -> None:
+def write_tasks(run: Run, output: Path, note: str) -> None:
     """Write the table of tasks into tables/ below `output`, if the run has tasks; `note` tells of the run's scale."""
-    if "tasks" not in left_out(config):
-        write_table(tasks_table(read_tasks(run / "tasks.parquet"), config).noted(note), output / "tables")
+    if "tasks" not in left_out(run):
+        write_table(tasks_table(read_tasks(run.folder / "tasks.parquet"), run).noted(note), output / "tables")
 
 
-def tasks_table(rows: pd.DataFrame, config: dict[str, Any]) -> Table:
+def tasks_table(rows: pd.DataFrame, run: Run) -> Table:
     """Accuracy in percent: a row per model and routing, a column per task, the 95% interval below each number."""
-    names = list(tasks_of(config))
-    kinds = {row: kind for row, (kind, _) in model_rows(config).items()}
+    names = list(run.config.tasks)
+    kinds = {row: kind for row, (kind, _) in run.rows.items()}
     rows = rows.assign(
         label=[_label(label_of(row.model, kinds[row.model]), row) for row in rows.itertuples()],
         # Cells without interval, or whose interval holds chance, say nothing.

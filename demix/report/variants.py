@@ -6,31 +6,32 @@ import numpy as np
 import pandas as pd
 
 from demix.config.architecture import USUAL
-from demix.config.evaluated import System, label_of, systems_of, table_rows
-from demix.config.variants import options_of, variant_rows
 from demix.report import title_of
 from demix.report.cells import kinds_of_domains, mean_of, percent, seeds_of
 from demix.report.read import Results, perplexities
 from demix.report.render import Table
+from demix.run.run import Run
+from demix.run.systems import System, label_of, systems_of, table_rows
+from demix.run.variants import variant_rows
 
 
-def variants_table(results: Results, config: dict[str, Any]) -> Table:
+def variants_table(results: Results, run: Run) -> Table:
     """Perplexity of each row of `variant_rows` and of the row that it is compared with, and the change in percent."""
-    kinds = table_rows(config)
-    pairs = variant_rows(config)
+    kinds = table_rows(run)
+    pairs = variant_rows(run)
     rows: dict[str, dict[str, Any]] = {}
     beneath: dict[str, dict[str, str]] = {}
     bases = dict.fromkeys(pairs.values())
     for row in (row for base in bases for row in (base, *pairs) if row == base or pairs[row] == base):
-        label, base, system = label_of(row, kinds[row]), pairs.get(row), _system(row, config)
-        line: dict[str, Any] = {"Options": _named(options_of(config, row))}
+        label, base, system = label_of(row, kinds[row]), pairs.get(row), _system(row, run)
+        line: dict[str, Any] = {"Options": _named(options_of(run, row))}
         spreads = beneath[label] = {}
-        for kind, domains in kinds_of_domains(config):
+        for kind, domains in kinds_of_domains(run):
             if not domains:
                 continue
             name, own = kind.capitalize(), perplexities(results, system, domains)
             line[name], spreads[name] = mean_of(own), seeds_of(results, system, domains)
-            other = perplexities(results, _system(base, config), domains) if base else own
+            other = perplexities(results, _system(base, run), domains) if base else own
             line[f"{name}, %"] = percent(mean_of(other), mean_of(own)) if base else np.nan
             line[f"{name}: lower"] = float((own < other).sum()) if base else np.nan
         rows[label] = line
@@ -50,9 +51,9 @@ def variants_table(results: Results, config: dict[str, Any]) -> Table:
     )
 
 
-def _system(row: str, config: dict[str, Any]) -> System:
+def _system(row: str, run: Run) -> System:
     """The row as tables of families show it: the model, or its experts by the cached prior."""
-    return systems_of(row, table_rows(config)[row])[-1]
+    return systems_of(row, table_rows(run)[row])[-1]
 
 
 def _named(options: dict[str, str]) -> str:

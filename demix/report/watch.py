@@ -15,13 +15,10 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from demix.config.architecture import architecture_from
-from demix.config.rules import swept_rates
-from demix.config.run import read_run_config
-from demix.config.systems import adaptations, seeds, trained
 from demix.launch.outcome import last_rows, tokens_of_update
 from demix.progress import clock
 from demix.report.read import read_metrics
+from demix.run.run import Run
 
 SECONDS_BETWEEN_PICTURES = 2.0
 # So long an ended training is shown. A training on another node that has written nothing for so long has ended.
@@ -55,22 +52,22 @@ def watch(run: Path, console: Console) -> None:
 
     Where `console` is no terminal it gets one picture. Raises DemixError if `run` is no folder of a run.
     """
-    config = read_run_config(run)
+    config = run.config
     if not console.is_terminal:
-        console.print(picture(run, courses(run, config)))
+        console.print(picture(run, courses(run)))
         return
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            found = courses(run, config)
+            found = courses(run)
             live.update(picture(run, found), refresh=True)
-            if not (any(one.state == "running" for one in found) or _held(run / ".lock")):
+            if not (any(one.state == "running" for one in found) or _held(run.folder / ".lock")):
                 return
             time.sleep(SECONDS_BETWEEN_PICTURES)
 
 
-def courses(run: Path, config: dict[str, Any]) -> list[Course]:
+def courses(run: Run) -> list[Course]:
     """The trainings of a run that are under way, or that have ended in the last minutes, in the order of the config."""
-    return [course for name, steps in _planned(config) if (course := _course(run, name, steps))]
+    return [course for name, steps in _run.planned if (course := _course(run, name, steps))]
 
 
 def picture(run: Path, found: list[Course]) -> Table:
@@ -103,25 +100,29 @@ def _shown(value: float | None, form: str) -> str:
     return NO_VALUE if value is None else format(value, form)
 
 
-def _planned(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+def _planned(run: Run) -> Iterator[tuple[str, int]]:
     """All trainings of a config: the folder below checkpoints/, and the most updates."""
-    context, models = architecture_from(config["architecture"]).context, trained(config)
+    context, models = run.context, run.trained
     for model in models:
         for rate in swept_rates(model) if model.sweeps else []:
-            steps = model.settings["sweep"]["tokens"] // model.step_tokens(context)
+            steps = model.settings.sweep["tokens"] // model.step_tokens
             yield f"sweep/{model.name}/{rate}", steps
     for part in (part for model in models for job in model.jobs for part in job):
-        yield part.place, part.settings["tokens"] // part.step_tokens(context)
-    for parent, step in seeds(config, context):
+        yield part.place, part.settings.tokens // part.step_tokens
+    for parent, step in seeds(run, context):
         yield f"{parent}-step-{step:08d}", step
-    section = config["adaptation"]
-    for one in adaptations(config):
+    section = run.config.adaptation
+    for one in run.adaptations:
         yield one.name, max(1, section["tokens"] // (section["sequences"] * context))
 
 
 def _course(run: Path, name: str, steps: int) -> Course | None:
     """How far a training is; None if it has not begun, or ended a while ago."""
-    folder, metrics, since = run / "checkpoints" / name, run / "metrics" / f"{name}.jsonl", time.time() - RECENT
+    folder, metrics, since = (
+        run.folder / "checkpoints" / name,
+        run.folder / "metrics" / f"{name}.jsonl",
+        time.time() - RECENT,
+    )
     running = any(_held(rows.with_name("lock")) for rows in folder.glob("*/metrics.jsonl"))
     rows = last_rows(folder, 0.0 if running else since, ROWS)
     state = "running" if running else "stopped"

@@ -104,7 +104,7 @@ def _try_sqlite(uri: str) -> None:
             database.execute("create table demix_writes (a)")
             database.execute("rollback")
     except sqlite3.Error as error:
-        cure = "check tracking.uri in the config, end who holds it, or move the file away, then rerun"
+        cure = "check tracking.uri in the run, end who holds it, or move the file away, then rerun"
         raise DemixError(uri, f"cannot be opened ({error})", cure) from error
 
 

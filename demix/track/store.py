@@ -8,11 +8,12 @@ import json
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from demix.config.run import config_fingerprint
 from demix.errors import DemixError, printable
 from demix.files import digest, read_json
+from demix.run.kept import config_fingerprint
+from demix.run.run import Run
 from demix.settings import Text, settings
 from demix.track.client import (
     CONFIG,
@@ -45,7 +46,7 @@ class Tracking:
     experiment: Text
 
 
-def track(run_dir: str | Path, config: dict[str, Any], uri: str, experiment: str) -> str:
+def track(run_dir: str | Path, run: Run, uri: str, experiment: str) -> str:
     """Make the MLflow experiment hold what lies below `run_dir` (`results/<run>/`); return the printed summary line.
 
     A pipeline run has one parent run, and one nested run per training, adaptation and evaluation (a model with a set of
@@ -61,12 +62,12 @@ def track(run_dir: str | Path, config: dict[str, Any], uri: str, experiment: str
     """
     run_dir = Path(run_dir)
     # All files are read before anything is sent, so that a damaged file stops the whole.
-    parent, *nested = records(run_dir, config)
+    parent, *nested = records(run_dir, run)
     with alone(uri):
         client, store_errors = opened(uri)
         try:
             experiment_id = experiment_of(client, uri, experiment, run_dir.resolve().parent)
-            named = {RUN: str(config["run"]), CONFIG: config_fingerprint(config)}
+            named = {RUN: str(run.name), CONFIG: config_fingerprint(run)}
             counts = _send(client, experiment_id, named, parent, nested)
         except store_errors as error:
             cause = str(error).strip().split("\n")[0]

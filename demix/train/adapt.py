@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from demix.config.placement import place_experts
-from demix.config.sections import AdaptationRecipe, Threads, fingerprinted, stated
+from demix.config.adaptation import AdaptationRecipe
+from demix.config.training import Threads, fingerprinted, stated
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import fingerprint, read_json
@@ -27,6 +27,7 @@ from demix.model.experts import changing
 from demix.model.gpt import GPT
 from demix.model.merge import averaged, origins_of
 from demix.model.tokenizer import copy_tokenizer, tokenizer_path
+from demix.run.placement import place_experts
 from demix.settings import Positive, Seed, settings
 from demix.train.batches import balanced_batches
 from demix.train.loop import DivergedError, EarlyStopping, Evaluation, Row, train, write_metrics

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from demix.config.architecture import masked_places
-from demix.config.placement import Placement
-from demix.config.rows import Kind
+from demix.config.models import Kind
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import seed_for
 from demix.model.gpt import MASKED
+from demix.run.placement import Placement
 
 Array = npt.NDArray[Any]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from demix.config.architecture import architecture_from
-from demix.config.rows import DENSE_EXPERT, SCHEDULES
+from demix.config.models import DENSE_EXPERT, SCHEDULES
 from demix.errors import DemixError
 from demix.files import digest, linked, read_json, replacing, write_json
 from demix.model.checkpoint import describe, expert_lineage, load_model, load_verified, refuse_other_tokenizer

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demix.config.sections import Execution, LearningRate, Optimizer
+from demix.config.training import Execution, LearningRate, Optimizer
 from demix.errors import DemixError, StoppedError
 from demix.files import cannot_be_written, write_json_lines, write_text
 from demix.model.device import compute_type

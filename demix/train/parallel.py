@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from demix.config.placement import Placement
 from demix.errors import DemixError
 from demix.launch.local import watched
 from demix.model.device import own_device
+from demix.run.placement import Placement
 
 log = logging.getLogger(__name__)
 

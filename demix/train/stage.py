@@ -7,17 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from demix.config.adaptation import AdaptationRecipe
 from demix.config.architecture import Architecture, architecture_from, parameters
-from demix.config.placement import Placement, place
-from demix.config.rows import DENSE_EXPERT, KINDS, Kind
-from demix.config.sections import (
-    AdaptationRecipe,
-    Execution,
-    Optimizer,
-    Threads,
-    TrainingRecipe,
-    fingerprinted,
-)
+from demix.config.models import DENSE_EXPERT, KINDS, Kind
+from demix.config.training import Execution, Optimizer, Threads, TrainingRecipe, fingerprinted
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.files import fingerprint, read_json
@@ -26,6 +19,7 @@ from demix.model.device import set_threads
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.model.tokenizer import copy_tokenizer
+from demix.run.placement import Placement, place
 from demix.settings import Integer, Number, Seed, Text, names_of, settings
 from demix.train.batches import batches_of
 from demix.train.branch import SeedState, branched, keep_seed, read_seed, upcycled

@@ -1,6 +1,6 @@
 # DEMix-DAPT adds the expert of a novel domain to a model with experts. Dense-DAPT makes one model per novel domain.
 # One rule for all novel domains of each parent.
-for parent in {one.parent.name: one.parent for one in adaptations(config)}.values():
+for parent in {one.parent.name: one.parent for one in THIS.adaptations}.values():
     adds, name = parent.kind.has_experts, adapted(parent.row, "{novel}")
 
     rule:
@@ -27,18 +27,18 @@ for parent in {one.parent.name: one.parent for one in adaptations(config)}.value
         localrule: SUBMITTED
         conda:
             "../../environment.yml"
-        threads: cores(config["adaptation"])
+        threads: cores(CONFIG.adaptation)
         resources:
             **site("adapt"),
-            options=f"{run_options('adapt', config['adaptation'])} {RULES.live}",
+            options=f"{run_options('adapt', CONFIG.adaptation)} {RULES.live}",
         params:
             command="adapt" if adds else "adapt-dense",
             settings=verbatim(
                 as_json(
-                    taken(AdaptationRecipe, config["adaptation"]),
-                    learning_rate_factor=learning_rate_factor(config, parent),
-                    seed=config["seed"],
-                    threads=config["threads"],
+                    taken(AdaptationRecipe, CONFIG.adaptation),
+                    learning_rate_factor=THIS.learning_rate_factor(parent),
+                    seed=THIS.seed,
+                    threads=CONFIG.threads,
                 )
             ),
             model=below_run(f"models/{parent.name}"),

@@ -6,7 +6,7 @@ for model in WITHOUT:
             f"audit_{model.removed}"
         input:
             tokens=tokens([model.removed], "train", "test"),
-            whole=experts(removal_model(config).name, TRAINING),
+            whole=experts(THIS.whole.name, TRAINING),
             without=experts(model.name, model.experts),
             priors=f"{RUN}/evaluations/{model.removed}.priors.parquet",
         output:
@@ -15,19 +15,19 @@ for model in WITHOUT:
             f"{RUN}/logs/audit/{model.removed}.log",
         conda:
             "../../environment.yml"
-        threads: config["threads"]
+        threads: CONFIG.threads
         resources:
             **site("score"),
         params:
             settings=verbatim(
                 as_json(
-                    config["removal"]["audit"],
-                    model=removal_model(config).name,
+                    written(CONFIG.removal.audit),
+                    model=THIS.whole.name,
                     training=TRAINING,
                     left_out=left_out(model.removed),
                     without_model=trained_without(model.removed),
                     without=model.experts,
-                    threads=config["threads"],
+                    threads=CONFIG.threads,
                 )
             ),
             domain=model.removed,

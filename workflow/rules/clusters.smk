@@ -1,5 +1,5 @@
 # Clusters of the training domains' documents (c-BTM): fitted on a sample, then each document goes to its own.
-CLUSTERINGS = list(clusterings(config))
+CLUSTERINGS = list(CONFIG.clusterings)
 # Novel domains' documents are in no cluster.
 CORPUS = [f"{RUN}/corpus/{domain}/{split}.parquet" for domain in TRAINING for split in SPLITS]
 
@@ -24,8 +24,8 @@ rule fit_clusters:
     resources:
         **site("corpus"),
     params:
-        settings=lambda wildcards: as_json(config["clusterings"][wildcards.clustering]),
-        seed=config["seed"],
+        settings=lambda wildcards: as_json(written(CONFIG.clusterings[wildcards.clustering])),
+        seed=THIS.seed,
         folder=below_run("clusters/{clustering}"),
     shell:
         "demix fit-clusters {input} --settings {params.settings:q} --seed {params.seed} --output {params.folder} 2> {log}"
@@ -52,7 +52,7 @@ rule assign:
 
 
 # One rule per clustering and split: the outputs list the clusters, which wildcards cannot.
-for clustering, split in learned_splits(config):
+for clustering, split in THIS.learned_splits:
 
     rule:
         name:
@@ -64,7 +64,7 @@ for clustering, split in learned_splits(config):
         output:
             [
                 str(Path(shard).with_suffix(end))
-                for shard in RULES.shards(clustering, clusters_of(config, clustering), split)
+                for shard in RULES.shards(clustering, THIS.clusters(clustering), split)
                 for end in (".arrow", ".json")
             ],
         log:
@@ -77,7 +77,7 @@ for clustering, split in learned_splits(config):
         params:
             clusterer=below_run(f"clusters/{clustering}"),
             folder=below_run(f"clusters/{clustering}/shards"),
-            length=RULES.context,
+            length=THIS.context,
         shell:
             "demix cluster-shards {params.clusterer} {input.tokens} --length {params.length} --output {params.folder}"
             " 2> {log}"

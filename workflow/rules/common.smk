@@ -5,13 +5,24 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from demix.config.addresses import moving
-from demix.config.check import complete
-from demix.config.contexts import asked_contexts
+from demix.config.adaptation import AdaptationRecipe
+from demix.config.evaluation import MixingRecipe, ScoredTokens, ScoringRecipe
 from demix.config.keys import located, read_keys
-from demix.config.rules import RunRules, source_files, swept_rates
-from demix.config.run import refuse_other_domains, refuse_other_format
-from demix.config.evaluated import (
+from demix.config.training import taken
+from demix.errors import DemixError
+from demix.files import exclusive
+from demix.launch.arguments import SHELL_FUNCTION
+from demix.launch.producers import end_at_loops, find_by_name
+from demix.launch.times import keep_shared_times
+from demix.report import SHOWS, report_files
+from demix.run.check import run_of
+from demix.run.contexts import asked_contexts
+from demix.run.kept import kept, refuse_other_domains, refuse_other_format
+from demix.run.merged import MERGED
+from demix.run.models import adapted, left_out, rule_of, trained_without
+from demix.run.rules import RunRules
+from demix.run.scoring import scoring_jobs
+from demix.run.systems import (
     balanced_pairs,
     bases,
     chosen_on_dev,
@@ -20,32 +31,7 @@ from demix.config.evaluated import (
     evaluated,
     token_routed,
 )
-from demix.config.merged import MERGED, merged_models
-from demix.config.scoring import scoring_jobs
-from demix.config.evaluation import MixingRecipe, ScoredTokens, ScoringRecipe
-from demix.config.sections import AdaptationRecipe, taken
-from demix.config.rows import clusterings, clusters_of
-from demix.config.tasks import tasks_of
-from demix.config.systems import (
-    adaptations,
-    adapted,
-    adapted_model,
-    learned_splits,
-    learning_rate_factor,
-    left_out,
-    planned,
-    removal_model,
-    rule_of,
-    seeds,
-    trained,
-    trained_without,
-)
-from demix.errors import DemixError
-from demix.files import exclusive
-from demix.launch.arguments import SHELL_FUNCTION
-from demix.launch.producers import end_at_loops, find_by_name
-from demix.launch.times import keep_shared_times
-from demix.report import SHOWS, report_files
+from demix.settings import written
 from snakemake.common import NOTHING_TO_BE_DONE_MSG
 
 find_by_name()
@@ -58,38 +44,35 @@ try:
     for path in map(Path, workflow.configfiles):
         FILES[path] = read_keys(path)[1]
     # The path in `base` is relative to the config file.
-    complete(config, Path(workflow.configfiles[-1]).parent if workflow.configfiles else Path())
-    # It is about files that are there, and is no setting of the run.
-    overwrite = config.pop("overwrite", False)
-    MODELS = {model.name: model for model in planned(config)}
-    RULES = RunRules(config)
-    refuse_other_format(Path(RULES.run))
-    if not overwrite:
-        refuse_other_domains(Path(RULES.run), config)
+    THIS = run_of(config, Path(workflow.configfiles[-1]).parent if workflow.configfiles else Path())
+    refuse_other_format(THIS.folder)
+    if not THIS.config.overwrite:
+        refuse_other_domains(THIS.folder, THIS.config)
 except DemixError as error:
     raise WorkflowError(str(located(error, FILES))) from None
 
-RUN, as_json, given = RULES.run, RULES.as_json, RULES.given
+CONFIG, RULES = THIS.config, RunRules(THIS)
+RUN, as_json, given = RULES.folder, RULES.as_json, RULES.given
 parts, tokens, experts, scores = RULES.parts, RULES.tokens, RULES.experts, RULES.scores
 trained_files, routing = RULES.trained_files, RULES.routing
 evaluated_scores, train_inputs, chosen_rate = RULES.evaluated_scores, RULES.train_inputs, RULES.chosen_rate
 training_settings, cores, site, run_options = RULES.training_settings, RULES.cores, RULES.site, RULES.run_options
 beginning, seed_files, seed_of, train_options = RULES.beginning, RULES.seed_files, RULES.seed_of, RULES.train_options
+MODELS = {model.name: model for model in THIS.planned}
 # The parents of seed phases, by folder.
-SEEDS = {parent: model for (parent, _), model in seeds(config, RULES.context).items()}
+SEEDS = {parent: model for (parent, _), model in THIS.seeds.items()}
 # The snakemake that works on the run holds the lock until it ends.
 HELD, LOCK = ExitStack(), Path(RUN) / ".lock"
-TRAINING, NOVEL = list(config["domains"]["training"]), list(config["domains"]["novel"])
-DOMAINS = RULES.domains
+TRAINING, NOVEL, DOMAINS = list(THIS.training), list(THIS.novel), THIS.domains
 SPLITS = ["train", "dev", "test"]
 # Training jobs are then submitted from here by a process that waits for them and takes no core.
-SUBMITTED = RULES.submitted
-setup = ["set -e", *config["cluster"]["setup"], "set -euo pipefail", SHELL_FUNCTION]
+SUBMITTED = THIS.submitted
+setup = ["set -e", *CONFIG.cluster.setup, "set -euo pipefail", SHELL_FUNCTION]
 lines = [line.replace("{", "{{").replace("}", "}}") for line in setup]
 # A job ends with the snakemake that started the job's shell (`demix.launch.parents`).
 shell.prefix("; ".join(["export DEMIX_SNAKEMAKE=$PPID", *lines, ""]))
 # The models trained without a domain.
-WITHOUT = [model for model in trained(config) if model.removed]
+WITHOUT = THIS.without
 
 
 wildcard_constraints:
@@ -153,7 +136,7 @@ def captioned(name):
 
 def anonymizing(wildcards):
     return {True: "--enabled", False: "--no-enabled", "released": "--rules released"}[
-        DOMAINS[wildcards.domain]["anonymize"]
+        DOMAINS[wildcards.domain].anonymize
     ]
 
 
@@ -164,7 +147,7 @@ def once(files):
 def several_models(job):
     """The settings of a job that scores under several models."""
     return lambda wildcards: as_json(
-        taken(ScoringRecipe, config["evaluation"]),
-        threads=config["threads"],
+        taken(ScoringRecipe, CONFIG.evaluation),
+        threads=CONFIG.threads,
         models=[part.settings(dict(wildcards.items())) for part in job.parts],
     )

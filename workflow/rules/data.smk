@@ -5,18 +5,18 @@ if RULES.apart:
 
     rule download:
         input:
-            lambda wildcards: source_files(DOMAINS[wildcards.domain]["source"]),
+            lambda wildcards: DOMAINS[wildcards.domain].source.files,
         output:
             temp(f"{RUN}/raw/{{domain}}/{{part}}.parquet"),
         log:
             f"{RUN}/logs/download/{{domain}}.{{part}}.log",
-        localrule: config["cluster"]["downloads"] == "login"
+        localrule: CONFIG.cluster.downloads == "login"
         conda:
             "../../environment.yml"
         resources:
             **site("download"),
         params:
-            settings=lambda wildcards: given(DOMAINS[wildcards.domain]["source"] | {"piece_words": None}),
+            settings=lambda wildcards: given(written(DOMAINS[wildcards.domain].source) | {"piece_words": None}),
             part=lambda wildcards: int(wildcards.part),
         shell:
             "demix download {wildcards.domain} --settings {params.settings:q} --part {params.part}"
@@ -37,7 +37,7 @@ if RULES.apart:
         params:
             enabled=anonymizing,
             pieces=lambda wildcards: "".join(
-                f" --piece-words {words}" for words in [DOMAINS[wildcards.domain]["source"]["piece_words"]] if words
+                f" --piece-words {words}" for words in [DOMAINS[wildcards.domain].source.piece_words] if words
             ),
         shell:
             "demix anonymize {input} {params.enabled}{params.pieces}"
@@ -47,19 +47,19 @@ else:
 
     rule read:
         input:
-            lambda wildcards: source_files(DOMAINS[wildcards.domain]["source"]),
+            lambda wildcards: DOMAINS[wildcards.domain].source.files,
         output:
             documents=f"{RUN}/documents/{{domain}}/{{part}}.parquet",
             counts=f"{RUN}/documents/{{domain}}/{{part}}.json",
         log:
             f"{RUN}/logs/read/{{domain}}.{{part}}.log",
-        localrule: config["cluster"]["downloads"] == "login"
+        localrule: CONFIG.cluster.downloads == "login"
         conda:
             "../../environment.yml"
         resources:
             **site("download"),
         params:
-            settings=lambda wildcards: given(DOMAINS[wildcards.domain]["source"]),
+            settings=lambda wildcards: given(written(DOMAINS[wildcards.domain].source)),
             part=lambda wildcards: int(wildcards.part),
             enabled=anonymizing,
             raw=below_run("raw/{domain}/{part}.parquet"),
@@ -116,11 +116,11 @@ rule split:
         **site("corpus"),
     params:
         settings=lambda wildcards: as_json(
-            words=DOMAINS[wildcards.domain]["words"],
-            near_duplicates=DOMAINS[wildcards.domain]["near_duplicates"],
-            metadata=bool(DOMAINS[wildcards.domain]["source"]["metadata"]),
+            words=written(DOMAINS[wildcards.domain].words),
+            near_duplicates=written(DOMAINS[wildcards.domain])["near_duplicates"],
+            metadata=bool(DOMAINS[wildcards.domain].source.metadata),
             training=wildcards.domain in TRAINING,
-            seed=config["seed"],
+            seed=THIS.seed,
         ),
         folder=below_run("corpus/{domain}"),
     shell:
@@ -140,7 +140,7 @@ rule tokenizer:
     resources:
         **site("corpus"),
     params:
-        settings=verbatim(as_json(config["tokenizer"])),
+        settings=verbatim(as_json(written(CONFIG.tokenizer))),
     shell:
         "demix tokenizer {input} --settings {params.settings:q} --output {output} 2> {log}"
 

@@ -1,7 +1,7 @@
 # Models made of experts without training. Averages of the parameters of experts that are whole models: one by equal weights,
 # and one for each domain, by the cached prior of its dev split.
 
-for merged in (one for one in merged_models(config) if one.weights != "routed"):
+for merged in (one for one in THIS.merged if one.weights != "routed"):
     model = merged.model
 
     rule:
@@ -22,8 +22,8 @@ for merged in (one for one in merged_models(config) if one.weights != "routed"):
             model=below_run(f"models/{model.name}"),
             experts=",".join(model.experts),
             prior=(
-                f"--scores {RUN}/scores/{model.name} --decay {config['evaluation']['decay']}"
-                f" --blocks {config['evaluation']['dev_blocks']}"
+                f"--scores {RUN}/scores/{model.name} --decay {written(CONFIG.evaluation)['decay']}"
+                f" --blocks {CONFIG.evaluation.dev_blocks}"
                 if merged.by_domain
                 else ""
             ),
@@ -35,7 +35,7 @@ for merged in (one for one in merged_models(config) if one.weights != "routed"):
 
 
 # Experts that are feedforwards as those among which tokens choose. The dev split of each expert's text makes the router.
-for merged in (one for one in merged_models(config) if one.weights == "routed"):
+for merged in (one for one in THIS.merged if one.weights == "routed"):
     model = merged.model
 
     rule:
@@ -50,12 +50,12 @@ for merged in (one for one in merged_models(config) if one.weights == "routed"):
             f"{RUN}/logs/merge_routed/{merged.place}.log",
         conda:
             "../../environment.yml"
-        threads: config["threads"]
+        threads: CONFIG.threads
         resources:
             **site("score"),
         params:
             model=below_run(f"models/{model.name}"),
-            threads=config["threads"],
+            threads=CONFIG.threads,
             output=below_run(f"models/{merged.place}"),
         shell:
             "demix merge-routed {params.model} {input.tokens} --threads {params.threads} --output {params.output} 2> {log}"

@@ -9,7 +9,7 @@ rule choose_mixing:
     log:
         f"{RUN}/logs/choose_mixing/{{model}}.log",
     wildcard_constraints:
-        model="|".join(model.name for model in chosen_on_dev(config)) or "none",
+        model="|".join(model.name for model in chosen_on_dev(THIS)) or "none",
     conda:
         "../../environment.yml"
     resources:
@@ -27,7 +27,7 @@ rule evaluate:
     input:
         lambda wildcards: evaluated_scores(wildcards.domain),
         routing=lambda wildcards: RULES.evaluated_routing(wildcards.domain),
-        mixing=[f"{RUN}/models/{model.name}/mixing.json" for model in chosen_on_dev(config)],
+        mixing=[f"{RUN}/models/{model.name}/mixing.json" for model in chosen_on_dev(THIS)],
         tokenizer=f"{RUN}/tokenizer.json",
     output:
         results=f"{RUN}/evaluations/{{domain}}.parquet",
@@ -43,14 +43,14 @@ rule evaluate:
         **site("evaluate"),
     params:
         settings=lambda wildcards: as_json(
-            taken(MixingRecipe, config["evaluation"]),
+            taken(MixingRecipe, CONFIG.evaluation),
             kind="training" if wildcards.domain in TRAINING else "novel",
-            tables=[asdict(table) for table in RULES.evaluated(wildcards.domain)],
-            compared=[system.key for system in compared(config, wildcards.domain)],
-            against=[(name, *system.key) for name, system in bases(config).items()],
+            tables=[asdict(table) for table in evaluated(THIS, wildcards.domain)],
+            compared=[system.key for system in compared(THIS, wildcards.domain)],
+            against=[(name, *system.key) for name, system in bases(THIS).items()],
             # A run without such pairs keeps its settings, and its evaluations.
-            **({"pairs": [(*one.key, *base.key) for one, base in pairs]} if (pairs := balanced_pairs(config)) else {}),
-            seed=config["seed"],
+            **({"pairs": [(*one.key, *base.key) for one, base in pairs]} if (pairs := balanced_pairs(THIS)) else {}),
+            seed=THIS.seed,
         ),
         scores=below_run("scores"),
     shell:
@@ -112,17 +112,16 @@ rule run_config:
     conda:
         "../../environment.yml"
     params:
-        # The cluster does not define the run.
-        settings=verbatim(RULES.argument(json.dumps({key: value for key, value in config.items() if key != "cluster"}))),
+        settings=verbatim(RULES.argument(json.dumps(kept(CONFIG)))),
     shell:
         "demix run-config --settings {params.settings:q} --output {output} 2> {log}"
 
 
-METRICS = [f"{RUN}/metrics/{one.name}.jsonl" for one in (*trained(config), *adaptations(config))]
+METRICS = [f"{RUN}/metrics/{one.name}.jsonl" for one in (*THIS.trained, *THIS.adaptations)]
 # What a report of clusters reads besides.
 CLUSTERED = list(dict.fromkeys(model.data for model in MODELS.values() if model.data))
 # The experts of all domains, including the added ones.
-EXPERTS = experts(adapted_model(config).name, [*TRAINING, *NOVEL])
+EXPERTS = experts(THIS.receiver.name, [*TRAINING, *NOVEL])
 
 
 rule report:
@@ -143,14 +142,14 @@ rule report:
             for split in ("train", "test")
         ],
         [f"{RUN}/evaluations/{domain}.losses.parquet" for domain in TRAINING if CLUSTERED],
-        [f"{RUN}/loads/{model.name}.parquet" for model in token_routed(config)],
-        [f"{RUN}/evaluations/{domain}.contexts.parquet" for domain in DOMAINS if asked_contexts(config)],
+        [f"{RUN}/loads/{model.name}.parquet" for model in token_routed(THIS)],
+        [f"{RUN}/evaluations/{domain}.contexts.parquet" for domain in DOMAINS if asked_contexts(THIS)],
         # The learning rates that were tried.
-        [f"{RUN}/models/{adapted_model(config).name}/experts/{novel}.json" for novel in NOVEL],
+        [f"{RUN}/models/{THIS.receiver.name}/experts/{novel}.json" for novel in NOVEL],
         [f"{RUN}/models/{one.name}/model.json" for one in MODELS.values() if one.adapted_to],
         config=f"{RUN}/config.json",
     output:
-        *[captioned(name) for name in report_files(config)],
+        *[captioned(name) for name in report_files(THIS)],
     log:
         f"{RUN}/logs/report.log",
     localrule: True
@@ -192,7 +191,7 @@ rule track:
         METRICS,
         EXPERTS,
         expand(f"{RUN}/corpus/{{domain}}/card.json", domain=DOMAINS),
-        [f"{RUN}/report/{name}" for name in report_files(config)],
+        [f"{RUN}/report/{name}" for name in report_files(THIS)],
         rules.card.output,
         config=f"{RUN}/config.json",
     output:
@@ -203,7 +202,7 @@ rule track:
     conda:
         "../../environment.yml"
     params:
-        settings=verbatim(as_json(config["tracking"], experiment=RULES.experiment)),
+        settings=verbatim(as_json(written(CONFIG.tracking), experiment=RULES.experiment)),
         run=below_run(""),
     shell:
         "demix track {params.run} --settings {params.settings:q} --output {output} 2> {log}"

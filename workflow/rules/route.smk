@@ -26,7 +26,7 @@ for name, domains in {"route": TRAINING, "route_novel": ["{novel}"] if NOVEL els
             **site("evaluate"),
         params:
             settings=lambda wildcards: as_json(
-                taken(ScoredTokens, config["evaluation"]), length=RULES.context, context=wildcards.context
+                taken(ScoredTokens, CONFIG.evaluation), length=THIS.context, context=wildcards.context
             ),
             clusterer=below_run("clusters/{clustering}"),
             folder=below_run("routing/{clustering}/{context}"),

@@ -1,8 +1,8 @@
 # One forward pass per (model, expert, domain, split). Every mixture is computed from the tables.
-SCORING = as_json(taken(ScoringRecipe, config["evaluation"]), threads=config["threads"])
+SCORING = as_json(taken(ScoringRecipe, CONFIG.evaluation), threads=CONFIG.threads)
 
 
-for job in scoring_jobs(config):
+for job in scoring_jobs(THIS):
     part, *more = job.parts
 
     rule:
@@ -28,7 +28,7 @@ for job in scoring_jobs(config):
         priority: job.priority
         conda:
             "../../environment.yml"
-        threads: config["threads"]
+        threads: CONFIG.threads
         resources:
             **site("score"),
         params:
@@ -57,10 +57,10 @@ rule loads:
     log:
         f"{RUN}/logs/loads/{{model}}.log",
     wildcard_constraints:
-        model="|".join(model.name for model in token_routed(config)) or "none",
+        model="|".join(model.name for model in token_routed(THIS)) or "none",
     conda:
         "../../environment.yml"
-    threads: config["threads"]
+    threads: CONFIG.threads
     resources:
         **site("score"),
     params:

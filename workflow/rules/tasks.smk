@@ -1,6 +1,8 @@
 # Few-shot classification (c-BTM): examples once, the log-probabilities of labels once per model, all routings as arithmetic.
-TASKS = tasks_of(config)
-ASKED = classified(config)
+TASKS = CONFIG.tasks
+ASKED = classified(THIS)
+# A run without tasks has null here.
+GIVEN_TASKS = {name: written(task) for name, task in TASKS.items()} or None
 FETCHED = any(task.fetches for task in TASKS.values())
 
 
@@ -16,13 +18,13 @@ rule examples:
         f"{RUN}/examples/{{task}}.parquet",
     log:
         f"{RUN}/logs/examples/{{task}}.log",
-    localrule: FETCHED and config["cluster"]["downloads"] == "login"
+    localrule: FETCHED and CONFIG.cluster.downloads == "login"
     conda:
         "../../environment.yml"
     resources:
         **site("download" if FETCHED else "corpus"),
     params:
-        settings=lambda wildcards: as_json(config["tasks"][wildcards.task], length=RULES.context, seed=config["seed"]),
+        settings=lambda wildcards: as_json(written(TASKS[wildcards.task]), length=THIS.context, seed=THIS.seed),
         documents=lambda wildcards: " ".join(RULES.task_documents(wildcards.task)),
     shell:
         "demix examples {wildcards.task} {params.documents} --tokenizer {input.tokenizer}"
@@ -44,15 +46,15 @@ for model in ASKED:
             f"{RUN}/logs/fewshot/{model.name}.log",
         conda:
             "../../environment.yml"
-        threads: config["threads"]
+        threads: CONFIG.threads
         resources:
             **site("score"),
         params:
             settings=verbatim(
                 as_json(
-                    tasks=config.get("tasks"),
-                    precision=config["evaluation"]["precision"],
-                    threads=config["threads"],
+                    tasks=GIVEN_TASKS,
+                    precision=CONFIG.evaluation.precision,
+                    threads=CONFIG.threads,
                 )
             ),
             model=below_run(f"models/{model.name}"),
@@ -71,7 +73,7 @@ rule classify:
             f"{RUN}/clusters/{routing}/clusterer.json"
             for routing in dict.fromkeys(model.routing for model in ASKED if model.routing)
         ],
-        mixing=[f"{RUN}/models/{model.name}/mixing.json" for model in chosen_on_dev(config) if model in ASKED],
+        mixing=[f"{RUN}/models/{model.name}/mixing.json" for model in chosen_on_dev(THIS) if model in ASKED],
     output:
         f"{RUN}/tasks.parquet",
     log:
@@ -83,7 +85,7 @@ rule classify:
     params:
         settings=verbatim(
             as_json(
-                tasks=config.get("tasks"),
+                tasks=GIVEN_TASKS,
                 models=[
                     {
                         "model": model.row,
@@ -94,10 +96,10 @@ rule classify:
                     }
                     for model in ASKED
                 ],
-                weights=config["evaluation"]["weights"],
-                temperature=config["evaluation"]["temperature"],
-                top_k=config["evaluation"]["top_k"],
-                seed=config["seed"],
+                weights=CONFIG.evaluation.weights,
+                temperature=written(CONFIG.evaluation)["temperature"],
+                top_k=CONFIG.evaluation.top_k,
+                seed=THIS.seed,
             )
         ),
         run=below_run(""),

@@ -9,7 +9,7 @@ rule sweep:
     log:
         f"{RUN}/logs/sweep/{{model}}.{{rate}}.log",
     wildcard_constraints:
-        model="|".join(model.name for model in trained(config) if model.name == model.rates_from),
+        model="|".join(model.name for model in THIS.trained if model.name == model.rates_from),
         rate="[0-9.e+-]+",
     priority: 110
     localrule: SUBMITTED
@@ -24,7 +24,7 @@ rule sweep:
         # A trial differs from the model's training only in tokens and learning rate, and is not evaluated on dev.
         settings=lambda wildcards: training_settings(
             MODELS[wildcards.model],
-            tokens=MODELS[wildcards.model].settings["sweep"]["tokens"],
+            tokens=written(MODELS[wildcards.model].settings)["sweep"]["tokens"],
             learning_rate=float(wildcards.rate),
             dev_blocks=0,
         ),
@@ -37,7 +37,7 @@ rule sweep:
 rule choose_rate:
     input:
         lambda wildcards: [
-            f"{RUN}/metrics/sweep/{wildcards.model}/{rate}.jsonl" for rate in swept_rates(MODELS[wildcards.model])
+            f"{RUN}/metrics/sweep/{wildcards.model}/{rate}.jsonl" for rate in MODELS[wildcards.model].swept_rates
         ],
     output:
         f"{RUN}/sweep/{{model}}.json",
@@ -87,7 +87,7 @@ rule seed:
 
 
 # One rule per training: the outputs list the experts, which wildcards cannot.
-for model in (model for model in trained(config) if not model.parts[0].part):
+for model in (model for model in THIS.trained if not model.parts[0].part):
 
     rule:
         name:
@@ -124,7 +124,7 @@ for model in (model for model in trained(config) if not model.parts[0].part):
 
 # Experts that are whole models: one job for each, or for several, which it trains one after the other. How many these are
 # changes neither params nor inputs, so that it reruns nothing.
-for model, parts_of_job in ((model, job) for model in trained(config) if model.parts[0].part for job in model.jobs):
+for model, parts_of_job in ((model, job) for model in THIS.trained if model.parts[0].part for job in model.jobs):
 
     rule:
         name:
@@ -160,7 +160,7 @@ for model, parts_of_job in ((model, job) for model in trained(config) if model.p
 
 
 # The experts that are whole models, and were trained one by one, as one model.
-for model in (model for model in trained(config) if model.parts[0].part):
+for model in (model for model in THIS.trained if model.parts[0].part):
 
     rule:
         name:

@@ -6,7 +6,7 @@ This module does not import torch, so that a config is checked before anything r
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from demix.config.rows import DENSE_EXPERT, KINDS, Kind
+from demix.config.models import DENSE_EXPERT, KINDS, Kind
 from demix.errors import DemixError
 
 

@@ -1,13 +1,11 @@
 """Models that are made of a row's experts without training, and which a run scores as models of their own."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from demix.config.architecture import Architecture
-from demix.config.routed import architecture_of
-from demix.config.rows import DENSE_EXPERT, novel_domains, training_domains
-from demix.config.systems import Model, made_of, trained
+from demix.config.models import DENSE_EXPERT
+from demix.run.models import Model, made_of
 
 # The experts of a merged model, which is a single model.
 MERGED = (DENSE_EXPERT,)
@@ -48,18 +46,14 @@ class Merged:
         """The folder of the merged model that is scored on `domain`."""
         return self.place.format(domain=domain)
 
-    def jobs(self, config: Mapping[str, Any]) -> int:
-        """The number of jobs that merge."""
-        return len(training_domains(config)) + len(novel_domains(config)) if self.by_domain else 1
-
-    def architecture(self, config: Mapping[str, Any]) -> Architecture:
+    @property
+    def architecture(self) -> Architecture:
         """The architecture of the merged model."""
-        own = architecture_of(config, self.model.settings)
+        own = self.model.architecture
         return own.merged_routed(len(self.model.experts)) if self.weights == "routed" else own
 
 
-def merged_models(config: Mapping[str, Any]) -> tuple[Merged, ...]:
-    """The merged models of a completed config's rows that ask for them, with the run's own seed."""
-    rows = [one for one in trained(config) if one.name == one.row and not one.removed]
-    asked = ((row, key) for row in rows for key in MADE_BY if row.settings.get(key))
-    return tuple(Merged(row, weights) for row, key in asked for weights in MADE_BY[key])
+def merged_models(models: Iterable[Model]) -> tuple[Merged, ...]:
+    """The merged models of those of `models` whose rows ask for them."""
+    asked = ((model, key) for model in models for key in MADE_BY if getattr(model.settings, key))
+    return tuple(Merged(model, weights) for model, key in asked for weights in MADE_BY[key])

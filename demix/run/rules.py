@@ -2,62 +2,37 @@
 
 import json
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache, cached_property, partial
-from glob import glob
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from demix.config.addresses import refuse_unnamable
-from demix.config.architecture import architecture_from
-from demix.config.check import site_of
-from demix.config.contexts import POSITION_BINS, context_tables
-from demix.config.evaluated import Evaluated, evaluated, routed
-from demix.config.routed import section_of
-from demix.config.rows import DENSE_EXPERT
-from demix.config.run import config_fingerprint
-from demix.config.sections import Execution, TrainingRecipe, taken
-from demix.config.systems import Model, seeds
+from demix.config.adaptation import AdaptationSection
+from demix.config.models import DENSE_EXPERT, RowSettings
+from demix.config.training import Execution, TrainingRecipe, taken
 from demix.files import fingerprint, write_json
-from demix.settings import names_of
+from demix.run.contexts import POSITION_BINS, context_tables
+from demix.run.kept import config_fingerprint
+from demix.run.models import Model
+from demix.run.run import Run
+from demix.run.systems import evaluated, routed
+from demix.settings import names_of, written
 
 # The bytes of the longest argument that Linux passes to a program, less the NUL at its end.
 LONGEST_ARGUMENT = 128 * 1024 - 1
 
 
-def source_files(source: Mapping[str, Any]) -> list[str]:
-    """The local files of a source. A changed file is read again.
-
-    Missing files are left out here; `demix download` refuses them. Raises DemixError for a name that no rule can hold.
-    """
-    if source["kind"] != "files":
-        return []
-    paths = [source["path"]] if isinstance(source["path"], str) else source["path"]
-    return sorted({refuse_unnamable(file) for path in paths for file in glob(path, recursive=True)})
-
-
-def swept_rates(model: Model) -> list[str]:
-    """The learning rates that the sweep of a model tries, as in file names; empty without a sweep."""
-    return [repr(float(rate)) for rate in (model.settings["sweep"] or {"learning_rates": []})["learning_rates"]]
-
-
 @dataclass(frozen=True)
 class RunRules:
-    """The files and options of the rules of one run. `config` is completed, and nobody changes it any more."""
+    """The files and options of the rules of one run."""
 
-    config: dict[str, Any]
-
-    @property
-    def run(self) -> str:
-        """The folder of the run."""
-        return f"results/{self.config['run']}"
+    run: Run
 
     @property
-    def submitted(self) -> bool:
-        """Whether trainings run as SLURM jobs of their own, for which a local process only waits."""
-        return bool(self.config["cluster"]["launch"] == "slurm")
+    def folder(self) -> str:
+        """The folder of the run, as rules name it."""
+        return str(self.run.folder)
 
     @property
     def apart(self) -> bool:
@@ -65,14 +40,8 @@ class RunRules:
 
         Elsewhere one job does both. A run goes on in the way it began, so that nothing is fetched again.
         """
-        logs = Path(self.run) / "logs"
-        return (logs / "anonymize").exists() or (self.submitted and not (logs / "read").exists())
-
-    @property
-    def domains(self) -> dict[str, dict[str, Any]]:
-        """The training domains and then the novel ones, by name."""
-        domains: dict[str, dict[str, dict[str, Any]]] = self.config["domains"]
-        return domains["training"] | domains["novel"]
+        logs = self.run.folder / "logs"
+        return (logs / "anonymize").exists() or (self.run.submitted and not (logs / "read").exists())
 
     def as_json(self, *parts: Mapping[str, Any], **more: Any) -> str:
         """The part of the config that a stage uses, as one argument. A change to it reruns that stage alone."""
@@ -90,7 +59,7 @@ class RunRules:
         """
         if len(text.encode()) <= LONGEST_ARGUMENT:
             return text
-        path = Path(self.run) / "settings" / f"{fingerprint(text)}.json"
+        path = self.run.folder / "settings" / f"{fingerprint(text)}.json"
         if not path.exists():
             write_json(path, json.loads(text), sort_keys=False)
         return f"@{path}"
@@ -98,15 +67,15 @@ class RunRules:
     def parts(self, domains: Iterable[str], *kinds: str) -> list[str]:
         """The files of the anonymized parts of domains, in order. The config sets the parts of each domain."""
         return [
-            f"{self.run}/documents/{domain}/{part:04d}.{kind}"
+            f"{self.folder}/documents/{domain}/{part:04d}.{kind}"
             for domain in domains
             for kind in kinds
-            for part in range(self.domains[domain]["source"]["parts"])
+            for part in range(self.run.domains[domain].source.parts)
         ]
 
     def tokens(self, domains: Iterable[str], *splits: str) -> list[str]:
         """The token files of the splits of domains."""
-        return [f"{self.run}/tokens/{domain}/{split}.arrow" for domain in domains for split in splits]
+        return [f"{self.folder}/tokens/{domain}/{split}.arrow" for domain in domains for split in splits]
 
     def experts(self, model: str, names: Iterable[str]) -> list[str]:
         """The files that scoring reads for the experts `names` of a model."""
@@ -118,14 +87,14 @@ class RunRules:
 
     def _model_files(self, folder: str, names: Iterable[str]) -> list[str]:
         files = [f"experts/{name}.{kind}" for name in names for kind in ("safetensors", "json")]
-        return [f"{self.run}/{folder}/{file}" for file in ["model.json", "shared.safetensors", *files]]
+        return [f"{self.folder}/{folder}/{file}" for file in ["model.json", "shared.safetensors", *files]]
 
     def scores(
         self, model: str, domains: Iterable[str], names: Iterable[str], splits: Iterable[str] = ("dev", "test")
     ) -> list[str]:
         """The score tables of the experts `names` on `domains`."""
         names, splits = list(names), list(splits)
-        places = [f"{self.run}/scores/{model}/{domain}.{split}" for domain in domains for split in splits]
+        places = [f"{self.folder}/scores/{model}/{domain}.{split}" for domain in domains for split in splits]
         return [f"{place}/{name}.parquet" for place in places for name in names]
 
     def routing(
@@ -133,26 +102,21 @@ class RunRules:
     ) -> list[str]:
         """The routing tables of a clustering on `domains`."""
         splits = list(splits)
-        folder = f"{self.run}/routing/{clustering}/{context}"
+        folder = f"{self.folder}/routing/{clustering}/{context}"
         return [f"{folder}/{domain}.{split}.parquet" for domain in domains for split in splits]
-
-    @cached_property
-    def evaluated(self) -> Callable[[str], tuple[Evaluated, ...]]:
-        """`demix.config.evaluated.evaluated` of a domain of this run. Several inputs of a rule ask for the same one."""
-        return cache(partial(evaluated, self.config))
 
     def evaluated_scores(self, domain: str) -> list[str]:
         """The score tables that the evaluation of a domain reads."""
         return [
             file
-            for table in self.evaluated(domain)
+            for table in evaluated(self.run, domain)
             for file in self.scores(table.folder, [domain], [*table.columns, "tokens"], table.splits)
         ]
 
     def context_scores(self, domain: str) -> list[str]:
         """The score tables that the evaluation of a domain by position reads."""
         found = dict[str, None]()
-        for table in context_tables(self.config, domain):
+        for table in context_tables(self.run, domain):
             tables = [(table.folder, "test"), *([(table.prior, "dev")] if table.prior else [])]
             for folder, split in tables:
                 found |= dict.fromkeys(self.scores(folder, [domain], [*table.columns, "tokens"], [split]))
@@ -160,28 +124,28 @@ class RunRules:
 
     def context_settings(self, domain: str) -> str:
         """The settings of the evaluation of a domain by position, as JSON."""
-        mixing = self.config["evaluation"]
+        mixing = written(self.run.config.evaluation)
         return self.as_json(
             {key: mixing[key] for key in ("decay", "dev_blocks")},
-            kind="training" if domain in self.config["domains"]["training"] else "novel",
-            tables=[asdict(table) for table in context_tables(self.config, domain)],
-            width=max(1, self.context // POSITION_BINS),
-            seed=self.config["seed"],
+            kind="training" if domain in self.run.training else "novel",
+            tables=[asdict(table) for table in context_tables(self.run, domain)],
+            width=max(1, self.run.context // POSITION_BINS),
+            seed=self.run.seed,
         )
 
     def evaluated_routing(self, domain: str) -> list[str]:
         """The routing tables that the evaluation of a domain reads, and the clusterers that made them."""
-        mixing = self.config["evaluation"]
-        sets = [some for table in self.evaluated(domain) for some in table.sets]
+        sets = [some for table in evaluated(self.run, domain) for some in table.sets]
         names = dict.fromkeys(some.routing for some in sets if some.routing)
-        if not routed(self.config):
+        if not routed(self.run):
             return []
-        tables = [self.routing(name, context, [domain]) for name in names for context in mixing["routing_context"]]
-        return [*chain.from_iterable(tables), *(f"{self.run}/clusters/{name}/clusterer.json" for name in names)]
+        contexts = self.run.config.evaluation.routing_context
+        tables = [self.routing(name, context, [domain]) for name in names for context in contexts]
+        return [*chain.from_iterable(tables), *(f"{self.folder}/clusters/{name}/clusterer.json" for name in names)]
 
     def train_inputs(self, model: Model, dev: bool = True) -> list[str]:
         """The shards of domains or clusters that training reads: dev too, where it is evaluated and `dev` allows."""
-        splits = ("train", "dev") if dev and model.settings["dev_blocks"] else ("train",)
+        splits = ("train", "dev") if dev and model.settings.dev_blocks else ("train",)
         return [file for split in splits for file in self.learned_tokens(model, split)]
 
     def learned_tokens(self, model: Model, split: str) -> list[str]:
@@ -192,109 +156,99 @@ class RunRules:
 
     def task_documents(self, task: str) -> list[str]:
         """The splits that the examples of a task are made of; none for examples of a source."""
-        if not self.config["tasks"][task]["made"]:
+        if not self.run.config.tasks[task].made:
             return []
-        training = self.config["domains"]["training"]
-        return [f"{self.run}/corpus/{domain}/{split}.parquet" for split in ("test", "dev") for domain in training]
+        return [
+            f"{self.folder}/corpus/{domain}/{split}.parquet"
+            for split in ("test", "dev")
+            for domain in self.run.training
+        ]
 
     def task_inputs(self, task: str) -> list[str]:
         """The files that the examples of a task are read from, or made of. A changed file is read again."""
-        given = self.config["tasks"][task]
-        sources = [given[split] for split in ("test", "train", "validation") if given[split]]
-        sources += [{"kind": "files", "path": given["path"]}] if given["path"] else []
-        return [*self.task_documents(task), *(file for source in sources for file in source_files(source))]
+        given = self.run.config.tasks[task]
+        sources = given.sources | ({"test": given.tested} if given.tested else {})
+        return [*self.task_documents(task), *(file for source in sources.values() for file in source.files)]
 
     def shards(self, clustering: str, clusters: Iterable[str], split: str) -> list[str]:
         """The token files of a split of the clusters of a clustering."""
-        return [f"{self.run}/clusters/{clustering}/shards/{cluster}/{split}.arrow" for cluster in clusters]
+        return [f"{self.folder}/clusters/{clustering}/shards/{cluster}/{split}.arrow" for cluster in clusters]
 
     def training_settings(self, model: Model, **changes: Any) -> str:
         """The settings that define the training of a model, as JSON.
 
         Settings that change only time and memory are left out, because a change of the JSON reruns the training.
         """
-        kept = taken(TrainingRecipe, model.settings)
-        more = {
-            "seed": model.seed,
-            "threads": self.config["threads"],
-            "architecture": section_of(self.config, model.settings),
-        }
-        return self.as_json(kept, **(more | changes))
+        more = {"seed": model.seed, "threads": self.run.config.threads, "architecture": model.base.section}
+        return self.as_json(taken(TrainingRecipe, model.settings), **(more | changes))
 
     def chosen_rate(self, model: Model) -> list[str]:
         """The file with the learning rate that a sweep chose for a model and all its seeds; empty without one."""
-        return [f"{self.run}/sweep/{model.rates_from}.json"] if swept_rates(model) else []
-
-    @property
-    def context(self) -> int:
-        """The tokens of a block."""
-        return architecture_from(self.config["architecture"]).context
+        return [f"{self.folder}/sweep/{model.rates_from}.json"] if model.settings.sweep else []
 
     def seed_files(self, parent: str, step: int | str) -> list[str]:
         """The files of the state that the model `parent` had after `step` updates; none for 0 updates."""
         names = ("manifest.json", "shared.safetensors", f"expert-{DENSE_EXPERT}.safetensors")
         folder = f"step-{step:08d}" if isinstance(step, int) else f"step-{step}"
-        return [f"{self.run}/seeds/{parent}/{folder}/{name}" for name in names] if step else []
+        return [f"{self.folder}/seeds/{parent}/{folder}/{name}" for name in names] if step else []
 
     def seed_of(self, model: Model) -> list[str]:
         """The files of the state that `model` begins with; none for a model that is trained from scratch."""
-        if folder := model.settings.get("initial"):
+        if folder := model.base.initial:
             experts = [f"experts/{DENSE_EXPERT}.{kind}" for kind in ("json", "safetensors")]
             return [f"{folder.rstrip('/')}/{file}" for file in ("model.json", "shared.safetensors", *experts)]
-        return self.seed_files(model.parent, model.seed_step(self.context))
+        return self.seed_files(model.parent, model.seed_step)
 
     def train_options(self, model: Model) -> str:
         """The options of a training that are a resource: those of `run_options`, and which states are kept."""
-        kept = ",".join(str(step) for parent, step in seeds(self.config, self.context) if parent == model.name)
+        kept = ",".join(str(step) for parent, step in self.run.seeds if parent == model.name)
         options = f"{self.run_options('train', model.settings, model.removed)} {self.live}"
         return f"{options} --keep {kept}" if kept else options
 
     @property
     def live(self) -> str:
         """The option of a training and of an adaptation that says where metrics go while it runs."""
-        kept = {key: value for key, value in self.config.items() if key != "cluster"}
-        named = {"run": self.config["run"], "config": config_fingerprint(kept)}
-        where = {"uri": self.config["tracking"]["uri"], "experiment": self.experiment}
+        named = {"run": self.run.name, "config": config_fingerprint(self.run.config)}
+        where = {"uri": self.run.config.tracking.uri, "experiment": self.experiment}
         return f"--live {shlex.quote(json.dumps(where | named))}"
 
     @property
     def experiment(self) -> str:
         """The MLflow experiment of the run."""
-        return str(self.config["tracking"]["experiment"] or f"demix-{self.config['run']}")
+        return self.run.config.tracking.experiment or f"demix-{self.run.name}"
 
     def beginning(self, model: Model) -> str:
         """The options of a training that say with which learning rate and which state it begins."""
         given = [f" --learning-rate-from {path}" for path in self.chosen_rate(model)]
         given += [f" --branch {shlex.quote(str(Path(path).parent))}" for path in self.seed_of(model)[:1]]
-        return "".join([*given, *([" --schedule restart"] if model.restarts and model.seed_step(self.context) else [])])
+        return "".join([*given, *([" --schedule restart"] if model.restarts and model.seed_step else [])])
 
-    def cores(self, settings: Mapping[str, Any]) -> int:
+    def cores(self, settings: RowSettings | AdaptationSection) -> int:
         """The cores that a training takes on this machine: those of all ranks, or one if the job only waits."""
-        return 1 if self.submitted else int(self.config["threads"] * settings["ranks"])
+        return 1 if self.run.submitted else self.run.config.threads * settings.ranks
 
     def site(self, stage: str) -> dict[str, str | int]:
         """The resources that a job of a stage requests from the cluster. Without a cluster they have no effect."""
-        settings = site_of(self.config, stage)
+        site = self.run.config.cluster.of(stage)
         names = {"slurm_partition": "partition", "slurm_account": "account", "qos": "qos", "constraint": "constraint"}
-        asked = {resource: settings[key] for resource, key in names.items()} | {
-            "mem_mb": settings["memory_mb"],
-            "runtime": settings["minutes"],
-            "gpu": settings["gpus"] if stage == "score" else 0,
+        asked = {resource: getattr(site, key) for resource, key in names.items()} | {
+            "mem_mb": site.memory_mb,
+            "runtime": site.minutes,
+            "gpu": site.gpus if stage == "score" else 0,
         }
         return {resource: value for resource, value in asked.items() if value}
 
-    def run_options(self, stage: str, settings: Mapping[str, Any], removed: str = "") -> str:
+    def run_options(self, stage: str, settings: RowSettings | AdaptationSection, removed: str = "") -> str:
         """The options of a command that say how a section of the config trains.
 
         These options are a resource of the rule and not params: Snakemake reruns a job whose params changed, but
         settings of time and memory must rerun nothing. The domain that replaces the domain `removed` gets the ranks of
         `removed`.
         """
-        cluster = shlex.quote(self.argument(json.dumps(site_of(self.config, stage))))
-        overrides = ",".join(f"{key}={json.dumps(settings[key])}" for key in names_of(Execution))
-        replacements = {removed: self.config["removal"]["replacement"]}
-        numbers = [
-            f"{replacements.get(domain, domain)}={number}" for domain, number in settings.get("replicas", {}).items()
-        ]
+        cluster = shlex.quote(self.argument(json.dumps(written(self.run.config.cluster.of(stage)))))
+        overrides = ",".join(f"{key}={json.dumps(getattr(settings, key))}" for key in names_of(Execution))
+        replacements = {removed: self.run.config.removal.replacement}
+        given = settings.replicas if isinstance(settings, RowSettings) else {}
+        numbers = [f"{replacements.get(domain, domain)}={number}" for domain, number in given.items()]
         replicas = f" --replicas {','.join(numbers)}" if numbers else ""
-        return f"--ranks {settings['ranks']} --how {overrides}{replicas} --cluster {cluster}"
+        return f"--ranks {settings.ranks} --how {overrides}{replicas} --cluster {cluster}"

@@ -1,14 +1,11 @@
 """Blocks of other lengths than those of training: which models are scored on them, and evaluated by position."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from demix.config.architecture import architecture_from
-from demix.config.evaluated import label_of, systems_of
-from demix.config.routed import architecture_of
-from demix.config.systems import Model, trained
 from demix.errors import DemixError
+from demix.run.models import Model
+from demix.run.run import Run
+from demix.run.systems import label_of, systems_of
 
 # In how many bins of positions a block of the length of training is cut; bins of longer blocks are as wide.
 POSITION_BINS = 8
@@ -37,46 +34,41 @@ def folder_at(model: str, context: int) -> str:
     return f"{model}@{context}" if context else model
 
 
-def asked_contexts(config: Mapping[str, Any]) -> tuple[int, ...]:
+def asked_contexts(run: Run) -> tuple[int, ...]:
     """The lengths of blocks in `evaluation.contexts`, ascending."""
-    return tuple(sorted((config.get("evaluation") or {}).get("contexts") or ()))
+    return tuple(sorted(run.config.evaluation.contexts or ()))
 
 
-def contexts_of(config: Mapping[str, Any], model: Model) -> tuple[int, ...]:
+def contexts_of(run: Run, model: Model) -> tuple[int, ...]:
     """The asked lengths of blocks on which a model is evaluated; its learned positions end at the length of training.
 
     Models of further seeds, or without a domain, are not evaluated, and neither are those that learned masked tokens.
     """
-    asked = asked_contexts(config)
-    if not asked or model.name != model.row or model.removed or model.adapted_to:
+    if model.name != model.row or model.removed or model.adapted_to or model.masked:
         return ()
-    architecture = architecture_of(config, model.settings)
-    if architecture.objective == "mlm":
-        return ()
-    ends = architecture.position == "learned"
-    return tuple(context for context in asked if not ends or context <= architecture.context)
+    ends = model.architecture.position == "learned"
+    return tuple(context for context in asked_contexts(run) if not ends or context <= model.architecture.context)
 
 
-def other_contexts(config: Mapping[str, Any], model: Model) -> tuple[int, ...]:
+def other_contexts(run: Run, model: Model) -> tuple[int, ...]:
     """The lengths of `contexts_of` that are not that of training: those that need score tables of their own."""
-    asked = contexts_of(config, model)
-    return tuple(context for context in asked if context != architecture_of(config, model.settings).context)
+    return tuple(context for context in contexts_of(run, model) if context != model.architecture.context)
 
 
-def context_tables(config: Mapping[str, Any], domain: str) -> tuple[ContextTable, ...]:
+def context_tables(run: Run, domain: str) -> tuple[ContextTable, ...]:
     """The score tables of `domain` in blocks of the asked lengths, by row of `models`.
 
     A row is mixed as in the paper's tables: a training domain has its own token, and experts the cached prior with
     weights by `history`. A novel domain has no token.
     """
     found = []
-    for model in trained(config):
+    for model in run.trained:
         if model.kind.domain_tokens and domain not in model.domains:
             continue
         system = systems_of(model.row, model.kind)[-1]
         columns = (domain,) if model.kind.domain_tokens else model.columns
-        other = other_contexts(config, model)
-        for context in contexts_of(config, model):
+        other = other_contexts(run, model)
+        for context in contexts_of(run, model):
             folder = folder_at(model.name, context if context in other else 0)
             prior = model.name if model.kind.has_experts else ""
             found.append(
@@ -87,16 +79,14 @@ def context_tables(config: Mapping[str, Any], domain: str) -> tuple[ContextTable
     return tuple(found)
 
 
-def labels(config: Mapping[str, Any]) -> dict[str, str]:
+def labels(run: Run) -> dict[str, str]:
     """The rows of `models` that are evaluated on blocks of the asked lengths, with their names in tables."""
-    return {model.row: label_of(model.row, model.kind) for model in trained(config) if contexts_of(config, model)}
+    return {model.row: label_of(model.row, model.kind) for model in run.trained if contexts_of(run, model)}
 
 
-def check_contexts(config: Mapping[str, Any]) -> None:
+def check_contexts(run: Run) -> None:
     """Raise DemixError for a length of blocks on which no model can be evaluated."""
-    models = trained(config)
-    for context in asked_contexts(config):
-        if not any(context in contexts_of(config, model) for model in models):
-            own = architecture_from(config["architecture"]).context
-            cause = f"{context} is beyond the {own} positions that the models learn"
+    for context in asked_contexts(run):
+        if not any(context in contexts_of(run, model) for model in run.trained):
+            cause = f"{context} is beyond the {run.context} positions that the models learn"
             raise DemixError("config key evaluation.contexts", cause, "leave it out, or add a row of position alibi")

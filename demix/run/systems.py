@@ -1,33 +1,14 @@
-"""What a run evaluates and compares, derived from the planned models: sets of experts, score tables, systems."""
+"""What a run evaluates and compares, derived from its models: sets of experts, score tables, systems."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
 
-from demix.config.merged import MERGED, Merged, merged_models
 from demix.config.mixing import METHODS, UNWEIGHTED, parsed_weights
-from demix.config.rows import (
-    KINDS,
-    PAPER,
-    Kind,
-    clusterings,
-    is_masked,
-    masked_rows,
-    model_rows,
-    novel_domains,
-    training_domains,
-)
-from demix.config.systems import (
-    Model,
-    adapted_model,
-    further_seeds,
-    left_out,
-    one_more,
-    planned,
-    removal_model,
-    trained,
-    trained_without,
-)
+from demix.config.models import KINDS, PAPER, Kind
+from demix.run.merged import MERGED, Merged
+from demix.run.models import Model, left_out, one_more, trained_without
+from demix.run.run import Run
 
 
 @dataclass(frozen=True)
@@ -147,10 +128,9 @@ def systems_of(row: str, kind: Kind) -> tuple[System, ...]:
     )
 
 
-def stream_systems(row: str, kind: Kind, config: Mapping[str, Any]) -> tuple[System, ...]:
+def stream_systems(row: str, kind: Kind, run: Run) -> tuple[System, ...]:
     """The systems of a model beyond the paper: by rules of `evaluation.weights` that see earlier blocks or clusters."""
-    named = (config.get("evaluation") or {}).get("weights") or ()
-    rules = [(str(weights), parsed_weights(weights).rules) for weights in named]
+    rules = [(str(weights), parsed_weights(weights).rules) for weights in run.config.evaluation.weights]
     return tuple(
         System(
             f"{label_of(row, kind)} ({weights}{f', {method} prior' * (len(family.evaluated) > 1)})",
@@ -165,23 +145,22 @@ def stream_systems(row: str, kind: Kind, config: Mapping[str, Any]) -> tuple[Sys
     )
 
 
-def row_systems(row: str, kind: Kind, config: Mapping[str, Any]) -> tuple[System, ...]:
+def row_systems(row: str, kind: Kind, run: Run) -> tuple[System, ...]:
     """The systems of a row with its training experts.
 
     No single expert is among those of a row that learns from clusters: no domain has an expert of its own there.
     """
-    data = ((config.get("models") or {}).get(row) or {}).get("data")
-    systems = systems_of(row, kind) + stream_systems(row, kind, config)
-    return tuple(system for system in systems if not (data and system.method == "naive"))
+    systems = systems_of(row, kind) + stream_systems(row, kind, run)
+    return tuple(system for system in systems if not (run.rows[row].settings.data and system.method == "naive"))
 
 
-def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
+@cache
+def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
     """The score tables and sets of experts to evaluate on `domain`, further seeds last.
 
     Within a seed, models of one column come first, then models with domain tokens, then models with experts.
     """
-    training, novel = training_domains(config), novel_domains(config)
-    receiver, whole = adapted_model(config), removal_model(config)
+    training, novel, receiver, whole = run.training, run.novel, run.receiver, run.whole
 
     def sets(model: Model) -> Iterator[ExpertSet]:
         if model.removed:
@@ -191,7 +170,7 @@ def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
             # A novel domain has no token of its own.
             yield ExpertSet("training", training, methods=("naive",))
             return
-        own = model.seed == config["seed"]
+        own = model.seed == run.seed
         if model.masked:
             # None of these methods goes with weights by history, so that no rule reads the text.
             yield ExpertSet("training", model.columns, methods=UNWEIGHTED, weights=("history",), alone=own)
@@ -217,8 +196,8 @@ def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
         return Evaluated(model.row, model.name, model.seed, columns, own_sets)
 
     found = []
-    models = [model for model in planned(config) if domain in model.scored]
-    for seed in (config["seed"], *further_seeds(config)):
+    models = [model for model in run.planned if domain in model.scored]
+    for seed in (run.seed, *run.config.further_seeds):
         of_seed = [model for model in models if model.seed == seed]
         tables = [(model, table_of(model)) for model in of_seed]
         single = [table for _, table in tables if not table.sets]
@@ -227,26 +206,26 @@ def evaluated(config: Mapping[str, Any], domain: str) -> tuple[Evaluated, ...]:
         found += [*single, *tokens, *mixed]
     found += [
         Evaluated(one.model.row, one.of(domain), one.model.seed, MERGED, merged=one.weights)
-        for one in merged_models(config)
+        for one in run.merged
         if domain in one.model.scored
     ]
     return tuple(found)
 
 
-def routed(config: Mapping[str, Any]) -> tuple[str, ...]:
+@cache
+def routed(run: Run) -> tuple[str, ...]:
     """The clusterings whose distances weight experts in the evaluation."""
-    if not any(parsed_weights(weights).rules.routed for weights in config["evaluation"]["weights"]):
+    if not any(parsed_weights(weights).rules.routed for weights in run.config.evaluation.weights):
         return ()
-    domains = (*training_domains(config), *novel_domains(config))
-    sets = (some for domain in domains for table in evaluated(config, domain) for some in table.sets)
+    sets = (some for domain in run.domains for table in evaluated(run, domain) for some in table.sets)
     return tuple(dict.fromkeys(some.routing for some in sets if some.routing))
 
 
-def chosen_on_dev(config: Mapping[str, Any]) -> tuple[Model, ...]:
+def chosen_on_dev(run: Run) -> tuple[Model, ...]:
     """The models with a mixing.json: those mixed by `tempered` with parameters that the config leaves open."""
-    if not any(weights == "tempered" for weights in config["evaluation"]["weights"]):
+    if "tempered" not in run.config.evaluation.weights:
         return ()
-    return tuple(model for model in trained(config) if model.kind.has_experts and not (model.removed or model.masked))
+    return tuple(model for model in run.trained if model.kind.has_experts and not (model.removed or model.masked))
 
 
 @dataclass(frozen=True)
@@ -263,29 +242,31 @@ class Routers:
     top_k: int
 
 
-def token_routed(config: Mapping[str, Any]) -> tuple[Routers, ...]:
+def token_routed(run: Run) -> tuple[Routers, ...]:
     """The models whose tokens choose their experts: the rows of kind routed, then those merged of domain experts."""
-    own = (one for one in trained(config) if one.kind.routed and one.seed == config["seed"] and not one.masked)
-    rows = [(one.name, label_of(one.row, one.kind), one.settings["experts"], one.settings["top_k"]) for one in own]
+    rows = [one for one in run.own if one.kind.routed and not one.masked]
     return (
-        *(Routers(name, label, tuple(map(str, range(experts))), top_k) for name, label, experts, top_k in rows),
         *(
-            Routers(one.place, merged_label(one), one.model.experts, routed.top_k)
-            for one in merged_models(config)
-            if (routed := one.architecture(config).routed)
+            Routers(one.name, label_of(one.row, one.kind), tuple(map(str, range(layer.experts))), layer.top_k)
+            for one in rows
+            if (layer := one.architecture.routed)
+        ),
+        *(
+            Routers(one.place, merged_label(one), one.model.experts, layer.top_k)
+            for one in run.merged
+            if (layer := one.architecture.routed)
         ),
     )
 
 
-def classified(config: Mapping[str, Any]) -> tuple[Model, ...]:
+def classified(run: Run) -> tuple[Model, ...]:
     """The models whose accuracy on tasks is taken: those trained with the run's own seed on all domains, as they are.
 
     None for a run without tasks. A model with domain tokens is none of them: no text of a task has such a token. Nor is
     a masked model, which goes on with no text.
     """
-    models = trained(config) if config.get("tasks") else ()
-    own = (model for model in models if model.seed == config["seed"] and not model.removed)
-    return tuple(model for model in own if not (model.kind.domain_tokens or model.masked))
+    models = run.own if run.config.tasks else ()
+    return tuple(model for model in models if not (model.kind.domain_tokens or model.masked))
 
 
 # The systems that differences.parquet subtracts, by their names in its column `against`.
@@ -296,14 +277,14 @@ BASES = {
 }
 
 
-def bases(config: Mapping[str, Any]) -> dict[str, System]:
-    """Those of `BASES` that the config's models form."""
-    return {name: base for name, base in BASES.items() if base.model in model_rows(config)}
+def bases(run: Run) -> dict[str, System]:
+    """Those of `BASES` that the run's models form."""
+    return {name: base for name, base in BASES.items() if base.model in run.rows}
 
 
-def routed_weights(config: Mapping[str, Any]) -> str:
+def routed_weights(run: Run) -> str:
     """The first of `evaluation.weights` by the distance to clusters alone; empty if there is none."""
-    named = (str(weights) for weights in (config.get("evaluation") or {}).get("weights") or ())
+    named = map(str, run.config.evaluation.weights)
     return next((weights for weights in named if weights.split("(")[0] == "cluster"), "")
 
 
@@ -312,22 +293,21 @@ def by_distance(model: Model, weights: str) -> System:
     return System(f"{label_of(model.row, model.kind)} ({weights})", model.row, "training", "uniform", weights)
 
 
-def clustered(config: Mapping[str, Any]) -> tuple[Model, ...]:
+def clustered(run: Run) -> tuple[Model, ...]:
     """The causal models of the run's own seed that learn from clusters."""
-    models = (model for model in trained(config) if model.data and model.seed == config["seed"])
-    return tuple(model for model in models if not (model.removed or model.masked))
+    return tuple(model for model in run.own if model.data and not model.masked)
 
 
-def balanced_pairs(config: Mapping[str, Any]) -> tuple[tuple[System, System], ...]:
+def balanced_pairs(run: Run) -> tuple[tuple[System, System], ...]:
     """Each row that learns from clusters, and the row of as many balanced clusters that it is compared with.
 
     Both are weighted by distance. The second is the first row of whole models that learns as many tokens from balanced
     clusters of k-means; it is in no pair of its own. There are none where no weights go by distance alone. In
     differences.parquet the second is `against` by the name of its row.
     """
-    weights, known = routed_weights(config), clusterings(config)
-    models = clustered(config) if weights else ()
-    bases: dict[tuple[int, Any], Model] = {}
+    weights, known = routed_weights(run), run.config.clusterings
+    models = clustered(run) if weights else ()
+    bases: dict[tuple[int, int], Model] = {}
     for model in models:
         made = known[model.data]
         if model.kind.expert_scope == "model" and made.method == "kmeans" and made.balanced:
@@ -339,33 +319,31 @@ def balanced_pairs(config: Mapping[str, Any]) -> tuple[tuple[System, System], ..
     )
 
 
-def _size(model: Model) -> tuple[int, Any]:
+def _size(model: Model) -> tuple[int, int]:
     """The number of a model's clusters and its tokens."""
-    return len(model.domains), model.settings.get("tokens")
+    return len(model.domains), model.settings.tokens
 
 
-def table_rows(config: Mapping[str, Any]) -> dict[str, Kind]:
+def table_rows(run: Run) -> dict[str, Kind]:
     """The kinds of the causal rows of `models` in the order of the tables: the paper's rows, then further rows."""
-    kinds = {name: kind for name, (kind, settings) in model_rows(config).items() if not is_masked(config, settings)}
+    kinds = {name: row.kind for name, row in run.rows.items() if not row.masked}
     paper = ("dense_unbalanced", "dense", "domain_token", "demix")
     return {name: kinds[name] for name in (*paper, *kinds) if name in kinds and (name in paper or name not in PAPER)}
 
 
-def masked_systems(config: Mapping[str, Any]) -> tuple[System, ...]:
+def masked_systems(run: Run) -> tuple[System, ...]:
     """The systems of masked language models, in a table of their own: one line per model and way to mix it."""
     found: list[System] = []
-    for row, kind in masked_rows(config).items():
-        if not kind.has_experts:
-            found.append(System(row, row, "dense", "dense"))
-            continue
-        own = System(f"{row} (own expert)", row, "training", "naive")
-        data = model_rows(config)[row][1].get("data")
-        found += [] if data else [own]
-        found += [System(f"{row} ({method})", row, "training", method) for method in ("average", "fitted")]
+    for name, row in run.rows.items():
+        if row.masked and not row.kind.has_experts:
+            found.append(System(name, name, "dense", "dense"))
+        elif row.masked:
+            found += [] if row.settings.data else [System(f"{name} (own expert)", name, "training", "naive")]
+            found += [System(f"{name} ({method})", name, "training", method) for method in ("average", "fitted")]
     return tuple(found)
 
 
-def compared(config: Mapping[str, Any], domain: str) -> tuple[System, ...]:
+def compared(run: Run, domain: str) -> tuple[System, ...]:
     """The systems that are compared with each of `bases` on `domain`.
 
     These are the baselines and the methods of Tables 3 to 5 with one rule of weights, DEMix with the weights of the
@@ -375,13 +353,13 @@ def compared(config: Mapping[str, Any], domain: str) -> tuple[System, ...]:
     first, more = (
         [
             system
-            for row, kind in table_rows(config).items()
+            for row, kind in table_rows(run).items()
             if (row in PAPER) == named
-            for system in row_systems(row, kind, config)
+            for system in row_systems(row, kind, run)
         ]
         for named in (True, False)
     )
-    receiver, whole = adapted_model(config).row, removal_model(config).row
+    receiver, whole = run.receiver.row, run.whole.row
     return (
         *first,
         systems_of("demix", KINDS["demix"])[-1].with_weights("released"),

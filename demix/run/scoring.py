@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from demix.config.contexts import folder_at, other_contexts
-from demix.config.merged import MERGED, merged_models
-from demix.config.rows import DENSE_EXPERT, novel_domains, training_domains
-from demix.config.systems import adapted, adapted_model, dense_adapted_row, trained
+from demix.config.models import DENSE_EXPERT
+from demix.run.contexts import folder_at, other_contexts
+from demix.run.merged import MERGED
+from demix.run.models import adapted
+from demix.run.run import Run
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class ScoringJob:
     joins: str = ""
 
 
-def scoring_jobs(config: Mapping[str, Any]) -> tuple[ScoringJob, ...]:
-    """All rules that score, in the order of the workflow.
+def scoring_jobs(run: Run, *, apart: bool = False) -> tuple[ScoringJob, ...]:
+    """All rules that score, in the order of the workflow; `apart` asks for those of a cluster on any machine.
 
     On a cluster each model and domain is a job of its own, and an adapted expert on all earlier domains. On one machine
     the model that receives the experts of novel domains, for whose scores adaptation waits, has a job for all training
@@ -75,8 +76,8 @@ def scoring_jobs(config: Mapping[str, Any]) -> tuple[ScoringJob, ...]:
     novel domain. Such a job loads libraries once and reads each text once. A novel domain that is appended changes no
     existing job.
     """
-    submitted = (config.get("cluster") or {}).get("launch") == "slurm"
-    found = [*_of_trained(config, submitted), *_of_adapted(config, submitted), *_of_merged(config, submitted)]
+    submitted = apart or run.submitted
+    found = [*_of_trained(run, submitted), *_of_adapted(run, submitted), *_of_merged(run, submitted)]
     # A run without novel domains has no jobs for them.
     singles = [job for job in found if job.jobs]
     if submitted:
@@ -95,10 +96,10 @@ def _together(jobs: list[ScoringJob]) -> ScoringJob:
     return replace(jobs[0], rule=rule, log=log, parts=parts, priority=max(job.priority for job in jobs))
 
 
-def _of_trained(config: Mapping[str, Any], submitted: bool) -> list[ScoringJob]:
-    training, novel = training_domains(config), novel_domains(config)
-    receiver, jobs = adapted_model(config), []
-    for model in trained(config):
+def _of_trained(run: Run, submitted: bool) -> list[ScoringJob]:
+    training, novel, receiver = run.training, run.novel, run.receiver
+    jobs: list[ScoringJob] = []
+    for model in run.trained:
         own, first = model.kind.domain_tokens, model == receiver
         # The longest jobs of other models start before their shorter ones.
         priorities = (80, 80) if first else (15, 10)
@@ -127,7 +128,7 @@ def _of_trained(config: Mapping[str, Any], submitted: bool) -> list[ScoringJob]:
             ),
         ]  # fmt: skip
         jobs += both
-        for context in other_contexts(config, model):
+        for context in other_contexts(run, model):
             # A novel domain has no token of its own.
             jobs += [_at(context, job) for job in (both[:1] if own else both)]
     return jobs
@@ -141,9 +142,9 @@ def _at(context: int, job: ScoringJob) -> ScoringJob:
     return replace(job, rule=f"{job.rule}_at_{context}", log=log, parts=parts, priority=0, joins=joins)
 
 
-def _of_adapted(config: Mapping[str, Any], submitted: bool) -> list[ScoringJob]:
-    training, novel = training_domains(config), novel_domains(config)
-    receiver, row, jobs = adapted_model(config), dense_adapted_row(config), []
+def _of_adapted(run: Run, submitted: bool) -> list[ScoringJob]:
+    training, novel, receiver, row = run.training, run.novel, run.receiver, run.config.adaptation.dense
+    jobs: list[ScoringJob] = []
     dense = (DENSE_EXPERT,)
     for number, name in enumerate(novel):
         before, so_far = (*training, *novel[:number]), novel[: number + 1]
@@ -166,9 +167,10 @@ def _of_adapted(config: Mapping[str, Any], submitted: bool) -> list[ScoringJob]:
     return jobs
 
 
-def _of_merged(config: Mapping[str, Any], submitted: bool) -> list[ScoringJob]:
-    training, novel, jobs = training_domains(config), novel_domains(config), []
-    for merged in merged_models(config):
+def _of_merged(run: Run, submitted: bool) -> list[ScoringJob]:
+    training, novel = run.training, run.novel
+    jobs: list[ScoringJob] = []
+    for merged in run.merged:
         rule, part = merged.rule, ScoringPart(merged.place, MERGED, MERGED, (*training, *novel), ("test",))
         kinds = [(name, len(domains)) for name, domains in (("training", training), ("novel", novel)) if domains]
         if merged.by_domain:

@@ -1,55 +1,58 @@
 """The config that a run keeps in its folder, with the format version of the run's files."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from demix.config.config import Config
 from demix.errors import DemixError, nearest, printable
 from demix.files import fingerprint, read_json, write_json
-from demix.files.json_files import SEAL, read_unsealed
+from demix.files.json_files import read_unsealed
+from demix.settings import settings_from, written
 
 # Every change that makes files of older runs unreadable raises this version.
 FORMAT = 3
-# The pattern of a run's name, and the pattern in words.
-# Names of folders, experiments and jobs hold it; a file system takes 255 bytes.
-NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
-NAMED = "of at most 100 letters, digits, dots, _ and -, the first a letter or digit"
-# The keys of a run's config.json that are no keys of a config.
-BESIDE = ("format", SEAL)
 
 
-def write_run_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Write the completed `config` of a run with the format version of its files.
+def kept(config: Config) -> dict[str, Any]:
+    """What a run keeps of its config, as JSON: every key that defines the run, completed, in the config's order."""
+    # The cluster changes no result, and `overwrite` is about files that are there. A run without tasks is the same as
+    # before there were any.
+    left_out = {"cluster", "overwrite", *(["tasks"] if not config.tasks else [])}
+    return {key: value for key, value in written(config).items() if key not in left_out}
+
+
+def write_run_config(path: Path, config: Config) -> None:
+    """Write the `config` of a run with the format version of its files.
 
     The keys keep their order, because the report shows the domains in this order.
     """
-    write_json(path, {"format": FORMAT, **config}, sort_keys=False)
+    write_json(path, {"format": FORMAT, **kept(config)}, sort_keys=False)
 
 
-def read_run_config(run: Path) -> dict[str, Any]:
+def read_run_config(run: Path) -> Config:
     """The config of the run in the folder `run`. Raises DemixError for a run of another version or a damaged file."""
     if not os.path.isfile(run / "config.json"):
         runs = {path.parent: None for folder in (run.parent, Path("results")) for path in folder.glob("*/config.json")}
         cause = "is missing, so its folder is none of a run"
         raise DemixError(run / "config.json", cause, nearest(run, sorted(runs), "name results/<run>"))
     refuse_other_format(run)
-    config = read_json(run / "config.json")
-    del config["format"]
-    return config
+    values = read_json(run / "config.json")
+    del values["format"]
+    return settings_from(Config, values, f"{run / 'config.json'}, config key ")
 
 
-def config_fingerprint(config: Mapping[str, Any]) -> str:
-    """A digest of all settings of a run but its name: equal for runs of the same settings."""
-    return fingerprint({key: value for key, value in config.items() if key != "run"})
+def config_fingerprint(config: Config) -> str:
+    """A digest of all settings that define a run, but its name: equal for runs of the same settings."""
+    return fingerprint({key: value for key, value in kept(config).items() if key != "run"})
 
 
-def refuse_other_domains(run: Path, config: Mapping[str, Any]) -> None:
-    """Raise DemixError if the folder `run` is that of a run with none of the domains of the completed `config`."""
+def refuse_other_domains(run: Path, config: Config) -> None:
+    """Raise DemixError if the folder `run` is that of a run with none of the domains of `config`."""
     path = run / "config.json"
     there = {} if not path.exists() else read_unsealed(path).get("domains") or {}
-    before, after = ([name for kind in domains.values() for name in kind] for domains in (there, config["domains"]))
-    if before and not {*before} & {*after}:
+    before = [name for kind in there.values() for name in kind]
+    if before and not {*before} & {*config.domains.all}:
         cause = f"is that of a run of other domains ({printable(', '.join(before[:5]))}{', …' * (len(before) > 5)})"
         cure = "give the config another `run`, or `overwrite: true` to write over that run"
         raise DemixError(path, cause, cure)

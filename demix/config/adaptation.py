@@ -1,0 +1,131 @@
+"""The sections `adaptation` and `removal`: experts for novel domains, and models without a domain."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from demix.config.evaluation import DECAY, Decay
+from demix.config.models import RowName
+from demix.config.training import Execution, Optimizer, Ranks, Sequences
+from demix.settings import DistinctItems, Number, Positive, Text, TriedItems, absent, settings
+
+Factor = Annotated[Number, Field(gt=0)]
+# Up to four passes over a text teach about as much as new text does (Muennighoff et al. 2023, section 6).
+PASSES = 4
+
+
+@settings()
+class FactorSweep:
+    """Adaptations with several learning rates, of which one is kept."""
+
+    factors: TriedItems[Factor] = Field(
+        min_length=1, description="Learning-rate factors to try, one after the other in one job."
+    )
+
+
+@settings(kw_only=True)
+class AdaptationRecipe(Execution, Optimizer):
+    """The settings of the section `adaptation` that one adaptation takes."""
+
+    tokens: Positive = Field(
+        default_factory=absent,
+        description="Largest number of training tokens of one adaptation. Without this key `training.tokens` by the "
+        "number of training domains, which is what an expert learns from in training.",
+    )
+    passes: Positive | None = Field(
+        default_factory=absent,
+        description="Most passes over the train split of the novel domain, which lower `tokens` where there is little "
+        f"text; null sets no bound. Without this key {PASSES} where `tokens` is absent, too, and else null.",
+    )
+    sequences: Sequences = Field(default=16, description="Sequences in one optimizer step.")
+    learning_rate_factor: Factor = Field(
+        default=0.1,
+        description="Peak learning rate, as a fraction of the peak learning rate that the adapted model was trained "
+        "with.",
+    )
+    sweep: FactorSweep | None = Field(
+        default=None,
+        description="Adapt to each domain with each of these factors, and keep the adaptation of the lowest loss on "
+        "the domain's dev split, for DEMix-DAPT and Dense-DAPT each on its own. The factors replace "
+        "`learning_rate_factor`. null tries none.",
+    )
+    evaluate_every: Positive = Field(
+        default=50, description="Steps between evaluations on the novel domain's dev split."
+    )
+    patience: Positive = Field(
+        default=3, description="Training stops after this many evaluations in a row without a new lowest dev loss."
+    )
+    dev_blocks: Positive = Field(
+        default=100, description="Blocks of the novel domain's dev split on which early stopping is decided."
+    )
+    forgetting_blocks: Positive = Field(
+        default=10, description="Blocks of each training domain's dev split on which forgetting is measured."
+    )
+    parent_blocks: Positive = Field(
+        default=100,
+        description="Dev blocks of the novel domain from which the posterior that chooses the parent expert is "
+        "computed. At most evaluation.dev_blocks, because no more blocks are scored.",
+    )
+    parent_decay: Decay = Field(
+        default=DECAY, description="Lambda of the posterior that chooses the parent expert (Eq. 7)."
+    )
+
+
+@settings()
+class RateFactors:
+    """The learning-rate factor of each kind of adaptation."""
+
+    demix: Factor = Field(default=0.1, description="Factor of DEMix-DAPT, which cannot change what other experts do.")
+    dense: Factor = Field(default=0.1, description="Factor of Dense-DAPT.")
+
+
+@settings(kw_only=True)
+class AdaptationSection(AdaptationRecipe):
+    """DEMix-DAPT and Dense-DAPT on each novel domain."""
+
+    learning_rate_factor: Factor | RateFactors = Field(  # type: ignore[assignment]
+        default=0.1,
+        description="Peak learning rate, as a fraction of the peak learning rate that the adapted model was trained "
+        "with: one number (the paper: 0.1), or one for each kind of adaptation, such as `{demix: 1.0, dense: 0.1}`.",
+    )
+    dense: Literal["dense", "dense_unbalanced"] = Field(
+        default="dense",
+        description="The row of `models` that Dense-DAPT starts from. The paper does not say which; its Table 13 may "
+        "mean Dense (dense_unbalanced).",
+    )
+    model: RowName = Field(
+        default="demix", description="The row of `models` whose model gets the novel domains' experts."
+    )
+    ranks: Ranks = Field(default=1, description="Processes that adapt one model together; at most `sequences`.")
+
+
+@settings()
+class AuditRecipe:
+    """Audit of memorization: how much of a removed domain's documents the models can still continue."""
+
+    prompts: Positive = Field(
+        default=20,
+        description="Number of documents of the train split to continue from a prompt of 50 tokens, and as many of "
+        "the test split for comparison.",
+    )
+
+
+@settings()
+class RemovalSection:
+    """Removal of domains from a trained model."""
+
+    model: RowName = Field(default="demix", description="The row of `models` from whose model domains are removed.")
+    retrain_without: DistinctItems[Text] = Field(
+        default=(),
+        description="Training domains to retrain without. For each of these domains, one more DEMix model is "
+        "trained for as many steps without the domain (-Domain).",
+    )
+    replacement: Text | None = Field(
+        default=None, description="The novel domain that takes the removed domain's place in the retraining."
+    )
+    audit: AuditRecipe = Field(
+        default_factory=AuditRecipe,
+        description="Audit of memorization: how much of a removed domain's documents can still be continued with "
+        "the domain's expert, without that expert, and by the model that was trained without the "
+        "domain.",
+    )

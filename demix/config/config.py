@@ -1,0 +1,277 @@
+"""A whole config: all sections, read from a YAML file and its bases, and completed with all defaults."""
+
+from collections.abc import Mapping
+from glob import glob
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field
+
+from demix.config.adaptation import PASSES, AdaptationSection, RemovalSection
+from demix.config.addresses import COMMIT, LOG_IN_ELSEWHERE, local, refuse_secrets
+from demix.config.architecture import PRESETS, Decoder
+from demix.config.clustering import Clustering
+from demix.config.domains import DomainsSection, SourceSection, TokenizerSection, check_domains
+from demix.config.evaluation import EvaluationSection
+from demix.config.keys import located, read_keys
+from demix.config.models import PAPER, ModelRow, RowName
+from demix.config.names import NAME, NAMED
+from demix.config.tasks import Task, TaskName, check_tasks
+from demix.config.training import Threads, TrainingSection
+from demix.errors import DemixError
+from demix.files.json_files import SEAL
+from demix.launch.job import Cluster, Site
+from demix.settings import (
+    Seed,
+    Switch,
+    Text,
+    TriedItems,
+    absent,
+    partial,
+    settings,
+    settings_from,
+    written,
+)
+
+# The keys of a run's config.json that are no keys of a config.
+BESIDE = ("format", SEAL)
+SUBJECT = "config key "
+
+# `demix.config.architecture.architecture_from` fills in the sizes of a preset.
+ArchitectureSection = partial(
+    "ArchitectureSection",
+    Decoder,
+    preset=Annotated[
+        Literal[tuple(PRESETS)],
+        Field(description="One of the paper's four sizes (125M, 350M, 760M, 1.3B)."),
+    ],
+)
+
+
+# MLflow takes no other, and says so when a run is over.
+Experiment = Annotated[
+    Text,
+    Field(pattern=r"^[\s\S]{1,500}$", json_schema_extra={"patternErrorMessage": "of 1 to 500 characters"}),
+]
+
+
+@settings()
+class TrackingSection:
+    """Where results are recorded."""
+
+    uri: Text = Field(
+        default="sqlite:///results/mlflow.db",
+        description="MLflow tracking store: a SQLite or PostgreSQL URI, or the address of a server.",
+    )
+    experiment: Experiment | None = Field(default=None, description="MLflow experiment; null means demix-<run>.")
+
+
+StageSite = partial("StageSite", Site)
+
+
+@settings()
+class ClusterSection(Cluster):
+    """All settings of the cluster. No setting here changes a result, and changing one reruns nothing."""
+
+    stages: dict[Literal["download", "anonymize", "corpus", "train", "adapt", "score", "evaluate"], StageSite] = Field(  # type: ignore[valid-type]
+        default_factory=dict,
+        description="Values of partition, account, qos, constraint, minutes, memory_mb and gpus for single stages, "
+        "such as `{train: {minutes: 2880}}`. The stages are download, anonymize, corpus (the rules "
+        "deduplicate, split, tokenizer and tokenize), train (with the trials of a sweep), adapt, score "
+        "and evaluate.",
+    )
+
+    def of(self, stage: str) -> Cluster:
+        """The settings of the jobs of one stage."""
+        whole: dict[str, Any] = written(self)
+        stages = whole.pop("stages")
+        return settings_from(Cluster, whole | stages.get(stage, {}), "config key cluster")
+
+
+@settings(kw_only=True)
+class Config:
+    """Every key of a demix config, with its meaning, unit and default."""
+
+    base: Text | None = Field(
+        default_factory=absent,
+        description="Path of another config file, relative to this one. This file is merged into the other one, "
+        "nested keys included; where both set a key, this file wins.",
+    )
+    run: Text = Field(
+        pattern=NAME,
+        json_schema_extra={"patternErrorMessage": NAMED},
+        description="Name of the run. All files of the run are below results/<run>/.",
+    )
+    overwrite: Switch = Field(
+        default_factory=absent,
+        description="Let the run take the place of one with none of its domains, whose folder has the same name. "
+        "Without this key (or with false) the workflow stops before it changes a file there.",
+    )
+    seed: Seed = Field(default=1, description="Seed of splits, initialisation and data order.")
+    seeds: TriedItems[Seed] = Field(
+        default=(),
+        description="Further seeds with which the models are trained again; `seed` may be among them. A further "
+        "seed changes initialisation and data order, but neither splits nor tokenizer. Tables show the "
+        "spread over seeds. Adaptation and removal use `seed` alone.",
+    )
+    threads: Threads = Field(default=1)
+    allow_branches: Switch = Field(
+        default=False,
+        description="Accept sources of kind hub whose revision is no commit. Branches and tags can move, and the text "
+        "of the run with them. `demix pin CONFIG` prints the commits.",
+    )
+    domains: DomainsSection = Field(
+        description="The text domains by name, in the order in which tables and figures show them."
+    )
+    tokenizer: TokenizerSection = Field(default_factory=TokenizerSection, description="How text becomes tokens.")
+    architecture: ArchitectureSection = Field(  # type: ignore[valid-type]
+        description="Sizes of the models: a preset, or the four sizes, which override those of a preset."
+    )
+    training: TrainingSection = Field(
+        description="Settings of the training of all models. A row of `models` overrides them for one model."
+    )
+    models: dict[RowName, ModelRow | None] = Field(  # type: ignore[valid-type]
+        default_factory=dict,
+        description="The models by name. A row overrides values of `training` for one model. Four rows are there by "
+        "default: demix (which also applies to the models trained without a domain), dense (balanced: "
+        "every step holds the same number of tokens of each domain), dense_unbalanced (the paper's "
+        "Dense: data in proportion to the domains' sizes) and domain_token (dense and balanced, with a "
+        "domain token before each sequence). null leaves out dense_unbalanced or domain_token. A row of "
+        "another name adds a model of the `kind` that the row names.",
+    )
+    clusterings: dict[RowName, Clustering] = Field(
+        default_factory=dict,
+        description="Ways to divide the training domains' documents into clusters, by name (c-BTM).",
+    )
+    evaluation: EvaluationSection = Field(
+        default_factory=EvaluationSection, description="What is scored and how experts are mixed."
+    )
+    tasks: dict[TaskName, Task] = Field(
+        default_factory=dict,
+        description="Tasks of classification by name: texts with labels, on which the accuracy of mixtures is taken. A "
+        "run has none by default.",
+    )
+    adaptation: AdaptationSection = Field(
+        default_factory=AdaptationSection, description="DEMix-DAPT and Dense-DAPT on each novel domain."
+    )
+    removal: RemovalSection = Field(
+        default_factory=RemovalSection, description="Removal of domains from a trained model."
+    )
+    tracking: TrackingSection = Field(default_factory=TrackingSection, description="Where results are recorded.")
+    cluster: ClusterSection = Field(
+        default_factory=ClusterSection,
+        description="All settings of the cluster. No setting here changes a result, and changing one reruns nothing.",
+    )
+
+    @classmethod
+    def read(cls, path: str | Path, **instead: Any) -> Self:
+        """The config in the YAML file `path`: merged with its base, checked, and completed with all defaults.
+
+        The keys of `instead` replace those of the file.
+        """
+        path = Path(path)
+        content, lines = read_keys(path)
+        try:
+            return cls.complete(content | instead, path.parent)
+        except DemixError as error:
+            raise located(error, {path: lines}) from None
+
+    @classmethod
+    def complete(cls, values: Mapping[str, Any], folder: Path = Path()) -> Self:
+        """The config of the keys of a file, which lies in `folder`: merged with its base, checked, and completed.
+
+        Raises DemixError that names the first wrong key and what is allowed there. For an unknown key the error also
+        names the nearest known one.
+        """
+        # The config.json of a run is accepted as a config too.
+        whole = with_base({key: value for key, value in values.items() if key not in BESIDE}, folder)
+        # `novel:` with nothing below it is null in YAML.
+        if isinstance(whole.get("domains"), dict) and whole["domains"].get("novel", {}) is None:
+            whole["domains"] = whole["domains"] | {"novel": {}}
+        whole = written(settings_from(cls, whole, SUBJECT))
+        domains, adaptation, rows = whole["domains"], whole["adaptation"], whole["models"]
+        domains["novel"] = {name: one for name, one in domains["novel"].items() if one is not None}
+        if "tokens" not in adaptation:
+            share = max(1, whole["training"]["tokens"] // len(domains["training"]))
+            whole["adaptation"] = {"passes": PASSES} | adaptation | {"tokens": share}
+        # Tables show the rows that every run has before further rows.
+        whole["models"] = {name: rows.get(name, {}) for name in PAPER} | rows
+        config = settings_from(cls, whole, SUBJECT)
+        config._check()
+        return config
+
+    @property
+    def further_seeds(self) -> tuple[int, ...]:
+        """The further seeds with which the models are trained again."""
+        return tuple(seed for seed in self.seeds if seed != self.seed)
+
+    def _check(self) -> None:
+        """Check the rules that join several keys of what a user wrote."""
+        check_domains(self.domains)
+        for key, source in self.moving.items() if not self.allow_branches else ():
+            cause = f"is {source.revision}, which is no commit: its text can change"
+            cure = "put in what `demix pin CONFIG` prints, or set allow_branches: true"
+            raise DemixError(f"config key {key}.revision", cause, cure)
+        check_tasks(self.tasks, self.domains.training)
+        refuse_secrets("config key tracking.uri", self.tracking.uri, LOG_IN_ELSEWHERE)
+
+    @property
+    def moving(self) -> dict[str, SourceSection]:
+        """The sources whose revisions are branches or tags, by their config keys."""
+        sources = {
+            f"domains.{kind}.{name}.source": domain.source
+            for kind, domains in self.domains.kinds.items()
+            for name, domain in domains.items()
+        } | {
+            f"tasks.{name}.{split}": source
+            for name, task in self.tasks.items()
+            for split, source in task.sources.items()
+        }
+        return {
+            key: source
+            for key, source in sources.items()
+            if source.kind == "hub" and not COMMIT.fullmatch(source.revision or "") and not local(source.paths)
+        }
+
+    def refuse_missing_files(self, file: Path) -> None:
+        """Raise DemixError that names each local path of a source of this config, read from `file`, without a file."""
+        lines, missing, instructions = read_keys(file)[1], list[str](), dict[str, None]()
+        for kind, domains in self.domains.kinds.items():
+            for name, domain in domains.items():
+                source, key = domain.source, f"domains.{kind}.{name}.source"
+                for path in source.paths if source.kind == "files" else ():
+                    if not glob(path, recursive=True):
+                        place = next((f"line {lines[one]}" for one in (f"{key}.path", key) if one in lines), "its base")
+                        missing.append(f"{path} ({name}, {place})")
+                        instructions[source.instructions] = None
+        if missing:
+            cure = " ".join(filter(None, instructions)) or "mend the paths, which begin in the folder that you run in"
+            raise DemixError(file, f"names files that are missing: {', '.join(missing)}", cure)
+
+
+def with_base(config: dict[str, Any], folder: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """`config`, merged into the file that its key `base` names, nested keys included.
+
+    The path of the base is relative to `folder`. Where both set a key, `config` wins. A base may have a base of its
+    own, relative to the folder of that base's file.
+    """
+    base = config.get("base")
+    if base is None:
+        return {key: value for key, value in config.items() if key != "base"}
+    if not isinstance(base, str) or "\0" in base:
+        raise DemixError("config key base", f"is {base!r}", "give the path of a config file, relative to this one")
+    path = (folder / base).resolve()
+    if path in above:
+        raise DemixError("config key base", f"{base} is based on itself", "remove one key `base`")
+    if not path.is_file():
+        raise DemixError("config key base", f"{path} does not exist", "give a path relative to the file that names it")
+    below = with_base(read_keys(path)[0], path.parent, (*above, path))
+    return _merged(below, {key: value for key, value in config.items() if key != "base"})
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        key: _merged(below[key], value) if isinstance(value, dict) and isinstance(below.get(key), dict) else value
+        for key, value in above.items()
+    }
+    return below | both

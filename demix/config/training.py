@@ -1,0 +1,133 @@
+"""The section `training`, and what of it and of other sections a stage takes.
+
+A stage inherits the settings that it takes: `TrainingRecipe` is the part of the section `training` that
+`demix.train.stage.Training` takes. `Execution` holds the settings that change nothing but time and memory.
+"""
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from demix.settings import Integer, Number, Positive, Switch, Text, TriedItems, names_of, settings, written
+
+Threads = Annotated[
+    Positive,
+    Field(
+        description="CPU threads of each training, adaptation and scoring job. The last bits of losses depend on this "
+        "number, so the config sets it. Snakemake's --cores only limits how many jobs run side by side."
+    ),
+]
+# The largest published runs have steps of some 16,000 sequences, on as many GPUs. The placement of ranks lists each.
+Sequences = Annotated[Positive, Field(le=1_000_000)]
+Ranks = Annotated[Positive, Field(le=100_000)]
+LearningRate = Annotated[Number, Field(gt=0, description="Peak learning rate.")]
+
+
+@settings()
+class Execution:
+    """Settings that change only the time and memory of a training. Fingerprints leave these settings out."""
+
+    checkpoint_every: Positive = Field(
+        default=100, description="Steps between checkpoints. A killed run resumes from the newest checkpoint."
+    )
+    keep_checkpoints: Positive = Field(default=2, description="Number of newest checkpoints that are kept.")
+    micro_sequences: Positive | None = Field(
+        default=None,
+        description="Sequences of each expert in one micro-batch of a rank; gradients accumulate over "
+        "micro-batches. null takes all sequences of a step at once.",
+    )
+    compile: Switch = Field(default=False, description="Compile the transformer blocks (torch.compile).")
+    checkpoint_activations: Switch = Field(
+        default=False,
+        description="Recompute activations in the backward pass instead of storing them: a third slower, far less "
+        "memory.",
+    )
+
+
+@settings()
+class Optimizer:
+    """The optimizer and its learning-rate schedule (paper, Tables 9-12)."""
+
+    warmup: Number = Field(
+        default=0.08,
+        ge=0,
+        le=1,
+        description="Fraction of the steps in which the learning rate rises linearly to its peak. In the remaining "
+        "steps the learning rate falls linearly to zero.",
+    )
+    clip: Number = Field(
+        default=0.1, gt=0, description="Largest L2 norm of the gradient; larger gradients are scaled down to this norm."
+    )
+    weight_decay: Number = Field(default=0.1, ge=0, description="Decoupled weight decay.")
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        default="fp32",
+        description="Number format of the computation. Weights and optimizer state are fp32, except with fp64, "
+        "which serves exact comparisons. fp16 scales the loss.",
+    )
+
+
+def fingerprinted(given: Any) -> dict[str, Any]:
+    """The settings that identify a training or an adaptation: all but those of `Execution`."""
+    return {key: value for key, value in stated(given).items() if key not in names_of(Execution)}
+
+
+def stated(given: Any) -> dict[str, Any]:
+    """Settings as a mapping, without `passes` where it bounds nothing: as they were before there was such a key."""
+    return {key: value for key, value in dataclasses.asdict(given).items() if (key, value) != ("passes", None)}
+
+
+def taken(recipe: type, section: Any) -> dict[str, Any]:
+    """The values, as written, that the stage with the settings `recipe` takes of a config's section.
+
+    The settings of `Execution` are left out, because a change of any value that is returned reruns the stage. So are
+    keys that the section is without.
+    """
+    names = {*names_of(recipe)} - {*names_of(Execution)}
+    return {key: value for key, value in written(section).items() if key in names}
+
+
+@settings()
+class Sweep:
+    """Short trainings that choose the peak learning rate."""
+
+    learning_rates: TriedItems[LearningRate] = Field(
+        min_length=1, description="Peak learning rates to try, one job for each."
+    )
+    tokens: Positive = Field(description="Training tokens of each job; the learning-rate schedule has the same length.")
+
+
+@settings(kw_only=True)
+class TrainingRecipe(Execution, Optimizer):
+    """The settings of the section `training` that one training from scratch takes."""
+
+    tokens: Positive = Field(description="Total training tokens of one model.")
+    sequences: Sequences = Field(description="Sequences of each domain in one optimizer step.")
+    learning_rate: LearningRate = Field()
+    dev_blocks: Integer = Field(
+        default=0,
+        ge=0,
+        description="Blocks of each domain's dev split to evaluate at every checkpoint; 0 evaluates none.",
+    )
+
+
+@settings(kw_only=True)
+class TrainingSection(TrainingRecipe):
+    """Settings of the training of all models. A row of `models` overrides them for one model."""
+
+    ranks: Ranks = Field(
+        default=1,
+        description="Processes that train one model together: a multiple or a divisor of the number of training "
+        "domains, or the sum of the domains' ranks where `replicas` is given. The result does not "
+        "depend on this number.",
+    )
+    sweep: Sweep | None = Field(
+        default=None,
+        description="Short trainings of every model that choose its learning rate: the largest of `learning_rates` "
+        "that does not diverge. The chosen rate replaces `learning_rate`. null runs no sweep.",
+    )
+    replicas: dict[Text, Ranks] = Field(
+        default_factory=dict,
+        description="Number of ranks by domain, such as `{legal: 2}`; a domain that is not named has one rank. When "
+        "`replicas` is empty, all domains have the same number of ranks.",
+    )

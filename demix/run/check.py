@@ -1,0 +1,159 @@
+"""A run that can be worked on: its config, read and checked with all that follows from it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from demix.config.config import Config
+from demix.config.keys import located, read_keys
+from demix.config.mixing import parsed_weights
+from demix.config.training import TrainingRecipe, taken
+from demix.errors import DemixError, nearest
+from demix.run import placement
+from demix.run.clashes import refuse_clashes
+from demix.run.contexts import check_contexts
+from demix.run.models import Model
+from demix.run.run import Run
+from demix.settings import written
+
+
+def load_run(path: str | Path, **instead: Any) -> Run:
+    """The run of the config in the YAML file `path`, checked; the keys of `instead` replace those of the file."""
+    config = Config.read(path, **instead)
+    try:
+        return checked(config)
+    except DemixError as error:
+        raise located(error, {Path(path): read_keys(Path(path))[1]}) from None
+
+
+def run_of(values: Mapping[str, Any], folder: Path = Path()) -> Run:
+    """The run of the keys of a config, checked. A path in `base` is relative to `folder`."""
+    return checked(Config.complete(values, folder))
+
+
+def checked(config: Config) -> Run:
+    """The run of a config. Raises DemixError for keys that do not go together."""
+    run = Run(config, Path("results") / config.run)
+    _check_clusters(run)
+    # The architecture is refused before the rows that change its options.
+    _ = run.architecture, run.adaptations
+    for model in run.own:
+        _check_model(run, model)
+    _check_jobs(run)
+    _check_removal(run)
+    _check_weights(run)
+    check_contexts(run)
+    refuse_clashes(run)
+    return run
+
+
+def _check_clusters(run: Run) -> None:
+    """Refuse a domain that has the name of a cluster."""
+    for name, clustering in run.config.clusterings.items():
+        both = {*run.domains} & {*run.clusters(name)}
+        if clustering.method != "metadata" and both:
+            cause = f"has a cluster {min(both)}, and a domain has this name too"
+            raise DemixError(f"config key clusterings.{name}", cause, "rename the domain")
+
+
+def _check_model(run: Run, model: Model) -> None:
+    """Refuse a row whose ranks do not fit its experts, or whose tokens make no step."""
+    settings = model.settings
+    if model.parts[0].part:
+        _check_parts(model)
+    else:
+        try:
+            placement.place(model.kind, model.domains, settings.sequences, settings.ranks, settings.replicas)
+        except DemixError as error:
+            raise DemixError(f"config key training.{error.subject}", error.cause, error.cure) from None
+    if settings.tokens < model.step_tokens:
+        section = f"models.{model.name}" if "tokens" in written(run.config.models[model.name]) else "training"
+        cause = f"is {settings.tokens}, less than the {model.step_tokens} tokens of one step of {model.name}"
+        cure = f"raise it, or lower the tokens of a step: {len(model.domains)} domains × {settings.sequences} "
+        cure += f"sequences × {run.context} tokens of context"
+        raise DemixError(f"config key {section}.tokens", cause, cure)
+    if model.parent:
+        _check_branch(run, model)
+    if settings.sweep and settings.sweep.tokens < model.step_tokens:
+        cause = f"is {settings.sweep.tokens}, less than the {model.step_tokens} tokens of one step of {model.name}"
+        raise DemixError("config key training.sweep.tokens", cause, "raise it")
+
+
+def _check_parts(model: Model) -> None:
+    """Refuse settings of a row whose experts are whole models that do not fit trainings of one expert each."""
+    settings, key = model.settings, f"config key models.{model.name}"
+    if settings.replicas:
+        cause = f"is {settings.replicas}, and each expert trains by itself"
+        raise DemixError(f"{key}.replicas", cause, "give this row replicas: {} and the ranks of one expert")
+    if model.sweeps:
+        raise DemixError(f"{key}.sweep", "has no single training to try rates on", "give this row sweep: null")
+    if settings.ranks > 1 and (settings.experts_per_job or 1) > 1:
+        cause = f"is {settings.ranks} with experts_per_job {settings.experts_per_job}"
+        raise DemixError(f"{key}.ranks", cause, "use 1, or leave out experts_per_job")
+    try:
+        placement.place_experts(model.parts[0].domains, settings.sequences, settings.ranks)
+    except DemixError as error:
+        raise DemixError(f"{key}.{error.subject}", error.cause, error.cure) from None
+
+
+def _check_branch(run: Run, model: Model) -> None:
+    """Refuse settings of a row with a seed phase that would change its parent's schedule or data, unless it restarts.
+
+    A row that restarts must have tokens left for an update of its own.
+    """
+    key, given, parents = (
+        f"config key models.{model.name}",
+        written(run.config.models[model.name]),
+        run.rows[model.parent],
+    )
+    seen, tokens = model.seed_step * model.parent_step_tokens, model.settings.tokens
+    if model.restarts and model.updates <= model.first_step:
+        cause = f"is {tokens}, which leaves no update after the {seen} tokens of its seed"
+        raise DemixError(f"{key}.tokens", cause, "raise it, or lower seed_tokens")
+    of_parent = written(parents.settings)
+    for name in (*taken(TrainingRecipe, parents.settings), "sweep") if not model.restarts else ():
+        if name != "dev_blocks" and name in given and given[name] != of_parent[name]:
+            cause = f"is {given[name]} where its parent {model.parent} has {of_parent[name]}"
+            raise DemixError(f"{key}.{name}", cause, "leave it out: a branch takes its parent's")
+    if 0 < model.settings.seed_tokens < model.parent_step_tokens:
+        cause = f"is {model.settings.seed_tokens}, less than the {model.parent_step_tokens} tokens of one step"
+        raise DemixError(f"{key}.seed_tokens", cause, "raise it, or give 0")
+
+
+def _check_jobs(run: Run) -> None:
+    """Refuse ranks that no adaptation can have, and a grace that leaves a job no time."""
+    adaptation = run.config.adaptation
+    try:
+        placement.place_experts(["novel"], adaptation.sequences, adaptation.ranks)
+    except DemixError as error:
+        raise DemixError(f"config key adaptation.{error.subject}", error.cause, error.cure) from None
+    for stage in ("train", "adapt"):
+        cluster = run.config.cluster.of(stage)
+        if cluster.grace_seconds >= 60 * cluster.minutes:
+            cause = f"is {cluster.grace_seconds}, which leaves none of the {cluster.minutes} minutes of {stage}"
+            raise DemixError("config key cluster.grace_seconds", cause, "lower it, or raise cluster.minutes")
+
+
+def _check_removal(run: Run) -> None:
+    """Refuse to remove what is no training domain, and a replacement that is no novel one."""
+    removal, key = run.config.removal, "config key removal"
+    for name in removal.retrain_without:
+        if name not in run.training:
+            cause = f"{name} is no training domain"
+            raise DemixError(f"{key}.retrain_without", cause, nearest(name, run.training, ""))
+    if removal.retrain_without and removal.replacement not in run.novel:
+        cause = f"is {removal.replacement!r}, which is no novel domain"
+        cure = nearest(removal.replacement, run.novel, "add a novel domain first")
+        raise DemixError(f"{key}.replacement", cause, cure)
+
+
+def _check_weights(run: Run) -> None:
+    """Refuse weights without those of the tables, and weights by distances to clusters that a model has not."""
+    named = run.config.evaluation.weights
+    if "history" not in named:
+        raise DemixError("config key evaluation.weights", "lacks history, which the report's tables use", "add history")
+    for weights in named:
+        for model in run.planned if parsed_weights(weights).rules.routed else ():
+            if model.kind.has_experts and not (model.routing or model.removed or model.masked):
+                cause, cure = f"{weights} has no clustering for {model.name}", "add by_domain: {method: metadata}"
+                raise DemixError("config key evaluation.weights", cause, f"{cure} to clusterings")

@@ -1,0 +1,316 @@
+"""The models that a run trains: one per row of the config's `models`, seed and removed domain, and the adapted ones.
+
+Only this module makes and parses names of models.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from demix.config.architecture import Architecture
+from demix.config.config import Config
+from demix.config.models import DENSE_EXPERT, Kind, RowSettings
+from demix.errors import DemixError, nearest
+from demix.run.rows import Row
+
+
+@dataclass(frozen=True)
+class Model:
+    """A trained model, with the folder models/<name> and the metrics metrics/<name>.jsonl.
+
+    `row` is the model's name in results, the same for every seed. `base` is the row of the config's `models` that
+    configures the training. `domains` are the domains that the model learns from, in order. `removed` is the domain
+    that the model is trained without, and `replacement` the novel domain in its place. `parent` is the folder of the
+    model that this one goes on from: with a seed phase (docs/concepts.md), or adapted to the novel domain `adapted_to`.
+    `scored` are the domains that the model is scored on, `splits` the splits of these domains. A model whose experts
+    are whole models has one training per expert (`parts`), in the folder branches/<name>/<part>: `share` trainings with
+    equal shares of the tokens. A model that learns from clusters (`data`) has them as its `domains`, with equal parts
+    of a step's sequences. `routing` is the clustering whose distances can weight the model's experts, if there is one.
+    """
+
+    name: str
+    row: str
+    base: Row
+    seed: int
+    domains: tuple[str, ...]
+    scored: tuple[str, ...]
+    splits: tuple[str, ...] = ("dev", "test")
+    removed: str = ""
+    replacement: str = ""
+    parent: str = ""
+    adapted_to: str = ""
+    routing: str = ""
+    part: str = ""
+    share: int = 1
+
+    @property
+    def kind(self) -> Kind:
+        """How the model is built, and what it learns from."""
+        return self.base.kind
+
+    @property
+    def settings(self) -> RowSettings:
+        """The config's section `training` with the row's own values."""
+        return self.base.settings
+
+    @property
+    def architecture(self) -> Architecture:
+        """The sizes and options of the decoder."""
+        return self.base.architecture
+
+    @property
+    def masked(self) -> bool:
+        """Whether it is a masked language model, whose experts no text weights."""
+        return self.base.masked
+
+    @property
+    def data(self) -> str:
+        """The clustering whose clusters the model learns from; empty where it learns from domains."""
+        return self.settings.data or ""
+
+    @property
+    def parts(self) -> tuple["Model", ...]:
+        """The trainings of the model: one of all its experts, or one for each expert that is a whole model."""
+        if self.kind.expert_scope != "model":
+            return (self,)
+        share = len(self.domains)
+        parts = tuple(replace(self, domains=(name,), part=name, share=share) for name in self.domains)
+        if not self.removed:
+            return parts
+        # Nothing but its own domain reaches an expert, so the base has trained all experts but the replacement.
+        return tuple(part if part.part == self.replacement else replace(part, name=self.base.name) for part in parts)
+
+    @property
+    def jobs(self) -> tuple[tuple["Model", ...], ...]:
+        """The parts that are trained for this model, as the jobs that train them one after the other."""
+        own = tuple(part for part in self.parts if part.name == self.name)
+        size = self.settings.experts_per_job or 1
+        return tuple(own[first : first + size] for first in range(0, len(own), size))
+
+    @property
+    def place(self) -> str:
+        """The training's name in paths of its checkpoints, its metrics and its log."""
+        return f"{self.name}/{self.part}" if self.part else self.name
+
+    @property
+    def folder(self) -> str:
+        """The folder of the run in which the training leaves its model."""
+        return f"{'branches' if self.part else 'models'}/{self.place}"
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """The experts that training makes, in order."""
+        return self.domains if self.kind.has_experts else (DENSE_EXPERT,)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of the model's score tables: its experts, or its domain tokens."""
+        return self.domains if self.kind.domain_tokens else self.experts
+
+    @property
+    def rule(self) -> str:
+        """The model's name as a part of the names of rules."""
+        return self.place.replace("-", "_").replace("/", "__")
+
+    @property
+    def rates_from(self) -> str:
+        """The row whose sweep chooses the model's learning rate: a branch goes on with the schedule of its parent."""
+        return self.settings.parent or self.base.name
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether the model has a sweep of its own; further seeds, branches and removals take that of another."""
+        return self.name == self.rates_from and bool(self.settings.sweep)
+
+    @property
+    def step_tokens(self) -> int:
+        """The tokens of one optimizer step of all parts together."""
+        return len(self.domains) * self.share * self.settings.sequences * self.architecture.context
+
+    @property
+    def updates(self) -> int:
+        """The optimizer steps of the training, those of a seed phase included."""
+        return self.settings.tokens // self.step_tokens
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the model takes its parent's parameters alone, with settings and a schedule of its own."""
+        return bool(self.parent and self.settings.schedule == "restart")
+
+    @property
+    def parent_step_tokens(self) -> int:
+        """The tokens of one optimizer step of the model's parent."""
+        return self.base.seed_sequences * self.architecture.context or self.step_tokens
+
+    @property
+    def seed_step(self) -> int:
+        """The number of its parent's updates with which the model begins; 0 for one that is trained from scratch."""
+        return (self.settings.seed_tokens or 0) // self.parent_step_tokens if self.parent else 0
+
+    @property
+    def first_step(self) -> int:
+        """The number of updates, from the model's steps, that its seed phase stands for."""
+        return -(-self.seed_step * self.parent_step_tokens // self.step_tokens)
+
+    @property
+    def swept_rates(self) -> list[str]:
+        """The learning rates that the model's sweep tries, as in file names; empty without a sweep."""
+        return [repr(rate) for rate in self.settings.sweep.learning_rates] if self.settings.sweep else []
+
+
+def job_place(job: tuple[Model, ...]) -> str:
+    """The folder, below those of checkpoints, in which a job of `Model.jobs` is found again."""
+    return job[0].place + (f"-and-{len(job) - 1}-more" if job[1:] else "")
+
+
+def rule_of(job: tuple[Model, ...]) -> str:
+    """The rule of the workflow that does a job of `Model.jobs`."""
+    return f"train_{job[0].rule}" + (f"__and_{len(job) - 1}_more" if job[1:] else "")
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """The adaptation of `parent` to the novel `domain`, with the metrics metrics/<name>.jsonl.
+
+    DEMix-DAPT adds an expert to the parent's folder. Dense-DAPT makes a new model.
+    """
+
+    name: str
+    domain: str
+    parent: Model
+
+    @property
+    def adds_expert(self) -> bool:
+        """Whether the adaptation adds an expert to its parent instead of making a new model."""
+        return self.parent.kind.has_experts
+
+    @property
+    def rule(self) -> str:
+        """The rule of the workflow that runs the adaptation."""
+        return "adapt" if self.adds_expert else "adapt_dense"
+
+    @property
+    def model(self) -> str:
+        """The folder that receives the weights."""
+        return self.parent.name if self.adds_expert else self.name
+
+    @property
+    def expert(self) -> str:
+        """The name of the adapted expert in that folder."""
+        return self.domain if self.adds_expert else DENSE_EXPERT
+
+
+def folder_of(row: str, seed: int, first: int) -> str:
+    """The folder of the model of a row with `seed`, where the run's own seed is `first`."""
+    return row if seed == first else f"{row}-seed{seed}"
+
+
+def left_out(domain: str) -> str:
+    """The label of the set of all experts but that of `domain`."""
+    return f"minus-{domain}"
+
+
+def one_more(domain: str) -> str:
+    """The label of the set of the training experts and the added expert of `domain`."""
+    return f"plus-{domain}"
+
+
+def trained_without(domain: str) -> str:
+    """The name of the model that is trained without `domain`."""
+    return f"without-{domain}"
+
+
+def adapted(row: str, domain: str) -> str:
+    """The name of the adaptation of a row's model to `domain`."""
+    return f"{row}-dapt-{domain}"
+
+
+def made_of(model: str, weights: str) -> str:
+    """The folder of what is made of the experts of a model by `weights` (`demix.config.merged`).
+
+    {domain} stands for the domain of a prior.
+    """
+    return f"{model}-{'average-{domain}' if weights == 'posterior' else weights}"
+
+
+def trained_models(config: Config, rows: dict[str, Row]) -> tuple[Model, ...]:
+    """The models that a run trains from scratch, or from a seed.
+
+    The order is: rows of `models` with the run's own seed, models trained without a domain, rows with further seeds.
+    """
+    training, removal = tuple(config.domains.training), config.removal
+    by_domain = next((name for name, made in config.clusterings.items() if made.method == "metadata"), "")
+    first = [
+        Model(
+            row.name,
+            row.name,
+            row,
+            config.seed,
+            row.learned,
+            (*training, *config.domains.novel),
+            # Single columns are neither mixed nor chosen, so that nothing reads their scores on dev.
+            splits=("dev", "test") if row.kind.has_experts or row.kind.domain_tokens else ("test",),
+            parent=row.settings.parent or "",
+            routing=(row.settings.data or by_domain) if row.kind.has_experts and not row.masked else "",
+        )
+        for row in rows.values()
+    ]
+    whole = row_named(first, removal.model, "removal.model")
+    without = [
+        replace(
+            whole,
+            name=trained_without(removed),
+            row=trained_without(removed),
+            domains=tuple(removal.replacement or "" if domain == removed else domain for domain in training),
+            scored=(removed,),
+            removed=removed,
+            routing="",
+            replacement=removal.replacement or "",
+        )
+        for removed in removal.retrain_without
+    ]
+    again = [
+        replace(
+            model,
+            name=folder_of(model.row, seed, config.seed),
+            seed=seed,
+            parent=model.parent and folder_of(model.parent, seed, config.seed),
+        )
+        for seed in config.further_seeds
+        for model in first
+    ]
+    return (*first, *without, *again)
+
+
+def adaptations_of(config: Config, models: Iterable[Model]) -> tuple[Adaptation, ...]:
+    """The adaptations of a run with these trained `models`: for each novel domain DEMix-DAPT, then Dense-DAPT."""
+    rows = [model for model in models if model.name == model.row and not model.removed]
+    adaptation = config.adaptation
+    dense = row_named(rows, adaptation.dense, "adaptation.dense", experts=False)
+    parents = (row_named(rows, adaptation.model, "adaptation.model"), dense)
+    return tuple(
+        Adaptation(adapted(parent.row, novel), novel, parent) for novel in config.domains.novel for parent in parents
+    )
+
+
+def dense_adapted(adaptation: Adaptation, training: tuple[str, ...]) -> Model:
+    """The model that Dense-DAPT makes."""
+    return replace(
+        adaptation.parent,
+        name=adaptation.name,
+        row=adaptation.name,
+        domains=(adaptation.domain,),
+        scored=(*training, adaptation.domain),
+        splits=("test",),
+        parent=adaptation.parent.name,
+        adapted_to=adaptation.domain,
+    )
+
+
+def row_named(models: Iterable[Model], name: str, key: str, *, experts: bool = True) -> Model:
+    """The model of the row that a config key names; `experts` says whether the model must have experts."""
+    fitting = [model for model in models if model.kind.has_experts == experts and not (model.data or model.masked)]
+    for model in fitting:
+        if model.name == name:
+            return model
+    cure = nearest(name, (model.name for model in fitting), "add a row to models")
+    raise DemixError(f"config key {key}", f"is {name}, which is no such row of models", cure)

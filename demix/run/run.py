@@ -1,0 +1,161 @@
+"""A run: what follows from its config, derived once."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+from demix.config.architecture import Architecture, architecture_from
+from demix.config.clustering import cluster_names
+from demix.config.config import Config
+from demix.config.domains import DomainSection
+from demix.run.kept import read_run_config
+from demix.run.merged import Merged, merged_models
+from demix.run.models import Adaptation, Model, adaptations_of, dense_adapted, folder_of, row_named, trained_models
+from demix.run.rows import Row, rows_of
+from demix.settings import written
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The run of a config, whose files are in `folder`.
+
+    What is derived raises DemixError for keys that do not go together; `demix.run.check` derives all of it at the
+    beginning.
+    """
+
+    config: Config
+    folder: Path
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """The run that the workflow made in `folder`. Raises DemixError for another version, or a damaged file."""
+        return cls(read_run_config(folder), folder)
+
+    @property
+    def name(self) -> str:
+        """The name of the run in its config; the folder may have another one."""
+        return self.config.run
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run, of whose models all tables are."""
+        return self.config.seed
+
+    @property
+    def submitted(self) -> bool:
+        """Whether trainings run as SLURM jobs of their own, for which a local process only waits."""
+        return self.config.cluster.launch == "slurm"
+
+    @cached_property
+    def training(self) -> tuple[str, ...]:
+        """The training domains, in the config's order."""
+        return tuple(self.config.domains.training)
+
+    @cached_property
+    def novel(self) -> tuple[str, ...]:
+        """The novel domains, in the config's order."""
+        return tuple(self.config.domains.novel)
+
+    @cached_property
+    def domains(self) -> dict[str, DomainSection]:
+        """The sections of the training domains and then of the novel ones."""
+        return self.config.domains.all
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The architecture of the config, which rows may change."""
+        return architecture_from(written(self.config.architecture))
+
+    @property
+    def context(self) -> int:
+        """The tokens of a block."""
+        return self.architecture.context
+
+    @property
+    def types(self) -> int:
+        """The number of types of the tokenizer."""
+        return self.config.tokenizer.types
+
+    @cached_property
+    def rows(self) -> dict[str, Row]:
+        """The rows of the config's `models`, the paper's four first."""
+        return rows_of(self.config)
+
+    @cached_property
+    def trained(self) -> tuple[Model, ...]:
+        """The models that the run trains from scratch, or from a seed."""
+        return trained_models(self.config, self.rows)
+
+    @cached_property
+    def own(self) -> tuple[Model, ...]:
+        """The models that are trained with the run's own seed on all domains."""
+        return tuple(model for model in self.trained if model.name == model.row and not model.removed)
+
+    @cached_property
+    def without(self) -> tuple[Model, ...]:
+        """The models that are trained without a domain."""
+        return tuple(model for model in self.trained if model.removed)
+
+    @cached_property
+    def adaptations(self) -> tuple[Adaptation, ...]:
+        """The adaptations: for each novel domain DEMix-DAPT, then Dense-DAPT."""
+        return adaptations_of(self.config, self.trained)
+
+    @cached_property
+    def planned(self) -> tuple[Model, ...]:
+        """All models of the run: those that it trains, then those made by Dense-DAPT."""
+        made = (one for one in self.adaptations if not one.adds_expert)
+        return (*self.trained, *(dense_adapted(one, self.training) for one in made))
+
+    @cached_property
+    def receiver(self) -> Model:
+        """The model that receives the experts of novel domains."""
+        return row_named(self.own, self.config.adaptation.model, "adaptation.model")
+
+    @cached_property
+    def whole(self) -> Model:
+        """The model whose experts are left out, and which is trained again without single domains."""
+        return row_named(self.own, self.config.removal.model, "removal.model")
+
+    @cached_property
+    def merged(self) -> tuple[Merged, ...]:
+        """The merged models of the rows that ask for them, with the run's own seed."""
+        return merged_models(self.own)
+
+    @cached_property
+    def seeds(self) -> dict[tuple[str, int], Model]:
+        """The parents of seed phases by folder and number of updates."""
+        models = {model.name: model for model in self.trained}
+        begun = {(model.parent, model.seed_step) for model in self.trained}
+        return {(parent, step): models[parent] for parent, step in sorted(begun) if step}
+
+    def clusters(self, clustering: str) -> tuple[str, ...]:
+        """The clusters of a clustering."""
+        return cluster_names(clustering, self.config.clusterings[clustering], self.training)
+
+    @cached_property
+    def learned_splits(self) -> tuple[tuple[str, str], ...]:
+        """The clusterings that models learn from, each with the splits that their trainings and their routers read."""
+        models = [model for model in self.trained if model.data]
+        found = [(model.data, "train") for model in models]
+        on_dev = [one for one in models if one.settings.dev_blocks or one.settings.merged_routed]
+        return tuple(dict.fromkeys(found + [(one.data, "dev") for one in on_dev]))
+
+    def folder_of(self, row: str, seed: int) -> str:
+        """The folder of the model of a row with `seed`."""
+        return folder_of(row, seed, self.seed)
+
+    def row_of(self, folder: str) -> tuple[str, int]:
+        """The row and the seed of the model in a folder of the run: the inverse of `folder_of`."""
+        for seed in self.config.further_seeds:
+            if folder.endswith(f"-seed{seed}"):
+                return folder.removesuffix(f"-seed{seed}"), seed
+        return folder, self.seed
+
+    def learning_rate_factor(self, parent: Model) -> float:
+        """The learning rate of the adaptation of `parent`, as a fraction of that of the parent's training."""
+        factor = self.config.adaptation.learning_rate_factor
+        if isinstance(factor, float):
+            return factor
+        return factor.demix if parent.kind.has_experts else factor.dense
