@@ -102,7 +102,7 @@ def settings(*, kw_only: bool = False, open: bool = False) -> Callable[[type[T]]
     made: Any = dataclass(frozen=True, kw_only=kw_only, config=config)
 
     def decorate(kind: Any) -> Any:
-        kind._remember = model_validator(mode="wrap")(classmethod(_remember))
+        kind._remember = model_validator(mode="wrap")(classmethod(_remember))  # type: ignore[arg-type]
         return made(kind)
 
     return decorate

@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from demix.errors import DemixError, printable
+
+if TYPE_CHECKING:
+    from demix.config.config import Config
+    from demix.run.run import Run
 
 app = typer.Typer()
 
@@ -77,6 +81,7 @@ def config(
     from demix.config.adaptation import PASSES
     from demix.config.reference import editor_schema
     from demix.config.reference import reference as keys
+    from demix.run.check import load_run
 
     if reference:
         print(keys(), end="")
@@ -85,64 +90,61 @@ def config(
     elif file is None:
         raise DemixError("FILE", "is missing", "name a config file, such as config/sample.yaml")
     elif values:
-        print(yaml.safe_dump(load_config(file), sort_keys=False, allow_unicode=True), end="")
+        print(yaml.safe_dump(load_run(file).config.values, sort_keys=False, allow_unicode=True), end="")
     else:
-        settings = load_config(file)
-        refuse_missing_files(settings, file)
+        run = load_run(file)
+        run.config.refuse_missing_files(file)
         print(printable(f"{file} is valid. It runs:"))
-        for head, text in _will_run(settings):
+        for head, text in _will_run(run):
             print(f"  {head:17} {text}")
-        bounded = settings["adaptation"].get("passes")
+        bounded = run.config.adaptation.passes
         key, cure = ("passes", f"to {PASSES}") if bounded else ("tokens", f"or add passes: {PASSES} to adaptation")
-        for name, words, passes in _many_passes(settings):
+        for name, words, passes in _many_passes(run.config):
             cause = f"adapts to {name} in about {passes:,.0f} passes over its {words:,} words"
             logging.getLogger("demix").warning(f"{file}, config key adaptation.{key}: {cause}; lower it, {cure}")
         print(printable(f"demix plan {file} says what it takes; demix config --values {file} prints every value."))
 
 
-def _will_run(settings: dict[str, Any]) -> list[tuple[str, str]]:
-    """What a completed config runs: heads and lines."""
-    from demix.config.architecture import architecture_from
+def _will_run(run: "Run") -> list[tuple[str, str]]:
+    """What a config runs: heads and lines."""
     from demix.plan.jobs import plan_jobs
 
-    context = architecture_from(settings["architecture"]).context
     models: dict[str, list[str]] = {}
-    for model in trained(settings):
-        tokens = model.settings["tokens"]
-        updates = tokens // model.step_tokens(context)
-        models.setdefault(f"of {tokens:,} tokens in {updates:,} updates", []).append(model.name)
-    lines = [("run", f"results/{settings['run']}")]
-    for kind, names in settings["domains"].items():
+    for model in run.trained:
+        size = f"of {model.settings.tokens:,} tokens in {model.updates:,} updates"
+        models.setdefault(size, []).append(model.name)
+    lines = [("run", str(run.folder))]
+    for kind, names in run.config.domains.kinds.items():
         lines.append((f"{kind} domains", ": ".join(filter(None, (str(len(names)), ", ".join(names))))))
     lines += [("models", f"{len(names)} {size}: {', '.join(names)}") for size, names in models.items()]
-    if adapted := adaptations(settings):
-        lines.append(("adaptations", f"{len(adapted)} of {settings['adaptation']['tokens']:,} tokens at most"))
-    return [*lines, ("jobs", f"{sum(jobs.count for jobs in plan_jobs(settings, 'cpu')):,}, less those that are done")]
+    if run.adaptations:
+        lines.append(("adaptations", f"{len(run.adaptations)} of {run.config.adaptation.tokens:,} tokens at most"))
+    return [*lines, ("jobs", f"{sum(jobs.count for jobs in plan_jobs(run, 'cpu')):,}, less those that are done")]
 
 
-def _many_passes(config: dict[str, Any]) -> Iterator[tuple[str, int, float]]:
+def _many_passes(config: "Config") -> Iterator[tuple[str, int, float]]:
     """The novel domains of local files over whose train split an adaptation would pass more than MOST_PASSES times.
 
     Yields the domain, the words of its train split and the number of passes.
     """
     from demix.data.outline import MOST_WORDS, distinct_documents
     from demix.plan.cost import TOKENS_PER_WORD
+    from demix.settings import written
 
-    adaptation = config["adaptation"]
-    bound = adaptation.get("passes") or math.inf
+    bound = config.adaptation.passes or math.inf
     if bound <= MOST_PASSES:
         return
-    words = adaptation["tokens"] / TOKENS_PER_WORD
+    words = config.adaptation.tokens / TOKENS_PER_WORD
     # To read more would take long.
     enough = min(math.ceil(words / MOST_PASSES), MOST_WORDS)
-    for name, domain in config["domains"]["novel"].items():
-        if domain["source"]["kind"] != "files":
+    for name, domain in config.domains.kinds["novel"].items():
+        if domain.source.kind != "files":
             continue
-        held_out = domain["words"]["dev"] + domain["words"]["test"]
-        most = min(enough + held_out, domain["source"]["words"] or enough + held_out)
+        held_out = domain.words.dev + domain.words.test
+        most = min(enough + held_out, domain.source.words or enough + held_out)
         with _silent():
-            documents, _ = distinct_documents(domain["source"] | {"words": most}, name)
-        train = min(max(1, sum(documents.values()) - held_out), domain["words"]["train"] or enough)
+            documents, _ = distinct_documents(written(domain.source) | {"words": most}, name)
+        train = min(max(1, sum(documents.values()) - held_out), domain.words.train or enough)
         if train < enough:
             yield name, train, min(bound, words / train)
 
@@ -169,14 +171,15 @@ def pin(file: Annotated[Path, typer.Argument(help="A config file.")]) -> None:
     from demix.data.pins import pins
     from demix.data.sources import Source
     from demix.files import scratch
-    from demix.settings import settings_from
+    from demix.run.check import load_run
+    from demix.settings import settings_from, written
 
-    config, failed, above = load_config(file, allow_branches=True), False, ""
-    with scratch(Path("results") / config["run"] / "pins") as folder:
-        for kind, domains in config["domains"].items():
+    run, failed, above = load_run(file, allow_branches=True), False, ""
+    with scratch(run.folder / "pins") as folder:
+        for kind, domains in run.config.domains.kinds.items():
             for name, domain in domains.items():
                 try:
-                    found = pins(settings_from(Source, domain["source"]), folder)
+                    found = pins(settings_from(Source, written(domain.source)), folder)
                 except DemixError as error:
                     failed = True
                     logging.getLogger("demix").error("%s: %s", name, error)

@@ -44,22 +44,23 @@ def plan(
     from demix.plan.here import here_line
     from demix.plan.jobs import in_one_line, jobs_table, runs_here, usual_hardware, write_sbatch_files
     from demix.plan.stages import stages_table, sync_table
+    from demix.run.check import load_run
 
-    settings, console = load_config(file), terminal()
-    here = hardware is None and runs_here(settings)
+    run, console = load_run(file), terminal()
+    here = hardware is None and runs_here(run)
     shown = details or ranks is not None or not here
-    hardware = hardware or usual_hardware(settings)
-    tables = training_tables(settings, ranks, hardware)
+    hardware = hardware or usual_hardware(run)
+    tables = training_tables(run, ranks, hardware)
     if here:
-        print(here_line(settings, ranks) + ("" if shown else "; --details prints tables of it"))
+        print(here_line(run, ranks) + ("" if shown else "; --details prints tables of it"))
     if shown:
-        later = (show(settings, hardware, ranks) for show in (sync_table, jobs_table, stages_table))
-        for table in (plan_table(settings), *tables, *later):
+        later = (show(run, hardware, ranks) for show in (sync_table, jobs_table, stages_table))
+        for table in (plan_table(run), *tables, *later):
             console.print(table)
-    for path in write_sbatch_files(settings, hardware, ranks) if dry_run else ():
+    for path in write_sbatch_files(run, hardware, ranks) if dry_run else ():
         print(path)
     if shown:
-        print(in_one_line(settings, hardware, ranks))
+        print(in_one_line(run, hardware, ranks))
 
 
 @app.command()
@@ -70,19 +71,19 @@ def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/
     from demix.report.compared import printed
     from demix.report.paper_tables import adaptation_table
     from demix.report.read import added, novel_domains, of_seed, read_parents, read_results
-    from demix.run.kept import read_run_config
+    from demix.run.run import Run
 
-    run_config = read_run_config(run)
+    whole = Run.read(run)
     results, console = read_results(run / "results.parquet"), terminal()
-    console.print(main_table(results, run_config))
-    if "table13" not in left_out(run_config):
-        parents = read_parents(run / "models" / added(run_config)[0].model / "experts", novel_domains(run_config))
-        console.print(printed(adaptation_table(of_seed(results, run_config), run_config, parents)))
-    for line in left_out_notes(run_config):
+    console.print(main_table(results, whole))
+    if "table13" not in left_out(whole):
+        parents = read_parents(run / "models" / added(whole)[0].model / "experts", novel_domains(whole))
+        console.print(printed(adaptation_table(of_seed(results, whole), whole, parents)))
+    for line in left_out_notes(whole):
         print(line)
     print(f"Tables, figures, claims: {run / 'report'} (start with index.html)")
     print(f"One page with all of it: snakemake --configfile {shlex.quote(f'{run}/config.json')} --report report.html")
-    uri = str(run_config["tracking"]["uri"])
+    uri = whole.config.tracking.uri
     # The line is pasted: the shell reads it first, then make, to which $ begins a variable or a command.
     show = "make ui" if uri == "sqlite:///results/mlflow.db" else f"make ui URI={shlex.quote(uri.replace('$', '$$'))}"
     show = show if uri.isprintable() else "in the store that the key tracking.uri of config.json names"

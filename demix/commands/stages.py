@@ -1,6 +1,5 @@
 """The stages: one command for each, as the rules of the workflow run them."""
 
-import json
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -377,9 +376,11 @@ def cluster_shards_of(
 @app.command("run-config")
 def run_config(settings: Settings, output: Output) -> None:
     """Write the run's completed config into its folder."""
+    from demix.config.config import Config
     from demix.run.kept import write_run_config
+    from demix.settings import settings_from
 
-    write_run_config(output, json.loads(settings))
+    write_run_config(output, settings_from(Config, settings))
 
 
 @app.command()
@@ -389,9 +390,9 @@ def report(
 ) -> None:
     """Make the tables, figures and claims of a run."""
     from demix.report import write_report
-    from demix.run.kept import read_run_config
+    from demix.run.run import Run
 
-    write_report(run, read_run_config(run), output)
+    write_report(Run.read(run), output)
 
 
 @app.command()
@@ -411,9 +412,11 @@ def card(
     from demix.model.clusters import copy_clusters
     from demix.model.usual import usual_of, write_usual
     from demix.report.card import card_page, model_card
+    from demix.run.run import Run
 
+    whole = Run.read(run)
     for model in models or sorted(path.parent.name for path in (run / "models").glob("*/model.json")):
-        text, directory = model_card(run, model), run / "models" / model
+        text, directory = model_card(whole, model), run / "models" / model
         for path in (output / f"{model}.md", directory / "README.md"):
             write_text(path, text)
         write_text(output / f"{model}.html", card_page(model, text))
@@ -428,13 +431,13 @@ def track(
     output: Annotated[Path, typer.Option(help="Path of a receipt: what was sent, and where.")],
 ) -> None:
     """Send a run's parameters, metrics, tables and figures to MLflow. Sending them again changes nothing."""
-    from demix.run.kept import read_run_config
+    from demix.run.run import Run
     from demix.settings import settings_from
     from demix.track.store import Tracking
     from demix.track.store import track as send
 
     values = settings_from(Tracking, settings)
-    sent = send(run, read_run_config(run), values.uri, values.experiment)
+    sent = send(Run.read(run), values.uri, values.experiment)
     write_json(output, {"uri": values.uri, "experiment": values.experiment, "sent": sent})
 
 

@@ -201,6 +201,11 @@ class Config:
         return config
 
     @property
+    def values(self) -> dict[str, Any]:
+        """Every key as in a file, completed with all defaults. A run without tasks is as before there were any."""
+        return {key: value for key, value in written(self).items() if key != "tasks" or value}
+
+    @property
     def further_seeds(self) -> tuple[int, ...]:
         """The further seeds with which the models are trained again."""
         return tuple(seed for seed in self.seeds if seed != self.seed)

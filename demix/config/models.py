@@ -13,8 +13,6 @@ from demix.settings import Integer, Number, Positive, Switch, Text, absent, part
 
 # The single expert of a model without domain experts.
 DENSE_EXPERT = "dense"
-# What a model does with the schedule of the parent whose state it begins with.
-SCHEDULES = ("continue", "restart")
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Branching:
         description="Tokens of the seed phase, rounded down to whole steps. They are a part of the model's "
         "`tokens`. 0 trains from scratch.",
     )
-    schedule: Literal[SCHEDULES] = Field(
+    schedule: Literal["continue", "restart"] = Field(
         default_factory=absent,
         description="What follows the seed phase. `continue`, which holds where the key is absent (but for kind "
         "routed, where `restart` does): the parent's schedule and moments of Adam go on; a row of kind routed then "

@@ -26,7 +26,7 @@ from demix.model.description import Usual, run_of
 from demix.model.experts import refuse_name
 from demix.model.tokenizer import copy_tokenizer, tokenizer_of
 from demix.model.usual import usual_of, write_usual
-from demix.run.kept import read_run_config
+from demix.run.run import Run
 from demix.settings import settings_from
 from demix.train.adapt import Adaptation, adapt_expert
 
@@ -109,12 +109,12 @@ def adaptation_of(model: Path, tokens: int | None, rate: float | None) -> Adapta
     for name in expert_names(model):
         given |= read_json(model / "experts" / f"{name}.json").get("adaptation") or {}
     if model.resolve().parent.name == "models" and (run / "config.json").is_file():
-        config = read_run_config(run)
-        row = row_of(model.resolve().name, config)[0]
-        parent = next((one for one in planned(config) if one.name == row), None)
-        given = taken(AdaptationRecipe, config["adaptation"])
+        whole = Run.read(run)
+        row = whole.row_of(model.resolve().name)[0]
+        parent = next((one for one in whole.planned if one.name == row), None)
+        given = taken(AdaptationRecipe, whole.config.adaptation)
         if parent is not None:
-            given["learning_rate_factor"] = learning_rate_factor(config, parent)
+            given["learning_rate_factor"] = whole.learning_rate_factor(parent)
     if "tokens" not in given:
         share = max(1, trained.get("tokens", TOKENS) // len(expert_names(model)))
         given = {"tokens": share, "passes": PASSES} | given

@@ -33,8 +33,7 @@ from demix.model.scoring import columns_of, trunk_log_probabilities
 from demix.model.tokenizer import tokenizer_of
 from demix.model.usual import usual_of
 from demix.progress import progress
-from demix.run.kept import read_run_config
-from demix.run.models import folder_of
+from demix.run.run import Run
 
 # The number of dev blocks that the paper uses for the cached prior.
 DEV_BLOCKS = 100
@@ -249,8 +248,8 @@ def _dense_of(model: Path) -> Path | None:
     place, run = model.resolve(), run_of(model)
     if place.parent.name != "models" or not (run / "config.json").is_file():
         return None
-    config = read_run_config(run)
-    dense = place.with_name(folder_of("dense", row_of(place.name, config)[1], config["seed"]))
+    whole = Run.read(run)
+    dense = place.with_name(whole.folder_of("dense", whole.row_of(place.name)[1]))
     # The description of an expert is what training writes last.
     return dense if dense != place and (dense / "experts" / "dense.json").is_file() else None
 

@@ -12,14 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from demix.config.evaluation import Context
-from demix.config.mixing import DEFAULTS
 from demix.data.cluster import Clusterer, Contexts, context_distances
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import check_sha256, read_json, replacing, write_json
 from demix.model.description import read_lineage, read_routed, run_of
-from demix.run.kept import read_run_config
+from demix.run.run import Run
 
 NAME, DESCRIPTION, ROUTING = "clusterer", "clusterer.json", "routing.json"
 
@@ -107,12 +106,12 @@ def copy_clusters(source: Path, directory: Path) -> None:
 
 def _found(directory: Path) -> Clusters | None:
     run, own = run_of(directory), Path(directory) / NAME
-    config = read_run_config(run) if (run / "config.json").is_file() else {}
-    models = planned(config) if config else ()
-    if name := next((model.routing for model in models if model.name == Path(directory).resolve().name), ""):
-        mixing = config.get("evaluation") or {}
-        context: Context = (mixing.get("routing_context") or ("document",))[0]
-        return Clusters(name, run / "clusters" / name, context, mixing.get("temperature") or DEFAULTS["cluster"][0])
+    whole = Run.read(run) if (run / "config.json").is_file() else None
+    models = whole.planned if whole else ()
+    name = next((model.routing for model in models if model.name == Path(directory).resolve().name), "")
+    if whole and name:
+        mixing = whole.config.evaluation
+        return Clusters(name, run / "clusters" / name, mixing.routing_context[0], mixing.temperature)
     if not (own / DESCRIPTION).is_file():
         return None
     routed = read_routed(own / ROUTING)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from demix.files import read_parquet, write_json
 from demix.model.description import Usual, read_usual, run_of
-from demix.run.kept import read_run_config
+from demix.run.run import Run
 
 
 def usual_of(directory: Path) -> dict[str, Usual]:
@@ -22,7 +22,7 @@ def usual_of(directory: Path) -> dict[str, Usual]:
     found = read_usual(path) if path.exists() else {}
     if place.parent.name != "models" or not (run / "results.parquet").exists():
         return found
-    row, seed = row_of(place.name, read_run_config(run))
+    row, seed = Run.read(run).row_of(place.name)
     wanted = {"model": row, "seed": seed, "method": "expert", "split": "test", "variant": ""}
     columns = [*wanted, "expert", "domain", "perplexity", "bits_per_byte"]
     return found | {

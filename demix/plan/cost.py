@@ -1,7 +1,7 @@
 """The cost of a config by domain and by model, before anything runs or is downloaded."""
 
 import glob
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.table import Table
 
+from demix.config.adaptation import AdaptationSection
 from demix.config.architecture import parameters
-from demix.config.models import Kind
-from demix.data.sources import Source
+from demix.config.domains import DomainSection, SourceSection
+from demix.config.models import RowSettings
+from demix.config.training import Sweep
 from demix.errors import DemixError
 from demix.model.description import read_description, tokens_learned
 from demix.plan.cells import decimal, folded, short, significant
@@ -27,11 +29,10 @@ from demix.plan.flops import (
     update_flops,
 )
 from demix.plan.network import Ring, given, rings_of
-from demix.run.models import Model, rule_of
+from demix.run.models import Adaptation, Model, rule_of
 from demix.run.placement import place_experts
 from demix.run.rules import RunRules
 from demix.run.run import Run
-from demix.settings import settings_from
 
 # Bytes per word of the sample's English in zstd Parquet, raw or anonymized. The disk keeps two copies: documents and
 # splits. GPT-2's tokenizer makes 1.3 to 1.5 tokens per word.
@@ -59,26 +60,25 @@ class DomainPlan:
     passing: int | None
 
 
-def plan_domain(name: str, domain: dict[str, Any], token_bytes: int, apart: bool = False) -> DomainPlan:
-    """The plan of one domain of a completed config. Only local Parquet footers are read.
+def plan_domain(name: str, domain: DomainSection, token_bytes: int, apart: bool = False) -> DomainPlan:
+    """The plan of one domain of a config. Only local Parquet footers are read.
 
-    `token_bytes` is 2 or 4. With `apart` each part takes two jobs (`demix.config.rules.RunRules.apart`).
+    `token_bytes` is 2 or 4. With `apart` each part takes two jobs (`demix.run.rules.RunRules.apart`).
     """
-    source = settings_from(Source, domain["source"])
-    budgets = domain["words"]
-    words = None if budgets["train"] is None else budgets["train"] + budgets["dev"] + budgets["test"]
+    source, budgets = domain.source, domain.words
+    words = None if budgets.train is None else budgets.train + budgets.dev + budgets.test
     read = source.words or words
     kept = None
     if words is not None and read is not None:
         kept = round(read * TEXT_BYTES + words * (TEXT_BYTES + TOKENS_PER_WORD * token_bytes))
     passing = None if read is None else round(read * TEXT_BYTES)
-    documents = domain["documents"] or _count(source)
+    documents = domain.documents or _count(source)
     return DomainPlan(name, documents, words, (1 + apart) * source.parts + 2, kept, passing)
 
 
-def _count(source: Source) -> int | None:
+def _count(source: SourceSection) -> int | None:
     """The number of rows of local Parquet files; None for a source that must be read to be counted."""
-    paths = [path for pattern in source.locations for path in glob.glob(pattern, recursive=True)]
+    paths = [path for pattern in source.paths for path in glob.glob(pattern, recursive=True)]
     if source.kind != "files" or source.where or not paths or not all(path.endswith(".parquet") for path in paths):
         return None
     try:
@@ -89,10 +89,8 @@ def _count(source: Source) -> int | None:
 
 def plan_domains(run: Run) -> list[DomainPlan]:
     """The plans of the training domains and then the novel ones of a completed config."""
-    wide = config["tokenizer"]["kind"] == "bpe" and config["tokenizer"]["vocab_size"] > 65536
-    domains = run.domains
-    apart = RunRules(run).apart
-    return [plan_domain(name, domain, 4 if wide else 2, apart) for name, domain in domains.items()]
+    token_bytes, apart = 4 if run.types > 65536 else 2, RunRules(run).apart
+    return [plan_domain(name, domain, token_bytes, apart) for name, domain in run.domains.items()]
 
 
 def plan_table(run: Run) -> Table:
@@ -120,9 +118,9 @@ def plan_table(run: Run) -> Table:
     for kind, domains in run.config.domains.kinds.items():
         table.add_section()
         for number, (name, domain) in enumerate(domains.items()):
-            where = f"{domain['source']['kind']} ×{domain['source']['parts']}"
-            anonymized = "yes" if domain["anonymize"] else "no"
-            table.add_row("" if number else kind, name, where, anonymized, *_shown(by_name[name]), domain["licence"])
+            where = f"{domain.source.kind} ×{domain.source.parts}"
+            anonymized = "yes" if domain.anonymize else "no"
+            table.add_row("" if number else kind, name, where, anonymized, *_shown(by_name[name]), domain.licence)
     return table
 
 
@@ -200,24 +198,23 @@ def plan_training(run: Run, ranks: int | None, hardware: Hardware) -> list[Train
     Without `ranks`, the config sets the number of each. Raises DemixError for a number of ranks that does not fit the
     domains, as training does. An adaptation uses at most as many ranks as a step has sequences.
     """
-    domains, models = len(run.training), run.trained
-    runs = [_plan_job(run, job, ranks, hardware) for one in models for job in one.jobs]
-    sweeps = [_plan_sweep(run, one, domains, ranks, hardware) for one in models if one.sweeps]
-    section, added = run.config.adaptation, run.adaptations
-    usable = min(ranks or section["ranks"], section["sequences"])
-    tried = len(section["sweep"]["factors"]) if section["sweep"] else 1
+    runs = [_plan_job(run, job, ranks, hardware) for one in run.trained for job in one.jobs]
+    sweeps = [
+        _plan_sweep(run, one, one.settings.sweep, ranks, hardware)
+        for one in run.trained
+        if one.settings.sweep and one.sweeps
+    ]
+    section = run.config.adaptation
+    usable = min(ranks or section.ranks, section.sequences)
+    tried = len(section.sweep.factors) if section.sweep else 1
+
+    def adapting(one: Adaptation) -> TrainingPlan:
+        work = _Work(one.name, one.rule, one.parent, section, section.tokens, 1, usable, adapts=True)
+        return _times(tried, _plan_work(run, work, hardware))
+
     # The same for every novel domain.
-    each = {
-        one.rule: _times(
-            tried,
-            _plan_run(
-                run, one.name, one.rule, one.parent.kind, adapted_settings(run, one.parent), 1, usable, hardware,
-                adapts=True,
-            ),
-        )
-        for one in {one.rule: one for one in added}.values()
-    }  # fmt: skip
-    return runs + sweeps + [replace(each[one.rule], name=one.name) for one in added]
+    each = {one.rule: adapting(one) for one in {one.rule: one for one in run.adaptations}.values()}
+    return runs + sweeps + [replace(each[one.rule], name=one.name) for one in run.adaptations]
 
 
 def _times(number: int, plan: TrainingPlan, **more: Any) -> TrainingPlan:
@@ -229,12 +226,12 @@ def _times(number: int, plan: TrainingPlan, **more: Any) -> TrainingPlan:
 def _plan_job(run: Run, job: tuple[Model, ...], ranks: int | None, hardware: Hardware) -> TrainingPlan:
     """The plan of one job: of a model, or of experts that are whole models and train one after the other."""
     model, number = job[0], len(job)
-    context, share = run.context, model.share
-    settings = {**model.settings, "tokens": model.settings.tokens // share}
-    one = _plan_run(
-        run, named(job), rule_of(job), model.kind, settings, len(model.domains), ranks, hardware,
-        begin=model.first_step(context),
+    settings, domains = model.settings, len(model.domains)
+    work = _Work(
+        named(job), rule_of(job), model, settings, settings.tokens // model.share, domains, ranks or settings.ranks,
+        begin=model.first_step,
     )  # fmt: skip
+    one = _plan_work(run, work, hardware)
     sums = {
         key: number * getattr(one, key) for key in ("domains", "experts", "flops", "seed_flops", "weights", "rings")
     }
@@ -247,62 +244,64 @@ def named(job: tuple[Model, ...]) -> str:
     return f"{model.name}-{'+'.join(part.part for part in job)}" if model.part else model.name
 
 
-def _plan_sweep(run: Run, model: Model, domains: int, ranks: int | None, hardware: Hardware) -> TrainingPlan:
+def _plan_sweep(run: Run, model: Model, sweep: Sweep, ranks: int | None, hardware: Hardware) -> TrainingPlan:
     """The sum over all jobs of a model's sweep."""
-    sweep = model.settings.sweep
-    short = {**model.settings, "tokens": sweep["tokens"]}
-    one = _plan_run(run, model.name, "sweep", model.kind, short, domains, ranks, hardware)
-    jobs = len(sweep["learning_rates"])
+    settings, domains = model.settings, len(run.training)
+    work = _Work(model.name, "sweep", model, settings, sweep.tokens, domains, ranks or settings.ranks)
+    one, jobs = _plan_work(run, work, hardware), len(sweep.learning_rates)
     return _times(jobs, one, name=f"{model.name}, {jobs} rates", jobs=jobs, weights=0)
 
 
-def _plan_run(
-    run: Run,
-    name: str,
-    rule: str,
-    kind: Kind,
-    settings: Mapping[str, Any],
-    domains: int,
-    ranks: int | None,
-    hardware: Hardware,
-    *,
-    adapts: bool = False,
-    begin: int = 0,
-) -> TrainingPlan:
-    ranks = ranks or settings["ranks"]
-    architecture, vocab_size = architecture_of(run, settings), run.types
+@dataclass(frozen=True)
+class _Work:
+    """A training or adaptation: `tokens` of `domains` in its steps on `ranks`, which follow `begin` steps of a seed."""
+
+    name: str
+    rule: str
+    model: Model
+    settings: RowSettings | AdaptationSection
+    tokens: int
+    domains: int
+    ranks: int
+    adapts: bool = False
+    begin: int = 0
+
+
+def _plan_work(run: Run, work: _Work, hardware: Hardware) -> TrainingPlan:
+    """The plan of one training or adaptation on `hardware`."""
+    kind, settings, domains = work.model.kind, work.settings, work.domains
+    architecture, types = work.model.architecture, run.types
     experts = domains if kind.has_experts else 1
-    sequences = domains * settings["sequences"]
-    steps = settings["tokens"] // (sequences * architecture.context)
-    if adapts:
+    sequences = domains * settings.sequences
+    steps = work.tokens // (sequences * architecture.context)
+    if work.adapts:
         steps = max(1, steps)
 
-    places = place_experts([f"expert {number}" for number in range(experts)], sequences // experts, ranks)
+    places = place_experts([f"expert {number}" for number in range(experts)], sequences // experts, work.ranks)
     experts_per_rank = max(len(place.experts) for place in places)
     largest = max(place.last - place.first for place in places)
     # A rank processes one micro-batch of each of its experts at a time, or all sequences of a step.
-    at_once = experts_per_rank * min(largest, settings["micro_sequences"] or largest)
+    at_once = experts_per_rank * min(largest, settings.micro_sequences or largest)
 
     domain_tokens = domains if kind.domain_tokens else 0
-    shared, expert = parameters(architecture, vocab_size, domain_tokens, kind.expert_scope)
-    frozen = shared if adapts and kind.has_experts else 0
+    shared, expert = parameters(architecture, types, domain_tokens, kind.expert_scope)
+    frozen = shared if work.adapts and kind.has_experts else 0
     own = experts_per_rank * expert + shared - frozen
-    still = (own if adapts else 0) + frozen
-    value_bytes = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[settings["precision"]]
+    still = (own if work.adapts else 0) + frozen
+    value_bytes = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}[settings.precision]
     activations, recomputed = (
-        activation_bytes(architecture, vocab_size, at_once, value_bytes, checkpointing=checkpointing)
+        activation_bytes(architecture, types, at_once, value_bytes, checkpointing=checkpointing)
         for checkpointing in (False, True)
     )
     length = architecture.context + (1 if domain_tokens else 0)
-    flops, seed_flops = (
-        update_flops(one, vocab_size, sequences, length) for one in (architecture, architecture.unrouted)
-    )
-    checkpoint = checkpoint_bytes(own, own) if adapts else checkpoint_bytes(shared + experts * expert)
+    flops, seed_flops = (update_flops(one, types, sequences, length) for one in (architecture, architecture.unrouted))
+    checkpoint = checkpoint_bytes(own, own) if work.adapts else checkpoint_bytes(shared + experts * expert)
     # The last update ends the training, which then writes the model.
-    saves = (steps - 1) // settings["checkpoint_every"] - begin // settings["checkpoint_every"]
+    saves = (steps - 1) // settings.checkpoint_every - work.begin // settings.checkpoint_every
+    tflops = achieved_tflops(hardware, architecture, demix=kind.has_experts)
     return TrainingPlan(
-        name=name,
-        rule=rule,
+        name=work.name,
+        rule=work.rule,
         domains=domains,
         tokens=steps * sequences * architecture.context,
         steps=steps,
@@ -311,19 +310,19 @@ def _plan_run(
         expert=expert,
         experts=experts,
         flops=flops,
-        ranks=ranks,
+        ranks=work.ranks,
         experts_per_rank=experts_per_rank,
         state=training_state_bytes(own, still),
         activations=activations,
         recomputed=recomputed,
         checkpoint=checkpoint,
-        checkpoints=settings["keep_checkpoints"],
-        weights=4 * (own if adapts else shared + experts * expert),
-        begin=begin,
+        checkpoints=settings.keep_checkpoints,
+        weights=4 * (own if work.adapts else shared + experts * expert),
+        begin=work.begin,
         seed_flops=seed_flops,
         saved=saves * checkpoint,
         rings=rings_of(4 * (shared - frozen), 4 * expert, places),
-        hours=hours(flops, steps - begin, ranks, achieved_tflops(hardware, architecture, demix=kind.has_experts)),
+        hours=hours(flops, steps - work.begin, work.ranks, tflops),
     )
 
 

@@ -9,7 +9,6 @@ from demix.plan.cost import TEXT_BYTES, TOKENS_PER_WORD, plan_domains, plan_trai
 from demix.plan.flops import HARDWARE
 from demix.plan.jobs import Jobs, kept_bytes, plan_jobs
 from demix.plan.stages import RATES, WORD_BYTES
-from demix.run.rules import RunRules
 from demix.run.run import Run
 
 # Seconds of a core in which a job starts: 0.6 without torch and 2.2 with it (benchmarks/starts.py), and 1.0 of
@@ -50,13 +49,11 @@ def seconds_here(run: Run, cores: int, ranks: int | None = None) -> float:
 def _text(run: Run) -> dict[str, float | None]:
     """Bytes of text that a run reads of each domain; None where neither the config nor a local file says so."""
     found: dict[str, float | None] = {}
-    domains = RunRules(run).domains
     for plan in plan_domains(run):
-        source = domains[plan.domain]["source"]
+        source = run.domains[plan.domain].source
         size = None if plan.passing is None else WORD_BYTES / TEXT_BYTES * plan.passing
-        if source["kind"] == "files":
-            paths = [source["path"]] if isinstance(source["path"], str) else source["path"]
-            files = {file for path in paths for file in glob(path, recursive=True) if os.path.isfile(file)}
+        if source.kind == "files":
+            files = {file for path in source.paths for file in glob(path, recursive=True) if os.path.isfile(file)}
             plain = (".txt", ".json", ".jsonl", ".csv", ".tar")
             there = sum(os.path.getsize(file) * (1 if file.endswith(plain) else PACKED) for file in files)
             size = there if size is None else min(size, there)

@@ -15,13 +15,11 @@ from demix.plan.cells import decimal, folded
 from demix.plan.cost import ALIKE, TOKENS_PER_WORD, named, plan_domains, plan_training
 from demix.plan.flops import HARDWARE, Hardware, achieved_tflops, score_table_bytes, scoring_hours
 from demix.run.contexts import asked_contexts
-from demix.run.merged import merged_models
 from demix.run.models import job_place
 from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import ScoringJob, ScoringPart, scoring_jobs
 from demix.run.systems import chosen_on_dev, classified, routed, token_routed
-from demix.settings import settings_from
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Jobs:
 
 def usual_hardware(run: Run) -> str:
     """The hardware that a plan assumes by itself: the paper's where the config gives training GPUs, else cores."""
-    return "v100" if site_of(run, "train")["gpus"] else "cpu"
+    return "v100" if run.config.cluster.of("train").gpus else "cpu"
 
 
 def runs_here(run: Run) -> bool:
@@ -72,7 +70,7 @@ def runs_here(run: Run) -> bool:
 
     profiles/slurm asks for SLURM when the run starts, so a config of the paper's sizes has launch: local, and GPUs.
     """
-    return run.config.cluster["launch"] != "slurm" and usual_hardware(run) == "cpu"
+    return run.config.cluster.launch != "slurm" and usual_hardware(run) == "cpu"
 
 
 def plan_jobs(run: Run, hardware: str, ranks: int | None = None) -> list[Jobs]:
@@ -83,16 +81,15 @@ def plan_jobs(run: Run, hardware: str, ranks: int | None = None) -> list[Jobs]:
     """
     domains = run.domains
     novel, number = len(run.novel), len(domains)
-    parts, apart = sum(domain["source"]["parts"] for domain in domains.values()), RunRules(run).apart
+    parts, apart = sum(domain.source.parts for domain in domains.values()), RunRules(run).apart
     sites = {
-        stage: settings_from(Cluster, site_of(run, stage), "cluster")
+        stage: run.config.cluster.of(stage)
         for stage in ("download", "anonymize", "corpus", "train", "adapt", "score", "evaluate")
     }
     plans = plan_training(run, ranks, HARDWARE[hardware])
     models, threads = run.trained, run.config.threads
-    removed = [model.removed for model in models if model.removed]
+    removed = [model.removed for model in run.without]
     swept = [model for model in models if model.sweeps]
-    kept = run.seeds
 
     def of_training(stage: str) -> list[Jobs]:
         return [
@@ -112,10 +109,10 @@ def plan_jobs(run: Run, hardware: str, ranks: int | None = None) -> list[Jobs]:
     chosen = len(chosen_on_dev(run))
     joining = {f"join_{model.rule}": 1 for model in models if model.parts[0].part}
     averaging, routing = (
-        {one.rule: one.jobs(run) for one in run.merged if (one.weights == "routed") == routes}
+        {one.rule: number if one.by_domain else 1 for one in run.merged if (one.weights == "routed") == routes}
         for routes in (False, True)
     )
-    near, contexts = routed(run), len(run.config.evaluation["routing_context"])
+    near, contexts = routed(run), len(run.config.evaluation.routing_context)
     clustered = dict.fromkeys(name for name, _ in run.learned_splits)
     asked = classified(run)
     examples = "download" if any(task.fetches for task in run.config.tasks.values()) else "corpus"
@@ -136,7 +133,7 @@ def plan_jobs(run: Run, hardware: str, ranks: int | None = None) -> list[Jobs]:
         Jobs("corpus", "split, tokenize", {"split": number, "tokenize": number}, sites["corpus"]),
         Jobs("corpus", "clusters", clustering, sites["corpus"]),
         *of_training("train"),
-        Jobs("train", "keep seeds", {"seed": len(kept)}, sites["train"], 1, threads),
+        Jobs("train", "keep seeds", {"seed": len(run.seeds)}, sites["train"], 1, threads),
         of_scoring("score", added=False),
         *of_training("adapt"),
         of_scoring("score what was adapted", added=True),
@@ -152,7 +149,7 @@ def plan_jobs(run: Run, hardware: str, ranks: int | None = None) -> list[Jobs]:
         ),
         Jobs("evaluate", "evaluate", {"choose_mixing": chosen, "evaluate": number}, sites["evaluate"]),
         Jobs("evaluate", "by position", {"contexts": number if asked_contexts(run) else 0}, sites["evaluate"]),
-        Jobs(examples, "examples of tasks", {"examples": len(config.get("tasks") or ())}, sites[examples]),
+        Jobs(examples, "examples of tasks", {"examples": len(run.config.tasks)}, sites[examples]),
         Jobs("score", "score tasks", {f"fewshot_{one.rule}": 1 for one in asked}, sites["score"], 1, threads),
         Jobs("evaluate", "classify", {"classify": int(bool(asked))}, sites["evaluate"]),
         Jobs("score", "audit", {f"audit_{name}": 1 for name in removed}, sites["score"], 1, threads),
@@ -171,24 +168,20 @@ class ScoringCosts:
     @cached_property
     def _architectures(self) -> dict[str, Architecture]:
         """The architectures of the models by their folders."""
-        merged = {one.place: one.architecture(self.config) for one in merged_models(self.config)}
-        return merged | {one.name: architecture_of(self.config, one.settings) for one in trained(self.config)}
-
-    @cached_property
-    def _usual(self) -> Architecture:
-        return architecture_of(self.config, {})
+        merged = {one.place: one.architecture for one in self.run.merged}
+        return merged | {one.name: one.architecture for one in self.run.trained}
 
     @cached_property
     def _tokens(self) -> Callable[[str, int], dict[str, int]]:
         """The tokens that are scored of a split in blocks of some length, by domain."""
-        section, domains = (
-            self.run.config.evaluation,
-            self.run.training | self.run.novel,
-        )
+        section, domains = self.run.config.evaluation, self.run.domains
 
         def of_split(split: str, context: int) -> dict[str, int]:
-            most = section["dev_blocks"] * context if split == "dev" else section["test_tokens"]
-            there = {name: round(TOKENS_PER_WORD * domain["words"][split]) for name, domain in domains.items()}
+            most = section.limit(split, context)
+            words = {
+                name: domain.words.dev if split == "dev" else domain.words.test for name, domain in domains.items()
+            }
+            there = {name: round(TOKENS_PER_WORD * number) for name, number in words.items()}
             return {name: min(tokens, most or tokens) for name, tokens in there.items()}
 
         return cache(of_split)
@@ -200,15 +193,14 @@ class ScoringCosts:
 
     def of_part(self, part: ScoringPart, jobs: int) -> tuple[float, int]:
         """What `of_job` sums: the hours and the bytes of one part of a rule, in all `jobs` of the rule."""
-        architecture = self._architectures.get(part.model, self._usual)
+        architecture = self._architectures.get(part.model, self.run.architecture)
         architecture = replace(architecture, context=part.context or architecture.context)
         several = {f"{{{kind}}}": list(domains) for kind, domains in self.run.config.domains.kinds.items()}
         names = [name for place in part.domains for name in several.get(place, [place] * jobs)]
         tokens = sum(sum(map(self._tokens(split, architecture.context).__getitem__, names)) for split in part.splits)
         columns = 1 if part.own else len(part.columns)
         tflops = achieved_tflops(self.device, architecture, demix=columns > 1)
-        types = vocabulary(self.config["tokenizer"])
-        hours = scoring_hours(architecture, types, columns, tokens, tflops, part.expert_scope)
+        hours = scoring_hours(architecture, self.run.types, columns, tokens, tflops, part.expert_scope)
         return hours, score_table_bytes(columns, tokens) - (0 if part.shared else score_table_bytes(0, tokens))
 
 
@@ -223,7 +215,7 @@ def jobs_table(run: Run, hardware: str, ranks: int | None = None) -> Table:
     """The jobs of a completed config as a table, without what a cluster gives them where they run on this machine."""
     jobs, device = plan_jobs(run, hardware, ranks), HARDWARE[hardware]
     local = "; launch is local: with profiles/slurm training is submitted as jobs of these nodes"
-    slurm, here = run.config.cluster["launch"] == "slurm", runs_here(run)
+    slurm, here = run.config.cluster.launch == "slurm", runs_here(run)
     given = "" if here else f"each with what the section cluster gives it{'' if slurm else local}; "
     table = Table(title=f"Jobs of {run.name}", caption=given + ALIKE, show_footer=True)
     total = device.units * sum(job.rank_hours for job in jobs)
@@ -264,8 +256,7 @@ def kept_bytes(run: Run, hardware: str, ranks: int | None = None) -> int:
     size = sum((domain.kept or 0) + (domain.passing or 0) for domain in plan_domains(run))
     size += sum(job.disk for job in plan_jobs(run, hardware, ranks))
     size += sum(plan.weights for plan in by_name.values())
-    kept = run.seeds
-    size += sum(by_name[parent].checkpoint for parent, _ in kept)
+    size += sum(by_name[parent].checkpoint for parent, _ in run.seeds)
     return size + sum(by_name[one.model.name].weights for one in run.merged if one.weights == "routed")
 
 
@@ -292,15 +283,14 @@ def in_one_line(run: Run, hardware: str, ranks: int | None = None) -> str:
 
 def write_sbatch_files(run: Run, hardware: str, ranks: int | None = None) -> list[Path]:
     """Write the sbatch script of each training below results/<run>/sbatch/, without submitting any."""
-    run = Path("results") / run.name
     known = {named(job): job_place(job) for one in run.trained for job in one.jobs}
     known |= {one.name: one.name for one in run.adaptations}
     written = []
     for job in plan_jobs(run, hardware, ranks):
         if job.name in known and job.site is not None:
-            checkpoints = run / "checkpoints" / known[job.name]
+            checkpoints = run.folder / "checkpoints" / known[job.name]
             work = TrainingJob((job.stage, job.name), "", {}, job.ranks, job.threads, checkpoints, 0)
-            path = run / "sbatch" / f"{known[job.name].replace('/', '-')}.sh"
+            path = run.folder / "sbatch" / f"{known[job.name].replace('/', '-')}.sh"
             write_text(path, sbatch_text(work, job.site))
             written.append(path)
     return written

@@ -5,10 +5,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 from demix.config.addresses import local
+from demix.config.domains import SourceSection
 from demix.errors import DemixError, nearest
+from demix.launch.job import Cluster
 from demix.run.run import Run
 
 # What the executor plug-in, submitit and demix call of SLURM; one package has them all.
@@ -30,7 +31,7 @@ HUB = '"${HF_ENDPOINT:-https://huggingface.co}"'
 
 
 def check_site(run: Run, domains: Iterable[str]) -> str | None:
-    """Check that SLURM is here, has the partitions of a completed run, and that one address of `domains` answers.
+    """Check that SLURM is here, has the partitions that a run asks for, and that one address of `domains` answers.
 
     `domains` are those whose text the run downloads. The address is asked for where downloads run, after the lines of
     `cluster.setup`: here, or by `srun` on a compute node. Returns what could not be checked and why, or None. Raises
@@ -41,14 +42,13 @@ def check_site(run: Run, domains: Iterable[str]) -> str | None:
         raise DemixError(", ".join(absent), cause, "log in to the cluster, or leave out --profile")
     known = _partitions()
     cluster = run.config.cluster
-    for key, site in {"cluster": cluster, **{f"cluster.stages.{k}": v for k, v in cluster["stages"].items()}}.items():
-        for partition in filter(None, (site.get("partition") or "").split(",")):
+    for key, site in {"cluster": cluster, **{f"cluster.stages.{k}": v for k, v in cluster.stages.items()}}.items():
+        for partition in filter(None, (site.partition or "").split(",")):
             if partition not in known:
                 cause = f"is {partition!r}, which this cluster does not have"
                 raise DemixError(f"config key {key}.partition", cause, nearest(partition, known, "mend it"))
-    both = run.domains
-    asked = next(filter(None, (_address(both[domain]["source"]) for domain in domains)), None)
-    return _asked(asked, site_of(run, "download")) if asked else None
+    asked = next(filter(None, (_address(run.domains[domain].source) for domain in domains)), None)
+    return _asked(asked, cluster.of("download")) if asked else None
 
 
 def _partitions() -> list[str]:
@@ -62,21 +62,23 @@ def _partitions() -> list[str]:
     return sorted(set(done.stdout.split()))
 
 
-def _address(source: dict[str, Any]) -> str | None:
+def _address(source: SourceSection) -> str | None:
     """One address of a source as a word of the shell; None for files of this machine."""
-    if source["kind"] == "url":
-        return shlex.quote(source["path"] if isinstance(source["path"], str) else source["path"][0])
-    return HUB if source["kind"] == "hub" and not local(source["path"]) else None
+    if source.kind == "url":
+        return shlex.quote(source.paths[0])
+    return HUB if source.kind == "hub" and not local(source.paths) else None
 
 
-def _asked(address: str, site: dict[str, Any]) -> str | None:
+def _asked(address: str, site: Cluster) -> str | None:
     """Ask for an address where downloads of `site` run; returns why nobody could ask, or None."""
     ask = shlex.join([sys.executable, "-c", ASKS.format(address == HUB, REFUSED)])
-    command = ["bash", "-c", "; ".join([*site["setup"], f"{ask} {address}"])]
-    on_nodes = site["downloads"] == "compute"
+    command = ["bash", "-c", "; ".join([*site.setup, f"{ask} {address}"])]
+    on_nodes = site.downloads == "compute"
     if on_nodes:
-        options = [f"--{key}={site[key]}" for key in ("partition", "account", "qos", "constraint") if site[key]]
-        limits = [f"--immediate={SECONDS_IN_QUEUE}", "--time=5", "--ntasks=1", f"--mem={site['memory_mb']}M"]
+        options = [
+            f"--{key}={value}" for key in ("partition", "account", "qos", "constraint") if (value := getattr(site, key))
+        ]
+        limits = [f"--immediate={SECONDS_IN_QUEUE}", "--time=5", "--ntasks=1", f"--mem={site.memory_mb}M"]
         command = ["srun", "--quiet", "--job-name=demix-address", *limits, *options, *command]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_IN_QUEUE + 120, check=False)

@@ -126,7 +126,7 @@ def plan_stages(run: Run, hardware: str, ranks: int | None = None) -> list[Stage
 def _data_stages(run: Run, counts: dict[str, int]) -> list[Stage]:
     """The stages that make tokens of text, each in bytes that the words of the domains' budgets come to."""
     plans, domains = plan_domains(run), run.domains
-    parts = {name: domain["source"]["parts"] for name, domain in domains.items()}
+    parts = {name: domain.source.parts for name, domain in domains.items()}
     training = [plan for plan in plans if plan.domain in run.training]
 
     def of(values: Iterable[float | None]) -> list[float]:
@@ -162,8 +162,7 @@ def _node(run: Run, plan: TrainingPlan) -> int:
     """The ranks of a node in a training: all of them where they run on this machine."""
     if runs_here(run):
         return plan.ranks
-    number: int = site_of(run, plan.stage)["ranks_per_node"]
-    return number
+    return run.config.cluster.of(plan.stage).ranks_per_node
 
 
 def sync_seconds(run: Run, plan: TrainingPlan, device: Hardware) -> float | None:

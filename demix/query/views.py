@@ -27,21 +27,25 @@ TEXT, WHOLE, REAL = pa.string(), pa.int64(), pa.float64()
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run that is asked: the name in the column `run`, its folder and its config."""
+class AskedRun:
+    """A run that is asked, with its name in the column `run`."""
 
     name: str
-    folder: Path
-    run: Run
+    of: Run
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return self.of.folder
 
     def trained(self, folder: str) -> dict[str, str | int]:
         """The model and the seed of a model's folder, named as in results."""
-        row, seed = row_of(folder, self.config)
+        row, seed = self.of.row_of(folder)
         return {"model": row, "seed": seed}
 
     def kind(self, domain: str) -> str:
         """Whether a domain is a training domain or a novel one."""
-        return "training" if domain in self.run.training else "novel"
+        return "training" if domain in self.of.training else "novel"
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Part:
     Parts of one path are read together.
     """
 
-    run: Run
+    run: AskedRun
     path: Path
     same: Mapping[str, str | int]
 
@@ -66,7 +70,7 @@ class View:
 
     holds: str
     columns: Mapping[str, pa.DataType] | None
-    parts: Callable[[Run], Iterable[Part]]
+    parts: Callable[[AskedRun], Iterable[Part]]
     read: Reader
     optional: bool = False
 
@@ -90,45 +94,47 @@ def _rows(make: Callable[[Part], Iterable[dict[str, Any]]]) -> Reader:
     return read
 
 
-def _one(name: str) -> Callable[[Run], list[Part]]:
+def _one(name: str) -> Callable[[AskedRun], list[Part]]:
     return lambda run: [Part(run, run.folder / name, {})]
 
 
-def _found(pattern: str, same: Callable[[Run, Path], Mapping[str, str | int]]) -> Callable[[Run], Iterator[Part]]:
+def _found(
+    pattern: str, same: Callable[[AskedRun, Path], Mapping[str, str | int]]
+) -> Callable[[AskedRun], Iterator[Part]]:
     """The parts of a run whose paths match `pattern`; `same` is given the path below the run's folder."""
 
-    def parts(run: Run) -> Iterator[Part]:
+    def parts(run: AskedRun) -> Iterator[Part]:
         for path in sorted(run.folder.glob(pattern)):
             yield Part(run, path, same(run, path.relative_to(run.folder)))
 
     return parts
 
 
-def _of_corpus(run: Run, path: Path) -> dict[str, str]:
+def _of_corpus(run: AskedRun, path: Path) -> dict[str, str]:
     return {"domain": path.parent.name, "kind": run.kind(path.parent.name)}
 
 
-def _of_split(run: Run, path: Path) -> dict[str, str]:
+def _of_split(run: AskedRun, path: Path) -> dict[str, str]:
     return _of_corpus(run, path) | {"split": path.stem}
 
 
-def _of_losses(run: Run, path: Path) -> dict[str, str]:
+def _of_losses(run: AskedRun, path: Path) -> dict[str, str]:
     return {"domain": path.name.removesuffix(".losses.parquet"), "split": "test"}
 
 
-def _of_model(run: Run, path: Path) -> dict[str, str | int]:
+def _of_model(run: AskedRun, path: Path) -> dict[str, str | int]:
     return run.trained(path.parts[1])
 
 
-def _of_expert(run: Run, path: Path) -> dict[str, str | int]:
+def _of_expert(run: AskedRun, path: Path) -> dict[str, str | int]:
     return _of_model(run, path) | {"expert": path.stem}
 
 
-def _of_job(run: Run, path: Path) -> dict[str, str]:
+def _of_job(run: AskedRun, path: Path) -> dict[str, str]:
     return {"rule": path.with_suffix("").parts[1], "wildcards": "/".join(path.with_suffix("").parts[2:])}
 
 
-def _learned(run: Run) -> Iterator[Part]:
+def _learned(run: AskedRun) -> Iterator[Part]:
     """One part per file of metrics: of a model or an adaptation, and of each expert that was trained by itself."""
     for path in sorted(run.folder.glob("metrics/*.jsonl")):
         yield Part(run, path, run.trained(path.stem))
@@ -136,7 +142,7 @@ def _learned(run: Run) -> Iterator[Part]:
         yield Part(run, path, run.trained(path.parent.name) | {"expert": path.stem})
 
 
-def _scored(run: Run) -> Iterator[Part]:
+def _scored(run: AskedRun) -> Iterator[Part]:
     """One part per column of each score table; the path is that of the table."""
     for path in sorted(run.folder.glob("scores/*/*.*/*.parquet")):
         if path.stem != "tokens":

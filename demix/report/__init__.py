@@ -4,7 +4,6 @@ Importing this package is cheap: pandas, altair and jinja2 are loaded by the fun
 """
 
 from pathlib import Path
-from typing import Any
 
 from demix.run.run import Run
 from demix.run.variants import variant_rows
@@ -116,23 +115,23 @@ def title_of(name: str) -> str:
 
 def left_out(run: Run) -> dict[str, str]:
     """What the report of a run has no table, figure or claim of: their names, each with what the run lacks."""
-    evaluation, masked = run.config.evaluation, masked_rows(run)
-    rows = {name: row for name, row in run.rows.items() if name not in masked}
-    clusters = any(settings.get("data") for _, settings in rows.values())
-    routers = any(kind.routed or settings.get("merged_routed") for kind, settings in rows.values())
+    evaluation = run.config.evaluation
+    rows = {name: row for name, row in run.rows.items() if not row.masked}
+    clusters = any(row.settings.data for row in rows.values())
+    routers = any(row.kind.routed or row.settings.merged_routed for row in rows.values())
     has = {
-        "several families": clusters or routers or any(kind.expert_scope == "model" for kind, _ in rows.values()),
+        "several families": clusters or routers or any(row.kind.expert_scope == "model" for row in rows.values()),
         "model whose tokens choose experts": routers,
         "model that learns from clusters": clusters,
         "further temperature or context": clusters
-        and len(evaluation.get("temperatures") or ()) + len(evaluation.get("routing_context") or ()) > 1,
-        "masked language model": bool(masked),
-        "blocks of other lengths": bool(evaluation.get("contexts")),
+        and len(evaluation.temperatures) + len(evaluation.routing_context) > 1,
+        "masked language model": any(row.masked for row in run.rows.values()),
+        "blocks of other lengths": bool(evaluation.contexts),
         "row of other options": bool(variant_rows(run)),
-        "task": bool(config.get("tasks")),
-        "novel domains": bool(novel_domains(run)),
-        "second training domain": len(training_domains(run)) > 1,
-        "model trained without a domain": bool(run.config.removal.get("retrain_without")),
+        "task": bool(run.config.tasks),
+        "novel domains": bool(run.novel),
+        "second training domain": len(run.training) > 1,
+        "model trained without a domain": bool(run.config.removal.retrain_without),
         "model dense_unbalanced": "dense_unbalanced" in rows,
         "model domain_token": "domain_token" in rows,
     }
@@ -160,13 +159,11 @@ def report_files(run: Run) -> tuple[str, ...]:
 def write_report(run: Run, output: Path) -> None:
     """Write every file of `report_files` below `output`.
 
-    `run` is the run's folder. The report reads results.parquet, priors.parquet, differences.parquet,
+    The report reads results.parquet, priors.parquet, differences.parquet,
     posteriors.parquet, corpus/overlap.parquet, audit.parquet, tasks.parquet and benchmarks/ (if they exist),
     metrics/*.jsonl, the lineages of the experts, clusters/ and the losses by document of models that learn from
     clusters, loads/ of models whose tokens choose experts, and the losses by position where the config asks for lengths
-    of blocks. `config` is the run's config; the report shows domains in the config's order. "–" stands for what the run
-    did not make: a domain
-    that no model was trained without.
+    of blocks. "–" stands for what the run did not make: a domain that no model was trained without.
 
     Raises DemixError if a file is missing or damaged or lacks a column, or if the rows of one domain were scored on
     different tokens.
@@ -199,7 +196,7 @@ def write_report(run: Run, output: Path) -> None:
     write_tables(results, differences, overlap, audit, parents, trials, run, output / "tables")
     own = read.of_seed(results, run)
     write_figures(own, priors, overlap, posteriors, run.folder / "metrics", run, output / "figures")
-    write_families(run, results, differences, clusters, loads, run, output)
+    write_families(run, results, differences, clusters, loads, output)
     write_variants(results, contexts, run, output)
     write_tasks(run, output, scale_note(results, run))
     judged = write_claims(results, overlap, differences, parents, run, output, clusters)

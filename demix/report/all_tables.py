@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -28,6 +28,7 @@ from demix.report.read import Parent, Results, novel_domains, perplexities, trai
 from demix.report.render import Table, cell, write_table
 from demix.run.run import Run
 from demix.run.systems import System
+from demix.settings import written
 
 if TYPE_CHECKING:
     import rich.table
@@ -35,26 +36,24 @@ if TYPE_CHECKING:
 
 def scale_note(results: Results, run: Run) -> str:
     """The differences between this run and the paper in data, budget and scale, in a few sentences."""
-    architecture, tokenizer = config.get("architecture") or {}, config.get("tokenizer") or {}
-    training = config.get("training") or {}
+    given = written(run.config.architecture)
     parts = [f"{len(training_domains(run))} training and {so_many(len(novel_domains(run)), 'novel domain')}"]
-    if "preset" in architecture:
-        parts.append(f"architecture {architecture['preset']}")
-    elif {"layers", "width"} <= architecture.keys():
-        parts.append(f"{architecture['layers']} layers of width {architecture['width']}")
-    if "context" in architecture:
-        parts.append(f"blocks of {architecture['context']:,} tokens")
-    if "vocab_size" in tokenizer:
-        parts.append(f"a vocabulary of {tokenizer['vocab_size']:,}")
-    if isinstance(training.get("tokens"), int):
-        parts.append(f"{training['tokens']:,} training tokens a model")
+    if "preset" in given:
+        parts.append(f"architecture {given['preset']}")
+    else:
+        parts.append(f"{given['layers']} layers of width {given['width']}")
+    parts += [
+        f"blocks of {run.context:,} tokens",
+        f"a vocabulary of {run.config.tokenizer.vocab_size:,}",
+        f"{run.config.training.tokens:,} training tokens a model",
+    ]
     for column, noun in (("tokens", "test tokens a domain"), ("documents", "test documents a domain")):
         numbers = results.rows.loc[results.rows["split"] == "test", column]
         if len(numbers):
             low, high = int(numbers.min()), int(numbers.max())
             parts.append(f"{low:,} {noun}" if low == high else f"{low:,} to {high:,} {noun}")
     return (
-        f"Differs from the paper in data, budget and scale. This run ({config.get('run', 'unnamed')}): "
+        f"Differs from the paper in data, budget and scale. This run ({run.name}): "
         + ", ".join(parts)
         + (f", {seeds} seeds" if (seeds := len(results.by_seed)) > 1 else ", one seed")
         + ". The paper: its own 8 and 8 domains, 125M to 1.3B parameters a dense model, blocks of 1,024 "
@@ -106,7 +105,7 @@ def all_tables(
     """The paper's tables, then the others."""
     # Experts are added, removed and varied for the run's own seed alone: such tables must not mix in other seeds.
     own = read.of_seed(results, run)
-    makers: list[Callable[[Results, dict[str, Any]], Table]] = [table3, table4, table5]
+    makers: list[Callable[[Results, Run], Table]] = [table3, table4, table5]
     paper = [*(make(results, run) for make in makers), table6(own, run), table7(own, run)]
     made = [
         *paper,

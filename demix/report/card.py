@@ -36,7 +36,7 @@ MASKED_TASK = "fill-mask"
 METHODS = ("dense", "naive", "average", "uniform", "updating", "cached")
 
 
-def model_card(run: Path, model: str) -> str:
+def model_card(run: Run, model: str) -> str:
     """The card of `models/<model>` of a finished run, as Markdown with YAML front matter.
 
     All content comes from the run's files; text of others (names, licences) is escaped. Raises DemixError if the run
@@ -46,14 +46,13 @@ def model_card(run: Path, model: str) -> str:
     if not (directory / "model.json").is_file():
         models = sorted(path.parent.name for path in (run.folder / "models").glob("*/model.json"))
         raise DemixError(directory, "is not a model of the run", nearest(model, models, "train the model first"))
-    config = run.config
     needed = ("kind", "tokens", "steps", "shared_parameters", "expert_parameters")
     description = read_description(directory / "model.json", *needed)
     experts = [read_lineage(path) | {"name": path.stem} for path in (directory / "experts").glob("*.json")]
     # The config's order; experts that the config does not name come last.
     order = [*training_domains(run), *novel_domains(run)]
     experts.sort(key=lambda one: (order.index(one["name"]) if one["name"] in order else len(order), one["name"]))
-    results = _results(run, model, run)
+    results = _results(run, model)
     return _card(
         model,
         ["mixture-of-experts"] * (len(experts) > 1) + [MASKED_TASK] * _masked(results),
@@ -86,19 +85,18 @@ def exported_card(directory: Path, expert: str) -> str:
     A model of one expert keeps its card. An expert has the figures of its own domain alone, if it was scored there, and
     counts its own tokens. Raises DemixError as `model_card` does.
     """
-    place, run = directory.resolve(), run_of(directory)
+    place, folder = directory.resolve(), run_of(directory)
     in_run = (
-        place.parent.name == "models"
-        and (run.folder / "config.json").is_file()
-        and (run.folder / "results.parquet").is_file()
+        place.parent.name == "models" and (folder / "config.json").is_file() and (folder / "results.parquet").is_file()
     )
-    if expert == DENSE_EXPERT and in_run and place.name in {one.name for one in planned(run.config)}:
+    run = Run.read(folder) if in_run else None
+    if expert == DENSE_EXPERT and run and place.name in {one.name for one in run.planned}:
         return _for_transformers(model_card(run, place.name))
     if expert == DENSE_EXPERT and (place / "README.md").is_file():
         return _for_transformers((place / "README.md").read_text(encoding="utf-8"))
     description, lineage = read_description(place / "model.json", "kind"), expert_lineage(directory, expert)
     name, usual = f"{place.name}-{expert}", usual_of(directory).get(expert)
-    of_run = f" of run {as_markdown(run.config['run'])}" if in_run else ""
+    of_run = f" of run {as_markdown(run.name)}" if run else ""
     shared = ", ".join(map(as_markdown, description.get("data_sha256") or {}))
     return _card(
         name,
@@ -108,7 +106,7 @@ def exported_card(directory: Path, expert: str) -> str:
         f"{as_markdown(description['kind'])}){of_run}, exported as a model of its own.",
         "## Data",
         f"The whole model learned from {shared}; the expert alone from:" if shared else "",
-        *(_data(run, run.config, {}, [lineage]) if in_run else ()),
+        *(_data(run, {}, [lineage]) if run else ()),
         _lineage([lineage | {"name": expert}]),
         "## Results",
         f"On test text of its own domain this expert alone has perplexity {usual.perplexity:.2f} and "
@@ -217,7 +215,7 @@ def _about(model: str, run: Run, description: dict[str, Any], experts: list[dict
 
 def _data(run: Run, description: dict[str, Any], experts: list[dict[str, Any]]) -> Iterator[str]:
     """The data of the model, of its experts, and of the parent model."""
-    domains = {**run.training, **run.novel}
+    domains = run.domains
     read: dict[str, str] = {}
     for source in (description, *experts):
         read |= source.get("data_sha256") or {}
@@ -236,12 +234,12 @@ def _data(run: Run, description: dict[str, Any], experts: list[dict[str, Any]]) 
     if not learned:
         return
     cards = {name: read_json(run.folder / "corpus" / name / "card.json") for name in learned}
-    hidden = {name for name in learned if domains[name].get("anonymize", True)}
+    hidden = {name for name in learned if domains[name].anonymize}
     rows = [
         (
             name,
             "training" if name in run.training else "novel",
-            domains[name].get("licence") or "not stated",
+            domains[name].licence or "not stated",
             *(f"{cards[name]['words'][split]:,}" for split in ("train", "dev", "test")),
             f"{cards[name]['leakage']['ngrams']['test']:.1%}",
             "{test_in_train:,} of {test:,}".format(**cards[name]["origins"]),
@@ -309,7 +307,7 @@ def _planned(model: str, run: Run) -> tuple[str, int]:
     return (row.row, row.seed) if row else (model, run.seed)
 
 
-def _results(run: Path, model: str, run: Run) -> pd.DataFrame:
+def _results(run: Run, model: str) -> pd.DataFrame:
     """The model's rows of the paper's tables: one row per domain, set of experts (column `set`) and method."""
     rows, (row, seed) = read_results(run.folder / "results.parquet").rows, _planned(model, run)
     rows = rows[(rows["model"] == row) & (rows["seed"] == seed)].query(

@@ -25,6 +25,7 @@ import pandas as pd
 
 from demix.config.evaluation import MixingRecipe
 from demix.config.mixing import parsed_weights
+from demix.config.training import taken
 from demix.errors import DemixError, masked
 from demix.evaluate.domain import Evaluation, system_losses
 from demix.evaluate.intervals import FEWEST_TOKENS, block_tokens, bounds, resampled
@@ -33,10 +34,9 @@ from demix.progress import progress
 from demix.report.all_tables import main_systems
 from demix.report.cells import kinds_of_domains, percent
 from demix.report.read import read_metrics, read_results
-from demix.run.kept import read_run_config
+from demix.run.kept import kept
 from demix.run.run import Run
 from demix.run.systems import System, evaluated
-from demix.settings import names_of
 
 PERPLEXITY, BITS = "perplexity", "bits_per_byte"
 # Why a pair of runs has no interval, or no difference at all.
@@ -64,7 +64,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """A run to compare. `name` is that of its run, and the folder where several runs have the same name.
 
     `results` are the rows of systems by test split, of all seeds, and `own` those of the run's own seed; `tokenizer` is
@@ -72,15 +72,14 @@ class Run:
     """
 
     name: str
-    folder: Path
-    run: Run
+    of: Run
     results: pd.DataFrame
     tokenizer: str
     samples: dict[str, Sample] = field(default_factory=dict)
 
     @cached_property
     def own(self) -> pd.DataFrame:
-        return self.results[self.results["seed"] == self.run.seed]
+        return self.results[self.results["seed"] == self.of.seed]
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class Comparison:
     of the blocks that were resampled in domains of few documents.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[ComparedRun, ...]
     settings: pd.DataFrame
     systems: pd.DataFrame
     by_domain: pd.DataFrame
@@ -110,7 +109,7 @@ class Comparison:
 def compare(folders: Sequence[Path]) -> Comparison:
     """Compare the runs in `folders` with the first. Raises DemixError for fewer than two, and for a damaged run."""
     runs = _read(folders)
-    of_kind = [dict(kinds_of_domains(run.config)) for run in runs]
+    of_kind = [dict(kinds_of_domains(run.of)) for run in runs]
     domains = {kind: [name for name in of_kind[0][kind] if all(name in other[kind] for other in of_kind)]
                for kind in of_kind[0]}  # fmt: skip
     named = dict.fromkeys(name for kinds in of_kind for names in kinds.values() for name in names)
@@ -141,21 +140,21 @@ def compare(folders: Sequence[Path]) -> Comparison:
     )  # fmt: skip
 
 
-def _read(folders: Sequence[Path]) -> tuple[Run, ...]:
+def _read(folders: Sequence[Path]) -> tuple[ComparedRun, ...]:
     if len(folders) < 2:
         raise DemixError("compare", "needs two runs", "name two folders results/<run> or more, the base first")
     places = [folder.resolve() for folder in folders]
     for number, folder in enumerate(folders):
         if places.index(places[number]) < number:
             raise DemixError(folder, "is named twice", "name each run once")
-    configs = [read_run_config(folder) for folder in folders]
-    named = [str(run.name) for config in configs]
+    runs = [Run.read(folder) for folder in folders]
+    named = [run.name for run in runs]
     return tuple(
-        Run(
-            name if named.count(name) == 1 else str(folder), folder, run, _results(folder),
-            digest(read_json(folder / "tokenizer.json")),
+        ComparedRun(
+            run.name if named.count(run.name) == 1 else str(run.folder), run, _results(run.folder),
+            digest(read_json(run.folder / "tokenizer.json")),
         )
-        for name, folder, config in zip(named, folders, configs, strict=True)
+        for run in runs
     )  # fmt: skip
 
 
@@ -165,8 +164,8 @@ def _results(folder: Path) -> pd.DataFrame:
     return rows[systems & (rows["split"] == "test")]
 
 
-def _settings(runs: Sequence[Run]) -> pd.DataFrame:
-    found = dict(_differing([{**run.config, "run": None} for run in runs]))
+def _settings(runs: Sequence[ComparedRun]) -> pd.DataFrame:
+    found = dict(_differing([{**kept(run.of.config), "run": None} for run in runs]))
     texts = {
         key: [
             "–" if value is _MISSING else masked(json.dumps(value, sort_keys=True, ensure_ascii=False))
@@ -187,11 +186,11 @@ def _differing(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, Seq
         yield path, values
 
 
-def _systems(runs: Sequence[Run]) -> list[System]:
+def _systems(runs: Sequence[ComparedRun]) -> list[System]:
     """The systems of the main tables of all runs, those of the first run first, each with a label of its own."""
     every: dict[tuple[str, ...], System] = {}
     for run in runs:
-        for _, system in main_systems(run.config):
+        for _, system in main_systems(run.of):
             # A row of `models` may be of another kind in another run.
             taken_labels = {one.label for key, one in every.items() if key != system.key}
             label = system.label if system.label not in taken_labels else f"{system.label} ({system.method})"
@@ -199,17 +198,17 @@ def _systems(runs: Sequence[Run]) -> list[System]:
     return list(every.values())
 
 
-def _sample(run: Run, kind: str, domain: str) -> Sample:
+def _sample(run: ComparedRun, kind: str, domain: str) -> Sample:
     rows = run.own[run.own["domain"] == domain].set_index(list(SYSTEM))
     (sha256,) = rows["tokens_sha256"].unique() if len(rows) else ("",)
-    wanted = {system.key for _, system in main_systems(run.config)}
+    wanted = {system.key for _, system in main_systems(run.of)}
     mixed = {key[:3] for key in wanted}
-    weights = run.run.config.evaluation["weights"]
+    weights = run.of.config.evaluation.weights
     # The parameters of `switching` were chosen on dev by a search that need not be done again.
     alphas = rows["alpha"].dropna().items() if "alpha" in rows else ()
     chosen = {key: f"switching({float(alpha)!r})" for key, alpha in alphas if key[3] == "switching"}
     tables = []
-    for table in evaluated(run.config, domain):
+    for table in evaluated(run.of, domain):
         sets = []
         for some in table.sets:
             methods = tuple(name for name in some.methods if (table.model, some.label, name) in mixed)
@@ -217,11 +216,10 @@ def _sample(run: Run, kind: str, domain: str) -> Sample:
             if methods:
                 sets.append(replace(some, methods=methods, weights=named, alone=False, variants=False))
         dense = not table.sets and (table.model, "dense", "dense", "") in wanted
-        if table.seed == run.run.seed and (sets or dense):
+        if table.seed == run.of.seed and (sets or dense):
             tables.append(replace(table, sets=tuple(sets)))
-    scores = run.folder / "scores"
-    mixing = run.run.config.evaluation
-    recipe = {key: mixing[key] for key in names_of(MixingRecipe) if key in mixing} | {"top_k": (), "temperatures": ()}
+    scores = run.of.folder / "scores"
+    recipe: dict[str, Any] = taken(MixingRecipe, run.of.config.evaluation) | {"top_k": (), "temperatures": ()}
     needed = [
         scores / table.folder / f"{domain}.{split}" / f"{name}.parquet"
         for table in tables
@@ -232,12 +230,12 @@ def _sample(run: Run, kind: str, domain: str) -> Sample:
         recipe["routing_context"] = recipe["routing_context"][:1]
         routing = {some.routing for table in tables for some in table.sets if some.routing}
         place = f"{recipe['routing_context'][0]}/{domain}.test.parquet"
-        needed += [run.folder / "routing" / name / place for name in routing]
+        needed += [run.of.folder / "routing" / name / place for name in routing]
     if not all(map(is_made, needed)):
         return Sample(sha256, NO_SCORES)
     if chosen:
         recipe["weights"] = tuple(name for name in weights if name != "switching")
-    about = {"kind": kind, "tables": tuple(tables), "compared": (), "against": (), "seed": run.run.seed}
+    about: dict[str, Any] = {"kind": kind, "tables": tuple(tables), "compared": (), "against": (), "seed": run.of.seed}
     scored, lost = system_losses(scores, domain, Evaluation(**recipe, **about))
     lost |= {key: lost[*key[:3], name] for key, name in chosen.items() if (*key[:3], name) in lost}
     told = {key: float(number) for key, number in rows["nll"].items() if key in wanted}
@@ -254,7 +252,7 @@ def _sample(run: Run, kind: str, domain: str) -> Sample:
     return Sample(sha256, "", scored.tokens, scored.origins, nats, by_system, block)
 
 
-def _why(runs: Sequence[Run], domain: str) -> str:
+def _why(runs: Sequence[ComparedRun], domain: str) -> str:
     """Why there is no interval in a domain, of one run or of the difference of two; "" if there is one."""
     first, *_ = found = [run.samples[domain] for run in runs]
     if len({run.tokenizer for run in runs}) > 1:
@@ -269,13 +267,13 @@ def _why(runs: Sequence[Run], domain: str) -> str:
     return "" if first.resampled else FEW
 
 
-def _rows(runs: Sequence[Run], kind: str, domains: list[str], measure: str) -> Iterator[dict[str, Any]]:
+def _rows(runs: Sequence[ComparedRun], kind: str, domains: list[str], measure: str) -> Iterator[dict[str, Any]]:
     """The rows of `Comparison.systems` on the domains of one kind."""
     base = runs[0]
     means = {run.name: _means(run, domains, measure) for run in runs}
     reasons = {run.name: next(filter(None, (_why([base, run], name) for name in domains)), "") for run in runs}
     for system in _systems(runs):
-        values = {run.name: means[run.name].get(system.key, {}).get(run.run.seed, np.nan) for run in runs}
+        values = {run.name: means[run.name].get(system.key, {}).get(run.of.seed, np.nan) for run in runs}
         for run in runs:
             row: dict[str, Any] = {"measure": measure, "kind": kind, "system": system.label, "run": run.name, "why": ""}
             row |= {"oracle": kind == "novel" and system.method == "naive", "value": values[run.name]}
@@ -291,7 +289,13 @@ def _rows(runs: Sequence[Run], kind: str, domains: list[str], measure: str) -> I
 
 
 def _change(
-    base: Run, run: Run, domains: list[str], system: System, values: dict[str, float], measure: str, why: str
+    base: ComparedRun,
+    run: ComparedRun,
+    domains: list[str],
+    system: System,
+    values: dict[str, float],
+    measure: str,
+    why: str,
 ) -> dict[str, Any]:
     change = {"change": percent(values[base.name], values[run.name])}
     if measure == BITS:
@@ -303,7 +307,7 @@ def _change(
     return change | {"change_low": low, "change_high": high}
 
 
-def _means(run: Run, domains: list[str], measure: str) -> dict[tuple[str, ...], dict[int, float]]:
+def _means(run: ComparedRun, domains: list[str], measure: str) -> dict[tuple[str, ...], dict[int, float]]:
     """The mean over domains by system and seed; NaN without one of the domains."""
     by_domain = run.results.set_index([*SYSTEM, "seed", "domain"])[measure].unstack("domain").reindex(columns=domains)
     found: dict[tuple[str, ...], dict[int, float]] = {}
@@ -312,13 +316,15 @@ def _means(run: Run, domains: list[str], measure: str) -> dict[tuple[str, ...], 
     return found
 
 
-def _resampled(run: Run, domains: list[str], system: System) -> np.ndarray:
+def _resampled(run: ComparedRun, domains: list[str], system: System) -> np.ndarray:
     """The mean perplexity over domains in each resample [R]."""
     means: np.ndarray = np.exp([run.samples[name].resampled[system.key] for name in domains]).mean(axis=0)
     return means
 
 
-def _domain_rows(runs: Sequence[Run], kind: str, domains: list[str], system: System) -> Iterator[dict[str, Any]]:
+def _domain_rows(
+    runs: Sequence[ComparedRun], kind: str, domains: list[str], system: System
+) -> Iterator[dict[str, Any]]:
     """The rows of `Comparison.by_domain` of one system: those with an interval."""
     base, *others = runs
     for domain in domains:
@@ -330,11 +336,11 @@ def _domain_rows(runs: Sequence[Run], kind: str, domains: list[str], system: Sys
                 yield row | {"nats": second.nats[system.key] - first.nats[system.key], "low": low, "high": high}
 
 
-def _curves(runs: Sequence[Run]) -> pd.DataFrame:
+def _curves(runs: Sequence[ComparedRun]) -> pd.DataFrame:
     """The last values of each model's metrics; the loss of a dev split where it was taken, the speed as a median."""
     rows = []
     for run in runs:
-        for path in sorted((run.folder / "metrics").glob("*.jsonl"), key=lambda path: path.stem):
+        for path in sorted((run.of.folder / "metrics").glob("*.jsonl"), key=lambda path: path.stem):
             frame = pd.DataFrame(read_metrics(path)).reindex(
                 columns=["step", "tokens", "loss", "dev_loss", "early_stopping_loss", "tokens_per_second"]
             )

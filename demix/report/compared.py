@@ -47,10 +47,10 @@ def tables(compared: Comparison) -> list[Table]:
 def _runs(compared: Comparison) -> Table:
     rows = {
         run.name: {
-            "Folder": str(run.folder),
-            "Name": str(run.run.name),
-            "Settings": config_fingerprint(run.config),
-            "Seed": str(run.run.seed),
+            "Folder": str(run.of.folder),
+            "Name": run.of.name,
+            "Settings": config_fingerprint(run.of.config),
+            "Seed": str(run.of.seed),
             "Seeds": ", ".join(str(seed) for seed in sorted(run.results["seed"].unique())),
         }
         for run in compared.runs
@@ -192,8 +192,8 @@ def as_json(compared: Comparison) -> str:
     """What is compared as JSON: the runs, and the rows of each table by the names of `Comparison`."""
     runs = [
         {
-            "run": run.name, "folder": str(run.folder), "name": run.run.name,
-            "settings": config_fingerprint(run.config), "seed": run.run.seed,
+            "run": run.name, "folder": str(run.of.folder), "name": run.of.name,
+            "settings": config_fingerprint(run.of.config), "seed": run.of.seed,
         }
         for run in compared.runs
     ]  # fmt: skip
@@ -274,7 +274,7 @@ def _dots(compared: Comparison) -> alt.TopLevelMixin:
 
 def _curve_figure(compared: Comparison) -> alt.TopLevelMixin:
     """Training loss by tokens, one panel per model, one line per run."""
-    frames = [training_curves(run.folder / "metrics", run.config).assign(run=run.name) for run in compared.runs]
+    frames = [training_curves(run.of.folder / "metrics", run.of).assign(run=run.name) for run in compared.runs]
     curves = pd.concat(frames)
     panels = [
         alt.Chart(

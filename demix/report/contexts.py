@@ -27,7 +27,7 @@ def read_contexts(run: Run) -> pd.DataFrame:
     Raises DemixError if a file is missing or lacks a column.
     """
     found = [pd.DataFrame(columns=list(CONTEXTS))]
-    for domain in (*training_domains(run), *novel_domains(run)) if asked_contexts(run) else ():
+    for domain in run.domains if asked_contexts(run) else ():
         path = run.folder / "evaluations" / f"{domain}.contexts.parquet"
         table = read_parquet(path)
         if missing := [name for name in CONTEXTS if name not in table.column_names]:

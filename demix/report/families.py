@@ -126,13 +126,13 @@ def by_label(run: Run) -> dict[str, Family]:
             if one.model.name == row:
                 named = merged_label(one)
                 system = System(named, row, "training", "merged", one.weights)
-                found[named] = replace(family, system=system, experts=1, architecture=one.architecture(run))
+                found[named] = replace(family, system=system, experts=1, architecture=one.architecture)
     return found
 
 
 def tried_top_k(run: Run, experts: int) -> list[int]:
     """The values of `evaluation.top_k` below a number of experts, ascending."""
-    return sorted(k for k in run.config.evaluation.get("top_k") or () if k < experts)
+    return sorted(k for k in run.config.evaluation.top_k if k < experts)
 
 
 def families_table(results: Results, run: Run, before: dict[str, int | None]) -> Table:
@@ -258,7 +258,7 @@ def temperatures_table(results: Results, run: Run) -> Table:
             means = by_domain.reindex(columns=domains).dropna().mean(axis=1)
             for (context, temperature, k), mean in means.items():
                 rows.setdefault(f"{family.model.row}, {context}, τ = {temperature:g}", {})[f"{kind}, {k}"] = mean
-    ks = (*(f"top-{k}" for k in sorted(evaluation.get("top_k") or ())), "all")
+    ks = (*(f"top-{k}" for k in sorted(evaluation.top_k)), "all")
     columns = [f"{kind}, {k}" for kind, _ in _kinds(run) for k in ks]
     return Table(
         "temperatures",
@@ -268,8 +268,8 @@ def temperatures_table(results: Results, run: Run) -> Table:
         "temperature τ and the number of experts a token (as in Table 9 of the c-BTM paper). Lower is better.",
         pd.DataFrame.from_dict(rows, orient="index").reindex(columns=columns).astype("float64"),
         notes=(
-            f"The other tables use the {next(iter(evaluation.get('routing_context') or ()), 'document')} and τ = "
-            f"{evaluation.get('temperature', 0.1):g}. The lowest of a column is no choice that a system could have "
+            f"The other tables use the {next(iter(evaluation.routing_context), 'document')} and τ = "
+            f"{evaluation.temperature:g}. The lowest of a column is no choice that a system could have "
             "made.",
         ),
     )

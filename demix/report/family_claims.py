@@ -136,8 +136,8 @@ def _matched(families: list[Family], rivals: list[Family], run: Run) -> list[tup
     """
 
     def begun(family: Family) -> tuple[Any, ...]:
-        given = tuple(family.model.settings.get(key) for key in ("parent", "seed_tokens", "initial"))
-        return *given, options_of(run, family.model.row)
+        row = family.model.base
+        return row.settings.parent, row.settings.seed_tokens, row.initial, row.options
 
     pairs = []
     for rival in rivals:

@@ -1,6 +1,5 @@
 """What each family of models costs: parameters, FLOPs, bytes exchanged, seconds."""
 
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -29,8 +28,7 @@ def family_costs_table(run: Run) -> Table:
         architecture = family.architecture
         shared, expert = parameters(architecture, vocab_size, expert_scope=scope)
         dense, context = architecture.unrouted, architecture.context
-        step, begin = model.step_tokens, model.seed_step(context)
-        updates, own = family.tokens // step, family.tokens // step - model.first_step(context)
+        updates, own = model.updates, model.updates - model.first_step
         # What all ranks must agree on after each update; a seed phase is that of a dense model.
         agreed = shared if model.kind.has_experts else shared + expert
         row: dict[str, Any] = {"Parameters": float(shared + family.experts * expert)}
@@ -41,8 +39,8 @@ def family_costs_table(run: Run) -> Table:
         row["Updates"] = float(updates)
         known = (family.learned(before) - family.tokens) * training_flops_per_token(dense, vocab_size, context)
         row["FLOPs of training"] = training_flops(model, run)[0] + known
-        row["Bytes synchronised"] = 4.0 * (agreed * own + sum(parameters(dense, vocab_size)) * begin)
-        row["Seconds to add a domain"] = _seconds_to_add(run, model, run)
+        row["Bytes synchronised"] = 4.0 * (agreed * own + sum(parameters(dense, vocab_size)) * model.seed_step)
+        row["Seconds to add a domain"] = _seconds_to_add(run, model)
         rows[label] = row
     numbered = [
         f"{what} a token, {k}" for what in ("Parameters", "FLOPs") for k in (*(f"top-{k}" for k in TOP_K), "all")
@@ -78,15 +76,15 @@ def training_flops(model: Model, run: Run) -> tuple[float, float]:
     The parent of a seed phase is a dense model.
     """
     architecture, vocab_size = model.architecture, run.types
-    step, begun = model.step_tokens(architecture.context), model.first_step(architecture.context)
+    begun = model.first_step
     dense, own = (
-        step * training_flops_per_token(one, vocab_size, architecture.context)
+        model.step_tokens * training_flops_per_token(one, vocab_size, architecture.context)
         for one in (architecture.unrouted, architecture)
     )
-    return dense * begun + own * (int(model.settings.tokens) // step - begun), own
+    return dense * begun + own * (model.updates - begun), own
 
 
-def _seconds_to_add(run: Path, model: Model, run: Run) -> float:
+def _seconds_to_add(run: Run, model: Model) -> float:
     """The mean seconds of steps of the trainings of the model's experts, or of its adaptations; NaN for none."""
     if model.kind.expert_scope == "model":
         places = [part.place for part in model.parts]

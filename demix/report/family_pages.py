@@ -22,12 +22,11 @@ from demix.run.run import Run
 
 
 def write_families(
-    run: Path,
+    run: Run,
     results: Results,
     differences: pd.DataFrame,
     clusters: Clusters,
     loads: dict[str, pd.DataFrame],
-    run: Run,
     output: Path,
 ) -> None:
     """Write the tables and figures of families that the run has into tables/ and figures/ below `output`.
@@ -36,13 +35,13 @@ def write_families(
     """
     own, absent = read.of_seed(results, run), left_out(run)
     tables: dict[str, Callable[[], Table]] = {
-        "families": lambda: families_table(results, run, read.tokens_before(run, run)),
+        "families": lambda: families_table(results, run, read.tokens_before(run)),
         "family_differences": lambda: family_differences_table(own, differences, run),
-        "family_costs": lambda: family_costs_table(run, run),
+        "family_costs": lambda: family_costs_table(run),
         "top_k": lambda: top_k_table(results, run),
         "temperatures": lambda: temperatures_table(own, run),
         "clusters": lambda: clusters_table(clusters),
-        "routers": lambda: routers_table(loads, run, run),
+        "routers": lambda: routers_table(loads, run),
     }
     charts: dict[str, Callable[[], alt.TopLevelMixin]] = {
         "by_clusters": lambda: by_clusters(own, run),

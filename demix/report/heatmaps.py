@@ -137,7 +137,7 @@ def figure4(priors: pd.DataFrame, posteriors: pd.DataFrame, run: Run) -> alt.Top
     """
     training, novel = training_domains(run), novel_domains(run)
     settings = run.config.evaluation
-    decay, blocks = settings.get("decay", 0.3), settings.get("dev_blocks", BLOCKS_SHOWN)
+    decay, blocks = settings.decay, settings.dev_blocks
     rows = []
     for kind, domains in (("training", training), ("novel", novel)):
         for domain, row in prior_table(priors, "demix", training, domains).iterrows():

@@ -10,7 +10,7 @@ import pandas as pd
 
 from demix.files import write_text
 from demix.query.ask import Answers
-from demix.query.views import Run
+from demix.query.views import AskedRun
 from demix.report import (
     FAMILY_FIGURES,
     FAMILY_TABLES,
@@ -29,7 +29,8 @@ from demix.report.page import render
 from demix.report.read import Results, step_seconds
 from demix.report.stages import STAGES, drawing
 from demix.report.verdict import Claim, Verdict
-from demix.run.kept import config_fingerprint
+from demix.run.kept import config_fingerprint, kept
+from demix.run.run import Run
 
 GROUPS = {
     "Tables of the paper": PAPER_TABLES,
@@ -64,8 +65,8 @@ def write_index(results: Results, judged: list[Claim], cost: list[dict[str, str]
         cards=[model.name for model in run.planned],
         stages=drawing(),
         cost=cost,
-        settings=json.dumps(run, indent=1, ensure_ascii=False),
-        digest=config_fingerprint(run),
+        settings=json.dumps(kept(run.config), indent=1, ensure_ascii=False),
+        digest=config_fingerprint(run.config),
         versions={"Python": platform.python_version()} | {name: version(name) for name in PACKAGES},
     )
     write_text(output / "index.html", html)
@@ -89,16 +90,16 @@ def cost_by_stage(run: Run) -> list[dict[str, str]]:
 
     Without rows for a run whose stages were not started by Snakemake. Raises DemixError for a record that is damaged.
     """
-    if not any(run.glob("benchmarks/**/*.tsv")):
+    if not any(run.folder.glob("benchmarks/**/*.tsv")):
         return []
     with (
-        Answers([Run(run.name, run)]) as answers,
+        Answers([AskedRun(run.name, run)]) as answers,
         answers.ask("select rule, seconds, cpu_seconds, max_rss_mib from benchmarks") as found,
     ):
         jobs = found.read_pandas()
     ranks = {
         "train": {model.name: model.settings.ranks for model in run.trained},
-        "adapt": {one.name: run.config.adaptation["ranks"] for one in run.adaptations},
+        "adapt": {one.name: run.config.adaptation.ranks for one in run.adaptations},
     }
     # The report is made while the last stage is under way.
     rows = [_cost_of(stage.name, jobs[jobs["rule"].isin(stage.rules)]) for stage in STAGES[:-1]]

@@ -139,7 +139,7 @@ def decay_table(results: Results, run: Run) -> Table:
         "for the cached one. Lower is better; the lowest of each column is bold.",
         frame,
         notes=(
-            f"The other tables use {settings.get('decay', 'the config’s')}.",
+            f"The other tables use {settings.decay}.",
             *([f"Lowest: {best}. Read off the test data, so no choice that a system could have made."] if best else []),
         ),
         best=lowest(frame, axis=0) if len(frame) else None,
@@ -157,10 +157,10 @@ def dev_blocks_table(results: Results, run: Run) -> Table:
         "the prior is taken from. Lower is better; the lowest of each column is bold.",
         frame,
         notes=(
-            f"The other tables use {settings.get('dev_blocks', 'the config’s number')}; the paper 100.",
+            f"The other tables use {settings.dev_blocks}; the paper 100.",
             f"The prior weighs a block λ times as much as the next: at λ = {decay:g} the last block alone weighs "
             f"{1 - decay:.2f}, so that more blocks can hardly matter."
-            if (decay := settings.get("decay", 0.3)) < 1
+            if (decay := settings.decay) < 1
             else "At λ = 1 all blocks weigh alike.",
         ),
         best=lowest(frame, axis=0) if len(frame) else None,

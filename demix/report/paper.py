@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from demix.run.run import Run
+from demix.settings import written
+
 # The paper's names of the sizes in Table 2, by preset.
 SIZES = {"gpt3-small": "125M", "gpt3-medium": "350M", "gpt3-large": "760M", "gpt3-xl": "1.3B"}
 
@@ -30,10 +33,9 @@ class Printed:
 
 def size_of(run: Run) -> str | None:
     """The preset whose size in the paper a run has, or None. A preset with changed sizes has no size of the paper."""
-    architecture = {key: value for key, value in (config.get("architecture") or {}).items() if value is not None}
-    preset = architecture.get("preset")
-    changed = architecture.keys() - {"preset", "context"} or architecture.get("context", 1024) != 1024
-    return preset if preset in SIZES and not changed else None
+    given = written(run.config.architecture)
+    changed = given.keys() - {"preset", "context"} or run.context != 1024
+    return given["preset"] if given.get("preset") in SIZES and not changed else None
 
 
 @cache

@@ -201,7 +201,7 @@ def table7(results: Results, run: Run) -> Table:
     if 0 < len(complete) < len(domains):
         summaries.append(f"Mean of the {len(complete)} that have all three")
         frame.loc[summaries[-1]] = [*complete.mean(), np.nan, np.nan]
-    replacement = run.config.removal.get("replacement")
+    replacement = run.config.removal.replacement
     return Table(
         "table7",
         title_of("table7"),

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from demix.config import rows
 from demix.config.models import KINDS
 from demix.errors import DemixError
 from demix.files import is_made, read_json, read_json_lines, read_parquet
@@ -114,12 +113,12 @@ def trained_systems(run: Run) -> dict[str, tuple[System, ...]]:
 
 def training_domains(run: Run) -> list[str]:
     """The training domains in the config's order."""
-    return list(rows.training_domains(run))
+    return list(run.training)
 
 
 def novel_domains(run: Run) -> list[str]:
     """The novel domains in the config's order."""
-    return list(rows.novel_domains(run))
+    return list(run.novel)
 
 
 def read_results(path: str | Path) -> "Results":

@@ -25,7 +25,7 @@ def write_tasks(run: Run, output: Path, note: str) -> None:
 def tasks_table(rows: pd.DataFrame, run: Run) -> Table:
     """Accuracy in percent: a row per model and routing, a column per task, the 95% interval below each number."""
     names = list(run.config.tasks)
-    kinds = {row: kind for row, (kind, _) in run.rows.items()}
+    kinds = {name: row.kind for name, row in run.rows.items()}
     rows = rows.assign(
         label=[_label(label_of(row.model, kinds[row.model]), row) for row in rows.itertuples()],
         # Cells without interval, or whose interval holds chance, say nothing.

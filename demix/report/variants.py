@@ -24,7 +24,7 @@ def variants_table(results: Results, run: Run) -> Table:
     bases = dict.fromkeys(pairs.values())
     for row in (row for base in bases for row in (base, *pairs) if row == base or pairs[row] == base):
         label, base, system = label_of(row, kinds[row]), pairs.get(row), _system(row, run)
-        line: dict[str, Any] = {"Options": _named(options_of(run, row))}
+        line: dict[str, Any] = {"Options": _named(run.rows[row].options)}
         spreads = beneath[label] = {}
         for kind, domains in kinds_of_domains(run):
             if not domains:

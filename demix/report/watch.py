@@ -47,12 +47,12 @@ class Course:
     seconds_left: float | None = None
 
 
-def watch(run: Path, console: Console) -> None:
-    """Draw the trainings of the run in the folder `run` until none runs and its snakemake has ended.
+def watch(folder: Path, console: Console) -> None:
+    """Draw the trainings of the run in `folder` until none runs and its snakemake has ended.
 
-    Where `console` is no terminal it gets one picture. Raises DemixError if `run` is no folder of a run.
+    Where `console` is no terminal it gets one picture. Raises DemixError if `folder` is none of a run.
     """
-    config = run.config
+    run = Run.read(folder)
     if not console.is_terminal:
         console.print(picture(run, courses(run)))
         return
@@ -67,16 +67,17 @@ def watch(run: Path, console: Console) -> None:
 
 def courses(run: Run) -> list[Course]:
     """The trainings of a run that are under way, or that have ended in the last minutes, in the order of the config."""
-    return [course for name, steps in _run.planned if (course := _course(run, name, steps))]
+    return [course for name, steps in _planned(run) if (course := _course(run, name, steps))]
 
 
-def picture(run: Path, found: list[Course]) -> Table:
+def picture(run: Run, found: list[Course]) -> Table:
     """One line per training. A narrow terminal breaks names and shortens bars; numbers stay whole.
 
     A column without a value in any line is left out.
     """
     running = sum(one.state == "running" for one in found)
-    table = Table(title=f"{run.resolve().name}: {running} in training", title_justify="left", box=None, padding=(0, 1))
+    title = f"{run.folder.resolve().name}: {running} in training"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
     table.add_column("model", min_width=8, overflow="fold")
     table.add_column(max_width=8)
     shares = [1.0 if one.state == "ended" else one.step / one.steps for one in found]
@@ -102,21 +103,20 @@ def _shown(value: float | None, form: str) -> str:
 
 def _planned(run: Run) -> Iterator[tuple[str, int]]:
     """All trainings of a config: the folder below checkpoints/, and the most updates."""
-    context, models = run.context, run.trained
-    for model in models:
-        for rate in swept_rates(model) if model.sweeps else []:
-            steps = model.settings.sweep["tokens"] // model.step_tokens
-            yield f"sweep/{model.name}/{rate}", steps
-    for part in (part for model in models for job in model.jobs for part in job):
-        yield part.place, part.settings.tokens // part.step_tokens
-    for parent, step in seeds(run, context):
+    for model in run.trained:
+        if model.sweeps and (sweep := model.settings.sweep):
+            for rate in model.swept_rates:
+                yield f"sweep/{model.name}/{rate}", sweep.tokens // model.step_tokens
+    for part in (part for model in run.trained for job in model.jobs for part in job):
+        yield part.place, part.updates
+    for parent, step in run.seeds:
         yield f"{parent}-step-{step:08d}", step
     section = run.config.adaptation
     for one in run.adaptations:
-        yield one.name, max(1, section["tokens"] // (section["sequences"] * context))
+        yield one.name, max(1, section.tokens // (section.sequences * run.context))
 
 
-def _course(run: Path, name: str, steps: int) -> Course | None:
+def _course(run: Run, name: str, steps: int) -> Course | None:
     """How far a training is; None if it has not begun, or ended a while ago."""
     folder, metrics, since = (
         run.folder / "checkpoints" / name,

@@ -26,7 +26,7 @@ def load_run(path: str | Path, **instead: Any) -> Run:
         raise located(error, {Path(path): read_keys(Path(path))[1]}) from None
 
 
-def run_of(values: Mapping[str, Any], folder: Path = Path()) -> Run:
+def completed_run(values: Mapping[str, Any], folder: Path = Path()) -> Run:
     """The run of the keys of a config, checked. A path in `base` is relative to `folder`."""
     return checked(Config.complete(values, folder))
 

@@ -8,7 +8,7 @@ from demix.config.config import Config
 from demix.errors import DemixError, nearest, printable
 from demix.files import fingerprint, read_json, write_json
 from demix.files.json_files import read_unsealed
-from demix.settings import settings_from, written
+from demix.settings import settings_from
 
 # Every change that makes files of older runs unreadable raises this version.
 FORMAT = 3
@@ -16,10 +16,8 @@ FORMAT = 3
 
 def kept(config: Config) -> dict[str, Any]:
     """What a run keeps of its config, as JSON: every key that defines the run, completed, in the config's order."""
-    # The cluster changes no result, and `overwrite` is about files that are there. A run without tasks is the same as
-    # before there were any.
-    left_out = {"cluster", "overwrite", *(["tasks"] if not config.tasks else [])}
-    return {key: value for key, value in written(config).items() if key not in left_out}
+    # The cluster changes no result, and `overwrite` is about files that are there.
+    return {key: value for key, value in config.values.items() if key not in ("cluster", "overwrite")}
 
 
 def write_run_config(path: Path, config: Config) -> None:

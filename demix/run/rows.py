@@ -37,7 +37,7 @@ class Row:
     kind: Kind
     settings: RowSettings
     learned: tuple[str, ...]
-    section: Mapping[str, Any] = dataclasses.field(hash=False)
+    section: dict[str, Any] = dataclasses.field(hash=False)
     architecture: Architecture
     initial: str = ""
     seed_sequences: int = 0
@@ -164,7 +164,7 @@ def _architecture(name: str, section: Mapping[str, Any]) -> Architecture:
         raise DemixError(f"config key models.{name}.{key}", error.cause, error.cure) from None
 
 
-def _check_options(given: _Given, parent: str, section: Mapping[str, Any]) -> None:
+def _check_options(given: _Given, parent: str, section: dict[str, Any]) -> None:
     """Raise DemixError if a row has other options of `architecture` than its `parent`, whose `section` this is."""
     for key, value in (given.own.get("architecture") or {}).items():
         has = (USUAL | section)[key]

@@ -24,7 +24,7 @@ class ExpertSet:
     label: str
     experts: tuple[str, ...]
     methods: tuple[str, ...] = ("naive", *METHODS)
-    weights: tuple[str, ...] = ()
+    weights: tuple[str | int, ...] = ()
     alone: bool = False
     variants: bool = False
     routing: str = ""

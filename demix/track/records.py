@@ -25,8 +25,10 @@ from demix.report.read import (
     read_results,
     training_domains,
 )
-from demix.run.models import Adaptation, Model, folder_of
+from demix.run.kept import kept
+from demix.run.models import Adaptation, Model
 from demix.run.run import Run
+from demix.settings import written
 from demix.track.client import Point, elapsed, named, points
 
 PARAM_KEY_LENGTH, PARAM_VALUE_LENGTH = 250, 6000
@@ -76,10 +78,10 @@ def records(run: Run) -> list[Record]:
     return [parent, *learned, *_evaluations(run, results)]
 
 
-def _jobs(run: Path, *patterns: str) -> list[Span]:
+def _jobs(run: Run, *patterns: str) -> list[Span]:
     """When the jobs whose benchmark files fit `patterns` began and ended."""
     spans: list[Span] = []
-    for path in (path for pattern in patterns for path in run.glob(f"benchmarks/{pattern}")):
+    for path in (path for pattern in patterns for path in run.folder.glob(f"benchmarks/{pattern}")):
         # A file that somebody has changed costs no more than a time.
         with suppress(ValueError, KeyError, TypeError), open(path, encoding="utf-8", newline="") as stream:
             ended = path.stat().st_mtime
@@ -87,7 +89,7 @@ def _jobs(run: Path, *patterns: str) -> list[Span]:
     return spans
 
 
-def _whole(run: Path, spans: Sequence[Span]) -> Span:
+def _whole(run: Run, spans: Sequence[Span]) -> Span:
     """From the first begin to the last end; without spans the time of the results."""
     ended = (run.folder / "results.parquet").stat().st_mtime
     return min((begun for begun, _ in spans), default=ended), max((end for _, end in spans), default=ended)
@@ -118,7 +120,7 @@ def _pipeline(run: Run, metrics: tuple[Point, ...]) -> Record:
     Raises DemixError if a part of the report is missing.
     """
     files = [(run.folder / name, "") for name in TABLES]
-    cards = [run.folder / "corpus" / name / "card.json" for kind in config["domains"].values() for name in kind]
+    cards = [run.folder / "corpus" / name / "card.json" for name in run.domains]
     files += [(path, f"cards/{path.parent.name}") for path in cards]
     sealed = [(path, folder) for path, folder in files if is_made(path)]
     for path, _ in sealed:
@@ -130,11 +132,12 @@ def _pipeline(run: Run, metrics: tuple[Point, ...]) -> Record:
         missing = next(path for path in report if path not in shown)
         raise DemixError(missing, "is missing", "run `demix report` again")
     shown += [path for model in run.planned if is_made(path := _card(run, model.name))]
-    artifacts = tuple(sorted([*sealed, *((path, path.parent.relative_to(run).as_posix()) for path in shown)]))
-    return Record("pipeline", "pipeline", _whole(run, _jobs(run, "**/*.tsv")), flatten(run), metrics, artifacts)
+    artifacts = tuple(sorted([*sealed, *((path, path.parent.relative_to(run.folder).as_posix()) for path in shown)]))
+    span = _whole(run, _jobs(run, "**/*.tsv"))
+    return Record("pipeline", "pipeline", span, flatten(kept(run.config)), metrics, artifacts)
 
 
-def _card(run: Path, model: str) -> Path:
+def _card(run: Run, model: str) -> Path:
     return run.folder / "report" / "cards" / f"{model}.md"
 
 
@@ -153,8 +156,13 @@ def _trainings(run: Run) -> Iterator[Record]:
 
 def _training(run: Run, model: Model) -> Record:
     directory = run.folder / model.folder
-    settings = {part: config.get(part) or {} for part in ("architecture", "tokenizer", "training")}
-    settings["models"] = {model.base: (config.get("models") or {}).get(model.base) or {}}
+    config = run.config
+    settings = {
+        "architecture": written(config.architecture),
+        "tokenizer": written(config.tokenizer),
+        "training": written(config.training),
+        "models": {model.base.name: written(config.models[model.base.name])},
+    }
     chosen = run.folder / "sweep" / f"{model.rates_from}.json"
     # The file may be left over from a sweep that the config no longer asks for.
     if model.settings.sweep and is_made(chosen):
@@ -169,7 +177,7 @@ def _adaptation(run: Run, one: Adaptation) -> Record:
     directory = run.folder / "models" / one.model
     file = directory / "experts" / f"{one.expert}.json" if one.adds_expert else directory / "model.json"
     files = [file] if is_made(file) else []
-    job, settings = f"{one.rule.replace('_', '-')}/{one.domain}", {"adaptation": config.get("adaptation") or {}}
+    job, settings = f"{one.rule.replace('_', '-')}/{one.domain}", {"adaptation": written(run.config.adaptation)}
     return _learned(run, f"adaptation/{one.name}", job, settings, files)
 
 
@@ -211,7 +219,7 @@ def _evaluations(run: Run, results: Results) -> Iterator[Record]:
     scored = results.rows.query("variant == ''")
     for (model, experts, seed), rows in scored.groupby(["model", "experts", "seed"], sort=True):
         # Models of further seeds are named as their folders are.
-        model = folder_of(model, seed, run.seed)
+        model = run.folder_of(model, seed)
         # A job that scores several models is the job of each of them.
         jobs = _jobs(run, f"score/{model}/*.tsv", f"score/{model}.tsv") or _jobs(run, "score/others/*.tsv")
         metrics, span = [], _whole(run, jobs)
@@ -230,7 +238,7 @@ def _evaluations(run: Run, results: Results) -> Iterator[Record]:
             for kind, domains in kinds_of_domains(run):
                 if domains and set(domains) <= set(values.index):
                     metrics.append((named(f"{prefix}/mean_{kind}"), float(values[domains].mean()), 0, time))
-        settings = {"evaluation": run.config.evaluation, "model": model, "experts": experts}
+        settings = {"evaluation": written(run.config.evaluation), "model": model, "experts": experts}
         settings["n_experts"] = int(rows["n_experts"].max())
         table = rows[list(RESULT_COLUMNS)].sort_values([*by, "domain"], ignore_index=True)
         key = f"evaluation/{model}/{experts}"

@@ -32,7 +32,8 @@ from demix.track.client import (
 from demix.track.records import Record, records
 
 if TYPE_CHECKING:
-    from mlflow.entities import DatasetInput, Run
+    from mlflow.entities import DatasetInput
+    from mlflow.entities import Run as MlflowRun
     from mlflow.tracking import MlflowClient
 
 PARAMS_PER_BATCH = 100
@@ -46,28 +47,27 @@ class Tracking:
     experiment: Text
 
 
-def track(run_dir: str | Path, run: Run, uri: str, experiment: str) -> str:
-    """Make the MLflow experiment hold what lies below `run_dir` (`results/<run>/`); return the printed summary line.
+def track(run: Run, uri: str, experiment: str) -> str:
+    """Make the MLflow experiment hold what lies in the folder of `run`; return the printed summary line.
 
     A pipeline run has one parent run, and one nested run per training, adaptation and evaluation (a model with a set of
     experts). Their tags demix.run and demix.config are what `demix compare` prints. Unchanged runs are kept, changed
     runs are deleted and created again, and runs whose files are gone are deleted. With a SQLite `uri`, artifacts go to
     `mlartifacts/` beside the database, and one process at a time writes. With another database, artifacts go to
-    `mlartifacts/` beside `run_dir`. A server chooses the place itself.
+    `mlartifacts/` beside the folder. A server chooses the place itself.
 
     An MLflow run that a training began (`demix.track.live`) is completed if it has the first points of the training's
     metrics, and else replaced. Deleted runs stay in MLflow's bin until `mlflow gc`. Times are those of the jobs.
 
     Raises DemixError if files are missing or damaged, or if the tracking server does not answer.
     """
-    run_dir = Path(run_dir)
     # All files are read before anything is sent, so that a damaged file stops the whole.
-    parent, *nested = records(run_dir, run)
+    parent, *nested = records(run)
     with alone(uri):
         client, store_errors = opened(uri)
         try:
-            experiment_id = experiment_of(client, uri, experiment, run_dir.resolve().parent)
-            named = {RUN: str(run.name), CONFIG: config_fingerprint(run)}
+            experiment_id = experiment_of(client, uri, experiment, run.folder.resolve().parent)
+            named = {RUN: run.name, CONFIG: config_fingerprint(run.config)}
             counts = _send(client, experiment_id, named, parent, nested)
         except store_errors as error:
             cause = str(error).strip().split("\n")[0]
@@ -86,8 +86,8 @@ def _send(
     records = {record.key: record for record in (parent, *nested)}
     wanted = {key: record.sha256() for key, record in records.items()}
     counts = dict.fromkeys(("new", "replaced", "unchanged", "deleted"), 0)
-    kept: dict[str, Run] = {}
-    begun: dict[str, Run] = {}
+    kept: dict[str, MlflowRun] = {}
+    begun: dict[str, MlflowRun] = {}
     outdated = set()
     for old in runs_with(client, experiment_id, {RUN: named[RUN]}):
         key = old.data.tags.get(KEY, "")
@@ -121,13 +121,18 @@ def _send(
     return counts
 
 
-def _has_first_points(run: "Run", record: Record) -> bool:
+def _has_first_points(run: "MlflowRun", record: Record) -> bool:
     number = (tag := run.data.tags.get(LIVE, "")).partition(" ")[0]
     return number.isdecimal() and tag == live_tag(record.metrics[: int(number)])
 
 
 def _write(
-    client: "MlflowClient", experiment_id: str, record: Record, tags: dict[str, str], digest: str, begun: "Run | None"
+    client: "MlflowClient",
+    experiment_id: str,
+    record: Record,
+    tags: dict[str, str],
+    digest: str,
+    begun: "MlflowRun | None",
 ) -> str:
     from mlflow.entities import Param, RunTag
 

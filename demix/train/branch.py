@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from demix.config.architecture import architecture_from
-from demix.config.models import DENSE_EXPERT, SCHEDULES
+from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError
 from demix.files import digest, linked, read_json, replacing, write_json
 from demix.model.checkpoint import describe, expert_lineage, load_model, load_verified, refuse_other_tokenizer
@@ -19,6 +19,9 @@ from demix.train.state import SHARED, State, expert_file, load_state
 MANIFEST, EXPERT = "manifest.json", expert_file(DENSE_EXPERT)
 # A branch may measure its loss on dev more or less often than its parent.
 FREE = {"dev_blocks"}
+
+# What a training does with the schedule of the parent whose state it begins with.
+SCHEDULES = ("continue", "restart")
 
 
 @dataclass(frozen=True)

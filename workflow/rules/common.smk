@@ -15,7 +15,7 @@ from demix.launch.arguments import SHELL_FUNCTION
 from demix.launch.producers import end_at_loops, find_by_name
 from demix.launch.times import keep_shared_times
 from demix.report import SHOWS, report_files
-from demix.run.check import run_of
+from demix.run.check import completed_run
 from demix.run.contexts import asked_contexts
 from demix.run.kept import kept, refuse_other_domains, refuse_other_format
 from demix.run.merged import MERGED
@@ -44,7 +44,7 @@ try:
     for path in map(Path, workflow.configfiles):
         FILES[path] = read_keys(path)[1]
     # The path in `base` is relative to the config file.
-    THIS = run_of(config, Path(workflow.configfiles[-1]).parent if workflow.configfiles else Path())
+    THIS = completed_run(config, Path(workflow.configfiles[-1]).parent if workflow.configfiles else Path())
     refuse_other_format(THIS.folder)
     if not THIS.config.overwrite:
         refuse_other_domains(THIS.folder, THIS.config)
