@@ -173,7 +173,6 @@ def measure(case: Case) -> Measured:
         assert max(norms) - min(norms) < 1e-4 * min(norms), f"{case}: gradient norms {norms}"
         times: list[list[float]] = [[] for _ in sides]
         moved, sync = [], sides[0][1]
-        sent = sync.sent
         # In turn, whatever else the machine does meanwhile; the first steps do not count.
         for window in range(WINDOWS + 1):
             for (step, _), seconds in zip(sides, times, strict=True):
@@ -189,7 +188,7 @@ def measure(case: Case) -> Measured:
                     moved.append((int(COUNTER.read_text()) - before) / STEPS)
         ours, *peer = map(statistics.median, times)
         # Whatever else uses the device only adds to it.
-        return Measured(ours, peer[0] if peer else None, (sync.sent - sent) / ((WINDOWS + 1) * STEPS), min(moved))
+        return Measured(ours, peer[0] if peer else None, sync.sent, min(moved))
 
 
 def work(rank: int, cases: list[Case], ports: list[int], results: multiprocessing.Queue) -> None:

@@ -42,8 +42,9 @@ from demix.model.gpt import GPT
 from demix.model.layers import Auxiliary, RoutedLayer
 from demix.plan.flops import scoring_flops
 from demix.train.batches import Batch, Batches
-from demix.train.loop import Optimization, train
+from demix.train.loop import train
 from demix.train.parallel import World
+from demix.train.schedule import Optimization
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXPERTS = tuple(f"domain{number}" for number in range(8))

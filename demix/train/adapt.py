@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from demix.config.adaptation import AdaptationRecipe
 from demix.config.training import Threads, fingerprinted, stated
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
-from demix.files import fingerprint, read_json
+from demix.files import fingerprint, read_json, write_json_lines
 from demix.model.checkpoint import (
     describe,
     expert_lineage,
@@ -30,10 +30,12 @@ from demix.model.tokenizer import copy_tokenizer, tokenizer_path
 from demix.run.placement import place_experts
 from demix.settings import Positive, Seed, settings
 from demix.train.batches import balanced_batches
-from demix.train.loop import DivergedError, EarlyStopping, Evaluation, Row, train, write_metrics
+from demix.train.loop import DivergedError, Evaluation, train
+from demix.train.metrics import Row
 from demix.train.parallel import World, joined
 from demix.train.stage import dev_loss, open_shards, optimization
 from demix.train.state import remove_states
+from demix.train.stopping import EarlyStopping
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +179,7 @@ class _Adapted:
 
     def finish(self, metrics: Path) -> None:
         """Write the metrics, and remove the training states that nothing needs any more."""
-        write_metrics(metrics, self.rows)
+        write_json_lines(metrics, self.rows)
         for state in self.states:
             remove_states(state)
 
@@ -208,9 +210,10 @@ def _adapt(
         if average is not None:
             shared = {name: tensor.detach() for name, tensor in model.shared_tensors().items()}
             model.load_state_dict(model.stacked(shared, {expert: average}))
-        only = model.owned if own else lambda name: True
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not own or model.owned(name))
         try:
-            found = _trial(model, directory, shards, one, origin, checkpoints, evaluate, world, only)
+            found = _trial(model, directory, shards, one, origin, checkpoints, evaluate, world)
         except DivergedError as error:
             if adaptation.sweep is None:
                 raise
@@ -240,7 +243,6 @@ def _trial(
     checkpoints: Path,
     evaluate: Evaluation,
     world: World,
-    only: Callable[[str], bool],
 ) -> _Adapted:
     """Train a model of one expert on the novel domain. Every rank trains a part of the sequences."""
     places = place_experts([domain := shards[0].parent.name], adaptation.sequences, world.size)
@@ -263,12 +265,10 @@ def _trial(
         model,
         batches,
         [domain],
-        optimization(adaptation, steps, rate),
+        optimization(adaptation, steps, rate, stopping=EarlyStopping(adaptation.evaluate_every, adaptation.patience)),
         state,
         world=world,
         evaluate=evaluate,
-        stopping=EarlyStopping(adaptation.evaluate_every, adaptation.patience),
-        only=only,
     )
     made = _Adapted(model, rows, (state,), origin)
     lineage = origin | {

@@ -7,10 +7,9 @@ from statistics import fmean, harmonic_mean
 from typing import Any
 
 from demix.errors import DemixError
-from demix.files import check_sha256, read_json_lines, replacing, write_json
+from demix.files import check_sha256, read_json_lines, replacing, write_json, write_json_lines
 from demix.model.checkpoint import describe, expert_files, expert_lineage, expert_names
 from demix.model.tokenizer import copy_tokenizer, tokenizer_path
-from demix.train.loop import write_metrics
 
 # What each branch counts for itself.
 OWN = ("tokens", "tokens_branch", "data_sha256")
@@ -64,7 +63,7 @@ def join_metrics(metrics: Sequence[Path], output: Path) -> None:
         if [row["step"] for row in rows] != [row["step"] for row in parts[0]]:
             raise DemixError(path, f"has other steps than {metrics[0]}", "train all experts with the same settings")
     begun = next((row["tokens"] for row in parts[0] if "branched_from" in row), 0)
-    write_metrics(output, [_joined(rows, begun) for rows in zip(*parts, strict=True)])
+    write_json_lines(output, [_joined(rows, begun) for rows in zip(*parts, strict=True)])
 
 
 def _joined(rows: Sequence[Mapping[str, Any]], begun: int) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class GradientSync:
 
     After the first backward of a step gradients that other ranks need are views into flat buckets. All ranks send the
     buckets in the same fixed order. Gradients of parameters that this rank alone has stay where backward writes them.
-    `sent` counts the bytes given to all-reduce since the start.
+    `sent` counts the bytes given to all-reduce in this step.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], is_expert: Callable[[str], bool], world: World):
@@ -161,7 +161,8 @@ class GradientSync:
                     self._handles.append(register(self._hook(bucket, part)))
 
     def zero(self) -> None:
-        """Forget all gradients: the next backward writes them, which costs less than to add them to zeros."""
+        """Begin a step without gradients: the next backward writes them, which costs less than to add them to zeros."""
+        self.sent = 0
         for parameter in self._parameters:
             parameter.grad = None
 

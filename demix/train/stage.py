@@ -13,7 +13,7 @@ from demix.config.models import DENSE_EXPERT, KINDS, Kind
 from demix.config.training import Execution, Optimizer, Threads, TrainingRecipe, fingerprinted
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
-from demix.files import fingerprint, read_json
+from demix.files import fingerprint, read_json, write_json_lines
 from demix.model.checkpoint import save_expert, save_shared
 from demix.model.device import set_threads
 from demix.model.gpt import GPT
@@ -23,8 +23,9 @@ from demix.run.placement import Placement, place
 from demix.settings import Integer, Number, Seed, Text, names_of, settings
 from demix.train.batches import batches_of
 from demix.train.branch import SeedState, branched, keep_seed, read_seed, upcycled
-from demix.train.loop import DivergedError, Evaluation, Optimization, train, write_metrics
+from demix.train.loop import DivergedError, Evaluation, train
 from demix.train.parallel import World, joined
+from demix.train.schedule import Optimization
 from demix.train.state import remove_states, step_folder
 
 log = logging.getLogger(__name__)
@@ -119,11 +120,10 @@ def train_model(
                 model,
                 batches,
                 domains,
-                optimization(training, steps, training.learning_rate, keeping, begin),
+                optimization(training, steps, training.learning_rate, keep=keeping, begin=begin, until=until),
                 state,
                 world=world,
                 first=first,
-                until=until,
                 evaluate=evaluate,
             )
         except DivergedError as error:
@@ -142,7 +142,7 @@ def train_model(
             if output is not None and until:
                 keep_seed(state / step_folder(until), output, identity)
             if metrics is not None:
-                write_metrics(metrics, rows)
+                write_json_lines(metrics, rows)
             remove_states(state, keep, rows[-1].get("dev_loss", math.inf))
 
 
@@ -274,18 +274,14 @@ def dev_loss(model: GPT, shard: TokenShard, count: int, domain: str) -> float:
 
 
 def optimization(
-    given: TrainingRecipe | AdaptationRecipe,
-    steps: int,
-    learning_rate: float,
-    keep: tuple[int, ...] = (),
-    begin: int = 0,
+    given: TrainingRecipe | AdaptationRecipe, steps: int, learning_rate: float, **more: Any
 ) -> Optimization:
     """The loop's settings from those of a training or an adaptation, for `steps` updates at a peak `learning_rate`.
 
-    The schedule of the learning rate begins at update `begin`.
+    `more` are those that only the loop has.
     """
     shared = {name: getattr(given, name) for name in (*names_of(Optimizer), *names_of(Execution))}
-    return Optimization(steps=steps, learning_rate=learning_rate, keep=keep, begin=begin, **shared)
+    return Optimization(steps=steps, learning_rate=learning_rate, **shared, **more)
 
 
 def open_shards(paths: list[Path], world: World) -> list[TokenShard]:

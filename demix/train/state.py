@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from demix.errors import DemixError
 from demix.files import MisplacedError, exclusive, fsync, read_json, sha256_file, write_json
 from demix.launch.parents import is_job
 from demix.model.checkpoint import load_verified, save_tensors
+from demix.train.metrics import Row, lines_of
 from demix.train.parallel import World
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class State:
     step: int
     shared: dict[str, torch.Tensor]
     experts: dict[str, dict[str, torch.Tensor]]
-    metrics: list[dict[str, Any]]
+    metrics: list[Row]
     dev_loss: float | None = None
 
 
@@ -83,8 +83,7 @@ def save_state(directory: Path, state: State, world: World, keep: int, steps: Se
                 _save(tensors, temporary / expert_file(name))
         if world.rank == 0:
             _save(state.shared, temporary / SHARED)
-            lines = "".join(json.dumps(row) + "\n" for row in state.metrics)
-            (temporary / "metrics.jsonl").write_text(lines)
+            (temporary / "metrics.jsonl").write_text(lines_of(state.metrics))
             fsync(temporary / "metrics.jsonl")
         world.wait()
         if world.rank == 0:

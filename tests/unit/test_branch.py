@@ -19,7 +19,6 @@ from demix.model.merge import merge_experts
 from demix.train import stage
 from demix.train.batches import balanced_batches
 from demix.train.branch import branched, read_seed
-from demix.train.loop import learning_rate_at
 from demix.train.stage import identity_of, optimization, take_seed, train_model
 from demix.train.state import State
 from support.cli import demix, said
@@ -111,7 +110,7 @@ def test_a_branch_is_the_obvious_one(run: Path, tokens: Path, tmp_path: Path) ->
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(step, optimization(TRAIN, STEPS, TRAIN.learning_rate))
+            group["lr"] = optimization(TRAIN, STEPS, TRAIN.learning_rate).learning_rate_at(step)
         optimizer.step()
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert row["tokens"] == row["step"] * 192

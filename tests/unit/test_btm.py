@@ -15,7 +15,6 @@ from demix.model.experts import add_expert
 from demix.model.export import gpt2_names
 from demix.train.batches import balanced_batches
 from demix.train.join import join_branches, join_metrics
-from demix.train.loop import learning_rate_at
 from demix.train.stage import Training, optimization, take_seed, train_model
 from support.cli import said
 from support.tokens import TRAINING
@@ -89,7 +88,7 @@ def test_an_expert_is_that_of_a_loop_in_transformers(run: Path, tokens: Path, sc
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            of_parent = learning_rate_at(step, optimization(EXACT, STEPS, EXACT.learning_rate))
+            of_parent = optimization(EXACT, STEPS, EXACT.learning_rate).learning_rate_at(step)
             group["lr"] = 2e-3 * (STEPS - step) / (STEPS - SEED) if restart else of_parent
         optimizer.step()
     expert = dict(load_model(run / "branches" / ("restarted" if restart else "btm") / name).named_parameters())

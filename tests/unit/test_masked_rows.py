@@ -52,7 +52,7 @@ from demix.report.read import read_results
 from demix.train.adapt import adapt_expert
 from demix.train.batches import balanced_batches, mixed_batches
 from demix.train.branch import branched
-from demix.train.loop import learning_rate_at, train
+from demix.train.loop import train
 from demix.train.stage import optimization, train_model
 from demix.train.state import State
 from support.cli import demix, said
@@ -161,7 +161,7 @@ def test_training_is_the_obvious_loop_in_any_micro_batches(tokens: Path, tmp_pat
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = learning_rate_at(step, about)
+        optimizer.param_groups[0]["lr"] = about.learning_rate_at(step)
         optimizer.step()
         told.append((loss.item(), norm.item(), (step + 1) * 6 * 32))
     for micro, checkpointing in itertools.product((None, 4), (False, True)):

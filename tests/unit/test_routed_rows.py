@@ -35,7 +35,7 @@ from demix.report.family_costs import family_costs_table
 from demix.train.adapt import adapt_expert
 from demix.train.batches import Batches, mixed_batches
 from demix.train.branch import upcycled
-from demix.train.loop import learning_rate_at, train
+from demix.train.loop import train
 from demix.train.stage import optimization, train_model
 from demix.train.state import State
 from support.tokens import TRAINING
@@ -140,7 +140,7 @@ def test_training_is_the_obvious_loop_in_any_micro_batches(tokens: Path, tmp_pat
         optimizer.zero_grad()
         (loss + sum(each.losses.mean() for each in auxiliary)).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = learning_rate_at(step, about)
+        optimizer.param_groups[0]["lr"] = about.learning_rate_at(step)
         optimizer.step()
         (counts,) = [each.counts.tolist() for each in auxiliary]
         told.append((loss.item(), norm.item(), counts[1] / 192, counts[3] / 384, counts[5] / 384))
@@ -315,7 +315,7 @@ def test_a_continued_model_is_the_obvious_one(run: Path, tokens: Path, tmp_path:
         optimizer.zero_grad()
         (loss + sum(each.losses.mean() for each in auxiliary)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = learning_rate_at(step, about)
+        optimizer.param_groups[0]["lr"] = about.learning_rate_at(step)
         optimizer.step()
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-5)
     trained = load_model(tmp_path / "model")

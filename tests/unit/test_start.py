@@ -12,8 +12,9 @@ from demix.config.architecture import Architecture
 from demix.model.gpt import GPT
 from demix.model.layers import Auxiliary, DEMixLayer
 from demix.train.batches import Batches, balanced_batches, mixed_batches
-from demix.train.loop import Optimization, train
+from demix.train.loop import train
 from demix.train.parallel import World
+from demix.train.schedule import Optimization
 from demix.train.stage import train_model
 from demix.train.state import State, newest_state, remove_states, save_state
 from support.tokens import TRAINING

@@ -19,10 +19,12 @@ from demix.files import read_json, read_json_lines, write_json
 from demix.model.checkpoint import load_model
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
-from demix.train import loop, stage
+from demix.train import scale, stage
 from demix.train.batches import Batch, balanced_batches, mixed_batches, proportional_batches
-from demix.train.loop import EarlyStopping, Optimization, learning_rate_at, train
+from demix.train.loop import train
+from demix.train.schedule import Optimization
 from demix.train.stage import train_model
+from demix.train.stopping import EarlyStopping
 from support.tokens import NOVEL, TRAINING
 from support.training import SIZES, TRAIN, opened, shard_paths
 
@@ -78,7 +80,7 @@ def test_unbalanced_batches_follow_the_sizes_of_the_domains(tokens: Path) -> Non
 def test_learning_rate_warms_up_and_decays_to_zero() -> None:
     # 0.08 of 30 updates are 2.4: the third warms up too.
     optimization = Optimization(steps=30, learning_rate=3.0, warmup=0.08)
-    rates = [learning_rate_at(step, optimization) for step in range(31)]
+    rates = [optimization.learning_rate_at(step) for step in range(31)]
     assert rates[:3] == pytest.approx([1.0, 2.0, 3.0])
     assert rates[3:] == pytest.approx(np.linspace(3.0, 0.0, 28))
 
@@ -103,7 +105,7 @@ def test_the_loop_is_the_obvious_one(tokens: Path) -> None:
         losses.mean().backward()
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(step, optimization)
+            group["lr"] = optimization.learning_rate_at(step)
         optimizer.step()
         by_domain = losses.view(3, -1).mean(1).tolist()
         assert rows[step]["loss"] == pytest.approx(losses.mean().item(), rel=1e-9)
@@ -175,8 +177,8 @@ def test_the_last_part_of_a_step_may_be_smaller(tokens: Path, tmp_path: Path, ki
 def test_fp16_skips_updates_that_overflow_and_resumes_to_the_bit(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "FIRST_SCALE", 2.0**36)
-    monkeypatch.setattr(loop, "GROW_AFTER", 4)
+    monkeypatch.setattr(scale, "FIRST_SCALE", 2.0**36)
+    monkeypatch.setattr(scale, "GROW_AFTER", 4)
     whole = trained_rows(tokens, tmp_path / "whole", precision="fp16")
     scales = [row["loss_scale"] for row in whole]
     skipped = [row["gradient_norm"] is None for row in whole]
@@ -199,6 +201,16 @@ def test_fp16_skips_updates_that_overflow_and_resumes_to_the_bit(
     again = read_json_lines(folder / "metrics.jsonl")
     keys = ("step", "loss", "gradient_norm", "loss_scale")
     assert [[row[key] for key in keys] for row in again] == [[row[key] for key in keys] for row in whole]
+
+
+@pytest.mark.parametrize(("dtype", "grows"), [(torch.float16, True), (torch.float32, False), (torch.bfloat16, False)])
+def test_the_loss_is_scaled_in_fp16_alone(dtype: torch.dtype, grows: bool) -> None:
+    """A factor that grew in other types would end a training of 64,000 updates as one whose gradients overflow."""
+    found = scale.LossScale(dtype)
+    before = found.factor
+    for _ in range(scale.GROW_AFTER):
+        found.grow()
+    assert found.factor == (2 * before if grows else 1.0)
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(tokens: Path, tmp_path: Path) -> None:
@@ -233,11 +245,13 @@ def test_early_stopping_keeps_the_best_parameters(tokens: Path, tmp_path: Path) 
         model,
         balanced_batches(shards, TRAINING, 2, 32, 1),
         TRAINING,
-        Optimization(steps=100, learning_rate=1e-3, warmup=0.1, clip=1.0, checkpoint_every=1000),
+        Optimization(
+            steps=100, learning_rate=1e-3, warmup=0.1, clip=1.0, checkpoint_every=1000,
+            stopping=EarlyStopping(every=3, patience=2),
+        ),
         tmp_path,
         evaluate=evaluate,
-        stopping=EarlyStopping(every=3, patience=2),
-    )
+    )  # fmt: skip
     assert [row["step"] for row in rows if "early_stopping_loss" in row] == [0, 3, 6, 9, 12]
     assert max(row["step"] for row in rows) == 12
     for name, tensor in model.state_dict().items():
@@ -259,13 +273,16 @@ def test_a_training_stopped_while_it_waits_for_a_lower_loss_ends_where_it_would_
                 os.kill(os.getpid(), signal.SIGTERM)
             return batches.draw(step)
 
-        optimization = Optimization(steps=24, learning_rate=1e-3, warmup=0.1, clip=1.0, checkpoint_every=1000)
+        optimization = Optimization(
+            steps=24, learning_rate=1e-3, warmup=0.1, clip=1.0, checkpoint_every=1000,
+            stopping=EarlyStopping(every=3, patience=3),
+        )  # fmt: skip
         while True:
             model = GPT(Architecture(**SIZES), 400, TRAINING).initialise(1)
             try:
                 rows = train(
                     model, dataclasses.replace(batches, draw=draw), TRAINING, optimization, folder,
-                    evaluate=lambda model: (next(told), {}), stopping=EarlyStopping(every=3, patience=3),
+                    evaluate=lambda model: (next(told), {}),
                 )  # fmt: skip
             except StoppedError:
                 continue

@@ -1,0 +1,85 @@
+"""A model in training, with all that its training knows: what a checkpoint holds."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from demix.model.device import compute_type
+from demix.model.gpt import GPT
+from demix.train.adam import AdamW
+from demix.train.metrics import Metrics
+from demix.train.parallel import World
+from demix.train.scale import LossScale
+from demix.train.schedule import Optimization
+from demix.train.state import State, newest_state, save_state
+from demix.train.stopping import Best
+
+log = logging.getLogger(__name__)
+
+
+class Learner:
+    """A model on this rank's device, and what its training changes.
+
+    These are the parameters that require a gradient, Adam's moments, the scale of the loss, the best parameters so far
+    (with early stopping), and the metrics. Checkpoints go below `directory`; `saved` is the step of the newest.
+    """
+
+    def __init__(self, model: GPT, optimization: Optimization, directory: Path, world: World):
+        self.model, self.optimization, self.directory, self.world = model, optimization, directory, world
+        dtype = compute_type(optimization.precision)
+        model.to(device=world.device, dtype=torch.float64 if dtype == torch.float64 else None)
+        model.checkpoint_activations = optimization.checkpoint_activations
+        if optimization.compile:
+            model.compile_blocks()
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.optimizer = AdamW(self.trained.values(), optimization.weight_decay)
+        self.scale = LossScale(dtype)
+        self.best = Best(self.trained, optimization.stopping) if optimization.stopping else None
+        self.metrics = Metrics(directory / "metrics.jsonl" if world.rank == 0 else None)
+        self.saved: int | None = None
+
+    def resume(self, first: State | None) -> int:
+        """Go on from the newest complete checkpoint, else from the state `first`, else from the model as it is.
+
+        Returns the number of updates before.
+        """
+        resumed = newest_state(self.directory, self.model.experts, self.world)
+        state = resumed or first
+        if state is not None:
+            tensors = self.model.stacked(state.shared, state.experts)
+            self._load(tensors)
+            self.scale.resume(state.metrics)
+            if self.best:
+                self.best.resume(tensors, state.metrics)
+            log.info("resuming at step %d of %d", state.step, self.optimization.end)
+        self.saved = resumed.step if resumed else None
+        self.metrics.begin(state.metrics if state else ())
+        return state.step if state else 0
+
+    def save(self, step: int, dev_loss: float | None = None) -> None:
+        """Write a checkpoint of the state after `step` updates, whose loss on dev is `dev_loss` if it was measured."""
+        tensors = {f"parameter/{name}": p.detach() for name, p in self.trained.items()}
+        for name, parameter in self.trained.items():
+            moments = self.optimizer.state.get(parameter, {})
+            tensors |= {f"optimizer/{key}/{name}": value for key, value in moments.items()}
+        tensors |= self.best.tensors if self.best else {}
+        # Adam counts its updates once for all experts.
+        updates = {name: tensors.pop(name) for name in [*tensors] if name.startswith("optimizer/step/")}
+        shared, experts = self.model.parted(tensors)
+        state = State(step, shared | updates, experts, self.metrics.rows, dev_loss)
+        save_state(self.directory, state, self.world, self.optimization.keep_checkpoints, self.optimization.keep)
+        self.saved = step
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy saved tensors into the parameters and the moments, where there are some."""
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                parameter.copy_(tensors[f"parameter/{name}"])
+                if f"optimizer/step/{name}" in tensors:
+                    self.optimizer.state[parameter] = {
+                        key: tensors[f"optimizer/{key}/{name}"].to(parameter.device)
+                        for key in ("step", "exp_avg", "exp_avg_sq")
+                    }
