@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from tables import show
 
 from demix.data.anonymize import anonymize_documents
-from demix.data.corpus import SPLITS, Budget, split
+from demix.data.corpus import Budget, Splitting, split
 from demix.data.duplicates import mark_duplicates
 from demix.data.shards import tokenize
 from demix.data.sources import SCHEMA, Source, download
@@ -59,7 +59,7 @@ def synthetic(path: Path, megabytes: int, cut: int | None) -> None:
 
 
 def stage(name: str, folder: Path) -> None:
-    documents, counts, owners = folder / "documents.parquet", folder / "counts.json", folder / "owners.parquet"
+    documents, counts, owners = folder / "documents.parquet", folder / "documents.json", folder / "owners.parquet"
     if name == "anonymize":
         anonymize_documents(folder / "raw.parquet", documents, counts)
     elif name == "plain":
@@ -67,10 +67,8 @@ def stage(name: str, folder: Path) -> None:
     elif name == "owners":
         mark_duplicates({"a": [documents]}, owners)
     elif name == "split":
-        outputs = {split_name: folder / f"{split_name}.parquet" for split_name in SPLITS}
-        split(
-            "a", [documents], [counts], owners, True, Budget(None, 100_000, 100_000), 1, outputs, folder / "card.json"
-        )
+        words = Budget(None, 100_000, 100_000)
+        split("a", [documents], owners, Splitting(words=words, training=True, seed=1), folder)
     elif name == "tokenize":
         tokenize(folder / "gpt2.json", folder / "train.parquet", folder / "train.arrow")
     used = resource.getrusage(resource.RUSAGE_SELF)

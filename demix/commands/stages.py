@@ -123,23 +123,9 @@ def split(
 
     values = settings_from(Splitting, settings)
     counts = [path.with_suffix(".json") for path in documents]
-    outputs = {name: output / f"{name}.parquet" for name in ("train", "dev", "test")}
-    card = output / "card.json"
-    make = partial(
-        run,
-        domain,
-        documents,
-        counts,
-        owners,
-        training=values.training,
-        budget=values.words,
-        seed=values.seed,
-        outputs=outputs,
-        card=card,
-        near_duplicates=values.near_duplicates,
-        metadata=values.metadata,
-    )
-    made_once(output, [*outputs.values(), card], [*documents, *counts, owners], asdict(values), make)
+    files = [output / name for name in ("train.parquet", "dev.parquet", "test.parquet", "card.json")]
+    make = partial(run, domain, documents, owners, values, output)
+    made_once(output, files, [*documents, *counts, owners], asdict(values), make)
 
 
 @app.command()

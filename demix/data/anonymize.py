@@ -27,7 +27,8 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -57,6 +58,9 @@ SCHEMA = pa.schema(
         ("metadata", pa.large_string()),
     ]
 )
+
+# A text and how often each rule applied.
+_Changed = tuple[str, dict[str, int]]
 
 _start = itemgetter(0)
 _ROUNDS = 4
@@ -220,33 +224,27 @@ def anonymize_documents(
     ("empty": without a word, "not_utf8": no text, left out when they were read), replacements by category. Source ids,
     which may hold personal data, go no further.
     """
-    if rules not in ("ours", "released"):
+    if rules not in _RULES:
         raise DemixError(f"rules {rules!r}", "are not known", "use ours or released")
     normalised: Counter[str] = Counter(invalid_bytes=0, surrogates=0, nul=0, line_ends=0)
     replacements: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
     totals = Counter(documents=0, words=0, empty=0)
-    one = anonymize if rules == "ours" else released.anonymize
+    of_text, of_column = _RULES[rules] if enabled else (_as_it_is, _as_it_is)
 
     def clean(text: str) -> str:
         text, found = normalise(text)
         normalised.update(found)
-        if enabled:
-            text, found = one(text)
-            replacements.update(found)
+        text, found = of_text(text)
+        replacements.update(found)
         return text
 
     def batches() -> Iterator[pa.RecordBatch]:
         read = read_batches(input, ["text", "metadata"])
         for batch in counted(read, f"{input.parent.name}: documents", [input]):
-            texts = _normalise_texts(batch.column("text"), normalised)
-            if enabled and rules == "ours":
-                texts, found = anonymize_texts(texts)
-                replacements.update(found)
-            elif enabled:
-                pairs = [one(text) for text in texts.to_pylist()]
-                texts = pa.array([text for text, _ in pairs], pa.large_string())
-                for _, found in pairs:
-                    replacements.update(found)
+            texts, found = _normalise_texts(batch.column("text"))
+            normalised.update(found)
+            texts, found = of_column(texts)
+            replacements.update(found)
             ids = origins = _ids(texts)
             metadata = batch.column("metadata")
             if piece_words is not None:
@@ -255,13 +253,14 @@ def anonymize_documents(
             words = count_words(texts)
             kept = np.flatnonzero(words)
             totals.update(documents=len(words), words=int(words.sum()), empty=len(words) - len(kept))
+            columns = [ids, texts, pa.array(words), origins, metadata]
             if len(kept) < len(words):
-                ids, texts, origins, metadata = (some.take(kept) for some in (ids, texts, origins, metadata))
-                words = words[kept]
-            if pc.any(pc.not_equal(metadata, "{}")).as_py():
-                metadata = pa.array([_clean_metadata(value, clean) for value in metadata.to_pylist()], metadata.type)
+                columns = [column.take(kept) for column in columns]
+            if pc.any(pc.not_equal(columns[-1], "{}")).as_py():
+                said = [_clean_metadata(value, clean) for value in columns[-1].to_pylist()]
+                columns[-1] = pa.array(said, metadata.type)
             if len(kept):
-                yield pa.record_batch([ids, texts, pa.array(words), origins, metadata], schema=SCHEMA)
+                yield pa.record_batch(columns, schema=SCHEMA)
 
     write_batches(output, SCHEMA, batches())
     read = {name: int((pq.read_metadata(input).metadata or {}).get(name.encode(), 0)) for name in _WHEN_READ}
@@ -278,15 +277,34 @@ def anonymize_documents(
     )
 
 
-def _normalise_texts(texts: pa.Array, counts: Counter[str]) -> pa.Array:
-    """A column as `normalise` leaves each text; Arrow's strings hold no surrogates."""
+def _as_it_is(text: Any) -> tuple[Any, dict[str, int]]:
+    return text, {}
+
+
+def _normalise_texts(texts: pa.Array) -> tuple[pa.Array, Mapping[str, int]]:
+    """A column as `normalise` leaves each text, and the sum of its counts; Arrow's strings hold no surrogates."""
     data, _ = buffers(texts)
     if not (data == 0).any() and b"\r\n" not in data.tobytes():
-        return texts
-    pairs = [normalise(text) for text in texts.to_pylist()]
-    for _, found in pairs:
+        return texts, {}
+    return _each(normalise, texts)
+
+
+def _each(change: Callable[[str], _Changed], texts: pa.Array) -> tuple[pa.Array, Mapping[str, int]]:
+    """A column as `change` leaves each text, and the sum of its counts."""
+    counts: Counter[str] = Counter()
+    changed = []
+    for text in texts.to_pylist():
+        text, found = change(text)
+        changed.append(text)
         counts.update(found)
-    return pa.array([text for text, _ in pairs], pa.large_string())
+    return pa.array(changed, pa.large_string()), counts
+
+
+# What is done to one text, and to a column of texts.
+_RULES: dict[str, tuple[Callable[[str], _Changed], Callable[[pa.Array], tuple[pa.Array, Mapping[str, int]]]]] = {
+    "ours": (anonymize, anonymize_texts),
+    "released": (released.anonymize, partial(_each, released.anonymize)),
+}
 
 
 def _ids(texts: pa.Array) -> pa.Array:

@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -68,56 +68,46 @@ _log = logging.getLogger(__name__)
 
 @settings(kw_only=True)
 class Splitting(SplitRecipe):
-    """How a domain is split: word budgets, the kind of domain, the run's seed."""
+    """How a domain is split: word budgets, the kind of domain, the run's seed, whether splits keep the metadata."""
 
     training: Switch
     seed: Seed
-    metadata: Switch
+    metadata: Switch = False
 
 
-def split(
-    domain: str,
-    documents: list[Path],
-    counts: list[Path],
-    owners: Path,
-    training: bool,
-    budget: Budget,
-    seed: int,
-    outputs: dict[str, Path],
-    card: Path,
-    near_duplicates: float | None = None,
-    metadata: bool = False,
-) -> None:
-    """Write the splits of `domain` (`outputs`: train, dev, test) and its corpus card.
+def split(domain: str, documents: list[Path], owners: Path, splitting: Splitting, output: Path) -> None:
+    """Write `train.parquet`, `dev.parquet` and `test.parquet` of `domain` below `output`, and the corpus card.
 
-    `documents` and `counts` are those of the domain's parts, as `anonymize_documents` writes them. Texts that occur
-    twice are kept once; a training domain keeps those that `owners` gives it, a novel domain those that no training
-    domain holds. In order of sha256(seed | id), dev is filled until it has its words, then test, then train.
-    With `near_duplicates`, texts of which more than this share of 13-grams occurs in dev or test stay out of train.
+    `documents` are those of the domain's parts, as `anonymize_documents` writes them, with their counts (`.json`)
+    beside them. Texts that occur twice are kept once; a training domain keeps those that `owners` gives it, a novel
+    domain those that no training domain holds. In order of sha256(seed | id), dev is filled until it has its words,
+    then test, then train. With `near_duplicates`, texts of which more than this share of 13-grams occurs in dev or test
+    stay out of train.
     Each Parquet has the columns `id`, `text`, `n_words`, `origin`, and with `metadata` that of the documents, in that
     order. Pieces of one document (those of one `origin`) may fall in different splits.
     Budgets that leave nothing for train are made smaller, with a warning: dev and test then take half of all words.
-    In the card, the documents of `counts` = those in the splits + rejected + duplicates.
+    In the card, the documents of the counts = those in the splits + rejected + duplicates.
     Raises DemixError where dev and test cannot be filled with a document left over.
     """
-    found = [read_json(path) for path in counts]
+    outputs, card = {name: output / f"{name}.parquet" for name in SPLITS}, output / "card.json"
+    held_out = {name: outputs[name] for name in ("dev", "test")}
+    found = [read_json(path.with_suffix(".json")) for path in documents]
     totals: dict[str, Counter[str]] = {key: Counter() for key in ("rejected", "replacements", "normalised")}
     for key, total in totals.items():
         for one in found:
             total.update(one[key])
-    schema = SCHEMA.append(pa.field("metadata", pa.large_string())) if metadata else SCHEMA
-    held_out = {name: outputs[name] for name in ("dev", "test")}
+    schema = SCHEMA.append(pa.field("metadata", pa.large_string())) if splitting.metadata else SCHEMA
     with scratch(card) as folder, database(card) as tables:
         work = _Work(domain, documents, folder, schema, tables, _left_out(totals["rejected"]))
-        duplicates = _deduplicate(work, owners, training, seed)
-        asked, budget = budget, _fitting(work, budget)
+        duplicates = _deduplicate(work, owners, splitting)
+        budget = _fitting(work, splitting.words)
         edges = _edges(work, budget)
-        if near_duplicates is None:
+        if splitting.near_duplicates is None:
             _write(work, edges, outputs)
         else:
             _write(work, edges, held_out)
-            _leave_out_near(work, edges, near_duplicates, [*held_out.values()])
-            edges = _edges(work, budget) or _refused(work, asked)
+            _leave_out_near(work, edges, splitting.near_duplicates, [*held_out.values()])
+            edges = _edges(work, budget) or _refused(work, splitting.words)
             _write(work, edges, {"train": outputs["train"]})
         kept, near = _one(tables, "select (select count(*) from ordered), (select count(*) from near)")
         exact = _exact_duplicates(tables, domain, outputs["train"], held_out, owners)
@@ -133,7 +123,7 @@ def split(
             "domain": domain,
             "documents": {name: edges[name].end - edges[name].start for name in SPLITS},
             "words": {name: edges[name].words for name in SPLITS},
-            "budgets": {name: getattr(asked, name) for name in SPLITS},
+            "budgets": asdict(splitting.words),
             "origins": origins,
             "duplicates": duplicates,
             "leakage": {"exact_duplicates": exact, "ngrams": leaked(outputs["train"], held_out)},
@@ -176,16 +166,16 @@ def _one(tables: duckdb.DuckDBPyConnection, query: str, **values: Any) -> tuple[
     return row
 
 
-def _deduplicate(work: _Work, owners: Path, training: bool, seed: int) -> dict[str, int]:
+def _deduplicate(work: _Work, owners: Path, splitting: Splitting) -> dict[str, int]:
     """Make the tables of the documents that the domain keeps, and count those that it does not."""
     tables = work.tables
     tables.execute("create table documents (id blob, words bigint, row bigint)")
     insert = "insert into documents select unhex(id), n_words, row from batches"
     run_on(tables, insert, work.read(["id", "n_words"], "read"))
     tables.execute("create table owned (id blob)")
-    owned = "insert into owned select unhex(id) from batches" + (f" where domain = '{work.domain}'" if training else "")
-    run_on(tables, owned, read_batches(owners, ["id", "domain"]))
-    tables.execute(_KEPT, {"seed": seed, "training": training})
+    own = f" where domain = '{work.domain}'" if splitting.training else ""
+    run_on(tables, f"insert into owned select unhex(id) from batches{own}", read_batches(owners, ["id", "domain"]))
+    tables.execute(_KEPT, {"seed": splitting.seed, "training": splitting.training})
     counts = "select (select count(*) from documents), (select count(distinct id) from documents), count(*) from kept"
     documents, distinct, kept = _one(tables, counts)
     tables.execute("drop table documents; drop table owned; create table near (row bigint)")

@@ -122,30 +122,17 @@ def _numbers(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
 def _in_run(text: str, start: int, end: int, phone: int) -> Iterator[Span]:
     """The spans in one run of digits and separators, best category first; a telephone number ended at `phone`."""
     groups = [match.span() for match in _GROUP.finditer(text, start, end)]
-    low = start - 64 if start > 64 else 0
     left = total = len(_digits(text, start, end))
     taken = start
     for place, (first, last) in enumerate(groups):
-        length = last - first
-        if length == 10 and text.startswith("-", last) and (match := _DART.match(text, first)):
-            yield (*match.span(), "DART")
-        if length >= 4 and left >= 12 and (match := _CARD.match(text, first)) and _is_card(text, *match.span()):
-            yield (*match.span(), "CREDIT_CARD_NUMBER")
-        if length == 3 and left >= 9 and (match := _SSN.match(text, first)):
-            yield (*match.span(), "SSN")
+        yield from _identifiers(text, first, last, left)
         if left < 8:
             break
-        before = text[first - 1] if first else ""
-        if (
-            place + 1 < len(groups)
-            and first >= taken
-            and (length == 3 or text[first] == "0" or before == "(" or (length == 1 and text[first] == "1"))
-        ):
-            match = (before in ("(", "+") and _PHONE.match(text, first - 1)) or _PHONE.match(text, first)
-            if match and not _in_iban(text, *match.span()):
-                taken = _extended(text, match.end())
-                yield (match.start(), taken, "PHONE_NUMBER")
-        left -= length
+        if place + 1 < len(groups) and first >= taken and (shaped := _shaped(text, first, last)):
+            taken = shaped[1]
+            yield (*shaped, "PHONE_NUMBER")
+        left -= last - first
+    low = max(start - 64, 0)
     if _CUT_BEFORE.match(text, low, start):
         return
     if total >= 9 and cues.SSN.match(text, low, start) and (loose := _SSN_LOOSE.match(text, start)):
@@ -154,57 +141,96 @@ def _in_run(text: str, start: int, end: int, phone: int) -> Iterator[Span]:
         yield (found[0], _extended(text, found[1]), "PHONE_NUMBER")
 
 
+def _identifiers(text: str, first: int, last: int, left: int) -> Iterator[Span]:
+    """What is no telephone number, from the group of digits at [first, last) on; `left` digits are from there on."""
+    length = last - first
+    if length == 10 and text.startswith("-", last) and (match := _DART.match(text, first)):
+        yield (*match.span(), "DART")
+    if length >= 4 and left >= 12 and (match := _CARD.match(text, first)) and _is_card(text, *match.span()):
+        yield (*match.span(), "CREDIT_CARD_NUMBER")
+    if length == 3 and left >= 9 and (match := _SSN.match(text, first)):
+        yield (*match.span(), "SSN")
+
+
+def _shaped(text: str, first: int, last: int) -> tuple[int, int] | None:
+    """The telephone number of a shape that nothing else has, from the group of digits at [first, last) on."""
+    before = text[first - 1] if first else ""
+    if last - first != 3 and text[first] != "0" and before != "(" and text[first:last] != "1":
+        return None
+    match = (before in ("(", "+") and _PHONE.match(text, first - 1)) or _PHONE.match(text, first)
+    if not match or _in_iban(text, *match.span()):
+        return None
+    return match.start(), _extended(text, match.end())
+
+
 def _second(text: str, start: int, end: int, phone: int) -> tuple[int, int] | None:
     """A number in the groups of a country, where a telephone number and no more than "or" stand before it."""
     if not (0 <= phone <= start <= phone + 8 and cues.AND.fullmatch(text, phone, start)):
         return None
-    opened = text[start - 1] == "(" and ")" in text[start:end]
+    opened = _opens_with(text, start, end)
     home = is_written_at_home(text[start - opened : end], bare=True) or is_dialled_at_home(text[start:end])
     return (start - opened, end) if home else None
 
 
 def _phone(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
     """The telephone number with which a run of digits starts, as its beginning, its country code or a cue tells."""
-    seen, low = text[start - 1 : start], max(start - 64, 0)
-    if seen in ("+", "(") and text[start] != "0" and (plus := _PLUS.match(text, low, start)):
-        # A trunk prefix in parentheses is no part of the fifteen digits of E.164.
-        last = _whole(text, groups, 8, 15 + ("(0" in text[start : start + 6]))
-        if last and (not _DECIMAL.fullmatch(text, start, last) or is_international(_digits(text, start, last))):
-            return (start - len(plus.group()) + (plus.group() == "(+" and ")" not in text[start:last]), last)
-    if text[start] == "0" and (abroad := _from_abroad(text, start, groups)):
-        return abroad
-    if (
-        ((text[start] in "08" and text[start + 1] != "0") or seen == "(")
-        and 1 < len(groups) < 7
-        and (home := _from_home(text, start, end, groups))
-    ):
-        return home
+    ways = (_after_a_plus, _from_abroad, _from_home)
+    if found := next(filter(None, (way(text, start, end, groups) for way in ways)), None):
+        return found
     last = _whole(text, groups, 7, 15)
     if last is None:
         return None
     parted = text[start] == "0" or last > groups[0][1]
-    if cues.may_hold(text[low:start]):
-        cue = cues.PHONE.match(text, low, start)
-        if (
-            cue is None
-            and parted
-            and not _DECIMAL.fullmatch(text, start, last)
-            and not any(other.match(text, start) for other in (_YEARS, _HOST, _SINGLE, _DECIMALS))
-        ):
-            cue = cues.MAYBE.match(text, low, start)
-        if cue:
-            return None if _DATE.match(text, start) else (start - _opening(cue.group(), text[start:last]), last)
+    if cue := _cue_before(text, start, last, parted):
+        return None if _DATE.match(text, start) else (start - _opening(cue.group(), text[start:last]), last)
     if last != end:
         return None
-    closed = seen == "(" and ")" in text[start:end]
-    after = cues.AFTER.match(text, last) and not _CUT_AFTER.match(text, end)
-    if parted and not after:
-        after = cues.AFTER_MAYBE.match(text, last) and not _CUT_AFTER.match(text, end)
-    if after and not any(other.match(text, start) for other in (_DATE, _YEARS)) and not _in_iban(text, start, end):
-        return (start - (seen == "+" or closed), last)
-    if (parted and len(groups) < 7) and _near_a_word(text, start, end):
-        return (start - closed, end)
-    return None
+    opened = _opens_with(text, start, end)
+    if _is_told_after(text, start, end, parted):
+        return (start - (opened or text[start - 1 : start] == "+"), end)
+    return (start - opened, end) if parted and len(groups) < 7 and _near_a_word(text, start, end) else None
+
+
+def _after_a_plus(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
+    """A number with a country code after a plus."""
+    if text[start - 1 : start] not in ("+", "(") or text[start] == "0":
+        return None
+    if (plus := _PLUS.match(text, max(start - 64, 0), start)) is None:
+        return None
+    # A trunk prefix in parentheses is no part of the fifteen digits of E.164.
+    last = _whole(text, groups, 8, 15 + ("(0" in text[start : start + 6]))
+    if last is None or (_DECIMAL.fullmatch(text, start, last) and not is_international(_digits(text, start, last))):
+        return None
+    return (start - len(plus.group()) + (plus.group() == "(+" and ")" not in text[start:last]), last)
+
+
+def _cue_before(text: str, start: int, last: int, parted: bool) -> regex.Match[str] | None:
+    """The words that announce a telephone number before it; some announce only one whose groups are `parted`."""
+    low = max(start - 64, 0)
+    if not cues.may_hold(text[low:start]):
+        return None
+    cue = cues.PHONE.match(text, low, start)
+    if cue or not parted or _DECIMAL.fullmatch(text, start, last):
+        return cue
+    return None if _any_at(text, start, _YEARS, _HOST, _SINGLE, _DECIMALS) else cues.MAYBE.match(text, low, start)
+
+
+def _is_told_after(text: str, start: int, end: int, parted: bool) -> bool:
+    """Whether words after a number say that it is a telephone's; some say it only of one whose groups are `parted`."""
+    told = cues.AFTER.match(text, end) or (parted and cues.AFTER_MAYBE.match(text, end))
+    if not told or _CUT_AFTER.match(text, end):
+        return False
+    return not _any_at(text, start, _DATE, _YEARS) and not _in_iban(text, start, end)
+
+
+def _any_at(text: str, at: int, *patterns: regex.Pattern[str]) -> bool:
+    """Whether one of `patterns` begins at a place."""
+    return any(pattern.match(text, at) for pattern in patterns)
+
+
+def _opens_with(text: str, start: int, end: int) -> bool:
+    """Whether a parenthesis opens just before a number, and closes in it."""
+    return text[start - 1 : start] == "(" and ")" in text[start:end]
 
 
 def _near_a_word(text: str, start: int, end: int) -> bool:
@@ -214,13 +240,13 @@ def _near_a_word(text: str, start: int, end: int) -> bool:
     kinds = len(set(shown).difference(DIGITS))
     if not 9 <= len(shown) <= 20 or (shown[0] != "0" and ")" not in shown and kinds > 1):
         return False
-    if not _HOME.match(text, start) or any(other.match(text, end) for other in (_ROW, _DUMP, _CUT_AFTER)):
+    if not _HOME.match(text, start) or _any_at(text, end, _ROW, _DUMP, _CUT_AFTER):
         return False
     before, after = text[max(start - 48, 0) : start].rsplit("\n", 1)[-1], text[end : end + 40].split("\n", 1)[0]
     likely = [beside for beside in (before, after) if cues.may_hold(beside)]
     if not likely:
         return False
-    if any(other.match(text, start) for other in (_DATE, _YEARS, _HOST, _ZIP)) or _in_iban(text, start, end):
+    if _any_at(text, start, _DATE, _YEARS, _HOST, _ZIP) or _in_iban(text, start, end):
         return False
     home = is_written_at_home("(" + shown if ")" in shown else shown, bare=True) or is_dialled_at_home(shown)
     return home and not _in_a_table(text, start, end) and any(cues.NEAR.search(beside) for beside in likely)
@@ -244,34 +270,40 @@ def _opening(cue: str, number: str) -> int:
     return length - (cue[-length:].startswith("(") and ")" not in number) if length else 0
 
 
-def _from_abroad(text: str, start: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
+def _from_abroad(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
     """A number after the digits dialled to leave a country: 00, or 011, 0011 and 010 if the rest is a number in use."""
-    last = None
-    if _DOUBLE_ZERO.match(text, start) and (last := _whole(text, groups, 10, 16)):
-        last = None if _in_fours(text, start, last) or _ROW.match(text, last) else last
-    if last is None and (prefix := _ABROAD.match(text, start)) and (last := _whole(text, groups, 10, 19)):
-        used = is_international(_digits(text, prefix.end() - 1, last))
-        last = last if used and not (_ROW.match(text, last) or _in_fours(text, start, last)) else None
-    if last is None:
+    if text[start] != "0":
         return None
-    return (start - (text[start - 1 : start] == "(" and ")" in text[start:last]), last)
+    last = _whole(text, groups, 10, 16) if _DOUBLE_ZERO.match(text, start) else None
+    if last is None or _is_listed(text, start, last):
+        prefix = _ABROAD.match(text, start)
+        last = _whole(text, groups, 10, 19) if prefix else None
+        if prefix is None or last is None or _is_listed(text, start, last):
+            return None
+        if not is_international(_digits(text, prefix.end() - 1, last)):
+            return None
+    return (start - _opens_with(text, start, last), last)
+
+
+def _is_listed(text: str, start: int, last: int) -> bool:
+    """Whether a number is one of a row, or in groups of four."""
+    return bool(_ROW.match(text, last)) or _in_fours(text, start, last)
 
 
 def _from_home(text: str, start: int, end: int, groups: list[tuple[int, int]]) -> tuple[int, int] | None:
     """A number in the groups of a country, if the run holds nothing else."""
-    first = start - (text[start - 1 : start] == "(")
+    opened = text[start - 1 : start] == "("
+    trunk = text[start] in "08" and not text.startswith("0", start + 1)
+    if not (opened or trunk) or not 1 < len(groups) < 7:
+        return None
     # Eight digits in pairs are also a date, a time, a row of bytes.
-    even = first == start and not text.startswith("0800", start) and len(set(text[start:end]) - set(DIGITS)) == 1
-    if _whole(text, groups, 9 if even else 8, 14) != end or not _HOME.match(text, first) or _ROW.match(text, end):
+    even = not opened and not text.startswith("0800", start) and len(set(text[start:end]) - set(DIGITS)) == 1
+    first = start - opened
+    if _whole(text, groups, 9 if even else 8, 14) != end or not _HOME.match(text, first):
         return None
-    if _CUT_AFTER.match(text, end) or _ZIP.fullmatch(text, start, end):
+    if _any_at(text, end, _ROW, _CUT_AFTER, _JOINED) or _ZIP.fullmatch(text, start, end):
         return None
-    if (
-        _JOINED.match(text, end)
-        or not is_written_at_home(text[first:end])
-        or _in_iban(text, start, end)
-        or _in_a_table(text, start, end)
-    ):
+    if not is_written_at_home(text[first:end]) or _in_iban(text, start, end) or _in_a_table(text, start, end):
         return None
     return (first, end)
 

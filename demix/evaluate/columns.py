@@ -1,5 +1,7 @@
 """The columns of the tables that an evaluation writes."""
 
+from collections.abc import Mapping
+
 import pyarrow as pa
 
 # results.parquet. `variant` is empty in the rows of the tables; others say what varies in theirs: decay and dev_blocks
@@ -153,6 +155,6 @@ TASKS = {
 }
 
 
-def table_schema(columns: dict[str, pa.DataType]) -> pa.Schema:
+def table_schema(columns: Mapping[str, pa.DataType]) -> pa.Schema:
     """The schema of one of the tables above; the training seed is never null."""
     return pa.schema([pa.field(name, kind, nullable=name != "seed") for name, kind in columns.items()])

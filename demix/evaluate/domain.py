@@ -1,10 +1,10 @@
 """All evaluations of one domain, from its score tables to rows of the results table."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -101,84 +101,95 @@ def system_losses(
     scores: Path, domain: str, evaluation: Evaluation
 ) -> tuple[DocumentLosses, dict[tuple[str, ...], Row]]:
     """The documents of `domain`, and the rows with their losses by system: (model, experts, method, weights)."""
-    found = _mixed(scores, domain, evaluation, None)
+    found = _mixed(scores, domain, evaluation)
     return found.scored[0], {name: row for row in found.rows if (name := _system(row, evaluation.seed))}
 
 
-class _Mixed(NamedTuple):
-    """All evaluations of one domain, without intervals."""
+@dataclass(frozen=True)
+class _Mixed:
+    """All evaluations of one domain, without intervals: of which tables, and what was found so far."""
 
-    rows: list[Row]
-    priors: list[dict[str, Any]]
-    posteriors: list[pa.Table]
-    scored: list[DocumentLosses]
-    losses: list[pa.Table]
+    scores: Path
+    domain: str
+    evaluation: Evaluation
+    byte_lengths: np.ndarray | None
+    rows: list[Row] = field(default_factory=list)
+    priors: list[dict[str, Any]] = field(default_factory=list)
+    posteriors: list[pa.Table] = field(default_factory=list)
+    scored: list[DocumentLosses] = field(default_factory=list)
+    losses: list[pa.Table] = field(default_factory=list)
 
+    def place(self, table: Evaluated, split: str) -> Path:
+        """The folder of a score table."""
+        return self.scores / table.folder / f"{self.domain}.{split}"
 
-def _mixed(scores: Path, domain: str, evaluation: Evaluation, byte_lengths: np.ndarray | None) -> _Mixed:
-    common = {"domain": domain, "kind": evaluation.kind, "seed": evaluation.seed}
-    found = rows, priors, posteriors, scored, losses = _Mixed([], [], [], [], [])
+    def about(self, table: Evaluated, some: ExpertSet | None = None) -> dict[str, Any]:
+        """What the rows of a table, or of one of its sets of experts, have in common."""
+        of_set = {"experts": some.label, "n_experts": len(some.experts)} if some else {}
+        of_domain = {"domain": self.domain, "kind": self.evaluation.kind}
+        return of_domain | {"model": table.model, "seed": table.seed} | of_set
 
-    def add_single(table: Evaluated) -> None:
+    def add_single(self, table: Evaluated) -> None:
+        """Evaluate a table of one column."""
         (column,) = table.columns
-        totals = document_losses(scores / table.folder / f"{domain}.test", (column,), byte_lengths=byte_lengths)
-        scored.append(totals)
-        losses.append(_losses(domain, replace(table, model=table.folder) if table.merged else table, totals))
-        about = common | {"model": table.model, "seed": table.seed, "n_experts": 1}
-        about |= {"experts": column, "method": "dense"}
+        totals = document_losses(self.place(table, "test"), (column,), byte_lengths=self.byte_lengths)
+        self.scored.append(totals)
+        named = replace(table, model=table.folder) if table.merged else table
+        self.losses.append(_losses(self.domain, named, totals))
+        about = self.about(table) | {"n_experts": 1, "experts": column, "method": "dense"}
         if table.merged:
             about |= {"experts": "training", "method": "merged"}
         for some in table.sets:
             about |= {"experts": some.label, "method": "naive"}
-        named = {"expert": column if table.sets else "", "weights": table.merged}
-        rows.append(_row(about, totals, column, **named))
+        expert = column if table.sets else ""
+        self.rows.append(_row(about, totals, column, expert=expert, weights=table.merged))
 
-    def add_mixed(table: Evaluated) -> None:
-        folder = scores / table.folder
-        dev = read_scores(folder / f"{domain}.dev", table.columns)
-        planned: dict[ExpertSet, list[tuple[Mixture, str]]] = {}
-        for some in table.sets:
-            weights = some.weights or evaluation.weights
-            rules = _chosen(weights, dev, some.experts, scores.parent / "models" / table.folder)
-            planned[some] = [
-                (replace(mixture, rule=mixture.rule or rules.get(mixture.weights)), variant)
-                for mixture, variant in planned_mixtures(evaluation, some, len(dev.mask))
-            ]
+    def add_mixed(self, table: Evaluated) -> None:
+        """Evaluate a table whose experts are mixed."""
+        dev = read_scores(self.place(table, "dev"), table.columns)
+        planned = {some: self._planned(table, some, dev) for some in table.sets}
         mixtures = [mixture for entries in planned.values() for mixture, _ in entries]
         log_priors = dev_priors(dev, mixtures)
         for some, entries in planned.items():
-            if tried := routed_grid(evaluation, some, len(dev.mask), contexts=1):
-                entries += best_on_dev(folder / f"{domain}.dev", table.columns, tried, log_priors)
-        traced = next((_traced(evaluation, some) for some in table.sets if some.variants), None)
-        test = folder / f"{domain}.test"
+            if tried := routed_grid(self.evaluation, some, len(dev.mask), contexts=1):
+                entries += best_on_dev(self.place(table, "dev"), table.columns, tried, log_priors)
+        traced = next((_traced(self.evaluation, some) for some in table.sets if some.variants), None)
+        test = self.place(table, "test")
         beside = beside_of(test, mixtures)
-        totals = document_losses(test, table.columns, mixtures, log_priors, byte_lengths, traced, beside)
-        scored.append(totals)
-        losses.append(_losses(domain, table, totals))
+        totals = document_losses(test, table.columns, mixtures, log_priors, self.byte_lengths, traced, beside)
+        self.scored.append(totals)
+        self.losses.append(_losses(self.domain, table, totals))
         for some, entries in planned.items():
-            about = common | {"model": table.model, "seed": table.seed}
-            about |= {"experts": some.label, "n_experts": len(some.experts)}
-            rows.extend(_expert_rows(some, domain, about, totals, dev))
-            rows.extend(_mixture_rows(entries, about, totals, len(dev.mask)))
+            about = self.about(table, some)
+            self.rows.extend(_expert_rows(some, self.domain, about, totals, dev))
+            self.rows.extend(_mixture_rows(entries, about, totals, len(dev.mask)))
             # Whoever asks for a prior means that of the run's own model.
-            priors.extend(_prior_rows(entries, about, log_priors) if table.seed == evaluation.seed else ())
+            self.priors.extend(_prior_rows(entries, about, log_priors) if table.seed == self.evaluation.seed else ())
         if traced is not None and totals.posteriors is not None:
             part = dev.select(traced.experts)
             path = log_prior_path(part.scores, part.mask, traced.weights, traced.decay)[:-1]
             on_dev = posterior_trace(part.scores, part.mask, traced.weights, path)
-            posteriors.extend(
-                _trace(traced, found, common | {"model": table.model, "experts": "training", "split": split})
-                for split, found in (("dev", on_dev), ("test", totals.posteriors))
-            )
+            about = self.about(table) | {"experts": "training", "seed": self.evaluation.seed}
+            for split, posteriors in (("dev", on_dev), ("test", totals.posteriors)):
+                self.posteriors.append(_trace(traced, posteriors, about | {"split": split}))
 
+    def _planned(self, table: Evaluated, some: ExpertSet, dev: ScoreTable) -> list[tuple[Mixture, str]]:
+        """The mixtures of a set of experts, with the rules that are chosen on dev."""
+        weights = some.weights or self.evaluation.weights
+        rules = _chosen(weights, dev, some.experts, self.scores.parent / "models" / table.folder)
+        return [
+            (replace(mixture, rule=mixture.rule or rules.get(mixture.weights)), variant)
+            for mixture, variant in planned_mixtures(self.evaluation, some, len(dev.mask))
+        ]
+
+
+def _mixed(scores: Path, domain: str, evaluation: Evaluation, byte_lengths: np.ndarray | None = None) -> _Mixed:
+    found = _Mixed(scores, domain, evaluation, byte_lengths)
     for table in evaluation.tables:
         for split in table.splits:
-            refuse_other_model(
-                scores / table.folder / f"{domain}.{split}", table.columns, scores.parent / "models" / table.folder
-            )
-        (add_mixed if "dev" in table.splits else add_single)(table)
-
-    if len({totals.sha256 for totals in scored}) > 1:
+            refuse_other_model(found.place(table, split), table.columns, scores.parent / "models" / table.folder)
+        (found.add_mixed if "dev" in table.splits else found.add_single)(table)
+    if len({totals.sha256 for totals in found.scored}) > 1:
         raise DemixError(f"domain {domain}", "was scored on different tokens by different models", "score it again")
     return found
 
@@ -311,8 +322,7 @@ def _trace(mixture: Mixture, posteriors: np.ndarray, about: dict[str, Any]) -> p
     columns["block"] = np.repeat(np.arange(blocks), experts)
     columns["expert"] = np.tile(np.array(mixture.experts), blocks)
     columns["posterior"] = posteriors.ravel()
-    schema = table_schema(POSTERIORS)
-    return pa.table([pa.array(columns[name]).cast(schema.field(name).type) for name in schema.names], schema=schema)
+    return _table(columns, POSTERIORS)
 
 
 def _losses(domain: str, table: Evaluated, totals: DocumentLosses) -> pa.Table:
@@ -329,8 +339,13 @@ def _losses(domain: str, table: Evaluated, totals: DocumentLosses) -> pa.Table:
         "expert": np.repeat(np.array(list(totals.experts)), documents),
         "nll": np.concatenate(list(totals.experts.values())),
     }
-    schema = table_schema(LOSSES)
-    return pa.table([pa.array(columns[name]).cast(schema.field(name).type) for name in schema.names], schema=schema)
+    return _table(columns, LOSSES)
+
+
+def _table(values: Mapping[str, Any], columns: Mapping[str, pa.DataType]) -> pa.Table:
+    """A table of arrays, cast to the types of `columns`."""
+    arrays = [pa.array(values[name]).cast(kind) for name, kind in columns.items()]
+    return pa.table(arrays, schema=table_schema(columns))
 
 
 def _system(row: Row, seed: int | None) -> tuple[str, ...] | None:

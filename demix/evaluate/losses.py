@@ -1,6 +1,6 @@
 """One pass over a score table: the loss of each document under each expert and each mixture."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -117,53 +117,28 @@ def document_losses(
     """Sum the scores of `experts` in `directory` and the log p of all `mixtures` of them, document by document.
 
     `priors` holds the log prior of each `cached` or `fitted` mixture. A mixture with a method of `FLOORS` is the best
-    expert in hindsight. `traced` is one whose method is `updating`; `byte_lengths`
-    are those of the tokenizer's ids; `beside` is what the weights rules read besides scores; that
-    of a context has the distances to the clusters of experts. The table is streamed, so
-    memory grows with the number of documents and mixtures, not with the number of tokens. Raises DemixError where the
-    text weights the experts of a masked model.
+    expert in hindsight. `traced` is one whose method is `updating`; `byte_lengths` are those of the tokenizer's ids;
+    `beside` is what the weights rules read besides scores; that of a context has the distances to the clusters of
+    experts. The table is streamed, so memory grows with the number of documents and mixtures, not with the number of
+    tokens. Raises DemixError where the text weights the experts of a masked model.
     """
-    mixtures = list(dict.fromkeys(mixtures if traced is None else (*mixtures, traced)))
-    if told := next((mixture for mixture in mixtures if mixture.by_text), None):
+    mixer = _Mixer(experts, mixtures, priors or {}, beside or {}, traced)
+    if told := next((mixture for mixture in mixer.mixtures if mixture.by_text), None):
         refuse_evidence(directory, scored_folds(directory, experts), f"{told.method} with weights {told.weights}")
-    floors = [mixture for mixture in mixtures if mixture.method in FLOORS]
-    mixtures = [mixture for mixture in mixtures if mixture.method not in FLOORS]
-    groups = _groups(mixtures)
-    states: dict[_Group, State] = {}
-    after: dict[_Path, np.ndarray] = {}
-    seen = read = 0
     length = stretch_tokens(count := scored_tokens(directory))
-    stretches = np.zeros((len(experts) + len(mixtures) + len(floors), -(-count // length)))
-    pieces, trace, byte_count = [], [], 0
+    names: list[str | Mixture] = [*experts, *mixer.mixtures]
+    stretches = np.zeros((len(names), -(-count // length)))
+    pieces, byte_count, read = [], 0, 0
     what, files = f"{directory.parent.name} on {directory.name}: tokens", [directory / "tokens.parquet"]
     stream = stream_scores(directory, experts, beside=beside)
     for chunk in counted(stream, what, files, lambda chunk: len(chunk.documents)):
-        sets = {one.experts for one in (*mixtures, *floors)}
-        parts = {some: _columns(chunk.scores, experts, some) for some in sets}
-        log_priors = _updating(parts, chunk.mask, mixtures, after, seen) | _fixed(parts, mixtures, priors or {})
-        seen += len(chunk.mask)
         within = slice(read // length, -(-(read + len(chunk.documents)) // length))
         cuts = [
             np.flatnonzero(np.diff(chunk.documents, prepend=chunk.documents[0] - 1)),
             np.maximum(np.arange(within.start, within.stop) * length - read, 0),
         ]
         read += len(chunk.documents)
-        sums = [_between(chunk, chunk.scores.transpose(0, 2, 1), cuts)]
-        for group, by_top_k in groups.items():
-            part, rule = parts[group.experts], group.rule
-            if group not in states:
-                first = next(iter(by_top_k.values()))[0]
-                states[group] = rule.begin(log_priors[first][0])
-            others = chunk.beside
-            if group.context and beside:
-                known = beside[group.context].columns
-                others = {DISTANCES: _columns(others[group.context], known, group.experts)}
-            evidence, states[group] = rule.evidence(Chunk(part, chunk.mask, others, chunk.documents), states[group])
-            for top_k, members in by_top_k.items():
-                stacked = np.stack([log_priors[member] for member in members], axis=1)
-                sums.append(_between(chunk, log_mixtures(part, stacked, evidence, rule.uniform_start, top_k), cuts))
-        for one in floors:
-            sums.append(_between(chunk, floor(parts[one.experts], one.method)[:, None], cuts))
+        sums = [_between(chunk, log_p, cuts) for log_p in mixer.log_p(chunk)]
         by_document, by_stretch = (np.concatenate(some) for some in zip(*sums, strict=True))
         stretches[:, within] -= by_stretch
         numbers, begins, counts = np.unique(chunk.documents, return_index=True, return_counts=True)
@@ -172,8 +147,26 @@ def document_losses(
             if chunk.tokens.max() >= len(byte_lengths):
                 raise DemixError(directory, "has ids that the tokenizer lacks", "give the tokenizer.json of its run")
             byte_count += int(byte_lengths[chunk.tokens].sum())
-        if traced is not None:
-            trace.append(posterior_trace(parts[traced.experts], chunk.mask, traced.weights, log_priors[traced]))
+    every, tokens, origins, totals = _joined(pieces)
+    return DocumentLosses(
+        every,
+        tokens,
+        origins,
+        dict(zip(experts, totals, strict=False)),
+        dict(zip(mixer.mixtures, totals[len(experts) :], strict=True)),
+        byte_count if byte_lengths is not None else None,
+        scored_sha256(directory, experts),
+        np.concatenate(mixer.posteriors) if mixer.posteriors else None,
+        np.minimum(length, count - np.arange(stretches.shape[1]) * length),
+        dict(zip(names, stretches, strict=True)),
+        scored_folds(directory, experts),
+    )
+
+
+def _joined(
+    pieces: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Numbers, tokens and origins of all documents [D], and their losses [K, D], from those of each chunk's."""
     every = np.unique(np.concatenate([numbers for numbers, *_ in pieces]))
     tokens, totals = np.zeros(len(every), np.int64), np.zeros((len(pieces[0][-1]), len(every)))
     origins = np.zeros_like(tokens)
@@ -183,21 +176,60 @@ def document_losses(
         tokens[places] += counts
         origins[places] = belong
         totals[:, places] -= summed
-    ordered = [member for by_top_k in groups.values() for members in by_top_k.values() for member in members]
-    names: list[str | Mixture] = [*experts, *ordered, *floors]
-    return DocumentLosses(
-        every,
-        tokens,
-        origins,
-        dict(zip(experts, totals, strict=False)),
-        dict(zip([*ordered, *floors], totals[len(experts) :], strict=True)),
-        byte_count if byte_lengths is not None else None,
-        scored_sha256(directory, experts),
-        np.concatenate(trace) if trace else None,
-        np.minimum(length, count - np.arange(stretches.shape[1]) * length),
-        dict(zip(names, stretches, strict=True)),
-        scored_folds(directory, experts),
-    )
+    return every, tokens, origins, totals
+
+
+class _Mixer:
+    """log p of the tokens of a text, chunk by chunk, under experts, mixtures and floors.
+
+    `mixtures` are in the order of the rows; `posteriors` are those of the mixture traced, by chunk.
+    """
+
+    def __init__(
+        self,
+        experts: Sequence[str],
+        mixtures: Sequence[Mixture],
+        priors: dict[Mixture, np.ndarray],
+        beside: Mapping[str, Beside],
+        traced: Mixture | None,
+    ) -> None:
+        every = dict.fromkeys(mixtures if traced is None else (*mixtures, traced))
+        self._floors = [mixture for mixture in every if mixture.method in FLOORS]
+        self._mixed = [mixture for mixture in every if mixture.method not in FLOORS]
+        self._groups = _groups(self._mixed)
+        self._experts, self._priors, self._beside, self._traced = experts, priors, beside, traced
+        self._states: dict[_Group, State] = {}
+        self._after: dict[_Path, np.ndarray] = {}
+        self._seen = 0
+        ordered = [member for by_top_k in self._groups.values() for members in by_top_k.values() for member in members]
+        self.mixtures = [*ordered, *self._floors]
+        self.posteriors: list[np.ndarray] = []
+
+    def log_p(self, chunk: Blocks) -> Iterator[np.ndarray]:
+        """log p [B, K, T] of the next chunk's tokens under the experts, then under `mixtures`, some at a time."""
+        yield chunk.scores.transpose(0, 2, 1)
+        parts = {some: _columns(chunk.scores, self._experts, some) for some in {one.experts for one in self.mixtures}}
+        log_priors = _updating(parts, chunk.mask, self._mixed, self._after, self._seen)
+        log_priors |= _fixed(parts, self._mixed, self._priors)
+        self._seen += len(chunk.mask)
+        for group, by_top_k in self._groups.items():
+            part, rule, others = parts[group.experts], group.rule, chunk.beside
+            if group not in self._states:
+                first = next(iter(by_top_k.values()))[0]
+                self._states[group] = rule.begin(log_priors[first][0])
+            if group.context in self._beside:
+                known = self._beside[group.context].columns
+                others = {DISTANCES: _columns(others[group.context], known, group.experts)}
+            given = Chunk(part, chunk.mask, others, chunk.documents)
+            evidence, self._states[group] = rule.evidence(given, self._states[group])
+            for top_k, members in by_top_k.items():
+                stacked = np.stack([log_priors[member] for member in members], axis=1)
+                yield log_mixtures(part, stacked, evidence, rule.uniform_start, top_k)
+        for one in self._floors:
+            yield floor(parts[one.experts], one.method)[:, None]
+        if (traced := self._traced) is not None:
+            found = posterior_trace(parts[traced.experts], chunk.mask, traced.weights, log_priors[traced])
+            self.posteriors.append(found)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from demix.config.domains import Budget
 from demix.config.models import DENSE_EXPERT
 from demix.config.training import taken
 from demix.data.anonymize import anonymize_documents
-from demix.data.corpus import split
+from demix.data.corpus import Splitting, split
 from demix.data.duplicates import mark_duplicates
 from demix.data.shards import tokenize
 from demix.errors import DemixError, StoppedError
@@ -132,11 +132,10 @@ def _tokens(
     raw_text(texts, field, domain, parts)
     anonymize_documents(parts, documents, documents.with_suffix(".json"), piece_words=PIECE_WORDS)
     mark_duplicates({domain: [documents]}, owners)
-    words = math.ceil(HELD_OUT * read_json(documents.with_suffix(".json"))["words"])
-    outputs = {name: folder / "corpus" / f"{name}.parquet" for name in ("train", "dev", "test")}
-    budget = Budget(dev=max(1, words), test=max(1, words))
-    split(domain, [documents], [documents.with_suffix(".json")], owners, True, budget, 1, outputs, folder / "card.json")
+    words = max(1, math.ceil(HELD_OUT * read_json(documents.with_suffix(".json"))["words"]))
+    splitting = Splitting(words=Budget(dev=words, test=words), training=True, seed=1)
+    split(domain, [documents], owners, splitting, folder / "corpus")
     shards = [folder / "tokens" / domain / f"{name}.arrow" for name in ("train", "dev")]
     for shard in shards:
-        tokenize(tokenizer, outputs[shard.stem], shard)
-    return (shards[0], shards[1]), outputs["test"]
+        tokenize(tokenizer, folder / "corpus" / f"{shard.stem}.parquet", shard)
+    return (shards[0], shards[1]), folder / "corpus" / "test.parquet"

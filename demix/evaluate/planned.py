@@ -1,10 +1,10 @@
 """Which mixtures of a set of experts an evaluation computes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from demix.config.evaluation import MixingRecipe
-from demix.config.mixing import parsed_weights
+from demix.config.mixing import Weights, parsed_weights
 from demix.evaluate.losses import Mixture
 from demix.mix.mixtures import FLOORS
 from demix.mix.priors import RELEASED_DECAY
@@ -15,18 +15,29 @@ from demix.run.systems import ExpertSet
 def planned_mixtures(evaluation: MixingRecipe, some: ExpertSet, scored: int) -> Iterator[tuple[Mixture, str]]:
     """All mixtures of a set of experts, each with the variant that it is a row of; `scored` dev blocks are there."""
     main = Mixture("cached", some.experts, decay=evaluation.decay, dev_blocks=min(evaluation.dev_blocks, scored))
-    named = [(weights, parsed_weights(weights).rules) for weights in some.weights or evaluation.weights]
+    named = {weights: parsed_weights(weights) for weights in some.weights or evaluation.weights}
     # Weights by distance need a centre for each expert.
-    named = [(weights, rules) for weights, rules in named if some.routing or not rules.routed]
-    context = evaluation.routing_context[0]
+    named = {weights: parsed for weights, parsed in named.items() if some.routing or not parsed.rules.routed}
+    yield from _of_tables(evaluation, some, main, named)
+    if len(evaluation.routing_context) + len(evaluation.temperatures) > 1:
+        for mixture in routed_grid(evaluation, some, scored):
+            yield mixture, "routing"
+    if some.variants:
+        yield from _varied(evaluation, main, named, scored)
+
+
+def _of_tables(
+    evaluation: MixingRecipe, some: ExpertSet, main: Mixture, named: Mapping[str | int, Weights]
+) -> Iterator[tuple[Mixture, str]]:
+    """The mixtures of the tables, with the published code's beside weights by distance."""
     for top_k in (None, *_fewer(evaluation, some)):
         for method in some.methods:
-            for weights, rules in named:
-                if method in rules.evaluated:
+            for weights, parsed in named.items():
+                if method in parsed.rules.evaluated:
                     mixture = replace(main, method=method, weights=weights, top_k=top_k)
-                    mixture = routed(mixture, some.routing, context, evaluation.temperature)
+                    mixture = routed(mixture, some.routing, evaluation.routing_context[0], evaluation.temperature)
                     yield mixture, ""
-                    if parsed_weights(weights).family == "cluster":
+                    if parsed.family == "cluster":
                         yield replace(mixture, scorer="released"), "released_scorer"
             # The prior alone: equal weights have no likeliest experts.
             if method == "fitted" or (method == "average" and top_k is None):
@@ -34,13 +45,14 @@ def planned_mixtures(evaluation: MixingRecipe, some: ExpertSet, scored: int) -> 
     if "average" in some.methods:
         for method in FLOORS:
             yield replace(main, method=method, weights=""), ""
-    if len(evaluation.routing_context) + len(evaluation.temperatures) > 1:
-        for mixture in routed_grid(evaluation, some, scored):
-            yield mixture, "routing"
-    if not some.variants:
-        return
-    for weights, rules in named:
-        if "cached" not in rules.evaluated or rules.routed:
+
+
+def _varied(
+    evaluation: MixingRecipe, main: Mixture, named: Mapping[str | int, Weights], scored: int
+) -> Iterator[tuple[Mixture, str]]:
+    """The grids of decays and of numbers of dev blocks, and the scorer that was published with the paper."""
+    for weights, parsed in named.items():
+        if "cached" not in parsed.rules.evaluated or parsed.rules.routed:
             continue
         for decay in sorted({*evaluation.decays, evaluation.decay}):
             for method in ("updating", "cached"):

@@ -25,28 +25,26 @@ def mix(
     decay: float = DECAY,
     log_prior: np.ndarray | None = None,
     top_k: int | None = None,
-    scorer: str = "paper",
     distances: np.ndarray | None = None,
 ) -> np.ndarray:
     """log p [B, T] in nats of each token under the mixture of experts (paper, Eq. 4).
 
     `scores` [B, T, E] and `mask` [B, T] are as in `demix.mix.priors`; the result is 0 at padding. `method` is
     `average` (equal weights, no posterior), or a posterior with the prior `uniform`, `updating` (with `decay`),
-    `cached` or `fitted` (`log_prior` [E], from `cached_log_prior` or `fitted_log_prior`). With the scorer `released`,
-    the weights (`demix.mix.rules.released_rule`) and the updating prior are those of the paper's published
-    code. `distances` [B, T, E] are the squared distances of the text before each token to the experts' clusters, for
-    weights that need them. Raises DemixError for an unknown method or scorer, for a missing prior, and for an updating
-    prior with weights that see earlier blocks.
+    `cached` or `fitted` (`log_prior` [E], from `cached_log_prior` or `fitted_log_prior`, or [B, E] for a prior of each
+    block). `distances` [B, T, E] are the squared distances of the text before each token to the experts' clusters, for
+    weights that need them. Raises DemixError for an unknown method, for a missing prior, and for an updating prior with
+    weights that see earlier blocks.
     """
     blocks, _, experts = scores.shape
-    rule = mixing_rule(method, weights, scorer)
+    rule = mixing_rule(method, weights)
     log_priors = np.full((blocks, experts), -np.log(experts))
     if method in ("cached", "fitted"):
         if log_prior is None:
             raise DemixError(f"method {method}", "was given no prior", f"compute one with {method}_log_prior")
         log_priors[:] = log_prior
     elif method == "updating":
-        log_priors = log_prior_path(scores, mask, weights, decay, scorer)[:-1]
+        log_priors = log_prior_path(scores, mask, weights, decay)[:-1]
     beside = {} if distances is None else {DISTANCES: distances}
     evidence, _ = rule.evidence(Chunk(scores, mask, beside), rule.begin(log_priors[0]))
     mixed = log_mixtures(scores, log_priors[:, None], evidence, rule.uniform_start, top_k)[:, 0]

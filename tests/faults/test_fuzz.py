@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from demix.config.mixing import METHODS
 from demix.data.anonymize import CATEGORIES, anonymize, anonymize_texts
-from demix.data.corpus import Budget, split
+from demix.data.corpus import Budget, Splitting, split
 from demix.data.duplicates import mark_duplicates
 from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.sources import Source, download
@@ -119,8 +119,9 @@ def test_splitter(fuzz: Fuzz, tmp_path: Path) -> None:
         outputs = {name: tmp_path / f"{name}.parquet" for name in ("train", "dev", "test")}
         mark_duplicates({"d": [documents]}, owners)
         try:
-            budget = Budget(train, dev, test)
-            split("d", [documents], [counts], owners, True, budget, seed, outputs, tmp_path / "card.json", near)
+            words = Budget(train, dev, test)
+            splitting = Splitting(words=words, near_duplicates=near, training=True, seed=seed)
+            split("d", [documents], owners, splitting, tmp_path)
         except DemixError as error:
             refused = error.subject
         else:

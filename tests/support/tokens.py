@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from demix.data.anonymize import anonymize_documents
-from demix.data.corpus import Budget, split
+from demix.data.corpus import Budget, Splitting, split
 from demix.data.duplicates import mark_duplicates
 from demix.data.shards import tokenize
 from demix.data.sources import Source, download
@@ -25,12 +25,9 @@ def write_tokens(run: Path) -> None:
         anonymize_documents(raw, documents[domain], documents[domain].with_suffix(".json"))
     mark_duplicates({domain: [documents[domain]] for domain in TRAINING}, run / "owners.parquet")
     for domain in TRAINING + NOVEL:
-        corpus = run / "corpus" / domain
-        split(
-            domain, [documents[domain]], [documents[domain].with_suffix(".json")], run / "owners.parquet",
-            training=domain in TRAINING, budget=Budget(train=6000, dev=1500, test=1500), seed=1,
-            outputs={name: corpus / f"{name}.parquet" for name in ("train", "dev", "test")}, card=corpus / "card.json",
-        )  # fmt: skip
+        budget = Budget(train=6000, dev=1500, test=1500)
+        splitting = Splitting(words=budget, training=domain in TRAINING, seed=1)
+        split(domain, [documents[domain]], run / "owners.parquet", splitting, run / "corpus" / domain)
     train_tokenizer([run / "corpus" / domain / "train.parquet" for domain in TRAINING], 400, run / "tokenizer.json")
     for path in sorted((run / "corpus").glob("*/*.parquet")):
         tokenize(run / "tokenizer.json", path, run / "tokens" / path.parent.name / f"{path.stem}.arrow")

@@ -26,7 +26,7 @@ from demix.evaluate.score_tables import read_scores, stream_scores
 from demix.files import digest, read_json, read_parquet, write_json, write_parquet
 from demix.mix.mixtures import mix
 from demix.mix.priors import cached_log_prior, fitted_log_prior
-from demix.mix.rules import Cluster, ClusterHistory, Tempered, weights_rule
+from demix.mix.rules import Cluster, ClusterHistory, Tempered, released_rule, weights_rule
 from demix.report.read import read_results
 from support.scored import LENGTH, write_table
 
@@ -90,7 +90,8 @@ def test_the_released_scorer_squares_twice_and_lacks_the_last_token(top_k: int |
     scores, mask, distances = made_up(2)
     for scale in (1, 1e-3):
         far = distances * scale
-        found = mix(scores, mask, "uniform", f"cluster({0.1 * scale})", top_k=top_k, distances=far, scorer="released")
+        rule = released_rule(f"cluster({0.1 * scale})")
+        found = mix(scores, mask, "uniform", rule, top_k=top_k, distances=far)
         expected = released_log_p(scores[mask], far[mask], np.zeros(mask.sum()), 0.1 * scale, top_k)
         np.testing.assert_allclose(found[mask], expected, rtol=0, atol=1e-12)
         assert (found[~mask] == 0).all()

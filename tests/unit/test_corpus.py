@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from demix.data import corpus, leakage
 from demix.data.anonymize import SCHEMA
-from demix.data.corpus import SPLITS, Budget, left_out, split
+from demix.data.corpus import SPLITS, Budget, Splitting, left_out, split
 from demix.data.duplicates import count_shared, mark_duplicates
 from demix.data.leakage import grams_of
 from demix.errors import DemixError
@@ -44,19 +44,11 @@ def _clean(folder, domain, texts, empty=0, metadata=None):
 def _split(folder, domain, training=True, budget=None, seed=1, documents=None, near_duplicates=None, metadata=False):
     output = folder / "corpus" / domain
     clean = folder / "clean" / f"{domain}.parquet"
-    split(
-        domain,
-        documents or [clean],
-        [path.with_suffix(".json") for path in documents or [clean]],
-        folder / "owners.parquet",
-        training,
-        budget or Budget(None, 4, 4),
-        seed,
-        {name: output / f"{name}.parquet" for name in SPLITS},
-        output / "card.json",
-        near_duplicates,
-        metadata,
-    )
+    splitting = Splitting(
+        words=budget or Budget(None, 4, 4), near_duplicates=near_duplicates, training=training, seed=seed,
+        metadata=metadata,
+    )  # fmt: skip
+    split(domain, documents or [clean], folder / "owners.parquet", splitting, output)
     rows = {name: pq.read_table(output / f"{name}.parquet").to_pylist() for name in SPLITS}
     return rows, read_json(output / "card.json")
 

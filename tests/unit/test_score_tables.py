@@ -23,8 +23,8 @@ from demix.evaluate.score_tables import (
     write_tokens,
 )
 from demix.files import write_parquet
-from demix.mix.mixtures import mix
-from demix.mix.priors import cached_log_prior, fitted_log_prior
+from demix.mix.mixtures import mix, mixing_rule
+from demix.mix.priors import cached_log_prior, fitted_log_prior, log_prior_path
 from demix.mix.rules import Switching
 from support.scored import LENGTH, starts, write_table
 
@@ -108,13 +108,15 @@ def test_sums_by_document_are_those_of_whole_tables(tmp_path: Path, documents: i
     for mixture in mixtures if documents < 2500 else mixtures[:: len(METHODS) + 1]:
         part, part_dev = test.select(mixture.experts), dev.select(mixture.experts)
         rules = {"decay": mixture.decay, "scorer": mixture.scorer}
-        if mixture.method == "fitted":
+        method = mixture.method
+        if method == "fitted":
             prior = fitted_log_prior(part_dev.scores, part_dev.mask)
+        elif method == "updating":
+            method, prior = "cached", log_prior_path(part.scores, part.mask, mixture.weights, **rules)[:-1]
         else:
             prior = cached_log_prior(part_dev.scores, part_dev.mask, mixture.weights, blocks=5, **rules)
-        mixed = mix(
-            part.scores, part.mask, mixture.method, mixture.weights, log_prior=prior, top_k=mixture.top_k, **rules
-        )
+        rule = mixing_rule(method, mixture.weights, mixture.scorer)
+        mixed = mix(part.scores, part.mask, method, rule, log_prior=prior, top_k=mixture.top_k)
         for found, of in ((totals[mixture], numbers), (totals.stretches[mixture], stretches)):
             expected = np.bincount(of, -mixed[part.mask])
             np.testing.assert_allclose(found, expected, rtol=1e-10, err_msg=str(mixture))
