@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from scipy.special import log_softmax, logsumexp
 
 from demix.config.architecture import Architecture
 from demix.config.check import complete
@@ -38,6 +37,7 @@ from demix.report.family_pages import write_variants
 from demix.report.read import read_results
 from demix.settings import settings_from
 from support.cli import demix
+from support.mixing import block_weights, log_mixture
 from support.scored import LENGTH, write_table
 from support.synthetic_run import build_run
 from support.titles import titles
@@ -200,14 +200,11 @@ def test_losses_by_position_are_those_of_a_loop_over_tokens(tmp_path: Path) -> N
         read_scores(scores / "dense" / "law.test", ["dense"]),
     )
     wanted: dict[tuple[str, int], list[float]] = {}
-    for block in range(len(table.mask)):
-        weights = log_prior.copy()
-        for place in range(LENGTH):
-            if table.mask[block, place]:
-                now = table.scores[block, place]
-                wanted.setdefault(("far", place // 3), []).append(-logsumexp(log_softmax(weights) + now))
-                wanted.setdefault(("dense", place // 3), []).append(-single.scores[block, place, 0])
-                weights = weights + now
+    for block, alone, mask in zip(table.scores, single.scores, table.mask, strict=True):
+        mixed = log_mixture(block_weights(block, log_prior, "history")[:-1], block)
+        for place in np.flatnonzero(mask):
+            wanted.setdefault(("far", place // 3), []).append(-mixed[place])
+            wanted.setdefault(("dense", place // 3), []).append(-alone[place, 0])
     assert len(found) == len(wanted) == 6
     for row in found.itertuples():
         some = wanted[row.model, row.begin // 3]
