@@ -18,13 +18,13 @@ from demix.data.tokenizer import Tokenizer
 from demix.evaluate.memorization import COLUMNS, CONTINUATION, PROMPT, Audit, audit_rows
 from demix.evaluate.score_tables import tokens_sha256
 from demix.files import read_parquet, write_parquet
-from demix.model.checkpoint import load_model, save_expert, save_shared
+from demix.model.checkpoint import load_model
 from demix.model.gpt import GPT
 from demix.train.batches import balanced_batches
 from support.cli import demix
 from support.decoding import LENGTH, next_tokens
 from support.mixing import log_weights
-from support.models import SMALL, count_whole_models, randomise, write_trunks
+from support.models import SMALL, count_whole_models, randomise, save_model, write_trunks
 from support.tokens import TRAINING
 
 DOMAIN = "licenses"
@@ -60,12 +60,8 @@ def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
             randomise(model, seed)
             if name == "demix":
                 change(model)
-            own = {"tokenizer_sha256": encoder.sha256}
-            save_shared(
-                model, folder / name, own | {"kind": "demix", "training": {"seed": SEED, "learning_rate": 1e-3}}
-            )
-            for expert in experts:
-                save_expert(model, expert, folder / name, own | {"parent": None, "tokens": trained})
+            about = {"tokens": trained, "training": {"seed": SEED, "learning_rate": 1e-3}}
+            save_model(model, folder / name, encoder.sha256, **about)
         rows = [
             {"model": model, "experts": label, "weights": "history", "domain": DOMAIN, "expert": expert, "prior": prior}
             for (model, label), experts in PRIORS.items()

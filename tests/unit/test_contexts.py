@@ -26,7 +26,6 @@ from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import write_parquet
 from demix.mix.priors import cached_log_prior
-from demix.model.checkpoint import save_expert, save_shared
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.plan.flops import scoring_flops
@@ -38,6 +37,7 @@ from demix.report.read import read_results
 from demix.settings import settings_from
 from support.cli import demix
 from support.mixing import block_weights, log_mixture
+from support.models import save_model
 from support.scored import LENGTH, write_table
 from support.synthetic_run import build_run
 from support.titles import titles
@@ -143,10 +143,7 @@ def test_the_plan_counts_jobs_and_costs_of_longer_blocks() -> None:
 def write_small(folder: Path, position: str, tokens: Path) -> GPT:
     shard = opened(tokens)[0]
     model = GPT(Architecture(2, 32, 4, 16, position=position), shard.vocab_size, ("a", "b")).initialise(1)
-    with_tokens = {"tokenizer_sha256": shard.tokenizer_sha256}
-    save_shared(model, folder, {"kind": "demix"} | with_tokens)
-    for expert in ("a", "b"):
-        save_expert(model, expert, folder, {"parent": None} | with_tokens)
+    save_model(model, folder, shard.tokenizer_sha256)
     return model
 
 

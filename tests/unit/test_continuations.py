@@ -22,7 +22,7 @@ from demix.model.decode import Decoder, log_prior_of, posteriors_of, weights_of
 from demix.model.gpt import GPT
 from support.decoding import LENGTH, in_blocks, next_tokens, scored_in_blocks
 from support.mixing import block_weights, log_mixture, log_weights, switching, tempered, updating_priors
-from support.models import SMALL, THREE, model_of, randomise
+from support.models import SMALL, THREE, alone, model_of, randomise
 
 END = 49
 PRIOR = log_prior_of(THREE, {"law": 0.2, "news": 0.3, "code": 0.5})
@@ -142,17 +142,12 @@ def test_whole_models_are_mixed_like_experts_of_one_trunk(monkeypatch) -> None:
     """Each is in memory for all batches of a part together."""
     model = opinionated()
     trunks, asked = [], []
-    for number, name in enumerate(THREE):
-        alone = GPT(SMALL, 50, (name,), expert_scope="model").double()
-        own = model.expert_tensors()
-        alone.load_state_dict({k: p[number : number + 1] if k in own else p for k, p in model.named_parameters()})
+    for name in THREE:
         trunk = GPT(SMALL, 50, (name,), expert_scope="model").to("meta")
 
-        def read(alone: GPT = alone, name: str = name) -> GPT:
+        def read(name: str = name) -> GPT:
             asked.append(name)
-            copy = GPT(SMALL, 50, alone.experts, expert_scope="model").double()
-            copy.load_state_dict(alone.state_dict())
-            return copy
+            return alone(model, name, "model")
 
         trunk.read_weights = read
         trunks.append(trunk)

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from demix.data.tokenizer import Tokenizer
 from demix.mix.mixtures import mix
-from demix.model.checkpoint import load_model, save_expert, save_shared
-from demix.model.gpt import GPT
+from demix.model.checkpoint import load_model
 from support.cli import demix, said
 from support.decoding import LENGTH, in_blocks, scored_in_blocks, write_run
-from support.models import SMALL, THREE, randomise, write_trunks
+from support.models import THREE, model_of, save_model, write_trunks
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 from lm_eval.api.registry import get_model  # noqa: E402
@@ -201,10 +201,8 @@ def test_whole_models_answer_as_experts_of_one_trunk(place: Path, tmp_path: Path
 
 def test_a_domain_token_model_answers_after_the_token_of_a_domain(place: Path, tmp_path: Path) -> None:
     encoder, model = Tokenizer.load(place / "tokenizer.json"), place / "models" / "domain_token"
-    gpt = GPT(SMALL, encoder.vocab_size, ("dense",), THREE)
-    randomise(gpt)
-    save_shared(gpt, model, {"kind": "domain_token", "tokenizer_sha256": encoder.sha256})
-    save_expert(gpt, "dense", model, {"tokenizer_sha256": encoder.sha256})
+    gpt = model_of(dtype=torch.float32, vocab_size=encoder.vocab_size, domain_tokens=THREE)
+    save_model(gpt, model, encoder.sha256, "domain_token")
     told = "does not name the domain whose token stands before the texts of"
     line = said(["lm-eval", str(model), "--tasks", "word", "--include-path", str(place / "tasks")])
     assert line == f"demix: error: --experts: {told} {model}; give one of law, news, code"
