@@ -24,7 +24,7 @@ import numpy as np
 from scipy.special import logsumexp
 from tables import show
 
-from demix.config.evaluated import ExpertSet
+from demix.run.systems import ExpertSet
 from demix.evaluate.domain import Evaluation
 from demix.evaluate.losses import Mixture, dev_priors, document_losses
 from demix.evaluate.planned import planned_mixtures

@@ -28,7 +28,7 @@ from torch.distributed import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from demix.config.architecture import PRESETS, Architecture, parameters
-from demix.config.placement import Placement, place
+from demix.run.placement import Placement, place
 from demix.model.gpt import GPT
 from demix.plan.flops import PAPER_TFLOPS, update_flops
 from demix.plan.network import NETWORKS, Network, Ring, synchronizing

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from demix.config.check import complete
-from demix.config.sections import Config
+from demix.config.config import Config
 from demix.errors import DemixError
 from demix.settings import resolved, schema_of
 from support.breaking import Note

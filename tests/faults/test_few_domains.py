@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from demix.config.check import complete
-from demix.config.evaluated import bases, compared, evaluated
+from demix.run.systems import bases, compared, evaluated
 from demix.config.evaluation import MixingRecipe
-from demix.config.run import write_run_config
-from demix.config.sections import taken
-from demix.config.systems import planned
+from demix.run.kept import write_run_config
+from demix.config.training import taken
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.join import join
 from demix.evaluate.score_tables import tokens_sha256, write_scores, write_tokens

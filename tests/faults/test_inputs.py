@@ -14,9 +14,7 @@ import pytest
 
 from support.attacks import (
     URL,
-    Answer,
     Attack,
-    Handler,
     asked,
     config,
     ended,
@@ -24,7 +22,6 @@ from support.attacks import (
     planned,
     rescored,
     served,
-    serving,
     source,
     table,
     task,
@@ -33,6 +30,7 @@ from support.attacks import (
 )
 from support.breaking import Note, command
 from support.once import once
+from support.server import Answer, Handler, serving
 
 LINE = '{"text": "some words"}\n'
 LATIN1 = "déjà vu, garçon, où êtes-vous\n".encode("latin-1")
@@ -212,8 +210,8 @@ def test_an_input_ends_as_it_should(
     attack.make()
     words = attack.command() if callable(attack.command) else attack.command
     before = files()
-    with note.timed("hostile input", "one line"), serving(attack.answer) as address:
-        end = ended([word.replace(URL, address) for word in words], attack.seconds)
+    with note.timed("hostile input", "one line"), serving(attack.answer) as site:
+        end = ended([word.replace(URL, site.address) for word in words], attack.seconds)
         end.refuse_unless(attack)
     if attack.status:
         assert files() == before

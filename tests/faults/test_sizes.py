@@ -1,11 +1,8 @@
 """Configs so large that a stage's settings are no argument of a command."""
 
-import functools
 import hashlib
-import http.server
 import re
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import yaml
 
 from support.breaking import Note
 from support.dry_run import ENVIRONMENT, REPOSITORY
+from support.server import serving_folder
 
 NAMES = [f"part-{number:04}.jsonl" for number in range(850)]
 TEXT = b'{"text": "ten words"}\n'
@@ -25,11 +23,8 @@ def site(tmp_path: Path) -> Iterator[str]:
     folder = tmp_path / "site"
     folder.mkdir()
     (folder / NAMES[0]).write_bytes(TEXT)
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with serving_folder(folder) as address:
+        yield address
 
 
 def snakemake(folder: Path, *targets: str) -> str:

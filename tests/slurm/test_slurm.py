@@ -182,7 +182,6 @@ def test_two_nodes_give_the_losses_of_one_process(slurm: None, prepared: Path, t
 
 
 def completed(cluster: dict) -> dict:
-    from demix.config.check import complete, site_of
 
     return site_of(complete(config_with(cluster=cluster)), "train")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from demix.config.run import write_run_config
+from demix.run.kept import write_run_config
 from demix.data.shards import TokenShard
 from demix.evaluate.score_tables import tokens_sha256, write_scores, write_tokens
 from demix.files import read_json, read_parquet, write_json, write_json_lines, write_parquet

@@ -5,14 +5,10 @@ import json
 import os
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socketserver import TCPServer
 
 import numpy as np
 import pyarrow as pa
@@ -26,12 +22,11 @@ from support.dry_run import ENVIRONMENT, snakemake
 from support.forks import FORKS
 from support.models import REAL_TEXT, write_model
 from support.scored import write_table
+from support.server import Answer
 
 # The address of the server that an attack has, where its command names it.
 URL = "http://served"
 EXPERTS = ("law", "news", "code")
-
-Answer = Callable[["Handler", int], None]
 
 
 @dataclass(frozen=True)
@@ -221,47 +216,3 @@ def rescored(path: Path, **told: str) -> None:
     read = pq.read_table(path)
     kept = {key.decode(): value.decode() for key, value in read.schema.metadata.items() if b"sha256" in key}
     write_scores(path, [np.minimum(read["log_probability"].to_numpy() + 1, 0)], kept | told)
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        self.server.count += 1
-        self.close_connection = True
-        self.server.answer(self, self.server.count)
-
-    def send(self, data: bytes, status: int = 200, stop: int | None = None, **headers: str | None) -> None:
-        """Answer with `data`, of which `stop` bytes are sent before the connection closes; None leaves out a header."""
-        self.send_response(status)
-        for name, value in ({"ETag": '"one"', "Content_Length": str(len(data))} | headers).items():
-            if value is not None:
-                self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(data[:stop])
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def server_bind(self) -> None:
-        """As HTTPServer's, without its look-up of the host's name."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address
-
-
-@contextmanager
-def serving(answer: Answer | None) -> Iterator[str]:
-    """The address of a server on loopback; none where there is no answer."""
-    if answer is None:
-        yield ""
-        return
-    server = Server(("127.0.0.1", 0), Handler)
-    server.answer, server.count = answer, 0
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from demix.config.evaluated import bases, compared, evaluated
-from demix.config.run import write_run_config
+from demix.run.systems import bases, compared, evaluated
+from demix.run.kept import write_run_config
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.join import join
 from demix.evaluate.score_tables import tokens_sha256, write_scores, write_tokens

@@ -9,22 +9,34 @@ import torch
 
 from demix.data.tokenizer import Tokenizer
 from demix.files import write_parquet
+from demix.model.gpt import GPT
+from demix.model.scoring import log_probabilities
 from support.models import SMALL, THREE, write_model
 
 LENGTH = SMALL.context
 
 
-def whole(model, tokens: torch.Tensor, before: torch.Tensor) -> np.ndarray:
-    """log p [E, B, N] of tokens by one forward pass a block, without any cache."""
-    seen = torch.cat([before[:, None], tokens], 1)
-    parts = []
-    for start in range(0, tokens.shape[1], LENGTH):
-        targets = tokens[:, start : start + LENGTH]
-        with torch.no_grad():
-            hidden = model(seen[None, :, start : start + targets.shape[1]])
-            logits = (hidden @ model.token_embedding.T).double().log_softmax(-1)
-        parts.append(logits.gather(-1, targets[None, ..., None].expand(len(logits), -1, -1, 1))[..., 0])
-    return torch.cat(parts, -1).numpy()
+def next_tokens(model: GPT, tokens: torch.Tensor) -> np.ndarray:
+    """log p [E, B, N, V] of what may follow each of the tokens [B, N], by one forward pass a block, without a cache."""
+    with torch.no_grad():
+        hidden = torch.cat([model(block[None]) for block in tokens.split(LENGTH, 1)], 2)
+        return (hidden @ model.token_embedding.T).double().log_softmax(-1).numpy()
+
+
+def whole(model: GPT, tokens: torch.Tensor, before: torch.Tensor) -> np.ndarray:
+    """log p [E, B, N] of the tokens [B, N], the first of which follows `before` [B]."""
+    every = next_tokens(model, torch.cat([before[:, None], tokens[:, :-1]], 1))
+    return np.take_along_axis(every, tokens.numpy()[None, ..., None], -1)[..., 0]
+
+
+def scored_in_blocks(model: GPT, ids: list[int], domains: tuple[str, ...] | None = None) -> np.ndarray:
+    """log p [E, N] of all `ids` but the first, by the code that scores a run."""
+    tokens = len(ids) - 1
+    padded = np.zeros(-(-tokens // LENGTH) * LENGTH + 1, np.int64)
+    padded[: len(ids)] = ids
+    mask = (np.arange(len(padded) - 1) < tokens).reshape(-1, LENGTH)
+    blocks = padded[:-1].reshape(-1, LENGTH), padded[1:].reshape(-1, LENGTH)
+    return log_probabilities(model, *blocks, mask, domain_tokens=domains)
 
 
 def in_blocks(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

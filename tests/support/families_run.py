@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 
 from demix.config.clustering import Clustering
-from demix.config.run import write_run_config
+from demix.run.kept import write_run_config
 from demix.data.cluster import Clusterer, assign, fit_clusters
 from demix.files import write_json_lines, write_parquet
 from demix.report.read import Results

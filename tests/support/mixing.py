@@ -1,15 +1,68 @@
-"""Random score tables, and mixtures computed one token at a time."""
+"""Mixtures of experts by their definitions, a token at a time in numpy, and random score tables.
 
-import math
+A text's scores are log p [N, E] of its tokens under each expert. What the tokens before each one say of the experts is
+an array [N + 1, E], whose last row is what the whole text says.
+"""
 
 import numpy as np
 from hypothesis import strategies as st
+from scipy.special import log_softmax, logsumexp
 
 
-def normalised(logs: list[float]) -> list[float]:
-    top = max(logs)
-    total = top + math.log(math.fsum(math.exp(value - top) for value in logs))
-    return [value - total for value in logs]
+def window(scores: np.ndarray, size: int | None = None) -> np.ndarray:
+    """The scores of the last `size` tokens, by default of all of them, summed."""
+    starts = [0 if size is None else max(0, t - size) for t in range(len(scores) + 1)]
+    return np.array([scores[start:t].sum(axis=0) for t, start in enumerate(starts)])
+
+
+def tempered(scores: np.ndarray, beta: float, gamma: float) -> np.ndarray:
+    """The scores of all tokens, the last one times beta, the one before it times beta gamma, and so on."""
+    # 0 ** 0 is 1.
+    return np.array([beta * gamma ** np.arange(t)[::-1] @ scores[:t] for t in range(len(scores) + 1)])
+
+
+def switching(scores: np.ndarray, log_prior: np.ndarray, alpha: float) -> np.ndarray:
+    """A hidden expert writes each token; before the next one it is drawn anew from the prior with probability alpha."""
+    with np.errstate(divide="ignore"):
+        kept, drawn = np.log1p(-alpha), np.log(alpha)
+    log_g = [log_prior]
+    for row in scores:
+        log_g.append(np.logaddexp(kept + log_softmax(log_g[-1] + row), drawn + log_prior))
+    return np.array(log_g) - log_prior
+
+
+def log_weights(log_prior: np.ndarray, evidence: np.ndarray | float, top_k: int | None = None) -> np.ndarray:
+    """log g [..., E], in proportion to prior and evidence, of the k likeliest experts and those as likely as these."""
+    log_g = log_softmax(log_prior + evidence, axis=-1)
+    if top_k is None:
+        return log_g
+    least = np.sort(log_g, axis=-1)[..., -top_k, None]
+    return log_softmax(np.where(log_g >= least, log_g, -np.inf), axis=-1)
+
+
+def log_mixture(log_g: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """log p [N] of the tokens under the mixture with the log weights [N, E] or [E]."""
+    return logsumexp(log_g + scores, axis=-1)
+
+
+def block_weights(block: np.ndarray, log_prior: np.ndarray, weights: str | int, top_k: int | None = None) -> np.ndarray:
+    """log g [N + 1, E] before each token of a block and after the last, by `history`, `released` or the last tokens."""
+    size = {"history": None, "released": 1}.get(weights, weights)
+    log_g = log_weights(log_prior, window(block, size), top_k)
+    if weights == "released":
+        log_g[0] = -np.log(len(log_prior))
+    return log_g
+
+
+def updating_priors(blocks: list[np.ndarray], weights: str | int, decay: float) -> list[np.ndarray]:
+    """log prior [E] at the start of each block and after the last: the posteriors of all before, weighted by age."""
+    experts = blocks[0].shape[1]
+    priors, posteriors = [np.full(experts, -np.log(experts))], []
+    for number, block in enumerate(blocks, start=1):
+        posteriors.append(block_weights(block, priors[-1], weights)[-1])
+        ages = number - np.arange(number)[:, None]
+        priors.append(log_softmax(logsumexp(ages * np.log(decay) + posteriors, axis=0)))
+    return priors
 
 
 @st.composite
@@ -27,8 +80,6 @@ def tables(draw, scales=(0.1, 3.0, 400.0)):
     return padded.reshape(full + 1, length, experts), mask.reshape(full + 1, length)
 
 
-def as_blocks(scores: np.ndarray, mask: np.ndarray) -> list:
-    return [
-        [row.tolist() for row, real in zip(block, kept, strict=True) if real]
-        for block, kept in zip(scores, mask, strict=True)
-    ]
+def as_blocks(scores: np.ndarray, mask: np.ndarray) -> list[np.ndarray]:
+    """The scores [N, E] of each block's tokens."""
+    return [block[kept] for block, kept in zip(scores, mask, strict=True)]

@@ -24,10 +24,29 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.3)
 
 
-def model_of(experts: tuple[str, ...], dtype: torch.dtype = torch.float64, **more: object) -> GPT:
-    model = GPT(SMALL, 50, experts, **more).to(dtype)
+def model_of(
+    experts: tuple[str, ...] = ("dense",), dtype: torch.dtype = torch.float64, *, architecture: Architecture = SMALL,
+    vocab_size: int = 50, **more: object,
+) -> GPT:  # fmt: skip
+    model = GPT(architecture, vocab_size, experts, **more).to(dtype)
     randomise(model)
     return model
+
+
+def alone(model: GPT, expert: str, scope: str = "feedforward") -> GPT:
+    """One expert of a stacked model as a model of its own, with a copy of what they share."""
+    number, own = model.experts.index(expert), model.expert_tensors()
+    single = GPT(model.architecture, model.vocab_size, (expert,), expert_scope=scope).to(model.token_embedding.dtype)
+    single.load_state_dict({name: p[number : number + 1] if name in own else p for name, p in model.named_parameters()})
+    return single
+
+
+def save_model(model: GPT, directory: Path, tokenizer: str = "t" * 64, kind: str = "demix", **more: object) -> None:
+    """The directory of a model with all its experts; `more` goes into the records of all."""
+    about = {"tokenizer_sha256": tokenizer} | more
+    save_shared(model, directory, {"kind": kind} | about)
+    for expert in model.experts:
+        save_expert(model, expert, directory, {"parent": None} | about)
 
 
 def write_model(
@@ -64,13 +83,8 @@ def count_whole_models(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def write_trunks(directory: Path, output: Path) -> Path:
     """The model in `directory` with each expert as a whole model of its own, which has a copy of what they shared."""
     stacked = load_model(directory)
-    for number, name in enumerate(stacked.experts):
-        lineage = expert_lineage(directory, name)
-        own = GPT(stacked.architecture, stacked.vocab_size, (name,), expert_scope="model")
-        experts = stacked.expert_tensors()
-        own.load_state_dict(
-            {key: p[number : number + 1] if key in experts else p for key, p in stacked.named_parameters()}
-        )
+    for name in stacked.experts:
+        own = alone(stacked, name, "model")
         save_shared(own, output, describe(directory))
-        save_expert(own, name, output, lineage)
+        save_expert(own, name, output, expert_lineage(directory, name))
     return output

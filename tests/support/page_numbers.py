@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from demix.config.run import read_run_config
+from demix.run.kept import read_run_config
 from demix.report.cells import mean_of
 from demix.report.paper_tables import adaptation_table
 from demix.report.read import (

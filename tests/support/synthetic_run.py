@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from demix.config.evaluated import BASES
-from demix.config.run import write_run_config
+from demix.run.systems import BASES
+from demix.run.kept import write_run_config
 from demix.files import write_json, write_json_lines, write_parquet
 from demix.report.read import Parent, Results
 

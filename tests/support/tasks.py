@@ -4,15 +4,14 @@ import json
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from demix.config.architecture import Architecture
 from demix.config.tasks import ExamplesRecipe
 from demix.data.tasks import Example, Prompt, read_examples, write_examples
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.task_tables import Scored
-from demix.model.checkpoint import save_expert, save_shared
-from demix.model.gpt import GPT
-from support.models import randomise
+from support.models import model_of, save_model
 
 SIZES = Architecture(layers=2, width=32, heads=4, context=96)
 LABELS = (" yes", " no", " it may be")
@@ -20,12 +19,8 @@ LABELS = (" yes", " no", " it may be")
 
 def write_prompted(directory: Path, experts: tuple[str, ...], tokenizer: Tokenizer) -> None:
     """A model with random weights and blocks of 96 tokens."""
-    model = GPT(SIZES, tokenizer.vocab_size, experts)
-    randomise(model)
-    save_shared(model, directory, {"kind": "demix", "tokens": 1, "steps": 1, "tokenizer_sha256": tokenizer.sha256})
-    for name in experts:
-        lineage = {"parent": None, "steps": 1, "tokens": 1, "data_sha256": {}, "tokenizer_sha256": tokenizer.sha256}
-        save_expert(model, name, directory, lineage)
+    model = model_of(experts, torch.float32, architecture=SIZES, vocab_size=tokenizer.vocab_size)
+    save_model(model, directory, tokenizer.sha256, tokens=1, steps=1)
 
 
 def made_up(

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from demix.config.sections import FactorSweep, stated
+from demix.config.adaptation import FactorSweep
+from demix.config.training import stated
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.parent import choose_parent, own_dev_losses

@@ -10,7 +10,6 @@ import yaml
 
 from demix.commands.main import _StandardError
 from demix.config.addresses import secret_in
-from demix.config.check import complete
 from demix.data.sources import Source, download
 from demix.errors import DemixError
 

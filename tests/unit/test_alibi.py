@@ -20,7 +20,7 @@ from demix.errors import DemixError, StoppedError
 from demix.files import read_json
 from demix.mix.stream import Posterior
 from demix.model import gpt
-from demix.model.checkpoint import describe, load_experts, load_model, save_expert, save_shared
+from demix.model.checkpoint import describe, load_experts, load_model
 from demix.model.decode import Decoder
 from demix.model.export import export_hf
 from demix.model.gpt import GPT
@@ -31,7 +31,7 @@ from demix.model.scoring import log_probabilities, trunk_log_probabilities
 from demix.plan.flops import activation_bytes
 from demix.train.adapt import adapt_dense, adapt_expert
 from demix.train.stage import train_model
-from support.models import SMALL, THREE, randomise
+from support.models import SMALL, THREE, model_of, save_model
 from support.tokens import TRAINING
 from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, stop_at
 
@@ -41,10 +41,8 @@ BOTH = dataclasses.replace(ALIBI, head="clap")
 IDS = torch.randint(0, 50, (1, 3, 16), generator=torch.Generator().manual_seed(4))
 
 
-def model_of(architecture: Architecture, *arguments: object, **more: object) -> GPT:
-    model = GPT(architecture, 50, *(arguments or (("dense",),)), **more).double()
-    randomise(model)
-    return model.requires_grad_(False)
+def frozen(architecture: Architecture, *experts: str, **more: object) -> GPT:
+    return model_of(experts or ("dense",), architecture=architecture, **more).requires_grad_(False)
 
 
 @pytest.mark.parametrize("heads", range(1, 33))
@@ -60,7 +58,7 @@ def test_slopes_are_those_of_mpt_and_bloom(heads: int) -> None:
 @pytest.mark.parametrize("length", [16, 41])
 def test_a_model_with_alibi_is_mpt_at_any_length(width: int, heads: int, length: int) -> None:
     """MPT has neither biases nor those of norms, and takes softmax in fp32. 41 positions are more than the context."""
-    ours = model_of(Architecture(2, width, heads, 16, position="alibi"))
+    ours = frozen(Architecture(2, width, heads, 16, position="alibi"))
     for name, parameter in ours.named_parameters():
         if name.endswith("bias"):
             parameter.zero_()
@@ -97,7 +95,7 @@ def test_only_alibi_needs_a_bias_and_learned_positions_keep_the_causal_kernel(mo
     monkeypatch.setattr(F, "scaled_dot_product_attention", told)
     for architecture, wanted in ((SMALL, (False, True)), (ALIBI, (True, False))):
         asked.clear()
-        model_of(architecture)(IDS)
+        frozen(architecture)(IDS)
         assert asked == [wanted] * 2
     cpu = torch.device("cpu")
     bias = attention_bias(ALIBI, 3, None, cpu, torch.float32)
@@ -109,7 +107,7 @@ def test_only_alibi_needs_a_bias_and_learned_positions_keep_the_causal_kernel(mo
 @pytest.mark.parametrize("architecture", [ALIBI, CLAP, BOTH], ids=lambda one: one.position + one.head)
 @pytest.mark.parametrize("pieces", [[1] * 16, [3, 1, 7, 5], [15, 1]], ids=str)
 def test_a_cache_gives_what_a_whole_pass_gives(architecture: Architecture, pieces: list[int]) -> None:
-    model = model_of(architecture, THREE)
+    model = frozen(architecture, *THREE)
     with torch.no_grad():
         whole, past = model(IDS), model.no_past()
         parts = [model(piece, past=past) for piece in IDS.split(pieces, 2)]
@@ -119,7 +117,7 @@ def test_a_cache_gives_what_a_whole_pass_gives(architecture: Architecture, piece
 @pytest.mark.parametrize("architecture", [ALIBI, BOTH], ids=lambda one: one.head)
 def test_texts_of_several_blocks_are_decoded_as_they_are_scored(architecture: Architecture) -> None:
     model, text = (
-        model_of(architecture, THREE),
+        frozen(architecture, *THREE),
         torch.randint(0, 50, (2, 37), generator=torch.Generator().manual_seed(1)),
     )
     decoder = Decoder([model], torch.tensor([7, 49]), Posterior(torch.zeros(3), 16, 2))
@@ -134,9 +132,9 @@ def test_texts_of_several_blocks_are_decoded_as_they_are_scored(architecture: Ar
 
 def test_a_domain_token_stands_before_the_text() -> None:
     """It is what a dense model reads whose vocabulary has the domains too."""
-    model = model_of(BOTH, ("dense",), ("law", "news"))
+    model = frozen(BOTH, domain_tokens=("law", "news"))
     domains = torch.tensor([[1, 0, 1]])
-    wide = model_of(BOTH)
+    wide = frozen(BOTH)
     joined = torch.cat([model.token_embedding, model.domain_embedding])
     state = {name: tensor for name, tensor in model.state_dict().items() if name != "domain_embedding"}
     wide = GPT(BOTH, 52, ("dense",)).double()
@@ -152,7 +150,7 @@ def test_clap_and_its_gradients_are_those_of_the_plain_formula(
     rows: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(gpt.ROWS_AT_ONCE, "cpu", rows)
-    model = model_of(CLAP, ("a", "b")).requires_grad_()
+    model = model_of(("a", "b"), architecture=CLAP)
     targets = torch.randint(0, 50, (2, 3, 16), generator=torch.Generator().manual_seed(5))
     factors = torch.rand(2, 3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(6)) if weighted else 1.0
     plain = copy.deepcopy(model)
@@ -285,9 +283,7 @@ def test_experts_are_merged_with_their_scale(run: Path, tmp_path: Path) -> None:
     ],
 )
 def test_gpt2_export_refuses_what_gpt2_lacks(options: dict[str, str], told: str, tmp_path: Path) -> None:
-    model = GPT(dataclasses.replace(SMALL, **options), 50, ("dense",)).initialise(1)
-    save_shared(model, tmp_path / "model", {"kind": "dense", "tokenizer_sha256": "t" * 64})
-    save_expert(model, "dense", tmp_path / "model", {"parent": None, "tokenizer_sha256": "t" * 64})
+    save_model(model_of(architecture=dataclasses.replace(SMALL, **options)), tmp_path / "model", kind="dense")
     with pytest.raises(DemixError, match=told):
         export_hf(tmp_path / "model", "dense", None, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -12,18 +12,19 @@ import pytest
 import torch
 
 from demix.config.architecture import Architecture
-from demix.config.systems import left_out, trained_without
+from demix.run.models import left_out, trained_without
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.memorization import COLUMNS, CONTINUATION, PROMPT, Audit, audit_rows
 from demix.evaluate.score_tables import tokens_sha256
 from demix.files import read_parquet, write_parquet
-from demix.model.checkpoint import load_model, save_expert, save_shared
+from demix.model.checkpoint import load_model
 from demix.model.gpt import GPT
 from demix.train.batches import balanced_batches
 from support.cli import demix
-from support.decoding import LENGTH
-from support.models import SMALL, count_whole_models, randomise, write_trunks
+from support.decoding import LENGTH, next_tokens
+from support.mixing import log_weights
+from support.models import SMALL, count_whole_models, randomise, save_model, write_trunks
 from support.tokens import TRAINING
 
 DOMAIN = "licenses"
@@ -59,12 +60,8 @@ def made(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
             randomise(model, seed)
             if name == "demix":
                 change(model)
-            own = {"tokenizer_sha256": encoder.sha256}
-            save_shared(
-                model, folder / name, own | {"kind": "demix", "training": {"seed": SEED, "learning_rate": 1e-3}}
-            )
-            for expert in experts:
-                save_expert(model, expert, folder / name, own | {"parent": None, "tokens": trained})
+            about = {"tokens": trained, "training": {"seed": SEED, "learning_rate": 1e-3}}
+            save_model(model, folder / name, encoder.sha256, **about)
         rows = [
             {"model": model, "experts": label, "weights": "history", "domain": DOMAIN, "expert": expert, "prior": prior}
             for (model, label), experts in PRIORS.items()
@@ -176,11 +173,9 @@ def test_what_matches_after_the_first_miss_counts_in_the_share_alone(made: Calla
 def predicted(model: GPT, ids: torch.Tensor) -> np.ndarray:
     """log p [V] of what follows the token before an excerpt and its first ones, from one forward pass of the block."""
     block = ids[(len(ids) - 1) // LENGTH * LENGTH :]
-    logits = (model(block[None, None])[:, 0] @ model.token_embedding.T).double().log_softmax(-1).numpy()
-    seen = np.take_along_axis(logits[:, :-1], block[None, 1:, None].numpy(), -1)[..., 0].sum(1)
-    log_g = np.log(prior_of(model.experts)) + seen
-    log_p = (log_g - np.logaddexp.reduce(log_g))[:, None] + logits[:, -1]
-    return np.logaddexp.reduce(log_p, 0)
+    every = next_tokens(model, block[None])[:, 0]
+    seen = every[:, np.arange(len(block) - 1), block[1:]].sum(1)
+    return np.logaddexp.reduce(log_weights(np.log(prior_of(model.experts)), seen)[:, None] + every[:, -1], 0)
 
 
 def test_a_document_known_by_heart_is_found_with_its_expert_alone(made: Callable[..., Path], tokens: Path) -> None:

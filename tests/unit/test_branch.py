@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from demix.config.sections import fingerprinted
+from demix.config.training import fingerprinted
 from demix.errors import DemixError, StoppedError
 from demix.files import digest, read_json, read_json_lines, write_json
 from demix.model.checkpoint import describe, expert_lineage, load_model
@@ -19,9 +19,10 @@ from demix.model.merge import merge_experts
 from demix.train import stage
 from demix.train.batches import balanced_batches
 from demix.train.branch import branched, read_seed
-from demix.train.stage import identity_of, optimization, take_seed, train_model
+from demix.train.stage import identity_of, take_seed, train_model
 from demix.train.state import State
 from support.cli import demix, said
+from support.plain_training import adamw, plain_steps, rates
 from support.tokens import TRAINING
 from support.training import TRAIN, losses, opened, shard_paths, stop_at
 
@@ -82,12 +83,12 @@ def test_a_seed_of_no_tokens_is_demix_from_scratch(
 
 
 def test_a_branch_is_the_obvious_one(run: Path, tokens: Path, tmp_path: Path) -> None:
-    """Against a loop written here, from the dense model's own files after ten steps."""
+    """Against a plain loop, from the dense model's own files after ten steps."""
     train_into(tmp_path, "half", "demix", tokens, branch=seed(run, 10))
     folder = seed(run, 10)
     shared, own = load_file(folder / "shared.safetensors"), load_file(folder / "expert-dense.safetensors")
     model = GPT(load_model(run / "models" / "dense").architecture, 400, TRAINING)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1)
+    optimizer = adamw(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_own = f"parameter/{name}" in own
@@ -101,18 +102,9 @@ def test_a_branch_is_the_obvious_one(run: Path, tokens: Path, tmp_path: Path) ->
     batches = balanced_batches(opened(tokens), TRAINING, 2, 32, seed=1)
     rows = [row for row in read_json_lines(tmp_path / "metrics" / "half.jsonl") if "loss" in row]
     assert [row["step"] for row in rows] == list(range(11, STEPS + 1))
-    for row in rows:
-        step = row["step"] - 1
-        batch = batches.draw(step)
-        logits = model(batch.inputs) @ model.token_embedding.T
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 2), batch.targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = optimization(TRAIN, STEPS, TRAIN.learning_rate).learning_rate_at(step)
-        optimizer.step()
-        assert row["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    of_steps = dict(list(enumerate(rates(STEPS, TRAIN.learning_rate, TRAIN.warmup)))[10:])
+    for row, step in zip(rows, plain_steps(model, optimizer, batches, of_steps), strict=True):
+        assert row["loss"] == pytest.approx(step.loss, rel=1e-5)
         assert row["tokens"] == row["step"] * 192
     trained = load_model(tmp_path / "models" / "half", TRAINING)
     for name, parameter in model.named_parameters():

@@ -15,8 +15,9 @@ from demix.model.experts import add_expert
 from demix.model.export import gpt2_names
 from demix.train.batches import balanced_batches
 from demix.train.join import join_branches, join_metrics
-from demix.train.stage import Training, optimization, take_seed, train_model
+from demix.train.stage import Training, take_seed, train_model
 from support.cli import said
+from support.plain_training import adamw, plain_steps, rates
 from support.tokens import TRAINING
 from support.training import TRAIN, opened, shard_paths
 
@@ -67,7 +68,7 @@ def test_an_expert_is_that_of_a_loop_in_transformers(run: Path, tokens: Path, sc
         activation_function=sizes.activation, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     model = GPT2LMHeadModel(config).double()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1)
+    optimizer = adamw(model)
     folder = run / "seeds" / "dense" / f"step-{SEED:08d}"
     state = load_file(folder / "shared.safetensors") | load_file(folder / "expert-dense.safetensors")
     names = [(ours, model.get_parameter(f"transformer.{theirs}"), turned) for ours, theirs, turned in gpt2_names(2)]
@@ -81,16 +82,9 @@ def test_an_expert_is_that_of_a_loop_in_transformers(run: Path, tokens: Path, sc
             first, second = (moment.clone() for moment in moments)
             optimizer.state[parameter] = {"step": torch.tensor(float(SEED)), "exp_avg": first, "exp_avg_sq": second}
     batches = balanced_batches(opened(tokens)[1:2], [name], 2, 32, seed=1)
-    for step in range(SEED, STEPS):
-        batch = batches.draw(step)
-        logits = model(batch.inputs[0]).logits
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            of_parent = optimization(EXACT, STEPS, EXACT.learning_rate).learning_rate_at(step)
-            group["lr"] = 2e-3 * (STEPS - step) / (STEPS - SEED) if restart else of_parent
-        optimizer.step()
+    own, of_parent = rates(STEPS - SEED, 2e-3, 0), rates(STEPS, EXACT.learning_rate, EXACT.warmup)[SEED:]
+    of_steps = dict(enumerate(own if restart else of_parent, start=SEED))
+    list(plain_steps(model, optimizer, batches, of_steps, logits_of=lambda batch: model(batch.inputs[0]).logits))
     expert = dict(load_model(run / "branches" / ("restarted" if restart else "btm") / name).named_parameters())
     for ours, parameter, turned in names:
         own = expert[ours][0] if ".feedforward." in ours else expert[ours]

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from demix.config.check import complete
-from demix.config.run import write_run_config
+from demix.run.kept import write_run_config
 from demix.files import read_json, write_json, write_json_lines
 from demix.launch.job import TrainingJob
 from demix.launch.outcome import progress_line, tokens_of_update

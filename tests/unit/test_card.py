@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from demix.config.run import read_run_config, write_run_config
+from demix.run.kept import read_run_config, write_run_config
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_json, write_json, write_parquet

@@ -10,13 +10,11 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.special import softmax
 from sklearn.metrics.pairwise import euclidean_distances
 
-from demix.config.check import load_config
-from demix.config.evaluated import bases, compared, evaluated
+from demix.run.systems import bases, compared, evaluated
 from demix.config.mixing import parsed_weights
-from demix.config.rules import RunRules
+from demix.run.rules import RunRules
 from demix.errors import DemixError
 from demix.evaluate.choice import switching_on_dev, tempered_on_dev
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
@@ -28,6 +26,7 @@ from demix.mix.mixtures import mix
 from demix.mix.priors import cached_log_prior, fitted_log_prior
 from demix.mix.rules import Cluster, ClusterHistory, Tempered, released_rule, weights_rule
 from demix.report.read import read_results
+from support.mixing import log_mixture, log_weights, window
 from support.scored import LENGTH, write_table
 
 TINY = Path(__file__).parents[1] / "workflow" / "tiny.yaml"
@@ -57,32 +56,20 @@ def test_the_mixture_is_that_of_the_equations_in_a_loop(
     given = {} if prior is None else {"log_prior": np.log(prior)}
     method = "uniform" if prior is None else "cached"
     found = mix(scores, mask, method, weights, top_k=top_k, distances=distances, **given)
-    for block, position in np.argwhere(mask):
-        logits = np.log(prior or [1 / EXPERTS] * EXPERTS) - distances[block, position] / temperature
-        if family == "cluster+history":
-            logits = logits + scores[block, :position].sum(axis=0)
-        g = softmax(logits)
-        if top_k:
-            g[g < np.sort(g)[-top_k]] = 0
-            g /= g.sum()
-        expected = np.log(sum(g[j] * np.exp(scores[block, position, j]) for j in range(EXPERTS)))
-        assert found[block, position] == pytest.approx(expected, abs=1e-12)
+    logits = np.log(prior or [1 / EXPERTS] * EXPERTS) - distances / temperature
+    for block in range(BLOCKS):
+        evidence = window(scores[block])[:-1] if family == "cluster+history" else 0
+        expected = log_mixture(log_weights(logits[block], evidence, top_k), scores[block])
+        np.testing.assert_allclose(found[block, mask[block]], expected[mask[block]], rtol=0, atol=1e-12)
     assert (found[~mask] == 0).all()
 
 
 def released_log_p(
     scores: np.ndarray, far: np.ndarray, documents: np.ndarray, temperature: float, top_k: int | None
-) -> list[float]:
+) -> np.ndarray:
     """As the code published with the paper: exp(-(d²)²/τ), d² of the token before, or of the empty text."""
-    found = []
-    for t, row in enumerate(scores):
-        after_first = t == 1 or (t > 1 and documents[t - 1] != documents[t - 2])
-        g = softmax(-(far[t if after_first or not t else t - 1].astype(np.float64) ** 2) / temperature)
-        if top_k:
-            g[g < np.sort(g)[-top_k]] = 0
-            g /= g.sum()
-        found.append(float(np.log(sum(g[j] * np.exp(row[j]) for j in range(len(row))))))
-    return found
+    shown = [t if t < 2 or documents[t - 1] != documents[t - 2] else t - 1 for t in range(len(scores))]
+    return log_mixture(log_weights(-(far[shown].astype(np.float64) ** 2) / temperature, 0, top_k), scores)
 
 
 @pytest.mark.parametrize("top_k", [None, 2])
@@ -111,7 +98,7 @@ def test_the_released_scorer_goes_on_from_chunk_to_chunk(scores: Path, monkeypat
     losses = document_losses(test, CLUSTERS, mixtures, beside=beside_of(test, mixtures))
     for mixture in mixtures:
         log_p = released_log_p(table.scores[table.mask], far[table.mask], documents_of(test), 0.1, mixture.top_k)
-        assert losses.mixtures[mixture].sum() == pytest.approx(-sum(log_p), abs=1e-12 * table.tokens)
+        assert losses.mixtures[mixture].sum() == pytest.approx(-log_p.sum(), abs=1e-12 * table.tokens)
 
 
 @settings(max_examples=30, deadline=None)
@@ -258,7 +245,7 @@ def test_rows_of_an_evaluation_are_those_of_the_formulas(scores: Path, tmp_path:
         for row in released.itertuples():
             documents = documents_of(scores / model / "law.test")
             log_p = released_log_p(test.scores[test.mask], far[test.mask], documents, 0.1, int(row.top_k) or None)
-            assert row.nll == pytest.approx(-sum(log_p), rel=1e-12)
+            assert row.nll == pytest.approx(-log_p.sum(), rel=1e-12)
     # The grid is left out where it has one temperature and one context; the rest of the table does not change.
     plain = tmp_path / "plain"
     evaluate_domain(scores, "law", evaluation(weights=("history",)), outputs(plain), None)

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from demix.config.check import load_config
-from demix.config.evaluated import evaluated
-from demix.config.rows import clusters_of
-from demix.config.rules import RunRules
-from demix.config.scoring import scoring_jobs
-from demix.config.systems import Model, planned
+from demix.run.systems import evaluated
+from demix.run.rules import RunRules
+from demix.run.scoring import scoring_jobs
+from demix.run.models import Model
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.evaluate.losses import Mixture

@@ -12,7 +12,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-from demix.config.run import config_fingerprint, read_run_config, write_run_config
+from demix.run.kept import config_fingerprint, read_run_config, write_run_config
 from demix.errors import DemixError
 from demix.files import read_parquet, write_json, write_parquet
 from demix.report.compare import (

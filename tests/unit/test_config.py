@@ -14,9 +14,9 @@ from jsonschema import Draft202012Validator
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from demix.config.check import complete, load_config
 from demix.config.reference import editor_schema, reference
-from demix.config.sections import FactorSweep, TrainingSection, fingerprinted
+from demix.config.adaptation import FactorSweep
+from demix.config.training import TrainingSection, fingerprinted
 from demix.errors import DemixError
 from demix.files import fingerprint, replacing
 from demix.settings import names_of, settings_from

@@ -20,7 +20,6 @@ from rich.console import Console
 from snakemake.io import PeriodicityDetector
 
 import snakemake_logger_plugin_demix as display
-from demix.config.check import complete, load_config
 from demix.config.keys import read_keys
 from demix.config.names import refuse_name
 from demix.settings import _distinct

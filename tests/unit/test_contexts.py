@@ -12,14 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from scipy.special import log_softmax, logsumexp
 
 from demix.config.architecture import Architecture
-from demix.config.check import complete
-from demix.config.contexts import context_tables, contexts_of, labels
-from demix.config.rules import RunRules
-from demix.config.scoring import scoring_jobs
-from demix.config.systems import Model, planned
+from demix.run.contexts import context_tables, contexts_of, labels
+from demix.run.rules import RunRules
+from demix.run.scoring import scoring_jobs
+from demix.run.models import Model
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.contexts import Contexts, evaluate_contexts, losses_by_position
@@ -27,7 +25,6 @@ from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import write_parquet
 from demix.mix.priors import cached_log_prior
-from demix.model.checkpoint import save_expert, save_shared
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.plan.flops import scoring_flops
@@ -38,6 +35,8 @@ from demix.report.family_pages import write_variants
 from demix.report.read import read_results
 from demix.settings import settings_from
 from support.cli import demix
+from support.mixing import block_weights, log_mixture
+from support.models import save_model
 from support.scored import LENGTH, write_table
 from support.synthetic_run import build_run
 from support.titles import titles
@@ -143,10 +142,7 @@ def test_the_plan_counts_jobs_and_costs_of_longer_blocks() -> None:
 def write_small(folder: Path, position: str, tokens: Path) -> GPT:
     shard = opened(tokens)[0]
     model = GPT(Architecture(2, 32, 4, 16, position=position), shard.vocab_size, ("a", "b")).initialise(1)
-    with_tokens = {"tokenizer_sha256": shard.tokenizer_sha256}
-    save_shared(model, folder, {"kind": "demix"} | with_tokens)
-    for expert in ("a", "b"):
-        save_expert(model, expert, folder, {"parent": None} | with_tokens)
+    save_model(model, folder, shard.tokenizer_sha256)
     return model
 
 
@@ -200,14 +196,11 @@ def test_losses_by_position_are_those_of_a_loop_over_tokens(tmp_path: Path) -> N
         read_scores(scores / "dense" / "law.test", ["dense"]),
     )
     wanted: dict[tuple[str, int], list[float]] = {}
-    for block in range(len(table.mask)):
-        weights = log_prior.copy()
-        for place in range(LENGTH):
-            if table.mask[block, place]:
-                now = table.scores[block, place]
-                wanted.setdefault(("far", place // 3), []).append(-logsumexp(log_softmax(weights) + now))
-                wanted.setdefault(("dense", place // 3), []).append(-single.scores[block, place, 0])
-                weights = weights + now
+    for block, alone, mask in zip(table.scores, single.scores, table.mask, strict=True):
+        mixed = log_mixture(block_weights(block, log_prior, "history")[:-1], block)
+        for place in np.flatnonzero(mask):
+            wanted.setdefault(("far", place // 3), []).append(-mixed[place])
+            wanted.setdefault(("dense", place // 3), []).append(-alone[place, 0])
     assert len(found) == len(wanted) == 6
     for row in found.itertuples():
         some = wanted[row.model, row.begin // 3]

@@ -9,8 +9,7 @@ import torch
 from demix.errors import DemixError
 from demix.mix import mixtures
 from demix.mix.logs import log_softmax
-from demix.mix.mixtures import log_weights, mix
-from demix.mix.rules import Chunk, weights_rule
+from demix.mix.mixtures import mix
 from demix.model import continuations
 from demix.model.continuations import (
     Continuation,
@@ -21,9 +20,9 @@ from demix.model.continuations import (
 )
 from demix.model.decode import Decoder, log_prior_of, posteriors_of, weights_of
 from demix.model.gpt import GPT
-from demix.model.scoring import log_probabilities
-from support.decoding import LENGTH, in_blocks, whole
-from support.models import SMALL, THREE, model_of, randomise
+from support.decoding import LENGTH, in_blocks, next_tokens, scored_in_blocks
+from support.mixing import block_weights, log_mixture, log_weights, switching, tempered, updating_priors
+from support.models import SMALL, THREE, alone, model_of, randomise
 
 END = 49
 PRIOR = log_prior_of(THREE, {"law": 0.2, "news": 0.3, "code": 0.5})
@@ -45,27 +44,27 @@ def mixture_of(weights: str, method: str, decay: float | None, top_k: int | None
     return Mixture(trunks, begin, top_k)
 
 
-def mixed_by_loop(model: GPT, ids: list[int], weights: str, method: str, decay, top_k) -> tuple[np.ndarray, np.ndarray]:
+def weights_by_token(scores: np.ndarray, weights: str, method: str, decay, top_k) -> np.ndarray:
+    """log g [N, E] before each token of a text with the scores [N, E]."""
+    prior = PRIOR if method in ("cached", "fitted") else np.full(3, -np.log(3))
+    if weights == "average":
+        return np.tile(prior, (len(scores), 1))
+    if weights == "tempered(0.3,0.9)":
+        return log_weights(prior, tempered(scores, 0.3, 0.9), top_k)[:-1]
+    if weights == "switching(0.2)":
+        return log_weights(prior, switching(scores, prior, 0.2), top_k)[:-1]
+    blocks = np.split(scores, range(LENGTH, len(scores), LENGTH))
+    priors = updating_priors(blocks, weights, decay)[:-1] if method == "updating" else [prior] * len(blocks)
+    by_block = [block_weights(*each, weights, top_k)[:-1] for each in zip(blocks, priors, strict=True)]
+    return np.concatenate(by_block)
+
+
+def mixed_by_loop(model: GPT, ids: list[int], *rule: object) -> tuple[np.ndarray, np.ndarray]:
     """log p [N, V] of all next tokens and log p [N] of those that came, after `ids[0]`, token by token in numpy."""
-    text = torch.tensor([ids[1:]])
-    table, mask = in_blocks(whole(model, text, torch.tensor(ids[:1]))[:, 0])
-    how = {"decay": decay or 0.3, "log_prior": PRIOR, "top_k": top_k}
-    rule = "switching(1)" if weights == "average" else weights
-    came = mix(table, mask, method, rule, **how)[mask]
-    priors = np.full((len(mask), 3), -np.log(3)) if method in ("uniform", "updating") else PRIOR[None]
-    if method == "updating":
-        priors = mixtures.log_prior_path(table, mask, rule, decay, "paper")[:-1]
-    known = weights_rule(rule)
-    evidence, _ = known.evidence(Chunk(table, mask), known.begin(priors[0]))
-    log_g = log_weights(np.broadcast_to(priors, (len(mask), 3)), evidence, known.uniform_start)[mask]
-    log_g = log_g if top_k is None else mixtures.keep_top(log_g, top_k)
-    every = []
-    for start in range(0, len(ids) - 1, LENGTH):
-        with torch.no_grad():
-            hidden = model(torch.tensor([[ids[start : start + LENGTH]]]))
-            every.append((hidden @ model.token_embedding.T).log_softmax(-1)[:, 0])
-    by_expert = torch.cat(every, 1).numpy()[:, : len(ids) - 1]
-    return np.logaddexp.reduce(log_g.T[..., None] + by_expert, axis=0), came
+    every = next_tokens(model, torch.tensor([ids[:-1]]))[:, 0]
+    scores = np.stack([every[:, place, token] for place, token in enumerate(ids[1:])])
+    log_g = weights_by_token(scores, *rule)
+    return np.logaddexp.reduce(log_g.T[..., None] + every, axis=0), log_mixture(log_g, scores)
 
 
 @pytest.mark.parametrize(("weights", "method", "decay", "top_k"), RULES)
@@ -143,17 +142,12 @@ def test_whole_models_are_mixed_like_experts_of_one_trunk(monkeypatch) -> None:
     """Each is in memory for all batches of a part together."""
     model = opinionated()
     trunks, asked = [], []
-    for number, name in enumerate(THREE):
-        alone = GPT(SMALL, 50, (name,), expert_scope="model").double()
-        own = model.expert_tensors()
-        alone.load_state_dict({k: p[number : number + 1] if k in own else p for k, p in model.named_parameters()})
+    for name in THREE:
         trunk = GPT(SMALL, 50, (name,), expert_scope="model").to("meta")
 
-        def read(alone: GPT = alone, name: str = name) -> GPT:
+        def read(name: str = name) -> GPT:
             asked.append(name)
-            copy = GPT(SMALL, 50, alone.experts, expert_scope="model").double()
-            copy.load_state_dict(alone.state_dict())
-            return copy
+            return alone(model, name, "model")
 
         trunk.read_weights = read
         trunks.append(trunk)
@@ -210,15 +204,7 @@ def test_a_domain_token_stands_before_every_block(domain: str) -> None:
     mixture = Mixture([model], begin, None, domain)
     text = DRAWN[:40]
 
-    def scored(ids: list[int]) -> np.ndarray:
-        """log p [N] after ids[0], by whole passes of the model."""
-        sequence = np.full(-(-(len(ids) - 1) // LENGTH) * LENGTH + 1, 0)
-        sequence[: len(ids)] = ids
-        mask = (np.arange(len(sequence) - 1) < len(ids) - 1).reshape(-1, LENGTH)
-        blocks = sequence[:-1].reshape(-1, LENGTH), sequence[1:].reshape(-1, LENGTH)
-        return log_probabilities(model, *blocks, mask, domain_tokens=(domain,))[0]
-
-    expected = scored([END, *text])
+    expected = scored_in_blocks(model, [END, *text], (domain,))[0]
     assert text_log_probabilities(mixture, [text], END)[0] == pytest.approx(expected.sum(), abs=1e-9)
     decoder = mixture.decoder(torch.tensor([END]))
     found = torch.cat([decoder.read(piece)[0] for piece in torch.tensor([text]).split([3, 1, 12, 7, 17], 1)], 2)
@@ -227,7 +213,8 @@ def test_a_domain_token_stands_before_every_block(domain: str) -> None:
     wanted = [Continuation(context, tuple(text[9:14])), Continuation(context, (3,)), Continuation((END,), (5,))]
     answers = continuation_log_probabilities(mixture, wanted)
     for one, (log_p, _) in zip(wanted, answers, strict=True):
-        assert log_p == pytest.approx(scored([*one.context, *one.tokens])[len(one.context) - 1 :].sum(), abs=1e-9)
+        (scores,) = scored_in_blocks(model, [*one.context, *one.tokens], (domain,))
+        assert log_p == pytest.approx(scores[len(one.context) - 1 :].sum(), abs=1e-9)
     with pytest.raises(DemixError, match="domain-token model"):
         Decoder([model], torch.tensor([END]), begin(torch.tensor([END])))
 

@@ -15,6 +15,7 @@ from demix.data.duplicates import mark_duplicates
 from demix.errors import DemixError
 from demix.files import database, read_parquet, sha256_file, write_parquet
 from support.cli import said
+from support.server import serving_folder
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs takes root")
 
@@ -98,19 +99,8 @@ def test_a_disk_that_fills_up_while_fetching(tmp_path, mounted):
     """What was fetched stays, for the rerun to go on from, but not under the final name."""
     disk = mounted("size=2m")
     _noise(tmp_path / "a.jsonl", 4)
-    code = """
-import functools, http.server, sys
-handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=sys.argv[1])
-server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-print(server.server_port, flush=True)
-server.serve_forever()
-"""
-    server = subprocess.Popen(
-        [sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        url = f"http://127.0.0.1:{int(server.stdout.readline())}/a.jsonl"
-        settings = json.dumps({"kind": "url", "path": url})
+    with serving_folder(tmp_path) as address:
+        settings = json.dumps({"kind": "url", "path": f"{address}/a.jsonl"})
         output = disk / "d" / "0000.parquet"
         command = ["download", "d", "--settings", settings, "--output", str(output)]
         assert "a.jsonl: cannot be written (No space left on device); free space" in str(said(command))
@@ -119,9 +109,6 @@ server.serve_forever()
         subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
         assert said(command) is None
         assert [*output.parent.iterdir()] == [output]
-    finally:
-        server.terminate()
-        server.wait()
 
 
 @ROOT

@@ -20,7 +20,7 @@ import zstandard
 from typer.main import get_command
 
 from demix.commands.main import command_line
-from demix.config.run import read_run_config, write_run_config
+from demix.run.kept import read_run_config, write_run_config
 from demix.config.tasks import ExamplesRecipe
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.contexts import Contexts

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from demix.config.check import load_config
 from demix.data.tokenizer import Tokenizer
 from demix.errors import nearest
 from support.cli import demix, said

@@ -14,8 +14,8 @@ from scipy.special import logsumexp
 from typer.testing import CliRunner
 
 from demix.commands.main import command_line
-from demix.config.evaluated import bases, compared
-from demix.config.evaluated import evaluated as evaluated_tables
+from demix.run.systems import bases, compared
+from demix.run.systems import evaluated as evaluated_tables
 from demix.data.tokenizer import Tokenizer, byte_lengths, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
 from demix.evaluate.choice import switching_on_dev, tempered_on_dev, write_mixing

@@ -10,10 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from scipy.special import logsumexp, softmax
 from sklearn.metrics.pairwise import euclidean_distances
 
-from demix.config.check import complete, load_config
 from demix.config.tasks import ExamplesRecipe, Task, check_tasks
 from demix.data.cluster import Clusterer, Clustering, fit_clusters
 from demix.data.tasks import Example, fitted, prompts, read_examples, refuse_few, write_examples
@@ -22,6 +20,7 @@ from demix.errors import DemixError
 from demix.evaluate.task_tables import read_scored
 from demix.files import read_parquet, write_json, write_parquet
 from support.cli import demix
+from support.mixing import log_mixture, log_weights
 from support.tasks import SIZES, read_task, write_lines, write_prompted
 from support.tokens import TRAINING
 
@@ -368,13 +367,10 @@ def test_a_run_is_classified_as_by_hand(tokens: Path, tmp_path: Path) -> None:
         for one in tests:
             point = clusterer.embedding.points([one.prompt.context])
             squared = euclidean_distances(point, clusterer.centres, squared=True)[0, order]
-            log_g = np.log(softmax(-squared / 0.3))
-            totals = [logsumexp(log_g + label, axis=1).sum() for label in one.labels]
+            log_g = log_weights(-squared / 0.3, 0)
+            totals = np.array([log_mixture(log_g, label).sum() for label in one.labels])
             if one.prompt.cue >= 0:
-                bare = cues[one.prompt.cue].labels
-                totals = [
-                    total - logsumexp(log_g + label, axis=1).sum() for total, label in zip(totals, bare, strict=True)
-                ]
+                totals -= [log_mixture(log_g, label).sum() for label in cues[one.prompt.cue].labels]
             hits += int(np.argmax(totals)) == one.prompt.answer
         row = rows.query("task == @name and routing == 'cluster' and top_k.isna()").iloc[0]
         assert row["accuracy"] == hits / len(tests)

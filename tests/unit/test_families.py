@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from demix.config.architecture import architecture_from, parameters, training_flops_per_token
-from demix.config.evaluated import clustered
+from demix.run.systems import clustered
 from demix.data.cluster import Clusterer
 from demix.files import read_json
 from demix.report import FAMILY_FIGURES, FAMILY_TABLES, SHOWS, left_out, left_out_notes, report_files

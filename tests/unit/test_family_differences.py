@@ -8,7 +8,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from demix.config.evaluated import balanced_pairs, bases, compared, evaluated
+from demix.run.systems import balanced_pairs, bases, compared, evaluated
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.score_tables import read_scores
 from demix.files import digest, read_json, seed_for, write_json, write_parquet

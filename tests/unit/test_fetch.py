@@ -4,12 +4,9 @@ import base64
 import gzip
 import hashlib
 import os
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from pathlib import Path
-from socketserver import TCPServer
 
 import pytest
 
@@ -17,75 +14,21 @@ from demix.data import sources
 from demix.data.fetch import ATTEMPTS, fetch
 from demix.data.sources import Source, download
 from demix.errors import DemixError
+from support.server import Answer, Handler, Site, serving
 
 DATA = bytes(hashlib.sha256(b"demix").digest()) * 20_000
 HALF = len(DATA) // 2
 SHA256 = hashlib.sha256(DATA).hexdigest()
 
-Answer = Callable[["Handler", int], None]
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        site: Site = self.server.site
-        with site.lock:
-            site.requests.append({key.lower(): value for key, value in self.headers.items()})
-            number = len(site.requests)
-        self.close_connection = True
-        site.answer(self, number)
-
-    def send(self, data: bytes, status: int = 200, stop: int | None = None, **headers: str) -> None:
-        """Answer with `data`, of which only `stop` bytes are sent before the connection closes."""
-        self.send_response(status)
-        for name, value in ({"ETag": '"one"', "Content-Length": str(len(data))} | headers).items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(data[:stop])
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def server_bind(self) -> None:
-        """As HTTPServer's, without its look-up of the host's name, which takes seconds where there is no network."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address
-
-
-@dataclass
-class Site:
-    url: str
-    answer: Answer
-    requests: list[dict] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    over: threading.Event = field(default_factory=threading.Event)
-
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Answer], Site]]:
-    servers = []
-
-    def start(answer: Answer) -> Site:
-        server = Server(("127.0.0.1", 0), Handler)
-        server.site = Site(f"http://127.0.0.1:{server.server_port}/data.bin", answer)
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        servers.append(server)
-        return server.site
-
-    yield start
-    for server in servers:
-        server.site.over.set()
-        server.shutdown()
-        server.server_close()
+    with ExitStack() as servers:
+        yield lambda answer: servers.enter_context(serving(answer))
 
 
 def get(site: Site, path: Path, **options: object) -> None:
-    fetch(site.url, path, backoff=0.001, **({"timeout": 5} | options))
+    fetch(f"{site.address}/data.bin", path, backoff=0.001, **({"timeout": 5} | options))
 
 
 def ranged(handler: Handler, data: bytes = DATA, etag: str = '"one"', stop: int | None = None) -> None:
@@ -257,7 +200,7 @@ def test_an_endless_file_ends_at_the_bytes_that_the_config_names(serve, tmp_path
 
 
 def test_a_length_other_than_the_configs_is_refused_before_it_is_fetched(serve, tmp_path):
-    site = serve(lambda handler, number: handler.send(DATA, **{"Content-Length": str(10**15)}))
+    site = serve(lambda handler, number: handler.send(DATA, Content_Length=str(10**15)))
     with pytest.raises(DemixError, match=f"has {10**15} bytes, not 9"):
         get(site, tmp_path / "f", size=9)
     assert len(site.requests) == 1
@@ -320,15 +263,10 @@ def test_wrong_bytes_are_not_kept(serve, tmp_path, wrong):
 
 def test_secrets_in_addresses_are_not_shown(serve, tmp_path):
     site = serve(lambda handler, number: handler.send(b"", 404))
-    url = site.url.replace("http://", "http://me:hunter2@") + "?signature=hunter3"
+    url = site.address.replace("http://", "http://me:hunter2@") + "/data.bin?signature=hunter3"
     with pytest.raises(DemixError) as caught:
         fetch(url, tmp_path / "f")
     assert "hunter" not in str(caught.value)
-
-
-def test_a_port_where_nobody_listens(tmp_path):
-    with pytest.raises(DemixError, match="cannot be fetched"):
-        fetch("http://127.0.0.1:9/f", tmp_path / "f", backoff=0.001)
 
 
 def _lines(*texts: str) -> bytes:
@@ -339,7 +277,7 @@ def test_a_source_of_addresses_is_read_in_parts(serve, tmp_path):
     import pyarrow.parquet as pq
 
     site = serve(lambda handler, number: handler.send(_lines(handler.path)))
-    urls = tuple(f"{site.url.rpartition('/')[0]}/{name}.jsonl" for name in "abc")
+    urls = tuple(f"{site.address}/{name}.jsonl" for name in "abc")
     source = Source("url", urls, parts=2)
     for part in range(2):
         download(source, "d", tmp_path / "d" / f"{part}.parquet", part)
@@ -350,14 +288,14 @@ def test_a_source_of_addresses_is_read_in_parts(serve, tmp_path):
 
 def test_a_word_budget_leaves_later_addresses_alone(serve, tmp_path):
     site = serve(lambda handler, number: handler.send(_lines("four words in it") * 5))
-    urls = tuple(f"{site.url.rpartition('/')[0]}/{name}.jsonl" for name in "abc")
+    urls = tuple(f"{site.address}/{name}.jsonl" for name in "abc")
     assert download(Source("url", urls, words=9), "d", tmp_path / "d" / "0.parquet") == 3
     assert len(site.requests) == 1
 
 
 def test_a_failed_source_keeps_what_it_fetched_and_names_what_to_do(serve, tmp_path):
     site = serve(lambda handler, number: handler.send(_lines("a"), 404 if number == 2 else 200))
-    urls = tuple(f"{site.url.rpartition('/')[0]}/{name}.jsonl" for name in "ab")
+    urls = tuple(f"{site.address}/{name}.jsonl" for name in "ab")
     source = Source("url", urls, instructions="accept the terms at example.org")
     output = tmp_path / "d" / "0.parquet"
     with pytest.raises(DemixError, match=r"answers 404 Not Found; accept the terms at example\.org"):
@@ -372,7 +310,7 @@ def test_a_failed_source_keeps_what_it_fetched_and_names_what_to_do(serve, tmp_p
 def test_a_damaged_file_is_fetched_again_by_the_next_run(serve, tmp_path):
     data = gzip.compress(_lines("a", "b"))
     site = serve(lambda handler, number: handler.send(data[:-9] if number == 1 else data))
-    source = Source("url", site.url.replace("data.bin", "data.jsonl.gz"))
+    source = Source("url", f"{site.address}/data.jsonl.gz")
     output = tmp_path / "d" / "0.parquet"
     with pytest.raises(DemixError, match="damaged or cut short"):
         download(source, "d", output)
@@ -431,7 +369,7 @@ def test_user_and_password_are_those_of_netrc(serve, tmp_path, monkeypatch):
 
 def test_where_nobody_listens_no_query_and_no_password_is_shown(tmp_path, caplog):
     caplog.set_level("INFO")
-    with pytest.raises(DemixError) as caught:
+    with pytest.raises(DemixError, match="cannot be fetched") as caught:
         fetch("http://me:hunter3@127.0.0.1:9/f?signature=hunter2", tmp_path / "f", backoff=0.001)
     assert "hunter" not in caplog.text + str(caught.value)
     assert "trying again" in caplog.text

@@ -11,16 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from demix.data.tokenizer import Tokenizer
 from demix.mix.mixtures import mix
-from demix.model.checkpoint import load_model, save_expert, save_shared
-from demix.model.gpt import GPT
-from demix.model.scoring import trunk_log_probabilities
+from demix.model.checkpoint import load_model
 from support.cli import demix, said
-from support.decoding import LENGTH, in_blocks, write_run
-from support.models import SMALL, THREE, randomise, write_trunks
+from support.decoding import LENGTH, in_blocks, scored_in_blocks, write_run
+from support.models import THREE, model_of, save_model, write_trunks
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 from lm_eval.api.registry import get_model  # noqa: E402
@@ -113,17 +112,8 @@ def requests_of(document: dict, task: str, encoder: Tokenizer) -> list[tuple[lis
 
 def mixed(model: Path, before: int, ids: list[int], method: str, weights: str, **how: object) -> np.ndarray:
     """log p of `ids` after the token `before`, by the code that scores a run and mixes its tables."""
-    table, mask = in_blocks(scored(load_model(model), before, ids))
+    table, mask = in_blocks(scored_in_blocks(load_model(model), [before, *ids]))
     return mix(table, mask, method, weights, **how)[mask]
-
-
-def scored(model: GPT, before: int, ids: list[int], domains: tuple[str, ...] | None = None) -> np.ndarray:
-    """log p [E, N] of `ids` in consecutive blocks, the first after the token `before`."""
-    sequence = np.zeros(-(-len(ids) // LENGTH) * LENGTH + 1, np.int64)
-    sequence[: len(ids) + 1] = [before, *ids]
-    mask = (np.arange(len(sequence) - 1) < len(ids)).reshape(-1, LENGTH)
-    blocks = sequence[:-1].reshape(-1, LENGTH), sequence[1:].reshape(-1, LENGTH), mask
-    return trunk_log_probabilities([model], *blocks, domain_tokens=domains)
 
 
 @pytest.mark.parametrize(
@@ -211,10 +201,8 @@ def test_whole_models_answer_as_experts_of_one_trunk(place: Path, tmp_path: Path
 
 def test_a_domain_token_model_answers_after_the_token_of_a_domain(place: Path, tmp_path: Path) -> None:
     encoder, model = Tokenizer.load(place / "tokenizer.json"), place / "models" / "domain_token"
-    gpt = GPT(SMALL, encoder.vocab_size, ("dense",), THREE)
-    randomise(gpt)
-    save_shared(gpt, model, {"kind": "domain_token", "tokenizer_sha256": encoder.sha256})
-    save_expert(gpt, "dense", model, {"tokenizer_sha256": encoder.sha256})
+    gpt = model_of(dtype=torch.float32, vocab_size=encoder.vocab_size, domain_tokens=THREE)
+    save_model(gpt, model, encoder.sha256, "domain_token")
     told = "does not name the domain whose token stands before the texts of"
     line = said(["lm-eval", str(model), "--tasks", "word", "--include-path", str(place / "tasks")])
     assert line == f"demix: error: --experts: {told} {model}; give one of law, news, code"
@@ -222,12 +210,12 @@ def test_a_domain_token_model_answers_after_the_token_of_a_domain(place: Path, t
     for domain, answered in found.items():
         for sample in answered["rolling"]:
             if ids := encoder.encode(sample["doc"]["text"]).tolist():
-                expected = scored(gpt, encoder.end_of_text, ids, (domain,))[0].sum()
+                expected = scored_in_blocks(gpt, [encoder.end_of_text, *ids], (domain,))[0].sum()
                 assert numbers(sample) == [pytest.approx(expected, rel=1e-6)]
         for sample in answered["word"]:
             ((before, ids),) = requests_of(sample["doc"], "word", encoder)
             before = before[-(LENGTH + 1 - len(ids)) :]
-            expected = scored(gpt, before[0], [*before[1:], *ids], (domain,))[0][len(before) - 1 :].sum()
+            expected = scored_in_blocks(gpt, [*before, *ids], (domain,))[0][len(before) - 1 :].sum()
             assert numbers(sample) == [pytest.approx(expected, rel=1e-6)]
     assert found["law"]["text"] != found["code"]["text"]
 

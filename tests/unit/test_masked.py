@@ -19,17 +19,11 @@ from demix.model.gpt import GPT, MASKED
 from demix.model.layers import KeyValues, attention_bias
 from demix.model.scoring import FOLDS, folds_of, log_probabilities, masked_log_probabilities
 from demix.train.batches import balanced_batches, mixed_batches, proportional_batches
-from support.models import SMALL, THREE, randomise
+from support.models import SMALL, THREE, alone, model_of
 from support.tokens import TRAINING
 from support.training import opened
 
 ENCODER = dataclasses.replace(SMALL, attention="bidirectional", objective="mlm")
-
-
-def encoder_of(experts: tuple[str, ...], dtype: torch.dtype = torch.float64) -> GPT:
-    model = GPT(ENCODER, 50, experts).to(dtype)
-    randomise(model)
-    return model
 
 
 def of_hugging_face(model: GPT) -> RobertaPreLayerNormEncoder:
@@ -58,7 +52,7 @@ def of_hugging_face(model: GPT) -> RobertaPreLayerNormEncoder:
 
 @torch.no_grad()
 def test_the_states_are_those_of_an_encoder_of_hugging_face_for_short_blocks_too() -> None:
-    model = encoder_of(("dense",))
+    model = model_of(architecture=ENCODER)
     encoder = of_hugging_face(model)
     T, short = SMALL.context, 11
     ids = torch.randint(0, 50, (3, T), generator=torch.Generator().manual_seed(0))
@@ -76,7 +70,7 @@ def test_the_states_are_those_of_an_encoder_of_hugging_face_for_short_blocks_too
 
 @torch.no_grad()
 def test_every_position_sees_the_whole_block_and_nothing_goes_on_from_the_past() -> None:
-    model = encoder_of(THREE)
+    model = model_of(THREE, architecture=ENCODER)
     ids = torch.randint(0, 50, (1, 2, SMALL.context), generator=torch.Generator().manual_seed(0))
     other = ids.clone()
     other[..., -1] = (ids[..., -1] + 1) % 50
@@ -112,8 +106,7 @@ def test_alibi_of_an_encoder_is_the_printed_matrix_and_that_of_hugging_face_with
     expected = slopes[:, None, None] * torch.tensor(DISTANCES[form], dtype=torch.float64)
     bias = attention_bias(sizes, 5, None, torch.device("cpu"), torch.float64)
     torch.testing.assert_close(bias[0], expected, rtol=0, atol=0)
-    model = GPT(sizes, 50, ("dense",)).double()
-    randomise(model)
+    model = model_of(architecture=sizes)
     ids = torch.randint(0, 50, (3, 5), generator=torch.Generator().manual_seed(0))
     states = of_hugging_face(model)(model.token_embedding[ids], attention_mask=expected[None]).last_hidden_state
     torch.testing.assert_close(model(ids[None])[0], model.final_norm(states), rtol=0, atol=1e-12)
@@ -121,8 +114,7 @@ def test_alibi_of_an_encoder_is_the_printed_matrix_and_that_of_hugging_face_with
 
 @torch.no_grad()
 def test_a_masked_input_is_zero_under_the_head_clap_too() -> None:
-    model = GPT(dataclasses.replace(ENCODER, head="clap"), 50, ("dense",)).double()
-    randomise(model)
+    model = model_of(architecture=dataclasses.replace(ENCODER, head="clap"))
     ids = torch.tensor([[[3, MASKED, 7]]])
     embedded = F.normalize(model.token_embedding, dim=-1)[ids[0].clamp(min=0)]
     embedded[0, 1] = 0
@@ -142,10 +134,7 @@ def by_folds(model: GPT, ids: np.ndarray, mask: np.ndarray, folds: int, first: i
     """A plain loop over experts, blocks, folds and tokens."""
     rows = []
     for expert in model.experts:
-        alone = GPT(model.architecture, model.vocab_size, (expert,)).double()
-        number, row = model.experts.index(expert), []
-        own = {name: p[number : number + 1] for name, p in model.expert_tensors().items()}
-        alone.load_state_dict(model.shared_tensors() | own)
+        single, row = alone(model, expert), []
         for block in range(len(ids)):
             n = int(mask[block].sum())
             order = np.random.Generator(np.random.PCG64(seed_for(0, "folds", first + block))).permutation(n).tolist()
@@ -153,9 +142,9 @@ def by_folds(model: GPT, ids: np.ndarray, mask: np.ndarray, folds: int, first: i
             for fold in range(folds):
                 hidden = order[fold::folds]
                 inputs = [MASKED if place in hidden else int(ids[block, place]) for place in range(n)]
-                states = alone(torch.tensor(inputs)[None, None])[0, 0]
+                states = single(torch.tensor(inputs)[None, None])[0, 0]
                 for place in hidden:
-                    logits = states[place] @ alone.token_embedding.T
+                    logits = states[place] @ single.token_embedding.T
                     found[place] = F.log_softmax(logits, -1)[ids[block, place]].item()
             row += [found[place] for place in range(n)]
         rows.append(row)
@@ -165,7 +154,7 @@ def by_folds(model: GPT, ids: np.ndarray, mask: np.ndarray, folds: int, first: i
 @pytest.mark.parametrize("folds", [FOLDS, SMALL.context])
 @pytest.mark.parametrize("tokens", [3 * 16, 2 * 16 + 5, 2 * 16 + 1])
 def test_scores_are_those_of_a_plain_loop_in_folds_and_one_position_a_pass(folds: int, tokens: int) -> None:
-    model, (ids, mask) = encoder_of(THREE), text_of(3, tokens)
+    model, (ids, mask) = model_of(THREE, architecture=ENCODER), text_of(3, tokens)
     told: list[int] = []
     scored = masked_log_probabilities(model, ids, mask, None, told.append, 8, folds)
     assert sum(told) == scored.shape[1] == tokens
@@ -181,8 +170,7 @@ def test_seven_folds_mask_each_token_once_by_the_number_of_the_block_alone() -> 
 
 
 def test_a_text_is_scored_alike_in_pieces_and_needs_no_token_before_its_blocks(tokens: Path) -> None:
-    model, shard = GPT(ENCODER, 400, THREE).double(), opened(tokens)[0]
-    randomise(model)
+    model, shard = model_of(THREE, architecture=ENCODER, vocab_size=400), opened(tokens)[0]
     T, limit = SMALL.context, 5 * SMALL.context + 3
     whole = log_probabilities(model, *blocks(shard, T, limit))
     assert whole.shape == (3, limit)
@@ -236,8 +224,8 @@ def test_masks_depend_on_seed_step_domain_and_sequence_and_on_nothing_else(token
         ours, theirs = getattr(first, name), getattr(mixed, name)
         assert torch.equal(ours, getattr(batches.draw(3), name))
         assert torch.equal(ours.flatten(0, 1), theirs[0]), "a dense model masks the same tokens"
-    alone = balanced_batches(shards[1:2], TRAINING[1:2], 4, 32, seed=5, objective="mlm").draw(3)
-    assert torch.equal(alone.places[0], first.places[1])
+    one = balanced_batches(shards[1:2], TRAINING[1:2], 4, 32, seed=5, objective="mlm").draw(3)
+    assert torch.equal(one.places[0], first.places[1])
     rows = {tuple(row.tolist()) for row in first.places.flatten(0, 1)}
     assert len(rows) > 10, "sequences differ"
     for other in (batches.draw(4), balanced_batches(shards, TRAINING, 4, 32, seed=6, objective="mlm").draw(3)):

@@ -10,26 +10,15 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import torch.nn.functional as F
 import yaml
 from scipy.optimize import minimize
 from scipy.special import logsumexp, softmax
 
 from demix.config.architecture import Architecture
-from demix.config.check import complete
-from demix.config.evaluated import (
-    Evaluated,
-    ExpertSet,
-    chosen_on_dev,
-    compared,
-    evaluated,
-    masked_systems,
-    table_rows,
-)
+from demix.run.systems import Evaluated, ExpertSet, chosen_on_dev, compared, evaluated, masked_systems, table_rows
 from demix.config.evaluation import MixingRecipe
-from demix.config.rows import training_domains
-from demix.config.scoring import scoring_jobs
-from demix.config.systems import Model, trained
+from demix.run.scoring import scoring_jobs
+from demix.run.models import Model
 from demix.errors import DemixError
 from demix.evaluate.choice import tempered_on_dev
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
@@ -56,6 +45,7 @@ from demix.train.loop import train
 from demix.train.stage import optimization, train_model
 from demix.train.state import State
 from support.cli import demix, said
+from support.plain_training import adamw, plain_steps, rates
 from support.tokens import NOVEL, TRAINING
 from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, stop_at
 
@@ -151,19 +141,8 @@ def test_training_is_the_obvious_loop_in_any_micro_batches(tokens: Path, tmp_pat
     drawn = mixed_batches(opened(tokens), TRAINING, 2, 32, seed=1, objective="mlm")
     about = dataclasses.replace(optimization(RECIPE, 4, 3e-3), precision="fp64")
     model = GPT(architecture, 400, ("dense",)).initialise(1).double()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1)
-    told = []
-    for step in range(4):
-        batch = drawn.draw(step)
-        logits = model.logits(model(batch.inputs))[0]
-        wanted = torch.full_like(batch.inputs[0], -100).scatter(1, batch.places[0], batch.targets[0])
-        loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = about.learning_rate_at(step)
-        optimizer.step()
-        told.append((loss.item(), norm.item(), (step + 1) * 6 * 32))
+    steps = plain_steps(model, adamw(model), drawn, dict(enumerate(rates(4, 3e-3, RECIPE.warmup))))
+    told = [(step.loss, step.norm, number * 6 * 32) for number, step in enumerate(steps, start=1)]
     for micro, checkpointing in itertools.product((None, 4), (False, True)):
         again = dataclasses.replace(about, micro_sequences=micro, checkpoint_activations=checkpointing)
         ours = GPT(architecture, 400, ("dense",)).initialise(1)

@@ -9,12 +9,10 @@ import pytest
 import yaml
 
 from demix.config.architecture import architecture_from, parameters
-from demix.config.check import complete
-from demix.config.evaluated import evaluated
-from demix.config.merged import merged_models
-from demix.config.rules import RunRules
-from demix.config.scoring import scoring_jobs
-from demix.config.systems import trained
+from demix.run.systems import evaluated
+from demix.run.merged import merged_models
+from demix.run.rules import RunRules
+from demix.run.scoring import scoring_jobs
 from demix.errors import DemixError
 from demix.plan.jobs import in_one_line, plan_jobs
 from demix.report import left_out

@@ -1,7 +1,5 @@
 """Mixtures against a slow implementation that follows docs/concepts.md and the paper's Eq. 4-7 word by word."""
 
-import math
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -20,65 +18,20 @@ from demix.mix.priors import (
     updating_log_priors,
 )
 from demix.mix.rules import Chunk, PriorAlone, weights_rule
-from support.mixing import as_blocks, normalised, tables
+from support.mixing import as_blocks, block_weights, log_mixture, tables, updating_priors
 
 
-def slow_block(
-    block: list[list[float]], log_prior: list[float], weights, top_k
-) -> tuple[list[float], list, list[float]]:
-    """One block, token by token: log p of each token, the weights used, and the log posterior after the last."""
-    experts = len(log_prior)
-    window = {"history": len(block), "released": 1}.get(weights, weights)
-    log_p, used = [], []
-    for t in range(len(block) + 1):
-        seen = block[max(0, t - window) : t]
-        logs = [log_prior[j] + math.fsum(row[j] for row in seen) for j in range(experts)]
-        if t == 0 and weights == "released":
-            logs = [0.0] * experts
-        log_g = normalised(logs)
-        if t == len(block):
-            return log_p, used, log_g
-        if top_k is not None:
-            least = sorted(log_g)[-top_k]
-            log_g = normalised([value if value >= least else -math.inf for value in log_g])
-        used.append([math.exp(value) for value in log_g])
-        log_p.append(logsumexp([log_g[j] + block[t][j] for j in range(experts)]))
-    raise AssertionError
-
-
-def slow_priors(blocks: list, weights, decay: float) -> list[list[float]]:
-    """The updating prior (log) at the start of each block and after the last one."""
-    experts = len(blocks[0][0])
-    posteriors: list[list[float]] = []
-    priors = []
-    for b in range(len(blocks) + 1):
-        if b == 0:
-            prior = [-math.log(experts)] * experts
-        else:
-            prior = normalised(
-                [
-                    logsumexp([(b - before) * math.log(decay) + posteriors[before][j] for before in range(b)])
-                    for j in range(experts)
-                ]
-            )
-        priors.append(prior)
-        if b < len(blocks):
-            posteriors.append(slow_block(blocks[b], prior, weights, None)[2])
-    return priors
-
-
-def slow_mix(blocks: list, method: str, weights, decay: float, log_prior, top_k) -> list[list[float]]:
-    experts = len(blocks[0][0])
-    uniform = [-math.log(experts)] * experts
+def slow_mix(blocks: list[np.ndarray], method: str, weights, decay: float, log_prior, top_k) -> list[np.ndarray]:
+    experts = blocks[0].shape[1]
+    uniform = np.full(experts, -np.log(experts))
     if method == "average":
-        return [[logsumexp([-math.log(experts) + value for value in row]) for row in block] for block in blocks]
-    priors = {
-        "uniform": lambda: [uniform] * len(blocks),
-        "updating": lambda: slow_priors(blocks, weights, decay),
-        "cached": lambda: [log_prior] * len(blocks),
-        "fitted": lambda: [log_prior] * len(blocks),
-    }[method]()
-    return [slow_block(block, prior, weights, top_k)[0] for block, prior in zip(blocks, priors, strict=False)]
+        return [log_mixture(uniform, block) for block in blocks]
+    priors = {"uniform": uniform, "cached": log_prior, "fitted": log_prior}
+    of_blocks = updating_priors(blocks, weights, decay) if method == "updating" else [priors[method]] * len(blocks)
+    return [
+        log_mixture(block_weights(block, prior, weights, top_k)[:-1], block)
+        for block, prior in zip(blocks, of_blocks, strict=False)
+    ]
 
 
 rules = st.one_of(st.sampled_from(["history", "released"]), st.integers(1, 8))
@@ -94,7 +47,7 @@ def test_mixtures_equal_the_slow_reference(table, method, weights, decay, seed, 
     scale = data.draw(st.sampled_from([1.0, 30.0, 1000.0]))
     log_prior = log_softmax(scale * np.random.default_rng(seed).normal(size=experts))
     mixed = mix(scores, mask, method, weights, decay=decay, log_prior=log_prior, top_k=top_k)
-    slow = slow_mix(as_blocks(scores, mask), method, weights, decay, log_prior.tolist(), top_k)
+    slow = slow_mix(as_blocks(scores, mask), method, weights, decay, log_prior, top_k)
     assert mixed.shape == mask.shape
     np.testing.assert_allclose(mixed[mask], np.concatenate(slow), rtol=1e-9, atol=1e-9)
     assert (mixed[~mask] == 0).all()
@@ -125,12 +78,14 @@ def test_the_likeliest_experts_alone_count_where_products_underflow() -> None:
 def test_cached_prior_is_the_updating_prior_after_the_dev_blocks(table, weights, decay, blocks) -> None:
     scores, mask = table
     found = cached_log_prior(scores, mask, weights, decay=decay, blocks=blocks)
-    slow = slow_priors(as_blocks(scores, mask)[:blocks], weights, decay)[-1]
+    slow = updating_priors(as_blocks(scores, mask)[:blocks], weights, decay)[-1]
     np.testing.assert_allclose(found, slow, rtol=1e-8, atol=1e-8)
     assert np.exp(found).sum() == pytest.approx(1.0, abs=1e-12)
 
 
-def published(blocks: list, *, prior: list[float] | None, most: int | None) -> tuple[list[float], list[float]]:
+def published(
+    blocks: list[np.ndarray], *, prior: list[float] | None, most: int | None
+) -> tuple[list[float], list[float]]:
     """log p of each token by the paper's published code (FACTS section 1, items 1 to 3), and the prior at the end.
 
     With a `prior` given it is cached; else it is updated after each batch of two blocks, at most `most` and one more.
@@ -142,7 +97,7 @@ def published(blocks: list, *, prior: list[float] | None, most: int | None) -> t
             break
         last = []
         for block in blocks[start : start + 2]:
-            probabilities = np.exp(np.array(block))
+            probabilities = np.exp(block)
             experts = probabilities.shape[1]
             weights = np.full_like(probabilities, 1 / experts)
             weights[1:] = probabilities[:-1] * (1 / experts if current is None else np.array(current))
@@ -203,8 +158,8 @@ def test_posterior_traces_equal_the_slow_reference(table, weights, decay) -> Non
     scores, mask = table
     blocks = as_blocks(scores, mask)
     slow = [
-        np.exp(slow_block(block, prior, weights, None)[2])
-        for block, prior in zip(blocks, slow_priors(blocks, weights, decay), strict=False)
+        np.exp(block_weights(block, prior, weights)[-1])
+        for block, prior in zip(blocks, updating_priors(blocks, weights, decay), strict=False)
     ]
     priors = log_prior_path(scores, mask, weights, decay)[:-1]
     trace = posterior_trace(scores, mask, weights, priors)

@@ -25,7 +25,7 @@ from demix.model.export import export_hf
 from demix.model.gpt import GPT
 from demix.model.layers import DEMixLayer
 from demix.model.scoring import log_probabilities
-from support.models import REAL_TEXT, SMALL, model_of, randomise
+from support.models import REAL_TEXT, SMALL, alone, model_of, randomise, save_model
 
 EIGHT = tuple(f"domain{number}" for number in range(8))
 
@@ -275,10 +275,8 @@ def test_scoring_all_experts_at_once_equals_one_at_a_time() -> None:
     together = log_probabilities(model, inputs, targets, mask)
     assert together.shape == (8, mask.sum())
     for number, expert in enumerate(EIGHT):
-        alone = GPT(SMALL, 50, (expert,)).double()
-        state = {k: v[number : number + 1] if ".feedforward." in k else v for k, v in model.state_dict().items()}
-        alone.load_state_dict(state)
-        np.testing.assert_allclose(log_probabilities(alone, inputs, targets, mask)[0], together[number], rtol=1e-10)
+        (found,) = log_probabilities(alone(model, expert), inputs, targets, mask)
+        np.testing.assert_allclose(found, together[number], rtol=1e-10)
     assert not np.allclose(together[0], together[1])
 
 
@@ -332,15 +330,13 @@ def test_gpt2_small_has_gpt2_size() -> None:
 
 def test_model_directory_is_modular(tmp_path) -> None:
     model = model_of(EIGHT, torch.float32)
-    save_shared(model, tmp_path, {"kind": "demix"})
-    for expert in EIGHT:
-        save_expert(model, expert, tmp_path, {"parent": None})
+    save_model(model, tmp_path)
     before = {path: sha256_file(path) for path in tmp_path.rglob("*") if path.is_file()}
     assert expert_names(tmp_path) == EIGHT
     some = load_model(tmp_path, ("domain5", "domain1"))
     assert torch.equal(some.blocks[0].feedforward.up[0], model.blocks[0].feedforward.up[5])
     assert torch.equal(some.blocks[1].feedforward.down_bias[1], model.blocks[1].feedforward.down_bias[1])
-    save_expert(some, "domain5", tmp_path, {"parent": "domain5"}, name="added")
+    save_expert(some, "domain5", tmp_path, {"parent": "domain5", "tokenizer_sha256": "t" * 64}, name="added")
     assert expert_names(tmp_path) == ("added", *EIGHT)
     assert {path: sha256_file(path) for path in before} == before
     with pytest.raises(DemixError, match=r"nothere.*is missing.*known are .*domain\d.* and 4 more"):
@@ -365,14 +361,12 @@ def test_model_directory_is_modular(tmp_path) -> None:
 
 def test_experts_that_are_whole_models_are_trunks_of_their_own(tmp_path) -> None:
     stacked = model_of(("a", "b"), torch.float32)
-    save_shared(stacked, tmp_path / "layers", {})
+    save_model(stacked, tmp_path / "layers")
     trunks = {}
     for number, name in enumerate(("a", "b")):
         trunks[name] = model_of((name,), torch.float32, expert_scope="model")
         randomise(trunks[name], number)
-        save_shared(trunks[name], tmp_path / "trunks", {})
-        save_expert(trunks[name], name, tmp_path / "trunks", {})
-        save_expert(stacked, name, tmp_path / "layers", {})
+        save_model(trunks[name], tmp_path / "trunks")
     (layers,) = load_experts(tmp_path / "layers")
     assert layers.experts == ("a", "b")
     assert load_tensors(tmp_path / "trunks" / "shared.safetensors") == {}
@@ -399,13 +393,9 @@ def test_hugging_face_gpt2_gives_the_same_log_probabilities(tmp_path) -> None:
     tokenizer = tmp_path / "tokenizer.json"
     gpt2_tokenizer(tokenizer)
     encoder = Tokenizer.load(tokenizer)
-    model = GPT(dataclasses.replace(SMALL, context=128), encoder.vocab_size, ("novels", "licenses"))
-    randomise(model)
-    save_shared(
-        model, tmp_path / "model", {"kind": "demix", "tokens": 1, "steps": 1, "tokenizer_sha256": encoder.sha256}
-    )
-    for expert in model.experts:
-        save_expert(model, expert, tmp_path / "model", {"parent": None, "tokenizer_sha256": encoder.sha256})
+    longer = dataclasses.replace(SMALL, context=128)
+    model = model_of(("novels", "licenses"), torch.float32, architecture=longer, vocab_size=encoder.vocab_size)
+    save_model(model, tmp_path / "model", encoder.sha256, tokens=1, steps=1)
     ids = np.concatenate([[encoder.end_of_text], encoder.encode(REAL_TEXT)]).astype(np.int64)
     inputs, targets = ids[None, :-1], ids[None, 1:]
     ours = log_probabilities(model, inputs, targets, np.ones_like(inputs, dtype=bool))

@@ -11,7 +11,7 @@ from sklearn.metrics.pairwise import euclidean_distances
 from typer.testing import CliRunner
 
 from demix.commands.main import command_line
-from demix.config.run import write_run_config
+from demix.run.kept import write_run_config
 from demix.data.cluster import Clusterer, Clustering, context_distances, fit_clusters
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer

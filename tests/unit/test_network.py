@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from demix.config.check import load_config
-from demix.config.placement import place_experts
+from demix.run.placement import place_experts
 from demix.plan.cost import plan_training
 from demix.plan.flops import HARDWARE
 from demix.plan.network import BUCKET_BYTES, NETWORKS, Network, Ring, given, out_of_a_node, rings_of, synchronizing

@@ -9,10 +9,8 @@ import pytest
 import yaml
 
 from demix.config.architecture import Architecture
-from demix.config.check import complete
-from demix.config.routed import architecture_of
-from demix.config.rules import RunRules
-from demix.config.systems import Model, planned, trained
+from demix.run.rules import RunRules
+from demix.run.models import Model
 from demix.errors import DemixError
 from demix.plan.cost import plan_training
 from demix.plan.flops import HARDWARE

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from demix.config.check import complete
 from demix.data.outline import outline
 from support.cli import demix
 

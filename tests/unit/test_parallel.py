@@ -21,8 +21,8 @@ from torch.distributed import TCPStore
 
 from demix.commands import main as cli
 from demix.config.architecture import Architecture, parameters
-from demix.config.placement import place, place_experts
-from demix.config.rows import KINDS
+from demix.run.placement import place, place_experts
+from demix.config.models import KINDS
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import read_json_lines

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from demix.config.architecture import architecture_from
-from demix.config.check import load_config
 from demix.files import read_json, write_json
 from demix.model.description import tokens_learned
 from demix.plan.cost import training_tables

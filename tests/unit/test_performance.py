@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from demix.config.architecture import PRESETS, parameters
-from demix.config.check import load_config
-from demix.config.placement import place_experts
+from demix.run.placement import place_experts
 from demix.plan.cells import decimal, folded, short
 from demix.plan.cost import TEXT_BYTES, TOKENS_PER_WORD, plan_training
 from demix.plan.flops import HARDWARE, PAPER_TFLOPS, hours, update_flops

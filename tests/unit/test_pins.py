@@ -1,12 +1,9 @@
 """`demix pin`: digests and commits, ready to paste into a config; and revisions that can move."""
 
 import copy
-import functools
 import hashlib
-import http.server
 import json
 import logging
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +13,8 @@ import pytest
 import yaml
 
 from demix.commands.main import command_line
-from demix.config.check import complete, load_config
 from demix.errors import DemixError
+from support.server import serving_folder
 
 CONFIG = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -35,15 +32,11 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for name, content in files.items():
         (tmp_path / "site" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "site" / name).write_text(json.dumps(content))
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "site"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
+    with serving_folder(tmp_path / "site") as address:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.chdir(tmp_path)
         yield address
-        server.shutdown()
 
 
 def with_sources(**sources: Any) -> dict[str, Any]:

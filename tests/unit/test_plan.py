@@ -13,9 +13,7 @@ import pytest
 import yaml
 
 from demix.config import rows
-from demix.config.check import load_config
-from demix.config.scoring import scoring_jobs
-from demix.config.systems import adaptations, trained
+from demix.run.scoring import scoring_jobs
 from demix.errors import DemixError
 from demix.plan.cells import folded
 from demix.plan.cost import plan_domain, plan_table, plan_training, training_tables

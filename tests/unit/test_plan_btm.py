@@ -9,9 +9,8 @@ import pytest
 import yaml
 
 from demix.config.architecture import Architecture, training_flops_per_token
-from demix.config.check import complete, load_config
-from demix.config.scoring import scoring_jobs
-from demix.config.systems import rule_of, trained
+from demix.run.scoring import scoring_jobs
+from demix.run.models import rule_of
 from demix.plan.cost import plan_training, training_tables
 from demix.plan.flops import HARDWARE
 from demix.plan.jobs import ScoringCosts, in_one_line, plan_jobs, write_sbatch_files

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from demix.config.check import complete, load_config
 from demix.data.outline import outline
 from demix.plan.here import here_line, seconds_here
 from demix.plan.jobs import jobs_table, runs_here

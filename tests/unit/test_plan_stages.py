@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from demix.config.check import load_config
-from demix.config.scoring import scoring_jobs
+from demix.run.scoring import scoring_jobs
 from demix.data.outline import outline
 from demix.plan.cost import plan_domains, plan_training
 from demix.plan.flops import HARDWARE

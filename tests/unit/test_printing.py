@@ -13,7 +13,7 @@ import pytest
 
 from demix.commands.main import command_line
 from demix.commands.training import run_command
-from demix.config.run import read_run_config, write_run_config
+from demix.run.kept import read_run_config, write_run_config
 from support.cli import demix
 from support.synthetic_run import build_run
 

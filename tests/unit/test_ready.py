@@ -1,19 +1,17 @@
 """What is checked before the first job of a run on SLURM, with commands of SLURM that are scripts and a real server."""
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import socket
 from typing import Any
 
 import pytest
 
-from demix.config.check import load_config
 from demix.errors import DemixError
 from demix.plan.ready import CLIENTS, check_site
+from support.server import serving
 
 SAMPLE = load_config(Path(__file__).parents[2] / "config" / "sample.yaml")
 Commands = Callable[..., Path]
@@ -37,19 +35,8 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """The address of a server that answers /<status>/… with this status."""
-
-    class Answers(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(int(self.path.split("/")[1]))
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as serving:
-        threading.Thread(target=serving.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{serving.server_port}"
-        serving.shutdown()
+    with serving(lambda handler, number: handler.send(b"", int(handler.path.split("/")[1]))) as site:
+        yield site.address
 
 
 def config(address: str = "", **cluster: Any) -> dict[str, Any]:

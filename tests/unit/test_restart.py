@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from demix.config.check import complete
-from demix.config.rules import RunRules
-from demix.config.systems import Model, planned, seeds
+from demix.run.rules import RunRules
+from demix.run.models import Model
 from demix.errors import DemixError, StoppedError
 from demix.files import read_json_lines
 from demix.model.checkpoint import describe, load_model

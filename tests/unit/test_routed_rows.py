@@ -16,10 +16,9 @@ import yaml
 from safetensors.torch import load_file
 
 from demix.config.architecture import Architecture, architecture_from, parameters, training_flops_per_token
-from demix.config.check import complete
-from demix.config.evaluated import evaluated
-from demix.config.rules import RunRules
-from demix.config.systems import Model, trained
+from demix.run.systems import evaluated
+from demix.run.rules import RunRules
+from demix.run.models import Model
 from demix.errors import DemixError, StoppedError
 from demix.files import read_json_lines
 from demix.model.checkpoint import describe, load_model
@@ -38,6 +37,7 @@ from demix.train.branch import upcycled
 from demix.train.loop import train
 from demix.train.stage import optimization, train_model
 from demix.train.state import State
+from support.plain_training import adamw, plain_steps, rates
 from support.tokens import TRAINING
 from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, stop_at
 
@@ -131,19 +131,10 @@ def test_training_is_the_obvious_loop_in_any_micro_batches(tokens: Path, tmp_pat
     tight = Architecture(**SIZES, routed=ROUTED | {"capacity": 1.0})
     about = dataclasses.replace(optimization(RECIPE, 4, 3e-3), precision="fp64")
     model = GPT(tight, 400, ("dense",)).initialise(1).double()
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1)
     told = []
-    for step in range(4):
-        batch, auxiliary = drawn.draw(step), []
-        logits = model.logits(model(batch.inputs, auxiliary=auxiliary))
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 2), batch.targets.flatten())
-        optimizer.zero_grad()
-        (loss + sum(each.losses.mean() for each in auxiliary)).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = about.learning_rate_at(step)
-        optimizer.step()
-        (counts,) = [each.counts.tolist() for each in auxiliary]
-        told.append((loss.item(), norm.item(), counts[1] / 192, counts[3] / 384, counts[5] / 384))
+    for step in plain_steps(model, adamw(model), drawn, dict(enumerate(rates(4, 3e-3, RECIPE.warmup)))):
+        (counts,) = step.counts
+        told.append((step.loss, step.norm, counts[1] / 192, counts[3] / 384, counts[5] / 384))
     assert sum(row[3] for row in told) > 0, "some choices are dropped"
     for micro, checkpointing in itertools.product((None, 4), (False, True)):
         again = dataclasses.replace(about, micro_sequences=micro, checkpoint_activations=checkpointing)
@@ -283,7 +274,7 @@ def test_upcycling_begins_with_the_next_loss_of_its_parent(run: Path) -> None:
 
 
 def test_a_continued_model_is_the_obvious_one(run: Path, tokens: Path, tmp_path: Path) -> None:
-    """Against a loop written here, from the dense model's own files after ten steps."""
+    """Against a plain loop, from the dense model's own files after ten steps."""
     folder = run / "seeds" / "dense" / "step-00000010"
     train_model(
         "routed", RECIPE, shard_paths(tokens), tmp_path / "model", tmp_path / "on.jsonl", tmp_path / "checkpoints",
@@ -291,7 +282,7 @@ def test_a_continued_model_is_the_obvious_one(run: Path, tokens: Path, tmp_path:
     )  # fmt: skip
     saved = load_file(folder / "shared.safetensors") | load_file(folder / "expert-dense.safetensors")
     model = GPT(ARCHITECTURE, 400, ("dense",)).initialise(1)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1)
+    optimizer = adamw(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "router" in name:
@@ -303,21 +294,13 @@ def test_a_continued_model_is_the_obvious_one(run: Path, tokens: Path, tmp_path:
                 for key, share in zip(("exp_avg", "exp_avg_sq"), shares, strict=True)
             }
             optimizer.state[parameter] = {"step": torch.tensor(10.0)} | moments
-    drawn, about = mixed_batches(opened(tokens), TRAINING, 2, 32, seed=1), optimization(RECIPE, 24, TRAIN.learning_rate)
+    drawn = mixed_batches(opened(tokens), TRAINING, 2, 32, seed=1)
     rows, dense = (read_json_lines(path) for path in (tmp_path / "on.jsonl", run / "metrics" / "dense.jsonl"))
     rows, dense = [row for row in rows if "loss" in row], [row for row in dense if "loss" in row]
     assert [row["learning_rate"] for row in rows] == [row["learning_rate"] for row in dense[10:]]
-    for row in rows:
-        step, auxiliary = row["step"] - 1, []
-        batch = drawn.draw(step)
-        logits = model.logits(model(batch.inputs, auxiliary=auxiliary))
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 2), batch.targets.flatten())
-        optimizer.zero_grad()
-        (loss + sum(each.losses.mean() for each in auxiliary)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = about.learning_rate_at(step)
-        optimizer.step()
-        assert row["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    of_steps = dict(list(enumerate(rates(24, TRAIN.learning_rate, TRAIN.warmup)))[10:])
+    for row, step in zip(rows, plain_steps(model, optimizer, drawn, of_steps), strict=True):
+        assert row["loss"] == pytest.approx(step.loss, rel=1e-5)
     trained = load_model(tmp_path / "model")
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(trained.get_parameter(name), parameter, rtol=0, atol=2e-5)

@@ -20,13 +20,12 @@ from demix.evaluate import score_tables
 from demix.evaluate.loads import write_loads
 from demix.evaluate.score import Scoring
 from demix.files import read_parquet, write_json_lines, write_parquet
-from demix.model.checkpoint import save_expert, save_shared
 from demix.model.gpt import GPT
 from demix.report.claims import Claim, claims
 from demix.report.read import Results
 from demix.report.routers import read_loads, router_loads, routers_table, told
 from support.families_run import MODELS, SEED, build_families
-from support.models import randomise
+from support.models import model_of, save_model
 from support.synthetic_run import NOVEL, TRAINING, Run, base
 from support.tokens import TRAINING as LEARNED
 
@@ -39,10 +38,9 @@ UPCYCLED = {"kind": "routed", "experts": 3, "top_k": 2, "every": 2, **SEED}
 def saved(tokens: Path, path: Path, **architecture: Any) -> GPT:
     """A model with random weights in the folder `path`."""
     shard = TokenShard.open(tokens / "tokens" / LEARNED[0] / "test.arrow")
-    model = GPT(Architecture(4, 16, 2, 32, **architecture), shard.vocab_size, ("dense",)).initialise(1)
-    randomise(model)
-    save_shared(model, path, {"tokenizer_sha256": shard.tokenizer_sha256})
-    save_expert(model, "dense", path, {"tokenizer_sha256": shard.tokenizer_sha256})
+    sizes = Architecture(4, 16, 2, 32, **architecture)
+    model = model_of(dtype=torch.float32, architecture=sizes, vocab_size=shard.vocab_size)
+    save_model(model, path, shard.tokenizer_sha256)
     return model
 
 

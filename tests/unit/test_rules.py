@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from scipy.special import logsumexp
 
 from demix.errors import DemixError
 from demix.evaluate.losses import Mixture, document_losses
 from demix.evaluate.score_tables import Beside, stream_scores, tokens_sha256, write_scores, write_tokens
 from demix.mix.mixtures import mix
 from demix.mix.rules import Chunk, State, WeightsRule
+from support.mixing import log_mixture, log_weights
 
 EXPERTS = ("law", "news", "code")
 LENGTH = 8
@@ -68,26 +68,6 @@ class Near(WeightsRule):
         return -chunk.beside["distances"], state
 
 
-def weights_of(rule: WeightsRule, log_prior: np.ndarray, scores: np.ndarray, distances: np.ndarray) -> np.ndarray:
-    """g [N, E], token by token and with no block in sight."""
-    if isinstance(rule, Near):
-        logits = log_prior - distances
-        return np.exp(logits - logsumexp(logits, axis=1, keepdims=True))
-    found = np.empty_like(scores)
-    if isinstance(rule, Decaying):
-        total = np.zeros(scores.shape[1])
-        for number, row in enumerate(scores):
-            found[number] = np.exp(log_prior + total - np.logaddexp.reduce(log_prior + total))
-            total = rule.decay * total + row
-        return found
-    prior = np.exp(log_prior)
-    g = prior
-    for number, row in enumerate(scores):
-        found[number] = g
-        g = (1 - rule.share) * g * np.exp(row) / (g * np.exp(row)).sum() + rule.share * prior
-    return found
-
-
 @pytest.fixture
 def table(tmp_path: Path) -> tuple[Path, np.ndarray, np.ndarray, np.ndarray]:
     """A score table, its scores [N, E], the document of each token [N], and distances [N, E] in a file beside."""
@@ -122,17 +102,12 @@ def test_a_new_rule_is_a_class(table, rule: WeightsRule) -> None:
     priors = fixed | {replace(mixture, top_k=2): log_prior for mixture, log_prior in fixed.items()}
     beside = {"distances": Beside(folder / "distances.parquet", EXPERTS)}
     found = document_losses(folder, EXPERTS, [*priors, old], priors, beside=beside)
-    for mixture, log_prior in fixed.items():
-        weights = weights_of(rule, log_prior, scores, distances)
-        for some in (mixture, replace(mixture, top_k=2)):
-            if some.top_k:
-                # The least likely goes, but where another is as unlikely.
-                least = np.sort(weights, axis=1)[:, :2]
-                alone = np.flatnonzero(least[:, 0] < least[:, 1])
-                weights[alone, weights[alone].argmin(axis=1)] = 0
-                weights /= weights.sum(axis=1, keepdims=True)
-            losses = -np.log((weights * np.exp(scores)).sum(axis=1))
-            np.testing.assert_allclose(found.mixtures[some], np.bincount(documents, losses), rtol=1e-9)
+    # The whole text at once, as one block.
+    text = Chunk(scores[None], np.ones((1, TOKENS), bool), {"distances": distances[None]})
+    for mixture, log_prior in priors.items():
+        evidence, _ = rule.evidence(text, rule.begin(log_prior))
+        losses = -log_mixture(log_weights(log_prior, evidence[0], mixture.top_k), scores)
+        np.testing.assert_allclose(found.mixtures[mixture], np.bincount(documents, losses), rtol=1e-9)
     (chunk,) = stream_scores(folder, EXPERTS, at_once=1 << 20)
     alone = mix(chunk.scores, chunk.mask, "uniform")[chunk.mask]
     np.testing.assert_allclose(found.mixtures[old], np.bincount(documents, -alone), rtol=1e-9)

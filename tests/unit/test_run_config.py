@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from demix.config.check import complete
-from demix.config.run import FORMAT, read_run_config, refuse_other_domains, write_run_config
+from demix.run.kept import FORMAT, read_run_config, refuse_other_domains, write_run_config
 from demix.errors import DemixError
 from demix.files import read_json, write_json
 from support.cli import said

@@ -12,10 +12,9 @@ import pytest
 import yaml
 
 from demix.commands.main import command_line
-from demix.config.check import complete
-from demix.config.rules import LONGEST_ARGUMENT, RunRules, source_files, swept_rates
-from demix.config.run import config_fingerprint, read_run_config
-from demix.config.systems import Model, planned
+from demix.run.rules import LONGEST_ARGUMENT, RunRules
+from demix.run.kept import config_fingerprint, read_run_config
+from demix.run.models import Model
 from demix.errors import DemixError
 
 CONFIG = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())

@@ -24,11 +24,12 @@ from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import atomic as files
 from demix.files import sha256_file, write_parquet
-from demix.model.checkpoint import describe, load_model, save_expert, save_shared
+from demix.model.checkpoint import describe, load_model, save_expert
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
 from support.cli import said
 from support.forks import FORKS
+from support.models import save_model
 from support.tokens import NOVEL, TRAINING
 
 EXPERTS = ("law", "lore", "news")
@@ -46,9 +47,7 @@ def model(tokens: Path, tmp_path: Path) -> Path:
         for number in range(len(EXPERTS)):
             tensor.data[number] += 0.1 * number
     directory = tmp_path / "model"
-    save_shared(gpt, directory, {"tokenizer_sha256": shard.tokenizer_sha256})
-    for name in EXPERTS:
-        save_expert(gpt, name, directory, {"tokenizer_sha256": shard.tokenizer_sha256})
+    save_model(gpt, directory, shard.tokenizer_sha256)
     return directory
 
 
@@ -209,10 +208,10 @@ def test_row_groups_are_whole_blocks_and_the_same_in_every_file(
 
 def test_each_domain_is_scored_under_its_own_token(tokens: Path, model: Path, tmp_path: Path) -> None:
     paths = [path for domain in TRAINING[:2] for path in shards_of(tokens, domain)]
-    gpt = GPT(Architecture(2, 16, 2, 32), TokenShard.open(paths[0]).vocab_size, ("dense",), TRAINING).initialise(1)
+    shard = TokenShard.open(paths[0])
+    gpt = GPT(Architecture(2, 16, 2, 32), shard.vocab_size, ("dense",), TRAINING).initialise(1)
     gpt.domain_embedding.data *= 50
-    save_shared(gpt, tmp_path / "token", {"tokenizer_sha256": TokenShard.open(paths[0]).tokenizer_sha256})
-    save_expert(gpt, "dense", tmp_path / "token", {"tokenizer_sha256": TokenShard.open(paths[0]).tokenizer_sha256})
+    save_model(gpt, tmp_path / "token", shard.tokenizer_sha256)
     score(tmp_path / "token", (), paths, SCORING, tmp_path / "own")
     score(tmp_path / "token", TRAINING, paths, SCORING, tmp_path / "all")
     for path in paths:

@@ -14,10 +14,11 @@ from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.evaluate.score import ScoredModel, Scoring, score, score_models
-from demix.model.checkpoint import describe, load_model, save_expert, save_shared
+from demix.model.checkpoint import describe, load_model, save_expert
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
 from support.cli import said
+from support.models import save_model
 from support.tokens import NOVEL, TRAINING
 
 SETTINGS: dict[str, Any] = {"dev_blocks": 4, "test_tokens": 100, "precision": "fp32", "threads": 1}
@@ -37,16 +38,13 @@ Passes = list[tuple[str, int]]
 @pytest.fixture
 def models(tokens: Path, tmp_path: Path) -> Path:
     shard = TokenShard.open(tokens / "tokens" / NOVEL[0] / "dev.arrow")
-    lineage = {"tokenizer_sha256": shard.tokenizer_sha256}
     made = {
         "demix": GPT(SHAPE, shard.vocab_size, ("law", "news")).initialise(1),
         "token": GPT(SHAPE, shard.vocab_size, ("dense",), TRAINING).initialise(2),
         "plain": GPT(SHAPE, shard.vocab_size, ("dense",)).initialise(3),
     }
     for name, model in made.items():
-        save_shared(model, tmp_path / "models" / name, lineage)
-        for expert in model.experts:
-            save_expert(model, expert, tmp_path / "models" / name, lineage)
+        save_model(model, tmp_path / "models" / name, shard.tokenizer_sha256)
     return tmp_path / "models"
 
 

@@ -1,6 +1,5 @@
 """Rules beyond the paper, `tempered`, `switching` and the prior `fitted`, against the definitions token by token."""
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from demix.evaluate.score_tables import ScoreTable, read_scores, tokens_sha256, 
 from demix.mix.mixtures import floor, mix
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Chunk, Released, Switching, Tempered, weights_rule
-from support.mixing import normalised, tables
+from support.mixing import log_mixture, log_weights, switching, tables, tempered
 
 priors = st.tuples(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 30.0, 1000.0]))
 
@@ -27,23 +26,13 @@ def log_prior_of(drawn: tuple[int, float], experts: int) -> np.ndarray:
     return log_softmax(scale * np.random.default_rng(seed).normal(size=experts))
 
 
-def slow_weights(rows: list[list[float]], rule: Tempered | Switching, log_prior: list[float]) -> list[list[float]]:
-    """log g before each token of a text, by the formulas."""
-    experts = range(len(log_prior))
+def slow_weights(rows: np.ndarray, rule: Tempered | Switching, log_prior: np.ndarray) -> np.ndarray:
+    """log g [N, E] before each token of a text, by the formulas."""
     if isinstance(rule, Tempered):
-        weights = []
-        for t in range(len(rows)):
-            # 0 ** 0 is 1.
-            sums = [math.fsum(rule.gamma ** (t - 1 - s) * rows[s][j] for s in range(t)) for j in experts]
-            weights.append(normalised([log_prior[j] + rule.beta * sums[j] for j in experts]))
-        return weights
-    kept = math.log1p(-rule.alpha) if rule.alpha < 1 else -math.inf
-    drawn = math.log(rule.alpha) if rule.alpha else -math.inf
-    weights = [log_prior]
-    for row in rows[:-1]:
-        posterior = normalised([weights[-1][j] + row[j] for j in experts])
-        weights.append([float(np.logaddexp(kept + posterior[j], drawn + log_prior[j])) for j in experts])
-    return weights
+        evidence = tempered(rows, rule.beta, rule.gamma)
+    else:
+        evidence = switching(rows, log_prior, rule.alpha)
+    return log_weights(log_prior, evidence)[:-1]
 
 
 rules = st.one_of(
@@ -59,20 +48,14 @@ def test_mixtures_equal_the_formulas(table, rule, drawn, data) -> None:
     experts = scores.shape[-1]
     top_k = data.draw(st.one_of(st.none(), st.integers(1, experts)))
     log_prior = log_prior_of(drawn, experts)
-    log_g = np.array(slow_weights(scores[mask].tolist(), rule, log_prior.tolist()))
+    every = slow_weights(scores[mask], rule, log_prior)
+    clear = np.ones(len(every), bool)
     if top_k is not None:
-        order = np.argsort(-log_g, axis=1, kind="stable")
-        np.put_along_axis(log_g, order[:, top_k:], -np.inf, axis=1)
-        log_g = log_softmax(log_g, axis=1)
         # Which of two experts with nearly the same weight is kept depends on rounding.
-        edge = np.take_along_axis(log_g, order[:, top_k - 1 : top_k], axis=1)
-        ranked = np.array(slow_weights(scores[mask].tolist(), rule, log_prior.tolist()))
-        near = np.abs(ranked - np.take_along_axis(ranked, order[:, top_k - 1 : top_k], axis=1)) < 1e-6
-        clear = (near.sum(axis=1) == 1) & np.isfinite(edge[:, 0])
-    else:
-        clear = np.ones(len(log_g), bool)
+        edge = np.sort(every, axis=1)[:, -top_k, None]
+        clear = (np.abs(every - edge) < 1e-6).sum(axis=1) == 1
     mixed = mix(scores, mask, "fitted", rule, log_prior=log_prior, top_k=top_k)
-    expected = logsumexp(log_g + scores[mask], axis=1)
+    expected = log_mixture(log_weights(every, 0, top_k), scores[mask])
     np.testing.assert_allclose(mixed[mask][clear], expected[clear], rtol=1e-9, atol=1e-9)
     assert (mixed[~mask] == 0).all()
 
@@ -103,7 +86,7 @@ def test_switching_goes_on_within_stretches_and_across_chunks(alpha: float, size
         part = slice(start, start + size)
         evidence, state = rule.evidence(Chunk(scores[part], mask[part]), state)
         found.append(evidence)
-    expected = slow_weights(scores[mask].tolist(), rule, log_prior.tolist())
+    expected = slow_weights(scores[mask], rule, log_prior)
     np.testing.assert_allclose(log_prior + np.concatenate(found)[mask], expected, rtol=1e-9, atol=1e-9)
 
 
@@ -249,10 +232,9 @@ def test_tempered_is_chosen_over_the_grid_with_and_without_the_own_expert() -> N
         for domain, own in (("law", "law"), ("songs", "code")):
             rest = dev[domain].select([expert for expert in experts if expert != own])
             for part in (dev[domain], rest):
-                uniform = [-math.log(len(part.experts))] * len(part.experts)
                 rows = part.scores.reshape(-1, len(part.experts))
-                log_g = np.array(slow_weights(rows.tolist(), tried.rule, uniform))
-                expected -= logsumexp(log_g + rows, axis=1).mean() / 2
+                log_g = slow_weights(rows, tried.rule, np.zeros(len(part.experts)))
+                expected -= log_mixture(log_g, rows).mean() / 2
         assert tried.nats == pytest.approx(expected, rel=1e-12)
     assert tempered_on_dev({"law": dev["law"].select(("law", "news"))}) == []
 

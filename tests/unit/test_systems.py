@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from demix.config.evaluated import bases, compared, evaluated, systems_of
-from demix.config.rows import KINDS, PAPER
-from demix.config.scoring import scoring_jobs
-from demix.config.systems import adaptations, learning_rate_factor, planned, seeds, trained
+from demix.run.systems import bases, compared, evaluated, systems_of
+from demix.config.models import KINDS, PAPER
+from demix.run.scoring import scoring_jobs
 from demix.errors import DemixError
 
 TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")

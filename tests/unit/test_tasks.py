@@ -1,6 +1,8 @@
 """Classification by routing: accuracies from stored log-probabilities, held against plain loops."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from demix.evaluate.tasks import (
     updating,
 )
 from demix.mix.rules import Tempered
+from support.mixing import log_mixture, log_weights, switching, tempered, window
 from support.tasks import LABELS, made_up
 
 E = 4
@@ -53,29 +56,18 @@ def found(scored: list[Scored], **more: object) -> dict[tuple[str, int | None, s
     return rows
 
 
-def by_loop(one: Scored, log_prior: np.ndarray, evidence: object, top_k: int | None = None) -> list[float]:
-    """log p of each label, one token after the other; `evidence` of all tokens before gives what the prior lacks."""
+def by_token(one: Scored, log_prior: np.ndarray, rule: Callable[..., np.ndarray], top_k: int | None) -> list[float]:
+    """log p of each label, one token after the other; `rule` gives what the tokens before say of the experts."""
     totals = []
     for label in one.labels:
-        total, seen = 0.0, [*one.context]
-        for row in label:
-            log_g = log_prior + evidence(np.array(seen).reshape(-1, E))
-            if top_k is not None:
-                least = np.sort(log_g)[-top_k]
-                log_g = np.where(log_g >= least, log_g, -np.inf)
-            total += logsumexp(log_softmax(log_g) + row)
-            seen.append(row)
-        totals.append(total)
+        evidence = rule(np.concatenate([one.context, label]))
+        log_g = log_weights(log_prior, evidence, top_k)[len(one.context) : -1]
+        totals.append(log_mixture(log_g, label).sum())
     return totals
 
 
-def tempered(seen: np.ndarray) -> np.ndarray:
-    ages = np.arange(len(seen))[::-1]
-    return 0.2 * (0.9 ** ages[:, None] * seen).sum(axis=0)
-
-
-def none(seen: np.ndarray) -> np.ndarray:
-    return np.zeros(E)
+def none(scores: np.ndarray) -> np.ndarray:
+    return np.zeros((len(scores) + 1, E))
 
 
 @pytest.mark.parametrize("top_k", [None, 1, 2])
@@ -92,16 +84,17 @@ def test_every_routing_is_that_of_a_loop_over_tokens(top_k: int | None) -> None:
     for number, one in enumerate(tests):
         close = -near[one.prompt.context] / 0.1
         expected = {
-            "history": (uniform, lambda seen: seen.sum(axis=0)),
-            "2": (uniform, lambda seen: seen[-2:].sum(axis=0)),
-            "released": (uniform, lambda seen: seen[-1]),
-            "tempered": (uniform, tempered),
+            "history": (uniform, window),
+            "2": (uniform, partial(window, size=2)),
+            "released": (uniform, partial(window, size=1)),
+            "tempered": (uniform, partial(tempered, beta=0.2, gamma=0.9)),
+            "switching": (uniform, partial(switching, log_prior=np.full(E, -np.log(E)), alpha=0.2)),
             "cluster": (close, none),
-            "cluster+history": (close, lambda seen: seen.sum(axis=0)),
+            "cluster+history": (close, window),
             "fixed, 8 + 8": (np.log(fixed), none),
         }
-        for name, (log_prior, evidence) in expected.items():
-            assert rows[name, top_k, ""][number] == pytest.approx(by_loop(one, log_prior, evidence, top_k), abs=1e-9)
+        for name, (log_prior, rule) in expected.items():
+            assert rows[name, top_k, ""][number] == pytest.approx(by_token(one, log_prior, rule, top_k), abs=1e-9)
         if top_k is None:
             # Of a whole label, the posterior over experts is exact: sums of products.
             sums = np.stack([label.sum(axis=0) for label in one.labels])
@@ -117,27 +110,14 @@ def test_every_routing_is_that_of_a_loop_over_tokens(top_k: int | None) -> None:
     assert {k for name, k, _ in rows if name == "average"} == {None}, "equal weights have no likeliest experts"
 
 
-def test_switching_is_the_chain_of_its_definition() -> None:
-    scored = made_up(E, cues=False)
-    rows = found(scored)["switching", None, ""]
-    for number, one in enumerate(one for one in scored if one.prompt.split == "test"):
-        for place, label in enumerate(one.labels):
-            g, total = np.full(E, 1 / E), 0.0
-            for at, row in enumerate(np.concatenate([one.context, label])):
-                joint = g * np.exp(row)
-                total += np.log(joint.sum()) if at >= len(one.context) else 0.0
-                g = 0.8 * joint / joint.sum() + 0.2 / E
-            assert rows[number, place] == pytest.approx(total, abs=1e-9)
-
-
 def test_calibration_takes_off_the_label_without_the_text_by_the_same_weights() -> None:
     scored = made_up(E)
     rows, near = found(scored), near_of(scored).of_context
     cues = {one.prompt.example: one for one in scored if one.prompt.split == "cue"}
     for number, one in enumerate(one for one in scored if one.prompt.split == "test"):
-        weights = softmax(-near[one.prompt.context] / 0.1)
+        log_g = log_weights(-near[one.prompt.context] / 0.1, 0)
         expected = [
-            np.log(np.exp(label) @ weights).sum() - np.log(np.exp(bare) @ weights).sum()
+            log_mixture(log_g, label).sum() - log_mixture(log_g, bare).sum()
             for label, bare in zip(one.labels, cues[one.prompt.cue].labels, strict=True)
         ]
         assert rows["cluster", None, ""][number] == pytest.approx(expected, abs=1e-9)

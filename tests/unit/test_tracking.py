@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from mlflow.tracking import MlflowClient
 
-from demix.config.run import config_fingerprint, read_run_config
+from demix.run.kept import config_fingerprint, read_run_config
 from demix.errors import DemixError
 from demix.files import exclusive, read_json, read_json_lines, write_json, write_json_lines
 from demix.report import write_report

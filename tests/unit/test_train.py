@@ -25,6 +25,7 @@ from demix.train.loop import train
 from demix.train.schedule import Optimization
 from demix.train.stage import train_model
 from demix.train.stopping import EarlyStopping
+from support.plain_training import adamw, plain_steps, rates
 from support.tokens import NOVEL, TRAINING
 from support.training import SIZES, TRAIN, opened, shard_paths
 
@@ -86,7 +87,7 @@ def test_learning_rate_warms_up_and_decays_to_zero() -> None:
 
 
 def test_the_loop_is_the_obvious_one(tokens: Path) -> None:
-    """Ten steps against a loop written here: autograd on the mean loss, torch's clipping and AdamW."""
+    """Ten steps against a plain loop."""
     shards = opened(tokens)
     batches = balanced_batches(shards, TRAINING, 2, 32, seed=1)
     optimization = Optimization(
@@ -96,22 +97,14 @@ def test_the_loop_is_the_obvious_one(tokens: Path) -> None:
     rows = train(ours, batches, TRAINING, optimization, tokens / "none")
 
     theirs = GPT(Architecture(**SIZES), shards[0].vocab_size, TRAINING).initialise(1).double()
-    optimizer = torch.optim.AdamW(theirs.parameters(), betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1)
-    for step in range(10):
-        batch = batches.draw(step)
-        logits = theirs(batch.inputs) @ theirs.token_embedding.T
-        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 2), batch.targets.flatten(), reduction="none")
-        optimizer.zero_grad()
-        losses.mean().backward()
-        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
-        for group in optimizer.param_groups:
-            group["lr"] = optimization.learning_rate_at(step)
-        optimizer.step()
-        by_domain = losses.view(3, -1).mean(1).tolist()
-        assert rows[step]["loss"] == pytest.approx(losses.mean().item(), rel=1e-9)
-        assert [rows[step][f"loss/{domain}"] for domain in TRAINING] == pytest.approx(by_domain, rel=1e-9)
-        assert rows[step]["gradient_norm"] == pytest.approx(norm.item(), rel=1e-9)
-        assert rows[step]["tokens"] == (step + 1) * 3 * 2 * 32
+    of_steps = dict(enumerate(rates(10, 3e-3, 0.1)))
+    expected = plain_steps(theirs, adamw(theirs), batches, of_steps, clip=0.5)
+    for number, (row, step) in enumerate(zip(rows, expected, strict=True), start=1):
+        by_domain = step.losses.mean((1, 2)).tolist()
+        assert row["loss"] == pytest.approx(step.loss, rel=1e-9)
+        assert [row[f"loss/{domain}"] for domain in TRAINING] == pytest.approx(by_domain, rel=1e-9)
+        assert row["gradient_norm"] == pytest.approx(step.norm, rel=1e-9)
+        assert row["tokens"] == number * 3 * 2 * 32
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter, dict(theirs.named_parameters())[name], rtol=0, atol=1e-9)
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.1

@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from demix.config.variants import variant_rows
+from demix.run.variants import variant_rows
 from demix.report import left_out
 from demix.report.read import Results
 from demix.report.variants import variants_table

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from demix.config.check import load_config
-from demix.config.run import write_run_config
+from demix.run.kept import write_run_config
 from demix.files import write_json_lines
 from demix.report import watch as module
 from demix.report.watch import Course, courses, picture, watch

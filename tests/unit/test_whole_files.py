@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from demix.config.run import read_run_config
+from demix.run.kept import read_run_config
 from demix.errors import DemixError
 from demix.files import is_made, read_json, write_json, write_parquet
 from demix.report import REPORT_FILES, write_report

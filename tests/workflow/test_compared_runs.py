@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from demix.config.run import read_run_config, write_run_config
+from demix.run.kept import read_run_config, write_run_config
 from demix.report.compare import compare
 from demix.report.compared import as_markdown
 from support.once import once, run_with_progress

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from demix.config.check import load_config
 from demix.plan.jobs import plan_jobs
 from demix.plan.ready import CLIENTS
 from support.dry_run import ENVIRONMENT, REPOSITORY, dry_run, jobs_by_rule

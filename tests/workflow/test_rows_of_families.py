@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from scipy.special import log_softmax, logsumexp
+from scipy.special import logsumexp
 
 from demix.config.tasks import Task
 from demix.data.shards import TokenShard, blocks
@@ -21,6 +21,7 @@ from demix.model.experts import find_faults
 from demix.model.scoring import log_probabilities
 from demix.settings import settings_from
 from support.dry_run import jobs_by_rule, ran
+from support.mixing import log_mixture, log_weights
 from support.once import once, run_with_progress
 
 TINY = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text())
@@ -171,12 +172,9 @@ def test_the_mixture_by_clusters_is_that_of_plain_arithmetic(
     rows = found[(found["weights"] == "cluster") & (found["variant"] == "") & (found["method"] == "uniform")]
     assert set(rows["routing"]) == {clustering}
     for row in rows.to_dict("records"):
-        weights = -near / 0.1
-        if not np.isnan(row["top_k"] or np.nan):
-            least = np.sort(weights, 1)[:, [-int(row["top_k"])]]
-            weights = np.where(weights >= least, weights, -np.inf)
-        wanted = -logsumexp(log_softmax(weights, 1) + scores.astype(np.float64), 1).sum()
-        assert row["nll"] == pytest.approx(wanted, rel=1e-9)
+        top_k = None if np.isnan(row["top_k"] or np.nan) else int(row["top_k"])
+        wanted = log_mixture(log_weights(-near / 0.1, 0, top_k), scores.astype(np.float64))
+        assert row["nll"] == pytest.approx(-wanted.sum(), rel=1e-9)
     assert len(rows) == (1 if model == "cbtm_2" else 2), "and of the two nearest experts"
 
 

@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from demix.config.check import load_config
-from demix.config.rows import PAPER
+from demix.config.models import PAPER
 from demix.files import check_sealed, read_json, sha256_file
 from support.documented import assert_documented
 from support.dry_run import ENVIRONMENT, REPOSITORY, dry_run, jobs_by_rule, ran
