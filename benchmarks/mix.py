@@ -24,7 +24,6 @@ import numpy as np
 from scipy.special import logsumexp
 from tables import show
 
-from demix.run.systems import ExpertSet
 from demix.evaluate.domain import Evaluation
 from demix.evaluate.losses import Mixture, dev_priors, document_losses
 from demix.evaluate.planned import planned_mixtures
@@ -32,6 +31,7 @@ from demix.evaluate.score_tables import read_scores, stream_scores, tokens_sha25
 from demix.mix.mixtures import FLOORS, keep_top, log_weights
 from demix.mix.priors import log_prior_path
 from demix.mix.rules import Chunk
+from demix.run.systems import ExpertSet
 
 LENGTH, DEV_BLOCKS, DOCUMENT = 1024, 100, 600
 PLAIN_TOKENS = 500_000

@@ -28,10 +28,10 @@ from torch.distributed import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 from demix.config.architecture import PRESETS, Architecture, parameters
-from demix.run.placement import Placement, place
 from demix.model.gpt import GPT
 from demix.plan.flops import PAPER_TFLOPS, update_flops
 from demix.plan.network import NETWORKS, Network, Ring, synchronizing
+from demix.run.placement import Placement, place
 from demix.train.parallel import GradientSync, World, joined, synced_bytes
 
 ARCHITECTURE, VOCAB_SIZE, SEQUENCES = Architecture(layers=4, width=256, heads=4, context=64), 8192, 8

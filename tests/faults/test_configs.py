@@ -11,6 +11,7 @@ import yaml
 
 from demix.config.config import Config
 from demix.errors import DemixError
+from demix.run.check import completed_run
 from demix.settings import resolved, schema_of
 from support.breaking import Note
 from support.disturbed import REPOSITORY, TINY, printed, snakemake
@@ -22,7 +23,7 @@ BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
 def given() -> dict:
     """A completed config with every section and source option that has a default."""
-    return complete(yaml.safe_load((REPOSITORY / "config" / "sample.yaml").read_text()))
+    return completed_run(yaml.safe_load((REPOSITORY / "config" / "sample.yaml").read_text()))
 
 
 def leaves(part: dict, schema: dict, config: dict, place: Place = ()) -> list[tuple[Place, dict]]:
@@ -123,7 +124,7 @@ def test_mutated_configs_are_refused(
             note.timed(f"config: {mutate.__name__.replace('_', ' ')}", "refused: key, value, what is allowed"),
             pytest.raises(DemixError) as error,
         ):
-            complete(config)
+            completed_run(config)
         assert error.value.subject == f"config key {key}"
         assert cause in error.value.cause
         assert cure in error.value.cure

@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from demix.run.systems import bases, compared, evaluated
 from demix.config.evaluation import MixingRecipe
-from demix.run.kept import write_run_config
 from demix.config.training import taken
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.join import join
 from demix.evaluate.score_tables import tokens_sha256, write_scores, write_tokens
 from demix.report import report_files
+from demix.run.check import completed_run
+from demix.run.kept import write_run_config
+from demix.run.systems import bases, compared, evaluated
 from demix.settings import settings_from
 from support.breaking import Note
 from support.cli import demix
@@ -30,7 +31,7 @@ ALWAYS = ((1, 0, False), (3, 1, True))
 
 def completed(training: tuple[str, ...], novel: tuple[str, ...], removal: bool) -> dict[str, Any]:
     source = {"source": {"kind": "files", "path": "made-up.jsonl"}}
-    return complete({
+    return completed_run({
         "run": "made-up",
         "seed": 1,
         "domains": {"training": dict.fromkeys(training, source), "novel": dict.fromkeys(novel, source)},
@@ -85,7 +86,7 @@ def test_every_small_number_of_domains_has_a_report(
         found = [evaluate(run, config, domain, kind) for domain, kind in kinds.items()]
         for name in TABLES:
             join([getattr(one, name) for one in found], run / f"{name}.parquet")
-        models = [model.name for model in planned(config)]
+        models = [model.name for model in config.planned]
         settings = f'{{"uri": "sqlite:///{tmp_path}/mlflow.db", "experiment": "few"}}'
         for arguments in (
             ("report", run, "--output", run / "report"),

@@ -76,7 +76,7 @@ def configs(data):
         config = yaml.safe_load(data.decode("utf-8", "replace"))
     except (yaml.YAMLError, ValueError, RecursionError):
         return
-    complete(config if isinstance(config, dict) else {"run": config})
+    completed_run(config if isinstance(config, dict) else {"run": config})
 
 
 def one(data):

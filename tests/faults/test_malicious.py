@@ -230,7 +230,7 @@ def test_markup_in_names_is_shown_as_text(tmp_path: Path, note: Note) -> None:
     """The config allows no such domain; here they come from files of a run that somebody else made."""
     run = build_run(tmp_path / "run", training=(MARKUP, "law", LINK), novel=("wiki", "<script>alert(2);"))
     with note.timed("markup in domain names", "shown as text in the report"):
-        write_report(run.path, run.config, tmp_path / "report")
+        write_report(run.path, run.run, tmp_path / "report")
     pages = [path for path in (tmp_path / "report").rglob("*") if path.suffix in (".html", ".svg", ".md", ".tex")]
     assert len([path for path in pages if path.suffix == ".html"]) > 5
     shown = 0
@@ -253,12 +253,12 @@ def test_free_texts_of_a_config_are_text_in_pages_cards_and_mlflow(
     """Licences, instructions, paths and the experiment may be anything."""
     text = f"{MARKUP} {LINK} <script>alert(2)</script>\n# x\x1b[2J"
     run, uri = build_run(tmp_path / "results" / "run"), f"sqlite:///{tmp_path}/mlflow.db"
-    for one in (one for kind in run.config["domains"].values() for one in kind.values()):
+    for one in (one for kind in run.run["domains"].values() for one in kind.values()):
         one |= {"licence": text, "source": one["source"] | {"instructions": text, "path": text}}
-    run.config["tracking"] = {"uri": uri, "experiment": text}
+    run.run["tracking"] = {"uri": uri, "experiment": text}
     with note.timed("markup in free texts of a config", "text in pages and figures, values in MLflow"):
-        write_report(run.path, run.config, run.path / "report")
-        track(run.path, run.config, uri, text)
+        write_report(run.path, run.run, run.path / "report")
+        track(run.path, run.run, uri, text)
     pages = [path for path in tmp_path.rglob("*") if path.suffix in (".html", ".svg", ".md")]
     assert {path.suffix for path in pages} == {".html", ".svg", ".md"}
     for path in pages:

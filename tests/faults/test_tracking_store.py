@@ -67,12 +67,12 @@ def test_a_damaged_store_is_told_and_filled_in_later(tmp_path: Path, note: Note)
             note.timed(f"tracking store {break_it.__name__}", "common error"),
             pytest.raises(DemixError, match=rf"{database.name}") as error,
         ):
-            track(run.path, run.config, f"sqlite:///{database}", "broken")
+            track(run.path, run.run, f"sqlite:///{database}", "broken")
         assert "\n" not in str(error.value)
         mend()
     # MLflow keeps what it once opened: the next process would take the mended one of the same name.
     with note.timed("tracking store mended", "track fills it in"):
-        track(run.path, run.config, f"sqlite:///{tmp_path}/mended.db", "broken")
+        track(run.path, run.run, f"sqlite:///{tmp_path}/mended.db", "broken")
     assert runs(tmp_path / "mended.db") > 5
 
 
@@ -81,7 +81,7 @@ def test_a_kill_while_the_store_is_made(tmp_path: Path, note: Note) -> None:
     database = tmp_path / "mlflow.db"
     code = "import sys, json; from demix.track.store import track; run, config, *rest = sys.argv[1:]\n"
     code += "track(run, json.loads(config), *rest)"
-    command = [sys.executable, "-c", code, str(run.path), json.dumps(run.config), f"sqlite:///{database}", "killed"]
+    command = [sys.executable, "-c", code, str(run.path), json.dumps(run.run), f"sqlite:///{database}", "killed"]
 
     def size() -> int:
         # What is listed may have been renamed since.

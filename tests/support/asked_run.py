@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from demix.run.kept import write_run_config
 from demix.data.shards import TokenShard
 from demix.evaluate.score_tables import tokens_sha256, write_scores, write_tokens
 from demix.files import read_json, read_parquet, write_json, write_json_lines, write_parquet
-from support.synthetic_run import build_run
+from support.synthetic_run import build_run, with_keys
 from support.tokens import NOVEL, TRAINING
 
 LENGTH, TOKENS = 32, 1000
@@ -20,7 +19,7 @@ COLUMNS = {"demix": TRAINING + NOVEL, "dense": ("dense",)}
 def build_asked_run(run: Path, tokens: Path) -> None:
     """Write the run below `run`; `tokens` is the folder of `support.tokens.write_tokens`."""
     made = build_run(run, training=TRAINING, novel=NOVEL, retrained=("licenses",))
-    write_run_config(run / "config.json", made.config | {"seeds": [1, 2]})
+    with_keys(run, made.keys | {"seeds": [1, 2]})
     write_json_lines(
         run / "metrics" / "demix-seed2.jsonl", [{"step": 1, "tokens": 64, "loss": 2.5, "loss/licenses": 3}]
     )

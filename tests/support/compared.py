@@ -6,16 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from demix.run.systems import bases, compared, evaluated
-from demix.run.kept import write_run_config
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.join import join
 from demix.evaluate.score_tables import tokens_sha256, write_scores, write_tokens
 from demix.files import write_json, write_json_lines
+from demix.run.systems import bases, compared, evaluated
+from support.synthetic_run import with_keys
 
 TRAINING, NOVEL = ("law", "news"), ("songs",)
 BLOCK, VOCABULARY, BYTES = 8, 300, 3
 PIECES, ORIGINS = 60, 25
+TEXT = {"source": {"kind": "files", "path": "text.jsonl"}}
 MIXING = {
     "dev_blocks": 6, "decay": 0.3, "decays": [0.3], "prior_blocks": [4], "top_k": [],
     "weights": ["history", "released", "tempered", "switching"],
@@ -30,15 +31,15 @@ def make_run(
 
     Pieces of one document are alike under a model. `backwards` turns the order of the pieces round.
     """
-    config = {
-        "run": run, "seed": 1, "seeds": [], "removal": {"retrain_without": []},
-        "domains": {"training": dict.fromkeys(TRAINING), "novel": dict.fromkeys(NOVEL)},
-        "architecture": {"context": BLOCK}, "training": {"learning_rate": 1e-3}, "evaluation": MIXING,
-    } | changes  # fmt: skip
-    kinds = {name: kind for kind, names in config["domains"].items() for name in names}
+    made = with_keys(folder, {
+        "run": run, "domains": {"training": dict.fromkeys(TRAINING, TEXT), "novel": dict.fromkeys(NOVEL, TEXT)},
+        "architecture": {"layers": 1, "width": 8, "heads": 1, "context": BLOCK}, "evaluation": MIXING,
+        "training": {"tokens": 1000, "sequences": 1, "learning_rate": 1e-3},
+    } | changes)  # fmt: skip
+    kinds = {name: kind for kind, names in made.config.domains.kinds.items() for name in names}
     results = []
     for domain, kind in kinds.items():
-        tables = evaluated(config, domain)
+        tables = evaluated(made, domain)
         for table in tables:
             for split in table.splits:
                 place = folder / "scores" / table.folder / f"{domain}.{split}"
@@ -50,13 +51,12 @@ def make_run(
             for name in ("", "priors.", "differences.", "posteriors.", "losses.")
         ))  # fmt: skip
         evaluation = Evaluation(
-            **MIXING, kind=kind, tables=tables, compared=[one.key for one in compared(config, domain)],
-            against=[(name, *base.key) for name, base in bases(config).items()], seed=config["seed"],
+            **MIXING, kind=kind, tables=tables, compared=[one.key for one in compared(made, domain)],
+            against=[(name, *base.key) for name, base in bases(made).items()], seed=made.seed,
         )  # fmt: skip
         evaluate_domain(folder / "scores", domain, evaluation, outputs, np.full(VOCABULARY, BYTES))
         results.append(outputs.results)
     join(results, folder / "results.parquet")
-    write_run_config(folder / "config.json", config)
     write_json(folder / "tokenizer.json", {"made": tokenizer})
     for model in ("dense", "demix"):
         lines = [

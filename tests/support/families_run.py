@@ -11,11 +11,10 @@ import pandas as pd
 import pyarrow as pa
 
 from demix.config.clustering import Clustering
-from demix.run.kept import write_run_config
 from demix.data.cluster import Clusterer, assign, fit_clusters
 from demix.files import write_json_lines, write_parquet
 from demix.report.read import Results
-from support.synthetic_run import NOVEL, TRAINING, Run, base, build_run
+from support.synthetic_run import NOVEL, TRAINING, MadeUp, base, build_run, with_keys
 
 SEED = {"parent": "dense", "seed_tokens": 819200}
 MODELS = {
@@ -63,24 +62,24 @@ def nll_of(model: str, expert: str, cluster: str) -> float:
     return 4.0 + 0.1 * (expert != cluster) + 0.01 * int(expert[1:])
 
 
-def build_families(path: Path, change: Callable[[str, float], float | None] = lambda model, value: value) -> Run:
+def build_families(path: Path, change: Callable[[str, float], float | None] = lambda model, value: value) -> MadeUp:
     """Write such a run below `path`. `change` may replace the perplexity of a row of `MODELS` by None or another."""
-    run = build_run(path)
-    evaluation = {"weights": [*run.config["evaluation"]["weights"], "cluster"], "top_k": [1, 2]}
+    made = build_run(path)
+    evaluation = {"weights": [*made.keys["evaluation"]["weights"], "cluster"], "top_k": [1, 2]}
     evaluation |= {"temperature": 0.1, "temperatures": [0.01, 1.0], "routing_context": ["document"]}
-    config = run.config | {
+    keys = made.keys | {
         "models": MODELS,
         "clusterings": CLUSTERINGS,
-        "evaluation": run.config["evaluation"] | evaluation,
+        "evaluation": made.keys["evaluation"] | evaluation,
     }
-    write_run_config(path / "config.json", config)
-    results = pd.concat([run.results.rows, _rows(change)], ignore_index=True)
+    run = with_keys(path, keys)
+    results = pd.concat([made.results.rows, _rows(change)], ignore_index=True)
     write_parquet(pa.Table.from_pandas(results, preserve_index=False), path / "results.parquet")
-    differences = pd.concat([run.differences, _differences(results)], ignore_index=True)
+    differences = pd.concat([made.differences, _differences(results)], ignore_index=True)
     write_parquet(pa.Table.from_pandas(differences, preserve_index=False), path / "differences.parquet")
     _write_metrics(path)
     _write_clusters(path)
-    return replace(run, config=config, results=Results(results), differences=differences)
+    return replace(made, run=run, keys=keys, results=Results(results), differences=differences)
 
 
 def _rows(change: Callable[[str, float], float | None]) -> pd.DataFrame:

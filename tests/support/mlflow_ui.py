@@ -15,7 +15,7 @@ import urllib3
 
 from demix.track.store import track
 from demix.track.ui import MOST_BYTES
-from support.synthetic_run import Run, build_run
+from support.synthetic_run import MadeUp, build_run
 
 ROOT = Path(__file__).parents[2]
 # Until a page has loaded on a busy machine.
@@ -27,7 +27,7 @@ class Served:
     """MLflow as `make ui` serves it, its group of processes, and the run that it holds as experiment demix-made-up."""
 
     address: str
-    run: Run
+    run: MadeUp
     group: int
 
 
@@ -35,7 +35,7 @@ class Served:
 def serving(folder: Path) -> Iterator[Served]:
     """`make ui` while the block runs, with a made-up run in `folder`."""
     run, uri = build_run(folder / "results" / "made-up"), f"sqlite:///{folder}/mlflow.db"
-    track(run.path, run.config, uri, "demix-made-up")
+    track(run.run, uri, "demix-made-up")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -11,7 +11,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from demix.run.kept import read_run_config
 from demix.report.cells import mean_of
 from demix.report.paper_tables import adaptation_table
 from demix.report.read import (
@@ -24,6 +23,7 @@ from demix.report.read import (
     trained_systems,
     training_domains,
 )
+from demix.run.run import Run
 
 README = Path(__file__).parents[2] / "README.md"
 # The part of a row's label that stands on the page, by the labels of its system and weights.
@@ -56,16 +56,16 @@ class Printed:
 
 def numbers(run: Path, page: Path = README) -> list[Printed]:
     """The numbers of the tables of `page` with their values in `run`. Raises ValueError where a row is missing."""
-    config = read_run_config(run)
-    results = of_seed(read_results(run / "results.parquet"), config)
-    systems = {(one.label, one.weights): one for row in trained_systems(config).values() for one in row}
-    kinds = (training_domains(config), novel_domains(config))
+    whole = Run.read(run)
+    results = of_seed(read_results(run / "results.parquet"), whole)
+    systems = {(one.label, one.weights): one for row in trained_systems(whole).values() for one in row}
+    kinds = (training_domains(whole), novel_domains(whole))
     values = {
         label: [mean_of(perplexities(results, systems[key], domains)) for domains in kinds]
         for label, key in SYSTEMS.items()
     }
-    parents = read_parents(run / "models" / added(config)[0].model / "experts", novel_domains(config))
-    adapted = adaptation_table(results, config, parents).frame
+    parents = read_parents(run / "models" / added(whole)[0].model / "experts", novel_domains(whole))
+    adapted = adaptation_table(results, whole, parents).frame
     values |= {label: adapted.loc[label].tolist() for label in ADAPTED}
     found = []
     for (label, texts), wanted in zip(printed(page, tuple(values)).items(), values.values(), strict=True):

@@ -10,10 +10,12 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from demix.run.systems import BASES
-from demix.run.kept import write_run_config
+from demix.config.config import Config
 from demix.files import write_json, write_json_lines, write_parquet
 from demix.report.read import Parent, Results
+from demix.run.kept import write_run_config
+from demix.run.run import Run
+from demix.run.systems import BASES
 
 TRAINING, NOVEL = ("code", "law", "news"), ("wiki", "songs")
 # Domains with documents enough for an interval.
@@ -71,16 +73,28 @@ def perplexity(key: Key, training: tuple[str, ...] = TRAINING, novel: tuple[str,
 
 
 @dataclass(frozen=True)
-class Run:
-    """The frames and the config of the made-up run, and where its files lie."""
+class MadeUp:
+    """The made-up run, the keys of its config as in a file, and its frames."""
 
-    path: Path
-    config: dict
+    run: Run
+    keys: dict
     results: Results
     priors: pd.DataFrame
     overlap: pd.DataFrame
     differences: pd.DataFrame
     parents: dict[str, Parent]
+
+    @property
+    def path(self) -> Path:
+        """The folder of the run."""
+        return self.run.folder
+
+
+def with_keys(folder: Path, keys: dict) -> Run:
+    """The run in `folder` of a config with these `keys`, completed as by the workflow. Its config.json is written."""
+    config = Config.complete(keys)
+    write_run_config(folder / "config.json", config)
+    return Run(config, folder)
 
 
 def build_run(
@@ -91,13 +105,13 @@ def build_run(
     retrained: tuple[str, ...] = ("law",),
     change: Callable[[Key, float], float | None] = lambda key, value: value,
     steps: int = 30,
-) -> Run:
+) -> MadeUp:
     """Write a whole run below `path`. `change` may replace a perplexity, or drop its row by returning None."""
-    config = {
+    keys = {
         "run": "made-up",
         "seed": 1,
         "domains": {
-            kind: {name: {"source": {"kind": "files"}} for name in names}
+            kind: {name: {"source": {"kind": "files", "path": f"{name}.jsonl"}} for name in names}
             for kind, names in (("training", training), ("novel", novel))
         },
         "architecture": {"layers": 3, "width": 128, "heads": 4, "context": 256},
@@ -108,7 +122,7 @@ def build_run(
             "decay": 0.3,
             "weights": ["history", "released", "tempered", "switching"],
         },
-        "removal": {"retrain_without": list(retrained), "replacement": "songs"},
+        "removal": {"retrain_without": list(retrained), "replacement": "songs" if retrained else None},
     }
     kinds = {**dict.fromkeys(training, "training"), **dict.fromkeys(novel, "novel")}
     rows = []
@@ -150,7 +164,7 @@ def build_run(
          "posterior": 1 / len(training) if not block else float(expert == chosen[domain])}
         for domain, kind in kinds.items() for block in range(4) for expert in training
     ])  # fmt: skip
-    write_run_config(path / "config.json", config)
+    run = with_keys(path, keys)
     write_parquet(pa.Table.from_pandas(differences, preserve_index=False), path / "differences.parquet")
     write_parquet(pa.Table.from_pandas(posteriors, preserve_index=False), path / "posteriors.parquet")
     write_parquet(pa.Table.from_pandas(results, preserve_index=False), path / "results.parquet")
@@ -159,7 +173,7 @@ def build_run(
     _write_metrics(path, training, novel, retrained, steps)
     _write_cards(path, training, novel, retrained)
     parents = {name: Parent(parent_of(name, training, novel)) for name in novel}
-    return Run(path, config, Results(results), priors, overlap, differences, parents)
+    return MadeUp(run, keys, Results(results), priors, overlap, differences, parents)
 
 
 # Factors on the perplexity of the tables' own row.

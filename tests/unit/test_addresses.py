@@ -12,6 +12,7 @@ from demix.commands.main import _StandardError
 from demix.config.addresses import secret_in
 from demix.data.sources import Source, download
 from demix.errors import DemixError
+from demix.run.check import completed_run
 
 CONFIG = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 SECRET = [
@@ -35,9 +36,9 @@ def with_path(path: Any) -> dict[str, Any]:
 def test_an_address_with_a_credential_is_refused_everywhere(address: str, tmp_path: Path) -> None:
     tracked = copy.deepcopy(CONFIG) | {"tracking": {"uri": address}}
     for refused in (
-        lambda: complete(with_path(address)),
-        lambda: complete(with_path(["https://host/a.jsonl", address])),
-        lambda: complete(tracked),
+        lambda: completed_run(with_path(address)),
+        lambda: completed_run(with_path(["https://host/a.jsonl", address])),
+        lambda: completed_run(tracked),
         lambda: download(Source("url", address), "d", tmp_path / "0.parquet"),
     ):
         with pytest.raises(DemixError, match="which logs and records would show; leave it out") as caught:
@@ -62,7 +63,7 @@ def test_other_addresses_are_accepted(address: str) -> None:
 )
 def test_no_wrong_address_is_shown_with_its_credential(path: Any) -> None:
     with pytest.raises(DemixError) as caught:
-        complete(with_path(path))
+        completed_run(with_path(path))
     assert "ter2" not in str(caught.value)
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from demix.config.architecture import Architecture
-from demix.run.models import left_out, trained_without
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.memorization import COLUMNS, CONTINUATION, PROMPT, Audit, audit_rows
@@ -20,6 +19,7 @@ from demix.evaluate.score_tables import tokens_sha256
 from demix.files import read_parquet, write_parquet
 from demix.model.checkpoint import load_model
 from demix.model.gpt import GPT
+from demix.run.models import left_out, trained_without
 from demix.train.batches import balanced_batches
 from support.cli import demix
 from support.decoding import LENGTH, next_tokens

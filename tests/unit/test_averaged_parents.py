@@ -23,14 +23,14 @@ def test_an_expert_that_began_as_an_average_has_no_single_parent(tmp_path: Path,
         weights = {other: {"weight": 0.6 if other == likeliest else 0.2, "sha256": "0" * 64} for other in TRAINING}
         write_json(path, {**read_json(path), "parent": likeliest if named else None, "parents": weights})
     parents = read_parents(run.path / "models" / "demix" / "experts", list(NOVEL))
-    table, copied = (table13(run.results, run.config, which) for which in (parents, run.parents))
+    table, copied = (table13(run.results, run.run, which) for which in (parents, run.parents))
     assert table.frame["Parent expert"].tolist()[:2] == ["average", "average"]
     numbers = table.frame.columns[:-1]
     pd.testing.assert_frame_equal(table.frame[numbers], copied.frame[numbers])
     assert "began as the average of the training experts by posterior and is compared with the likel" in table.caption
     assert "copied" not in table.caption
     assert "with the parent expert it was copied from" in copied.caption
-    judged = {claim.name: claim for claim in claims(run.results, run.overlap, run.differences, parents, run.config)}
+    judged = {claim.name: claim for claim in claims(run.results, run.overlap, run.differences, parents, run.run)}
     claim = judged["demix_dapt"]
     assert "the new expert beats the likeliest training expert on the new domain" in claim.statement
     assert "began as the average" in claim.statement
@@ -44,7 +44,7 @@ def test_the_figure_of_adaptation_says_what_experts_begin_as(tmp_path: Path) -> 
     run = build_run(tmp_path)
     whole = {"models": {"btm": {"kind": "branched"}}, "adaptation": {"model": "btm"}}
     for config, told in (
-        (run.config, "trains a copy of one expert;"),
-        (run.config | whole, "trains the average of all"),
+        (run.run, "trains a copy of one expert;"),
+        (run.run | whole, "trains the average of all"),
     ):
         assert told in " ".join(figure6(run.path / "metrics", config).to_dict()["title"]["subtitle"])

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from demix.run.kept import write_run_config
 from demix.files import read_json, write_json, write_json_lines
 from demix.launch.job import TrainingJob
 from demix.launch.outcome import progress_line, tokens_of_update
 from demix.report.watch import courses
+from demix.run.check import completed_run
+from demix.run.kept import write_run_config
 from demix.track.live import Sender
 from demix.track.records import records
 from support.cli import demix
@@ -27,7 +28,7 @@ def line(step: int, tokens: int) -> dict[str, float]:
 
 def test_watch_shows_each_expert_that_trains(tmp_path: Path) -> None:
     run = tmp_path / "results" / "tiny"
-    config = complete(ROWS | {"models": {"btm": BTM}}, Path())
+    config = completed_run(ROWS | {"models": {"btm": BTM}}, Path())
     write_run_config(run / "config.json", config)
     # Of 32 updates of 128 tokens the seed, of 384 tokens an update, was the first 15.
     folder = run / "checkpoints" / "btm" / "licenses" / "0123"
@@ -74,8 +75,8 @@ def test_live_metrics_name_the_model_and_the_expert(tmp_path: Path) -> None:
 
 def test_each_expert_has_a_record_and_rows_of_its_own(tmp_path: Path) -> None:
     run = build_run(tmp_path / "results" / "made-up", steps=4)
-    training = list(run.config["domains"]["training"])
-    config = run.config | {"models": {"btm": {"kind": "branched", "experts_per_job": 2}}}
+    training = list(run.run["domains"]["training"])
+    config = run.run | {"models": {"btm": {"kind": "branched", "experts_per_job": 2}}}
     rows = [line(step, step * 64) for step in range(1, 4)]
     for name in training:
         write_json_lines(run.path / "metrics" / "btm" / f"{name}.jsonl", rows)

@@ -9,12 +9,12 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from demix.run.kept import read_run_config, write_run_config
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import read_json, write_json, write_parquet
 from demix.model.usual import usual_of
 from demix.report.card import exported_card, model_card
+from demix.run.kept import read_run_config, write_run_config
 from support.cli import demix
 from support.models import write_model
 from support.synthetic_run import build_run

@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics.pairwise import euclidean_distances
 
-from demix.run.systems import bases, compared, evaluated
 from demix.config.mixing import parsed_weights
-from demix.run.rules import RunRules
 from demix.errors import DemixError
 from demix.evaluate.choice import switching_on_dev, tempered_on_dev
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
@@ -26,6 +24,9 @@ from demix.mix.mixtures import mix
 from demix.mix.priors import cached_log_prior, fitted_log_prior
 from demix.mix.rules import Cluster, ClusterHistory, Tempered, released_rule, weights_rule
 from demix.report.read import read_results
+from demix.run.check import load_run
+from demix.run.rules import RunRules
+from demix.run.systems import bases, compared, evaluated
 from support.mixing import log_mixture, log_weights, window
 from support.scored import LENGTH, write_table
 
@@ -324,20 +325,20 @@ def test_distances_of_other_tokens_are_refused(scores: Path) -> None:
 
 
 def test_clusters_weight_models_that_have_a_clustering() -> None:
-    mixing = load_config(TINY)["evaluation"] | {"weights": ["history", "cluster"]}
+    mixing = load_run(TINY)["evaluation"] | {"weights": ["history", "cluster"]}
     with pytest.raises(DemixError, match=r"evaluation\.weights: cluster has no clustering for demix; add by_domain"):
-        load_config(TINY, evaluation=mixing, clusterings={})
-    load_config(TINY, evaluation=mixing, clusterings={"by_domain": {"method": "metadata", "dimensions": 4}})
+        load_run(TINY, evaluation=mixing, clusterings={})
+    load_run(TINY, evaluation=mixing, clusterings={"by_domain": {"method": "metadata", "dimensions": 4}})
 
 
 def test_an_evaluation_reads_the_distances_that_its_models_need() -> None:
     """With weights by distance alone, and only for clusterings of some model."""
     more = {"clusterings": {"k4": {"clusters": 4}, "k2": {"clusters": 2}, "by_domain": {"method": "metadata"}}}
     more["models"] = {"cbtm": {"kind": "branched", "data": "k4"}, "domain_token": None}
-    mixing = load_config(TINY)["evaluation"] | {"routing_context": ["document", "block"]}
-    config = load_config(TINY, evaluation=mixing, **more)
+    mixing = load_run(TINY)["evaluation"] | {"routing_context": ["document", "block"]}
+    config = load_run(TINY, evaluation=mixing, **more)
     assert RunRules(config).evaluated_routing("fantasy") == []
-    config = load_config(TINY, evaluation=mixing | {"weights": ["history", "cluster+history(0.2)"]}, **more)
+    config = load_run(TINY, evaluation=mixing | {"weights": ["history", "cluster+history(0.2)"]}, **more)
     run = "results/tiny"
     assert RunRules(config).evaluated_routing("fantasy") == [
         f"{run}/routing/{name}/{context}/fantasy.{split}.parquet"

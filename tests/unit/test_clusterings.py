@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 
-from demix.run.systems import evaluated
-from demix.run.rules import RunRules
-from demix.run.scoring import scoring_jobs
-from demix.run.models import Model
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.evaluate.losses import Mixture
@@ -19,6 +15,11 @@ from demix.evaluate.routing import beside_of
 from demix.files import read_json, read_json_lines
 from demix.model.checkpoint import expert_names
 from demix.model.tokenizer import tokenizer_of
+from demix.run.check import load_run
+from demix.run.models import Model
+from demix.run.rules import RunRules
+from demix.run.scoring import scoring_jobs
+from demix.run.systems import evaluated
 from demix.train.join import join_branches
 from demix.train.stage import take_seed, train_model
 from support.cli import said
@@ -27,16 +28,16 @@ from support.training import TRAIN, shard_paths
 
 TINY = Path(__file__).parents[1] / "workflow" / "tiny.yaml"
 K2 = {"clusters": 2, "dimensions": 6}
-DOMAINS = load_config(TINY)["domains"]
+DOMAINS = load_run(TINY)["domains"]
 TWICE = DOMAINS | {"novel": {"c01": DOMAINS["novel"]["fantasy"], "fantasy": DOMAINS["novel"]["fortunes"]}}
 BRANCH = {"kind": "branched", "data": "k2", "parent": "dense", "seed_tokens": 6000}
 
 
 def config(clusterings: dict[str, Any] | None = None, sequences: int = 2, **more: Any) -> dict[str, Any]:
     """The tiny config (three domains) with rows on clusters."""
-    given = load_config(TINY)["training"] | {"sequences": sequences}
+    given = load_run(TINY)["training"] | {"sequences": sequences}
     defaults = {"k2": K2, "by_domain": {"method": "metadata"}} if clusterings is None else clusterings
-    return load_config(TINY, training=given, clusterings=defaults, **more)
+    return load_run(TINY, training=given, clusterings=defaults, **more)
 
 
 def run(*words: object) -> None:
@@ -44,7 +45,7 @@ def run(*words: object) -> None:
 
 
 def rows(found: dict[str, Any]) -> dict[str, Model]:
-    return {model.name: model for model in planned(found)}
+    return {model.name: model for model in found.planned}
 
 
 def test_a_row_on_clusters_has_an_expert_for_each_with_an_equal_part_of_a_step() -> None:
@@ -99,7 +100,7 @@ def test_a_row_on_clusters_has_an_expert_for_each_with_an_equal_part_of_a_step()
             "config key clusterings.k2.clusters: is missing; say how many clusters there are",
         ),
         (
-            {"models": {"x": BRANCH}, "adaptation": load_config(TINY)["adaptation"] | {"model": "x"}},
+            {"models": {"x": BRANCH}, "adaptation": load_run(TINY)["adaptation"] | {"model": "x"}},
             "config key adaptation.model: is x, which is no such row of models",
         ),
         (

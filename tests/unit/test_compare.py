@@ -12,7 +12,6 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-from demix.run.kept import config_fingerprint, read_run_config, write_run_config
 from demix.errors import DemixError
 from demix.files import read_parquet, write_json, write_parquet
 from demix.report.compare import (
@@ -28,6 +27,7 @@ from demix.report.compare import (
     compare,
 )
 from demix.report.compared import write_page
+from demix.run.kept import config_fingerprint, read_run_config, write_run_config
 from support.cli import demix
 from support.compared import BYTES, NOVEL, PIECES, TRAINING, make_run
 

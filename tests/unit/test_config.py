@@ -14,11 +14,12 @@ from jsonschema import Draft202012Validator
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from demix.config.reference import editor_schema, reference
 from demix.config.adaptation import FactorSweep
+from demix.config.reference import editor_schema, reference
 from demix.config.training import TrainingSection, fingerprinted
 from demix.errors import DemixError
 from demix.files import fingerprint, replacing
+from demix.run.check import completed_run, load_run
 from demix.settings import names_of, settings_from
 from demix.train.adapt import Adaptation
 from demix.train.stage import Training
@@ -30,13 +31,13 @@ SAMPLE = yaml.safe_load((REPOSITORY / "config" / "sample.yaml").read_text())
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "config").glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_configs_are_valid(path: Path) -> None:
-    config = load_config(path)
+    config = load_run(path)
     assert len(config["domains"]["training"]) == 8
     fewer = {"families": 4, "families-tasks": 4, "variants": 2}
     assert len(config["domains"]["novel"]) == fewer.get(path.stem, 8), "null leaves out a domain of the base"
     assert config["evaluation"]["decay"] == 0.3
     assert config["training"]["warmup"] == 0.08
-    assert complete(copy.deepcopy(config)) == config, "a completed config is complete"
+    assert completed_run(copy.deepcopy(config)) == config, "a completed config is complete"
 
 
 NOVELS = SAMPLE["domains"]["training"]["novels"]
@@ -103,7 +104,7 @@ def test_wrong_configs_are_refused_with_key_and_cure(
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     with pytest.raises(DemixError, match=message):
-        load_config(file)
+        load_run(file)
     assert_one_line(["config", str(file)], capsys)
 
 
@@ -113,7 +114,7 @@ def test_config_reference_and_schema_are_those_of_the_declarations() -> None:
     assert path.read_text() == editor_schema()
     validator = Draft202012Validator(yaml.safe_load(path.read_text()))
     for shipped in (REPOSITORY / "config").glob("*.yaml"):
-        assert list(validator.iter_errors(load_config(shipped))) == []
+        assert list(validator.iter_errors(load_run(shipped))) == []
     assert len(list(validator.iter_errors(SAMPLE | {"seed": "one", "evalution": {}}))) == 2
 
 
@@ -124,7 +125,7 @@ def test_what_stands_in_a_base_is_merged_and_what_names_it_wins(tmp_path: Path) 
     mine = tmp_path / "mine.yaml"
     own = {"training": {"weight_decay": 0.2}, "domains": {"novel": {"wiki": {"licence": "x"}}}}
     mine.write_text(yaml.safe_dump({"base": "below/second.yaml", "run": "mine"} | own))
-    config, sample = load_config(mine), complete(copy.deepcopy(SAMPLE))
+    config, sample = load_run(mine), completed_run(copy.deepcopy(SAMPLE))
     assert "base" not in config
     assert (config["run"], config["seed"], config["threads"]) == ("mine", 6, 3)
     assert config["evaluation"] == sample["evaluation"] | {"decay": 0.5}
@@ -138,7 +139,7 @@ def test_what_stands_in_a_base_is_merged_and_what_names_it_wins(tmp_path: Path) 
     ):
         mine.write_text(f"base: {base}\n")
         with pytest.raises(DemixError, match=message):
-            load_config(mine)
+            load_run(mine)
 
 
 def test_the_lock_file_has_a_version_of_each_requirement_within_its_bounds() -> None:
@@ -250,14 +251,14 @@ def test_a_row_of_models_takes_every_key_of_training() -> None:
     values = {"learning_rate": 1e-3, "precision": "fp16", "sweep": None, "replicas": {}, "compile": True}
     for key in names_of(TrainingSection):
         config = copy.deepcopy(SAMPLE)
-        value = values.get(key, complete(copy.deepcopy(SAMPLE))["training"][key])
+        value = values.get(key, completed_run(copy.deepcopy(SAMPLE))["training"][key])
         config["models"] = {"demix": {key: value}, "dense": {}}
-        assert complete(config)["models"]["demix"] == {key: value}
+        assert completed_run(config)["models"]["demix"] == {key: value}
 
 
 def test_rows_of_models_beside_those_of_every_run() -> None:
     config = copy.deepcopy(SAMPLE) | {"models": {"demix_small": {"kind": "demix"}, "domain_token": None}}
-    rows = complete(config)["models"]
+    rows = completed_run(config)["models"]
     assert rows == {
         "demix": {},
         "dense": {},
@@ -273,7 +274,7 @@ def test_rows_of_models_beside_those_of_every_run() -> None:
         ({"demix": {"tokens": None}}, r"models\.demix\.tokens: is None; allowed is integer ≥ 1"),
     ):
         with pytest.raises(DemixError, match=message):
-            complete(copy.deepcopy(SAMPLE) | {"models": wrong})
+            completed_run(copy.deepcopy(SAMPLE) | {"models": wrong})
 
 
 def test_a_fingerprint_leaves_out_what_only_time_and_memory_depend_on() -> None:
@@ -293,13 +294,13 @@ def test_a_fingerprint_leaves_out_what_only_time_and_memory_depend_on() -> None:
 
 def test_a_key_that_is_no_text_is_refused() -> None:
     with pytest.raises(DemixError, match="config key None: is no name of a setting"):
-        complete({None: None})
+        completed_run({None: None})
 
 
 def test_the_split_of_earlier_numbers_differs_from_the_samples_in_nothing_else() -> None:
     sample, kept = (
-        load_config(REPOSITORY / "config" / "sample.yaml"),
-        load_config(REPOSITORY / "tests" / "workflow" / "facts16.yaml"),
+        load_run(REPOSITORY / "config" / "sample.yaml"),
+        load_run(REPOSITORY / "tests" / "workflow" / "facts16.yaml"),
     )
     for kind in ("training", "novel"):
         for name, domain in sample["domains"][kind].items():

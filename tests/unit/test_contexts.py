@@ -14,10 +14,6 @@ import pytest
 import yaml
 
 from demix.config.architecture import Architecture
-from demix.run.contexts import context_tables, contexts_of, labels
-from demix.run.rules import RunRules
-from demix.run.scoring import scoring_jobs
-from demix.run.models import Model
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.contexts import Contexts, evaluate_contexts, losses_by_position
@@ -33,6 +29,11 @@ from demix.report import SHOWS, VARIANT_FIGURES, VARIANT_TABLES, report_files
 from demix.report.contexts import contexts_table, positions, positions_points, read_contexts
 from demix.report.family_pages import write_variants
 from demix.report.read import read_results
+from demix.run.check import completed_run
+from demix.run.contexts import context_tables, contexts_of, labels
+from demix.run.models import Model
+from demix.run.rules import RunRules
+from demix.run.scoring import scoring_jobs
 from demix.settings import settings_from
 from support.cli import demix
 from support.mixing import block_weights, log_mixture
@@ -52,16 +53,16 @@ MASKED = {"kind": "dense", "architecture": {"attention": "bidirectional", "objec
 def tiny(contexts: list[int] | None = None, **rows: Any) -> dict[str, Any]:
     config = copy.deepcopy(TINY) | {"models": rows}
     config["evaluation"] |= {"contexts": contexts} if contexts else {}
-    return complete(config, Path())
+    return completed_run(config, Path())
 
 
 def row_of(config: dict[str, Any], name: str) -> Model:
-    return next(model for model in planned(config) if model.name == name)
+    return next(model for model in config.planned if model.name == name)
 
 
 def test_learned_positions_end_at_the_length_of_training() -> None:
     config = tiny([64, 16, 32], **ROWS, masked=MASKED)
-    found = {model.name: contexts_of(config, model) for model in planned(config)}
+    found = {model.name: contexts_of(config, model) for model in config.planned}
     assert {name for name, some in found.items() if some == (16, 32, 64)} == {"far", "far_token"}
     assert {name for name, some in found.items() if some == (16, 32)} == {
         "demix", "dense", "dense_unbalanced", "domain_token",
@@ -87,7 +88,7 @@ def test_a_config_without_the_key_stays_as_it_was() -> None:
     assert {(rule, part.folder) for rule, part in now - known} == {
         ("score_known_others", "far@64"), ("score_others", "far@64"), ("score_known_others", "far_token@64"),
     }  # fmt: skip
-    plain, config = (complete(copy.deepcopy(TINY) | {"models": ROWS, "cluster": {"launch": "slurm"}, **more}, Path())
+    plain, config = (completed_run(copy.deepcopy(TINY) | {"models": ROWS, "cluster": {"launch": "slurm"}, **more}, Path())
                      for more in ({}, {"evaluation": TINY["evaluation"] | {"contexts": [32, 64]}}))  # fmt: skip
     assert {job.rule for job in scoring_jobs(config)} - {job.rule for job in scoring_jobs(plain)} == {
         "score_known_far_at_64", "score_far_at_64", "score_known_far_token_at_64",
@@ -99,7 +100,7 @@ def test_a_config_without_the_key_stays_as_it_was() -> None:
 def test_every_table_that_is_evaluated_by_position_is_made_once(launch: str) -> None:
     content = copy.deepcopy(TINY) | {"models": ROWS, "cluster": {"launch": launch}}
     content["evaluation"] |= {"contexts": [16, 32, 64]}
-    config = complete(content, Path())
+    config = completed_run(content, Path())
     rules, made = RunRules(config), []
     training, novel = (list(config["domains"][kind]) for kind in ("training", "novel"))
     for part in (part for job in scoring_jobs(config) for part in job.parts):
@@ -222,9 +223,9 @@ def shown(tmp_path: Path) -> tuple[Path, dict[str, Any], pd.DataFrame]:
     """A run with three rows, one of alibi, evaluated at two lengths: its folder, config and rows."""
     run = build_run(tmp_path / "run")
     rows, generator = [], np.random.default_rng(3)
-    config = run.config | {"models": {"far": {"kind": "demix"} | ALIBI, "domain_token": None}}
+    config = run.run | {"models": {"far": {"kind": "demix"} | ALIBI, "domain_token": None}}
     config["architecture"] = {"layers": 2, "width": 32, "heads": 2, "context": 32}
-    config["evaluation"] = run.config["evaluation"] | {"contexts": [32, 64]}
+    config["evaluation"] = run.run["evaluation"] | {"contexts": [32, 64]}
     for kind, domains in config["domains"].items():
         for domain in domains:
             own = [

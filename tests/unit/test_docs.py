@@ -20,7 +20,6 @@ import zstandard
 from typer.main import get_command
 
 from demix.commands.main import command_line
-from demix.run.kept import read_run_config, write_run_config
 from demix.config.tasks import ExamplesRecipe
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.contexts import Contexts
@@ -32,6 +31,7 @@ from demix.evaluate.score import Scoring, score
 from demix.evaluate.tasks import Classification
 from demix.files import read_json, write_json, write_parquet
 from demix.model.checkpoint import expert_names
+from demix.run.kept import read_run_config, write_run_config
 from demix.settings import settings_from
 from demix.train.adapt import Adaptation
 from support.cli import demix

@@ -14,8 +14,6 @@ from scipy.special import logsumexp
 from typer.testing import CliRunner
 
 from demix.commands.main import command_line
-from demix.run.systems import bases, compared
-from demix.run.systems import evaluated as evaluated_tables
 from demix.data.tokenizer import Tokenizer, byte_lengths, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
 from demix.evaluate.choice import switching_on_dev, tempered_on_dev, write_mixing
@@ -28,6 +26,8 @@ from demix.files import seed_for, write_parquet
 from demix.mix.mixtures import mix
 from demix.mix.priors import cached_log_prior, fitted_log_prior
 from demix.mix.rules import Switching, Tempered
+from demix.run.systems import bases, compared
+from demix.run.systems import evaluated as evaluated_tables
 from support.models import write_model
 from support.scored import write_table
 

@@ -19,6 +19,7 @@ from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.task_tables import read_scored
 from demix.files import read_parquet, write_json, write_parquet
+from demix.run.check import completed_run, load_run
 from support.cli import demix
 from support.mixing import log_mixture, log_weights
 from support.tasks import SIZES, read_task, write_lines, write_prompted
@@ -312,14 +313,14 @@ def test_wrong_tasks_are_refused_by_key(name: str) -> None:
     config = yaml.safe_load((REPOSITORY / "config" / "sample.yaml").read_text())
     config["tasks"] = {"x": task} if task is not None else {"X y": {"made": "domains"}}
     with pytest.raises(DemixError) as refused:
-        complete(config)
+        completed_run(config)
     assert said in str(refused.value)
 
 
 def test_a_config_without_tasks_is_as_before_there_were_any() -> None:
-    config = load_config(REPOSITORY / "config" / "sample.yaml")
+    config = load_run(REPOSITORY / "config" / "sample.yaml")
     assert "tasks" not in config
-    assert complete(json.loads(json.dumps(config)) | {"tasks": {}}) == config
+    assert completed_run(json.loads(json.dumps(config)) | {"tasks": {}}) == config
     check_tasks(config)
 
 

@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 
 from demix.config.architecture import architecture_from, parameters, training_flops_per_token
-from demix.run.systems import clustered
 from demix.data.cluster import Clusterer
 from demix.files import read_json
 from demix.report import FAMILY_FIGURES, FAMILY_TABLES, SHOWS, left_out, left_out_notes, report_files
@@ -26,6 +25,7 @@ from demix.report.family_pages import write_families
 from demix.report.index import _groups
 from demix.report.own_tables import full_table
 from demix.report.read import Results, read_results
+from demix.run.systems import clustered
 from support.cli import demix
 from support.families_run import MODELS, TOP_K, build_families, experts_of, nll_of
 from support.synthetic_run import NOVEL, TRAINING, Run, build_run
@@ -59,7 +59,7 @@ def mean(
 
 
 def test_families_are_mixed_by_the_rule_of_their_paper(run: Run, rows: Rows) -> None:
-    frame = families_table(run.results, run.config, {}).frame
+    frame = families_table(run.results, run.run, {}).frame
     routed, averaged = (
         "demix_seeded, merged-routed",
         {f"btm, averaged ({weights})": weights for weights in ("uniform", "posterior")},
@@ -95,7 +95,7 @@ def test_families_are_mixed_by_the_rule_of_their_paper(run: Run, rows: Rows) -> 
 
 
 def test_an_interval_of_a_mean_adds_up_those_of_the_domains(run: Run, rows: Rows) -> None:
-    table = families_table(run.results, run.config, {})
+    table = families_table(run.results, run.run, {})
     each = [mean(rows, "cbtm_3", (domain,), "uniform", "cluster") for domain in TRAINING]
     half = math.sqrt(sum((0.15 * value) ** 2 for value in each)) / 3
     centre = sum(each) / 3
@@ -104,8 +104,8 @@ def test_an_interval_of_a_mean_adds_up_those_of_the_domains(run: Run, rows: Rows
 
 
 def test_costs_follow_from_sizes_and_settings(run: Run) -> None:
-    frame = family_costs_table(run.path, run.config).frame
-    architecture = architecture_from(run.config["architecture"])
+    frame = family_costs_table(run.path, run.run).frame
+    architecture = architecture_from(run.run["architecture"])
     shared, expert = parameters(architecture, 4096)
     whole = shared + expert
     step = 3 * 4 * 256
@@ -148,11 +148,11 @@ def test_costs_follow_from_sizes_and_settings(run: Run) -> None:
 
 
 def test_perplexity_by_top_k_and_temperature(run: Run, rows: Rows) -> None:
-    full = full_table(run.results, run.config).frame.set_index(["Domain", "System"])
+    full = full_table(run.results, run.run).frame.set_index(["Domain", "System"])
     released = mean(rows, "cbtm_3", NOVEL[:1], "uniform", "cluster", variant="released_scorer")
     assert full.at[(NOVEL[0], "cbtm_3 (cluster), released scorer"), "Perplexity"] == pytest.approx(released)
-    frame = top_k_table(run.results, run.config).frame
-    hot = temperatures_table(run.results, run.config).frame
+    frame = top_k_table(run.results, run.run).frame
+    hot = temperatures_table(run.results, run.run).frame
     for model in ("cbtm_3", "demix_k3"):
         for k in TOP_K:
             column = f"Novel, {f'top-{k}' if k else 'all'}"
@@ -165,7 +165,7 @@ def test_perplexity_by_top_k_and_temperature(run: Run, rows: Rows) -> None:
 
 
 def test_points_of_the_figure_by_clusters(run: Run, rows: Rows) -> None:
-    points = by_clusters_points(run.results, run.config).query("kind == 'Training'").set_index("row")
+    points = by_clusters_points(run.results, run.run).query("kind == 'Training'").set_index("row")
     assert points["made"].to_dict() == {
         "dense": "1 cluster", "btm": "domains (BTM)", "cbtm_2": "k-means", "cbtm_3": "k-means",
         "cbtm_3_random": "random", "cbtm_3_loose": "k-means, unbalanced", "demix_k3": "DEMix, k-means",
@@ -179,8 +179,8 @@ def test_points_of_the_figure_by_clusters(run: Run, rows: Rows) -> None:
 
 
 def test_clusters_by_loops_over_documents(run: Run) -> None:
-    clusters = read_clusters(run.path, run.config)
-    assert [model.row for model in clustered(run.config)] == [model for model, row in MODELS.items() if "data" in row]
+    clusters = read_clusters(run.path, run.run)
+    assert [model.row for model in clustered(run.run)] == [model for model, row in MODELS.items() if "data" in row]
     names = experts_of("cbtm_3")
     ratios = over_own(clusters.losses.query("model == 'cbtm_3'"), names)
     for cluster in names:
@@ -215,8 +215,8 @@ def test_clusters_by_loops_over_documents(run: Run) -> None:
 
 
 def judge(run: Run) -> dict[str, Claim]:
-    clusters = read_clusters(run.path, run.config)
-    judged = claims(run.results, run.overlap, run.differences, run.parents, run.config, clusters)
+    clusters = read_clusters(run.path, run.run)
+    judged = claims(run.results, run.overlap, run.differences, run.parents, run.run, clusters)
     return {claim.name: claim for claim in judged}
 
 
@@ -256,13 +256,13 @@ def test_a_run_without_such_models_tells_nothing_of_them(tmp_path: Path, run: Ru
     assert not left_out_notes(plain.config)
     judged = claims(plain.results, plain.overlap, plain.differences, plain.parents, plain.config)
     assert not CLAIMS & {claim.name for claim in judged}
-    alone = run.config | {"clusterings": {}, "models": {"btm": MODELS["btm"]}}
+    alone = run.run | {"clusterings": {}, "models": {"btm": MODELS["btm"]}}
     assert {*FAMILY_TABLES, *FAMILY_FIGURES} - left_out(alone).keys() == {"families", "family_costs", "top_k"}
 
 
 def test_the_report_has_all_that_is_promised(run: Run, tmp_path: Path) -> None:
     models = {name: MODELS[name] for name in ("btm", "cbtm_2", "cbtm_2_short")}
-    some = run.config | {"models": models | {"switch": {"kind": "routed", "experts": 2}}}
+    some = run.run | {"models": models | {"switch": {"kind": "routed", "experts": 2}}}
     loads = {
         "switch": pd.DataFrame(
             0.5, pd.MultiIndex.from_product([[1], [*TRAINING, *NOVEL]], names=["layer", "domain"]), [0, 1]
@@ -306,7 +306,7 @@ def test_merged_models_are_compared_with_the_dense_model_of_their_seed(run: Run)
     """They are made of the run's own seed alone, here of two."""
     more = run.results.rows.query("method != 'merged'").assign(seed=2)
     both = Results(pd.concat([run.results.rows, more.assign(perplexity=3 * more["perplexity"])], ignore_index=True))
-    alone, table = (families_table(results, run.config, {}).frame for results in (run.results, both))
+    alone, table = (families_table(results, run.run, {}).frame for results in (run.results, both))
     averaged = [label for label in alone.index if "averaged" in label or "merged" in label]
     assert len(averaged) == 3
     for label in averaged:

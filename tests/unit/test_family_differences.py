@@ -8,7 +8,6 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from demix.run.systems import balanced_pairs, bases, compared, evaluated
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.score_tables import read_scores
 from demix.files import digest, read_json, seed_for, write_json, write_parquet
@@ -17,6 +16,7 @@ from demix.report.claims import claims
 from demix.report.clusters import read_clusters
 from demix.report.family_differences import family_differences_table
 from demix.report.own_tables import differences_table
+from demix.run.systems import balanced_pairs, bases, compared, evaluated
 from support.families_run import BALANCED, MODELS, WIDTH
 from support.scored import LENGTH, write_table
 from support.synthetic_run import NOVEL, TRAINING, Run
@@ -122,7 +122,7 @@ def run(families: Run) -> Run:
 
 
 def test_the_table_by_loops_over_rows(run: Run) -> None:
-    table = family_differences_table(run.results, run.differences, run.config)
+    table = family_differences_table(run.results, run.differences, run.run)
     clustered = [model for model, row in MODELS.items() if "data" in row]
     pairs = [(model, base) for model in clustered for base in (BALANCED.get(model), "dense") if base]
     labels = {"dense": "Dense (Balanced)", "cbtm_3": "cbtm_3 (cluster)"}
@@ -147,13 +147,13 @@ def test_the_table_by_loops_over_rows(run: Run) -> None:
 
 
 def test_pairs_are_named_in_the_table_of_differences_and_judge_claims(run: Run) -> None:
-    frame = differences_table(run.differences, run.config).frame
+    frame = differences_table(run.differences, run.run).frame
     of_random = frame[(frame["Domain"] == "law") & (frame["System"] == "cbtm_3_random (cluster)")]
     assert of_random["Less"].tolist() == ["Dense (Balanced)", "cbtm_3 (cluster)"]
 
     def told(differences: pd.DataFrame) -> str:
-        clusters = read_clusters(run.path, run.config)
-        judged = claims(run.results, run.overlap, differences, run.parents, run.config, clusters)
+        clusters = read_clusters(run.path, run.run)
+        judged = claims(run.results, run.overlap, differences, run.parents, run.run, clusters)
         return next(claim.numbers for claim in judged if claim.name == "random_clusters_are_worse")
 
     # The claim has the balanced row first.

@@ -24,7 +24,7 @@ from support.synthetic_run import NOVEL, TRAINING, Run, build_run
 
 def draw(run: Run, metrics: Path, output: Path) -> None:
     posteriors = read_posteriors(run.path / "posteriors.parquet")
-    write_figures(run.results, run.priors, run.overlap, posteriors, metrics, run.config, output)
+    write_figures(run.results, run.priors, run.overlap, posteriors, metrics, run.run, output)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_p_by_domains_is_milder_than_p_by_pairs() -> None:
 
 
 def test_a_relation_that_cannot_be_told_is_nan(run: Run) -> None:
-    pairs = with_overlap(affinities(run.results, run.config), run.overlap.iloc[:3])
+    pairs = with_overlap(affinities(run.results, run.run), run.overlap.iloc[:3])
     assert all(math.isnan(found.spearman) for found in relations(pairs))
 
 
@@ -159,7 +159,7 @@ def test_heatmaps_keep_the_order_of_the_config(run: Run) -> None:
 
 
 def test_figure6_averages_perplexities_not_losses(run: Run) -> None:
-    curves = adaptation_curves(run.path / "metrics", run.config)
+    curves = adaptation_curves(run.path / "metrics", run.run)
     start = curves[(curves["domain"] == "wiki") & (curves["kind"] == "DEMix-DAPT") & (curves["tokens"] == 0)].iloc[0]
     assert start["training"] == pytest.approx(sum(math.exp(5.0 + 0.05 * i) for i in range(3)) / 3, rel=1e-5)
     assert start["own"] == pytest.approx(math.exp(5.3), rel=1e-5)
@@ -215,7 +215,7 @@ def test_a_run_without_metrics_or_evaluations_still_draws(tmp_path: Path) -> Non
     run = build_run(tmp_path, change=lambda key, value: value if key.model == "dense" else None)
     posteriors = read_posteriors(run.path / "posteriors.parquet")
     nothing = (run.priors.iloc[:0], run.overlap.iloc[:0], posteriors.iloc[:0], tmp_path / "nothing")
-    write_figures(run.results, *nothing, run.config, tmp_path / "figures")
+    write_figures(run.results, *nothing, run.run, tmp_path / "figures")
     assert all((tmp_path / "figures" / f"{name}.png").stat().st_size for name in FIGURES)
     assert all(row["value"] is None for row in values(json.loads((tmp_path / "figures" / "figure4.json").read_text())))
 
@@ -230,7 +230,7 @@ def test_files_of_earlier_configs_are_not_drawn(run: Run) -> None:
     old = run.path / "metrics" / "without-novels.jsonl"
     old.write_text('{"step": 1, "tokens": 2, "loss": 3}\n')
     try:
-        assert "without-novels" not in set(training_curves(run.path / "metrics", run.config)["model"])
-        assert "without-law" in set(training_curves(run.path / "metrics", run.config)["model"])
+        assert "without-novels" not in set(training_curves(run.path / "metrics", run.run)["model"])
+        assert "without-law" in set(training_curves(run.path / "metrics", run.run)["model"])
     finally:
         old.unlink()

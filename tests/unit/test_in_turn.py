@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from demix.run.rules import RunRules
-from demix.run.models import Model
 from demix.errors import DemixError, StoppedError
 from demix.files import read_json
+from demix.run.check import completed_run
+from demix.run.models import Model
+from demix.run.rules import RunRules
 from demix.train.in_turn import job_folder
 from support.cli import demix, said
 from support.tokens import TRAINING
@@ -85,7 +86,7 @@ def rules(**sections: Any) -> RunRules:
     config = copy.deepcopy(CONFIG)
     for name, section in sections.items():
         config[name] = config.get(name, {}) | section
-    complete(config, Path())
+    completed_run(config, Path())
     return RunRules(config)
 
 

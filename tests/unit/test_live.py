@@ -92,13 +92,13 @@ def test_points_arrive_in_parts_and_track_completes_the_same_mlflow_run(run: Run
     assert curve(uri, ended) == wanted[:19]
 
     write_json_lines(finished, rows)
-    track(run.path, run.config, uri, EXPERIMENT)
+    track(run.path, run.run, uri, EXPERIMENT)
     (tracked,) = stored(uri)
     assert tracked.info.run_id == begun.info.run_id
     assert curve(uri, tracked) == wanted
     assert tracked.data.params["model.architecture.width"] == "128"
     assert "mlflow.parentRunId" in tracked.data.tags
-    assert " 0 new, 0 replaced" in track(run.path, run.config, uri, EXPERIMENT)
+    assert " 0 new, 0 replaced" in track(run.path, run.run, uri, EXPERIMENT)
     assert curve(uri, *stored(uri)) == wanted
 
 
@@ -137,7 +137,7 @@ def test_a_resumed_training_goes_on_in_its_mlflow_run_and_track_replaces_it(run:
     assert (resumed.info.run_id, resumed.info.status) == (begun.info.run_id, "KILLED")
     assert [step for step, _ in curve(uri, resumed)] == [row["step"] for row in rows[:15]]
     write_json_lines(run.path / "metrics" / "demix.jsonl", rows)
-    track(run.path, run.config, uri, EXPERIMENT)
+    track(run.path, run.run, uri, EXPERIMENT)
     (tracked,) = stored(uri)
     assert tracked.info.run_id != begun.info.run_id
     speeds = [(row["step"], row["tokens_per_second"]) for row in rows]
@@ -190,7 +190,7 @@ def test_other_settings_are_another_mlflow_run(run: Run, uri: str) -> None:
     os.utime(file, (time.time() + 9,) * 2)
     sending.send()
     assert sorted((len(curve(uri, one)), one.info.status) for one in stored(uri)) == [(3, "RUNNING"), (5, "FINISHED")]
-    track(run.path, run.config, uri, EXPERIMENT)
+    track(run.path, run.run, uri, EXPERIMENT)
     (tracked,) = stored(uri)
     assert len(curve(uri, tracked)) == len(rows)
 

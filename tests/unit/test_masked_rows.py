@@ -15,10 +15,7 @@ from scipy.optimize import minimize
 from scipy.special import logsumexp, softmax
 
 from demix.config.architecture import Architecture
-from demix.run.systems import Evaluated, ExpertSet, chosen_on_dev, compared, evaluated, masked_systems, table_rows
 from demix.config.evaluation import MixingRecipe
-from demix.run.scoring import scoring_jobs
-from demix.run.models import Model
 from demix.errors import DemixError
 from demix.evaluate.choice import tempered_on_dev
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
@@ -38,6 +35,10 @@ from demix.report import report_files
 from demix.report.all_tables import main_systems
 from demix.report.masked import masked_table
 from demix.report.read import read_results
+from demix.run.check import completed_run
+from demix.run.models import Model
+from demix.run.scoring import scoring_jobs
+from demix.run.systems import Evaluated, ExpertSet, chosen_on_dev, compared, evaluated, masked_systems, table_rows
 from demix.train.adapt import adapt_expert
 from demix.train.batches import balanced_batches, mixed_batches
 from demix.train.branch import branched
@@ -60,11 +61,11 @@ TABLES = ("results", "priors", "differences", "posteriors", "losses")
 
 
 def tiny(more: dict[str, Any] | None = None, **rows: Any) -> dict[str, Any]:
-    return complete(copy.deepcopy(TINY) | {"models": rows} | (more or {}), Path())
+    return completed_run(copy.deepcopy(TINY) | {"models": rows} | (more or {}), Path())
 
 
 def row_of(config: dict[str, Any], name: str) -> Model:
-    return next(model for model in trained(config) if model.name == name)
+    return next(model for model in config.trained if model.name == name)
 
 
 def test_no_rule_that_reads_the_text_mixes_a_masked_row_and_no_table_of_others_has_it() -> None:

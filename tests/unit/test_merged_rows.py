@@ -9,26 +9,26 @@ import pytest
 import yaml
 
 from demix.config.architecture import architecture_from, parameters
-from demix.run.systems import evaluated
-from demix.run.merged import merged_models
-from demix.run.rules import RunRules
-from demix.run.scoring import scoring_jobs
 from demix.errors import DemixError
 from demix.plan.jobs import in_one_line, plan_jobs
 from demix.report import left_out
+from demix.run.check import completed_run
+from demix.run.rules import RunRules
+from demix.run.scoring import scoring_jobs
+from demix.run.systems import evaluated
 
 TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 BTM = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
 
 
 def tiny(**rows: Any) -> dict[str, Any]:
-    return complete(copy.deepcopy(TINY) | {"models": rows, "seeds": [1, 2]}, Path())
+    return completed_run(copy.deepcopy(TINY) | {"models": rows, "seeds": [1, 2]}, Path())
 
 
 def test_each_average_is_made_scored_and_evaluated_once() -> None:
     config = tiny(btm=BTM | {"averages": True}, other=BTM)
     training, novel = list(config["domains"]["training"]), list(config["domains"]["novel"])
-    assert [(one.rule, one.place) for one in merged_models(config)] == [
+    assert [(one.rule, one.place) for one in config.merged] == [
         ("average_btm__uniform", "btm-uniform"), ("average_btm", "btm-average-{domain}"),
     ]  # fmt: skip
     made = set()
@@ -58,7 +58,7 @@ def test_each_average_is_made_scored_and_evaluated_once() -> None:
 
 def test_rows_that_do_not_ask_have_none() -> None:
     config = tiny(btm=BTM)
-    assert merged_models(config) == ()
+    assert config.merged == ()
     assert not [part for job in scoring_jobs(config) for part in job.parts if "btm-" in part.model.replace("-seed", "")]
     assert not [job for job in plan_jobs(config, "cpu") if job.name == "average"]
     with pytest.raises(DemixError, match=r"models\.x\.averages: is given to a row of kind demix; use kind: branched"):
@@ -69,18 +69,18 @@ def test_rows_that_do_not_ask_have_none() -> None:
     one = {"training": {"law": TINY["domains"]["training"]["licenses"]}}
     alone = copy.deepcopy(TINY) | {"domains": one, "models": {"demix": {"merged_routed": True}}, "removal": {}}
     with pytest.raises(DemixError, match=r"models\.demix\.merged_routed: is given to a row of one expert, and tokens"):
-        complete(alone, Path())
+        completed_run(alone, Path())
 
 
 def test_a_routed_model_is_made_of_a_row_of_demix_scored_and_evaluated_once() -> None:
     rows = {"demix": {"merged_routed": True}, "on_clusters": {"kind": "demix", "data": "k2", "merged_routed": True}}
     clusterings = {"k2": {"clusters": 2}}
     config, before = (
-        complete(copy.deepcopy(TINY) | {"models": models, "clusterings": clusterings, "seeds": [1, 2]}, Path())
+        completed_run(copy.deepcopy(TINY) | {"models": models, "clusterings": clusterings, "seeds": [1, 2]}, Path())
         for models in (rows, {"demix": {}, "on_clusters": {"kind": "demix", "data": "k2"}})
     )
     domains = [*config["domains"]["training"], *config["domains"]["novel"]]
-    made = merged_models(config)
+    made = config.merged
     assert [(one.rule, one.place) for one in made] == [
         ("merge_routed_demix", "demix-routed"), ("merge_routed_on_clusters", "on_clusters-routed"),
     ]  # fmt: skip
@@ -109,7 +109,7 @@ def test_a_routed_model_is_made_of_a_row_of_demix_scored_and_evaluated_once() ->
         one.rule: 1 for one in made
     }
     assert not counts[1].keys() - counts[0].keys()
-    for now, then in zip(trained(config), trained(before), strict=True):
+    for now, then in zip(config.trained, before.trained, strict=True):
         assert RunRules(config).training_settings(now) == RunRules(before).training_settings(then)
         assert RunRules(config).train_inputs(now) == RunRules(before).train_inputs(then)
         assert (

@@ -11,7 +11,6 @@ from sklearn.metrics.pairwise import euclidean_distances
 from typer.testing import CliRunner
 
 from demix.commands.main import command_line
-from demix.run.kept import write_run_config
 from demix.data.cluster import Clusterer, Clustering, context_distances, fit_clusters
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
@@ -29,6 +28,7 @@ from demix.model.continuations import Continuation, Mixture, continuation_log_pr
 from demix.model.decode import Decoder, generate, log_prior_of, named_prior, posterior_of, posteriors_of, weights_of
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.scoring import columns_of
+from demix.run.kept import write_run_config
 from support.models import write_model
 from support.tokens import TRAINING
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from demix.run.placement import place_experts
 from demix.plan.cost import plan_training
 from demix.plan.flops import HARDWARE
 from demix.plan.network import BUCKET_BYTES, NETWORKS, Network, Ring, given, out_of_a_node, rings_of, synchronizing
+from demix.run.check import load_run
+from demix.run.placement import place_experts
 from demix.train import parallel
 
 PAPER = Path(__file__).parents[2] / "config" / "paper-1.3b.yaml"
@@ -74,7 +75,7 @@ def test_buckets_are_those_of_training() -> None:
 
 
 def test_an_adaptation_sends_what_it_trains_and_checkpoints_are_counted() -> None:
-    plans = {one.name: one for one in plan_training(load_config(PAPER), None, HARDWARE["a100"])}
+    plans = {one.name: one for one in plan_training(load_run(PAPER), None, HARDWARE["a100"])}
     demix, dense = plans["demix"], plans["dense"]
     assert demix.synced == dense.synced == 4 * (demix.shared + demix.expert)
     # The rest of the model is frozen.

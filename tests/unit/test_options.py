@@ -9,12 +9,13 @@ import pytest
 import yaml
 
 from demix.config.architecture import Architecture
-from demix.run.rules import RunRules
-from demix.run.models import Model
 from demix.errors import DemixError
 from demix.plan.cost import plan_training
 from demix.plan.flops import HARDWARE
 from demix.report.paper_tables import changed_bytes
+from demix.run.check import completed_run
+from demix.run.models import Model
+from demix.run.rules import RunRules
 
 TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 ALIBI = {"position": "alibi"}
@@ -24,11 +25,11 @@ MASKED = {"attention": "bidirectional", "objective": "mlm"}
 def tiny(sizes: dict[str, Any] | None = None, **rows: Any) -> dict[str, Any]:
     config = copy.deepcopy(TINY) | {"models": rows}
     config["architecture"] |= sizes or {}
-    return complete(config, Path())
+    return completed_run(config, Path())
 
 
 def row_of(config: dict[str, Any], name: str) -> Model:
-    return next(model for model in planned(config) if model.name == name)
+    return next(model for model in config.planned if model.name == name)
 
 
 def test_a_row_has_the_options_of_its_own_and_others_stay_as_they_are() -> None:
@@ -54,7 +55,7 @@ def test_a_row_overrides_the_section_and_a_branch_takes_its_parents_options() ->
     }
     config = tiny(ALIBI, dense={"architecture": {"position": "learned"}}, **branches)
     rules = RunRules(config)
-    positions = {model.name: architecture_of(config, model.settings).position for model in trained(config)}
+    positions = {model.name: architecture_of(config, model.settings).position for model in config.trained}
     assert positions["demix"] == "alibi"
     assert {positions[name] for name in ("dense", *branches)} == {"learned"}
     given = [json.loads(rules.training_settings(row_of(config, name)))["architecture"] for name in ("dense", "same")]

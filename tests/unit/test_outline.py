@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from demix.data.outline import outline
+from demix.run.check import completed_run
 from support.cli import demix
 
 
@@ -23,7 +24,7 @@ def test_the_rate_follows_from_size_and_updates(
     Path("mine.yaml").write_text(written := outline("mine", names, []))
     done = demix("config", "mine.yaml", "--values")
     assert done.exit_code == 0, done.output
-    config = complete({"base": "mine.yaml"}, tmp_path)
+    config = completed_run({"base": "mine.yaml"}, tmp_path)
     architecture, training = config["architecture"], config["training"]
     assert architecture["layers"] == layers
     assert training["tokens"] // (domains * training["sequences"] * architecture["context"]) == updates

@@ -21,12 +21,12 @@ from torch.distributed import TCPStore
 
 from demix.commands import main as cli
 from demix.config.architecture import Architecture, parameters
-from demix.run.placement import place, place_experts
 from demix.config.models import KINDS
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import read_json_lines
 from demix.launch.local import world_size
+from demix.run.placement import place, place_experts
 from demix.train import parallel
 from demix.train.batches import balanced_batches, mixed_batches
 from demix.train.parallel import synced_bytes

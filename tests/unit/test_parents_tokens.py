@@ -16,6 +16,7 @@ from demix.report.card import model_card
 from demix.report.families import families_table
 from demix.report.family_costs import family_costs_table
 from demix.report.read import tokens_before
+from demix.run.check import load_run
 from support.models import write_model
 from support.synthetic_run import build_run
 
@@ -32,7 +33,7 @@ def begun(tokens: int | None) -> dict[str, Any]:
 
 def test_tables_count_what_is_known_and_name_what_is_not(tmp_path: Path) -> None:
     run = build_run(tmp_path)
-    config = run.config | {"models": ROWS}
+    config = run.run | {"models": ROWS}
     for row, tokens in (("mine", 1_000_000), ("theirs", None)):
         write_json(run.path / "models" / row / "model.json", {"kind": "demix", "parent": begun(tokens)})
     before = tokens_before(run.path, config)
@@ -48,7 +49,7 @@ def test_tables_count_what_is_known_and_name_what_is_not(tmp_path: Path) -> None
         notes = " ".join(one.notes)
         assert "of the parent imported/gpt2 of theirs are not known; the row's own training took 2,457,600" in notes
         assert "model in a folder that a row began with count, too" in notes
-    assert "parent" not in " ".join(families_table(run.results, run.config, {}).notes)
+    assert "parent" not in " ".join(families_table(run.results, run.run, {}).notes)
 
 
 def test_a_chain_of_folders_adds_up_and_is_unknown_where_one_is() -> None:
@@ -73,7 +74,7 @@ def test_a_card_says_what_its_parent_had_read(tmp_path: Path, tokens: int | None
 
 
 def test_the_plan_says_what_it_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(Path(__file__).parents[2] / "config" / "cbtm-1.3b.yaml")
+    config = load_run(Path(__file__).parents[2] / "config" / "cbtm-1.3b.yaml")
     monkeypatch.chdir(tmp_path)
     told = str(training_tables(config, None, "a100")[0].caption)
     assert "tokens of the parent imported/seed-1.3b of btm, cbtm_16 are not known" in told

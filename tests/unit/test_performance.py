@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 
 from demix.config.architecture import PRESETS, parameters
-from demix.run.placement import place_experts
 from demix.plan.cells import decimal, folded, short
 from demix.plan.cost import TEXT_BYTES, TOKENS_PER_WORD, plan_training
 from demix.plan.flops import HARDWARE, PAPER_TFLOPS, hours, update_flops
 from demix.plan.jobs import in_one_line
 from demix.plan.network import NETWORKS, Ring, out_of_a_node, rings_of, synchronizing
 from demix.plan.stages import RATES, WORD_BYTES, Stage, plan_stages, saving_hours, stages_table, sync_table
+from demix.run.check import load_run
+from demix.run.placement import place_experts
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "performance.md").read_text()
-PAPER, BTM, LARGE = (load_config(ROOT / "config" / f"{name}.yaml") for name in ("paper-1.3b", "cbtm-1.3b", "cbtm-6.7b"))
+PAPER, BTM, LARGE = (load_run(ROOT / "config" / f"{name}.yaml") for name in ("paper-1.3b", "cbtm-1.3b", "cbtm-6.7b"))
 # GPUs of a training: the config's own, and sixteen.
 MACHINES = {"a100": None, "h100": 16}
 V100_PEAK = 125
@@ -101,8 +102,8 @@ def assumed_rows() -> list[list[str]]:
 
 TABLES = {
     "By stage": stage_rows,
-    "Each model": lambda: model_rows(PAPER),
-    "The family": lambda: [row for row in model_rows(BTM) if "dapt" not in row[0]],
+    "Each model": lambda: PAPER.rows,
+    "The family": lambda: [row for row in BTM.rows if "dapt" not in row[0]],
     "Where DEMix moves fewer bytes": bytes_rows,
     "The same model on the paper's runs": paper_rows,
     "What is assumed": assumed_rows,

@@ -13,15 +13,16 @@ import pytest
 import yaml
 
 from demix.config import rows
-from demix.run.scoring import scoring_jobs
 from demix.errors import DemixError
 from demix.plan.cells import folded
 from demix.plan.cost import plan_domain, plan_table, plan_training, training_tables
 from demix.plan.flops import HARDWARE
 from demix.plan.jobs import ScoringCosts, in_one_line, jobs_table, plan_jobs, usual_hardware
+from demix.run.check import load_run
+from demix.run.scoring import scoring_jobs
 
 REPOSITORY = Path(__file__).parents[2]
-PAPER = {path.stem: load_config(path) for path in sorted((REPOSITORY / "config").glob("paper-*.yaml"))}
+PAPER = {path.stem: load_run(path) for path in sorted((REPOSITORY / "config").glob("paper-*.yaml"))}
 DAGGERS = {"webtext", "realnews", "reddit", "reviews", "breaking_news", "contracts", "tweets", "yelp"}
 
 
@@ -76,7 +77,7 @@ def test_local_parquet_is_counted(tmp_path):
 def test_totals_say_what_they_leave_out():
     footers = [column.footer for column in plan_table(copy.deepcopy(PAPER["paper-125m"])).columns]
     assert footers[4:9] == ["641M+", "77.9G", "255", "650GB", "214GB"]
-    sample = load_config(REPOSITORY / "config" / "sample.yaml")
+    sample = load_run(REPOSITORY / "config" / "sample.yaml")
     assert [column.footer for column in plan_table(sample).columns][4:9] == ["?", "all", "50", "?", "?"]
 
 
@@ -92,7 +93,7 @@ def test_the_command_prints_every_domain_and_the_totals():
 def test_the_plan_of_the_largest_models():
     config = PAPER["paper-1.3b"]
     plans = {plan.name: plan for plan in plan_training(config, 128, HARDWARE["v100"])}
-    models, adapted = ([one.name for one in found] for found in (trained(config), adaptations(config)))
+    models, adapted = ([one.name for one in found] for found in (config.trained, config.adaptations))
     assert list(plans) == models + [f"{kind}, 3 rates" for kind in rows.PAPER] + adapted
     swept = plans["dense, 3 rates"]
     assert (swept.tokens, swept.steps) == (3 * 1_048_576_000, 1500)
@@ -154,7 +155,7 @@ def test_a_rank_holds_the_experts_of_several_domains():
 
 
 def test_a_model_plans_with_its_own_settings():
-    config = copy.deepcopy(load_config(REPOSITORY / "config" / "sample.yaml"))
+    config = copy.deepcopy(load_run(REPOSITORY / "config" / "sample.yaml"))
     config["models"]["dense"] = {"tokens": 2_000_000, "sequences": 2}
     plans = {plan.name: plan for plan in plan_training(config, 1, HARDWARE["cpu"])}
     assert (plans["demix"].steps, plans["demix"].sequences) == (1_000_000 // (8 * 256), 8)
@@ -164,7 +165,7 @@ def test_a_model_plans_with_its_own_settings():
 
 
 def test_a_seed_counts_for_each_model_that_begins_with_it_and_is_trained_once():
-    config = copy.deepcopy(load_config(REPOSITORY / "config" / "sample.yaml"))
+    config = copy.deepcopy(load_run(REPOSITORY / "config" / "sample.yaml"))
     without = {plan.name: plan for plan in plan_training(config, 1, HARDWARE["cpu"])}
     config["models"]["branch"] = {"kind": "demix", "parent": "dense", "seed_tokens": 250_000}
     plans = {plan.name: plan for plan in plan_training(config, 1, HARDWARE["cpu"])}
@@ -252,7 +253,7 @@ def test_the_last_line_sums_hours_disk_and_days() -> None:
 
 
 def test_where_no_gpu_is_given_cores_are_counted() -> None:
-    config = load_config(REPOSITORY / "config" / "sample.yaml")
+    config = load_run(REPOSITORY / "config" / "sample.yaml")
     assert usual_hardware(config) == "cpu"
     assert usual_hardware(PAPER["paper-125m"]) == "v100"
     takes = training_tables(config, None, "cpu")[1]
@@ -265,7 +266,7 @@ def test_where_no_gpu_is_given_cores_are_counted() -> None:
 
 
 def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
-    config = load_config(REPOSITORY / "config" / "sample.yaml")
+    config = load_run(REPOSITORY / "config" / "sample.yaml")
     rules, costs = scoring_jobs(config), ScoringCosts(config, HARDWARE["cpu"])
     jobs = {(job.rule, part.folder): costs.of_part(part, job.jobs)[1]
             for job in rules for part in job.parts if part.shared}  # fmt: skip
@@ -301,7 +302,7 @@ def test_what_a_source_needs_is_asked_for(tmp_path):
         changed["domains"]["novel"][domain]["source"] = novel[domain]["source"] | change
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(changed))
         with pytest.raises(DemixError, match=message):
-            load_config(tmp_path / "config.yaml")
+            load_run(tmp_path / "config.yaml")
 
 
 def test_the_files_that_sbatch_would_get(tmp_path):
@@ -315,7 +316,7 @@ def test_the_files_that_sbatch_would_get(tmp_path):
     subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PATH": "/nowhere"})
     assert [path.name for path in (tmp_path / "results/paper-125m").iterdir()] == ["sbatch"]
     written = {path.stem: path.read_text().splitlines() for path in (tmp_path / "results/paper-125m/sbatch").iterdir()}
-    assert set(written) == {one.name for one in (*trained(config), *adaptations(config))}
+    assert set(written) == {one.name for one in (*config.trained, *config.adaptations)}
     asked = {line.removeprefix("#SBATCH --") for line in written["demix"] if line.startswith("#SBATCH")}
     assert asked >= {
         "nodes=4", "ntasks-per-node=8", "gpus-per-node=8", "mem=256000M", "time=1440", "signal=USR2@120", "requeue",
@@ -329,7 +330,7 @@ def test_the_files_that_sbatch_would_get(tmp_path):
 
 def test_scoring_jobs_count_the_models_of_further_seeds():
     """As `test_a_further_seed_trains_and_scores_only_its_models` finds them in the workflow."""
-    config = copy.deepcopy(load_config(REPOSITORY / "config" / "sample.yaml"))
+    config = copy.deepcopy(load_run(REPOSITORY / "config" / "sample.yaml"))
     removed = len(config["removal"]["retrain_without"])
     for seeds, models in (([], 5), ([config["seed"]], 5), ([1, 2, 5], 15)):
         config["seeds"] = seeds

@@ -9,21 +9,22 @@ import pytest
 import yaml
 
 from demix.config.architecture import Architecture, training_flops_per_token
-from demix.run.scoring import scoring_jobs
-from demix.run.models import rule_of
 from demix.plan.cost import plan_training, training_tables
 from demix.plan.flops import HARDWARE
 from demix.plan.jobs import ScoringCosts, in_one_line, plan_jobs, write_sbatch_files
+from demix.run.check import completed_run, load_run
+from demix.run.models import rule_of
+from demix.run.scoring import scoring_jobs
 
 REPOSITORY = Path(__file__).parents[2]
-PAPER = load_config(REPOSITORY / "config" / "cbtm-1.3b.yaml")
+PAPER = load_run(REPOSITORY / "config" / "cbtm-1.3b.yaml")
 TINY = yaml.safe_load((REPOSITORY / "tests" / "workflow" / "tiny.yaml").read_text())
 BTM = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
 
 
 def tiny(**rows: Any) -> dict[str, Any]:
     config = copy.deepcopy(TINY) | {"models": rows}
-    return complete(config, Path())
+    return completed_run(config, Path())
 
 
 def test_the_papers_flops_whatever_the_number_of_experts() -> None:
@@ -48,7 +49,7 @@ def test_the_papers_flops_whatever_the_number_of_experts() -> None:
 
 def test_the_papers_larger_seed() -> None:
     """OPT-6.7B: 32 blocks of 4,096, of which each of K experts has all, and no GPU of 80 GB holds the state."""
-    config = load_config(REPOSITORY / "config" / "cbtm-6.7b.yaml")
+    config = load_run(REPOSITORY / "config" / "cbtm-6.7b.yaml")
     plans = plan_training(config, None, HARDWARE["a100"])
     formula = 96 * 32 * 4096**2 * (1 + 2048 / (6 * 4096) + 50_264 / (16 * 32 * 4096)) * 167_772_160_000
     for rule, experts in (("train_btm", 8), ("train_cbtm_16", 16)):
@@ -76,7 +77,7 @@ def test_the_experts_of_a_run_are_jobs_of_their_own() -> None:
     assert sum(plan.flops for plan in experts) == dense.flops
     assert plans["dense_on"].hours == pytest.approx(dense.hours * 17 / 32)
     rules = {rule for job in plan_jobs(config, "cpu") for rule in job.rules}
-    assert {rule_of(job) for model in trained(config) for job in model.jobs} <= rules
+    assert {rule_of(job) for model in config.trained for job in model.jobs} <= rules
     assert {"join_btm", "join_few"} <= rules
     # Each expert's checkpoints are a whole model's.
     assert one.checkpoint == dense.checkpoint
@@ -107,7 +108,7 @@ def test_what_ranks_send_is_what_they_hold_together() -> None:
 def test_scoring_takes_a_whole_pass_for_each_whole_model() -> None:
     """Of an added expert too. Experts of DEMix share the attention of the first layer."""
     rows = {"models": {"btm": BTM}, "adaptation": {**TINY["adaptation"], "model": "btm"}}
-    config, saved = complete(copy.deepcopy(TINY) | rows, Path()), {}
+    config, saved = completed_run(copy.deepcopy(TINY) | rows, Path()), {}
     costs = ScoringCosts(config, HARDWARE["cpu"])
     for job in scoring_jobs(config):
         for part in (part for part in job.parts if len(part.columns) > 1 and not part.own):

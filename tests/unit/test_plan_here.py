@@ -14,6 +14,7 @@ from demix.data.outline import outline
 from demix.plan.here import here_line, seconds_here
 from demix.plan.jobs import jobs_table, runs_here
 from demix.plan.stages import sync_table
+from demix.run.check import completed_run, load_run
 from support.cli import demix
 
 CONFIGS = Path(__file__).parents[2] / "config"
@@ -35,7 +36,7 @@ def own() -> str:
 
 
 def config_of(name: str) -> dict[str, Any]:
-    return complete(yaml.safe_load(own())) if name == "own" else load_config(CONFIGS / f"{name}.yaml")
+    return completed_run(yaml.safe_load(own())) if name == "own" else load_run(CONFIGS / f"{name}.yaml")
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -57,10 +58,10 @@ def test_more_cores_shorten_a_run_down_to_its_longest_jobs() -> None:
 def test_on_a_laptop_one_line_comes_first_and_tables_on_request() -> None:
     file = CONFIGS / "sample.yaml"
     (line,) = demix("plan", file).stdout.splitlines()
-    assert line == f"{here_line(load_config(file))}; --details prints tables of it"
+    assert line == f"{here_line(load_run(file))}; --details prints tables of it"
     assert line.startswith("sample takes about ")
     shown = demix("plan", file, "--details").stdout
-    assert shown.startswith(f"{here_line(load_config(file))}\n")
+    assert shown.startswith(f"{here_line(load_run(file))}\n")
     assert "Jobs of sample" in shown
     assert "Stages of sample on cpu" in shown
     assert shown.splitlines()[-1].startswith("sample takes 0.")
@@ -78,7 +79,7 @@ def test_what_a_cluster_gives_is_shown_where_there_is_one() -> None:
     assert heads(**slurm)[-1] == "where"
     assert len(heads(**slurm)) == len(heads(**slurm, hardware="a100")) == 10
     # The paper's sizes say what a cluster gives a job, and profiles/slurm says that it is SLURM.
-    paper = load_config(CONFIGS / "paper-125m.yaml")
+    paper = load_run(CONFIGS / "paper-125m.yaml")
     assert paper["cluster"]["launch"] == "local"
     assert len(jobs_table(paper, "a100").columns) == 10
     assert runs_here(config_of("own"))

@@ -9,23 +9,24 @@ from typing import Any
 import pytest
 import zstandard
 
-from demix.run.scoring import scoring_jobs
 from demix.data.outline import outline
 from demix.plan.cost import plan_domains, plan_training
 from demix.plan.flops import HARDWARE
 from demix.plan.jobs import ScoringCosts, plan_jobs
 from demix.plan.stages import WORD_BYTES, plan_stages, saving_hours, stages_table, sync_seconds, sync_table
+from demix.run.check import load_run
+from demix.run.scoring import scoring_jobs
 from support.cli import demix
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(path for path in (ROOT / "config").glob("*.yaml"))
-PAPER = load_config(ROOT / "config" / "paper-1.3b.yaml")
+PAPER = load_run(ROOT / "config" / "paper-1.3b.yaml")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("hardware", ["a100", "cpu"])
 def test_stages_add_up_to_the_other_tables(path: Path, hardware: str) -> None:
-    config = load_config(path)
+    config = load_run(path)
     stages = {stage.name: stage for stage in plan_stages(config, hardware)}
     plans, jobs = plan_training(config, None, HARDWARE[hardware]), plan_jobs(config, hardware)
     trained = sum(stages[name].hours for name in ("train", "try learning rates", "adapt"))
@@ -61,7 +62,7 @@ def test_hours_of_the_data_stage_are_those_worked_by_hand() -> None:
 
 
 def test_what_no_setting_bounds_has_no_hours() -> None:
-    sample = load_config(ROOT / "config" / "sample.yaml")
+    sample = load_run(ROOT / "config" / "sample.yaml")
     stages = {stage.name: stage for stage in plan_stages(sample, "cpu")}
     assert {stages[name].hours for name in ("anonymize", "deduplicate", "split", "tokenize")} == {None}
     assert "left out" in stages_table(sample, "cpu").caption
@@ -91,7 +92,7 @@ def test_gradients_and_checkpoints_of_sixteen_ranks() -> None:
 
 def test_the_steps_of_a_seed_phase_are_sent_once_and_a_rules_jobs_share_its_hours() -> None:
     cluster = {"launch": "slurm", "ranks_per_node": 4}
-    config = load_config(ROOT / "config" / "sample.yaml")
+    config = load_run(ROOT / "config" / "sample.yaml")
     config |= {"cluster": config["cluster"] | cluster}
     plans = plan_training(config, 8, HARDWARE["a100"])
     (seeded,) = (plan for plan in plans if plan.begin)
@@ -125,7 +126,7 @@ def test_what_init_prints_can_be_planned(novel: list[str], tmp_path: Path, monke
     for name in ("a.txt", "b.txt", "c.txt", *novel):
         Path(name).write_text(f"The mill of {name} stood by the river.\n\n" * 1500)
     Path("mine.yaml").write_text(outline("mine", ["a.txt", "b.txt", "c.txt"], novel, None, None))
-    config = load_config("mine.yaml")
+    config = load_run("mine.yaml")
     stages = {stage.name: stage.jobs for stage in plan_stages(config, "cpu")}
     assert (stages["score"], stages["score what was adapted"]) == ((4, 1) if novel else (2, 0))
     assert min(job.jobs for job in scoring_jobs(config)) == 1
@@ -151,7 +152,7 @@ def test_what_init_prints_can_be_planned(novel: list[str], tmp_path: Path, monke
 
 def many(domains: int) -> dict[str, Any]:
     """The sample with so many novel domains."""
-    sample = load_config(ROOT / "config" / "sample.yaml", removal={})
+    sample = load_run(ROOT / "config" / "sample.yaml", removal={})
     novel = {f"n{number}": sample["domains"]["novel"]["wiki"] for number in range(domains)}
     return sample | {"domains": sample["domains"] | {"novel": novel}}
 

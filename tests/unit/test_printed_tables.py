@@ -27,7 +27,7 @@ def test_what_rounds_to_zero_has_no_sign() -> None:
 def test_one_novel_domain_is_one_domain(tmp_path: Path, training: tuple[str, ...]) -> None:
     run = build_run(tmp_path, training=training, retrained=(), novel=NOVEL[:1])
     output = tmp_path / "report"
-    write_report(run.path, run.config, output)
+    write_report(run.path, run.run, output)
     pages = "".join(path.read_text() for kind in ("html", "md", "tex") for path in output.rglob(f"*.{kind}"))
     pages += "".join(model_card(run.path, model) for model in ("demix", "dense"))
     assert "1 novel domain," in pages
@@ -39,7 +39,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     name = "<b>a&b_|c"
     run = build_run(tmp_path, training=(name, "law"), retrained=())
     output = tmp_path / "report"
-    write_report(run.path, run.config, output)
+    write_report(run.path, run.run, output)
     html = "".join((output / page).read_text() for page in ("tables/table4.html", "claims.html", "index.html"))
     assert "&lt;b&gt;a&amp;b_|c" in html
     assert name not in html

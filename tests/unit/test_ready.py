@@ -11,9 +11,10 @@ import pytest
 
 from demix.errors import DemixError
 from demix.plan.ready import CLIENTS, check_site
+from demix.run.check import load_run
 from support.server import serving
 
-SAMPLE = load_config(Path(__file__).parents[2] / "config" / "sample.yaml")
+SAMPLE = load_run(Path(__file__).parents[2] / "config" / "sample.yaml")
 Commands = Callable[..., Path]
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from demix.run.rules import RunRules
-from demix.run.models import Model
 from demix.errors import DemixError, StoppedError
 from demix.files import read_json_lines
 from demix.model.checkpoint import describe, load_model
+from demix.run.check import completed_run
+from demix.run.models import Model
+from demix.run.rules import RunRules
 from demix.train import stage
 from demix.train.stage import take_seed, train_model
 from support.cli import said
@@ -96,7 +97,7 @@ def test_what_cannot_restart_is_refused(seed: Path, tokens: Path, tmp_path: Path
 
 def rules(**rows: Any) -> RunRules:
     config = copy.deepcopy(CONFIG) | {"models": rows}
-    complete(config, Path())
+    completed_run(config, Path())
     return RunRules(config)
 
 

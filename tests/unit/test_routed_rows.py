@@ -16,9 +16,6 @@ import yaml
 from safetensors.torch import load_file
 
 from demix.config.architecture import Architecture, architecture_from, parameters, training_flops_per_token
-from demix.run.systems import evaluated
-from demix.run.rules import RunRules
-from demix.run.models import Model
 from demix.errors import DemixError, StoppedError
 from demix.files import read_json_lines
 from demix.model.checkpoint import describe, load_model
@@ -31,6 +28,10 @@ from demix.plan.cost import plan_training, training_tables
 from demix.plan.flops import HARDWARE, scoring_flops
 from demix.report.families import families, one_clusters
 from demix.report.family_costs import family_costs_table
+from demix.run.check import completed_run
+from demix.run.models import Model
+from demix.run.rules import RunRules
+from demix.run.systems import evaluated
 from demix.train.adapt import adapt_expert
 from demix.train.batches import Batches, mixed_batches
 from demix.train.branch import upcycled
@@ -51,11 +52,11 @@ RECIPE = dataclasses.replace(TRAIN, architecture=SIZES | {"routed": ROUTED})
 
 
 def tiny(**rows: Any) -> dict[str, Any]:
-    return complete(copy.deepcopy(TINY) | {"models": rows}, Path())
+    return completed_run(copy.deepcopy(TINY) | {"models": rows}, Path())
 
 
 def row_of(config: dict[str, Any], name: str) -> Model:
-    return next(model for model in trained(config) if model.name == name)
+    return next(model for model in config.trained if model.name == name)
 
 
 def test_a_row_trains_one_column_for_the_flops_of_a_dense_model() -> None:
@@ -123,7 +124,7 @@ def test_neither_adaptation_nor_removal_takes_a_routed_row(section: str, key: st
     content = copy.deepcopy(TINY) | {"models": {"x": SWITCH}}
     content[section] = content.get(section, {}) | {key: "x"}
     with pytest.raises(DemixError, match=f"config key {section}.{key}"):
-        complete(content, Path())
+        completed_run(content, Path())
 
 
 def test_training_is_the_obvious_loop_in_any_micro_batches(tokens: Path, tmp_path: Path) -> None:

@@ -113,12 +113,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Run:
         lines = [{"step": step, "tokens": step, "router_dropped": step / 100} for step in range(1, 21)]
         if model in rows:
             write_json_lines(run.path / "metrics" / f"{model}.jsonl", lines)
-    config = run.config | {"models": MODELS | rows}
+    config = run.run | {"models": MODELS | rows}
     return replace(run, config=config, results=Results(pd.concat([run.results.rows, *more], ignore_index=True)))
 
 
 def test_the_table_of_routers(made: Run) -> None:
-    frame = routers_table(read_loads(made.path, made.config), made.path, made.config).frame
+    frame = routers_table(read_loads(made.path, made.run), made.path, made.run).frame
     assert frame.loc["upcycled", ["A token chooses", "Routed layers"]].tolist() == ["2 of 3", 1]
     # Of layer 2: 199 of 201 choices of each domain fall on an expert of its own.
     own = np.array([199, 1, 1]) / 201
@@ -133,7 +133,7 @@ def test_the_table_of_routers(made: Run) -> None:
 
 
 def test_the_figure_has_a_map_for_each_model_and_layer(made: Run) -> None:
-    drawn = router_loads(read_loads(made.path, made.config), made.config).to_dict()
+    drawn = router_loads(read_loads(made.path, made.run), made.run).to_dict()
     headings = [row["hconcat"][0]["title"]["text"] for row in drawn["concat"]]
     assert [heading.split(":")[0] for heading in headings] == [
         *(f"switch, layer {layer}" for layer in (1, 2, 3)),
@@ -149,7 +149,7 @@ def test_the_figure_has_a_map_for_each_model_and_layer(made: Run) -> None:
 
 
 def judged(run: Run) -> dict[str, Claim]:
-    return {claim.name: claim for claim in claims(run.results, run.overlap, run.differences, run.parents, run.config)}
+    return {claim.name: claim for claim in claims(run.results, run.overlap, run.differences, run.parents, run.run)}
 
 
 def test_domain_experts_meet_routed_rows_of_equal_flops_that_begin_alike(made: Run) -> None:
@@ -164,14 +164,14 @@ def test_domain_experts_meet_routed_rows_of_equal_flops_that_begin_alike(made: R
 
 
 def test_rows_of_more_flops_or_another_beginning_meet_no_domain_experts(made: Run) -> None:
-    longer = {name: row for name, row in made.config["models"].items() if name not in ("switch", "upcycled")}
+    longer = {name: row for name, row in made.run["models"].items() if name not in ("switch", "upcycled")}
     later = {"later": UPCYCLED | {"seed_tokens": 409600}}
-    found = judged(replace(made, config=made.config | {"models": longer | later}))
+    found = judged(replace(made, config=made.run | {"models": longer | later}))
     assert not {"domain_experts_against_token_routed", "clusters_against_upcycling"} & found.keys()
     assert "btm_against_dense" in found
 
 
 def test_a_damaged_file_of_loads_is_named(made: Run, tmp_path: Path) -> None:
-    config = json.loads(json.dumps(made.config)) | {"models": {"other": SWITCH}}
+    config = json.loads(json.dumps(made.run)) | {"models": {"other": SWITCH}}
     with pytest.raises(DemixError, match=r"loads/other\.parquet"):
         read_loads(made.path, config)

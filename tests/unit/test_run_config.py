@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from demix.run.kept import FORMAT, read_run_config, refuse_other_domains, write_run_config
 from demix.errors import DemixError
 from demix.files import read_json, write_json
+from demix.run.check import completed_run
+from demix.run.kept import FORMAT, read_run_config, refuse_other_domains, write_run_config
 from support.cli import said
 from support.dry_run import ENVIRONMENT, dry_run
 from support.synthetic_run import build_run
@@ -32,9 +33,9 @@ def test_it_keeps_the_order_of_the_domains_and_has_a_version(tmp_path: Path) -> 
 
 
 def test_it_is_a_config_to_run_again(tmp_path: Path) -> None:
-    config = complete(yaml.safe_load(TINY.read_text()))
+    config = completed_run(yaml.safe_load(TINY.read_text()))
     write_run_config(tmp_path / "config.json", config)
-    again = complete(json.loads((tmp_path / "config.json").read_text()))
+    again = completed_run(json.loads((tmp_path / "config.json").read_text()))
     assert again == config
     assert {"format", "seal"}.isdisjoint(again)
 
@@ -101,7 +102,7 @@ def test_the_workflow_refuses_to_go_on_with_a_run_of_another_version(tmp_path: P
 
 
 def test_the_workflow_touches_no_run_of_other_domains(tmp_path: Path) -> None:
-    run, config = tmp_path / "results" / "tiny", complete(yaml.safe_load(TINY.read_text()))
+    run, config = tmp_path / "results" / "tiny", completed_run(yaml.safe_load(TINY.read_text()))
     source = config["domains"]["training"]["licenses"]
     write_run_config(run / "config.json", config | {"domains": {"training": {"letters": source}, "novel": {}}})
     before = (run / "config.json").read_bytes()
@@ -133,7 +134,7 @@ def test_the_workflow_touches_no_run_of_other_domains(tmp_path: Path) -> None:
 
 
 def test_one_domain_in_common_makes_it_the_same_run(tmp_path: Path) -> None:
-    config = complete(yaml.safe_load(TINY.read_text()))
+    config = completed_run(yaml.safe_load(TINY.read_text()))
     write_run_config(tmp_path / "config.json", config)
     for training, novel in (({"licenses": {}}, {}), ({"letters": {}}, {"parliament": {}})):
         refuse_other_domains(tmp_path, {"domains": {"training": training, "novel": novel}})

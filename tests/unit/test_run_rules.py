@@ -12,10 +12,11 @@ import pytest
 import yaml
 
 from demix.commands.main import command_line
-from demix.run.rules import LONGEST_ARGUMENT, RunRules
+from demix.errors import DemixError
+from demix.run.check import completed_run
 from demix.run.kept import config_fingerprint, read_run_config
 from demix.run.models import Model
-from demix.errors import DemixError
+from demix.run.rules import LONGEST_ARGUMENT, RunRules
 
 CONFIG = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 
@@ -24,7 +25,7 @@ def rules(**sections: Any) -> RunRules:
     config = copy.deepcopy(CONFIG)
     for name, section in sections.items():
         config[name] = config.get(name, {}) | section if isinstance(section, dict) else section
-    complete(config, Path())
+    completed_run(config, Path())
     return RunRules(config)
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from demix.run.systems import bases, compared, evaluated, systems_of
 from demix.config.models import KINDS, PAPER
-from demix.run.scoring import scoring_jobs
 from demix.errors import DemixError
+from demix.run.scoring import scoring_jobs
+from demix.run.systems import bases, compared, evaluated, systems_of
 
 TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")
 
@@ -32,7 +32,7 @@ def with_rows(**rows: Any) -> dict[str, Any]:
 
 
 def test_the_models_of_a_run() -> None:
-    models = planned(config())
+    models = config().planned
     assert [model.name for model in models] == [
         "demix", "dense", "dense_unbalanced", "domain_token", "without-law",
         "demix-seed9", "dense-seed9", "dense_unbalanced-seed9", "domain_token-seed9",
@@ -45,16 +45,16 @@ def test_the_models_of_a_run() -> None:
     assert by_name["dense"].experts == by_name["dense"].columns == ("dense",)
     assert (by_name["domain_token"].experts, by_name["domain_token"].columns) == (("dense",), TRAINING)
     assert by_name["dense-dapt-wiki"].scored == (*TRAINING, "wiki")
-    assert [one.name for one in adaptations(config())] == [
+    assert [one.name for one in config().adaptations] == [
         "demix-dapt-songs", "dense-dapt-songs", "demix-dapt-wiki", "dense-dapt-wiki",
     ]  # fmt: skip
-    added, made, *_ = adaptations(config())
+    added, made, *_ = config().adaptations
     assert (added.model, added.expert, made.model, made.expert) == ("demix", "songs", "dense-dapt-songs", "dense")
 
 
 def test_a_second_row_of_a_known_kind_needs_no_code() -> None:
     rows = with_rows(demix_small={"kind": "demix", "learning_rate": 5e-4}, plain={"kind": "dense"})
-    by_name = {model.name: model for model in planned(rows)}
+    by_name = {model.name: model for model in rows.planned}
     assert by_name["demix_small"].settings == {"tokens": 1000, "learning_rate": 5e-4, "sweep": None}
     assert by_name["demix_small-seed9"].kind is KINDS["demix"]
     rules = {job.rule: {part.model for part in job.parts} for job in scoring_jobs(rows)}
@@ -74,8 +74,8 @@ def test_a_second_row_of_a_known_kind_needs_no_code() -> None:
 def test_adaptation_and_removal_follow_the_rows_that_they_name() -> None:
     rows = with_rows(other={"kind": "demix"})
     rows |= {"adaptation": {"model": "other"}, "removal": rows["removal"] | {"model": "other"}}
-    assert {one.name for one in adaptations(rows)} >= {"other-dapt-songs", "dense-dapt-songs"}
-    without = next(model for model in planned(rows) if model.removed)
+    assert {one.name for one in rows.adaptations} >= {"other-dapt-songs", "dense-dapt-songs"}
+    without = next(model for model in rows.planned if model.removed)
     assert (without.name, without.base) == ("without-law", "other")
     sets = {table.model: [some.label for some in table.sets] for table in evaluated(rows, "news") if table.seed == 7}
     assert sets["other"] == ["all", "plus-songs", "plus-wiki", "training", "minus-news"]
@@ -90,7 +90,7 @@ SETTINGS = {"tokens": 1000, "learning_rate": 1e-3, "sweep": None, "sequences": 2
 
 def test_a_row_with_a_seed_phase_follows_its_parent() -> None:
     rows = with_rows(dense={"learning_rate": 5e-4}, seeded=SEEDED | {"ranks": 3}) | {"training": SETTINGS}
-    by_name = {model.name: model for model in trained(rows)}
+    by_name = {model.name: model for model in rows.trained}
     seeded = by_name["seeded"]
     assert seeded.settings == SETTINGS | {"learning_rate": 5e-4, "parent": "dense", "seed_tokens": 500, "ranks": 3}
     assert (seeded.parent, seeded.seed_step(8), seeded.rates_from) == ("dense", 500 // 48, "dense")
@@ -107,7 +107,7 @@ def test_a_row_with_a_seed_phase_follows_its_parent() -> None:
     assert ("seeded", "cached") in {(system.model, system.method) for system in compared(rows, "wiki")}
     # Its model without a domain begins with the same seed, which has seen the domain.
     removing = rows | {"removal": rows["removal"] | {"model": "seeded"}}
-    without = next(model for model in trained(removing) if model.removed)
+    without = next(model for model in removing.trained if model.removed)
     assert (without.parent, without.seed_step(8), without.base) == ("dense", 10, "seeded")
 
 
@@ -146,11 +146,11 @@ def test_each_added_expert_is_mixed_with_the_training_experts_alone() -> None:
 
 def test_dense_dapt_starts_from_the_row_that_the_config_names() -> None:
     rows = config(adaptation={"tokens": 100, "model": "demix", "dense": "dense_unbalanced"})
-    made = [one for one in adaptations(rows) if not one.adds_expert]
+    made = [one for one in rows.adaptations if not one.adds_expert]
     assert [(one.name, one.parent.name) for one in made] == [
         (f"dense_unbalanced-dapt-{name}", "dense_unbalanced") for name in NOVEL
     ]
-    assert {model.name for model in planned(rows)} >= {one.name for one in made}
+    assert {model.name for model in rows.planned} >= {one.name for one in made}
     models = {part.model for job in scoring_jobs(rows) for part in job.parts}
     assert models >= {f"dense_unbalanced-dapt-{name}" for name in NOVEL}
     with pytest.raises(DemixError, match=r"adaptation\.dense: is dense_unbalanced, which is no such row"):
@@ -160,7 +160,7 @@ def test_dense_dapt_starts_from_the_row_that_the_config_names() -> None:
 @pytest.mark.parametrize(("given", "factors"), [(0.3, [0.3, 0.3]), ({"demix": 1.0, "dense": 0.1}, [1.0, 0.1])])
 def test_each_kind_of_adaptation_has_its_learning_rate(given: Any, factors: list[float]) -> None:
     rows = config(adaptation={"learning_rate_factor": given})
-    assert [learning_rate_factor(rows, one.parent) for one in adaptations(rows)[:2]] == factors
+    assert [learning_rate_factor(rows, one.parent) for one in rows.adaptations[:2]] == factors
 
 
 def test_the_average_is_compared_too() -> None:
@@ -169,7 +169,7 @@ def test_the_average_is_compared_too() -> None:
 
 def test_a_row_can_begin_with_a_folder() -> None:
     rows = with_rows(mine={"kind": "demix", "parent": "imported/gpt2", "tokens": 500}) | {"training": SETTINGS}
-    mine, again = (model for model in trained(rows) if model.row == "mine")
+    mine, again = (model for model in rows.trained if model.row == "mine")
     assert mine.settings == SETTINGS | {"tokens": 500, "initial": "imported/gpt2"}
     assert (mine.parent, again.parent, mine.rates_from, mine.seed_step(8)) == ("", "", "mine", 0)
     assert not seeds(rows, 8)
@@ -177,7 +177,7 @@ def test_a_row_can_begin_with_a_folder() -> None:
 
 def test_a_row_can_be_left_out() -> None:
     rows = with_rows(domain_token=None, dense_unbalanced=None)
-    assert {model.base for model in trained(rows)} == {"demix", "dense"}
+    assert {model.base for model in rows.trained} == {"demix", "dense"}
     assert "dense_unbalanced" not in bases(rows)
     assert not {"domain_token", "dense_unbalanced"} & {table.model for table in evaluated(rows, "law")}
 
@@ -201,7 +201,7 @@ def test_rows_that_adaptation_and_removal_cannot_take() -> None:
     with pytest.raises(DemixError, match=r"adaptation\.model: is plain, which is no such row.*known are demix"):
         planned(with_rows(plain={"kind": "dense"}) | {"adaptation": {"model": "plain"}})
     with pytest.raises(DemixError, match=r"removal\.model: is nothing"):
-        planned(config(removal={"retrain_without": [], "model": "nothing"}))
+        config(removal={"retrain_without": [], "model": "nothing"}).planned
 
 
 def test_every_score_table_that_is_evaluated_is_made_by_one_job() -> None:

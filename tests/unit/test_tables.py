@@ -43,7 +43,7 @@ def run(made_up: Run) -> Run:
 
 def write_all(run: Run, output: Path) -> Path:
     path = run.path
-    write_report(path, run.config, output)
+    write_report(path, run.run, output)
     return output
 
 
@@ -53,7 +53,7 @@ def test_importing_the_report_is_cheap() -> None:
 
 
 def test_table3_is_the_plain_mean_over_training_domains(run: Run) -> None:
-    frame = table3(run.results, run.config).frame
+    frame = table3(run.results, run.run).frame
     assert frame["Perplexity"].to_dict() == pytest.approx(
         {
             "Dense": 110 * 1.4,
@@ -72,14 +72,14 @@ def test_table3_is_the_plain_mean_over_training_domains(run: Run) -> None:
 
 
 def test_table4_shows_every_training_domain_and_its_mean(run: Run) -> None:
-    frame = table4(run.results, run.config).frame
+    frame = table4(run.results, run.run).frame
     assert list(frame.index) == [*TRAINING, "Mean of 3"]
     assert frame["Dense"].tolist() == pytest.approx([140.0, 154.0, 168.0, 154.0])
     assert frame["DEMix (cached prior)"].tolist() == pytest.approx([101.0, 111.1, 121.2, 111.1])
 
 
 def test_table5_has_ten_systems_two_rules_beyond_the_paper_and_the_released_scorer(run: Run) -> None:
-    table = table5(run.results, run.config)
+    table = table5(run.results, run.run)
     assert len(table.frame) == 10 + 2 + 3
     assert list(table.frame.columns) == [*NOVEL, "Mean"]
     expected = {
@@ -102,13 +102,13 @@ def test_table5_has_ten_systems_two_rules_beyond_the_paper_and_the_released_scor
 
 def test_table5_never_prints_an_oracle_bold(tmp_path: Path) -> None:
     run = build_run(tmp_path, change=lambda key, value: value / 2 if key.method == "naive" else value)
-    table = table5(run.results, run.config)
+    table = table5(run.results, run.run)
     assert not table.bold().filter(like="oracle", axis=0).to_numpy().any()
     assert table.bold().loc["+ Domain Token (chosen on dev)"].all()
 
 
 def test_table6_compares_few_and_many_experts(run: Run) -> None:
-    frame = table6(run.results, run.config).frame
+    frame = table6(run.results, run.run).frame
     assert list(frame.index) == [
         *TRAINING,
         "Mean of 3 training",
@@ -125,15 +125,15 @@ def test_table6_compares_few_and_many_experts(run: Run) -> None:
 
 def test_table7_tells_of_a_seed_that_has_seen_the_domain(run: Run) -> None:
     rows = {"seeded": {"kind": "demix", "parent": "dense", "seed_tokens": 500}}
-    config = run.config | {"models": rows, "training": {"tokens": 1000}}
-    removing = {**run.config.get("removal", {}), "model": "seeded"}
+    config = run.run | {"models": rows, "training": {"tokens": 1000}}
+    removing = {**run.run.get("removal", {}), "model": "seeded"}
     weakens = "seeded and −Domain began with what the model dense had learned of every domain in its first 500 tokens"
     assert sum(weakens in note for note in table7(run.results, config | {"removal": removing}).notes) == 1
     assert not any("seed that has seen" in note for note in table7(run.results, config).notes)
 
 
 def test_table7_averages_only_what_can_be_compared(run: Run) -> None:
-    table = table7(run.results, run.config)
+    table = table7(run.results, run.run)
     frame = table.frame
     assert frame.loc["law"].tolist() == pytest.approx([110 * 1.01, 110 * 1.8, 110 * 1.9, 50, 60])
     assert frame.loc["Mean of all 3"].tolist()[:2] == pytest.approx([110 * 1.01, 110 * 1.8])
@@ -146,7 +146,7 @@ def test_table7_averages_only_what_can_be_compared(run: Run) -> None:
 def test_table13_shows_forgetting_and_adaptation(run: Run) -> None:
     found = read_parents(run.path / "models" / "demix" / "experts", list(NOVEL))
     assert found == {"wiki": Parent("code"), "songs": Parent("law")}
-    table = table13(run.results, run.config, found)
+    table = table13(run.results, run.run, found)
     frame = table.frame
     for label in NOVEL:
         row = frame.loc[label].tolist()
@@ -170,7 +170,7 @@ def test_top_k_and_dev_rows_are_no_part_of_the_paper_tables(run: Run) -> None:
     others = [extra.assign(top_k=2), extra.assign(split="dev"), extra.assign(variant="decay")]
     rows = Results(pd.concat([run.results.rows, *others], ignore_index=True))
     for table in (table3, table4, table5, table6, table7):
-        pd.testing.assert_frame_equal(table(rows, run.config).frame, table(run.results, run.config).frame)
+        pd.testing.assert_frame_equal(table(rows, run.run).frame, table(run.results, run.run).frame)
 
 
 def test_a_run_with_little_names_what_has_no_numbers(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_run_without_novel_domains_and_with_none_of_the_rows(tmp_path: Path) -
     run = build_run(tmp_path, novel=(), retrained=(), change=lambda key, v: v if key.domain == "law" else None)
     output = write_all(run, tmp_path / "report")
     files = {path.relative_to(output).as_posix() for path in output.rglob("*.*")}
-    assert files == set(report_files(run.config))
+    assert files == set(report_files(run.run))
     assert set(REPORT_FILES) - files >= {"tables/table5.md", "figures/figure6.svg", "tables/audit.tex"}
     assert "–" in (output / "tables" / "table3.md").read_text()
     empty = build_run(tmp_path / "empty", change=lambda key, v: v if key.domain == "wiki" else None)
@@ -201,19 +201,19 @@ def test_a_run_without_novel_domains_and_with_none_of_the_rows(tmp_path: Path) -
 
 
 def test_an_interval_or_a_dash_stands_beneath(run: Run) -> None:
-    table = table4(run.results, run.config)
+    table = table4(run.results, run.run)
     assert table.second_lines().loc["law", "Dense"] == "[138.60, 184.80]"
     assert table.second_lines().loc["news", "Dense"] == "–"
     assert table.second_lines().loc["Mean of 3"].tolist() == [""] * 10
     assert table.frame["Documents"].tolist()[:3] == [7, 50, 7]
-    assert table5(run.results, run.config).second_lines().loc["Dense"].tolist() == ["[163.80, 218.40]", "–", ""]
+    assert table5(run.results, run.run).second_lines().loc["Dense"].tolist() == ["[163.80, 218.40]", "–", ""]
     none = Results(run.results.rows.assign(perplexity_low=math.nan, perplexity_high=math.nan))
-    assert set(table4(none, run.config).second_lines().to_numpy().ravel()) == {""}
-    assert "No domain has the 20 test documents" in table4(none, run.config).notes[0]
+    assert set(table4(none, run.run).second_lines().to_numpy().ravel()) == {""}
+    assert "No domain has the 20 test documents" in table4(none, run.run).notes[0]
 
 
 def test_grids_are_means_of_their_own_rows(run: Run) -> None:
-    decay, blocks = decay_table(run.results, run.config), dev_blocks_table(run.results, run.config)
+    decay, blocks = decay_table(run.results, run.run), dev_blocks_table(run.results, run.run)
     assert list(decay.frame.index) == ["0.1", "0.3", "0.9"]
     assert decay.frame["cached prior, 3 training"].tolist() == pytest.approx([111.1 * f for f in DECAYS.values()])
     assert decay.frame["updating prior, 2 novel"].tolist() == pytest.approx(
@@ -228,24 +228,24 @@ def test_a_domain_with_little_dev_text_has_all_of_it_in_larger_priors(run: Run) 
     rows = run.results.rows
     short = (rows["variant"] == "dev_blocks") & (rows["domain"] == "law")
     rows = Results(rows[~(short & (rows["dev_blocks"] == 100))])
-    found = dev_blocks_table(rows, run.config).frame["cached prior, 3 training"]
+    found = dev_blocks_table(rows, run.run).frame["cached prior, 3 training"]
     assert found["100"] == pytest.approx((101 + 111.1 * DEV_BLOCKS[10] + 121.2) / 3)
 
 
 def test_released_weights_and_scorer_are_held_against_history(run: Run) -> None:
-    frame = weights_table(run.results, run.config).frame
+    frame = weights_table(run.results, run.run).frame
     change = frame["training: against history, %"]
     assert change["DEMix (cached prior, released weights)"] == pytest.approx(3)
     assert change["DEMix (cached prior, released scorer)"] == pytest.approx(100 * (1.03 * RELEASED_SCORER - 1))
     assert math.isnan(change["DEMix (cached prior, history)"])
     assert "DEMix (uniform prior, released scorer)" not in frame.index
     windows = run.results.rows.query("weights == 'history' and variant == ''").assign(weights="4")
-    found = weights_table(Results(pd.concat([run.results.rows, windows])), run.config).frame
+    found = weights_table(Results(pd.concat([run.results.rows, windows])), run.run).frame
     assert found.loc["DEMix (cached prior, last 4 tokens)", "Mean of 3 training"] == pytest.approx(111.1)
 
 
 def test_the_full_table_has_every_system_once(run: Run) -> None:
-    frame = full_table(run.results, run.config).frame
+    frame = full_table(run.results, run.run).frame
     assert not frame.duplicated(["Domain", "System"]).any()
     row = frame[(frame["Domain"] == "law") & (frame["System"] == "Dense")].iloc[0]
     assert row[["Perplexity", "Low", "High", "Documents"]].tolist() == pytest.approx([154, 138.6, 184.8, 50])
@@ -254,7 +254,7 @@ def test_the_full_table_has_every_system_once(run: Run) -> None:
 
 
 def test_differences_are_named_as_in_the_tables(run: Run) -> None:
-    frame = differences_table(run.differences, run.config).frame
+    frame = differences_table(run.differences, run.run).frame
     of_naive = frame[(frame["Domain"] == "law") & (frame["System"] == "DEMix (naive)")].set_index("Less")
     assert list(of_naive.index) == ["Dense", "Dense (Balanced)", "DEMix (cached prior)"]
     on_novel = frame.loc[frame["Domain"] == "wiki", "System"]
@@ -266,15 +266,15 @@ def test_differences_are_named_as_in_the_tables(run: Run) -> None:
     for column in ("model", "domain", "against"):
         strange = pd.concat([run.differences, run.differences.iloc[:2].assign(**{column: "none_such"})])
         with pytest.raises(DemixError, match=r"differences\.parquet: 2 rows are of systems that no table has"):
-            differences_table(strange, run.config)
+            differences_table(strange, run.run)
 
 
 def test_sums_of_released_weights_stand_where_the_paper_mixes(run: Run) -> None:
-    frame = table7(run.results, run.config).frame
+    frame = table7(run.results, run.run).frame
     label = "Mean of all 3, released weights"
     assert frame.loc[label, "+Expert"] == pytest.approx(110 * 1.01 * 1.03)
     assert pd.isna(frame.loc[label, "−Domain"])
-    six = table6(run.results, run.config).frame
+    six = table6(run.results, run.run).frame
     assert six.loc["Mean of 2 novel, released weights"].tolist()[:2] == pytest.approx(
         [135 * 1.01 * 1.15 * 1.03, 135 * 1.01 * 1.03]
     )
@@ -286,9 +286,9 @@ def test_the_audit_sets_train_beside_test(run: Run, tmp_path: Path) -> None:
          for split, counts in (("train", (10, 20)), ("test", (2, 4))) for document, matched in enumerate(counts)],
         columns=["domain", "system", "split", "document", "matched", "share", "nll"],
     )  # fmt: skip
-    row = audit_table(found, run.config).frame.loc["law, without its expert"]
+    row = audit_table(found, run.run).frame.loc["law, without its expert"]
     assert row.tolist() == pytest.approx([15, 3, 30, 6, 85, 97, 2, 2])
-    assert not len(audit_table(read_audit(tmp_path / "none.parquet"), run.config).frame)
+    assert not len(audit_table(read_audit(tmp_path / "none.parquet"), run.run).frame)
 
 
 def test_learning_rates_of_adaptation_stand_side_by_side(run: Run, tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_learning_rates_of_adaptation_stand_side_by_side(run: Run, tmp_path: Pat
         ]
         card = {"trials": trials, "adaptation": {"learning_rate_factor": chosen}}
         write_json(tmp_path / f"dense-dapt-{domain}" / "model.json", card)
-    table = rates_table(read_trials(tmp_path, run.config))
+    table = rates_table(read_trials(tmp_path, run.run))
     assert table.frame.loc["Dense-DAPT, 0.1 of the rate"].tolist() == pytest.approx([0, -10, 2, 1])
     assert table.frame.loc["Dense-DAPT, 1 of the rate"].tolist() == pytest.approx([-20, -20, 2, 1])
     assert table.text().loc["Dense-DAPT, 9 of the rate"].tolist() == ["–", "–", "2", "0"]
@@ -324,7 +324,7 @@ def test_overlap_is_told_with_the_p_value_of_permuted_domains(tmp_path: Path) ->
         training=training,
         change=lambda key, value: value * factors.get((key.domain, key.expert), 1) if key.method == "expert" else value,
     )
-    frame = overlap_table(run.results, run.overlap, run.config).frame
+    frame = overlap_table(run.results, run.overlap, run.run).frame
     assert list(frame.index) == ["training domains", "novel domains", "training domains, own experts too"]
     assert frame["Pairs"].tolist() == [12, 8, 16]
 
@@ -356,7 +356,7 @@ def test_dense_dapt_is_compared_with_the_model_that_it_starts_from(tmp_path: Pat
     run = build_run(tmp_path)
     rows = run.results.rows
     renamed = Results(rows.assign(model=rows["model"].str.replace("dense-dapt", "dense_unbalanced-dapt")))
-    config = run.config | {"adaptation": {"dense": "dense_unbalanced"}}
+    config = run.run | {"adaptation": {"dense": "dense_unbalanced"}}
     table = table13(renamed, config, run.parents)
     assert table.frame.loc["wiki"].tolist()[:2] == pytest.approx([100 * (1.3 * 1.2 / 1.4 - 1), 100 * (1.1 / 1.4 - 1)])
     assert "Dense-DAPT starts from Dense and" in table.caption
@@ -364,8 +364,8 @@ def test_dense_dapt_is_compared_with_the_model_that_it_starts_from(tmp_path: Pat
 
 def test_dev_blocks_say_what_the_last_one_weighs(run: Run) -> None:
     for decay, told in ((0.3, "last block alone weighs 0.70"), (1.0, "all blocks weigh alike")):
-        evaluation = run.config["evaluation"] | {"decay": decay}
-        assert told in dev_blocks_table(run.results, run.config | {"evaluation": evaluation}).notes[-1]
+        evaluation = run.run["evaluation"] | {"decay": decay}
+        assert told in dev_blocks_table(run.results, run.run | {"evaluation": evaluation}).notes[-1]
 
 
 def test_different_tokens_are_never_compared(tmp_path: Path) -> None:
@@ -390,8 +390,8 @@ def test_doubled_and_lacking_rows_are_named(tmp_path: Path) -> None:
 
 def test_files_are_the_same_bytes_again_and_hold_the_numbers(run: Run, tmp_path: Path) -> None:
     first, second = write_all(run, tmp_path / "a"), write_all(run, tmp_path / "b")
-    assert {path.relative_to(first).as_posix() for path in first.rglob("*.*")} == set(report_files(run.config))
-    for name in report_files(run.config):
+    assert {path.relative_to(first).as_posix() for path in first.rglob("*.*")} == set(report_files(run.run))
+    for name in report_files(run.run):
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
     html = (first / "tables" / "table4.html").read_text()
     row = re.search(r'<th scope="row" data-order="1">law</th>(.*?)</tr>', html).group(1)
@@ -411,7 +411,7 @@ def test_files_are_the_same_bytes_again_and_hold_the_numbers(run: Run, tmp_path:
 
 
 def test_adaptation_has_gains_and_costs_side_by_side(run: Run) -> None:
-    frame = adaptation_table(run.results, run.config, run.parents).frame
+    frame = adaptation_table(run.results, run.run, run.parents).frame
     assert list(frame.index) == ["Dense-DAPT", "DEMix-DAPT", "One expert added"]
     columns = [f"{domains}, {when}" for domains in ("2 novel", "3 training") for when in ("before", "after")]
     assert list(frame.columns) == [*columns, "bytes changed"]
@@ -429,7 +429,7 @@ def test_adaptation_has_gains_and_costs_side_by_side(run: Run) -> None:
 
 def test_main_table_for_the_terminal(run: Run) -> None:
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(main_table(run.results, run.config))
+    console.print(main_table(run.results, run.run))
     text = console.export_text()
     lines = {tuple(re.split(r"\s*│\s*", line.strip("│ "))[:2]): line for line in text.splitlines() if "│" in line}
     assert "110.00" in lines[("DEMix (naive)", "")]

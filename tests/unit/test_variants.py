@@ -6,10 +6,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from demix.run.variants import variant_rows
 from demix.report import left_out
 from demix.report.read import Results
 from demix.report.variants import variants_table
+from demix.run.variants import variant_rows
 from support.synthetic_run import NOVEL, TRAINING, Run
 
 MLM = {"attention": "bidirectional", "objective": "mlm"}
@@ -37,14 +37,14 @@ def run(made_up: Run) -> Run:
 
 
 def test_only_rows_that_differ_in_options_alone_are_variants(run: Run) -> None:
-    assert variant_rows(run.config) == {"dense_alibi": "dense", "dense_both": "dense", "demix_clap": "demix"}
-    assert "variants" not in left_out(run.config)
-    plain = run.config | {"models": {name: ROWS[name] for name in ("dense_same", "dense_longer", "masked")}}
+    assert variant_rows(run.run) == {"dense_alibi": "dense", "dense_both": "dense", "demix_clap": "demix"}
+    assert "variants" not in left_out(run.run)
+    plain = run.run | {"models": {name: ROWS[name] for name in ("dense_same", "dense_longer", "masked")}}
     assert left_out(plain)["variants"] == "row of other options"
 
 
 def test_each_variant_stands_below_the_row_that_it_is_compared_with(run: Run) -> None:
-    frame = variants_table(run.results, run.config).frame
+    frame = variants_table(run.results, run.run).frame
     assert list(frame.index) == ["Dense (Balanced)", "dense_alibi", "dense_both", "DEMix", "demix_clap"]
     assert list(frame["Options"]) == [
         "learned positions, tied head", "position alibi", "position alibi, head clap", "learned positions, tied head",

@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from demix.run.kept import write_run_config
 from demix.files import write_json_lines
 from demix.report import watch as module
 from demix.report.watch import Course, courses, picture, watch
+from demix.run.check import load_run
+from demix.run.kept import write_run_config
 from support.cli import demix, said
 
 REPOSITORY = Path(__file__).parents[2]
@@ -58,7 +59,7 @@ def dead() -> str:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     run = tmp_path / "results" / "sample"
-    write_run_config(run / "config.json", load_config(REPOSITORY / "config" / "sample.yaml"))
+    write_run_config(run / "config.json", load_run(REPOSITORY / "config" / "sample.yaml"))
     return run
 
 
@@ -106,7 +107,7 @@ def test_it_ends_when_nothing_runs(run: Path, dead: str, monkeypatch: pytest.Mon
     seen: list[list[str]] = []
 
     def sleep(_: float) -> None:
-        seen.append([course.state for course in courses(run, load_config(REPOSITORY / "config" / "sample.yaml"))])
+        seen.append([course.state for course in courses(run, load_run(REPOSITORY / "config" / "sample.yaml"))])
         if len(seen) == 1:
             write_json_lines(run / "metrics" / "demix.jsonl", rows(STEPS))
             (folder / "metrics.jsonl").unlink()
@@ -125,7 +126,7 @@ def test_it_ends_when_nothing_runs(run: Path, dead: str, monkeypatch: pytest.Mon
 def test_a_number_that_a_later_process_got_is_not_the_holder(run: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as later:
         under_way(run, "demix", rows(5), f"{os.uname().nodename} {later.pid}\n", age=module.RECENT / 2)
-        (course,) = courses(run, load_config(REPOSITORY / "config" / "sample.yaml"))
+        (course,) = courses(run, load_run(REPOSITORY / "config" / "sample.yaml"))
         later.kill()
     assert course.state == "stopped"
 

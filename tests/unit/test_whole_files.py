@@ -7,12 +7,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from demix.run.kept import read_run_config
 from demix.errors import DemixError
 from demix.files import is_made, read_json, write_json, write_parquet
 from demix.report import REPORT_FILES, write_report
 from demix.report.card import model_card
 from demix.report.read import read_differences, read_overlap, read_posteriors, read_priors
+from demix.run.kept import read_run_config
 from demix.track.store import track
 from support.synthetic_run import Run, build_run
 
@@ -92,7 +92,7 @@ def test_a_report_that_lacks_a_file_is_not_tracked(run: Run, tmp_path: Path) -> 
     path = run.path / "report" / "claims.html"
     path.rename(tmp_path / "kept")
     with pytest.raises(DemixError, match=r"claims\.html: is missing; run `demix report` again"):
-        track(run.path, run.config, f"sqlite:///{tmp_path}/mlflow.db", "x")
+        track(run.path, run.run, f"sqlite:///{tmp_path}/mlflow.db", "x")
     (tmp_path / "kept").rename(path)
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from demix.run.kept import read_run_config, write_run_config
 from demix.report.compare import compare
 from demix.report.compared import as_markdown
+from demix.run.kept import read_run_config, write_run_config
 from support.once import once, run_with_progress
 
 pytestmark = pytest.mark.workflow

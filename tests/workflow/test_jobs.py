@@ -11,6 +11,7 @@ import yaml
 
 from demix.plan.jobs import plan_jobs
 from demix.plan.ready import CLIENTS
+from demix.run.check import load_run
 from support.dry_run import ENVIRONMENT, REPOSITORY, dry_run, jobs_by_rule
 
 pytestmark = pytest.mark.workflow
@@ -23,7 +24,7 @@ STAGES = ("download", "anonymize", "corpus", "train", "adapt", "score", "evaluat
 def test_the_plan_counts_the_jobs_of_the_workflow(name: str, tmp_path: Path) -> None:
     path = REPOSITORY / "config" / f"{name}.yaml"
     counted: Counter[str] = Counter()
-    for jobs in plan_jobs(load_config(path), "cpu"):
+    for jobs in plan_jobs(load_run(path), "cpu"):
         counted.update(jobs.rules)
     assert {rule: count for rule, count in counted.items() if count} == jobs_by_rule(
         dry_run(tmp_path, path, "--quiet", "rules")
@@ -43,7 +44,7 @@ def test_every_rule_asks_for_the_resources_of_its_stage(tmp_path: Path) -> None:
             if jobs.site
             else ("", 0, 0, False)
         }
-        for jobs in plan_jobs(load_config(path), "cpu")
+        for jobs in plan_jobs(load_run(path), "cpu")
         for rule, count in jobs.rules.items()
         if count
     }
