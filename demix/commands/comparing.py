@@ -35,7 +35,8 @@ def compare(
 ) -> None:
     """Print runs side by side: settings that differ, the main table with intervals, the last values of curves."""
     from demix.report.compare import compare as run
-    from demix.report.compared import as_json, as_markdown, printed, tables, write_page
+    from demix.report.compared import as_json, as_markdown, tables, write_page
+    from demix.report.formats import terminal as printed
 
     compared = run(runs)
     if format == Format.table:

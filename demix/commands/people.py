@@ -66,19 +66,18 @@ def plan(
 @app.command()
 def summary(run: Annotated[Path, typer.Argument(help="The run's folder, results/<run>.")]) -> None:
     """Print the main table of a finished run and where to find the other results."""
-    from demix.report import left_out, left_out_notes
-    from demix.report.all_tables import main_table
-    from demix.report.compared import printed
-    from demix.report.paper_tables import adaptation_table
-    from demix.report.read import added, novel_domains, of_seed, read_parents, read_results
+    from demix.report import left_out_notes
+    from demix.report.adapting import adaptation_table
+    from demix.report.formats import terminal as printed
+    from demix.report.main_table import main_table
+    from demix.report.material import Material
     from demix.run.run import Run
 
     whole = Run.read(run)
-    results, console = read_results(run / "results.parquet"), terminal()
-    console.print(main_table(results, whole))
-    if "table13" not in left_out(whole):
-        parents = read_parents(run / "models" / added(whole)[0].model / "experts", novel_domains(whole))
-        console.print(printed(adaptation_table(of_seed(results, whole), whole, parents)))
+    material, console = Material(whole), terminal()
+    console.print(main_table(material))
+    if whole.novel:
+        console.print(printed(adaptation_table(material)))
     for line in left_out_notes(whole):
         print(line)
     print(f"Tables, figures, claims: {run / 'report'} (start with index.html)")
@@ -163,7 +162,7 @@ def mix(
     from demix.evaluate.domain import mix_experts
     from demix.evaluate.intervals import block_tokens
     from demix.evaluate.losses import Mixture
-    from demix.report.cells import so_many
+    from demix.report.domains import so_many
 
     scored = [path.stem for path in sorted(scores.glob("*.parquet")) if path.stem != "tokens"]
     chosen = experts.split(",") if experts else scored

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from demix.report.read import Results, expert_perplexities, novel_domains, training_domains
+from demix.report.results import Results
 from demix.run.run import Run
 
 PERMUTATIONS = 9999
@@ -35,13 +35,13 @@ def affinities(results: Results, run: Run) -> pd.DataFrame:
     The reference is the domain's own expert on a training domain and the best expert on a novel domain. The ratio is
     NaN where the run has no such rows.
     """
-    training = training_domains(run)
+    training = list(run.training)
     rows = []
-    for kind, domains in (("training", training), ("novel", novel_domains(run))):
+    for kind, domains in (("training", training), ("novel", run.novel)):
         for domain in domains:
-            scores = expert_perplexities(results, "demix", domain, training)
+            scores = results.expert_perplexities("demix", domain, training)
             if scores.isna().all():
-                scores = expert_perplexities(results, "demix", domain, training, "training")
+                scores = results.expert_perplexities("demix", domain, training, "training")
             reference = scores[domain] if kind == "training" else scores.min()
             rows += [(kind, domain, expert, ratio) for expert, ratio in (scores / reference).items()]
     return pd.DataFrame(rows, columns=["kind", "domain", "expert", "ratio"])

@@ -1,6 +1,6 @@
 """The card of a model, as Hugging Face's hub shows it: data, training, lineage of experts, results and limits."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from demix.model.description import parent_of, read_description, read_lineage, r
 from demix.model.merge import learned_of, refuse_weights
 from demix.model.merge_routed import BLOCKS
 from demix.model.usual import usual_of
-from demix.report.cells import so_many
+from demix.report.domains import domains_of, so_many
+from demix.report.formats import as_markdown, markdown_rows
 from demix.report.page import render
-from demix.report.read import novel_domains, read_results, training_domains
-from demix.report.render import as_markdown
+from demix.report.read import read_results
 from demix.run.models import left_out
 from demix.run.run import Run
 from demix.settings import names_of
@@ -50,7 +50,7 @@ def model_card(run: Run, model: str) -> str:
     description = read_description(directory / "model.json", *needed)
     experts = [read_lineage(path) | {"name": path.stem} for path in (directory / "experts").glob("*.json")]
     # The config's order; experts that the config does not name come last.
-    order = [*training_domains(run), *novel_domains(run)]
+    order = [*run.training, *run.novel]
     experts.sort(key=lambda one: (order.index(one["name"]) if one["name"] in order else len(order), one["name"]))
     results = _results(run, model)
     return _card(
@@ -166,7 +166,7 @@ def _merged_card(
         [],
         about,
         "## Parents",
-        _table(("expert", *more, "tokens of its training", "sha256"), rows),
+        markdown_rows(("expert", *more, "tokens of its training", "sha256"), rows),
         f"Together these are {learned['tokens']:,} tokens: those of a seed that several began with count once."
         if any(seeds.values())
         else "",
@@ -250,10 +250,12 @@ def _data(run: Run, description: dict[str, Any], experts: list[dict[str, Any]]) 
     lengths = sorted({card["leakage"]["ngrams"]["length"] for card in cards.values()})
     known = f"test {'/'.join(map(str, lengths))}-grams seen in train"
     cut = "test documents with pieces in train"
-    yield _table(("domain", "kind", "licence", "words: train", "dev", "test", known, cut, "tokens' sha256"), rows)
+    yield markdown_rows(
+        ("domain", "kind", "licence", "words: train", "dev", "test", known, cut, "tokens' sha256"), rows
+    )
     yield "Replaced in all text that was read of a domain, before it was split; – is a domain that was not anonymized:"
     categories = sorted({name for card in cards.values() for name in card["replacements"]})
-    yield _table(
+    yield markdown_rows(
         ("domain", *categories),
         [
             (name, *(f"{card['replacements'].get(key, 0):,}" if name in hidden else "–" for key in categories))
@@ -273,17 +275,17 @@ def _training(description: dict[str, Any], experts: list[dict[str, Any]]) -> Ite
         done += f", beside the tokens of its parent {as_markdown(parent['model'])} ({known})"
     elif parent:
         yield f"{as_markdown(parent)} was trained with:"
-        yield _table(("setting", "value"), _settings(description.get("training") or {}))
+        yield markdown_rows(("setting", "value"), _settings(description.get("training") or {}))
         yield f"and then adapted, with all its parameters, on {done}:"
-        yield _table(("setting", "value"), _settings(description.get("adaptation") or {}))
+        yield markdown_rows(("setting", "value"), _settings(description.get("adaptation") or {}))
         return
     yield f"{done}:"
-    yield _table(("setting", "value"), _settings(description.get("training") or {}))
+    yield markdown_rows(("setting", "value"), _settings(description.get("training") or {}))
     # One run adapts all its experts with the same settings.
     if adapted:
         begun = "the average of the experts" if adapted[0].get("parents") else "a copy of it"
         yield f"{so_many(len(adapted), 'expert')} joined later, trained alone from {begun}:"
-        yield _table(("setting", "value"), _settings(adapted[0]["adaptation"]))
+        yield markdown_rows(("setting", "value"), _settings(adapted[0]["adaptation"]))
 
 
 def _lineage(experts: list[dict[str, Any]]) -> str:
@@ -298,7 +300,7 @@ def _lineage(experts: list[dict[str, Any]]) -> str:
         )
         for expert in experts
     ]
-    return _table(("expert", "parent", "the parent's prior", "data", "tokens", "steps", "sha256"), rows)
+    return markdown_rows(("expert", "parent", "the parent's prior", "data", "tokens", "steps", "sha256"), rows)
 
 
 def _planned(model: str, run: Run) -> tuple[str, int]:
@@ -365,7 +367,6 @@ def _shown(results: pd.DataFrame, run: Run) -> Iterator[str]:
         "The interval holds 95% of resamplings of the test documents, and nothing of another seed. Where there are "
         "fewer than 20, it is one within these documents, from resampling blocks of their text."
     )
-    kinds = {"training": training_domains(run), "novel": novel_domains(run)}
     for name, rows in results.groupby("set", sort=False):
         yield f"### {SETS.get(str(name), as_markdown(name))}"
         methods = _methods(rows)
@@ -381,11 +382,11 @@ def _shown(results: pd.DataFrame, run: Run) -> Iterator[str]:
             counts = (f"{count:,}" for count in (row.documents, row.pieces, row.tokens))
             lines.append((domain, *counts, *numbers, bounds, bits))
         table = rows.pivot(index="domain", columns="method", values="perplexity")
-        for kind, names in kinds.items():
-            if names and set(names) <= set(table.index):
-                means = (f"{table.loc[names, method].mean():.2f}" for method in methods)
-                lines.append((f"mean of the {so_many(len(names), f'{kind} domain')}", "", "", "", *means, "", ""))
-        yield _table(heads, lines)
+        for kind in domains_of(run):
+            if set(kind.names) <= set(table.index):
+                means = (f"{table.loc[kind.names, method].mean():.2f}" for method in methods)
+                lines.append((f"mean of the {kind.said}", "", "", "", *means, "", ""))
+        yield markdown_rows(heads, lines)
 
 
 def _limits(description: dict[str, Any]) -> str:
@@ -420,11 +421,3 @@ def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
         key: value for key, value in settings.items() if key not in (*names_of(Execution), "threads", "architecture")
     }
     return [(key, str(value)) for key, value in sorted(known.items())]
-
-
-def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    heads, rows = list(heads), [list(row) for row in rows]
-    if not rows:
-        return ""
-    head, *body = ([as_markdown(cell) for cell in line] for line in (heads, *rows))
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body))

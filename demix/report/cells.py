@@ -3,19 +3,20 @@
 Every average over domains is the plain mean of the domains' perplexities, or "–" if a domain's perplexity is missing.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from demix.report import read
-from demix.report.read import Results, each, novel_domains, perplexities, training_domains
+from demix.report.domains import Domains, so_many
+from demix.report.systems import systems_on
 from demix.run.run import Run
-from demix.run.systems import System
 
-MIXTURES = (read.NAIVE, read.AVERAGE, read.UNIFORM, read.UPDATING, read.CACHED)
-POSTERIOR_MIXTURES = (read.UNIFORM, read.UPDATING, read.CACHED)
+if TYPE_CHECKING:
+    from demix.report.results import Results
+    from demix.report.systems import ByDomain
+
 PRINTED_MIXTURES = (
     "The paper's mixtures stand beside the released scorer or the released weights, because weights by all earlier "
     "tokens of a block (Eq. 5 and 6) cannot give them: by these equations a uniform prior costs a block of 1,024 "
@@ -45,26 +46,6 @@ INTERVAL_NOTE = (
 )
 # The columns of counts: documents of origin, and the pieces of them that are scored.
 COUNTED = {"Documents": "{:,.0f}", "Pieces": "{:,.0f}"}
-
-
-def so_many(number: int, noun: str) -> str:
-    """A number and what it counts: "1 novel domain", "8 novel domains"."""
-    return f"{number:,} {noun}" + "s" * (number != 1)
-
-
-def in_domain(run: Run) -> list[System]:
-    """The systems of Tables 3 and 4.
-
-    These are each model's only system, or its naive expert, its cached prior and its rules beyond the paper. The cached
-    one of DEMix is there by the released scorer too.
-    """
-    return [
-        line
-        for systems in read.trained_systems(run).values()
-        for system in systems
-        if system.method in ("dense", "naive", "cached") or system.weights not in ("", "history")
-        for line in ((system, system.released_scorer()) if system == read.CACHED else (system,))
-    ]
 
 
 def mean_of(values: Iterable[float]) -> float:
@@ -107,13 +88,14 @@ def second_lines(found: pd.DataFrame) -> list[str]:
     return lines
 
 
-def by_domain(results: Results, systems: dict[str, Callable[[str], System]], domains: list[str]) -> Any:
+def by_domain(
+    results: "Results", systems: "dict[str, ByDomain]", domains: list[str]
+) -> tuple[pd.DataFrame, pd.DataFrame | None, tuple[str, ...]]:
     """Perplexities, second lines (None without any interval or spread) and notes; one row per domain.
 
-    `systems` maps a column to a function from a domain to the domain's system. The last columns count test
-    documents and their pieces.
+    `systems` has the system of each column. The last columns count test documents and their pieces.
     """
-    found = {label: each(results, system, domains) for label, system in systems.items()}
+    found = {label: results.of(system, domains) for label, system in systems.items()}
     frame = pd.DataFrame({label: one["perplexity"] for label, one in found.items()}, index=domains)
     for count in ("documents", "pieces"):
         frame[count.title()] = pd.DataFrame({label: one[count] for label, one in found.items()}).max(axis=1)
@@ -121,16 +103,7 @@ def by_domain(results: Results, systems: dict[str, Callable[[str], System]], dom
     return frame, *explained(beneath, results)
 
 
-def released_means(results: Results, systems: dict[str, Callable[[str], System]], domains: list[str]) -> list[float]:
-    """The mean over `domains` of each of `systems` with the weights of the released code; NaN where it has none."""
-
-    def released(system: Callable[[str], System]) -> Callable[[str], System]:
-        return lambda name: system(name).with_weights("released")
-
-    return [mean_of(each(results, released(system), domains)["perplexity"]) for system in systems.values()]
-
-
-def explained(beneath: pd.DataFrame, results: Results) -> tuple[pd.DataFrame | None, tuple[str, ...]]:
+def explained(beneath: pd.DataFrame, results: "Results") -> tuple[pd.DataFrame | None, tuple[str, ...]]:
     """The second lines, or None if all are empty, and the note that explains the lines."""
     seeds = len(results.by_seed)
     if seeds > 1:
@@ -140,17 +113,40 @@ def explained(beneath: pd.DataFrame, results: Results) -> tuple[pd.DataFrame | N
     return (beneath, (INTERVAL_NOTE,)) if some else (None, (few,))
 
 
-def always(system: System) -> Callable[[str], System]:
-    """The same system for every domain."""
-    return lambda _: system
+def seed_note(run: Run) -> tuple[str, ...]:
+    """What the seed phase of the model of the removal experiments does to them; nothing without a seed phase."""
+    model = run.whole
+    if not model.settings.seed_tokens:
+        return ()
+    return (
+        f"{model.row} and −Domain began with what the model {model.parent} had learned of every domain in its first "
+        f"{model.settings.seed_tokens:,} tokens: a seed that has seen a domain weakens its removal.",
+    )
 
 
-def seeds_of(results: Results, system: System, domains: list[str]) -> str:
-    """The standard deviation over seeds of the mean over domains, as text; empty for one seed."""
-    means = [mean_of(perplexities(rows, system, domains)) for rows in results.by_seed.values()]
-    return f"± {np.std(means, ddof=1):.2f}" if len(means) > 1 and np.isfinite(means).all() else ""
+def grid_frame(results: "Results", setting: str, methods: Iterable[str], kinds: Iterable[Domains]) -> pd.DataFrame:
+    """The columns of `Results.grid` by prior and kind of domains."""
+    methods = list(methods)
+    columns = {
+        f"{method} prior, {domains.counted}": results.grid(setting, method, domains.names)
+        for domains in kinds
+        for method in methods
+    }
+    frame = pd.DataFrame(columns).sort_index()
+    frame.index = [f"{value:g}" for value in frame.index]
+    return frame
 
 
-def kinds_of_domains(run: Run) -> list[tuple[str, list[str]]]:
-    """The kinds of domains, each with the names of the run's domains of that kind."""
-    return [("training", training_domains(run)), ("novel", novel_domains(run))]
+def systems_frame(kinds: Iterable[Domains], run: Run) -> pd.DataFrame:
+    """One row per domain and system of the tables that is evaluated on it, in order (column place)."""
+    return pd.DataFrame(
+        {"domain": domain, "kind": domains.kind, **vars(system)}
+        for domains in kinds
+        for domain in domains.names
+        for system in systems_on(domain, domains.kind, run)
+    ).reset_index(names="place")
+
+
+def numbered(frame: pd.DataFrame) -> pd.DataFrame:
+    """`frame` with its rows numbered from 1."""
+    return frame.set_axis([str(number) for number in range(1, len(frame) + 1)])

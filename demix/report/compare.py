@@ -31,9 +31,10 @@ from demix.evaluate.domain import Evaluation, system_losses
 from demix.evaluate.intervals import FEWEST_TOKENS, block_tokens, bounds, resampled
 from demix.files import digest, is_made, read_json, seed_for
 from demix.progress import progress
-from demix.report.all_tables import main_systems
-from demix.report.cells import kinds_of_domains, percent
+from demix.report.cells import percent
+from demix.report.domains import domains_of
 from demix.report.read import read_metrics, read_results
+from demix.report.systems import main_systems
 from demix.run.kept import kept
 from demix.run.run import Run
 from demix.run.systems import System, evaluated
@@ -109,9 +110,11 @@ class Comparison:
 def compare(folders: Sequence[Path]) -> Comparison:
     """Compare the runs in `folders` with the first. Raises DemixError for fewer than two, and for a damaged run."""
     runs = _read(folders)
-    of_kind = [dict(kinds_of_domains(run.of)) for run in runs]
-    domains = {kind: [name for name in of_kind[0][kind] if all(name in other[kind] for other in of_kind)]
-               for kind in of_kind[0]}  # fmt: skip
+    of_kind = [{domains.kind: domains.names for domains in domains_of(run.of)} for run in runs]
+    domains = {
+        kind: [name for name in names if all(name in other.get(kind, ()) for other in of_kind)]
+        for kind, names in of_kind[0].items()
+    }
     named = dict.fromkeys(name for kinds in of_kind for names in kinds.values() for name in names)
     left_out = tuple(name for name in named if not any(name in shared for shared in domains.values()))
     with progress("documents of the runs", len(runs) * sum(map(len, domains.values()))) as advance:

@@ -1,28 +1,26 @@
-"""A comparison of runs as tables for the terminal, as Markdown, as JSON, and as one page with figures."""
+"""A comparison of runs as tables, as Markdown, as JSON, and as one page with figures."""
 
 import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import altair as alt
 import pandas as pd
-import vl_convert
 
 from demix.files import write_text
 from demix.files.json_files import without_nan
-from demix.report.cells import WITHIN_NOTE, so_many
+from demix.report.cells import WITHIN_NOTE, numbered
 from demix.report.compare import BITS, OTHER_TOKENIZER, PERPLEXITY, Comparison
 from demix.report.curves import training_curves
-from demix.report.figures import renumbered
-from demix.report.look import COLOURS, finish, finite
+from demix.report.domains import so_many
+from demix.report.figures import svg_of
+from demix.report.formats import markdown, part_of_page
+from demix.report.look import coloured, finish, finite
 from demix.report.page import render
-from demix.report.render import Table, cell, markdown, parts_of_page
+from demix.report.table import Table, cell
 from demix.run.kept import config_fingerprint
-
-if TYPE_CHECKING:
-    import rich.table
 
 MEASURES = {PERPLEXITY: "test perplexity", BITS: "bits per byte"}
 CURVES = {
@@ -56,24 +54,24 @@ def _runs(compared: Comparison) -> Table:
         for run in compared.runs
     }
     return Table(
-        "runs",
-        "Runs",
         f"All are compared with {compared.runs[0].name}.",
         pd.DataFrame.from_dict(rows, orient="index"),
         notes=(
             "Name and Settings, a digest of all settings but the name, are the tags demix.run and demix.config of the "
             "run in MLflow.",
         ),
+        name="runs",
+        title="Runs",
     )
 
 
 def _settings(compared: Comparison) -> Table:
     frame = compared.settings.map(lambda text: text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 1]}…")
     return Table(
-        "settings",
-        "Settings that differ",
         "All defaults are filled in; “–” where a run has no such key." if len(frame) else "None but the name.",
         frame,
+        name="settings",
+        title="Settings that differ",
     )
 
 
@@ -110,14 +108,14 @@ def _systems(compared: Comparison, measure: str, kind: str, rows: pd.DataFrame) 
           if compared.left_out else []),
     ]  # fmt: skip
     return Table(
-        f"{measure}_{kind}",
-        f"Mean {MEASURES[measure]}, {so_many(len(domains), f'{kind} domain')}",
         f"Mean over {', '.join(domains)}. Lower is better.",
         pd.DataFrame(columns),
         notes=tuple(notes),
         formats=dict.fromkeys((base, *others), "{:.2f}" if measure == PERPLEXITY else "{:.4f}")
         | {f"{name}, change in %": "{:+.2f}" for name in others},
         beneath=pd.DataFrame(beneath),
+        name=f"{measure}_{kind}",
+        title=f"Mean {MEASURES[measure]}, {so_many(len(domains), f'{kind} domain')}",
     )
 
 
@@ -128,19 +126,17 @@ def _within(compared: Comparison, domains: Iterable[str]) -> list[str]:
 
 
 def _curves(compared: Comparison) -> Table:
-    frame = compared.curves.rename(columns={"model": "Model", "run": "Run", **CURVES})
-    frame.index = [str(number) for number in range(1, len(frame) + 1)]
     return Table(
-        "curves",
-        "Last values of the curves",
         "Of each model’s metrics: the loss of the last step’s batch and the last loss on dev, in nats per token.",
-        frame,
+        numbered(compared.curves.rename(columns={"model": "Model", "run": "Run", **CURVES})),
         notes=(
             "Tokens a second are the median over steps, on whatever machine trained the model.",
             *(["Losses of runs with other tokenizers do not compare."] if _tokenizers(compared) > 1 else []),
         ),
         formats=dict.fromkeys(("Loss", "Dev loss"), "{:.4f}")
         | dict.fromkeys(("Step", "Tokens", "Tokens a second"), "{:,.0f}"),
+        name="curves",
+        title="Last values of the curves",
     )
 
 
@@ -151,36 +147,16 @@ def _tokenizers(compared: Comparison) -> int:
 def _by_domain(compared: Comparison) -> Table:
     names = {"domain": "Domain", "kind": "Kind", "system": "System", "run": "Run", "nats": "Nats a token"}
     frame = compared.by_domain.rename(columns=names | {"low": "Low", "high": "High"})
-    frame = frame[[*names.values(), "Low", "High"]]
-    frame.index = [str(number) for number in range(1, len(frame) + 1)]
     return Table(
-        "by_domain",
-        "Differences by domain",
         f"The loss of a run less that of {compared.runs[0].name}, in nats per token of the domain’s test documents, "
         "and the bounds of its 95% interval. Negative is better.",
-        frame,
+        numbered(frame[[*names.values(), "Low", "High"]]),
         notes=("Only where both runs scored the same documents.", *_within(compared, compared.blocks)),
         formats=dict.fromkeys(("Nats a token", "Low", "High"), "{:+.4f}"),
         long=True,
+        name="by_domain",
+        title="Differences by domain",
     )
-
-
-def printed(table: Table) -> "rich.table.Table":
-    """`table` for a terminal; the second line of a cell stands behind the first."""
-    import rich.table
-
-    shown = rich.table.Table(title=table.title, title_justify="left", caption="\n".join((table.caption, *table.notes)))
-    shown.caption_justify = "left"
-    numbered = list(table.frame.index) == [str(number) for number in range(1, len(table.frame) + 1)]
-    if not numbered:
-        shown.add_column("")
-    for name, values in table.frame.items():
-        shown.add_column(str(name), justify="right" if values.dtype.kind in "fi" else "left", overflow="fold")
-    text, beneath = table.text(), table.second_lines()
-    for label in text.index:
-        cells = [f"{text.at[label, name]} {beneath.at[label, name]}".strip() for name in text]
-        shown.add_row(*([] if numbered else [str(label)]), *cells)
-    return shown
 
 
 def as_markdown(compared: Comparison) -> str:
@@ -207,7 +183,7 @@ def as_json(compared: Comparison) -> str:
 
 def write_page(compared: Comparison, path: str | Path) -> None:
     """Write all tables and figures as one self-contained page, completely or not at all."""
-    shown = [parts_of_page(table) for table in [*tables(compared), _by_domain(compared)]]
+    shown = [part_of_page(table) for table in [*tables(compared), _by_domain(compared)]]
     # Which runs they are and what they differ in stands first.
     listed, settings, *main, curves, by_domain = shown
     dots, lines = _svg(_dots(compared)), _svg(_curve_figure(compared))
@@ -217,18 +193,13 @@ def write_page(compared: Comparison, path: str | Path) -> None:
 
 
 def _svg(chart: alt.TopLevelMixin) -> str:
-    version = ".".join(alt.SCHEMA_VERSION.lstrip("v").split(".")[:2])
-    drawn = vl_convert.vegalite_to_svg(json.dumps(chart.to_dict(), allow_nan=False), vl_version=version)
     # A page needs no name spaces for its drawings.
-    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", renumbered(drawn))
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg_of(json.dumps(chart.to_dict(), allow_nan=False)))
 
 
 def _by_run(compared: Comparison) -> alt.Color:
     names = [run.name for run in compared.runs]
-    colours = [COLOURS[number % len(COLOURS)] for number in range(len(names))]
-    return alt.Color(
-        "run:N", sort=names, scale=alt.Scale(domain=names, range=colours), legend=alt.Legend(title="run", orient="top")
-    )
+    return coloured("run", names, alt.Legend(title="run", orient="top"), sort=names)
 
 
 def _dots(compared: Comparison) -> alt.TopLevelMixin:

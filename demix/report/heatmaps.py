@@ -1,237 +1,51 @@
-"""Figures 2, 4, 7 and 8 of the paper: perplexities, bigrams and posteriors by domain and expert."""
+"""Heat maps of domains and experts, and the posterior over experts block by block (Figures 7 and 8 of the paper)."""
 
-import textwrap
-from collections.abc import Iterable
 from typing import Any
 
 import altair as alt
-import numpy as np
 import pandas as pd
 
-from demix.report import title_of
-from demix.report.affinity import affinities, relations, with_overlap
-from demix.report.cells import so_many
-from demix.report.look import CELL_RANGE, COLOURS, finish, finite, heading_of
-from demix.report.read import Results, novel_domains, prior_table, training_domains
-from demix.run.run import Run
+from demix.report.look import CELL_RANGE, finite, share_scale, small_heading
+from demix.report.material import Material
 
 CELL_WIDTH, CELL_HEIGHT = 50, 26
-SHARE_RANGE = ["#f7fcf5", "#a1d99b", "#41ab5d"]
 TRACE_COLUMNS, TRACE_WIDTH = 4, 240
 BLOCKS_SHOWN = 100
-PROBABILITY_SCALE = alt.Scale(domain=[0, 1], range=CELL_RANGE, interpolate="lab")
 PROBABILITY_LEGEND = alt.Legend(title="probability", values=[0, 0.25, 0.5, 0.75, 1], format=".2f")
-DECAYS_SHOWN = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)
+SHARE_LEGEND = alt.Legend(title="share", format=".0%", titlePadding=8)
 
 
-def figure2(results: Results, overlap: pd.DataFrame, run: Run) -> alt.TopLevelMixin:
-    """Figure 2: perplexity of each training expert on each domain, over that of the domain's own (or best) expert.
-
-    Below: the share of bigrams in common with each training domain, and a scatter plot of ratio against share.
-    """
-    training, novel = training_domains(run), novel_domains(run)
-    pairs = with_overlap(affinities(results, run), overlap)
-    top = max([1.1, *pairs["ratio"].dropna()])
-    scale = alt.Scale(type="log", domain=[1, top], range=CELL_RANGE, interpolate="lab", clamp=True)
-    ratios = [
-        {"kind": row.kind, "domain": row.domain, "expert": row.expert, "value": finite(row.ratio)}
-        for row in pairs.itertuples()
-    ]
-    most = max([0.1, *pairs["overlap"].dropna()])
-    shares = [
-        {"kind": row.kind, "domain": row.domain, "expert": row.expert, "value": finite(row.overlap)}
-        for row in pairs.itertuples()
-    ]
-    panels = [
-        heat_maps(
-            ratios,
-            {
-                "training": (training, "Perplexity ratio, training domains"),
-                "novel": (novel, "Perplexity ratio, novel domains"),
-            },
-            training,
-            scale,
-            legend=alt.Legend(
-                title=["perplexity ratio", "(log scale)"],
-                titlePadding=8,
-                values=[float(f"{x:.6g}") for x in np.geomspace(1, top, 5)],
-                format=".2f",
-            ),
-        )
-    ]
-    if pairs["overlap"].notna().any():
-        halves = {
-            "training": (training, "Bigram overlap, training domains"),
-            "novel": (novel, "Bigram overlap, novel domains"),
-        }
-        panels += [
-            heat_maps(
-                shares,
-                halves,
-                training,
-                alt.Scale(domain=[0, most], range=SHARE_RANGE, interpolate="lab"),
-                legend=alt.Legend(title="bigrams shared", titlePadding=8, format=".0%", tickCount=5),
-                form=".0%",
-            ),
-            _scatters(pairs),
-        ]
-    return finish(
-        alt.vconcat(*panels, spacing=28).resolve_scale(color="independent"),
-        title_of("figure2"),
-        "Top: test perplexity of an expert (column) on a domain (row), over that of the domain's own expert (training "
-        "domains) or of the best expert (novel domains). 1 is best; colours follow the logarithm. Middle: share of the "
-        "bigrams of a domain's test split that occur in the expert's training text. Bottom: the one against the other, "
-        "one point per pair." + ("" if pairs["ratio"].notna().any() else " This run has none of these numbers."),
-    )
-
-
-def _scatters(pairs: pd.DataFrame) -> alt.HConcatChart:
-    """Perplexity ratio against bigram overlap, one point per pair; the title of each panel states the correlation."""
-    panels = []
-    for relation in relations(pairs):
-        points = pairs[pairs["kind"] == relation.kind].dropna()
-        if relation.kind == "training":
-            points = points[points["domain"] != points["expert"]]
-        values = [
-            {
-                "domain": row.domain,
-                "expert": row.expert,
-                "overlap": finite(row.overlap),
-                "ratio": finite(row.ratio),
-            }
-            for row in points.itertuples()
-        ]
-        told = f"{relation.kind} domains" + (", own expert left out" if relation.kind == "training" else "")
-        if np.isfinite(relation.spearman):
-            told += f": Spearman {relation.spearman:+.2f} over {so_many(relation.pairs, 'pair')} of "
-            told += so_many(relation.domains, "domain")
-            told = told.replace("-0.", "−0.")
-        if np.isfinite(relation.permutation_p):
-            told += f" (p = {relation.permutation_p:.2g}, domains permuted)"
-        panels.append(
-            alt.Chart(alt.InlineData(values=values))
-            .mark_point(size=45, filled=True, opacity=0.75, color=COLOURS[0])
-            .encode(
-                x=alt.X(
-                    "overlap:Q",
-                    title="bigrams shared",
-                    axis=alt.Axis(format=".0%", tickCount=6),
-                    scale=alt.Scale(zero=False),
-                ),
-                y=alt.Y("ratio:Q", title="perplexity ratio (log)", scale=alt.Scale(type="log", nice=False)),
-                tooltip=["domain:N", "expert:N", "overlap:Q", "ratio:Q"],
-            )
-            .properties(
-                width=400,
-                height=200,
-                title=alt.Title(textwrap.wrap(told, 70), anchor="start", fontSize=12, fontWeight="normal"),
-            )
-        )
-    return alt.hconcat(*panels, spacing=60)
-
-
-def figure4(priors: pd.DataFrame, posteriors: pd.DataFrame, run: Run) -> alt.TopLevelMixin:
-    """Figure 4: the cached prior over the training experts (`history`), on training and on novel domains.
-
-    Below: the prior of each novel domain by the decay λ (Eq. 7), from the same posteriors.
-    """
-    training, novel = training_domains(run), novel_domains(run)
-    settings = run.config.evaluation
-    decay, blocks = settings.decay, settings.dev_blocks
-    rows = []
-    for kind, domains in (("training", training), ("novel", novel)):
-        for domain, row in prior_table(priors, "demix", training, domains).iterrows():
-            for expert, prior in row.items():
-                rows.append({"kind": kind, "domain": domain, "expert": expert, "value": finite(prior)})
-    parts: list[Any] = [
-        heat_maps(
-            rows,
-            {"training": (training, "Training domains"), "novel": (novel, "Novel domains")},
-            training,
-            PROBABILITY_SCALE,
-            legend=PROBABILITY_LEGEND,
-        )
-    ]
-    found = _posteriors(posteriors, training).query("block < @blocks")
-    panels = []
-    for index, domain in enumerate(name for name in novel if (found["domain"] == name).any()):
-        by_decay = priors_by_decay(found[found["domain"] == domain], (*DECAYS_SHOWN, decay))
-        values = [
-            {"decay": each, "expert": expert, "value": finite(prior)}
-            for each, row in by_decay.iterrows()
-            for expert, prior in row.items()
-        ]
-        panels.append(
-            _panel(values, domain, training, index, gap=1, x=alt.X("decay:O", title="λ", axis=alt.Axis(labelAngle=0)))
-        )
-    if panels:
-        heading = (
-            "By λ, from the same posteriors: at λ = 0 the last dev block alone would count, at λ = 1 all count alike"
-        )
-        parts.append(alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18, title=heading_of(heading)))
-    return finish(
-        alt.vconcat(*parts, spacing=28),
-        title_of("figure4"),
-        f"Cached prior over the training experts for each domain (rows; each sums to 1), as it stands after dev: after "
-        f"the first {blocks} blocks of the domain's dev split have been read. It is the mean of the posteriors after "
-        f"each of these blocks, in which a block weighs λ = {decay:g} times as much as the next"
-        + (f", the last one alone {1 - decay:.2f}." if decay < 1 else ".")
-        + ("" if any(row["value"] is not None for row in rows) else " This run has none of these numbers."),
-    )
-
-
-def priors_by_decay(posteriors: pd.DataFrame, decays: Iterable[float]) -> pd.DataFrame:
-    """The cached prior of one domain by λ (Eq. 7), from its posteriors after each dev block: a row per λ.
-
-    The posteriors are those of the run's own λ, which hardly touches them: a block outweighs its prior.
-    """
-    table = posteriors.pivot(index="block", columns="expert", values="posterior").sort_index()
-    ages = np.arange(len(table))[::-1]
-    weights = {decay: np.float64(decay) ** ages for decay in sorted(set(decays))}
-    return pd.DataFrame({decay: (table.T * own / own.sum()).sum(axis=1) for decay, own in weights.items()}).T
-
-
-def posterior_figure(posteriors: pd.DataFrame, run: Run, kind: str) -> alt.TopLevelMixin:
+def posterior_figure(material: Material, kind: str) -> tuple[alt.ConcatChart, str]:
     """Figures 7 (`kind` training) and 8 (novel): the posterior over training experts after each block of a domain."""
-    experts = training_domains(run)
-    domains = experts if kind == "training" else novel_domains(run)
-    rows = _posteriors(posteriors, experts).query("block < @BLOCKS_SHOWN")
+    experts = material.training
+    rows = posteriors_on_dev(material, BLOCKS_SHOWN)
     panels = []
-    for index, domain in enumerate(domains):
+    for index, domain in enumerate(experts if kind == "training" else material.novel):
         found = rows[rows["domain"] == domain]
         blocks = int(found["block"].max()) + 1 if len(found) else 1
-        panels.append(
-            _panel(
-                _stretches(found),
-                domain,
-                experts,
-                index,
-                # Blocks that begin between two pixels would show seams.
-                width=max(1, TRACE_WIDTH // blocks) * blocks,
-                x=alt.X(
-                    "start:Q",
-                    title="blocks read",
-                    axis=alt.Axis(tickCount=5, tickMinStep=1, grid=False),
-                    scale=alt.Scale(nice=False, domain=[0, blocks]),
-                ),
-                x2="end:Q",
-            )
+        x = alt.X(
+            "start:Q",
+            title="blocks read",
+            axis=alt.Axis(tickCount=5, tickMinStep=1, grid=False),
+            scale=alt.Scale(nice=False, domain=[0, blocks]),
         )
-    return finish(
-        alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18),
-        title_of("figure7" if kind == "training" else "figure8"),
+        # Blocks that begin between two pixels would show seams.
+        width = max(1, TRACE_WIDTH // blocks) * blocks
+        panels.append(panel(_stretches(found), domain, experts, index, width=width, x=x, x2="end:Q"))
+    return alt.concat(*panels, columns=TRACE_COLUMNS, spacing=18), (
         "Each panel is one domain: the probability of each training expert (rows) after each block of the domain's "
         f"dev split (the first {BLOCKS_SHOWN} at most), with the updating prior."
-        + ("" if len(rows[rows["kind"] == kind]) else " This run has none of these numbers."),
+        + ("" if len(rows[rows["kind"] == kind]) else " This run has none of these numbers.")
     )
 
 
-def _posteriors(posteriors: pd.DataFrame, experts: list[str]) -> pd.DataFrame:
-    """The posteriors over the training experts of `demix` (`history`) on dev, of the run's first seed."""
-    return posteriors.query(
+def posteriors_on_dev(material: Material, blocks: int) -> pd.DataFrame:
+    """The posteriors over the training experts of `demix` (`history`) after the first `blocks` of dev, of the run's
+    first seed."""
+    rows = material.posteriors.query(
         "model == 'demix' and experts == 'training' and weights == 'history' and split == 'dev' and seed == seed.min()"
-        " and expert in @experts"
     )
+    return rows[rows["expert"].isin(material.training) & (rows["block"] < blocks)]
 
 
 def _stretches(found: pd.DataFrame) -> list[dict[str, Any]]:
@@ -247,7 +61,7 @@ def _stretches(found: pd.DataFrame) -> list[dict[str, Any]]:
     ]
 
 
-def _panel(
+def panel(
     values: list[dict[str, Any]],
     domain: str,
     experts: list[str],
@@ -259,7 +73,7 @@ def _panel(
 ) -> alt.Chart:
     """The `index`-th of several small heat maps: probabilities of experts (rows), against what `x` encodes."""
     first = index % TRACE_COLUMNS == 0
-    panel: alt.Chart = (
+    chart: alt.Chart = (
         alt.Chart(alt.InlineData(values=values))
         .mark_rect(stroke="white", strokeWidth=gap)
         .encode(
@@ -270,17 +84,26 @@ def _panel(
                 scale=alt.Scale(domain=experts),
                 axis=alt.Axis(labels=first, ticks=first),
             ),
-            color=alt.Color("value:Q", scale=PROBABILITY_SCALE, legend=PROBABILITY_LEGEND),
+            color=alt.Color("value:Q", scale=share_scale(), legend=PROBABILITY_LEGEND),
             **x,
         )
         .properties(
             width=width,
             height=14 * len(experts),
-            title=alt.Title(domain, anchor="start", fontSize=12, fontWeight="normal"),
+            title=small_heading(domain),
             view=alt.ViewBackground(stroke="#cccccc", fill=CELL_RANGE[0]),
         )
     )
-    return panel
+    return chart
+
+
+def cells_of(table: pd.DataFrame, kind: str) -> list[dict[str, Any]]:
+    """The cells of a table of domains (rows) and experts (columns) as `heat_maps` takes them."""
+    return [
+        {"kind": kind, "domain": row, "expert": column, "value": finite(value)}
+        for row, values in table.iterrows()
+        for column, value in values.items()
+    ]
 
 
 def heat_maps(

@@ -1,6 +1,8 @@
 """What all figures share: font, colours, titles, and numbers that JSON can hold."""
 
+import itertools
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
@@ -39,6 +41,30 @@ def finish(chart: Any, title: str, subtitle: str) -> alt.TopLevelMixin:
 def heading_of(text: str) -> alt.Title:
     """The heading of a part of a figure."""
     return alt.Title(text, anchor="start", fontSize=13, fontWeight="normal", offset=8)
+
+
+def small_heading(text: str | list[str]) -> alt.Title:
+    """The heading of one of several small panels."""
+    return alt.Title(text, anchor="start", fontSize=12, fontWeight="normal")
+
+
+def share_scale(colours: Sequence[str] = CELL_RANGE, most: float = 1) -> alt.Scale:
+    """The colours of cells whose values go from 0 to `most`."""
+    return alt.Scale(domain=[0, most], range=list(colours), interpolate="lab")
+
+
+def coloured(field: str, names: list[str], legend: alt.Legend, **more: Any) -> alt.Color:
+    """A colour for each of `names`, the values of a field."""
+    return alt.Color(f"{field}:N", scale=_cycled(names, COLOURS), legend=legend, **more)
+
+
+def dashed(field: str, names: list[str], legend: alt.Legend, **more: Any) -> alt.StrokeDash:
+    """A dash for each of `names`, the values of a field."""
+    return alt.StrokeDash(f"{field}:N", scale=_cycled(names, DASHES), legend=legend, **more)
+
+
+def _cycled(names: list[str], values: Sequence[Any]) -> alt.Scale:
+    return alt.Scale(domain=names, range=list(itertools.islice(itertools.cycle(values), len(names))))
 
 
 def _balanced(text: str, width: int = 150) -> list[str]:

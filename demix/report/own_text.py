@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from demix.evaluate.own_text import DENSE_OF_RUN, FEW_TOKENS, TEMPERED, UNLIKE, Line, OwnText, Unread
-from demix.report.cells import so_many
+from demix.report.domains import so_many
 
 if TYPE_CHECKING:
     import rich.table

@@ -1,10 +1,17 @@
 """The numbers of Tables 3 to 7 and 13 of Gururangan et al. 2021 (arXiv:2108.05036), as printed."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
+
+from demix.report.cells import PRINTED_MIXTURES
+from demix.report.domains import so_many
+from demix.report.results import Results
+from demix.report.table import Table
 from demix.run.run import Run
 from demix.settings import written
 
@@ -51,3 +58,62 @@ def nearest(table: str, preset: str | None) -> Printed | None:
     """
     entries = [one for one in printed() if one.table == table]
     return next((one for one in entries if one.preset == preset), next(iter(entries), None))
+
+
+def scale_note(results: Results, run: Run) -> str:
+    """The differences between this run and the paper in data, budget and scale, in a few sentences."""
+    given = written(run.config.architecture)
+    parts = [f"{len(run.training)} training and {so_many(len(run.novel), 'novel domain')}"]
+    if "preset" in given:
+        parts.append(f"architecture {given['preset']}")
+    else:
+        parts.append(f"{given['layers']} layers of width {given['width']}")
+    parts += [
+        f"blocks of {run.context:,} tokens",
+        f"a vocabulary of {run.config.tokenizer.vocab_size:,}",
+        f"{run.config.training.tokens:,} training tokens a model",
+    ]
+    for column, noun in (("tokens", "test tokens a domain"), ("documents", "test documents a domain")):
+        numbers = results.rows.loc[results.rows["split"] == "test", column]
+        if len(numbers):
+            low, high = int(numbers.min()), int(numbers.max())
+            parts.append(f"{low:,} {noun}" if low == high else f"{low:,} to {high:,} {noun}")
+    return (
+        f"Differs from the paper in data, budget and scale. This run ({run.name}): "
+        + ", ".join(parts)
+        + (f", {seeds} seeds" if (seeds := len(results.by_seed)) > 1 else ", one seed")
+        + ". The paper: its own 8 and 8 domains, 125M to 1.3B parameters a dense model, blocks of 1,024 "
+        "tokens, a vocabulary of 50,264, about two days on 32 to 128 GPUs a model. Compare the order, not the values."
+    )
+
+
+def beside_paper(table: Table, run: Run) -> Table:
+    """`table` with what the paper prints in the table of the same name, for the run's size or the smallest there is.
+
+    The paper's numbers stand in a column beside the same systems, or in rows below the run's own.
+    """
+    preset = size_of(run)
+    entry = nearest(table.name, preset)
+    if entry is None:
+        return table
+    frame, label = table.frame.copy(), entry.label
+    if entry.column:
+        frame[label] = pd.Series(entry.column, dtype="float64")
+    for name, values in entry.rows.items():
+        # An empty cell prints as "–", which means that the run lacks the number: columns of text get a blank.
+        blank = [np.nan if frame[column].dtype.kind in "fi" else " " for column in frame]
+        frame.loc[f"{label}: {name}"] = [values.get(column, empty) for column, empty in zip(frame, blank, strict=True)]
+    means = {f"{label}: {name}" for name in entry.rows if name.startswith("mean")}
+    which = (
+        f"the paper's {SIZES[entry.preset]} model"
+        if entry.preset == preset
+        else f"its {SIZES[entry.preset]} model, the only size of this table in the paper"
+        if len({one.preset for one in printed() if one.table == table.name}) == 1
+        else f"its {SIZES[entry.preset]} model, the smallest, since this run has none of its sizes"
+    )
+    formats = table.formats | ({label: "{:.1f}"} if entry.column else {})
+    return replace(table, frame=frame, summaries=table.summaries | means, formats=formats).noted(
+        f"“{label}” is what the paper prints for {which}: on its own domains, of which some here are later or other "
+        "releases, trained for about two days on 32 to 128 GPUs, one seed.",
+        *([PRINTED_MIXTURES] if table.name != "table13" else []),
+    )

@@ -12,13 +12,11 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from demix.report.cells import so_many
+from demix.report.domains import so_many
 
 Verdict = Literal["shown", "weak", "mixed", "not shown", "cannot be judged"]
 # Parameters that adaptation does not change give the same scores up to the order of sums.
 UNCHANGED = 1e-4
-# A mixture of more experts pays for a less certain prior π: up to −ln π/T nats per token. Half a percent is no harm.
-HARM = 0.005
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,10 @@ import pandas as pd
 from demix.errors import DemixError
 from demix.files import check_sealed, digest, is_made, read_json, sha256_file
 from demix.report import report_files
-from demix.report.all_tables import main_systems
-from demix.report.cells import kinds_of_domains, mean_of
-from demix.report.read import (
-    Results,
-    novel_domains,
-    of_seed,
-    perplexities,
-    read_metrics,
-    read_results,
-    training_domains,
-)
+from demix.report.domains import domains_of
+from demix.report.read import read_metrics, read_results
+from demix.report.results import Results
+from demix.report.systems import main_systems
 from demix.run.kept import kept
 from demix.run.models import Adaptation, Model
 from demix.run.run import Run
@@ -97,14 +90,14 @@ def _whole(run: Run, spans: Sequence[Span]) -> Span:
 
 def _headlines(results: Results, run: Run) -> Iterator[Point]:
     """The main table: mean test perplexities on the domains of each kind."""
-    own, time = of_seed(results, run), int(1000 * Path(str(results.path)).stat().st_mtime)
+    own, time = results.of_seed(run.seed), int(1000 * Path(str(results.path)).stat().st_mtime)
     for _, system in main_systems(run):
         parts = [system.model, "all" if system.experts == "all" else "", system.method, system.weights]
         name = ".".join(part for part in dict.fromkeys(parts) if part)
-        for kind, domains in kinds_of_domains(run):
-            mean = mean_of(perplexities(own, system, domains))
+        for domains in domains_of(run):
+            mean = own.mean(system, domains.names)
             if mean == mean:
-                yield named(f"perplexity_{kind}/{name}"), mean, 0, time
+                yield named(f"perplexity_{domains.kind}/{name}"), mean, 0, time
 
 
 def _dev_curves(learned: Iterable[Record]) -> Iterator[Point]:
@@ -199,7 +192,7 @@ def _learned(run: Run, key: str, job: str, settings: dict[str, Any], described: 
         model = read_json(first)
         settings = settings | {"model": model | {"uri": first.parent.resolve().as_uri()}}
         read = model.get("data_sha256") or {}
-        domains = [name for name in (*training_domains(run), *novel_domains(run)) if name in read]
+        domains = [name for name in (*run.training, *run.novel) if name in read]
         corpora = {name: run.folder / "corpus" / name / "card.json" for name in domains}
     files = [(metrics, ""), (_card(run, name), "")]
     files += [(file, "model" if file.name == "model.json" else "model/experts") for file in described]
@@ -235,9 +228,10 @@ def _evaluations(run: Run, results: Results) -> Iterator[Record]:
             prefix = f"{'' if split == 'test' else f'{split}_'}{measure}/{'.'.join(filter(None, parts))}"
             values = group.set_index("domain")["perplexity"]
             metrics += [(named(f"{prefix}/{domain}"), float(value), 0, time) for domain, value in values.items()]
-            for kind, domains in kinds_of_domains(run):
-                if domains and set(domains) <= set(values.index):
-                    metrics.append((named(f"{prefix}/mean_{kind}"), float(values[domains].mean()), 0, time))
+            for domains in domains_of(run):
+                if set(domains.names) <= set(values.index):
+                    mean = float(values[domains.names].mean())
+                    metrics.append((named(f"{prefix}/mean_{domains.kind}"), mean, 0, time))
         settings = {"evaluation": written(run.config.evaluation), "model": model, "experts": experts}
         settings["n_experts"] = int(rows["n_experts"].max())
         table = rows[list(RESULT_COLUMNS)].sort_values([*by, "domain"], ignore_index=True)

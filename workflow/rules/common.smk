@@ -4,6 +4,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from demix.config.adaptation import AdaptationRecipe
 from demix.config.evaluation import MixingRecipe, ScoredTokens, ScoringRecipe
@@ -14,7 +15,7 @@ from demix.files import exclusive
 from demix.launch.arguments import SHELL_FUNCTION
 from demix.launch.producers import end_at_loops, find_by_name
 from demix.launch.times import keep_shared_times
-from demix.report import SHOWS, report_files
+from demix.report import report_files, report_items
 from demix.run.check import completed_run
 from demix.run.contexts import asked_contexts
 from demix.run.kept import kept, refuse_other_domains, refuse_other_format
@@ -119,19 +120,18 @@ def below_run(place):
     return lambda wildcards: f"{RUN}/{place}".rstrip("/").format(**wildcards)
 
 
-def captioned(name):
-    """A report file, with its caption and what it shows in `snakemake --report`."""
-    kind, _, file = name.rpartition("/")
-    stem, _, suffix = file.rpartition(".")
-    path = f"{RUN}/report/{name}"
-    # The page shows the two formats of a file as a switch; the first in the alphabet is on.
-    formats = {"svg": "SVG", "tex": "LaTeX", "html": "Interactive" if kind == "figures" else "HTML"}
-    if suffix not in formats:
-        return path
-    labels = {"shows": SHOWS[stem], "as": formats[suffix]}
-    # Snakemake sorts the categories by name; the run's first page comes first.
-    category = kind.capitalize() or {"index": "At a glance"}.get(stem, "Claims")
-    return report(path, caption=f"../report/{stem}.rst", category=category, labels=labels)
+# Snakemake reads a caption from a file alone, when a report is asked for.
+CAPTIONS = TemporaryDirectory(prefix="demix_captions_")
+
+
+def captioned(item):
+    """The files of an item of the report, with its caption and what it shows in `snakemake --report`."""
+    caption = Path(CAPTIONS.name, f"{item.name}.rst")
+    if workflow.is_main_process:
+        caption.write_text(item.caption, encoding="utf-8")
+    for suffix, shown in item.formats:
+        path, labels = f"{RUN}/report/{item.files[suffix]}", {"shows": item.heading, "as": shown}
+        yield report(path, caption=str(caption), category=item.category, labels=labels) if shown else path
 
 
 def anonymizing(wildcards):

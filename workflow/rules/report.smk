@@ -149,7 +149,7 @@ rule report:
         [f"{RUN}/models/{one.name}/model.json" for one in MODELS.values() if one.adapted_to],
         config=f"{RUN}/config.json",
     output:
-        *[captioned(name) for name in report_files(THIS)],
+        *[file for item in report_items(THIS) for file in captioned(item)],
     log:
         f"{RUN}/logs/report.log",
     localrule: True

@@ -1,0 +1,76 @@
+"""Adaptation to novel domains: perplexities before and after, and what it changes."""
+
+import pandas as pd
+
+from demix.config.architecture import parameters
+from demix.report.cells import mean_of
+from demix.report.material import Material
+from demix.report.systems import added, before_adding, before_dense_dapt, dense_adapted, one_added
+from demix.report.table import Table
+from demix.run.run import Run
+
+ADAPTATIONS = ("Dense-DAPT", "DEMix-DAPT", "One expert added")
+
+
+def adapting(material: Material) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Test perplexities before and after the adaptation to each novel domain: one row per domain.
+
+    The columns are Dense-DAPT, DEMix-DAPT and the mixture with one expert added, each on the training domains (the
+    mean) and on the domain adapted to. Before an expert was adapted stands the training expert of highest posterior.
+    """
+    run, results, training = material.run, material.own, material.training
+    every = [*training, *material.novel]
+    (naive, cached), (all_naive, _) = before_adding(run), added(run)
+    dense, eight, experts = (results.perplexities(one, every) for one in (before_dense_dapt(run), cached, all_naive))
+    own_experts = (results.mean(naive, training), mean_of(experts[training]))
+    rows = {}
+    for name in material.novel:
+        adapted, nine = (
+            results.perplexities(system(run)(name), [*training, name]) for system in (dense_adapted, one_added)
+        )
+        likeliest = material.parents[name].likeliest if name in material.parents else ""
+        parent = results.expert_perplexities(naive.model, name, [likeliest]).iloc[0]
+        rows[name] = (
+            *((mean_of(dense[training]), mean_of(adapted[training])), (dense[name], adapted[name])),
+            *(own_experts, (parent, experts[name])),
+            *((mean_of(eight[training]), mean_of(nine[training])), (eight[name], nine[name])),
+        )
+    columns = [f"{kind}: {part}" for kind in ADAPTATIONS for part in ("training domains", "own domain")]
+    before, after = (
+        pd.DataFrame(
+            {name: [pair[which] for pair in pairs] for name, pairs in rows.items()}, index=columns, dtype="float64"
+        ).T
+        for which in (0, 1)
+    )
+    return before, after
+
+
+def changed_bytes(run: Run) -> dict[str, int]:
+    """The bytes (fp32) of the parameters that the adaptation to one domain changes, by the names of `ADAPTATIONS`."""
+    receiver, types = run.receiver, run.types
+    dense = next(model for model in run.trained if model.name == run.config.adaptation.dense)
+    whole = sum(parameters(dense.architecture, types))
+    _, expert = parameters(receiver.architecture, types, expert_scope=receiver.kind.expert_scope)
+    return dict(zip(ADAPTATIONS, (4 * whole, 4 * expert, 4 * expert), strict=True))
+
+
+def adaptation_table(material: Material) -> Table:
+    """What adaptation to one domain gains there, and what it costs: forgetting and bytes; means over novel domains."""
+    before, after = adapting(material)
+    training, novel = (domains.counted for domains in material.kinds)
+    frame = pd.DataFrame({
+        f"{name}, {when}": [mean_of(found[f"{kind}: {part}"]) for kind in ADAPTATIONS]
+        for part, name in (("own domain", novel), ("training domains", training))
+        for when, found in (("before", before), ("after", after))
+    }, index=list(ADAPTATIONS))  # fmt: skip
+    frame["bytes changed"] = changed_bytes(material.run)
+    return Table(
+        "On the domain adapted to and on the training domains, averaged over the novel domains. DEMix-DAPT's training "
+        "domains are each under its own expert, the same by construction. Dense-DAPT makes a "
+        f"model for each domain out of {before_dense_dapt(material.run).label}, DEMix-DAPT an expert out of another; "
+        "one expert added is the mixture of the training experts and the new one with a cached prior.",
+        frame,
+        formats={"bytes changed": "{:,.0f}"},
+        name="adaptation",
+        title="Adapting to one novel domain: mean test perplexity before and after (lower is better)",
+    )

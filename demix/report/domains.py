@@ -1,0 +1,39 @@
+"""The kinds of domains of a run: those trained on, and those that are novel."""
+
+from dataclasses import dataclass
+
+from demix.run.run import Run
+
+
+def so_many(number: int, noun: str) -> str:
+    """A number and what it counts: "1 novel domain", "8 novel domains"."""
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
+@dataclass(frozen=True)
+class Domains:
+    """The domains of one kind, `training` or `novel`, in the config's order."""
+
+    kind: str
+    names: list[str]
+
+    @property
+    def heading(self) -> str:
+        """The kind as the heading of a column."""
+        return self.kind.capitalize()
+
+    @property
+    def counted(self) -> str:
+        """The kind with the number of its domains: "8 novel"."""
+        return f"{len(self.names)} {self.kind}"
+
+    @property
+    def said(self) -> str:
+        """The number of domains: "8 novel domains"."""
+        return so_many(len(self.names), f"{self.kind} domain")
+
+
+def domains_of(run: Run) -> list[Domains]:
+    """The kinds of domains that a run has: training domains first."""
+    kinds = (Domains("training", list(run.training)), Domains("novel", list(run.novel)))
+    return [domains for domains in kinds if domains.names]

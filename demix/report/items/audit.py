@@ -1,0 +1,52 @@
+"""How much of a removed domain's documents the models continue word for word: the model with the domain's expert, the
+model without that expert, and a model never trained on the domain. Documents of train stand beside documents of test.
+"""
+
+from demix.report.item import Group, TableItem
+from demix.report.material import Material
+from demix.report.needs import WITHOUT_DOMAIN
+from demix.report.table import Table
+
+ITEM = TableItem("What is left of a removed domain, word for word", Group.FURTHER, 9, needs=(WITHOUT_DOMAIN,))
+AUDITED = {
+    "own": "own expert alone",
+    "mixture": "all experts",
+    "minus": "without its expert",
+    "without": "never trained on it",
+}
+
+
+def make(material: Material) -> Table:
+    import numpy as np
+    import pandas as pd
+
+    from demix.report.cells import seed_note
+
+    audit, splits = material.audit, ("train", "test")
+    columns = {"matched": "Tokens word for word, {}", "share": "Tokens right, {} (%)", "nll": "Nats, {}"}
+    rows = {}
+    for domain in material.training:
+        for system, label in AUDITED.items():
+            found = audit[(audit["domain"] == domain) & (audit["system"] == system)]
+            if not len(found):
+                continue
+            means = found.groupby("split")[list(columns)].mean()
+            rows[f"{domain}, {label}"] = {
+                heading.format(split): means[name].get(split, np.nan) * (100 if name == "share" else 1)
+                for name, heading in columns.items()
+                for split in splits
+            } | {f"Documents, {split}": float((found["split"] == split).sum()) for split in splits}
+    headings = [heading.format(split) for heading in columns.values() for split in splits]
+    counts = [f"Documents, {split}" for split in splits]
+    return Table(
+        "Documents of a removed domain are continued from 50 tokens of theirs, greedily: how many of the next 50 are "
+        "the document's before the first that is not, the share of all 50 that are, and the loss of the document's own "
+        "50 tokens (nats). Means over documents that were trained on and over test documents, which no model saw.",
+        pd.DataFrame.from_dict(rows, orient="index", columns=[*headings, *counts]),
+        notes=(
+            "Train above test by more than chance means that training documents were memorized; without the domain's "
+            "expert, by what all experts share.",
+            *seed_note(material.run),
+        ),
+        formats=dict.fromkeys(counts, "{:.0f}"),
+    )

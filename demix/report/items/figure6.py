@@ -1,0 +1,73 @@
+"""Figure 6 of the paper: dev perplexity of the novel domain and of the training domains during adaptation, for
+Dense-DAPT and DEMix-DAPT. All panels of a part have one scale; the number at the end of a line is its last value.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from demix.report.item import FigureItem, Group
+from demix.report.material import Material
+from demix.report.needs import NOVEL
+from demix.report.systems import before_dense_dapt
+
+if TYPE_CHECKING:
+    import altair as alt
+    import pandas as pd
+
+ITEM = FigureItem("Figure 6: adapting to a novel domain with and without forgetting", Group.FIGURES, 6, needs=(NOVEL,))
+PARTS = {
+    "own": "Dev perplexity of the domain adapted to: a fall is adaptation",
+    "training": "Mean dev perplexity of the training domains: a rise is forgetting",
+}
+PANEL_COLUMNS = 4
+
+
+def make(material: Material) -> tuple[Any, str]:
+    import altair as alt
+
+    from demix.report.cells import ends_lower
+    from demix.report.curves import adaptation_curves
+
+    run, curves = material.run, adaptation_curves(material.metrics, material.run)
+    last = curves.drop_duplicates(["domain", "kind"], keep="last").set_index("domain")
+    own, old = (
+        ends_lower(*(last.loc[last["kind"] == kind, part] for kind in ("Dense-DAPT", "DEMix-DAPT"))) for part in PARTS
+    )
+    whole = run.receiver.kind.expert_scope == "model"
+    begun = "the average of all experts, by posterior, as one more" if whole else "a copy of one expert"
+    return alt.vconcat(*(_small_multiples(curves, part, run.novel) for part in PARTS), spacing=24), (
+        f"Each panel is one novel domain. DEMix-DAPT trains {begun}; Dense-DAPT trains every parameter of "
+        f"{before_dense_dapt(run).label} on the same data. The number at the end of a line is its last value. The "
+        f"model kept is the best on dev. On the domain adapted to, {own}; on the training domains, {old}."
+    )
+
+
+def _small_multiples(curves: "pd.DataFrame", part: str, novel: tuple[str, ...]) -> "alt.ConcatChart":
+    """One small chart per domain, all with the same scale of perplexity, which begins at zero."""
+    import altair as alt
+
+    from demix.report.curves import POINTS, token_axis
+    from demix.report.look import coloured, dashed, finite, heading_of, small_heading
+
+    kinds = ["DEMix-DAPT", "Dense-DAPT"]
+    legend = alt.Legend(title=None, orient="right", symbolSize=300, symbolType="stroke")
+    scale = alt.Scale(domain=[0, finite(curves[part].max()) or 1], nice=True)
+    present = [domain for domain in novel if (curves["domain"] == domain).any()]
+    panels = []
+    for index, domain in enumerate(present or ["no adaptation in this run"]):
+        own = curves[curves["domain"] == domain].dropna(subset=[part])
+        ends = own.groupby("kind")["tokens"].transform("max") == own["tokens"]
+        records = [
+            {"kind": row.kind, "tokens": int(row.tokens), "perplexity": finite(getattr(row, part)), "last": bool(end)}
+            for row, end in zip(own.itertuples(), ends, strict=True)
+        ]
+        title = "dev perplexity" if index % PANEL_COLUMNS == 0 else None
+        base = alt.Chart(alt.InlineData(values=records)).encode(
+            x=alt.X("tokens:Q", title="tokens of adaptation", axis=token_axis(3), scale=alt.Scale(nice=False)),
+            y=alt.Y("perplexity:Q", title=title, scale=scale, axis=alt.Axis(tickCount=4)),
+            color=coloured("kind", kinds, legend),
+        )
+        lines = base.mark_line(strokeWidth=2, point=POINTS).encode(strokeDash=dashed("kind", kinds, legend))
+        last = base.mark_text(align="left", dx=5, fontSize=11).encode(text=alt.Text("perplexity:Q", format=".0f"))
+        chart = lines + last.transform_filter("datum.last")
+        panels.append(chart.properties(width=160, height=120, title=small_heading(domain)))
+    return alt.concat(*panels, columns=PANEL_COLUMNS, spacing=30, title=heading_of(PARTS[part]))

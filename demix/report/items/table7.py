@@ -1,0 +1,51 @@
+"""Table 7 of the paper: test perplexity on a training domain of DEMix with the domain's expert, of DEMix without that
+expert, and of a model never trained on the domain.
+"""
+
+from demix.report.item import Group, TableItem
+from demix.report.material import Material
+from demix.report.needs import SECOND_TRAINING
+from demix.report.systems import ByDomain, before_removal, released, without_domain, without_expert
+from demix.report.table import Table
+
+ITEM = TableItem("Table  7: removing experts", Group.PAPER, 7, needs=(SECOND_TRAINING,))
+
+
+def make(material: Material) -> Table:
+    import numpy as np
+
+    from demix.report.cells import COUNTED, by_domain, mean_of, seed_note
+
+    run, results, domains = material.run, material.own, material.training
+    systems: dict[str, ByDomain] = {
+        "+Expert": before_removal(run),
+        "−Expert": without_expert(run),
+        "−Domain": without_domain,
+    }
+    frame, beneath, notes = by_domain(results, systems, domains)
+    complete = frame[list(systems)].dropna()
+    every = f"Mean of all {len(domains)}"
+    means = {every: [mean_of(frame[column]) for column in systems]}
+    means[f"{every}, released weights"] = [results.mean(released(system), domains) for system in systems.values()]
+    if 0 < len(complete) < len(domains):
+        means[f"Mean of the {len(complete)} that have all three"] = [*complete.mean()]
+    for label, values in means.items():
+        frame.loc[label] = [*values, np.nan, np.nan]
+    replacement = run.config.removal.replacement
+    return Table(
+        "Test perplexity on a training domain with all experts (+Expert), with the domain's own expert left out "
+        "(−Expert), and by a model never trained on the domain (−Domain). All three with a cached prior. Higher "
+        "without the expert means that leaving it out takes the domain away.",
+        frame,
+        notes=(
+            "−Domain puts a replacement"
+            + (f" ({replacement})" if replacement else "")
+            + " in the domain's place and trains for the same steps; it is run for "
+            + (f"{len(complete)} of the {len(domains)} domains." if len(complete) else "none of the domains."),
+            *seed_note(run),
+            *notes,
+        ),
+        formats=COUNTED,
+        summaries=frozenset(means),
+        beneath=beneath,
+    )

@@ -1,0 +1,62 @@
+"""Loss of each model by the number of tokens trained on: on dev if the run measures it during training, else of the
+batches.
+"""
+
+from typing import Any
+
+from demix.report.item import FigureItem, Group
+from demix.report.material import Material
+from demix.run.models import Model
+
+ITEM = FigureItem("Loss of each model in training", Group.FIGURES)
+SKIPPED = 0.1
+
+
+def make(material: Material) -> tuple[Any, str]:
+    import altair as alt
+
+    from demix.report.curves import POINTS, token_axis, training_curves
+    from demix.report.look import coloured, dashed, finite
+
+    # The loss of masked tokens is no loss of next tokens.
+    own = [model for model in material.run.trained if model.seed == material.run.seed and not model.masked]
+    steps, dev = (training_curves(material.metrics, material.run, key) for key in ("loss", "dev_loss"))
+    measured = len(dev) and {model.name for model in own} <= set(dev["model"])
+    curves, what = (dev, "dev loss") if measured else (steps, "training loss")
+    # All models fall alike at first, and so steeply that later differences could not be seen.
+    curves = curves[curves["tokens"] >= SKIPPED * curves.groupby("model")["tokens"].transform("max")]
+    names = _names(own)
+    models = [label for name, label in names.items() if (curves["model"] == name).any()]
+    records = [
+        {"model": names[row.model], "tokens": row.tokens, "loss": finite(row.loss)}
+        for row in curves[curves["model"].isin(names)].itertuples()
+    ]
+    legend = alt.Legend(title="model", symbolSize=300, symbolType="stroke")
+    chart = (
+        alt.Chart(alt.InlineData(values=records))
+        .mark_line(strokeWidth=1.6, point=POINTS)
+        .encode(
+            x=alt.X("tokens:Q", title="training tokens", axis=token_axis(6)),
+            y=alt.Y("loss:Q", title=f"{what} (nats a token)", scale=alt.Scale(zero=False)),
+            color=coloured("model", models, legend, sort=models),
+            strokeDash=dashed("model", models, legend, sort=models),
+        )
+        .properties(width=620, height=340)
+    )
+    return alt.vconcat(chart), (
+        "Mean over the dev splits of the domains that a model trains on, by the tokens trained on so far."
+        if measured
+        else "Mean loss of the batches by the tokens trained on so far; models see different mixes of domains."
+    ) + f" The first {SKIPPED:.0%} of the tokens and other seeds are left out."
+
+
+def _names(models: list[Model]) -> dict[str, str]:
+    """The labels of models in the legend, in its order."""
+    names = {
+        "demix": "DEMix",
+        "dense": "Dense (Balanced)",
+        "dense_unbalanced": "Dense",
+        "domain_token": "+ Domain Token",
+    }
+    names |= {model.name: f"DEMix without {model.removed}" for model in models if model.removed}
+    return names | {model.name: model.name for model in models if model.name not in names}

@@ -1,0 +1,214 @@
+"""All that a report reads of a run, each thing read when it is first asked for.
+
+No pandas is loaded before something is read: the workflow asks what files a report has.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from demix.files import check_sealed
+from demix.report.domains import Domains, domains_of
+from demix.report.needs import TASKS
+from demix.run.run import Run
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from demix.report.clusters import Clusters
+    from demix.report.read import Parent
+    from demix.report.results import Results
+    from demix.report.verdict import Claim
+
+
+@dataclass(frozen=True, eq=False)
+class Material:
+    """A run as tables, figures and claims read it.
+
+    `given` holds values to take instead of those of the run's files, by the names of properties.
+    """
+
+    run: Run
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        vars(self).update(self.given)
+
+    @cached_property
+    def training(self) -> list[str]:
+        """The training domains in the config's order."""
+        return list(self.run.training)
+
+    @cached_property
+    def novel(self) -> list[str]:
+        """The novel domains in the config's order."""
+        return list(self.run.novel)
+
+    @cached_property
+    def kinds(self) -> list[Domains]:
+        """The kinds of domains that the run has."""
+        return domains_of(self.run)
+
+    @cached_property
+    def results(self) -> "Results":
+        """The rows of results.parquet."""
+        from demix.report.read import read_results
+
+        return read_results(self.run.folder / "results.parquet")
+
+    @cached_property
+    def own(self) -> "Results":
+        """The results of the run's own seed.
+
+        Experts are added, removed and varied for this seed alone: tables of them must not mix in other seeds.
+        """
+        return self.results.of_seed(self.run.seed)
+
+    @cached_property
+    def priors(self) -> "pd.DataFrame":
+        """The rows of priors.parquet of the run's own seed."""
+        from demix.report.read import read_priors
+
+        priors = read_priors(self.run.folder / "priors.parquet")
+        return priors[priors["seed"] == self.run.seed]
+
+    @cached_property
+    def differences(self) -> "pd.DataFrame":
+        """The rows of differences.parquet."""
+        from demix.report.read import read_differences
+
+        return read_differences(self.run.folder / "differences.parquet")
+
+    @cached_property
+    def overlap(self) -> "pd.DataFrame":
+        """The rows of corpus/overlap.parquet."""
+        from demix.report.read import read_overlap
+
+        return read_overlap(self.run.folder / "corpus" / "overlap.parquet")
+
+    @cached_property
+    def pairs(self) -> "pd.DataFrame":
+        """Each training expert on each domain: perplexity ratio and overlap of bigrams (`demix.report.affinity`)."""
+        from demix.report.affinity import affinities, with_overlap
+
+        return with_overlap(affinities(self.own, self.run), self.overlap)
+
+    @cached_property
+    def audit(self) -> "pd.DataFrame":
+        """The rows of audit.parquet, if the run has one."""
+        from demix.report.read import read_audit
+
+        return read_audit(self.run.folder / "audit.parquet")
+
+    @cached_property
+    def posteriors(self) -> "pd.DataFrame":
+        """The rows of posteriors.parquet."""
+        from demix.report.read import read_posteriors
+
+        return read_posteriors(self.run.folder / "posteriors.parquet")
+
+    @cached_property
+    def parents(self) -> "dict[str, Parent]":
+        """What the expert of each novel domain began with."""
+        from demix.report.read import read_parents
+
+        return read_parents(self.run.folder / "models" / self.run.receiver.row / "experts", self.novel)
+
+    @cached_property
+    def averaged(self) -> bool:
+        """Whether an expert of a novel domain began as the average of all training experts."""
+        return any(parent.averaged for parent in self.parents.values())
+
+    @cached_property
+    def trials(self) -> "pd.DataFrame":
+        """What each learning rate of adaptation came to."""
+        from demix.report.read import read_trials
+
+        return read_trials(self.run.folder / "models", self.run)
+
+    @cached_property
+    def clusters(self) -> "Clusters":
+        """What the run knows of the clusters that its models learn from."""
+        from demix.report.clusters import read_clusters
+
+        return read_clusters(self.run)
+
+    @cached_property
+    def loads(self) -> "dict[str, pd.DataFrame]":
+        """The shares of choices of experts, by model whose tokens choose experts."""
+        from demix.report.routers import read_loads
+
+        return read_loads(self.run)
+
+    @cached_property
+    def contexts(self) -> "pd.DataFrame":
+        """The losses by position in blocks of several lengths."""
+        from demix.report.contexts import read_contexts
+
+        return read_contexts(self.run)
+
+    @cached_property
+    def tasks(self) -> "pd.DataFrame":
+        """The rows of tasks.parquet."""
+        from demix.report.read import read_tasks
+
+        return read_tasks(self.run.folder / "tasks.parquet")
+
+    @cached_property
+    def tokens_before(self) -> dict[str, int | None]:
+        """The tokens that the models in folders, with which rows began, had learned from."""
+        from demix.report.read import tokens_before
+
+        return tokens_before(self.run)
+
+    @property
+    def metrics(self) -> Path:
+        """The folder of the metrics of trainings."""
+        return self.run.folder / "metrics"
+
+    @cached_property
+    def cost(self) -> list[dict[str, str]]:
+        """The jobs of each stage, their time and memory."""
+        from demix.report.cost import cost_by_stage
+
+        return cost_by_stage(self.run)
+
+    @cached_property
+    def claims(self) -> "list[Claim]":
+        """The claims, judged on this run."""
+        from demix.report.claims import claims
+
+        return claims(self)
+
+    @cached_property
+    def scale_note(self) -> str:
+        """The differences between this run and the paper in data, budget and scale."""
+        from demix.report.paper import scale_note
+
+        return scale_note(self.results, self.run)
+
+    def read(self) -> "Material":
+        """This, with all files of the run read. Raises DemixError for the first that is missing or damaged."""
+        _ = self.results, self.priors, self.differences, self.overlap, self.audit, self.posteriors
+        _ = self.parents, self.trials
+        # The curves are drawn long after the tables; a damaged file must be refused before anything is written.
+        for path in sorted(self.metrics.glob("*.jsonl")):
+            check_sealed(path)
+        _ = self.cost, self.clusters, self.loads, self.contexts
+        _ = self.tasks if TASKS.met(self.run) else None
+        return self
+
+    @cached_property
+    def seed(self) -> int:
+        """The seed of `own`."""
+        return self.run.seed
+
+    def of_seed(self, seed: int) -> "Material":
+        """The same with the results of one seed alone. Only the run's own seed has differences."""
+        shared = {name: getattr(self, name) for name in ("overlap", "parents", "clusters")}
+        differences = self.differences if seed == self.run.seed else self.differences.iloc[:0]
+        results = self.results.of_seed(seed)
+        own = {"results": results, "own": results, "differences": differences, "seed": seed}
+        return Material(self.run, shared | own)

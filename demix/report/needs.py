@@ -1,0 +1,64 @@
+"""What tables, figures and claims need of a run: a run that has none of it has none of them."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from demix.run.rows import Row
+from demix.run.run import Run
+from demix.run.variants import variant_rows
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a run may lack: its name, and whether a run has it.
+
+    Of a need that is not `told` nothing is said where a run lacks it: few runs are meant to have it.
+    """
+
+    name: str
+    met: Callable[[Run], bool]
+    told: bool = True
+
+
+def _causal(run: Run) -> dict[str, Row]:
+    return {name: row for name, row in run.rows.items() if not row.masked}
+
+
+def _from_clusters(run: Run) -> bool:
+    return any(row.settings.data for row in _causal(run).values())
+
+
+def _routed(run: Run) -> bool:
+    return any(row.kind.routed or row.settings.merged_routed for row in _causal(run).values())
+
+
+def _several_families(run: Run) -> bool:
+    whole = any(row.kind.expert_scope == "model" for row in _causal(run).values())
+    return whole or _from_clusters(run) or _routed(run)
+
+
+def _further_temperature(run: Run) -> bool:
+    evaluation = run.config.evaluation
+    return _from_clusters(run) and len(evaluation.temperatures) + len(evaluation.routing_context) > 1
+
+
+NOVEL = Need("novel domains", lambda run: bool(run.novel))
+SECOND_TRAINING = Need("second training domain", lambda run: len(run.training) > 1)
+WITHOUT_DOMAIN = Need("model trained without a domain", lambda run: bool(run.config.removal.retrain_without))
+DENSE_UNBALANCED = Need("model dense_unbalanced", lambda run: "dense_unbalanced" in _causal(run))
+DOMAIN_TOKEN = Need("model domain_token", lambda run: "domain_token" in _causal(run))
+FAMILIES = Need("several families", _several_families, told=False)
+CLUSTERS = Need("model that learns from clusters", _from_clusters, told=False)
+TEMPERATURES = Need("further temperature or context", _further_temperature, told=False)
+ROUTERS = Need("model whose tokens choose experts", _routed, told=False)
+MASKED = Need("masked language model", lambda run: any(row.masked for row in run.rows.values()), told=False)
+CONTEXTS = Need("blocks of other lengths", lambda run: bool(run.config.evaluation.contexts), told=False)
+VARIANTS = Need("row of other options", lambda run: bool(variant_rows(run)), told=False)
+TASKS = Need("task", lambda run: bool(run.config.tasks), told=False)
+# In the order in which a report tells of them.
+TOLD = (NOVEL, SECOND_TRAINING, WITHOUT_DOMAIN, DENSE_UNBALANCED, DOMAIN_TOKEN)
+
+
+def missing(needs: Iterable[Need], run: Run) -> Need | None:
+    """The first of `needs` that `run` lacks."""
+    return next((need for need in needs if not need.met(run)), None)

@@ -1,0 +1,129 @@
+"""A table of a report: its numbers (pandas), what a reader must know of them, and its lines as they are printed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell as printed: its text, the line beneath it (empty for none), whether it is bold, and what sorts it."""
+
+    text: str
+    beneath: str
+    best: bool
+    is_text: bool
+    key: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table as printed; `summary` tells whether it averages the lines above."""
+
+    label: str
+    cells: list[Cell]
+    summary: bool
+    position: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of numbers, with caption and notes, and a name and title of its own.
+
+    `frame` has one row per label, and NaN (or "") where the run has no such evaluation. `formats` maps a column to a
+    format; the default is two decimals. `summaries` are the labels of rows that average the rows above. `best` is True
+    for the cells to print bold. `beneath` holds the second lines of cells. A `long` table may span several pages.
+    """
+
+    caption: str
+    frame: "pd.DataFrame"
+    notes: tuple[str, ...] = ()
+    formats: dict[str, str] = field(default_factory=dict)
+    summaries: frozenset[str] = frozenset()
+    best: "pd.DataFrame | None" = None
+    beneath: "pd.DataFrame | None" = None
+    long: bool = False
+    name: str = ""
+    title: str = ""
+
+    def called(self, name: str, title: str) -> "Table":
+        """This table with a name and a title."""
+        return replace(self, name=name, title=title)
+
+    def noted(self, *notes: str) -> "Table":
+        """This table with more notes below it."""
+        return replace(self, notes=(*self.notes, *notes))
+
+    def filled(self) -> "Table":
+        """This table without the rows and columns that have no numbers, and a note that names them."""
+        numbers = self.frame.select_dtypes("number").notna()
+        if not numbers.to_numpy().any():
+            return replace(self, notes=("This run has no rows for this table.", *self.notes))
+        rows = [str(label) for label in numbers.index[~numbers.any(axis=1)]]
+        columns = list(numbers.columns[~numbers.any(axis=0)])
+        kept = replace(self, frame=self.frame.drop(index=rows, columns=columns))
+        return kept.noted(f"Without numbers in this run: {', '.join([*rows, *columns])}.") if rows or columns else kept
+
+    @property
+    def columns(self) -> dict[str, bool]:
+        """The headings of the columns, each with whether the column holds text."""
+        return {str(name): values.dtype.kind not in "fi" for name, values in self.frame.items()}
+
+    def text(self) -> "pd.DataFrame":
+        """The cells as printed."""
+        import pandas as pd
+
+        columns = {
+            column: [cell(value, self.formats.get(column, "{:.2f}")) for value in values]
+            for column, values in self.frame.items()
+        }
+        return pd.DataFrame(columns, index=self.frame.index, dtype=object)
+
+    def bold(self) -> "pd.DataFrame":
+        """True for the cells that are printed bold."""
+        best = self.frame.iloc[:, :0] if self.best is None else self.best
+        return best.reindex(index=self.frame.index, columns=self.frame.columns, fill_value=False).astype(bool)
+
+    def second_lines(self) -> "pd.DataFrame":
+        """The second line of each cell; empty text without one."""
+        beneath = self.frame.iloc[:, :0] if self.beneath is None else self.beneath
+        lines = beneath.reindex(index=self.frame.index, columns=self.frame.columns, fill_value="")
+        return lines.fillna("").astype(object)
+
+    def lines(self) -> Iterator[Line]:
+        """The lines as every format prints them."""
+        columns = self.columns
+        printed = (frame.to_numpy() for frame in (self.text(), self.second_lines(), self.bold()))
+        for position, (label, texts, beneath, best) in enumerate(zip(self.frame.index, *printed, strict=True)):
+            keys = (_key(values.iloc[position]) for _, values in self.frame.items())
+            cells = [
+                Cell(str(text), str(below), bool(bold), is_text, key)
+                for text, below, bold, is_text, key in zip(texts, beneath, best, columns.values(), keys, strict=True)
+            ]
+            yield Line(str(label), cells, label in self.summaries, position)
+
+
+def cell(value: Any, form: str) -> str:
+    """A value as printed: "–" for a missing one, a minus sign for a hyphen, no sign for a value that rounds to zero."""
+    if isinstance(value, str):
+        return value or "–"
+    if _missing(value):
+        return "–"
+    text = form.format(value)
+    return (text if any(digit in text for digit in "123456789") else text.lstrip("+-")).replace("-", "−")
+
+
+def _key(value: Any) -> str:
+    """What a page sorts a cell by."""
+    if isinstance(value, str):
+        return value
+    return "" if _missing(value) else f"{value:.10g}"
+
+
+def _missing(value: Any) -> bool:
+    import pandas as pd
+
+    return bool(pd.isna(value))
