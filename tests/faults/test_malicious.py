@@ -35,8 +35,9 @@ from demix.track.store import track
 from demix.train.parallel import World
 from demix.train.state import newest_state
 from support.breaking import Note, demix, told
+from support.configs import domains, written_by_hand
 from support.disturbed import TINY
-from support.synthetic_run import NOVEL, build_run, with_keys
+from support.synthetic_run import NOVEL, TRAINING, build_run, with_keys
 
 MARKUP = "<img src=x onerror=alert(1)>"
 LINK = "![a](http://evil.example) `b` **c** www.evil.example ^^5cinput"
@@ -248,10 +249,8 @@ def test_markup_in_names_is_shown_as_text(tmp_path: Path, note: Note) -> None:
             assert not re.search(r"(?<!\\)`|(?<!\\)\]\(|:(?=//)|www(?=\.)", text), path
         shown += "&lt;img" in text
     assert shown
-    whole = read_json(run.path / "config.json")
     for name in (MARKUP, LINK, "<script>alert(2);"):
-        training = whole["domains"]["training"] | {name: whole["domains"]["training"]["law"]}
-        write_json(run.path / "config.json", whole | {"domains": whole["domains"] | {"training": training}})
+        written_by_hand(run.path, domains=domains((name, *TRAINING), NOVEL))
         with note.timed("markup in domain names", "common error"):
             line = told(demix("report", run.path, "--output", tmp_path / "refused"))
         assert "is not a usable domain name" in line

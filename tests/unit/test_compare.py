@@ -13,7 +13,7 @@ from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
 from demix.errors import DemixError
-from demix.files import read_json, read_parquet, write_json, write_parquet
+from demix.files import read_parquet, write_json, write_parquet
 from demix.report.compare import (
     BITS,
     FEW,
@@ -30,7 +30,7 @@ from demix.report.compared import write_page
 from demix.run.kept import config_fingerprint, read_run_config
 from support.cli import demix
 from support.compared import BYTES, NOVEL, PIECES, TRAINING, make_run
-from support.configs import domains
+from support.configs import domains, written_by_hand
 from support.synthetic_run import with_keys
 
 PLAIN = {"Dense (Balanced)": ("dense", ("dense",)), "DEMix (average)": ("demix", TRAINING)}
@@ -256,8 +256,7 @@ def test_settings_that_differ(base: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     run = copied(base, tmp_path / "run", **changes)
     # No config may have one, but a run of somebody else's may.
-    secret = {"tracking": {"uri": "postgresql://me:secret@host/demix", "experiment": None}}
-    write_json(run / "config.json", read_json(run / "config.json") | secret, sort_keys=False)
+    written_by_hand(run, tracking={"uri": "postgresql://me:secret@host/demix", "experiment": None})
     found = compare([base, run]).settings
     assert found.to_dict("index") == {
         "seeds": {"base": "[]", "other": "[1, 2]"},
