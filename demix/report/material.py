@@ -163,7 +163,7 @@ class Material:
 
         return tokens_before(self.run)
 
-    @property
+    @cached_property
     def metrics(self) -> Path:
         """The folder of the metrics of trainings."""
         return self.run.folder / "metrics"

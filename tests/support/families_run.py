@@ -13,7 +13,7 @@ import pyarrow as pa
 from demix.config.clustering import Clustering
 from demix.data.cluster import Clusterer, assign, fit_clusters
 from demix.files import write_json_lines, write_parquet
-from demix.report.read import Results
+from demix.report.results import Results
 from support.synthetic_run import NOVEL, TRAINING, MadeUp, base, build_run, with_keys
 
 SEED = {"parent": "dense", "seed_tokens": 819200}

@@ -11,18 +11,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from demix.report.cells import mean_of
-from demix.report.paper_tables import adaptation_table
-from demix.report.read import (
-    added,
-    novel_domains,
-    of_seed,
-    perplexities,
-    read_parents,
-    read_results,
-    trained_systems,
-    training_domains,
-)
+from demix.report.adapting import adaptation_table
+from demix.report.material import Material
+from demix.report.systems import trained_systems
 from demix.run.run import Run
 
 README = Path(__file__).parents[2] / "README.md"
@@ -57,15 +48,13 @@ class Printed:
 def numbers(run: Path, page: Path = README) -> list[Printed]:
     """The numbers of the tables of `page` with their values in `run`. Raises ValueError where a row is missing."""
     whole = Run.read(run)
-    results = of_seed(read_results(run / "results.parquet"), whole)
-    systems = {(one.label, one.weights): one for row in trained_systems(whole).values() for one in row}
-    kinds = (training_domains(whole), novel_domains(whole))
+    material = Material(whole)
+    systems = {(one.label, one.weights): one for one in trained_systems(whole)}
     values = {
-        label: [mean_of(perplexities(results, systems[key], domains)) for domains in kinds]
+        label: [material.own.mean(systems[key], domains.names) for domains in material.kinds]
         for label, key in SYSTEMS.items()
     }
-    parents = read_parents(run / "models" / added(whole)[0].model / "experts", novel_domains(whole))
-    adapted = adaptation_table(results, whole, parents).frame
+    adapted = adaptation_table(material).frame
     values |= {label: adapted.loc[label].tolist() for label in ADAPTED}
     found = []
     for (label, texts), wanted in zip(printed(page, tuple(values)).items(), values.values(), strict=True):

@@ -12,7 +12,9 @@ import pyarrow as pa
 
 from demix.config.config import Config
 from demix.files import write_json, write_json_lines, write_parquet
-from demix.report.read import Parent, Results
+from demix.report.material import Material
+from demix.report.read import Parent
+from demix.report.results import Results
 from demix.run.kept import write_run_config
 from demix.run.run import Run
 from demix.run.systems import BASES
@@ -88,6 +90,11 @@ class MadeUp:
     def path(self) -> Path:
         """The folder of the run."""
         return self.run.folder
+
+    def material(self, run: Run | None = None, **given: object) -> Material:
+        """What the report reads: the frames, or those `given`, and all else from the folder of this run or of `run`."""
+        frames = {name: getattr(self, name) for name in ("results", "priors", "overlap", "differences", "parents")}
+        return Material(run or self.run, frames | given)
 
 
 def with_keys(folder: Path, keys: dict) -> Run:

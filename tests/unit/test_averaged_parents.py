@@ -7,11 +7,10 @@ import pytest
 
 from demix.files import read_json, write_json
 from demix.report.claims import claims
-from demix.report.curves import figure6
-from demix.report.paper_tables import table13
 from demix.report.read import read_parents
 from support.cli import demix
 from support.configs import changed
+from support.report import drawn, table_of
 from support.synthetic_run import NOVEL, TRAINING, build_run
 
 
@@ -24,14 +23,14 @@ def test_an_expert_that_began_as_an_average_has_no_single_parent(tmp_path: Path,
         weights = {other: {"weight": 0.6 if other == likeliest else 0.2, "sha256": "0" * 64} for other in TRAINING}
         write_json(path, {**read_json(path), "parent": likeliest if named else None, "parents": weights})
     parents = read_parents(run.path / "models" / "demix" / "experts", list(NOVEL))
-    table, copied = (table13(run.results, run.run, which) for which in (parents, run.parents))
+    table, copied = (table_of("table13", run.material(parents=which)) for which in (parents, run.parents))
     assert table.frame["Parent expert"].tolist()[:2] == ["average", "average"]
     numbers = table.frame.columns[:-1]
     pd.testing.assert_frame_equal(table.frame[numbers], copied.frame[numbers])
     assert "began as the average of the training experts by posterior and is compared with the likel" in table.caption
     assert "copied" not in table.caption
     assert "with the parent expert it was copied from" in copied.caption
-    judged = {claim.name: claim for claim in claims(run.results, run.overlap, run.differences, parents, run.run)}
+    judged = {claim.name: claim for claim in claims(run.material(parents=parents))}
     claim = judged["demix_dapt"]
     assert "the new expert beats the likeliest training expert on the new domain" in claim.statement
     assert "began as the average" in claim.statement
@@ -45,4 +44,4 @@ def test_the_figure_of_adaptation_says_what_experts_begin_as(tmp_path: Path) -> 
     run = build_run(tmp_path)
     whole = changed(run.run, models={"btm": {"kind": "branched"}}, adaptation={"model": "btm"})
     for one, told in ((run.run, "trains a copy of one expert;"), (whole, "trains the average of all")):
-        assert told in " ".join(figure6(run.path / "metrics", one).to_dict()["title"]["subtitle"])
+        assert told in " ".join(drawn("figure6", run.material(one))["title"]["subtitle"])

@@ -8,16 +8,18 @@ import pandas as pd
 import pytest
 
 from demix.report import left_out_notes
-from demix.report.claims import Claim, claims, write_claims
-from demix.report.read import Results
-from demix.report.verdict import HARM, UNCHANGED, Part, claim_of, compare
+from demix.report.claims import claims
+from demix.report.claims.row import HARM
+from demix.report.items import all_items
+from demix.report.results import Results
+from demix.report.verdict import UNCHANGED, Claim, Part, claim_of, compare
 from support.configs import changed
 from support.synthetic_run import TRAINING, Key, build_run
 
 
 def judge(path: Path, change: Callable[[Key, float], float | None] = lambda key, value: value) -> dict[str, Claim]:
     run = build_run(path, change=change)
-    judged = claims(run.results, run.overlap, run.differences, run.parents, run.run)
+    judged = claims(run.material())
     return {claim.name: claim for claim in judged}
 
 
@@ -178,7 +180,7 @@ def test_seeds_that_disagree_make_a_claim_weak(tmp_path: Path) -> None:
     other = rows[~rows["model"].str.contains("-")].assign(seed=2)
     other["perplexity"] *= np.where(novel_dense.loc[other.index], 9, 1)
     both = Results(pd.concat([rows, other], ignore_index=True))
-    judged = {claim.name: claim for claim in claims(both, run.overlap, run.differences, run.parents, run.run)}
+    judged = {claim.name: claim for claim in claims(run.material(results=both))}
     assert judged["balancing_helps"].verdict == "weak"
     assert "The mean points the same way in 1 of 2 seeds." in judged["balancing_helps"].numbers
     assert judged["novel_against_dense"].verdict == "shown"
@@ -207,7 +209,7 @@ def test_a_weak_part_decides_only_what_nothing_speaks_against(parts: str, verdic
 
 def test_a_run_has_no_claims_on_what_it_lacks(tmp_path: Path) -> None:
     run = build_run(tmp_path, novel=(), retrained=())
-    judged = claims(run.results, run.overlap, run.differences, run.parents, run.run)
+    judged = claims(run.material())
     assert "cannot be judged" not in {claim.verdict for claim in judged}
     assert not [claim.name for claim in judged if "novel" in claim.statement]
     assert {"balancing_helps", "in_domain_naive", "removal_hurts"} <= {claim.name for claim in judged}
@@ -217,11 +219,11 @@ def test_a_run_has_no_claims_on_what_it_lacks(tmp_path: Path) -> None:
     )
     assert novel.endswith("figure8, 12 claims.")
     assert removed == "This run has no model trained without a domain: the report leaves out audit, 1 claim."
-    write_claims(run.results, run.overlap, run.differences, run.parents, run.run, tmp_path)
+    all_items()["claims"].write(run.material(), tmp_path)
     assert novel in (tmp_path / "claims.md").read_text()
     assert novel in (tmp_path / "claims.html").read_text()
     fewer = changed(run.run, models={"dense_unbalanced": None})
-    against = {claim.name: claim for claim in claims(run.results, run.overlap, run.differences, {}, fewer)}
+    against = {claim.name: claim for claim in claims(run.material(fewer, parents={}))}
     assert "balancing_helps" not in against
     assert "than Dense (Balanced) on the training domains" in against["in_domain_naive"].statement
 
@@ -246,9 +248,9 @@ def test_what_cannot_be_judged_is_said(tmp_path: Path, missing: Callable[[Key], 
 
 def test_files(tmp_path: Path) -> None:
     run = build_run(tmp_path, change=lambda key, v: v * 2 if key.experts == "all" else v)
-    write_claims(run.results, run.overlap, run.differences, run.parents, run.run, tmp_path)
+    all_items()["claims"].write(run.material(), tmp_path)
     text, html = (tmp_path / "claims.md").read_text(), (tmp_path / "claims.html").read_text()
-    judged = claims(run.results, run.overlap, run.differences, run.parents, run.run)
+    judged = claims(run.material())
     for claim in judged:
         assert f"**{claim.verdict}**: {claim.statement} {claim.numbers}" in text
         assert claim.verdict in html

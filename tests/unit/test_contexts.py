@@ -25,10 +25,12 @@ from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.plan.flops import scoring_flops
 from demix.plan.jobs import HARDWARE, ScoringCosts, plan_jobs
-from demix.report import SHOWS, VARIANT_FIGURES, VARIANT_TABLES, report_files
-from demix.report.contexts import contexts_table, positions, positions_points, read_contexts
-from demix.report.family_pages import write_variants
-from demix.report.read import read_results
+from demix.report import report_files, report_items
+from demix.report.contexts import read_contexts
+from demix.report.item import Group
+from demix.report.items import all_items
+from demix.report.items.positions import positions_points
+from demix.report.material import Material
 from demix.run.check import completed_run
 from demix.run.contexts import context_tables, contexts_of, labels
 from demix.run.rules import RunRules
@@ -39,6 +41,7 @@ from support.cli import demix
 from support.configs import changed
 from support.mixing import block_weights, log_mixture
 from support.models import save_model
+from support.report import drawn, names_of, table_of
 from support.scored import LENGTH, write_table
 from support.synthetic_run import build_run
 from support.titles import titles
@@ -248,9 +251,9 @@ def test_the_table_and_the_figure_are_means_over_domains(shown: Any, tmp_path: P
     run, rows = shown
     found = read_contexts(run)
     pd.testing.assert_frame_equal(found, rows)
-    frame = contexts_table(found, run).frame
+    frame = table_of("contexts", Material(run, {"contexts": found})).frame
     assert list(frame.index) == list(labels(run).values())
-    points = positions_points(found, run)
+    points = positions_points(Material(run, {"contexts": found}))
     assert points.groupby("label")["context"].unique().to_dict() == {
         "far": [64],
         "DEMix": [32],
@@ -267,24 +270,24 @@ def test_the_table_and_the_figure_are_means_over_domains(shown: Any, tmp_path: P
                 wanted = np.mean([math.exp(one["nll"].sum() / one["tokens"].sum()) for one in some])
                 assert frame.at[label, f"{kind.capitalize()}, {context}"] == pytest.approx(wanted, rel=1e-12)
                 if context == (64 if model == "far" else 32):
-                    drawn = points[(points["label"] == label) & (points["kind"] == kind)]
-                    for point in drawn.itertuples():
+                    own_points = points[(points["label"] == label) & (points["kind"] == kind)]
+                    for point in own_points.itertuples():
                         parts = [one[one["begin"] == point.begin].iloc[0] for one in some]
                         assert point.perplexity == pytest.approx(
                             np.mean([math.exp(part["nll"] / part["tokens"]) for part in parts]), rel=1e-12
                         )
-                    assert len(drawn) == context // 16
-    assert len(positions(found, run).to_dict()["hconcat"]) == 2
+                    assert len(own_points) == context // 16
+    assert len(drawn("positions", Material(run, {"contexts": found}))["hconcat"]) == 2
 
 
-def test_the_report_has_them_and_they_have_headings_and_captions(shown: Any, tmp_path: Path) -> None:
+def test_the_report_has_them_and_they_have_headings(shown: Any, tmp_path: Path) -> None:
     run, rows = shown
-    write_variants(read_results(run.folder / "results.parquet"), rows, run, tmp_path / "report")
+    names = names_of(Group.VARIANTS)
+    for item in report_items(run):
+        if item.name in names:
+            item.write(Material(run, {"contexts": rows}), tmp_path / "report")
     made = {path.relative_to(tmp_path / "report").as_posix() for path in (tmp_path / "report").rglob("*.*")}
-    names = {*VARIANT_TABLES, *VARIANT_FIGURES}
     assert made == {name for name in report_files(run) if Path(name).stem in names}
     assert {"tables/contexts.md", "figures/positions.svg", "tables/variants.md"} <= made
     named = titles(tmp_path / "report")
-    assert named == {name: SHOWS[name] for name in named}
-    for name in names:
-        assert (Path(__file__).parents[2] / "workflow" / "report" / f"{name}.rst").stat().st_size
+    assert named == {name: all_items()[name].heading for name in named}

@@ -11,24 +11,21 @@ import pytest
 from demix.config.architecture import parameters, training_flops_per_token
 from demix.data.cluster import Clusterer
 from demix.files import read_json
-from demix.report import FAMILY_FIGURES, FAMILY_TABLES, SHOWS, left_out, left_out_notes, report_files
-from demix.report.claims import Claim, claims
-from demix.report.clusters import clusters_table, over_own, read_clusters, shares, sizes
-from demix.report.families import (
-    by_clusters_points,
-    families_table,
-    temperatures_table,
-    top_k_table,
-)
-from demix.report.family_costs import family_costs_table
-from demix.report.family_pages import write_families
-from demix.report.index import _groups
-from demix.report.own_tables import full_table
-from demix.report.read import Results, read_results
+from demix.report import left_out, left_out_notes, report_files, report_items
+from demix.report.claims import claims
+from demix.report.clusters import read_clusters
+from demix.report.item import FigureItem, Group, TableItem
+from demix.report.items import all_items
+from demix.report.items.by_clusters import by_clusters_points
+from demix.report.items.index import groups
+from demix.report.material import Material
+from demix.report.read import Results
+from demix.report.verdict import Claim
 from demix.run.systems import clustered
 from support.cli import demix
 from support.configs import changed
 from support.families_run import MODELS, TOP_K, build_families, experts_of, nll_of
+from support.report import names_of, table_of
 from support.synthetic_run import NOVEL, TRAINING, MadeUp, build_run
 from support.titles import titles
 
@@ -60,7 +57,7 @@ def mean(
 
 
 def test_families_are_mixed_by_the_rule_of_their_paper(run: MadeUp, rows: Rows) -> None:
-    frame = families_table(run.results, run.run, {}).frame
+    frame = table_of("families", run.material(tokens_before={})).frame
     routed, averaged = (
         "demix_seeded, merged-routed",
         {f"btm, averaged ({weights})": weights for weights in ("uniform", "posterior")},
@@ -96,7 +93,7 @@ def test_families_are_mixed_by_the_rule_of_their_paper(run: MadeUp, rows: Rows) 
 
 
 def test_an_interval_of_a_mean_adds_up_those_of_the_domains(run: MadeUp, rows: Rows) -> None:
-    table = families_table(run.results, run.run, {})
+    table = table_of("families", run.material(tokens_before={}))
     each = [mean(rows, "cbtm_3", (domain,), "uniform", "cluster") for domain in TRAINING]
     half = math.sqrt(sum((0.15 * value) ** 2 for value in each)) / 3
     centre = sum(each) / 3
@@ -105,7 +102,7 @@ def test_an_interval_of_a_mean_adds_up_those_of_the_domains(run: MadeUp, rows: R
 
 
 def test_costs_follow_from_sizes_and_settings(run: MadeUp) -> None:
-    frame = family_costs_table(run.run).frame
+    frame = table_of("family_costs", run.material()).frame
     architecture = run.run.architecture
     shared, expert = parameters(architecture, 4096)
     whole = shared + expert
@@ -149,11 +146,11 @@ def test_costs_follow_from_sizes_and_settings(run: MadeUp) -> None:
 
 
 def test_perplexity_by_top_k_and_temperature(run: MadeUp, rows: Rows) -> None:
-    full = full_table(run.results, run.run).frame.set_index(["Domain", "System"])
+    full = table_of("full", run.material()).frame.set_index(["Domain", "System"])
     released = mean(rows, "cbtm_3", NOVEL[:1], "uniform", "cluster", variant="released_scorer")
     assert full.at[(NOVEL[0], "cbtm_3 (cluster), released scorer"), "Perplexity"] == pytest.approx(released)
-    frame = top_k_table(run.results, run.run).frame
-    hot = temperatures_table(run.results, run.run).frame
+    frame = table_of("top_k", run.material()).frame
+    hot = table_of("temperatures", run.material()).frame
     for model in ("cbtm_3", "demix_k3"):
         for k in TOP_K:
             column = f"Novel, {f'top-{k}' if k else 'all'}"
@@ -166,7 +163,7 @@ def test_perplexity_by_top_k_and_temperature(run: MadeUp, rows: Rows) -> None:
 
 
 def test_points_of_the_figure_by_clusters(run: MadeUp, rows: Rows) -> None:
-    points = by_clusters_points(run.results, run.run).query("kind == 'Training'").set_index("row")
+    points = by_clusters_points(run.material()).query("kind == 'Training'").set_index("row")
     assert points["made"].to_dict() == {
         "dense": "1 cluster", "btm": "domains (BTM)", "cbtm_2": "k-means", "cbtm_3": "k-means",
         "cbtm_3_random": "random", "cbtm_3_loose": "k-means, unbalanced", "demix_k3": "DEMix, k-means",
@@ -183,7 +180,7 @@ def test_clusters_by_loops_over_documents(run: MadeUp) -> None:
     clusters = read_clusters(run.run)
     assert [model.row for model in clustered(run.run)] == [model for model, row in MODELS.items() if "data" in row]
     names = experts_of("cbtm_3")
-    ratios = over_own(clusters.losses.query("model == 'cbtm_3'"), names)
+    ratios = clusters.over_own("cbtm_3", run.run.seed, names)
     for cluster in names:
         for expert in names:
             less = nll_of("", expert, cluster) - nll_of("", cluster, cluster)
@@ -193,10 +190,9 @@ def test_clusters_by_loops_over_documents(run: MadeUp) -> None:
         (domain, split): pd.read_parquet(folder / f"{domain}.{split}.parquet")["cluster"].tolist()
         for domain in TRAINING for split in ("train", "test")
     }  # fmt: skip
-    own = clusters.documents[clusters.documents["clustering"] == "k3"]
-    found = shares(own, list(TRAINING), names)
-    told = clusters_table(clusters).frame
-    spread = sizes(clusters).query("clustering == 'k3'").set_index("cluster")["share"]
+    found = clusters.shares("k3", list(TRAINING), names)
+    told = table_of("clusters", run.material(clusters=clusters)).frame
+    spread = clusters.sizes().query("clustering == 'k3'").set_index("cluster")["share"]
     test = [label for domain in TRAINING for label in labels[domain, "test"]]
     for number, cluster in enumerate(names):
         counts = {domain: labels[domain, "train"].count(number) for domain in TRAINING}
@@ -217,7 +213,7 @@ def test_clusters_by_loops_over_documents(run: MadeUp) -> None:
 
 def judge(run: MadeUp) -> dict[str, Claim]:
     clusters = read_clusters(run.run)
-    judged = claims(run.results, run.overlap, run.differences, run.parents, run.run, clusters)
+    judged = claims(run.material(clusters=clusters))
     return {claim.name: claim for claim in judged}
 
 
@@ -253,12 +249,12 @@ def test_a_run_unlike_the_papers_shows_none(tmp_path: Path) -> None:
 
 def test_a_run_without_such_models_tells_nothing_of_them(tmp_path: Path, run: MadeUp) -> None:
     plain = build_run(tmp_path)
-    assert not {Path(name).stem for name in report_files(plain.run)} & {*FAMILY_TABLES, *FAMILY_FIGURES}
+    assert not {Path(name).stem for name in report_files(plain.run)} & {*names_of(Group.FAMILIES)}
     assert not left_out_notes(plain.run)
-    judged = claims(plain.results, plain.overlap, plain.differences, plain.parents, plain.run)
+    judged = claims(plain.material())
     assert not CLAIMS & {claim.name for claim in judged}
     alone = changed(run.run, clusterings={}, models={"btm": MODELS["btm"]})
-    assert {*FAMILY_TABLES, *FAMILY_FIGURES} - left_out(alone).keys() == {"families", "family_costs", "top_k"}
+    assert {*names_of(Group.FAMILIES)} - left_out(alone).keys() == {"families", "family_costs", "top_k"}
 
 
 def test_the_report_has_all_that_is_promised(run: MadeUp, tmp_path: Path) -> None:
@@ -269,12 +265,15 @@ def test_the_report_has_all_that_is_promised(run: MadeUp, tmp_path: Path) -> Non
             0.5, pd.MultiIndex.from_product([[1], [*TRAINING, *NOVEL]], names=["layer", "domain"]), [0, 1]
         )
     }
-    results, clusters = read_results(run.path / "results.parquet"), read_clusters(some)
-    write_families(some, results, run.differences, clusters, loads, tmp_path)
+    material, names = Material(some, {"loads": loads}), names_of(Group.FAMILIES)
+    for item in report_items(some):
+        if item.name in names:
+            item.write(material, tmp_path)
     made = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
-    assert made == {name for name in report_files(some) if Path(name).stem in (*FAMILY_TABLES, *FAMILY_FIGURES)}
-    assert len(made) == 3 * len(FAMILY_TABLES) + 4 * len(FAMILY_FIGURES)
-    assert titles(tmp_path) == {name: SHOWS[name] for name in (*FAMILY_TABLES, *FAMILY_FIGURES)}
+    assert made == {name for name in report_files(some) if Path(name).stem in names}
+    tables, figures = (names_of(Group.FAMILIES, kind=kind) for kind in (TableItem, FigureItem))
+    assert len(made) == 3 * len(tables) + 4 * len(figures)
+    assert titles(tmp_path) == {name: all_items()[name].heading for name in names}
     drawn = json.loads((tmp_path / "figures" / "by_clusters.json").read_text())["datasets"].values()
     short = [row for rows in drawn for row in rows if row["row"] == "cbtm_2_short" and "tokens" in row]
     assert {row["tokens"] for row in short} == {1228800}, "k-means by two clusters has two budgets"
@@ -283,9 +282,7 @@ def test_the_report_has_all_that_is_promised(run: MadeUp, tmp_path: Path) -> Non
         row["value"] for rows in ratios for row in rows if row["kind"] == "cbtm_2" and row["domain"] == row["expert"]
     ]
     assert own == [1, 1]
-    assert [entry["shows"] for entry in _groups(some)["Families"]] == [
-        SHOWS[name] for name in (*FAMILY_TABLES, *FAMILY_FIGURES)
-    ]
+    assert [entry["shows"] for entry in groups(some)["Families"]] == [all_items()[name].heading for name in names]
 
 
 def test_cards_leave_the_clusters_in_the_folders_of_models(run: MadeUp, tmp_path: Path) -> None:
@@ -297,17 +294,13 @@ def test_cards_leave_the_clusters_in_the_folders_of_models(run: MadeUp, tmp_path
     assert about == {"clustering": "by_domain", "context": "document", "temperature": 0.1}
 
 
-def test_every_name_has_a_heading_and_a_caption() -> None:
-    for name in (*FAMILY_TABLES, *FAMILY_FIGURES):
-        assert SHOWS[name]
-        assert (Path(__file__).parents[2] / "workflow" / "report" / f"{name}.rst").stat().st_size
-
-
 def test_merged_models_are_compared_with_the_dense_model_of_their_seed(run: MadeUp) -> None:
     """They are made of the run's own seed alone, here of two."""
     more = run.results.rows.query("method != 'merged'").assign(seed=2)
     both = Results(pd.concat([run.results.rows, more.assign(perplexity=3 * more["perplexity"])], ignore_index=True))
-    alone, table = (families_table(results, run.run, {}).frame for results in (run.results, both))
+    alone, table = (
+        table_of("families", run.material(results=results, tokens_before={})).frame for results in (run.results, both)
+    )
     averaged = [label for label in alone.index if "averaged" in label or "merged" in label]
     assert len(averaged) == 3
     for label in averaged:

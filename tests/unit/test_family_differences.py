@@ -14,11 +14,10 @@ from demix.files import digest, read_json, seed_for, write_json, write_parquet
 from demix.mix.mixtures import mix
 from demix.report.claims import claims
 from demix.report.clusters import read_clusters
-from demix.report.family_differences import family_differences_table
-from demix.report.own_tables import differences_table
 from demix.run.systems import balanced_pairs, bases, compared, evaluated
 from support.configs import changed, small_run
 from support.families_run import BALANCED, MODELS, WIDTH
+from support.report import table_of
 from support.scored import LENGTH, write_table
 from support.synthetic_run import NOVEL, TRAINING, MadeUp
 
@@ -122,7 +121,7 @@ def run(families: MadeUp) -> MadeUp:
 
 
 def test_the_table_by_loops_over_rows(run: MadeUp) -> None:
-    table = family_differences_table(run.results, run.differences, run.run)
+    table = table_of("family_differences", run.material())
     clustered = [model for model, row in MODELS.items() if "data" in row]
     pairs = [(model, base) for model in clustered for base in (BALANCED.get(model), "dense") if base]
     labels = {"dense": "Dense (Balanced)", "cbtm_3": "cbtm_3 (cluster)"}
@@ -147,13 +146,13 @@ def test_the_table_by_loops_over_rows(run: MadeUp) -> None:
 
 
 def test_pairs_are_named_in_the_table_of_differences_and_judge_claims(run: MadeUp) -> None:
-    frame = differences_table(run.differences, run.run).frame
+    frame = table_of("differences", run.material()).frame
     of_random = frame[(frame["Domain"] == "law") & (frame["System"] == "cbtm_3_random (cluster)")]
     assert of_random["Less"].tolist() == ["Dense (Balanced)", "cbtm_3 (cluster)"]
 
     def told(differences: pd.DataFrame) -> str:
         clusters = read_clusters(run.run)
-        judged = claims(run.results, run.overlap, differences, run.parents, run.run, clusters)
+        judged = claims(run.material(differences=differences, clusters=clusters))
         return next(claim.numbers for claim in judged if claim.name == "random_clusters_are_worse")
 
     # The claim has the balanced row first.

@@ -14,25 +14,29 @@ from scipy.stats import spearmanr
 
 from demix.errors import DemixError
 from demix.files import write_json_lines
-from demix.report import FIGURES
-from demix.report.affinity import affinities, relations, with_overlap
-from demix.report.curves import adaptation_curves, training_curves, training_figure
-from demix.report.figures import write_figures
+from demix.report.affinity import relations
+from demix.report.curves import adaptation_curves, training_curves
+from demix.report.item import Group
+from demix.report.items import all_items
+from demix.report.material import Material
 from demix.report.read import read_posteriors
 from demix.run.run import Run
 from support.configs import changed, domains, small_run
+from support.report import drawn, names_of
 from support.synthetic_run import NOVEL, TRAINING, MadeUp, build_run
 
+FIGURES = names_of(Group.FIGURES)
 
-def draw(run: MadeUp, metrics: Path, output: Path) -> None:
-    posteriors = read_posteriors(run.path / "posteriors.parquet")
-    write_figures(run.results, run.priors, run.overlap, posteriors, metrics, run.run, output)
+
+def write_figures(material: Material, output: Path) -> None:
+    for name in FIGURES:
+        all_items()[name].write(material, output.parent)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
     run = build_run(tmp_path_factory.mktemp("run"))
-    draw(run, run.path / "metrics", run.path / "figures")
+    write_figures(run.material(), run.path / "figures")
     return run
 
 
@@ -109,7 +113,7 @@ def test_p_by_domains_is_milder_than_p_by_pairs() -> None:
 
 
 def test_a_relation_that_cannot_be_told_is_nan(run: MadeUp) -> None:
-    pairs = with_overlap(affinities(run.results, run.run), run.overlap.iloc[:3])
+    pairs = run.material(overlap=run.overlap.iloc[:3]).pairs
     assert all(math.isnan(found.spearman) for found in relations(pairs))
 
 
@@ -192,7 +196,7 @@ def test_training_curves_are_thinned_to_means(tmp_path: Path) -> None:
 
 
 def drawn_losses(metrics: Path, run: Run) -> tuple[str, dict[str, list[float]]]:
-    figure = training_figure(metrics, run).to_dict()
+    figure = drawn("training", Material(run, {"metrics": metrics}))
     found: dict[str, list[float]] = {}
     for row in values(figure):
         found.setdefault(row["model"], []).append(row["loss"])
@@ -216,8 +220,8 @@ def test_dev_losses_are_drawn_where_all_models_have_them(tmp_path: Path) -> None
 def test_a_run_without_metrics_or_evaluations_still_draws(tmp_path: Path) -> None:
     run = build_run(tmp_path, change=lambda key, value: value if key.model == "dense" else None)
     posteriors = read_posteriors(run.path / "posteriors.parquet")
-    nothing = (run.priors.iloc[:0], run.overlap.iloc[:0], posteriors.iloc[:0], tmp_path / "nothing")
-    write_figures(run.results, *nothing, run.run, tmp_path / "figures")
+    nothing = {"priors": run.priors.iloc[:0], "overlap": run.overlap.iloc[:0], "posteriors": posteriors.iloc[:0]}
+    write_figures(run.material(**nothing, metrics=tmp_path / "nothing"), tmp_path / "figures")
     assert all((tmp_path / "figures" / f"{name}.png").stat().st_size for name in FIGURES)
     assert all(row["value"] is None for row in values(json.loads((tmp_path / "figures" / "figure4.json").read_text())))
 

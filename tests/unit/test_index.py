@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from demix.errors import DemixError
-from demix.report import SHOWS, write_report
+from demix.report import write_report
+from demix.report.items import all_items
 from demix.report.stages import STAGES, drawing
 from support.configs import changed
 from support.synthetic_run import build_run
@@ -32,9 +33,9 @@ def test_the_first_page_leads_to_all_and_says_what_the_run_took(tmp_path: Path) 
     assert "cards/demix.html" in links
     # An entry and the page to which it leads have the same name; the first page has that of the run.
     entries = dict(re.findall(r'<li><a href="[a-z]+/([a-z0-9_]+)[.]html">([^<]+)</a>', page))
-    named = titles(run.path / "report") | {"index": SHOWS["index"]}
+    named = titles(run.path / "report") | {"index": all_items()["index"].heading}
     assert {name: " ".join(entry.split()) for name, entry in entries.items()}.items() <= named.items()
-    assert named == {name: " ".join(SHOWS[name].split()) for name in named}
+    assert named == {name: " ".join(all_items()[name].heading.split()) for name in named}
     assert entries.keys() | {"index", "claims"} == named.keys()
 
     rows = dict(re.findall(r'<th scope="row">([^<]+)</th>(.*?)</tr>', page))

@@ -32,9 +32,8 @@ from demix.model.export import export_hf
 from demix.model.gpt import GPT, MASKED
 from demix.plan.flops import scoring_flops
 from demix.report import report_files
-from demix.report.all_tables import main_systems
-from demix.report.masked import masked_table
 from demix.report.read import read_results
+from demix.report.systems import main_systems
 from demix.run.check import completed_run
 from demix.run.models import Model
 from demix.run.run import Run
@@ -49,6 +48,7 @@ from demix.train.state import State
 from support.cli import demix, said
 from support.configs import changed, domains
 from support.plain_training import adamw, plain_steps, rates
+from support.report import table_of
 from support.tokens import NOVEL, TRAINING
 from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, stop_at
 
@@ -268,7 +268,7 @@ def test_an_evaluation_holds_static_mixtures_alone_as_plain_arithmetic_has_them(
         found.append(rows)
     pd.concat(found).to_parquet(tmp_path / "results.parquet")
     few = changed(config, domains=domains(TRAINING[:1], NOVEL[:1]))
-    table = masked_table(read_results(tmp_path / "results.parquet"), few)
+    table = table_of("masked", run.material(few, results=read_results(tmp_path / "results.parquet")))
     columns = ["masked_dense", "masked (own expert)", "masked (average)", "masked (fitted)"]
     assert [*table.frame.columns] == [*columns, "Documents", "Pieces"]
     assert [*table.frame.index] == [TRAINING[0], NOVEL[0], "Mean of 1 training", "Mean of 1 novel"]

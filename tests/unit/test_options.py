@@ -12,7 +12,7 @@ from demix.config.architecture import Architecture
 from demix.errors import DemixError
 from demix.plan.cost import plan_training
 from demix.plan.flops import HARDWARE
-from demix.report.paper_tables import changed_bytes
+from demix.report.adapting import changed_bytes
 from demix.run.check import completed_run
 from demix.run.models import Model
 from demix.run.rules import RunRules

@@ -10,8 +10,11 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from demix.report import FIGURES, write_report
-from demix.report.render import Table, write_table
+from demix.report import write_report
+from demix.report.formats import write_table
+from demix.report.item import Group
+from demix.report.table import Table
+from support.report import names_of
 from support.synthetic_run import build_run
 
 pytestmark = pytest.mark.browser
@@ -82,7 +85,7 @@ def test_names_are_no_markup(browser: webdriver.Chrome, tmp_path: Path) -> None:
     """DataTables takes cells apart and puts them together anew: in rows, lists and what it searches."""
     name = "<img src=x onerror='window.ran = true'>"
     frame = pd.DataFrame({name: [f"{name}{row % 3}" for row in range(70)]}, index=[f"{name}{row}" for row in range(70)])
-    write_table(Table("names", name, name, frame), tmp_path)
+    write_table(Table(name, frame, name="names", title=name), tmp_path)
     browser.get((tmp_path / "names.html").as_uri())
     wait = WebDriverWait(browser, 30)
     wait.until(lambda _: len(column(browser, 2)) == 50)
@@ -108,7 +111,7 @@ def test_a_table_works_alone_in_a_frame(browser: webdriver.Chrome, report: Path,
         browser.switch_to.default_content()
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", names_of(Group.FIGURES))
 def test_a_figure_tells_the_numbers_under_the_pointer(browser: webdriver.Chrome, report: Path, name: str) -> None:
     browser.get((report / "figures" / f"{name}.html").as_uri())
     assert browser.title in (report / "figures" / f"{name}.svg").read_text()

@@ -12,12 +12,11 @@ from demix.model.description import tokens_learned
 from demix.plan.cost import training_tables
 from demix.plan.flops import training_flops_per_token
 from demix.report.card import model_card
-from demix.report.families import families_table
-from demix.report.family_costs import family_costs_table
 from demix.report.read import tokens_before
 from demix.run.check import load_run
 from support.configs import changed
 from support.models import write_model
+from support.report import table_of
 from support.synthetic_run import build_run
 
 OWN = 2457600
@@ -38,8 +37,8 @@ def test_tables_count_what_is_known_and_name_what_is_not(tmp_path: Path) -> None
         write_json(run.path / "models" / row / "model.json", {"kind": "demix", "parent": begun(tokens)})
     before = tokens_before(with_parents)
     assert before == {"mine": 1_000_000, "theirs": None}
-    table = families_table(run.results, with_parents, before)
-    costs = family_costs_table(with_parents)
+    table = table_of("families", run.material(with_parents, tokens_before=before))
+    costs = table_of("family_costs", run.material(with_parents))
     by_token = training_flops_per_token(run.run.architecture, 4096, 256)
     for frame, column, each in ((table.frame, "Tokens", 1), (costs.frame, "FLOPs of training", by_token)):
         assert frame.at["mine", column] == pytest.approx(each * (OWN + 1_000_000))
@@ -49,7 +48,7 @@ def test_tables_count_what_is_known_and_name_what_is_not(tmp_path: Path) -> None
         notes = " ".join(one.notes)
         assert "of the parent imported/gpt2 of theirs are not known; the row's own training took 2,457,600" in notes
         assert "model in a folder that a row began with count, too" in notes
-    assert "parent" not in " ".join(families_table(run.results, run.run, {}).notes)
+    assert "parent" not in " ".join(table_of("families", run.material(tokens_before={})).notes)
 
 
 def test_a_chain_of_folders_adds_up_and_is_unknown_where_one_is() -> None:

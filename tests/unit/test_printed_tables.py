@@ -9,7 +9,8 @@ import pytest
 from demix.report import write_report
 from demix.report.card import model_card
 from demix.report.cells import lowest
-from demix.report.render import Table, cell, write_table
+from demix.report.formats import write_table
+from demix.report.table import Table, cell
 from support.synthetic_run import NOVEL, TRAINING, build_run
 
 
@@ -37,7 +38,8 @@ def test_one_novel_domain_is_one_domain(tmp_path: Path, training: tuple[str, ...
 
 def test_names_are_escaped(tmp_path: Path) -> None:
     name = "<b>a&b_|c"
-    write_table(Table("names", "Names", name, pd.DataFrame({name: [1.0], "text": [name]}, index=[name])), tmp_path)
+    frame = pd.DataFrame({name: [1.0], "text": [name]}, index=[name])
+    write_table(Table(name, frame, name="names", title="Names"), tmp_path)
     html, markdown, latex = ((tmp_path / f"names.{kind}").read_text() for kind in ("html", "md", "tex"))
     assert "&lt;b&gt;a&amp;b_|c" in html
     assert name not in html

@@ -27,7 +27,6 @@ from demix.model.scoring import log_probabilities
 from demix.plan.cost import plan_training, training_tables
 from demix.plan.flops import HARDWARE, scoring_flops
 from demix.report.families import families, one_clusters
-from demix.report.family_costs import family_costs_table
 from demix.run.check import completed_run
 from demix.run.models import Model
 from demix.run.rules import RunRules
@@ -40,6 +39,7 @@ from demix.train.loop import train
 from demix.train.stage import optimization, train_model
 from demix.train.state import State
 from support.plain_training import adamw, plain_steps, rates
+from support.report import table_of
 from support.tokens import TRAINING
 from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, stop_at
 
@@ -408,7 +408,7 @@ def test_the_plan_tells_what_routed_rows_cost() -> None:
 
 def test_the_table_of_costs_counts_chosen_experts_and_the_seed_of_a_dense_model() -> None:
     config = tiny(switch=SWITCH, upcycled=UPCYCLED)
-    frame = family_costs_table(config).frame
+    frame = table_of("family_costs", run.material(config)).frame
     switch, up = (architecture_from(TINY["architecture"] | {"routed": ROUTED | one})
                   for one in ({"top_k": 1, "every": 1}, {}))  # fmt: skip
     types, step, dense = config.types, row_of(config, "dense").step_tokens, "Dense (Balanced)"

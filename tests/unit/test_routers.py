@@ -20,12 +20,14 @@ from demix.evaluate.loads import write_loads
 from demix.evaluate.score import Scoring
 from demix.files import read_parquet, write_json_lines, write_parquet
 from demix.model.gpt import GPT
-from demix.report.claims import Claim, claims
-from demix.report.read import Results
-from demix.report.routers import read_loads, router_loads, routers_table, told
+from demix.report.claims import claims
+from demix.report.results import Results
+from demix.report.routers import read_loads, told
+from demix.report.verdict import Claim
 from support.configs import changed
 from support.families_run import MODELS, SEED, build_families
 from support.models import model_of, save_model
+from support.report import drawn, table_of
 from support.synthetic_run import NOVEL, TRAINING, MadeUp, base
 from support.tokens import TRAINING as LEARNED
 
@@ -118,7 +120,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
 
 
 def test_the_table_of_routers(made: MadeUp) -> None:
-    frame = routers_table(read_loads(made.run), made.run).frame
+    frame = table_of("routers", made.material(loads=read_loads(made.run))).frame
     assert frame.loc["upcycled", ["A token chooses", "Routed layers"]].tolist() == ["2 of 3", 1]
     # Of layer 2: 199 of 201 choices of each domain fall on an expert of its own.
     own = np.array([199, 1, 1]) / 201
@@ -133,15 +135,15 @@ def test_the_table_of_routers(made: MadeUp) -> None:
 
 
 def test_the_figure_has_a_map_for_each_model_and_layer(made: MadeUp) -> None:
-    drawn = router_loads(read_loads(made.run), made.run).to_dict()
-    headings = [row["hconcat"][0]["title"]["text"] for row in drawn["concat"]]
+    figure = drawn("router_loads", made.material())
+    headings = [row["hconcat"][0]["title"]["text"] for row in figure["concat"]]
     assert [heading.split(":")[0] for heading in headings] == [
         *(f"switch, layer {layer}" for layer in (1, 2, 3)),
         "upcycled, layer 2",
         *(f"longer, layer {layer}" for layer in (1, 2, 3)),
         *(f"demix_seeded, merged-routed, layer {layer}" for layer in (1, 2, 3)),
     ]
-    values = [row for rows in drawn["datasets"].values() for row in rows]
+    values = [row for rows in figure["datasets"].values() for row in rows]
     assert {row["expert"] for row in values} == {*TRAINING, "0", "1", "2", "3"}, "merged experts have names"
     shown = [row["value"] for row in values if row["domain"] == TRAINING[1] and row["expert"] == "1"]
     # Of four experts, the first layer's own one gets 100 of 103 choices. Equal maps share their numbers.
@@ -149,7 +151,7 @@ def test_the_figure_has_a_map_for_each_model_and_layer(made: MadeUp) -> None:
 
 
 def judged(run: MadeUp) -> dict[str, Claim]:
-    return {claim.name: claim for claim in claims(run.results, run.overlap, run.differences, run.parents, run.run)}
+    return {claim.name: claim for claim in claims(run.material())}
 
 
 def test_domain_experts_meet_routed_rows_of_equal_flops_that_begin_alike(made: MadeUp) -> None:

@@ -18,22 +18,14 @@ from scipy import stats
 
 from demix.errors import DemixError
 from demix.files import write_json, write_parquet
-from demix.report import REPORT_FILES, TABLES, report_files, write_report
-from demix.report.all_tables import main_table
-from demix.report.own_tables import (
-    audit_table,
-    decay_table,
-    dev_blocks_table,
-    differences_table,
-    full_table,
-    overlap_table,
-    rates_table,
-    weights_table,
-)
-from demix.report.paper_tables import adaptation_table, table3, table4, table5, table6, table7, table13
+from demix.report import report_files, write_report
+from demix.report.adapting import adaptation_table
+from demix.report.item import Group
+from demix.report.main_table import main_table
 from demix.report.read import Parent, Results, read_audit, read_parents, read_results, read_trials
 from support.cli import demix
 from support.configs import changed
+from support.report import names_of, table_of
 from support.synthetic_run import DECAYS, DEV_BLOCKS, NOVEL, RELEASED_SCORER, TRAINING, MadeUp, base, build_run
 
 
@@ -53,7 +45,7 @@ def test_importing_the_report_is_cheap() -> None:
 
 
 def test_table3_is_the_plain_mean_over_training_domains(run: MadeUp) -> None:
-    frame = table3(run.results, run.run).frame
+    frame = table_of("table3", run.material()).frame
     assert frame["Perplexity"].to_dict() == pytest.approx(
         {
             "Dense": 110 * 1.4,
@@ -72,14 +64,14 @@ def test_table3_is_the_plain_mean_over_training_domains(run: MadeUp) -> None:
 
 
 def test_table4_shows_every_training_domain_and_its_mean(run: MadeUp) -> None:
-    frame = table4(run.results, run.run).frame
+    frame = table_of("table4", run.material()).frame
     assert list(frame.index) == [*TRAINING, "Mean of 3"]
     assert frame["Dense"].tolist() == pytest.approx([140.0, 154.0, 168.0, 154.0])
     assert frame["DEMix (cached prior)"].tolist() == pytest.approx([101.0, 111.1, 121.2, 111.1])
 
 
 def test_table5_has_ten_systems_two_rules_beyond_the_paper_and_the_released_scorer(run: MadeUp) -> None:
-    table = table5(run.results, run.run)
+    table = table_of("table5", run.material())
     assert len(table.frame) == 10 + 2 + 3
     assert list(table.frame.columns) == [*NOVEL, "Mean"]
     expected = {
@@ -102,13 +94,13 @@ def test_table5_has_ten_systems_two_rules_beyond_the_paper_and_the_released_scor
 
 def test_table5_never_prints_an_oracle_bold(tmp_path: Path) -> None:
     run = build_run(tmp_path, change=lambda key, value: value / 2 if key.method == "naive" else value)
-    table = table5(run.results, run.run)
+    table = table_of("table5", run.material())
     assert not table.bold().filter(like="oracle", axis=0).to_numpy().any()
     assert table.bold().loc["+ Domain Token (chosen on dev)"].all()
 
 
 def test_table6_compares_few_and_many_experts(run: MadeUp) -> None:
-    frame = table6(run.results, run.run).frame
+    frame = table_of("table6", run.material()).frame
     assert list(frame.index) == [
         *TRAINING,
         "Mean of 3 training",
@@ -128,12 +120,12 @@ def test_table7_tells_of_a_seed_that_has_seen_the_domain(run: MadeUp) -> None:
     seeded = changed(run.run, models=rows)
     removing = changed(seeded, removal=run.keys["removal"] | {"model": "seeded"})
     weakens = "seeded and −Domain began with what the model dense had learned of every domain in its first 500 tokens"
-    assert sum(weakens in note for note in table7(run.results, removing).notes) == 1
-    assert not any("seed that has seen" in note for note in table7(run.results, seeded).notes)
+    assert sum(weakens in note for note in table_of("table7", run.material(removing)).notes) == 1
+    assert not any("seed that has seen" in note for note in table_of("table7", run.material(seeded)).notes)
 
 
 def test_table7_averages_only_what_can_be_compared(run: MadeUp) -> None:
-    table = table7(run.results, run.run)
+    table = table_of("table7", run.material())
     frame = table.frame
     assert frame.loc["law"].tolist() == pytest.approx([110 * 1.01, 110 * 1.8, 110 * 1.9, 50, 60])
     assert frame.loc["Mean of all 3"].tolist()[:2] == pytest.approx([110 * 1.01, 110 * 1.8])
@@ -146,7 +138,7 @@ def test_table7_averages_only_what_can_be_compared(run: MadeUp) -> None:
 def test_table13_shows_forgetting_and_adaptation(run: MadeUp) -> None:
     found = read_parents(run.path / "models" / "demix" / "experts", list(NOVEL))
     assert found == {"wiki": Parent("code"), "songs": Parent("law")}
-    table = table13(run.results, run.run, found)
+    table = table_of("table13", run.material(parents=found))
     frame = table.frame
     for label in NOVEL:
         row = frame.loc[label].tolist()
@@ -169,8 +161,9 @@ def test_top_k_and_dev_rows_are_no_part_of_the_paper_tables(run: MadeUp) -> None
     extra = run.results.rows.assign(perplexity=1.0)
     others = [extra.assign(top_k=2), extra.assign(split="dev"), extra.assign(variant="decay")]
     rows = Results(pd.concat([run.results.rows, *others], ignore_index=True))
-    for table in (table3, table4, table5, table6, table7):
-        pd.testing.assert_frame_equal(table(rows, run.run).frame, table(run.results, run.run).frame)
+    for name in ("table3", "table4", "table5", "table6", "table7"):
+        found, wanted = (table_of(name, run.material(results=results)).frame for results in (rows, run.results))
+        pd.testing.assert_frame_equal(found, wanted)
 
 
 def test_a_run_with_little_names_what_has_no_numbers(tmp_path: Path) -> None:
@@ -194,26 +187,26 @@ def test_a_run_without_novel_domains_and_with_none_of_the_rows(tmp_path: Path) -
     output = write_all(run, tmp_path / "report")
     files = {path.relative_to(output).as_posix() for path in output.rglob("*.*")}
     assert files == set(report_files(run.run))
-    assert set(REPORT_FILES) - files >= {"tables/table5.md", "figures/figure6.svg", "tables/audit.tex"}
+    assert not files & {"tables/table5.md", "figures/figure6.svg", "tables/audit.tex"}
     assert "–" in (output / "tables" / "table3.md").read_text()
     empty = build_run(tmp_path / "empty", change=lambda key, v: v if key.domain == "wiki" else None)
     write_all(empty, tmp_path / "empty" / "report")
 
 
 def test_an_interval_or_a_dash_stands_beneath(run: MadeUp) -> None:
-    table = table4(run.results, run.run)
+    table = table_of("table4", run.material())
     assert table.second_lines().loc["law", "Dense"] == "[138.60, 184.80]"
     assert table.second_lines().loc["news", "Dense"] == "–"
     assert table.second_lines().loc["Mean of 3"].tolist() == [""] * 10
     assert table.frame["Documents"].tolist()[:3] == [7, 50, 7]
-    assert table5(run.results, run.run).second_lines().loc["Dense"].tolist() == ["[163.80, 218.40]", "–", ""]
+    assert table_of("table5", run.material()).second_lines().loc["Dense"].tolist() == ["[163.80, 218.40]", "–", ""]
     none = Results(run.results.rows.assign(perplexity_low=math.nan, perplexity_high=math.nan))
-    assert set(table4(none, run.run).second_lines().to_numpy().ravel()) == {""}
-    assert "No domain has the 20 test documents" in table4(none, run.run).notes[0]
+    assert set(table_of("table4", run.material(results=none)).second_lines().to_numpy().ravel()) == {""}
+    assert "No domain has the 20 test documents" in table_of("table4", run.material(results=none)).notes[0]
 
 
 def test_grids_are_means_of_their_own_rows(run: MadeUp) -> None:
-    decay, blocks = decay_table(run.results, run.run), dev_blocks_table(run.results, run.run)
+    decay, blocks = table_of("decay", run.material()), table_of("dev_blocks", run.material())
     assert list(decay.frame.index) == ["0.1", "0.3", "0.9"]
     assert decay.frame["cached prior, 3 training"].tolist() == pytest.approx([111.1 * f for f in DECAYS.values()])
     assert decay.frame["updating prior, 2 novel"].tolist() == pytest.approx(
@@ -228,24 +221,24 @@ def test_a_domain_with_little_dev_text_has_all_of_it_in_larger_priors(run: MadeU
     rows = run.results.rows
     short = (rows["variant"] == "dev_blocks") & (rows["domain"] == "law")
     rows = Results(rows[~(short & (rows["dev_blocks"] == 100))])
-    found = dev_blocks_table(rows, run.run).frame["cached prior, 3 training"]
+    found = table_of("dev_blocks", run.material(results=rows)).frame["cached prior, 3 training"]
     assert found["100"] == pytest.approx((101 + 111.1 * DEV_BLOCKS[10] + 121.2) / 3)
 
 
 def test_released_weights_and_scorer_are_held_against_history(run: MadeUp) -> None:
-    frame = weights_table(run.results, run.run).frame
+    frame = table_of("weights", run.material()).frame
     change = frame["training: against history, %"]
     assert change["DEMix (cached prior, released weights)"] == pytest.approx(3)
     assert change["DEMix (cached prior, released scorer)"] == pytest.approx(100 * (1.03 * RELEASED_SCORER - 1))
     assert math.isnan(change["DEMix (cached prior, history)"])
     assert "DEMix (uniform prior, released scorer)" not in frame.index
     windows = run.results.rows.query("weights == 'history' and variant == ''").assign(weights="4")
-    found = weights_table(Results(pd.concat([run.results.rows, windows])), run.run).frame
+    found = table_of("weights", run.material(results=Results(pd.concat([run.results.rows, windows])))).frame
     assert found.loc["DEMix (cached prior, last 4 tokens)", "Mean of 3 training"] == pytest.approx(111.1)
 
 
 def test_the_full_table_has_every_system_once(run: MadeUp) -> None:
-    frame = full_table(run.results, run.run).frame
+    frame = table_of("full", run.material()).frame
     assert not frame.duplicated(["Domain", "System"]).any()
     row = frame[(frame["Domain"] == "law") & (frame["System"] == "Dense")].iloc[0]
     assert row[["Perplexity", "Low", "High", "Documents"]].tolist() == pytest.approx([154, 138.6, 184.8, 50])
@@ -254,7 +247,7 @@ def test_the_full_table_has_every_system_once(run: MadeUp) -> None:
 
 
 def test_differences_are_named_as_in_the_tables(run: MadeUp) -> None:
-    frame = differences_table(run.differences, run.run).frame
+    frame = table_of("differences", run.material()).frame
     of_naive = frame[(frame["Domain"] == "law") & (frame["System"] == "DEMix (naive)")].set_index("Less")
     assert list(of_naive.index) == ["Dense", "Dense (Balanced)", "DEMix (cached prior)"]
     on_novel = frame.loc[frame["Domain"] == "wiki", "System"]
@@ -266,15 +259,15 @@ def test_differences_are_named_as_in_the_tables(run: MadeUp) -> None:
     for column in ("model", "domain", "against"):
         strange = pd.concat([run.differences, run.differences.iloc[:2].assign(**{column: "none_such"})])
         with pytest.raises(DemixError, match=r"differences\.parquet: 2 rows are of systems that no table has"):
-            differences_table(strange, run.run)
+            table_of("differences", run.material(differences=strange))
 
 
 def test_sums_of_released_weights_stand_where_the_paper_mixes(run: MadeUp) -> None:
-    frame = table7(run.results, run.run).frame
+    frame = table_of("table7", run.material()).frame
     label = "Mean of all 3, released weights"
     assert frame.loc[label, "+Expert"] == pytest.approx(110 * 1.01 * 1.03)
     assert pd.isna(frame.loc[label, "−Domain"])
-    six = table6(run.results, run.run).frame
+    six = table_of("table6", run.material()).frame
     assert six.loc["Mean of 2 novel, released weights"].tolist()[:2] == pytest.approx(
         [135 * 1.01 * 1.15 * 1.03, 135 * 1.01 * 1.03]
     )
@@ -286,9 +279,9 @@ def test_the_audit_sets_train_beside_test(run: MadeUp, tmp_path: Path) -> None:
          for split, counts in (("train", (10, 20)), ("test", (2, 4))) for document, matched in enumerate(counts)],
         columns=["domain", "system", "split", "document", "matched", "share", "nll"],
     )  # fmt: skip
-    row = audit_table(found, run.run).frame.loc["law, without its expert"]
+    row = table_of("audit", run.material(audit=found)).frame.loc["law, without its expert"]
     assert row.tolist() == pytest.approx([15, 3, 30, 6, 85, 97, 2, 2])
-    assert not len(audit_table(read_audit(tmp_path / "none.parquet"), run.run).frame)
+    assert not len(table_of("audit", run.material(audit=read_audit(tmp_path / "none.parquet"))).frame)
 
 
 def test_learning_rates_of_adaptation_stand_side_by_side(run: MadeUp, tmp_path: Path) -> None:
@@ -302,7 +295,7 @@ def test_learning_rates_of_adaptation_stand_side_by_side(run: MadeUp, tmp_path: 
         ]
         card = {"trials": trials, "adaptation": {"learning_rate_factor": chosen}}
         write_json(tmp_path / f"dense-dapt-{domain}" / "model.json", card)
-    table = rates_table(read_trials(tmp_path, run.run))
+    table = table_of("rates", run.material(trials=read_trials(tmp_path, run.run)))
     assert table.frame.loc["Dense-DAPT, 0.1 of the rate"].tolist() == pytest.approx([0, -10, 2, 1])
     assert table.frame.loc["Dense-DAPT, 1 of the rate"].tolist() == pytest.approx([-20, -20, 2, 1])
     assert table.text().loc["Dense-DAPT, 9 of the rate"].tolist() == ["–", "–", "2", "0"]
@@ -324,7 +317,7 @@ def test_overlap_is_told_with_the_p_value_of_permuted_domains(tmp_path: Path) ->
         training=training,
         change=lambda key, value: value * factors.get((key.domain, key.expert), 1) if key.method == "expert" else value,
     )
-    frame = overlap_table(run.results, run.overlap, run.run).frame
+    frame = table_of("overlap", run.material()).frame
     assert list(frame.index) == ["training domains", "novel domains", "training domains, own experts too"]
     assert frame["Pairs"].tolist() == [12, 8, 16]
 
@@ -356,7 +349,9 @@ def test_dense_dapt_is_compared_with_the_model_that_it_starts_from(tmp_path: Pat
     run = build_run(tmp_path)
     rows = run.results.rows
     renamed = Results(rows.assign(model=rows["model"].str.replace("dense-dapt", "dense_unbalanced-dapt")))
-    table = table13(renamed, changed(run.run, adaptation={"dense": "dense_unbalanced"}), run.parents)
+    table = table_of(
+        "table13", run.material(changed(run.run, adaptation={"dense": "dense_unbalanced"}), results=renamed)
+    )
     assert table.frame.loc["wiki"].tolist()[:2] == pytest.approx([100 * (1.3 * 1.2 / 1.4 - 1), 100 * (1.1 / 1.4 - 1)])
     assert "Dense-DAPT starts from Dense and" in table.caption
 
@@ -364,7 +359,7 @@ def test_dense_dapt_is_compared_with_the_model_that_it_starts_from(tmp_path: Pat
 def test_dev_blocks_say_what_the_last_one_weighs(run: MadeUp) -> None:
     for decay, told in ((0.3, "last block alone weighs 0.70"), (1.0, "all blocks weigh alike")):
         other = changed(run.run, evaluation=run.keys["evaluation"] | {"decay": decay})
-        assert told in dev_blocks_table(run.results, other).notes[-1]
+        assert told in table_of("dev_blocks", run.material(other)).notes[-1]
 
 
 def test_different_tokens_are_never_compared(tmp_path: Path) -> None:
@@ -400,7 +395,7 @@ def test_files_are_the_same_bytes_again_and_hold_the_numbers(run: MadeUp, tmp_pa
     assert not re.search(r"(src|href)=|https?://", html)
     assert "**108.77**" in (first / "tables" / "table4.md").read_text()
     assert "Dense (Balanced) & 143.00" in (first / "tables" / "table3.tex").read_text()
-    for name in TABLES:
+    for name in names_of(Group.PAPER, Group.FURTHER):
         text = (first / "tables" / f"{name}.tex").read_text()
         assert text.isascii(), name
         for suffix in ("html", "md", "tex"):
@@ -410,7 +405,7 @@ def test_files_are_the_same_bytes_again_and_hold_the_numbers(run: MadeUp, tmp_pa
 
 
 def test_adaptation_has_gains_and_costs_side_by_side(run: MadeUp) -> None:
-    frame = adaptation_table(run.results, run.run, run.parents).frame
+    frame = adaptation_table(run.material()).frame
     assert list(frame.index) == ["Dense-DAPT", "DEMix-DAPT", "One expert added"]
     columns = [f"{domains}, {when}" for domains in ("2 novel", "3 training") for when in ("before", "after")]
     assert list(frame.columns) == [*columns, "bytes changed"]
@@ -428,7 +423,7 @@ def test_adaptation_has_gains_and_costs_side_by_side(run: MadeUp) -> None:
 
 def test_main_table_for_the_terminal(run: MadeUp) -> None:
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(main_table(run.results, run.run))
+    console.print(main_table(run.material()))
     text = console.export_text()
     lines = {tuple(re.split(r"\s*│\s*", line.strip("│ "))[:2]): line for line in text.splitlines() if "│" in line}
     assert "110.00" in lines[("DEMix (naive)", "")]

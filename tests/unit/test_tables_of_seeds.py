@@ -7,10 +7,10 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from demix.report.all_tables import main_table, scale_note
-from demix.report.own_tables import full_table, seeds_table
-from demix.report.paper_tables import table3, table4
-from demix.report.read import Results
+from demix.report.main_table import main_table
+from demix.report.paper import scale_note
+from demix.report.results import Results
+from support.report import table_of
 from support.synthetic_run import MadeUp
 
 
@@ -24,11 +24,14 @@ def test_seeds_are_shown_as_mean_and_spread(run: MadeUp) -> None:
     rows = run.results.rows
     other = rows.assign(seed=2, perplexity=rows["perplexity"] + 6, tokens_sha256="other")
     both = Results(pd.concat([rows, other], ignore_index=True))
-    table = table4(both, run.run)
+    table = table_of("table4", run.material(results=both))
     assert table.frame.loc["law", "Dense"] == pytest.approx(154 + 3)
     assert table.second_lines().loc["law", "Dense"] == f"± {6 / math.sqrt(2):.2f}"
-    assert table3(both, run.run).second_lines().loc["Dense", "Perplexity"] == f"± {6 / math.sqrt(2):.2f}"
-    full = full_table(both, run.run).frame
+    assert (
+        table_of("table3", run.material(results=both)).second_lines().loc["Dense", "Perplexity"]
+        == f"± {6 / math.sqrt(2):.2f}"
+    )
+    full = table_of("full", run.material(results=both)).frame
     assert set(full["± seeds"].round(6)) == {round(6 / math.sqrt(2), 6)}
     assert full["Low"].isna().all()
     assert "2 seeds" in scale_note(both, run.run)
@@ -38,7 +41,9 @@ def test_changes_within_a_seed_and_their_spread(run: MadeUp) -> None:
     """The second seed doubles the perplexities of both systems of a pair and those of DEMix by a further tenth."""
     rows = run.results.rows
     again = rows.assign(seed=2, perplexity=rows["perplexity"] * np.where(rows["model"] == "demix", 2.2, 2.0))
-    one, both = (seeds_table(Results(pd.concat(found)), run.run).frame for found in ([rows], [rows, again]))
+    one, both = (
+        table_of("seeds", run.material(results=Results(pd.concat(found)))).frame for found in ([rows], [rows, again])
+    )
     assert list(one.columns) == ["Training, seed 1", "Novel, seed 1"]
     assert one.loc["DEMix (naive)", "Training, seed 1"] == pytest.approx(100 * (1 / 1.3 - 1))
     changes = 100 * (1 / 1.3 - 1), 100 * (1.1 / 1.3 - 1)
@@ -51,6 +56,6 @@ def test_changes_within_a_seed_and_their_spread(run: MadeUp) -> None:
 
 def test_rules_that_a_config_leaves_out_have_no_rows_in_the_main_table(run: MadeUp) -> None:
     less = Results(run.results.rows.query("weights != 'released'"))
-    weights = [list(main_table(results, run.run).columns[1].cells) for results in (run.results, less)]
+    weights = [list(main_table(run.material(results=results)).columns[1].cells) for results in (run.results, less)]
     assert weights[1] == [rule for rule in weights[0] if rule != "released"]
     assert len(weights[1]) < len(weights[0])

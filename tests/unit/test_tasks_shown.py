@@ -10,10 +10,11 @@ import pytest
 from demix.evaluate.columns import TASKS, table_schema
 from demix.files import write_parquet
 from demix.report import report_files
-from demix.report.read import read_tasks
-from demix.report.tasks import tasks_table, write_tasks
+from demix.report.items import all_items
+from demix.report.material import Material
 from demix.run.run import Run
 from support.configs import changed, domains, small_run
+from support.report import table_of
 
 SECTIONS: dict[str, Any] = {
     "domains": domains(("law", "news")), "models": {"btm": {"kind": "branched"}},
@@ -51,7 +52,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_numbers_stand_with_intervals_and_chance(run: Run) -> None:
-    table = tasks_table(read_tasks(run.folder / "tasks.parquet"), run)
+    table = table_of("tasks", Material(run))
     assert list(table.frame.columns) == ["topics", "domain"]
     assert list(table.frame.index) == [
         "Dense (Balanced)", "btm (average)", "btm (cluster)", "btm (cluster, top-1)", "btm (updating) (oracle)",
@@ -68,7 +69,7 @@ def test_numbers_stand_with_intervals_and_chance(run: Run) -> None:
 
 
 def test_bold_is_the_best_above_chance_that_reads_no_test_label(run: Run) -> None:
-    bold = tasks_table(read_tasks(run.folder / "tasks.parquet"), run).bold()
+    bold = table_of("tasks", Material(run)).bold()
     assert list(bold.index[bold["topics"]]) == ["btm (cluster)"]
     assert not bold["domain"].any(), "neither oracles nor numbers as chance"
 
@@ -77,9 +78,7 @@ def test_only_a_run_with_tasks_has_the_table(run: Run) -> None:
     without = changed(run, tasks={})
     assert not any("tasks" in name for name in report_files(without))
     assert {"tables/tasks.html", "tables/tasks.md", "tables/tasks.tex"} <= {*report_files(run)}
-    write_tasks(without, run.folder / "none", "note")
-    assert not (run.folder / "none").exists()
-    write_tasks(run, run.folder / "report", "This run is small.")
+    all_items()["tasks"].write(Material(run, {"scale_note": "This run is small."}), run.folder / "report")
     text = (run.folder / "report" / "tables" / "tasks.md").read_text()
     assert "**80.0**<br>70.0 to 90.0" in text
     assert "This run is small." in text

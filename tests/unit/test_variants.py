@@ -1,16 +1,15 @@
 """The table of rows with options of architecture of their own, against plain means over rows of results."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from demix.report import left_out
-from demix.report.read import Results
-from demix.report.variants import variants_table
+from demix.report.results import Results
 from demix.run.variants import variant_rows
 from support.configs import changed
+from support.report import table_of
 from support.synthetic_run import NOVEL, TRAINING, MadeUp
 
 MLM = {"attention": "bidirectional", "objective": "mlm"}
@@ -46,7 +45,7 @@ def test_only_rows_that_differ_in_options_alone_are_variants(run: MadeUp) -> Non
 
 
 def test_each_variant_stands_below_the_row_that_it_is_compared_with(run: MadeUp) -> None:
-    frame = variants_table(run.results, run.run).frame
+    frame = table_of("variants", run.material()).frame
     assert list(frame.index) == ["Dense (Balanced)", "dense_alibi", "dense_both", "DEMix", "demix_clap"]
     assert list(frame["Options"]) == [
         "learned positions, tied head", "position alibi", "position alibi, head clap", "learned positions, tied head",
@@ -65,7 +64,3 @@ def test_each_variant_stands_below_the_row_that_it_is_compared_with(run: MadeUp)
         assert frame.at[label, "Training, %"] == pytest.approx(100 * (factor - 1))
         assert frame.at[label, "Novel: lower"] == len(NOVEL) * (factor < 1)
     assert frame.loc[["Dense (Balanced)", "DEMix"], "Novel, %"].isna().all()
-
-
-def test_a_caption_stands_in_the_report_of_snakemake() -> None:
-    assert (Path(__file__).parents[2] / "workflow" / "report" / "variants.rst").stat().st_size

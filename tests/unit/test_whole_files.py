@@ -9,7 +9,7 @@ import pytest
 
 from demix.errors import DemixError
 from demix.files import is_made, read_json, write_json, write_parquet
-from demix.report import REPORT_FILES, write_report
+from demix.report import report_files, write_report
 from demix.report.card import model_card
 from demix.report.read import read_differences, read_overlap, read_posteriors, read_priors
 from demix.run.run import Run
@@ -52,7 +52,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
     run = build_run(tmp_path_factory.mktemp("run"), steps=1)
-    for name in (*REPORT_FILES, "cards/demix.md"):
+    for name in (*report_files(run.run), "cards/demix.md"):
         path = run.path / "report" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("made up")
