@@ -5,14 +5,15 @@ say, if the run cannot tell its mean difference from none: the difference is wit
 zero, or its sign is not that of every other seed.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-import numpy as np
-import pandas as pd
+from typing import TYPE_CHECKING, Any, Literal
 
 from demix.report.domains import so_many
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Verdict = Literal["shown", "weak", "mixed", "not shown", "cannot be judged"]
 # Parameters that adaptation does not change give the same scores up to the order of sums.
@@ -89,19 +90,21 @@ class Claim:
 
 def compare(
     label: str,
-    values: pd.Series,
+    values: "pd.Series",
     other_label: str,
-    others: pd.Series,
+    others: "pd.Series",
     *,
     higher: bool = False,
     allowance: float = 0.0,
-    bounds: pd.DataFrame | None = None,
+    bounds: "pd.DataFrame | None" = None,
     over: str = "domain",
 ) -> Part:
     """Whether `values` are below `others` (or above, or at most a fraction `allowance` above), where both exist.
 
     `bounds` are the bounds of the differences, as `read.paired` returns them. `over` names one of what is counted.
     """
+    import pandas as pd
+
     both = pd.DataFrame({"value": values, "other": others}).dropna()
     if both.empty:
         return Part(False, 0, 0, f"{label} against {other_label}: no rows.")
@@ -127,7 +130,7 @@ def compare(
     return Part(bool(holds(value, other)), agreeing, len(both), sentence, bool(borne))
 
 
-def mean_interval(difference: pd.Series, bounds: pd.DataFrame | None) -> tuple[float, float] | None:
+def mean_interval(difference: "pd.Series", bounds: "pd.DataFrame | None") -> tuple[float, float] | None:
     """The 95% interval of the mean of `difference`, if all its domains have one in `bounds`: their errors add up.
 
     Both have one row per domain; `bounds` has the columns low and high.
@@ -135,11 +138,11 @@ def mean_interval(difference: pd.Series, bounds: pd.DataFrame | None) -> tuple[f
     if bounds is None or not set(difference.index) <= set(bounds.index):
         return None
     halves = (bounds["high"] - bounds["low"]).loc[difference.index] / 2
-    error = float(np.sqrt((halves**2).sum()) / len(halves))
+    error = math.sqrt((halves**2).sum()) / len(halves)
     return float(difference.mean()) - error, float(difference.mean()) + error
 
 
-def _beyond(bounds: pd.DataFrame | None, higher: bool) -> str:
+def _beyond(bounds: "pd.DataFrame | None", higher: bool) -> str:
     """The number of domains on which the whole interval of the difference lies on the claimed side, as text."""
     if bounds is None or bounds.empty:
         return ""

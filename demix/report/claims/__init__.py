@@ -3,16 +3,12 @@
 Each module has the claims about one subject, a row each.
 """
 
-from typing import TYPE_CHECKING
-
 from demix.report.claims import adaptation, added, families, novel, removal, training, weights
 from demix.report.claims.row import Row
 from demix.report.material import Material
 from demix.report.needs import Need, missing
+from demix.report.verdict import Claim
 from demix.run.run import Run
-
-if TYPE_CHECKING:
-    from demix.report.verdict import Claim
 
 _PAPER = (*training.ROWS, *novel.ROWS, *adaptation.ROWS, *removal.ROWS, *added.ROWS)
 
@@ -28,7 +24,7 @@ def needs_of_claims() -> dict[str, tuple[Need, ...]]:
     return {row.name: row.needs for row in (*_PAPER, *families.ROWS)}
 
 
-def claims(material: Material) -> "list[Claim]":
+def claims(material: Material) -> list[Claim]:
     """The claims judged on a run: on its own seed, and on whether its other seeds say the same."""
     run = material.run
     seeds = (run.seed, *(seed for seed in material.results.by_seed if seed != run.seed))

@@ -2,27 +2,22 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 from demix.report.claims.row import Row, Versus
 from demix.report.domains import so_many
 from demix.report.material import Material
 from demix.report.needs import NOVEL
 from demix.report.systems import added, before_adding, before_dense_dapt, dense_adapted, one_added
-
-if TYPE_CHECKING:
-    from demix.report.verdict import Part
+from demix.report.verdict import UNCHANGED, Part, as_percent, compare
 
 
 def _parent(material: Material) -> str:
     return "the likeliest training expert" if material.averaged else "its parent"
 
 
-def _adapts(material: Material) -> "Iterator[Part]":
+def _adapts(material: Material) -> Iterator[Part]:
     """The new experts against their parents, and the training domains before and after."""
     import pandas as pd
-
-    from demix.report.verdict import UNCHANGED, Part, compare
 
     results, novel = material.results, material.novel
     (naive, _), (all_naive, _) = before_adding(material.run), added(material.run)
@@ -45,11 +40,9 @@ def _adapts(material: Material) -> "Iterator[Part]":
     yield Part(bool(len(change)) and agreeing == len(change), agreeing, len(change), sentence)
 
 
-def _forgets(material: Material) -> "Iterator[Part]":
+def _forgets(material: Material) -> Iterator[Part]:
     """The mean over the training domains after each Dense-DAPT, against that before."""
     import pandas as pd
-
-    from demix.report.verdict import Part, as_percent
 
     results, training = material.results, material.training
     start, after = before_dense_dapt(material.run), dense_adapted(material.run)
@@ -72,11 +65,9 @@ def _forgets(material: Material) -> "Iterator[Part]":
     )
 
 
-def _one_reduces(material: Material) -> "Iterator[Part]":
+def _one_reduces(material: Material) -> Iterator[Part]:
     """Each novel domain's expert alone added to the training experts: the mean over the training domains."""
     import pandas as pd
-
-    from demix.report.verdict import compare
 
     results, training, novel = material.results, material.training, material.novel
     means = {name: results.mean(one_added(material.run)(name), training) for name in novel}

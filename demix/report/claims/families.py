@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from demix.report.claims.row import HARM, Row, Versus
 from demix.report.domains import so_many
@@ -11,11 +11,9 @@ from demix.report.families import Family, families, one_clusters, training_flops
 from demix.report.material import Material
 from demix.report.needs import FAMILIES
 from demix.report.systems import BALANCED
+from demix.report.verdict import Part
 from demix.run.run import Run
 from demix.run.systems import System, by_distance, routed_weights
-
-if TYPE_CHECKING:
-    from demix.report.verdict import Part
 
 
 def _whole(run: Run) -> list[Family]:
@@ -72,11 +70,9 @@ def _only(family: Family, k: int) -> System:
     return replace(family.system, label=f"{family.system.label}, top-{k}", top_k=k)
 
 
-def _own_cluster_best(material: Material) -> "Iterator[Part]":
+def _own_cluster_best(material: Material) -> Iterator[Part]:
     """Whether each cluster's own expert is the best on the cluster's test documents, one part per model."""
     import numpy as np
-
-    from demix.report.verdict import Part
 
     for family in _several(material.run):
         row = family.model.row

@@ -1,22 +1,17 @@
 """Claims about the removal of experts."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from demix.report.claims.row import Row, Versus
 from demix.report.domains import so_many
 from demix.report.material import Material
 from demix.report.needs import SECOND_TRAINING, WITHOUT_DOMAIN
 from demix.report.systems import before_removal, without_domain, without_expert
-
-if TYPE_CHECKING:
-    from demix.report.verdict import Part
+from demix.report.verdict import Part
 
 
-def _like_never_trained(material: Material) -> "Iterator[Part]":
+def _like_never_trained(material: Material) -> Iterator[Part]:
     import pandas as pd
-
-    from demix.report.verdict import Part
 
     systems = {
         "with": before_removal(material.run),

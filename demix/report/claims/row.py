@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from demix.report.material import Material
 from demix.report.needs import Need
 from demix.report.systems import DOMAIN_TOKEN, NAIVE, ByDomain, baselines
+from demix.report.verdict import Claim, Part, claim_of, compare
 from demix.run.run import Run
 from demix.run.systems import System
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from demix.report.verdict import Claim, Part
 
 # A mixture of more experts pays for a less certain prior π: up to −ln π/T nats per token. Half a percent is no harm.
 HARM = 0.005
@@ -40,10 +39,8 @@ class Versus:
     allowance: float = 0.0
     intervals: bool = True
 
-    def part(self, material: Material) -> "Part":
+    def part(self, material: Material) -> Part:
         """The comparison, judged on one seed by test perplexities and the intervals of their differences."""
-        from demix.report.verdict import compare
-
         domains = {domains.kind: domains.names for domains in material.kinds}.get(self.on, [])
         systems = (self.first, self.second)
         (label, values), (other, others) = (
@@ -71,7 +68,7 @@ class Versus:
         return -turned.rename(columns={"low": "high", "high": "low"})
 
 
-Parts = Callable[[Material], "Iterable[Versus | Part]"]
+Parts = Callable[[Material], Iterable[Versus | Part]]
 
 
 @dataclass(frozen=True)
@@ -99,10 +96,8 @@ class Row:
             said = self.sentence.format(dense=dense_of(material.run), on_all=kinds)
         return f"{said} ({self.source})." * bool(self.source) + f"{said}." * (not self.source) + self.remark(material)
 
-    def judged(self, material: Material) -> "Claim":
+    def judged(self, material: Material) -> Claim:
         """The claim, judged on one seed."""
-        from demix.report.verdict import claim_of
-
         parts = self.parts(material) if callable(self.parts) else self.parts
         judged = (part.part(material) if isinstance(part, Versus) else part for part in parts)
         return claim_of(self.name, self.statement(material), *judged)

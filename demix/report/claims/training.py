@@ -1,21 +1,17 @@
 """Claims about the domains that models were trained on."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from demix.report.claims.row import Row, Versus, below_dense, on_all
 from demix.report.domains import so_many
 from demix.report.material import Material
 from demix.report.needs import DENSE_UNBALANCED, SECOND_TRAINING
 from demix.report.systems import BALANCED, CACHED, DENSE, NAIVE
-
-if TYPE_CHECKING:
-    from demix.report.verdict import Part
+from demix.report.verdict import Part
 
 
-def _diagonal(material: Material) -> "Iterator[Part]":
+def _diagonal(material: Material) -> Iterator[Part]:
     from demix.report.affinity import affinities
-    from demix.report.verdict import Part
 
     ratios = affinities(material.results, material.run)
     ratios = ratios[(ratios["kind"] == "training") & (ratios["domain"] != ratios["expert"])].dropna()
@@ -30,11 +26,10 @@ def _diagonal(material: Material) -> "Iterator[Part]":
     yield Part(bool(best.mean() > 1), agreeing, len(best), sentence)
 
 
-def _overlap_correlates(material: Material) -> "Iterator[Part]":
+def _overlap_correlates(material: Material) -> Iterator[Part]:
     import numpy as np
 
     from demix.report.affinity import relation_with_own
-    from demix.report.verdict import Part
 
     found = relation_with_own(material.pairs)
     r, known = -found.pearson, np.isfinite(found.pearson)
