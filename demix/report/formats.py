@@ -15,9 +15,10 @@ from demix.report.table import Cell, Line, Table
 if TYPE_CHECKING:
     import rich.table
 
-_ESCAPED = {"\\": "\\textbackslash "} | {character: f"\\{character}" for character in "&%_#{}$"}
-_TYPESET = {"λ": r"$\lambda$", "±": r"$\pm$", "“": "``", "”": "''", "’": "'", "…": r"\ldots{}"}
-_TYPESET |= {"^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
+_ESCAPED: dict[str, str | int | None] = {character: f"\\{character}" for character in "&%_#{}$"}
+_ESCAPED["\\"] = "\\textbackslash "
+_TYPESET: dict[str, str | int | None] = {"λ": r"$\lambda$", "±": r"$\pm$", "“": "``", "”": "''", "’": "'"}
+_TYPESET |= {"…": r"\ldots{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
 
 
 def write_table(table: Table, output_dir: Path) -> None:

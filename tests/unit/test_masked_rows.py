@@ -32,6 +32,7 @@ from demix.model.export import export_hf
 from demix.model.gpt import GPT, MASKED
 from demix.plan.flops import scoring_flops
 from demix.report import report_files
+from demix.report.material import Material
 from demix.report.read import read_results
 from demix.report.systems import main_systems
 from demix.run.check import completed_run
@@ -268,7 +269,7 @@ def test_an_evaluation_holds_static_mixtures_alone_as_plain_arithmetic_has_them(
         found.append(rows)
     pd.concat(found).to_parquet(tmp_path / "results.parquet")
     few = changed(config, domains=domains(TRAINING[:1], NOVEL[:1]))
-    table = table_of("masked", run.material(few, results=read_results(tmp_path / "results.parquet")))
+    table = table_of("masked", Material(few, {"results": read_results(tmp_path / "results.parquet")}))
     columns = ["masked_dense", "masked (own expert)", "masked (average)", "masked (fitted)"]
     assert [*table.frame.columns] == [*columns, "Documents", "Pieces"]
     assert [*table.frame.index] == [TRAINING[0], NOVEL[0], "Mean of 1 training", "Mean of 1 novel"]

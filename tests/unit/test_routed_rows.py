@@ -27,6 +27,7 @@ from demix.model.scoring import log_probabilities
 from demix.plan.cost import plan_training, training_tables
 from demix.plan.flops import HARDWARE, scoring_flops
 from demix.report.families import families, one_clusters
+from demix.report.material import Material
 from demix.run.check import completed_run
 from demix.run.models import Model
 from demix.run.rules import RunRules
@@ -408,7 +409,7 @@ def test_the_plan_tells_what_routed_rows_cost() -> None:
 
 def test_the_table_of_costs_counts_chosen_experts_and_the_seed_of_a_dense_model() -> None:
     config = tiny(switch=SWITCH, upcycled=UPCYCLED)
-    frame = table_of("family_costs", run.material(config)).frame
+    frame = table_of("family_costs", Material(config)).frame
     switch, up = (architecture_from(TINY["architecture"] | {"routed": ROUTED | one})
                   for one in ({"top_k": 1, "every": 1}, {}))  # fmt: skip
     types, step, dense = config.types, row_of(config, "dense").step_tokens, "Dense (Balanced)"
