@@ -225,7 +225,7 @@ def shown(tmp_path: Path) -> tuple[Run, pd.DataFrame]:
         run.run,
         models={"far": {"kind": "demix"} | ALIBI, "domain_token": None},
         architecture={"layers": 2, "width": 32, "heads": 2, "context": 32},
-        evaluation=run.keys["evaluation"] | {"contexts": [32, 64]},
+        evaluation={"contexts": [32, 64]},
     )
     for kind, domains in shown.config.domains.kinds.items():
         for domain in domains:

@@ -3,12 +3,12 @@
 import pandas as pd
 import pytest
 
+from demix.config.config import Config
 from demix.report import PAPER_TABLES
 from demix.report.all_tables import beside_paper
 from demix.report.paper import SIZES, printed
 from demix.report.paper_tables import table3, table4, table5, table6, table7, table13
 from demix.run.run import Run
-from support.configs import changed
 from support.synthetic_run import MadeUp
 
 
@@ -18,7 +18,8 @@ def run(made_up: MadeUp) -> MadeUp:
 
 
 def of_paper(run: MadeUp, preset: str = "gpt3-small", **sizes: int) -> Run:
-    return changed(run.run, architecture={"preset": preset, "context": 1024} | sizes)
+    section = {"preset": preset, "context": 1024} | sizes
+    return Run(Config.complete(run.keys | {"architecture": section}), run.path)
 
 
 def test_the_papers_numbers_stand_beside_a_run_of_its_size(run: MadeUp) -> None:

@@ -126,7 +126,7 @@ def test_table6_compares_few_and_many_experts(run: MadeUp) -> None:
 def test_table7_tells_of_a_seed_that_has_seen_the_domain(run: MadeUp) -> None:
     rows = {"seeded": {"kind": "demix", "parent": "dense", "seed_tokens": 500}}
     seeded = changed(run.run, models=rows)
-    removing = changed(seeded, removal=run.keys["removal"] | {"model": "seeded"})
+    removing = changed(seeded, removal={"model": "seeded"})
     weakens = "seeded and −Domain began with what the model dense had learned of every domain in its first 500 tokens"
     assert sum(weakens in note for note in table7(run.results, removing).notes) == 1
     assert not any("seed that has seen" in note for note in table7(run.results, seeded).notes)
@@ -363,7 +363,7 @@ def test_dense_dapt_is_compared_with_the_model_that_it_starts_from(tmp_path: Pat
 
 def test_dev_blocks_say_what_the_last_one_weighs(run: MadeUp) -> None:
     for decay, told in ((0.3, "last block alone weighs 0.70"), (1.0, "all blocks weigh alike")):
-        other = changed(run.run, evaluation=run.keys["evaluation"] | {"decay": decay})
+        other = changed(run.run, evaluation={"decay": decay})
         assert told in dev_blocks_table(run.results, other).notes[-1]
 
 
