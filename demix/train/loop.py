@@ -38,6 +38,12 @@ class DivergedError(DemixError):
         self.step, self.metrics = step, metrics
         super().__init__(f"step {step}", cause, cure)
 
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of metrics, with one at the end that has the cause under `diverged`."""
+        tokens = self.metrics[-1]["tokens"] if self.metrics else 0
+        return [*self.metrics, {"step": self.step, "tokens": tokens, "diverged": self.cause}]
+
 
 def train(
     model: GPT,
