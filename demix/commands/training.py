@@ -315,8 +315,8 @@ def _train(training: "ModelTraining", places: Places, launch: _Launch, experts: 
     # A wrong number of ranks must be reported before any process starts.
     place(training.kind, experts[:1] or domains, training.settings.sequences, world_size(launch.ranks), copies)
     seed = (training.alone(domains[0]) if experts else training).seed
-    about = [training.kind, fingerprinted(training.settings), domains]
-    about += [found for found in (experts, seed and seed.origin, training.until) if found]
+    about: list[object] = [training.kind, fingerprinted(training.settings), domains]
+    about += [one for one in (experts, seed and seed.origin, training.until) if one]
     job = TrainingJob(
         command=tuple(sys.argv[1:]),
         fingerprint=fingerprint_of(about, training.shards),
@@ -353,7 +353,7 @@ def _adaptation(
 
 
 def _adapt(
-    about: list[object],
+    about: Sequence[object],
     model: Path,
     shards: list[Path],
     adaptation: "Adaptation",

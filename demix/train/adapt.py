@@ -30,8 +30,8 @@ from demix.model.merge import averaged, origins_of
 from demix.model.tokenizer import copy_tokenizer, tokenizer_path
 from demix.settings import Positive, Seed, settings
 from demix.train.batches import balanced_batches
-from demix.train.loop import DivergedError, Evaluation, train
-from demix.train.metrics import Row
+from demix.train.loop import Evaluation, train
+from demix.train.metrics import DivergedError, Row
 from demix.train.parallel import World, joined
 from demix.train.stage import dev_loss, open_shards, optimization
 from demix.train.state import remove_states

@@ -32,7 +32,8 @@ from demix.model.tokenizer import copy_tokenizer
 from demix.settings import Integer, Number, Seed, Text, names_of, settings
 from demix.train.batches import batches_of
 from demix.train.branch import SeedState, branched, keep_seed, read_seed, upcycled
-from demix.train.loop import DivergedError, Evaluation, train
+from demix.train.loop import Evaluation, train
+from demix.train.metrics import DivergedError
 from demix.train.parallel import World, joined
 from demix.train.schedule import Optimization
 from demix.train.state import State, remove_states, step_folder
@@ -167,7 +168,7 @@ def train_model(training: ModelTraining, places: Places, replicas: Mapping[str, 
         evaluate = _dev_losses(training, world) if settings.dev_blocks else None
         steps, architecture = training.steps, architecture_from(settings.architecture)
         batches = batches_of(
-            training.row, opened, domains, settings.sequences, architecture.context, settings.seed, placement,
+            training.row.batches, opened, domains, settings.sequences, architecture.context, settings.seed, placement,
             architecture.objective,
         )  # fmt: skip
         model = _initial(training, architecture, opened[0].vocab_size, placement).initialise(settings.seed)
