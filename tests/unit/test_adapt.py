@@ -19,14 +19,14 @@ from demix.errors import DemixError
 from demix.evaluate.parent import choose_parent, own_dev_losses
 from demix.evaluate.score import Scoring, score
 from demix.files import read_json, read_json_lines, sha256_file, write_json
+from demix.launch.job import Places
 from demix.model.checkpoint import expert_names, load_model
 from demix.model.experts import changing
 from demix.model.scoring import log_probabilities
 from demix.train.adapt import adapt_dense, adapt_expert
-from demix.train.stage import train_model
 from support.cli import demix
 from support.tokens import NOVEL, TRAINING
-from support.training import ADAPT, TRAIN, shard_paths, train_here, train_until_killed
+from support.training import ADAPT, TRAIN, shard_paths, train_here, train_model, train_until_killed
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +86,7 @@ def test_demix_dapt_adds_a_file_and_changes_no_other(
         chosen,
         own_dev_losses(scores, TRAINING, ADAPT.forgetting_blocks),
         ADAPT,
-        trained / "demix",
-        trained / "adapted.jsonl",
-        trained / "checkpoints" / "adapted",
+        Places(trained / "demix", trained / "adapted.jsonl", trained / "checkpoints" / "adapted"),
     )
     monkeypatch.setattr("demix.model.experts.LOCK_SECONDS", 0.0)
     with changing(trained / "demix"), pytest.raises(DemixError, match="changes the experts of this model"):
@@ -130,9 +128,9 @@ def test_dense_dapt_writes_its_own_model(tokens: Path, trained: Path) -> None:
         tuple(tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev")),
         shard_paths(tokens, split="dev"),
         ADAPT,
-        trained / "dense-dapt-fantasy",
-        trained / "dense-adapted.jsonl",
-        trained / "checkpoints" / "dense-adapted",
+        Places(
+            trained / "dense-dapt-fantasy", trained / "dense-adapted.jsonl", trained / "checkpoints" / "dense-adapted"
+        ),
     )
     assert {path: sha256_file(path) for path in before} == before
     old, new = load_model(trained / "dense"), load_model(trained / "dense-dapt-fantasy")
@@ -148,7 +146,8 @@ def test_passes_bound_the_tokens_by_the_text(tokens: Path, trained: Path, tmp_pa
     (train,), (dev,) = (shard_paths(tokens, NOVEL, split) for split in ("train", "dev"))
     text = len(TokenShard.open(train))
     how = dataclasses.replace(ADAPT, tokens=10**9, passes=1, patience=10**6, evaluate_every=10**6)
-    adapt_dense(trained / "dense", (train, dev), [], how, tmp_path / "m", tmp_path / "metrics", tmp_path / "states")
+    places = Places(tmp_path / "m", tmp_path / "metrics", tmp_path / "states")
+    adapt_dense(trained / "dense", (train, dev), [], how, places)
     lineage = read_json(tmp_path / "m" / "model.json")
     assert (lineage["adaptation"]["tokens"], lineage["adaptation"]["passes"]) == (text, 1)
     assert lineage["steps_run"] == text // (ADAPT.sequences * TRAIN.architecture["context"])
@@ -162,9 +161,9 @@ def test_a_sweep_keeps_the_factor_of_the_lowest_dev_loss(tokens: Path, trained: 
 
     def adapted(name: str, **changes: Any) -> Path:
         how = dataclasses.replace(ADAPT, **changes)
-        paths = (tmp_path / name, tmp_path / f"{name}.jsonl", tmp_path / "checkpoints" / name)
-        adapt_dense(trained / "dense", shards, shard_paths(tokens, split="dev"), how, *paths)
-        return paths[0]
+        places = Places(tmp_path / name, tmp_path / f"{name}.jsonl", tmp_path / "checkpoints" / name)
+        adapt_dense(trained / "dense", shards, shard_paths(tokens, split="dev"), how, places)
+        return tmp_path / name
 
     swept = adapted("swept", sweep=FactorSweep(factors=(0.01, 0.5, 1e12)))
     alone = {factor: adapted(f"alone{factor}", learning_rate_factor=factor) for factor in (0.01, 0.5)}

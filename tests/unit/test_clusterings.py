@@ -21,10 +21,10 @@ from demix.run.rules import RunRules
 from demix.run.scoring import scoring_jobs
 from demix.run.systems import evaluated
 from demix.train.join import join_branches
-from demix.train.stage import take_seed, train_model
+from demix.train.stage import ModelTraining, take_seed
 from support.cli import said
 from support.tokens import TRAINING
-from support.training import TRAIN, shard_paths
+from support.training import TRAIN, shard_paths, train_model
 
 TINY = Path(__file__).parents[1] / "workflow" / "tiny.yaml"
 K2 = {"clusters": 2, "dimensions": 6}
@@ -136,7 +136,7 @@ def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens: Path, 
     kept = tmp_path / "checkpoints" / "dense"
     paths = (tmp_path / "models" / "dense", tmp_path / "metrics" / "dense.jsonl", kept)
     train_model("dense", TRAIN, shard_paths(tmp_path), *paths, keep=(10,))
-    assert take_seed("dense", TRAIN, shard_paths(tmp_path), 10, kept, state)
+    assert take_seed(ModelTraining("dense", TRAIN, shard_paths(tmp_path), until=10), kept, state)
     sequences = len(TRAINING) * TRAIN.sequences
     assert sequences % 2 == 0
     training = dataclasses.replace(TRAIN, sequences=sequences // 2)

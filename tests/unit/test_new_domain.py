@@ -16,10 +16,9 @@ from demix.evaluate.new_domain import adaptation_of, add_domain
 from demix.files import read_json, sha256_file, write_json
 from demix.model.checkpoint import expert_names
 from demix.model.usual import usual_of
-from demix.train.stage import train_model
 from support.cli import demix
 from support.tokens import TRAINING
-from support.training import ADAPT, TRAIN, shard_paths
+from support.training import ADAPT, TRAIN, shard_paths, train_model
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from demix.run.check import completed_run
 from demix.run.models import Model
 from demix.run.rules import RunRules
 from demix.train import stage
-from demix.train.stage import take_seed, train_model
+from demix.train.stage import ModelTraining, take_seed
 from support.cli import said
 from support.tokens import TRAINING
-from support.training import TRAIN, shard_paths, stop_at, train_command
+from support.training import TRAIN, shard_paths, stop_at, train_command, train_model
 
 SEED = 10
 # A step of TRAIN is 192 tokens, one of OWN 288. The seed's 1,920 tokens are 6 of these steps and a part of the next.
@@ -32,7 +32,8 @@ def seed(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("run")
     kept = run / "checkpoints" / "dense"
     train_model("dense", TRAIN, shard_paths(tokens), run / "model", run / "metrics.jsonl", kept, keep=(SEED,))
-    assert take_seed("dense", TRAIN, shard_paths(tokens), SEED, kept, run / "seeds/dense/step-00000010")
+    whole = ModelTraining("dense", TRAIN, shard_paths(tokens), until=SEED)
+    assert take_seed(whole, kept, run / "seeds/dense/step-00000010")
     return run / "seeds" / "dense" / "step-00000010"
 
 
@@ -73,9 +74,7 @@ def test_a_stopped_one_resumes_to_the_bit(
 def test_its_checkpoints_are_not_those_of_a_branch_that_continues(seed: Path, tokens: Path) -> None:
     shards = shard_paths(tokens)
     identities = [
-        stage.identity_of(
-            "demix", TRAIN, shards, stage.read_seed(seed, stage.identity_of("demix", TRAIN, shards), schedule)
-        )
+        ModelTraining("demix", TRAIN, shards, branch=seed, schedule=schedule).identity
         for schedule in ("continue", "restart")
     ]
     assert "schedule" not in identities[0]["parent"], "fingerprints of runs without the key stay"

@@ -15,10 +15,9 @@ from demix.train.batches import Batches, balanced_batches, mixed_batches
 from demix.train.loop import train
 from demix.train.parallel import World
 from demix.train.schedule import Optimization
-from demix.train.stage import train_model
 from demix.train.state import State, newest_state, remove_states, save_state
 from support.tokens import TRAINING
-from support.training import SIZES, TRAIN, opened, shard_paths
+from support.training import SIZES, TRAIN, opened, shard_paths, train_model
 
 OPTIMIZATION = Optimization(
     steps=12, learning_rate=3e-3, warmup=0.1, clip=0.5, weight_decay=0.1, precision="fp32", checkpoint_every=1000

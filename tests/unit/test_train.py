@@ -23,11 +23,10 @@ from demix.train import scale, stage
 from demix.train.batches import Batch, balanced_batches, mixed_batches, proportional_batches
 from demix.train.loop import train
 from demix.train.schedule import Optimization
-from demix.train.stage import train_model
 from demix.train.stopping import EarlyStopping
 from support.plain_training import adamw, plain_steps, rates
 from support.tokens import NOVEL, TRAINING
-from support.training import SIZES, TRAIN, opened, shard_paths
+from support.training import SIZES, TRAIN, opened, shard_paths, train_model
 
 
 def test_every_block_is_seen_once_an_epoch_and_the_order_depends_on_step_alone(tokens: Path) -> None:
