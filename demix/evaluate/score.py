@@ -23,7 +23,7 @@ from demix.config.evaluation import ScoringRecipe
 from demix.config.sections import Threads
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
-from demix.evaluate.score_tables import row_groups, tokens_sha256, write_scores, write_tokens
+from demix.evaluate.score_tables import count_to_score, row_groups, tokens_sha256, write_scores, write_tokens
 from demix.files import digest, fsync, linked, read_parquet, replacing, write_parquet
 from demix.model.checkpoint import (
     describe,
@@ -173,10 +173,7 @@ class _Scorer:
         """Score a split, unless all columns are kept."""
         domain, split = path.parent.name, path.stem
         columns = self.work.experts or (domain,)
-        limit = self.scoring.limit(split, self.length)
-        ids = shard.read(0, len(shard) if limit is None else min(limit, len(shard)))
-        if not len(ids):
-            raise DemixError(path, "holds no token to score", "give the domain more words, or raise the limit")
+        ids = shard.read(0, count_to_score(shard, self.scoring, self.length))
         sha256 = tokens_sha256(ids)
         fingerprint = self._fingerprint(columns, sha256)
         place, told = self.work.output / f"{domain}.{split}", f"{self.work.label}{domain} {split}"
