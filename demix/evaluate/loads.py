@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.score import Scoring
-from demix.evaluate.score_tables import row_groups
+from demix.evaluate.score_tables import count_to_score, row_groups
 from demix.files import write_parquet
 from demix.model.checkpoint import load_experts, refuse_masked, refuse_other_tokenizer
 from demix.model.device import compute_type, own_device, set_threads
@@ -51,8 +51,7 @@ def write_loads(directory: Path, shards: list[Path], scoring: Scoring, output: P
 def _loads(model: GPT, shard: TokenShard, path: Path, scoring: Scoring) -> dict[int, Tensor]:
     """The choices [E] of the first tokens of `shard` by layer."""
     length, device = model.architecture.context, model.token_embedding.device
-    limit = scoring.limit(path.stem, length)
-    total = len(shard) if limit is None else min(limit, len(shard))
+    total = count_to_score(shard, scoring, length)
     batch = max(1, EXPERT_TOKENS_AT_ONCE // length)
     loads = {layer: torch.zeros(router.routed.experts, dtype=torch.int64) for layer, router in _routers(model).items()}
     with _chosen(model) as chosen, progress(f"{path.parent.name} {path.stem}: tokens", total) as advance:

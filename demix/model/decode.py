@@ -24,7 +24,7 @@ from demix.mix.rules import weights_rule
 from demix.mix.stream import Distances, Posterior
 from demix.model.checkpoint import CPU, load_experts
 from demix.model.clusters import clusters_of
-from demix.model.description import read_mixing, run_of
+from demix.model.description import run_of, tempered_of
 from demix.model.device import set_threads
 from demix.model.gpt import GPT
 from demix.model.merge import parse_weights, prior_weights, sum_of
@@ -198,9 +198,8 @@ def weights_of(name: str, directory: Path) -> Weights:
         raise DemixError(f"--weights {name:.40}", *error.args) from None
     if weights.rules.routed and weights.open:
         return replace(weights, parameters=(clusters_of(directory).temperature,))
-    mixing = Path(directory) / "mixing.json"
-    if name == "tempered" and mixing.exists():
-        return replace(weights, parameters=read_mixing(mixing))
+    if name == "tempered":
+        return replace(weights, parameters=tempered_of(directory))
     return replace(weights, parameters=weights.parameters or DEFAULTS.get(weights.family, ()))
 
 

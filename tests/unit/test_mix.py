@@ -9,7 +9,7 @@ from scipy.special import log_softmax, logsumexp
 
 from demix.config.mixing import METHODS
 from demix.errors import DemixError
-from demix.mix.mixtures import log_mixtures, log_weights, mix, mixing_rule
+from demix.mix.mixtures import log_mixtures, log_weights, mix
 from demix.mix.priors import (
     cached_log_prior,
     log_prior_path,
@@ -237,5 +237,3 @@ def test_unknown_rules_are_refused() -> None:
         mix(scores, mask, "median")
     with pytest.raises(DemixError, match="prior"):
         mix(scores, mask, "cached")
-    with pytest.raises(DemixError, match="scorer"):
-        mixing_rule("uniform", "history", scorer="ours")
