@@ -2,8 +2,6 @@
 
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,8 +160,3 @@ def test_a_table_of_another_clusterer_or_place_is_refused(run: Path, tmp_path: P
     told = "routing/k4/block/fantasy.test.parquet: was made with another clusterer than the experts; route again"
     with pytest.raises(DemixError, match=re.escape(told)):
         beside_of(test, [one])
-
-
-def test_routing_and_evaluation_load_no_torch() -> None:
-    code = "import sys, demix.evaluate.domain, demix.evaluate.routing; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
