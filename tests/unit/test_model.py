@@ -412,7 +412,11 @@ def test_hugging_face_gpt2_gives_the_same_log_probabilities(tmp_path) -> None:
             logits = F.log_softmax(theirs(torch.from_numpy(inputs)).logits, -1)
         reference = logits[0].gather(-1, torch.from_numpy(targets[0]).unsqueeze(-1)).squeeze(-1).numpy()
         np.testing.assert_allclose(ours[number], reference, atol=1e-4)
-        assert AutoTokenizer.from_pretrained(output)(REAL_TEXT)["input_ids"] == list(encoder.encode(REAL_TEXT))
+        # The literal text is ordinary text.
+        text = REAL_TEXT + "<|endoftext|>"
+        found = AutoTokenizer.from_pretrained(output)(text)["input_ids"]
+        assert found == list(encoder.encode(text))
+        assert encoder.end_of_text not in found
     assert np.abs(ours[0] - ours[1]).max() > 1e-2
     with pytest.raises(DemixError, match="exists and is not empty"):
         export_hf(tmp_path / "model", "novels", tokenizer, tmp_path / "model")
