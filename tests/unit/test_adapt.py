@@ -25,6 +25,7 @@ from demix.model.experts import changing
 from demix.model.scoring import log_probabilities
 from demix.train.adapt import adapt_dense, adapt_expert
 from support.cli import demix
+from support.contents import contents
 from support.tokens import NOVEL, TRAINING
 from support.training import ADAPT, TRAIN, shard_paths, train_here, train_model, train_until_killed
 
@@ -77,7 +78,7 @@ def test_experts_learn_their_domains(tokens: Path, trained: Path) -> None:
 def test_demix_dapt_adds_a_file_and_changes_no_other(
     tokens: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = {path: sha256_file(path) for path in (trained / "demix").rglob("*") if path.is_file()}
+    before = contents(trained / "demix")
     scores = trained / "scores"
     chosen = choose_parent(scores, "fantasy", TRAINING, blocks=ADAPT.parent_blocks, decay=ADAPT.parent_decay)
     given = (
@@ -93,9 +94,8 @@ def test_demix_dapt_adds_a_file_and_changes_no_other(
         adapt_expert(*given)
     assert expert_names(trained / "demix") == tuple(sorted(TRAINING))
     adapt_expert(*given)
-    after = {path: sha256_file(path) for path in (trained / "demix").rglob("*") if path.is_file()}
-    new = {trained / "demix" / "experts" / f"fantasy.{kind}" for kind in ("safetensors", "json")}
-    new.add(trained / "demix" / ".lock")
+    after = contents(trained / "demix")
+    new = {f"experts/fantasy.{kind}" for kind in ("safetensors", "json")}
     assert set(after) - set(before) == new
     assert {path: after[path] for path in before} == before
     assert expert_names(trained / "demix") == ("fantasy", *sorted(TRAINING))
@@ -104,7 +104,7 @@ def test_demix_dapt_adds_a_file_and_changes_no_other(
     assert lineage["parent"] == chosen["parent"] == max(chosen["priors"], key=chosen["priors"].__getitem__)
     assert sum(chosen["priors"].values()) == pytest.approx(1.0)
     assert lineage["lowest_dev_loss_expert"] == min(chosen["dev_losses"], key=chosen["dev_losses"].__getitem__)
-    assert lineage["parent_sha256"] == before[trained / "demix" / "experts" / f"{chosen['parent']}.safetensors"]
+    assert lineage["parent_sha256"] == before[f"experts/{chosen['parent']}.safetensors"]
 
     # The eight experts' scores are what they were, and the new expert knows its domain better than its parent.
     shard = TokenShard.open(tokens / "tokens" / "fantasy" / "dev.arrow")
@@ -122,7 +122,7 @@ def test_demix_dapt_adds_a_file_and_changes_no_other(
 
 
 def test_dense_dapt_writes_its_own_model(tokens: Path, trained: Path) -> None:
-    before = {path: sha256_file(path) for path in (trained / "dense").rglob("*") if path.is_file()}
+    before = contents(trained / "dense")
     adapt_dense(
         trained / "dense",
         tuple(tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev")),
@@ -132,7 +132,7 @@ def test_dense_dapt_writes_its_own_model(tokens: Path, trained: Path) -> None:
             trained / "dense-dapt-fantasy", trained / "dense-adapted.jsonl", trained / "checkpoints" / "dense-adapted"
         ),
     )
-    assert {path: sha256_file(path) for path in before} == before
+    assert contents(trained / "dense") == before
     old, new = load_model(trained / "dense"), load_model(trained / "dense-dapt-fantasy")
     assert not torch.equal(old.token_embedding, new.token_embedding)
     assert (trained / "dense-dapt-fantasy" / "tokenizer.json").read_bytes() == (tokens / "tokenizer.json").read_bytes()
@@ -183,11 +183,7 @@ def test_a_sweep_keeps_the_factor_of_the_lowest_dev_loss(tokens: Path, trained: 
 
 def test_scoring_refuses_another_tokenizer(tokens: Path, trained: Path, tmp_path: Path) -> None:
     description = read_json(trained / "dense" / "model.json")
-    other = tmp_path / "dense"
-    (other / "experts").mkdir(parents=True)
-    for path in (trained / "dense").rglob("*"):
-        if path.is_file():
-            (other / path.relative_to(trained / "dense")).write_bytes(path.read_bytes())
+    other = shutil.copytree(trained / "dense", tmp_path / "dense")
     write_json(other / "model.json", description | {"tokenizer_sha256": "0" * 64})
     with pytest.raises(DemixError, match="another tokenizer"):
         score(

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from demix.data.shards import TokenShard, blocks
 from demix.evaluate.parent import choose_parent, own_dev_losses
 from demix.evaluate.score import Scoring, score
-from demix.files import read_json, read_json_lines, sha256_file, write_json
+from demix.files import read_json, read_json_lines, write_json
 from demix.launch.job import Places
 from demix.model.checkpoint import load_experts, load_model
 from demix.model.merge import averaged
@@ -23,6 +23,7 @@ from demix.train.in_turn import train_in_turn
 from demix.train.join import join_branches
 from demix.train.stage import ModelTraining
 from support.cli import demix, said
+from support.contents import contents
 from support.tokens import TRAINING
 from support.training import ADAPT, TRAIN, shard_paths
 
@@ -91,13 +92,13 @@ def test_neither_order_nor_names_change_a_bit_of_an_average(run: Path, tmp_path:
 
 def test_an_added_expert_begins_as_the_average_by_posterior(run: Path, tokens: Path, tmp_path: Path) -> None:
     model = run / "models" / "btm"
-    before = {path: sha256_file(path) for path in model.rglob("*") if path.is_file()}
+    before = contents(model)
     chosen = choose_parent(run / "scores", "fantasy", TRAINING, blocks=5, decay=0.3)
     shards = tuple(tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev"))
     unchanged = own_dev_losses(run / "scores", TRAINING, SHORT.forgetting_blocks)
-    places = Places(tmp_path / "added", tmp_path / "metrics.jsonl", tmp_path / "checkpoints")
-    adapt_expert(model, shards, chosen, unchanged, SHORT, places)
-    assert {path: sha256_file(path) for path in model.rglob("*") if path.is_file()} == before
+    places = tmp_path / "added", tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+    adapt_expert(model, shards, chosen, unchanged, SHORT, *places)
+    assert contents(model) == before
     lineage = read_json(tmp_path / "added" / "experts" / "fantasy.json")
     assert {name: parent["weight"] for name, parent in lineage["parents"].items()} == chosen["priors"]
     assert (lineage["parent"], "parent_sha256" in lineage, "parent_prior" in lineage) == (None, False, False)

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from demix.errors import DemixError
-from demix.mix import mixtures
-from demix.mix.logs import log_softmax
 from demix.mix.mixtures import mix
 from demix.model import continuations
 from demix.model.continuations import (
@@ -235,21 +233,6 @@ def test_a_model_that_gives_no_probability_is_refused() -> None:
         continuation_log_probabilities(
             mixture_of("history", "uniform", None, None, [model]), [Continuation((1,), (2,))]
         )
-
-
-def test_the_largest_weights_are_kept() -> None:
-    log_g = np.random.default_rng(1).normal(size=(4, 7, 5))
-    log_g[0, 0] = [1.0, 2.0, 2.0, 2.0, 0.0]
-    log_g = log_softmax(log_g, axis=-1)
-    for k in range(1, 7):
-        kept = mixtures.keep_top(log_g, k)
-        for row, before in zip(kept.reshape(-1, 5), log_g.reshape(-1, 5), strict=True):
-            least = sorted(before, reverse=True)[min(k, 5) - 1]
-            weights = np.where(before >= least, np.exp(before), 0)
-            np.testing.assert_allclose(np.exp(row), weights / weights.sum(), atol=1e-12)
-        # The three of weight 2 stay together.
-        assert (kept[0, 0] > -np.inf).sum() == {1: 3, 2: 3, 3: 3, 4: 4}.get(k, 5)
-    assert mixtures.keep_top(log_g, None) is log_g
 
 
 def test_decoding_mixes_the_likeliest_experts_alone() -> None:

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import logsumexp
-from typer.testing import CliRunner
 
-from demix.commands.main import command_line
 from demix.data.tokenizer import Tokenizer, byte_lengths, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
 from demix.evaluate.choice import switching_on_dev, tempered_on_dev, write_mixing
@@ -28,6 +26,7 @@ from demix.mix.priors import cached_log_prior, fitted_log_prior
 from demix.mix.rules import Switching, Tempered
 from demix.run.systems import bases, compared
 from demix.run.systems import evaluated as evaluated_tables
+from support.cli import demix
 from support.models import write_model
 from support.scored import write_table
 
@@ -351,7 +350,7 @@ def test_tables_of_domains_are_joined(evaluated: Path, tmp_path: Path) -> None:
 
 def test_any_experts_are_mixed_by_one_command(evaluated: Path) -> None:
     table = evaluated / "scores" / "demix" / "songs.test"
-    done = CliRunner().invoke(command_line(), ["mix", str(table), "--experts", "news,wiki", "--dev-blocks", "5"])
+    done = demix("mix", table, "--experts", "news,wiki", "--dev-blocks", 5)
     assert done.exit_code == 0, done.output
     test, dev = (read_scores(table.with_name(f"songs.{split}"), ("news", "wiki")) for split in ("test", "dev"))
     prior = cached_log_prior(dev.scores, dev.mask, "history", decay=0.3, blocks=5)

@@ -26,7 +26,6 @@ from demix.evaluate.planned import planned_mixtures
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json_lines, sha256_file
-from demix.launch.job import Places
 from demix.model.checkpoint import describe, load_model
 from demix.model.decode import open_model
 from demix.model.export import export_hf
@@ -47,6 +46,7 @@ from demix.train.loop import train
 from demix.train.stage import optimization
 from demix.train.state import State
 from support.cli import demix, said
+from support.contents import contents
 from support.plain_training import adamw, plain_steps, rates
 from support.tokens import NOVEL, TRAINING
 from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, stop_at, train_model
@@ -320,12 +320,11 @@ def test_demix_dapt_begins_with_the_expert_of_the_highest_fitted_prior(run: Path
     weights = fitted(known)
     assert list(chosen["priors"].values()) == pytest.approx(weights.tolist(), abs=0.02)
     assert chosen["parent"] == TRAINING[int(weights.argmax())]
-    before = {path: sha256_file(path) for path in model.rglob("*") if path.is_file()}
+    before = contents(model)
     shards = tuple(tokens / "tokens" / domain / f"{split}.arrow" for split in ("train", "dev"))
     unchanged = own_dev_losses(scores, TRAINING, 2)
-    places = Places(tmp_path, tmp_path / "metrics.jsonl", tmp_path / "states")
-    adapt_expert(model, shards, chosen, unchanged, ADAPT, places)
-    assert {path: sha256_file(path) for path in before} == before
+    adapt_expert(model, shards, chosen, unchanged, ADAPT, tmp_path, tmp_path / "metrics.jsonl", tmp_path / "states")
+    assert contents(model) == before
     rows = [row for row in read_json_lines(tmp_path / "metrics.jsonl") if "early_stopping_loss" in row]
     table = read_scores(scores / f"{domain}.dev", (chosen["parent"],))
     assert rows[0]["early_stopping_loss"] == pytest.approx(-table.scores[: ADAPT.dev_blocks].mean(), rel=1e-5)

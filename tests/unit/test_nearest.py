@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from demix.config.run import write_run_config
 from scipy.special import softmax
 from sklearn.metrics.pairwise import euclidean_distances
-from typer.testing import CliRunner
 
-from demix.commands.main import command_line
 from demix.data.cluster import Clusterer, Clustering, context_distances, fit_clusters
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
@@ -29,6 +28,7 @@ from demix.model.decode import Decoder, generate, log_prior_of, named_prior, pos
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.scoring import columns_of
 from demix.run.kept import write_run_config
+from support.cli import demix
 from support.models import write_model
 from support.tokens import TRAINING
 
@@ -184,8 +184,7 @@ def test_mix_and_eval_take_weights_by_distance(run: Path, tokens: Path, tmp_path
     routing = run / "routing" / "by_domain" / "document"
     route(run / "clusters" / "by_domain", shards, run / "tokenizer.json", settings, routing)
     test = run / "scores" / "demix" / "scripture.test"
-    arguments = ["mix", str(test), "--weights", "cluster(0.3)", "--methods", "uniform,cached"]
-    found = CliRunner().invoke(command_line(), arguments)
+    found = demix("mix", test, "--weights", "cluster(0.3)", "--methods", "uniform,cached")
     assert found.exit_code == 0, found.output
     table = read_scores(test, TRAINING)
     encoder, clusterer = Tokenizer.load(run / "tokenizer.json"), Clusterer.open(run / "clusters" / "by_domain")

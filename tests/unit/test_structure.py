@@ -1,10 +1,12 @@
-"""The tests share helpers through tests/support/ alone, and no file is long."""
+"""The tests share helpers through tests/support/ alone, no file is long, and lines of code are counted."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from support.code_lines import code_lines
 
 REPOSITORY = Path(__file__).parents[2]
 FILES = sorted((REPOSITORY / "tests").rglob("*.py"))
@@ -46,3 +48,10 @@ def test_helpers_come_from_support_alone(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_no_file_of_tests_is_long(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= LONGEST
+
+
+def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings() -> None:
+    assert (
+        code_lines('"""About."""\n\n# Why.\nx = """\n\n"""  # Three.\n\n\ndef f():\n    """What\n    it is."""\n') == 4
+    )
+    assert code_lines("rule all:\n    # Why.\n\n    input: 'x'\n") == 2
