@@ -68,7 +68,7 @@ def train_model(
     share: int = 1,
     schedule: str = "continue",
 ) -> None:
-    """Train one model of `kind` (`demix.config.rows.KINDS`) on the domains of `shards`.
+    """Train one model of `kind` (`demix.config.models.KINDS`) on the domains of `shards`.
 
     `shards` are one tokens/<domain>/train.arrow per domain, and every domain's dev.arrow if `dev_blocks` is above 0.
     The model directory `output` and the `metrics` file are written at the end. Checkpoints go below `checkpoints`,
@@ -76,7 +76,7 @@ def train_model(
     and has its schedule or one of its own (`demix.train.branch.read_seed`). It ends after `until` updates, if that is
     given; `output` is then the seed that other trainings begin with (`demix.train.branch`). Every rank of a world
     (`demix.train.parallel.joined`) calls this function and trains its own placement. `replicas` gives the experts of
-    some domains more ranks (`demix.config.placement.place`); by default all experts have equally many. A model that is
+    some domains more ranks (`demix.run.placement.place`); by default all experts have equally many. A model that is
     one of `share` experts of a larger model gets that part of the tokens.
 
     Without `output` only the metrics are kept, as a sweep of learning rates needs. A run that diverges then raises no
