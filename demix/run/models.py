@@ -225,7 +225,7 @@ def adapted(row: str, domain: str) -> str:
 
 
 def made_of(model: str, weights: str) -> str:
-    """The folder of what is made of the experts of a model by `weights` (`demix.config.merged`).
+    """The folder of what is made of the experts of a model by `weights` (`demix.run.merged`).
 
     {domain} stands for the domain of a prior.
     """
