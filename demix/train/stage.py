@@ -57,31 +57,16 @@ class Training(TrainingRecipe):
         return self.tokens // step_tokens
 
 
-def train_model(
-    kind: str,
-    training: Training,
-    shards: list[Path],
-    output: Path | None,
-    metrics: Path | None,
-    checkpoints: Path,
-    replicas: Mapping[str, int] | None = None,
-    *,
-    branch: Path | None = None,
-    keep: tuple[int, ...] = (),
-    until: int | None = None,
-    share: int = 1,
-    schedule: str = "continue",
-) -> None:
-    """Train one model of `kind` (`demix.config.models.KINDS`) on the domains of `shards`.
+@dataclass(frozen=True)
+class ModelTraining:
+    """The training of one model of a `kind` (`demix.config.rows.KINDS`): all that is known before it begins.
 
     `shards` are one tokens/<domain>/train.arrow per domain, and every domain's dev.arrow if `dev_blocks` is above 0.
-    The model directory `output` and the `metrics` file are written at the end. Checkpoints go below `checkpoints`,
-    where the states after `keep` updates stay. Training begins with the seed in the folder `branch`, if it is given,
-    and has its schedule or one of its own (`demix.train.branch.read_seed`). It ends after `until` updates, if that is
-    given; `output` is then the seed that other trainings begin with (`demix.train.branch`). Every rank of a world
-    (`demix.train.parallel.joined`) calls this function and trains its own placement. `replicas` gives the experts of
-    some domains more ranks (`demix.run.placement.place`); by default all experts have equally many. A model that is
-    one of `share` experts of a larger model gets that part of the tokens.
+    Training begins with the seed in the folder `branch`, if there is one, and has its `schedule` or one of its own
+    (`demix.train.branch.read_seed`). A model that is one of `share` experts of a larger model gets that part of the
+    tokens. The states after `keep` updates stay. Training ends after `until` updates, if that is given, and makes the
+    seed that other trainings begin with.
+    """
 
     kind: str
     settings: Training
