@@ -74,7 +74,7 @@ def batches_of(
 ) -> Batches:
     """D * `sequences` blocks of `length` tokens per step, from the shards of the domains `names`.
 
-    `how` is that of a kind (`demix.config.rows.Kind.batches`): with by_domain `sequences` blocks of each domain, one
+    `how` is that of a kind (`demix.config.models.Kind.batches`): with by_domain `sequences` blocks of each domain, one
     group per domain [D, B, T]; with mixed the same sequences in one group [1, B, T], one domain after the other; with
     proportional one group from all domains in proportion to their training tokens. The blocks of a domain get a new
     random order in each epoch.

@@ -59,7 +59,7 @@ class Training(TrainingRecipe):
 
 @dataclass(frozen=True)
 class ModelTraining:
-    """The training of one model of a `kind` (`demix.config.rows.KINDS`): all that is known before it begins.
+    """The training of one model of a `kind` (`demix.config.models.KINDS`): all that is known before it begins.
 
     `shards` are one tokens/<domain>/train.arrow per domain, and every domain's dev.arrow if `dev_blocks` is above 0.
     Training begins with the seed in the folder `branch`, if there is one, and has its `schedule` or one of its own
@@ -147,7 +147,7 @@ def train_model(training: ModelTraining, places: Places, replicas: Mapping[str, 
     """Train one model, and write its directory or seed and the metrics at the end, with checkpoints on the way.
 
     Every rank of a world (`demix.train.parallel.joined`) calls this function and trains its own placement. `replicas`
-    gives the experts of some domains more ranks (`demix.config.placement.place`); by default all experts have equally
+    gives the experts of some domains more ranks (`demix.run.placement.place`); by default all experts have equally
     many.
 
     Where no model is kept but only the metrics, as a sweep of learning rates needs, a run that diverges raises no
