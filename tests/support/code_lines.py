@@ -2,7 +2,9 @@
 
 import ast
 import io
+import textwrap
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,6 +31,13 @@ def code_lines(text: str) -> int:
                 case [ast.Expr(ast.Constant(str())) as docstring, *_]:
                     found.difference_update(range(docstring.lineno, docstring.end_lineno + 1))
     return len(found)
+
+
+def of_functions(text: str) -> Iterator[tuple[str, int]]:
+    """The functions of a Python text, each with its lines of code, those of functions in it included."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, code_lines(textwrap.dedent(ast.get_source_segment(text, node, padded=True) or ""))
 
 
 def in_folder(folder: Path) -> int:
