@@ -96,12 +96,11 @@ def test_what_cannot_restart_is_refused(seed: Path, tokens: Path, tmp_path: Path
 
 def rules(**rows: Any) -> RunRules:
     config = copy.deepcopy(CONFIG) | {"models": rows}
-    completed_run(config, Path())
-    return RunRules(config)
+    return RunRules(completed_run(config))
 
 
 def row(one: RunRules, name: str) -> Model:
-    return next(model for model in planned(one.config) if model.name == name)
+    return next(model for model in one.run.planned if model.name == name)
 
 
 def test_a_row_that_restarts_has_its_parents_settings_and_its_own() -> None:
@@ -113,8 +112,8 @@ def test_a_row_that_restarts_has_its_parents_settings_and_its_own() -> None:
     ends = f" --branch {state} --schedule restart"
     assert one.beginning(row(one, "half")) == f" --learning-rate-from results/tiny/sweep/dense.json{ends}"
     assert one.beginning(row(one, "small")) == ends, "a rate of its own is not the sweep's"
-    assert list(seeds(one.config, one.context)) == [("dense", 15)]
-    assert [row(one, name).settings["warmup"] for name in ("half", "small", "demix")] == [0, 0, 0.08]
+    assert list(one.run.seeds) == [("dense", 15)]
+    assert [row(one, name).settings.warmup for name in ("half", "small", "demix")] == [0, 0, 0.08]
 
 
 @pytest.mark.parametrize(
