@@ -10,13 +10,13 @@ from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.join import join
 from demix.files import write_json, write_json_lines
 from demix.run.systems import bases, compared, evaluated
+from support.configs import domains, small
 from support.scored import write_columns
 from support.synthetic_run import with_keys
 
 TRAINING, NOVEL = ("law", "news"), ("songs",)
 BLOCK, VOCABULARY, BYTES = 8, 300, 3
 PIECES, ORIGINS = 60, 25
-TEXT = {"source": {"kind": "files", "path": "text.jsonl"}}
 MIXING = {
     "dev_blocks": 6, "decay": 0.3, "decays": [0.3], "prior_blocks": [4], "top_k": [],
     "weights": ["history", "released", "tempered", "switching"],
@@ -31,11 +31,7 @@ def make_run(
 
     Pieces of one document are alike under a model. `backwards` turns the order of the pieces round.
     """
-    made = with_keys(folder, {
-        "run": run, "domains": {"training": dict.fromkeys(TRAINING, TEXT), "novel": dict.fromkeys(NOVEL, TEXT)},
-        "architecture": {"layers": 1, "width": 8, "heads": 1, "context": BLOCK}, "evaluation": MIXING,
-        "training": {"tokens": 1000, "sequences": 1, "learning_rate": 1e-3},
-    } | changes)  # fmt: skip
+    made = with_keys(folder, small(run=run, domains=domains(TRAINING, NOVEL), evaluation=MIXING) | changes)
     kinds = {name: kind for kind, names in made.config.domains.kinds.items() for name in names}
     results = []
     for domain, kind in kinds.items():

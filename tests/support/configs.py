@@ -29,10 +29,3 @@ def small(**sections: Any) -> dict[str, Any]:
 def small_run(folder: Path = Path(), **sections: Any) -> Run:
     """The run in `folder` of a small config, of which no file is there."""
     return Run(Config.complete(small(**sections)), folder)
-
-
-def changed(run: Run, **sections: Any) -> Run:
-    """The run of the config of `run`, whose sections have the keys of `sections` too."""
-    keys = run.config.values
-    merged = {name: keys.get(name, {}) | given for name, given in sections.items() if isinstance(given, dict)}
-    return Run(Config.complete(keys | sections | merged), run.folder)

@@ -42,9 +42,6 @@ def test_an_expert_that_began_as_an_average_has_no_single_parent(tmp_path: Path,
 
 def test_the_figure_of_adaptation_says_what_experts_begin_as(tmp_path: Path) -> None:
     run = build_run(tmp_path)
-    whole = {"models": {"btm": {"kind": "branched"}}, "adaptation": {"model": "btm"}}
-    for config, told in (
-        (run.run, "trains a copy of one expert;"),
-        (run.run | whole, "trains the average of all"),
-    ):
-        assert told in " ".join(figure6(run.path / "metrics", config).to_dict()["title"]["subtitle"])
+    whole = run.changed(models={"btm": {"kind": "branched"}}, adaptation={"model": "btm"})
+    for one, told in ((run.run, "trains a copy of one expert;"), (whole, "trains the average of all")):
+        assert told in " ".join(figure6(run.path / "metrics", one).to_dict()["title"]["subtitle"])

@@ -11,12 +11,10 @@ from demix.files import read_json, write_json, write_json_lines
 from demix.launch.job import TrainingJob
 from demix.launch.outcome import progress_line, tokens_of_update
 from demix.report.watch import courses
-from demix.run.check import completed_run
-from demix.run.kept import write_run_config
 from demix.track.live import Sender
 from demix.track.records import records
 from support.cli import demix
-from support.synthetic_run import build_run
+from support.synthetic_run import build_run, with_keys
 
 ROWS = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 BTM = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
@@ -28,8 +26,7 @@ def line(step: int, tokens: int) -> dict[str, float]:
 
 def test_watch_shows_each_expert_that_trains(tmp_path: Path) -> None:
     run = tmp_path / "results" / "tiny"
-    config = completed_run(ROWS | {"models": {"btm": BTM}}, Path())
-    write_run_config(run / "config.json", config)
+    made = with_keys(run, ROWS | {"models": {"btm": BTM}})
     # Of 32 updates of 128 tokens the seed, of 384 tokens an update, was the first 15.
     folder = run / "checkpoints" / "btm" / "licenses" / "0123"
     folder.mkdir(parents=True)
@@ -37,7 +34,7 @@ def test_watch_shows_each_expert_that_trains(tmp_path: Path) -> None:
     rows = [line(step, 15 * 384 + (step - 15) * 128) for step in range(16, 21)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_json_lines(run / "metrics" / "btm" / "scripture.jsonl", rows)
-    found = {course.name: course for course in courses(run, config)}
+    found = {course.name: course for course in courses(made)}
     assert found.keys() == {"btm/licenses", "btm/scripture"}
     one = found["btm/licenses"]
     assert (one.state, one.step, one.steps, found["btm/scripture"].state) == ("running", 20, 32, "ended")
@@ -75,15 +72,15 @@ def test_live_metrics_name_the_model_and_the_expert(tmp_path: Path) -> None:
 
 def test_each_expert_has_a_record_and_rows_of_its_own(tmp_path: Path) -> None:
     run = build_run(tmp_path / "results" / "made-up", steps=4)
-    training = list(run.run["domains"]["training"])
-    config = run.run | {"models": {"btm": {"kind": "branched", "experts_per_job": 2}}}
+    training = run.run.training
+    changed = run.changed(models={"btm": {"kind": "branched", "experts_per_job": 2}})
     rows = [line(step, step * 64) for step in range(1, 4)]
     for name in training:
         write_json_lines(run.path / "metrics" / "btm" / f"{name}.jsonl", rows)
         (folder := run.path / "branches" / "btm" / name / "experts").mkdir(parents=True)
         write_json(folder.parent / "model.json", read_json(run.path / "models" / "dense" / "model.json"))
     write_json_lines(run.path / "metrics" / "btm.jsonl", rows)
-    found = {record.key: record for record in records(run.path, config)}
+    found = {record.key: record for record in records(changed)}
     assert {f"training/btm/{name}" for name in training} | {"training/btm"} <= found.keys()
     own = found[f"training/btm/{training[0]}"]
     assert (run.path / "metrics" / "btm" / f"{training[0]}.jsonl", "") in own.artifacts

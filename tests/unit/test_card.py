@@ -14,10 +14,11 @@ from demix.errors import DemixError
 from demix.files import read_json, write_json, write_parquet
 from demix.model.usual import usual_of
 from demix.report.card import exported_card, model_card
-from demix.run.kept import read_run_config, write_run_config
+from demix.run.kept import read_run_config
+from demix.run.run import Run
 from support.cli import demix
 from support.models import write_model
-from support.synthetic_run import build_run
+from support.synthetic_run import build_run, with_keys
 
 EVIL = "<script>alert(1)</script> | [x](javascript:1)\n---\nCC0 https://example.org *all*"
 
@@ -36,15 +37,15 @@ def run(tmp_path: Path) -> Path:
     # The others of the made-up run are no whole models.
     shutil.rmtree(run.path / "models", ignore_errors=True)
     trained(run.path / "models" / "demix")
-    config = read_run_config(run.path)
-    config["domains"]["training"]["law"] |= {"licence": EVIL, "anonymize": True}
+    training = run.keys["domains"]["training"]
+    training["law"] |= {"licence": EVIL, "anonymize": True}
     counts = {"words": {"train": 12345, "dev": 678, "test": 901}, "replacements": {"EMAIL": 4321, "USER": 0}}
     counts["origins"] = {"test": 7, "test_in_train": 3}
     counts["leakage"] = {"ngrams": {"length": 13, "test": 0.125}}
-    config["domains"]["training"]["news"]["anonymize"] = False
+    training["news"]["anonymize"] = False
     for domain in ("code", "law", "news"):
         write_json(run.path / "corpus" / domain / "card.json", counts)
-    write_run_config(run.path / "config.json", config)
+    with_keys(run.path, run.keys)
     return run.path
 
 
@@ -62,7 +63,7 @@ def row(body: str, heading: str, domain: str) -> dict[str, str]:
 
 
 def test_the_card_says_what_the_files_hold(run: Path) -> None:
-    front, body = front_and_body(model_card(run, "demix"))
+    front, body = front_and_body(model_card(Run.read(run), "demix"))
     data = row(body, "## Data", "code")
     assert (data["words: train"], data["dev"], data["test"]) == ("12,345", "678", "901")
     assert data["test 13-grams seen in train"] == "12.5%"
@@ -89,19 +90,19 @@ def test_the_card_says_what_the_files_hold(run: Path) -> None:
 
 
 def test_another_seed_has_a_card_of_its_own(run: Path) -> None:
-    write_run_config(run / "config.json", read_run_config(run) | {"seeds": [2]})
+    both_seeds = with_keys(run, read_run_config(run).values | {"seeds": [2]})
     results = pd.read_parquet(run / "results.parquet")
     other = results[results["model"] == "demix"].assign(seed=2, perplexity=lambda rows: rows["perplexity"] * 2)
     both = pa.Table.from_pandas(pd.concat([results, other]), preserve_index=False)
     write_parquet(both, run / "results.parquet")
     shutil.copytree(run / "models" / "demix", run / "models" / "demix-seed2")
-    bodies = [front_and_body(model_card(run, name))[1] for name in ("demix", "demix-seed2")]
+    bodies = [front_and_body(model_card(both_seeds, name))[1] for name in ("demix", "demix-seed2")]
     assert [row(body, "### All experts", "law")["naive"] for body in bodies] == ["110.00", "220.00"]
     assert "seed 2" in bodies[1]
 
 
 def test_what_others_wrote_stays_text(run: Path) -> None:
-    _, body = front_and_body(model_card(run, "demix"))
+    _, body = front_and_body(model_card(Run.read(run), "demix"))
     assert "<script>" not in body
     assert "[x](" not in body
     (line,) = (line for line in body.splitlines() if "alert(1)" in line)
@@ -114,14 +115,14 @@ def test_what_others_wrote_stays_text(run: Path) -> None:
 def test_the_command_writes_a_card_for_every_model(run: Path) -> None:
     done = demix("card", run, "--output", run / "report" / "cards")
     assert done.exit_code == 0, done.output
-    assert (run / "report" / "cards" / "demix.md").read_text() == model_card(run, "demix")
+    assert (run / "report" / "cards" / "demix.md").read_text() == model_card(Run.read(run), "demix")
     page = (run / "report" / "cards" / "demix.html").read_text()
     assert "model-index" not in page
     assert page.count("<h1>") == 1
-    assert page.count("<table>") == len(re.findall(r"(?m)^\|[ :]*---", model_card(run, "demix"))) > 2
+    assert page.count("<table>") == len(re.findall(r"(?m)^\|[ :]*---", model_card(Run.read(run), "demix"))) > 2
     assert "<td>&lt;script&gt;alert(1)&lt;/script&gt; | [x](javascript:1)" in page
     with pytest.raises(DemixError, match=r"demos: is not a model of the run; did you mean demix\?"):
-        model_card(run, "demos")
+        model_card(Run.read(run), "demos")
 
 
 def test_each_artefact_has_a_card_of_its_own(run: Path, tokens: Path, tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def test_each_artefact_has_a_card_of_its_own(run: Path, tokens: Path, tmp_path: 
     assert "| news |" not in body
 
     assert demix("card", run, "--output", run / "report" / "cards").exit_code == 0
-    assert (model / "README.md").read_text() == model_card(run, "demix")
+    assert (model / "README.md").read_text() == model_card(Run.read(run), "demix")
     copy = shutil.copytree(model, tmp_path / "copy")
     copied, body = card("hf2", "export", copy, "--expert", "law")
     assert copied["model-index"][0]["results"] == index["results"]

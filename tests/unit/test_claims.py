@@ -219,7 +219,7 @@ def test_a_run_has_no_claims_on_what_it_lacks(tmp_path: Path) -> None:
     write_claims(run.results, run.overlap, run.differences, run.parents, run.run, tmp_path)
     assert novel in (tmp_path / "claims.md").read_text()
     assert novel in (tmp_path / "claims.html").read_text()
-    fewer = run.run | {"models": {"dense_unbalanced": None}}
+    fewer = run.changed(models={"dense_unbalanced": None})
     against = {claim.name: claim for claim in claims(run.results, run.overlap, run.differences, {}, fewer)}
     assert "balancing_helps" not in against
     assert "than Dense (Balanced) on the training domains" in against["in_domain_naive"].statement

@@ -27,6 +27,7 @@ from demix.report.read import read_results
 from demix.run.check import load_run
 from demix.run.rules import RunRules
 from demix.run.systems import bases, compared, evaluated
+from support.configs import domains, small_run
 from support.mixing import log_mixture, log_weights, window
 from support.scored import LENGTH, write_table
 
@@ -143,15 +144,14 @@ def test_weights_without_distances_and_with_impossible_temperatures_are_refused(
 
 
 TRAINING, NOVEL, CLUSTERS = ("law", "news", "code"), ("songs",), ("c00", "c01", "c02", "c03")
-CONFIG: dict[str, Any] = {
-    "run": "x",
-    "seed": 7,
-    "domains": {"training": dict.fromkeys(TRAINING), "novel": dict.fromkeys(NOVEL)},
-    "clusterings": {"k4": {"clusters": 4}, "by_domain": {"method": "metadata"}},
-    "models": {"cbtm": {"kind": "branched", "data": "k4", "sequences": 4}, "domain_token": None},
-    "training": {"sequences": 4},
-    "evaluation": {"weights": ["history", "cluster", "cluster+history"]},
-}
+RUN = small_run(
+    seed=7,
+    domains=domains(TRAINING, NOVEL),
+    clusterings={"k4": {"clusters": 4}, "by_domain": {"method": "metadata"}},
+    models={"cbtm": {"kind": "branched", "data": "k4", "sequences": 4}, "domain_token": None},
+    training={"sequences": 4},
+    evaluation={"weights": ["history", "cluster", "cluster+history"]},
+)
 
 
 @pytest.fixture(scope="module")
@@ -190,8 +190,8 @@ def write_routing(run: Path, clustering: str, context: str, table: str, names: t
 def evaluation(**changes: Any) -> Evaluation:
     more = {"decay": 0.3, "dev_blocks": 6, "weights": ("history", "cluster", "cluster+history"), "top_k": (2,)}
     return Evaluation(
-        kind="training", tables=evaluated(CONFIG, "law"), compared=tuple(one.key for one in compared(CONFIG, "law")),
-        against=tuple((name, *one.key) for name, one in bases(CONFIG).items()), seed=7, **more | changes,
+        kind="training", tables=evaluated(RUN, "law"), compared=tuple(one.key for one in compared(RUN, "law")),
+        against=tuple((name, *one.key) for name, one in bases(RUN).items()), seed=7, **more | changes,
     )  # fmt: skip
 
 
@@ -325,7 +325,7 @@ def test_distances_of_other_tokens_are_refused(scores: Path) -> None:
 
 
 def test_clusters_weight_models_that_have_a_clustering() -> None:
-    mixing = load_run(TINY)["evaluation"] | {"weights": ["history", "cluster"]}
+    mixing = load_run(TINY).config.values["evaluation"] | {"weights": ["history", "cluster"]}
     with pytest.raises(DemixError, match=r"evaluation\.weights: cluster has no clustering for demix; add by_domain"):
         load_run(TINY, evaluation=mixing, clusterings={})
     load_run(TINY, evaluation=mixing, clusterings={"by_domain": {"method": "metadata", "dimensions": 4}})
@@ -335,7 +335,7 @@ def test_an_evaluation_reads_the_distances_that_its_models_need() -> None:
     """With weights by distance alone, and only for clusterings of some model."""
     more = {"clusterings": {"k4": {"clusters": 4}, "k2": {"clusters": 2}, "by_domain": {"method": "metadata"}}}
     more["models"] = {"cbtm": {"kind": "branched", "data": "k4"}, "domain_token": None}
-    mixing = load_run(TINY)["evaluation"] | {"routing_context": ["document", "block"]}
+    mixing = load_run(TINY).config.values["evaluation"] | {"routing_context": ["document", "block"]}
     config = load_run(TINY, evaluation=mixing, **more)
     assert RunRules(config).evaluated_routing("fantasy") == []
     config = load_run(TINY, evaluation=mixing | {"weights": ["history", "cluster+history(0.2)"]}, **more)

@@ -31,8 +31,8 @@ from demix.report.family_pages import write_variants
 from demix.report.read import read_results
 from demix.run.check import completed_run
 from demix.run.contexts import context_tables, contexts_of, labels
-from demix.run.models import Model
 from demix.run.rules import RunRules
+from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.settings import settings_from
 from support.cli import demix
@@ -50,14 +50,10 @@ ROWS = {"far": {"kind": "demix"} | ALIBI, "far_token": {"kind": "domain_token"} 
 MASKED = {"kind": "dense", "architecture": {"attention": "bidirectional", "objective": "mlm"}}
 
 
-def tiny(contexts: list[int] | None = None, **rows: Any) -> dict[str, Any]:
+def tiny(contexts: list[int] | None = None, **rows: Any) -> Run:
     config = copy.deepcopy(TINY) | {"models": rows}
     config["evaluation"] |= {"contexts": contexts} if contexts else {}
-    return completed_run(config, Path())
-
-
-def row_of(config: dict[str, Any], name: str) -> Model:
-    return next(model for model in config.planned if model.name == name)
+    return completed_run(config)
 
 
 def test_learned_positions_end_at_the_length_of_training() -> None:
@@ -79,7 +75,7 @@ def test_learned_positions_end_at_the_length_of_training() -> None:
 
 def test_a_config_without_the_key_stays_as_it_was() -> None:
     plain, config = tiny(**ROWS), tiny([32, 64], **ROWS)
-    assert "contexts" not in plain["evaluation"]
+    assert "contexts" not in plain.config.values["evaluation"]
     rules, before = RunRules(config), RunRules(plain)
     assert rules.evaluated_scores("fantasy") == before.evaluated_scores("fantasy")
     known, now = ({(job.rule, part) for job in scoring_jobs(one) for part in job.parts} for one in (plain, config))
@@ -88,8 +84,9 @@ def test_a_config_without_the_key_stays_as_it_was() -> None:
     assert {(rule, part.folder) for rule, part in now - known} == {
         ("score_known_others", "far@64"), ("score_others", "far@64"), ("score_known_others", "far_token@64"),
     }  # fmt: skip
-    plain, config = (completed_run(copy.deepcopy(TINY) | {"models": ROWS, "cluster": {"launch": "slurm"}, **more}, Path())
-                     for more in ({}, {"evaluation": TINY["evaluation"] | {"contexts": [32, 64]}}))  # fmt: skip
+    submitted = copy.deepcopy(TINY) | {"models": ROWS, "cluster": {"launch": "slurm"}}
+    longer = {"evaluation": TINY["evaluation"] | {"contexts": [32, 64]}}
+    plain, config = (completed_run(submitted | more) for more in ({}, longer))
     assert {job.rule for job in scoring_jobs(config)} - {job.rule for job in scoring_jobs(plain)} == {
         "score_known_far_at_64", "score_far_at_64", "score_known_far_token_at_64",
     }  # fmt: skip
@@ -100,9 +97,9 @@ def test_a_config_without_the_key_stays_as_it_was() -> None:
 def test_every_table_that_is_evaluated_by_position_is_made_once(launch: str) -> None:
     content = copy.deepcopy(TINY) | {"models": ROWS, "cluster": {"launch": launch}}
     content["evaluation"] |= {"contexts": [16, 32, 64]}
-    config = completed_run(content, Path())
+    config = completed_run(content)
     rules, made = RunRules(config), []
-    training, novel = (list(config["domains"][kind]) for kind in ("training", "novel"))
+    training, novel = config.training, config.novel
     for part in (part for job in scoring_jobs(config) for part in job.parts):
         for place in part.domains:
             for domain in {"{training}": training, "{novel}": novel}.get(place, [place]):
@@ -219,14 +216,16 @@ def test_losses_by_position_are_those_of_a_loop_over_tokens(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def shown(tmp_path: Path) -> tuple[Path, dict[str, Any], pd.DataFrame]:
-    """A run with three rows, one of alibi, evaluated at two lengths: its folder, config and rows."""
+def shown(tmp_path: Path) -> tuple[Run, pd.DataFrame]:
+    """A run with three rows, one of alibi, evaluated at two lengths, and its rows."""
     run = build_run(tmp_path / "run")
     rows, generator = [], np.random.default_rng(3)
-    config = run.run | {"models": {"far": {"kind": "demix"} | ALIBI, "domain_token": None}}
-    config["architecture"] = {"layers": 2, "width": 32, "heads": 2, "context": 32}
-    config["evaluation"] = run.run["evaluation"] | {"contexts": [32, 64]}
-    for kind, domains in config["domains"].items():
+    changed = run.changed(
+        models={"far": {"kind": "demix"} | ALIBI, "domain_token": None},
+        architecture={"layers": 2, "width": 32, "heads": 2, "context": 32},
+        evaluation=run.keys["evaluation"] | {"contexts": [32, 64]},
+    )
+    for kind, domains in changed.config.domains.kinds.items():
         for domain in domains:
             own = [
                 {"model": model, "experts": "training", "method": "", "weights": "", "domain": domain, "kind": kind,
@@ -240,23 +239,23 @@ def shown(tmp_path: Path) -> tuple[Path, dict[str, Any], pd.DataFrame]:
             path = tmp_path / "run" / "evaluations" / f"{domain}.contexts.parquet"
             path.parent.mkdir(exist_ok=True)
             write_parquet(pa.Table.from_pylist(own), path)
-    return tmp_path / "run", config, pd.DataFrame(rows)
+    return changed, pd.DataFrame(rows)
 
 
 def test_the_table_and_the_figure_are_means_over_domains(shown: Any, tmp_path: Path) -> None:
-    folder, config, rows = shown
-    found = read_contexts(folder, config)
+    run, rows = shown
+    found = read_contexts(run)
     pd.testing.assert_frame_equal(found, rows)
-    frame = contexts_table(found, config).frame
-    assert list(frame.index) == list(labels(config).values())
-    points = positions_points(found, config)
+    frame = contexts_table(found, run).frame
+    assert list(frame.index) == list(labels(run).values())
+    points = positions_points(found, run)
     assert points.groupby("label")["context"].unique().to_dict() == {
         "far": [64],
         "DEMix": [32],
         "Dense (Balanced)": [32],
     }
     for label, model in (("far", "far"), ("DEMix", "demix"), ("Dense (Balanced)", "dense")):
-        for kind, domains in config["domains"].items():
+        for kind, domains in run.config.domains.kinds.items():
             for context in (32, 64):
                 own = rows[(rows["model"] == model) & (rows["context"] == context)]
                 some = [own[own["domain"] == domain] for domain in domains]
@@ -273,15 +272,15 @@ def test_the_table_and_the_figure_are_means_over_domains(shown: Any, tmp_path: P
                             np.mean([math.exp(part["nll"] / part["tokens"]) for part in parts]), rel=1e-12
                         )
                     assert len(drawn) == context // 16
-    assert len(positions(found, config).to_dict()["hconcat"]) == 2
+    assert len(positions(found, run).to_dict()["hconcat"]) == 2
 
 
 def test_the_report_has_them_and_they_have_headings_and_captions(shown: Any, tmp_path: Path) -> None:
-    folder, config, rows = shown
-    write_variants(read_results(folder / "results.parquet"), rows, config, tmp_path / "report")
+    run, rows = shown
+    write_variants(read_results(run.folder / "results.parquet"), rows, run, tmp_path / "report")
     made = {path.relative_to(tmp_path / "report").as_posix() for path in (tmp_path / "report").rglob("*.*")}
     names = {*VARIANT_TABLES, *VARIANT_FIGURES}
-    assert made == {name for name in report_files(config) if Path(name).stem in names}
+    assert made == {name for name in report_files(run) if Path(name).stem in names}
     assert {"tables/contexts.md", "figures/positions.svg", "tables/variants.md"} <= made
     named = titles(tmp_path / "report")
     assert named == {name: SHOWS[name] for name in named}
