@@ -23,7 +23,7 @@ from demix.errors import DemixError
 from demix.files import seed_for
 from demix.model.checkpoint import describe, load_experts
 from demix.model.continuations import (
-    Mixture,
+    MixedModel,
     continuation_log_probabilities,
     text_log_probabilities,
     within,
@@ -94,7 +94,7 @@ class DemixLM(TemplateLM):  # type: ignore[misc]
         log_prior, decay = named_prior(asked.prior, directory, names, rule)
         begin = posteriors_of(rule, log_prior, directory, names, self._tokenizer, length, decay)
         begin(np.array([self._tokenizer.end_of_text]))
-        self._mixture = Mixture(trunks, begin, asked.top_k, domain)
+        self._mixture = MixedModel(trunks, begin, asked.top_k, domain)
         self._info = {
             "model_num_parameters": sum(p.numel() for trunk in trunks for p in trunk.parameters()),
             "model_sha": describe(directory)["shared_sha256"],

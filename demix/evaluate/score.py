@@ -216,13 +216,8 @@ class _Scorer:
     def _fingerprint(self, columns: tuple[str, ...], sha256: str) -> str:
         """A digest of everything on which the bits of the scores of some tokens depend."""
         settings = [self.scoring.precision, self.scoring.threads, torch.__version__, _device(own_device())]
-        origin: dict[str, Any] = {
-            "model": digest(self.description),
-            "experts": self.hashes,
-            "columns": columns,
-            "tokens": sha256,
-        }
-        origin |= {"settings": settings} | self.folds
+        origin: dict[str, Any] = {"model": digest(self.description), "experts": self.hashes}
+        origin |= {"columns": columns, "tokens": sha256, "settings": settings} | self.folds
         origin |= {"context": self.work.context} if self.work.context else {}
         return hashlib.sha256(json.dumps(origin).encode()).hexdigest()
 

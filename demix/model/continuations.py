@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixedModel:
     """A mixture of the E experts of a model, as `demix.model.decode.Decoder` has it, for any number of texts.
 
     `begin` returns the posterior of B new texts, given the tokens [B] before them. `domain` is the domain whose token
@@ -88,7 +88,7 @@ def within(context: Sequence[int], tokens: Sequence[int], length: int) -> Contin
 
 
 def text_log_probabilities(
-    mixture: Mixture,
+    mixture: MixedModel,
     texts: Sequence[Sequence[int]],
     end_of_text: int,
     advance: Callable[[int], None] = lambda tokens: None,
@@ -120,7 +120,7 @@ def text_log_probabilities(
 
 
 def continuation_log_probabilities(
-    mixture: Mixture,
+    mixture: MixedModel,
     wanted: Sequence[Continuation],
     batch: int | None = None,
     advance: Callable[[float], None] = lambda number: None,
@@ -245,7 +245,7 @@ def _mixed_next(model: GPT, hidden: Tensor, log_g: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _batches(order: Sequence[Continuation], mixture: Mixture, batch: int | None) -> Iterator[_Batch]:
+def _batches(order: Sequence[Continuation], mixture: MixedModel, batch: int | None) -> Iterator[_Batch]:
     """`order` in batches of `batch` continuations, or of `EXPERT_TOKENS_AT_ONCE`. Contexts come in order of length."""
     experts, sizes = len(mixture.experts), mixture.trunks[0].architecture
     cached = MOST_CACHED_BYTES // (8 * experts * sizes.layers * sizes.width)

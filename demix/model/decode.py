@@ -50,7 +50,6 @@ class Decoder:
         trunks: Sequence[GPT],
         before: Tensor,
         posterior: Posterior,
-        dtype: torch.dtype | None = None,
         top_k: int | None = None,
         domain: str | None = None,
     ):
@@ -58,7 +57,7 @@ class Decoder:
         self._top_k, self._domain = top_k, domain
         if posterior.length != trunks[0].architecture.context:
             raise DemixError("posterior", "has a block length other than the model's context", "use the context")
-        self.trunks, self.posterior, self.dtype = trunks, posterior, dtype
+        self.trunks, self.posterior = trunks, posterior
         self._predicted: Tensor
         self._see(before[:, None], before[:, None][:, :0], new_block=True)
 
@@ -106,7 +105,7 @@ class Decoder:
         for trunk, past in zip(self.trunks, self._pasts, strict=True):
             with trunk.with_weights() as model:
                 device = model.token_embedding.device
-                hidden = model(inputs[None].to(device), domains_of(model, self._domain, len(inputs)), self.dtype, past)
+                hidden = model(inputs[None].to(device), domains_of(model, self._domain, len(inputs)), past=past)
                 scores.append(model.log_probabilities(hidden[:, :, : targets.shape[1]], targets[None].to(device)))
                 logits = model.logits(hidden[:, :, -1])
             predicted.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))

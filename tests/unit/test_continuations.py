@@ -11,7 +11,7 @@ from demix.mix.mixtures import mix
 from demix.model import continuations
 from demix.model.continuations import (
     Continuation,
-    Mixture,
+    MixedModel,
     continuation_log_probabilities,
     text_log_probabilities,
     within,
@@ -36,10 +36,10 @@ RULES = [
 ]
 
 
-def mixture_of(weights: str, method: str, decay: float | None, top_k: int | None, trunks: list[GPT]) -> Mixture:
+def mixture_of(weights: str, method: str, decay: float | None, top_k: int | None, trunks: list[GPT]) -> MixedModel:
     prior = PRIOR if method in ("cached", "fitted") else np.zeros(3)
     begin = posteriors_of(weights_of(weights, Path()), prior, Path(), THREE, None, LENGTH, decay)
-    return Mixture(trunks, begin, top_k)
+    return MixedModel(trunks, begin, top_k)
 
 
 def weights_by_token(scores: np.ndarray, weights: str, method: str, decay, top_k) -> np.ndarray:
@@ -93,7 +93,7 @@ def test_continuations_have_the_probabilities_of_a_loop(weights, method, decay, 
         assert is_greedy == (one == twice) or len(one.tokens) == 1
 
 
-def next_by(mixture: Mixture, context: tuple[int, ...]) -> int:
+def next_by(mixture: MixedModel, context: tuple[int, ...]) -> int:
     decoder = mixture.decoder(torch.tensor(context[:1]))
     decoder.read(torch.tensor([context[1:]], dtype=torch.long))
     return int(decoder.next_log_probabilities().argmax())
@@ -199,7 +199,7 @@ def test_a_domain_token_stands_before_every_block(domain: str) -> None:
     """In likelihoods, in texts of several blocks, and in decoding piece by piece."""
     model = model_of(("dense",), domain_tokens=THREE)
     begin = posteriors_of(weights_of("history", Path()), np.zeros(1), Path(), (domain,), None, LENGTH, None)
-    mixture = Mixture([model], begin, None, domain)
+    mixture = MixedModel([model], begin, None, domain)
     text = DRAWN[:40]
 
     expected = scored_in_blocks(model, [END, *text], (domain,))[0]

@@ -19,11 +19,11 @@ from demix.evaluate.routing import Routing, route
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, write_json, write_json_lines
-from demix.generate.playground.answers import Mixing, analyse, model_facts, opened
+from demix.generate.playground.answers import MixRequest, analyse, model_facts, opened
 from demix.mix.mixtures import mix
 from demix.model.checkpoint import load_experts
 from demix.model.clusters import copy_clusters
-from demix.model.continuations import Continuation, Mixture, continuation_log_probabilities
+from demix.model.continuations import Continuation, MixedModel, continuation_log_probabilities
 from demix.model.decode import Decoder, generate, log_prior_of, named_prior, posterior_of, posteriors_of, weights_of
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.scoring import columns_of
@@ -118,7 +118,7 @@ def test_continuations_have_the_weights_of_their_texts(run: Path, weights: str, 
     experts, length = columns_of(trunks), trunks[0].architecture.context
     prior, rule = log_prior_of(experts, dict.fromkeys(experts, 1.0)), weights_of(weights, model)
     begin = posteriors_of(rule, prior, model, experts, encoder, length, None)
-    mixture = Mixture(trunks, begin, 2)
+    mixture = MixedModel(trunks, begin, 2)
     text = encoder.encode("And God said unto Moses, shall the committee examine the warranty?").tolist()
     contexts = ((encoder.end_of_text, *text[:8]), (encoder.end_of_text,), tuple(text[3:9]))
     wanted = [Continuation(before, tuple(text[k : k + 4])) for before in contexts for k in (9, 14)]
@@ -153,7 +153,7 @@ def test_the_playground_offers_clusters_where_the_run_has_them(run: Path) -> Non
     model = opened(run / "models" / "demix", None)
     assert {"cluster", "cluster+history"} <= {*model_facts(model)["weights"]}
     text = "And it came to pass, that the minister shall answer."
-    found = analyse(model, Mixing(text, TRAINING, "cluster", ""))
+    found = analyse(model, MixRequest(text, TRAINING, "cluster", ""))
     rule = weights_of("cluster", run / "models" / "demix")
     prior = log_prior_of(model.experts, dict.fromkeys(model.experts, 1.0))
     posterior = posterior_of(rule, prior, run / "models" / "demix", model.experts, model.tokenizer, model.context, None)
