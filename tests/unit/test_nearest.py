@@ -28,6 +28,7 @@ from demix.model.decode import Decoder, generate, log_prior_of, named_prior, pos
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.scoring import columns_of
 from demix.run.kept import write_run_config
+from support.configs import domains, small_run
 from support.cli import demix
 from support.models import write_model
 from support.tokens import TRAINING
@@ -43,10 +44,10 @@ def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     encoder = Tokenizer.load(tokens / "tokenizer.json")
     for name, experts in (("demix", TRAINING), ("demix-seed2", EXPERTS)):
         write_model(folder / "models" / name, experts, encoder.sha256, encoder.vocab_size)
-    config = {"seed": 1, "seeds": [2], "domains": {"training": dict.fromkeys(TRAINING), "novel": {}}}
     mixing = {"routing_context": ["document"], "temperature": 0.1, "weights": ["history", "cluster"]}
-    config |= {"clusterings": {"by_domain": {"method": "metadata"}}, "evaluation": mixing, "run": "x"}
-    write_run_config(folder / "config.json", config)
+    by_domain = {"by_domain": {"method": "metadata"}}
+    small = small_run(seeds=[2], domains=domains(TRAINING), clusterings=by_domain, evaluation=mixing)
+    write_run_config(folder / "config.json", small.config)
     documents = {domain: tokens / "corpus" / domain / "train.parquet" for domain in TRAINING}
     fit_clusters(documents, Clustering(method="metadata", dimensions=6), 1, folder / "clusters" / "by_domain")
     return folder
