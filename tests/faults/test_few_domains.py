@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +11,13 @@ from demix.config.training import taken
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.join import join
 from demix.report import report_files
-from demix.run.check import completed_run
-from demix.run.kept import write_run_config
+from demix.run.run import Run
 from demix.run.systems import bases, compared, evaluated
 from demix.settings import settings_from
 from support.breaking import Note
 from support.cli import demix
+from support.configs import domains, small
+from support.synthetic_run import build_run, with_keys
 from support.scored import write_columns
 from support.synthetic_run import build_run
 
@@ -27,19 +27,6 @@ TABLES = ("results", "priors", "differences", "posteriors")
 CELLS = [(t, n, removal) for t in range(1, 5) for n in range(4) for removal in ((False, True) if n else (False,))]
 # Both ends, and the one novel domain that no order of domains can be drawn for.
 ALWAYS = ((1, 0, False), (3, 1, True))
-
-
-def completed(training: tuple[str, ...], novel: tuple[str, ...], removal: bool) -> dict[str, Any]:
-    source = {"source": {"kind": "files", "path": "made-up.jsonl"}}
-    return completed_run({
-        "run": "made-up",
-        "seed": 1,
-        "domains": {"training": dict.fromkeys(training, source), "novel": dict.fromkeys(novel, source)},
-        "tokenizer": {"kind": "bpe", "vocab_size": 512},
-        "architecture": {"layers": 2, "width": 32, "heads": 2, "context": 16},
-        "training": {"tokens": 4096, "sequences": 4, "learning_rate": 0.001},
-        "removal": {"retrain_without": [training[0]], "replacement": novel[0]} if removal else {},
-    })  # fmt: skip
 
 
 # The digests in the descriptions of `build_run`.
@@ -56,18 +43,18 @@ def write_table(folder: Path, columns: tuple[str, ...], seed: int) -> None:
     write_columns(folder, tokens, np.arange(0, 600, 20), scores, length=16, **WEIGHTS)
 
 
-def evaluate(run: Path, config: dict[str, Any], domain: str, kind: str) -> Outputs:
+def evaluate(run: Run, domain: str, kind: str) -> Outputs:
     """Evaluate made-up score tables of a domain as the rule `evaluate` does."""
-    tables = evaluated(config, domain)
+    tables = evaluated(run, domain)
     for number, table in enumerate(tables):
         for split in ("dev", "test") if table.sets else ("test",):
-            write_table(run / "scores" / table.folder / f"{domain}.{split}", table.columns, number)
-    evaluation = settings_from(Evaluation, taken(MixingRecipe, config["evaluation"]) | {
-        "kind": kind, "tables": tables, "compared": [system.key for system in compared(config, domain)],
-        "against": [(name, *system.key) for name, system in bases(config).items()], "seed": config["seed"],
+            write_table(run.folder / "scores" / table.folder / f"{domain}.{split}", table.columns, number)
+    evaluation = settings_from(Evaluation, taken(MixingRecipe, run.config.evaluation) | {
+        "kind": kind, "tables": tables, "compared": [system.key for system in compared(run, domain)],
+        "against": [(name, *system.key) for name, system in bases(run).items()], "seed": run.seed,
     })  # fmt: skip
-    outputs = Outputs(*(run / "evaluations" / f"{domain}.{name}.parquet" for name in (*TABLES, "losses")))
-    evaluate_domain(run / "scores", domain, evaluation, outputs)
+    outputs = Outputs(*(run.folder / "evaluations" / f"{domain}.{name}.parquet" for name in (*TABLES, "losses")))
+    evaluate_domain(run.folder / "scores", domain, evaluation, outputs)
     return outputs
 
 
@@ -80,14 +67,17 @@ def test_every_small_number_of_domains_has_a_report(
 ) -> None:
     run, old, new = tmp_path / "run", TRAINING[:training], NOVEL[:novel]
     build_run(run, training=old, novel=new, retrained=old[:1] if removal else (), steps=2)
-    config = completed(old, new, removal)
-    write_run_config(run / "config.json", config)
+    made = with_keys(run, small(
+        run="made-up", domains=domains(old, new), tokenizer={"kind": "bpe", "vocab_size": 512},
+        architecture={"layers": 2, "width": 32, "heads": 2, "context": 16}, training={"tokens": 4096, "sequences": 4},
+        removal={"retrain_without": [old[0]], "replacement": new[0]} if removal else {},
+    ))  # fmt: skip
     with note.timed("1 to 4 training and 0 to 3 novel domains, with and without removal", "report, cards, tracked"):
         kinds = dict.fromkeys(old, "training") | dict.fromkeys(new, "novel")
-        found = [evaluate(run, config, domain, kind) for domain, kind in kinds.items()]
+        found = [evaluate(made, domain, kind) for domain, kind in kinds.items()]
         for name in TABLES:
             join([getattr(one, name) for one in found], run / f"{name}.parquet")
-        models = [model.name for model in config.planned]
+        models = [model.name for model in made.planned]
         settings = f'{{"uri": "sqlite:///{tmp_path}/mlflow.db", "experiment": "few"}}'
         for arguments in (
             ("report", run, "--output", run / "report"),
@@ -98,7 +88,7 @@ def test_every_small_number_of_domains_has_a_report(
             done = demix(*arguments)
             assert done.exit_code == 0, (arguments, done.output, done.exception)
     assert f"{training} training domain{'s' * (training > 1)} " in done.output
-    pages = [run / "report" / name for name in (*report_files(config), *(f"cards/{model}.md" for model in models))]
+    pages = [run / "report" / name for name in (*report_files(made), *(f"cards/{model}.md" for model in models))]
     for path in pages:
         content = path.read_bytes()
         assert content, path

@@ -29,3 +29,8 @@ def small(**sections: Any) -> dict[str, Any]:
 def small_run(folder: Path = Path(), **sections: Any) -> Run:
     """The run in `folder` of a small config, of which no file is there."""
     return Run(Config.complete(small(**sections)), folder)
+
+
+def changed(run: Run, **sections: Any) -> Run:
+    """A run with other `sections` of its config, in the same folder. Nothing is written."""
+    return Run(Config.complete(run.config.values | sections), run.folder)

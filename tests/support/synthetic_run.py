@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -89,10 +88,6 @@ class MadeUp:
     def path(self) -> Path:
         """The folder of the run."""
         return self.run.folder
-
-    def changed(self, **sections: Any) -> Run:
-        """The run with other `sections` of its config. Nothing is written."""
-        return Run(Config.complete(self.keys | sections), self.path)
 
 
 def with_keys(folder: Path, keys: dict) -> Run:

@@ -10,7 +10,7 @@ from selenium import webdriver
 
 from support.families_run import build_families
 from support.once import once
-from support.synthetic_run import Run, build_run
+from support.synthetic_run import MadeUp, build_run
 from support.tokens import write_tokens
 
 # Several threads, of several test processes at once, cost a tiny model ten times what one does. torch reads this when
@@ -25,13 +25,13 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def made_up(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def made_up(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
     """The made-up run (`support.synthetic_run`); not to be written to."""
     return build_run(tmp_path_factory.mktemp("made-up"))
 
 
 @pytest.fixture(scope="session")
-def families(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def families(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
     """The made-up run with rows of other families (`support.families_run`); not to be written to."""
     return build_families(tmp_path_factory.mktemp("families"))
 

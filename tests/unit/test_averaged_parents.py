@@ -11,6 +11,7 @@ from demix.report.curves import figure6
 from demix.report.paper_tables import table13
 from demix.report.read import read_parents
 from support.cli import demix
+from support.configs import changed
 from support.synthetic_run import NOVEL, TRAINING, build_run
 
 
@@ -42,6 +43,6 @@ def test_an_expert_that_began_as_an_average_has_no_single_parent(tmp_path: Path,
 
 def test_the_figure_of_adaptation_says_what_experts_begin_as(tmp_path: Path) -> None:
     run = build_run(tmp_path)
-    whole = run.changed(models={"btm": {"kind": "branched"}}, adaptation={"model": "btm"})
+    whole = changed(run.run, models={"btm": {"kind": "branched"}}, adaptation={"model": "btm"})
     for one, told in ((run.run, "trains a copy of one expert;"), (whole, "trains the average of all")):
         assert told in " ".join(figure6(run.path / "metrics", one).to_dict()["title"]["subtitle"])

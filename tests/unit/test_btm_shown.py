@@ -14,6 +14,7 @@ from demix.report.watch import courses
 from demix.track.live import Sender
 from demix.track.records import records
 from support.cli import demix
+from support.configs import changed
 from support.synthetic_run import build_run, with_keys
 
 ROWS = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
@@ -73,14 +74,14 @@ def test_live_metrics_name_the_model_and_the_expert(tmp_path: Path) -> None:
 def test_each_expert_has_a_record_and_rows_of_its_own(tmp_path: Path) -> None:
     run = build_run(tmp_path / "results" / "made-up", steps=4)
     training = run.run.training
-    changed = run.changed(models={"btm": {"kind": "branched", "experts_per_job": 2}})
+    with_btm = changed(run.run, models={"btm": {"kind": "branched", "experts_per_job": 2}})
     rows = [line(step, step * 64) for step in range(1, 4)]
     for name in training:
         write_json_lines(run.path / "metrics" / "btm" / f"{name}.jsonl", rows)
         (folder := run.path / "branches" / "btm" / name / "experts").mkdir(parents=True)
         write_json(folder.parent / "model.json", read_json(run.path / "models" / "dense" / "model.json"))
     write_json_lines(run.path / "metrics" / "btm.jsonl", rows)
-    found = {record.key: record for record in records(changed)}
+    found = {record.key: record for record in records(with_btm)}
     assert {f"training/btm/{name}" for name in training} | {"training/btm"} <= found.keys()
     own = found[f"training/btm/{training[0]}"]
     assert (run.path / "metrics" / "btm" / f"{training[0]}.jsonl", "") in own.artifacts

@@ -11,6 +11,7 @@ from demix.report import left_out_notes
 from demix.report.claims import Claim, claims, write_claims
 from demix.report.read import Results
 from demix.report.verdict import HARM, UNCHANGED, Part, claim_of, compare
+from support.configs import changed
 from support.synthetic_run import TRAINING, Key, build_run
 
 
@@ -219,7 +220,7 @@ def test_a_run_has_no_claims_on_what_it_lacks(tmp_path: Path) -> None:
     write_claims(run.results, run.overlap, run.differences, run.parents, run.run, tmp_path)
     assert novel in (tmp_path / "claims.md").read_text()
     assert novel in (tmp_path / "claims.html").read_text()
-    fewer = run.changed(models={"dense_unbalanced": None})
+    fewer = changed(run.run, models={"dense_unbalanced": None})
     against = {claim.name: claim for claim in claims(run.results, run.overlap, run.differences, {}, fewer)}
     assert "balancing_helps" not in against
     assert "than Dense (Balanced) on the training domains" in against["in_domain_naive"].statement

@@ -36,6 +36,7 @@ from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.settings import settings_from
 from support.cli import demix
+from support.configs import changed
 from support.mixing import block_weights, log_mixture
 from support.models import save_model
 from support.scored import LENGTH, write_table
@@ -220,12 +221,13 @@ def shown(tmp_path: Path) -> tuple[Run, pd.DataFrame]:
     """A run with three rows, one of alibi, evaluated at two lengths, and its rows."""
     run = build_run(tmp_path / "run")
     rows, generator = [], np.random.default_rng(3)
-    changed = run.changed(
+    shown = changed(
+        run.run,
         models={"far": {"kind": "demix"} | ALIBI, "domain_token": None},
         architecture={"layers": 2, "width": 32, "heads": 2, "context": 32},
         evaluation=run.keys["evaluation"] | {"contexts": [32, 64]},
     )
-    for kind, domains in changed.config.domains.kinds.items():
+    for kind, domains in shown.config.domains.kinds.items():
         for domain in domains:
             own = [
                 {"model": model, "experts": "training", "method": "", "weights": "", "domain": domain, "kind": kind,
@@ -239,7 +241,7 @@ def shown(tmp_path: Path) -> tuple[Run, pd.DataFrame]:
             path = tmp_path / "run" / "evaluations" / f"{domain}.contexts.parquet"
             path.parent.mkdir(exist_ok=True)
             write_parquet(pa.Table.from_pylist(own), path)
-    return changed, pd.DataFrame(rows)
+    return shown, pd.DataFrame(rows)
 
 
 def test_the_table_and_the_figure_are_means_over_domains(shown: Any, tmp_path: Path) -> None:

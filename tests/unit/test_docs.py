@@ -31,13 +31,12 @@ from demix.evaluate.score import Scoring, score
 from demix.evaluate.tasks import Classification
 from demix.files import read_json, write_json, write_parquet
 from demix.model.checkpoint import expert_names
-from demix.run.kept import read_run_config, write_run_config
 from demix.settings import settings_from
 from demix.train.adapt import Adaptation
 from support.cli import demix
 from support.dry_run import ENVIRONMENT, planned
 from support.models import write_model
-from support.synthetic_run import build_run
+from support.synthetic_run import build_run, with_keys
 from support.warm import warm
 
 REPOSITORY = Path(__file__).parents[2]
@@ -89,10 +88,11 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("config", "resources", "profiles"):
         (folder / name).symlink_to(REPOSITORY / name)
     run = folder / "results" / "sample"
-    build_run(run, training=TRAINING, novel=NOVEL, retrained=("licenses", "scripture"))
-    config = read_run_config(run) | {"tracking": {"uri": "sqlite:///results/mlflow.db"}}
-    config |= {"training": config["training"] | {"sweep": None}, "adaptation": {"tokens": 131072, "sequences": 4}}
-    write_run_config(run / "config.json", config)
+    made = build_run(run, training=TRAINING, novel=NOVEL, retrained=("licenses", "scripture"))
+    keys = made.keys | {
+        "tracking": {"uri": "sqlite:///results/mlflow.db"}, "adaptation": {"tokens": 131072, "sequences": 4},
+    }  # fmt: skip
+    with_keys(run, keys)
     shutil.copy(tokens / "tokenizer.json", run)
     encoder = Tokenizer.load(run / "tokenizer.json")
     shutil.rmtree(run / "models" / "demix")
@@ -119,7 +119,7 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]  # fmt: skip
     write_parquet(pa.Table.from_pylist(priors), run / "evaluations" / "wiki.priors.parquet")
     shutil.copytree(run, folder / "results" / "families")
-    write_run_config(folder / "results" / "families" / "config.json", config | {"run": "families", "threads": 2})
+    with_keys(folder / "results" / "families", keys | {"run": "families", "threads": 2})
     (folder / "texts").mkdir()
     for name in ("my.txt", "unknown.txt", "texts/letters.txt", "texts/recipes.txt", "texts/diary.txt"):
         (folder / name).write_text("The committee shall examine the proposal before the end of the year. " * 100)

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from demix.config.architecture import architecture_from, parameters, training_flops_per_token
+from demix.config.architecture import parameters, training_flops_per_token
 from demix.data.cluster import Clusterer
 from demix.files import read_json
 from demix.report import FAMILY_FIGURES, FAMILY_TABLES, SHOWS, left_out, left_out_notes, report_files
@@ -27,15 +27,16 @@ from demix.report.own_tables import full_table
 from demix.report.read import Results, read_results
 from demix.run.systems import clustered
 from support.cli import demix
+from support.configs import changed
 from support.families_run import MODELS, TOP_K, build_families, experts_of, nll_of
-from support.synthetic_run import NOVEL, TRAINING, Run, build_run
+from support.synthetic_run import NOVEL, TRAINING, MadeUp, build_run
 from support.titles import titles
 
 LABELS = {"Dense": "dense_unbalanced", "Dense (Balanced)": "dense", "DEMix": "demix"}
 
 
 @pytest.fixture(scope="module")
-def run(families: Run) -> Run:
+def run(families: MadeUp) -> MadeUp:
     return families
 
 
@@ -43,7 +44,7 @@ Rows = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def rows(run: Run) -> Rows:
+def rows(run: MadeUp) -> Rows:
     found = run.results.rows[run.results.rows["experts"].isin(["training", "dense"])]
     return found.astype({"top_k": "float64"}).fillna({"top_k": 0}).to_dict("records")
 
@@ -58,7 +59,7 @@ def mean(
     return sum(found) / len(found)
 
 
-def test_families_are_mixed_by_the_rule_of_their_paper(run: Run, rows: Rows) -> None:
+def test_families_are_mixed_by_the_rule_of_their_paper(run: MadeUp, rows: Rows) -> None:
     frame = families_table(run.results, run.run, {}).frame
     routed, averaged = (
         "demix_seeded, merged-routed",
@@ -94,7 +95,7 @@ def test_families_are_mixed_by_the_rule_of_their_paper(run: Run, rows: Rows) -> 
     assert frame["Family"][["btm", "demix_k3", "demix_seeded"]].tolist() == ["BTM", "DEMix on clusters", "DEMix"]
 
 
-def test_an_interval_of_a_mean_adds_up_those_of_the_domains(run: Run, rows: Rows) -> None:
+def test_an_interval_of_a_mean_adds_up_those_of_the_domains(run: MadeUp, rows: Rows) -> None:
     table = families_table(run.results, run.run, {})
     each = [mean(rows, "cbtm_3", (domain,), "uniform", "cluster") for domain in TRAINING]
     half = math.sqrt(sum((0.15 * value) ** 2 for value in each)) / 3
@@ -103,9 +104,9 @@ def test_an_interval_of_a_mean_adds_up_those_of_the_domains(run: Run, rows: Rows
     assert table.second_lines().at["DEMix", "Training"] == "", "domains of 7 documents have no interval"
 
 
-def test_costs_follow_from_sizes_and_settings(run: Run) -> None:
-    frame = family_costs_table(run.path, run.run).frame
-    architecture = architecture_from(run.run["architecture"])
+def test_costs_follow_from_sizes_and_settings(run: MadeUp) -> None:
+    frame = family_costs_table(run.run).frame
+    architecture = run.run.architecture
     shared, expert = parameters(architecture, 4096)
     whole = shared + expert
     step = 3 * 4 * 256
@@ -147,7 +148,7 @@ def test_costs_follow_from_sizes_and_settings(run: Run) -> None:
     assert math.isnan(frame.at["demix_k3", "Seconds to add a domain"])
 
 
-def test_perplexity_by_top_k_and_temperature(run: Run, rows: Rows) -> None:
+def test_perplexity_by_top_k_and_temperature(run: MadeUp, rows: Rows) -> None:
     full = full_table(run.results, run.run).frame.set_index(["Domain", "System"])
     released = mean(rows, "cbtm_3", NOVEL[:1], "uniform", "cluster", variant="released_scorer")
     assert full.at[(NOVEL[0], "cbtm_3 (cluster), released scorer"), "Perplexity"] == pytest.approx(released)
@@ -164,7 +165,7 @@ def test_perplexity_by_top_k_and_temperature(run: Run, rows: Rows) -> None:
     assert len(hot) == 3 * len(MODELS)
 
 
-def test_points_of_the_figure_by_clusters(run: Run, rows: Rows) -> None:
+def test_points_of_the_figure_by_clusters(run: MadeUp, rows: Rows) -> None:
     points = by_clusters_points(run.results, run.run).query("kind == 'Training'").set_index("row")
     assert points["made"].to_dict() == {
         "dense": "1 cluster", "btm": "domains (BTM)", "cbtm_2": "k-means", "cbtm_3": "k-means",
@@ -178,8 +179,8 @@ def test_points_of_the_figure_by_clusters(run: Run, rows: Rows) -> None:
     assert points.at["cbtm_2", "perplexity"] == pytest.approx(mean(rows, "cbtm_2", TRAINING, "uniform", "cluster"))
 
 
-def test_clusters_by_loops_over_documents(run: Run) -> None:
-    clusters = read_clusters(run.path, run.run)
+def test_clusters_by_loops_over_documents(run: MadeUp) -> None:
+    clusters = read_clusters(run.run)
     assert [model.row for model in clustered(run.run)] == [model for model, row in MODELS.items() if "data" in row]
     names = experts_of("cbtm_3")
     ratios = over_own(clusters.losses.query("model == 'cbtm_3'"), names)
@@ -214,8 +215,8 @@ def test_clusters_by_loops_over_documents(run: Run) -> None:
     )]  # fmt: skip
 
 
-def judge(run: Run) -> dict[str, Claim]:
-    clusters = read_clusters(run.path, run.run)
+def judge(run: MadeUp) -> dict[str, Claim]:
+    clusters = read_clusters(run.run)
     judged = claims(run.results, run.overlap, run.differences, run.parents, run.run, clusters)
     return {claim.name: claim for claim in judged}
 
@@ -227,7 +228,7 @@ CLAIMS = {
 }  # fmt: skip
 
 
-def test_a_run_like_the_papers_shows_every_claim_of_families(run: Run) -> None:
+def test_a_run_like_the_papers_shows_every_claim_of_families(run: MadeUp) -> None:
     judged = judge(run)
     assert {name: judged[name].verdict for name in CLAIMS} == dict.fromkeys(CLAIMS, "shown")
     # The row of fewer tokens has no model of one cluster beside it.
@@ -250,26 +251,26 @@ def test_a_run_unlike_the_papers_shows_none(tmp_path: Path) -> None:
     assert {judged[name].verdict for name in CLAIMS - untouched} == {"not shown"}
 
 
-def test_a_run_without_such_models_tells_nothing_of_them(tmp_path: Path, run: Run) -> None:
+def test_a_run_without_such_models_tells_nothing_of_them(tmp_path: Path, run: MadeUp) -> None:
     plain = build_run(tmp_path)
-    assert not {Path(name).stem for name in report_files(plain.config)} & {*FAMILY_TABLES, *FAMILY_FIGURES}
-    assert not left_out_notes(plain.config)
-    judged = claims(plain.results, plain.overlap, plain.differences, plain.parents, plain.config)
+    assert not {Path(name).stem for name in report_files(plain.run)} & {*FAMILY_TABLES, *FAMILY_FIGURES}
+    assert not left_out_notes(plain.run)
+    judged = claims(plain.results, plain.overlap, plain.differences, plain.parents, plain.run)
     assert not CLAIMS & {claim.name for claim in judged}
-    alone = run.run | {"clusterings": {}, "models": {"btm": MODELS["btm"]}}
+    alone = changed(run.run, clusterings={}, models={"btm": MODELS["btm"]})
     assert {*FAMILY_TABLES, *FAMILY_FIGURES} - left_out(alone).keys() == {"families", "family_costs", "top_k"}
 
 
-def test_the_report_has_all_that_is_promised(run: Run, tmp_path: Path) -> None:
+def test_the_report_has_all_that_is_promised(run: MadeUp, tmp_path: Path) -> None:
     models = {name: MODELS[name] for name in ("btm", "cbtm_2", "cbtm_2_short")}
-    some = run.run | {"models": models | {"switch": {"kind": "routed", "experts": 2}}}
+    some = changed(run.run, models=models | {"switch": {"kind": "routed", "experts": 2}})
     loads = {
         "switch": pd.DataFrame(
             0.5, pd.MultiIndex.from_product([[1], [*TRAINING, *NOVEL]], names=["layer", "domain"]), [0, 1]
         )
     }
-    results, clusters = read_results(run.path / "results.parquet"), read_clusters(run.path, some)
-    write_families(run.path, results, run.differences, clusters, loads, some, tmp_path)
+    results, clusters = read_results(run.path / "results.parquet"), read_clusters(some)
+    write_families(some, results, run.differences, clusters, loads, tmp_path)
     made = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
     assert made == {name for name in report_files(some) if Path(name).stem in (*FAMILY_TABLES, *FAMILY_FIGURES)}
     assert len(made) == 3 * len(FAMILY_TABLES) + 4 * len(FAMILY_FIGURES)
@@ -287,7 +288,7 @@ def test_the_report_has_all_that_is_promised(run: Run, tmp_path: Path) -> None:
     ]
 
 
-def test_cards_leave_the_clusters_in_the_folders_of_models(run: Run, tmp_path: Path) -> None:
+def test_cards_leave_the_clusters_in_the_folders_of_models(run: MadeUp, tmp_path: Path) -> None:
     done = demix("card", run.path, "demix", "--output", tmp_path)
     assert done.exit_code == 0, done.output
     own = Clusterer.open(run.path / "models" / "demix" / "clusterer")
@@ -302,7 +303,7 @@ def test_every_name_has_a_heading_and_a_caption() -> None:
         assert (Path(__file__).parents[2] / "workflow" / "report" / f"{name}.rst").stat().st_size
 
 
-def test_merged_models_are_compared_with_the_dense_model_of_their_seed(run: Run) -> None:
+def test_merged_models_are_compared_with_the_dense_model_of_their_seed(run: MadeUp) -> None:
     """They are made of the run's own seed alone, here of two."""
     more = run.results.rows.query("method != 'merged'").assign(seed=2)
     both = Results(pd.concat([run.results.rows, more.assign(perplexity=3 * more["perplexity"])], ignore_index=True))

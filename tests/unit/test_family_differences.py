@@ -17,15 +17,14 @@ from demix.report.clusters import read_clusters
 from demix.report.family_differences import family_differences_table
 from demix.report.own_tables import differences_table
 from demix.run.systems import balanced_pairs, bases, compared, evaluated
+from support.configs import changed, small_run
 from support.families_run import BALANCED, MODELS, WIDTH
 from support.scored import LENGTH, write_table
-from support.synthetic_run import NOVEL, TRAINING, Run
+from support.synthetic_run import NOVEL, TRAINING, MadeUp
 
 CLUSTERS = ("c00", "c01")
 CONFIG: dict[str, Any] = {
-    "run": "x",
     "seed": 7,
-    "domains": {"training": {"law": None, "news": None}, "novel": {"songs": None}},
     "clusterings": {
         "k2": {"clusters": 2}, "r2": {"clusters": 2, "method": "random"}, "u2": {"clusters": 2, "balanced": False},
         "k4": {"clusters": 4}, "by_domain": {"method": "metadata"},
@@ -47,18 +46,19 @@ CONFIG: dict[str, Any] = {
 
 
 def test_rows_of_clusters_are_beside_the_first_balanced_one_of_their_size() -> None:
-    found = [(one.label, base.label) for one, base in balanced_pairs(CONFIG)]
+    run = small_run(**CONFIG)
+    found = [(one.label, base.label) for one, base in balanced_pairs(run)]
     assert found == [(f"{one} (cluster(0.2))", "even (cluster(0.2))") for one in ("loose", "chance", "again", "layers")]
-    keys = {system.key for system in compared(CONFIG, "law")}
-    assert {one.key for pair in balanced_pairs(CONFIG) for one in pair} <= keys, "as they are compared with dense"
-    assert not balanced_pairs(CONFIG | {"evaluation": {"weights": ["history", "cluster+history"]}})
-    assert not balanced_pairs(CONFIG | {"models": {"btm": {"kind": "branched"}}})
+    keys = {system.key for system in compared(run, "law")}
+    assert {one.key for pair in balanced_pairs(run) for one in pair} <= keys, "as they are compared with dense"
+    assert not balanced_pairs(changed(run, evaluation={"weights": ["history", "cluster+history"]}))
+    assert not balanced_pairs(changed(run, models={"btm": {"kind": "branched"}}))
 
 
 def test_pairs_have_intervals_over_documents_of_origin(tmp_path: Path) -> None:
     """Against a loop over resamples, of pieces that belong to 25 documents."""
     models = {name: CONFIG["models"][name] for name in ("domain_token", "dense_unbalanced", "even", "chance")}
-    config = CONFIG | {"models": models}
+    config = small_run(**CONFIG | {"models": models})
     for number, table in enumerate(evaluated(config, "law")):
         for text, split in enumerate(("dev", "test")):
             place = tmp_path / "scores" / table.folder / f"law.{split}"
@@ -117,11 +117,11 @@ def test_pairs_have_intervals_over_documents_of_origin(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(families: Run) -> Run:
+def run(families: MadeUp) -> MadeUp:
     return families
 
 
-def test_the_table_by_loops_over_rows(run: Run) -> None:
+def test_the_table_by_loops_over_rows(run: MadeUp) -> None:
     table = family_differences_table(run.results, run.differences, run.run)
     clustered = [model for model, row in MODELS.items() if "data" in row]
     pairs = [(model, base) for model in clustered for base in (BALANCED.get(model), "dense") if base]
@@ -146,13 +146,13 @@ def test_the_table_by_loops_over_rows(run: Run) -> None:
             assert row[f"{kind}: surely higher"] == sum(one > WIDTH for one in less)
 
 
-def test_pairs_are_named_in_the_table_of_differences_and_judge_claims(run: Run) -> None:
+def test_pairs_are_named_in_the_table_of_differences_and_judge_claims(run: MadeUp) -> None:
     frame = differences_table(run.differences, run.run).frame
     of_random = frame[(frame["Domain"] == "law") & (frame["System"] == "cbtm_3_random (cluster)")]
     assert of_random["Less"].tolist() == ["Dense (Balanced)", "cbtm_3 (cluster)"]
 
     def told(differences: pd.DataFrame) -> str:
-        clusters = read_clusters(run.path, run.run)
+        clusters = read_clusters(run.run)
         judged = claims(run.results, run.overlap, differences, run.parents, run.run, clusters)
         return next(claim.numbers for claim in judged if claim.name == "random_clusters_are_worse")
 

@@ -19,22 +19,24 @@ from demix.report.affinity import affinities, relations, with_overlap
 from demix.report.curves import adaptation_curves, training_curves, training_figure
 from demix.report.figures import write_figures
 from demix.report.read import read_posteriors
-from support.synthetic_run import NOVEL, TRAINING, Run, build_run
+from demix.run.run import Run
+from support.configs import changed, domains, small_run
+from support.synthetic_run import NOVEL, TRAINING, MadeUp, build_run
 
 
-def draw(run: Run, metrics: Path, output: Path) -> None:
+def draw(run: MadeUp, metrics: Path, output: Path) -> None:
     posteriors = read_posteriors(run.path / "posteriors.parquet")
     write_figures(run.results, run.priors, run.overlap, posteriors, metrics, run.run, output)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
     run = build_run(tmp_path_factory.mktemp("run"))
     draw(run, run.path / "metrics", run.path / "figures")
     return run
 
 
-def chart(run: Run, name: str) -> dict[str, Any]:
+def chart(run: MadeUp, name: str) -> dict[str, Any]:
     return json.loads((run.path / "figures" / f"{name}.json").read_text())
 
 
@@ -44,7 +46,7 @@ def values(chart: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_files_open(run: Run, name: str) -> None:
+def test_files_open(run: MadeUp, name: str) -> None:
     folder = run.path / "figures"
     assert "vega-lite/v6" in chart(run, name)["$schema"]
     assert ElementTree.parse(folder / f"{name}.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
@@ -61,7 +63,7 @@ def cells(chart: dict[str, Any], part: dict[str, Any]) -> dict[tuple[str, str], 
     return {(row["domain"], row["expert"]): row["value"] for row in rows}
 
 
-def test_figure2_is_relative_to_the_own_or_the_best_expert(run: Run) -> None:
+def test_figure2_is_relative_to_the_own_or_the_best_expert(run: MadeUp) -> None:
     figure = chart(run, "figure2")
     ratios, shares = (cells(figure, part) for part in figure["vconcat"][:2])
     assert len(ratios) == len(shares) == (len(TRAINING) + len(NOVEL)) * len(TRAINING)
@@ -73,7 +75,7 @@ def test_figure2_is_relative_to_the_own_or_the_best_expert(run: Run) -> None:
     assert shares["wiki", "news"] == pytest.approx(0.8)
 
 
-def test_figure2_draws_a_point_a_pair_without_own_experts(run: Run) -> None:
+def test_figure2_draws_a_point_a_pair_without_own_experts(run: MadeUp) -> None:
     figure = chart(run, "figure2")
     points = [figure["datasets"][panel["data"]["name"]] for panel in figure["vconcat"][2]["hconcat"]]
     assert [len(rows) for rows in points] == [6, 6]
@@ -106,16 +108,16 @@ def test_p_by_domains_is_milder_than_p_by_pairs() -> None:
     assert found.permutation_p > 0.01
 
 
-def test_a_relation_that_cannot_be_told_is_nan(run: Run) -> None:
+def test_a_relation_that_cannot_be_told_is_nan(run: MadeUp) -> None:
     pairs = with_overlap(affinities(run.results, run.run), run.overlap.iloc[:3])
     assert all(math.isnan(found.spearman) for found in relations(pairs))
 
 
-def test_posteriors_are_drawn_block_by_block(run: Run) -> None:
-    for name, domains in (("figure7", TRAINING), ("figure8", NOVEL)):
+def test_posteriors_are_drawn_block_by_block(run: MadeUp) -> None:
+    for name, names in (("figure7", TRAINING), ("figure8", NOVEL)):
         figure = chart(run, name)
-        assert [panel["title"]["text"] for panel in figure["concat"]] == list(domains)
-        for panel, domain in zip(figure["concat"], domains, strict=True):
+        assert [panel["title"]["text"] for panel in figure["concat"]] == list(names)
+        for panel, domain in zip(figure["concat"], names, strict=True):
             rows = figure["datasets"][panel["data"]["name"]]
             assert len([row for row in rows if row["start"] == 0]) == len(TRAINING)
             chosen = domain if name == "figure7" else TRAINING[0]
@@ -125,7 +127,7 @@ def test_posteriors_are_drawn_block_by_block(run: Run) -> None:
             assert panel["width"] % 4 == 0
 
 
-def test_figure4_holds_the_history_priors(run: Run) -> None:
+def test_figure4_holds_the_history_priors(run: MadeUp) -> None:
     figure = chart(run, "figure4")
     found = cells(figure, figure["vconcat"][0])
     for domain in (*TRAINING, *NOVEL):
@@ -134,7 +136,7 @@ def test_figure4_holds_the_history_priors(run: Run) -> None:
     assert "after the first 100 blocks" in " ".join(figure["title"]["subtitle"])
 
 
-def test_figure4_shows_the_prior_by_its_decay(run: Run) -> None:
+def test_figure4_shows_the_prior_by_its_decay(run: MadeUp) -> None:
     """The posterior is even after block 0 and certain after blocks 1 to 3."""
     figure = chart(run, "figure4")
     panels = figure["vconcat"][1]["concat"]
@@ -148,17 +150,17 @@ def test_figure4_shows_the_prior_by_its_decay(run: Run) -> None:
     assert panels[0]["encoding"]["x"]["title"] == "λ"
 
 
-def test_heatmaps_keep_the_order_of_the_config(run: Run) -> None:
+def test_heatmaps_keep_the_order_of_the_config(run: MadeUp) -> None:
     for name in ("figure2", "figure4"):
         figure = chart(run, name)
         panels = figure["vconcat"][0]["hconcat"]
-        for panel, domains in zip(panels, (TRAINING, NOVEL), strict=True):
+        for panel, names in zip(panels, (TRAINING, NOVEL), strict=True):
             encoding = panel["layer"][0]["encoding"]
-            assert encoding["y"]["sort"] == list(domains)
+            assert encoding["y"]["sort"] == list(names)
             assert encoding["x"]["sort"] == list(TRAINING)
 
 
-def test_figure6_averages_perplexities_not_losses(run: Run) -> None:
+def test_figure6_averages_perplexities_not_losses(run: MadeUp) -> None:
     curves = adaptation_curves(run.path / "metrics", run.run)
     start = curves[(curves["domain"] == "wiki") & (curves["kind"] == "DEMix-DAPT") & (curves["tokens"] == 0)].iloc[0]
     assert start["training"] == pytest.approx(sum(math.exp(5.0 + 0.05 * i) for i in range(3)) / 3, rel=1e-5)
@@ -177,20 +179,20 @@ def test_figure6_averages_perplexities_not_losses(run: Run) -> None:
             assert panel["layer"][0]["encoding"]["y"]["scale"]["domain"] == [0, pytest.approx(curves[column].max())]
 
 
-CONFIG = {"seed": 1, "domains": {"training": {"law": {}}}}
+SMALL = small_run(domains=domains(("law",)))
 
 
 def test_training_curves_are_thinned_to_means(tmp_path: Path) -> None:
     lines = [{"step": i, "tokens": 10 * i, "loss": float(i)} for i in range(1000)]
     write_json_lines(tmp_path / "demix.jsonl", lines)
-    curves = training_curves(tmp_path, CONFIG)
+    curves = training_curves(tmp_path, SMALL)
     assert len(curves) == 40
     assert curves["loss"].tolist() == [25 * i + 12 for i in range(40)]
     assert curves["tokens"].iloc[0] == 120
 
 
-def drawn_losses(metrics: Path, config: dict[str, Any]) -> tuple[str, dict[str, list[float]]]:
-    figure = training_figure(metrics, config).to_dict()
+def drawn_losses(metrics: Path, run: Run) -> tuple[str, dict[str, list[float]]]:
+    figure = training_figure(metrics, run).to_dict()
     found: dict[str, list[float]] = {}
     for row in values(figure):
         found.setdefault(row["model"], []).append(row["loss"])
@@ -199,13 +201,13 @@ def drawn_losses(metrics: Path, config: dict[str, Any]) -> tuple[str, dict[str, 
 
 
 def test_dev_losses_are_drawn_where_all_models_have_them(tmp_path: Path) -> None:
-    config = CONFIG | {"models": {"dense_unbalanced": None, "domain_token": None}, "seeds": [1, 2]}
+    run = changed(SMALL, models={"dense_unbalanced": None, "domain_token": None}, seeds=[1, 2])
     for name in ("demix", "dense", "demix-seed2", "dense-seed2"):
         steps = [{"step": i, "tokens": 10 * i, "loss": 3.0} for i in range(20)]
         write_json_lines(tmp_path / f"{name}.jsonl", [*steps, {"step": 20, "tokens": 200, "dev_loss": 2.0}])
-    assert drawn_losses(tmp_path, config) == ("dev loss (nats a token)", {"DEMix": [2.0], "Dense (Balanced)": [2.0]})
+    assert drawn_losses(tmp_path, run) == ("dev loss (nats a token)", {"DEMix": [2.0], "Dense (Balanced)": [2.0]})
     write_json_lines(tmp_path / "dense.jsonl", steps)
-    axis, found = drawn_losses(tmp_path, config)
+    axis, found = drawn_losses(tmp_path, run)
     assert axis == "training loss (nats a token)"
     # Without the first tenth of the tokens.
     assert found == {"DEMix": [3.0] * 18, "Dense (Balanced)": [3.0] * 18}
@@ -223,10 +225,10 @@ def test_a_run_without_metrics_or_evaluations_still_draws(tmp_path: Path) -> Non
 def test_a_bad_line_is_named(tmp_path: Path) -> None:
     write_json_lines(tmp_path / "demix.jsonl", [{"step": 1, "tokens": 2, "loss": 3}, {"step": 2}])
     with pytest.raises(DemixError, match=r"demix\.jsonl:2: has no tokens"):
-        training_curves(tmp_path, CONFIG)
+        training_curves(tmp_path, SMALL)
 
 
-def test_files_of_earlier_configs_are_not_drawn(run: Run) -> None:
+def test_files_of_earlier_configs_are_not_drawn(run: MadeUp) -> None:
     old = run.path / "metrics" / "without-novels.jsonl"
     old.write_text('{"step": 1, "tokens": 2, "loss": 3}\n')
     try:

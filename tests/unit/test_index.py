@@ -8,6 +8,7 @@ import pytest
 from demix.errors import DemixError
 from demix.report import SHOWS, write_report
 from demix.report.stages import STAGES, drawing
+from support.configs import changed
 from support.synthetic_run import build_run
 from support.titles import titles
 
@@ -20,8 +21,7 @@ def test_the_first_page_leads_to_all_and_says_what_the_run_took(tmp_path: Path) 
         path = run.path / "benchmarks" / f"{job}.tsv"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"s\tcpu_time\tmax_rss\n{seconds}\t{2 * seconds}\t300.25\n")
-    config = run.run | {"training": run.run["training"] | {"ranks": 2}, "adaptation": {"ranks": 1}}
-    write_report(run.path, config, run.path / "report")
+    write_report(changed(run.run, training=run.keys["training"] | {"ranks": 2}), run.path / "report")
     page = (run.path / "report" / "index.html").read_text()
 
     links = re.findall(r'href="([^"]+)"', page)
@@ -53,7 +53,7 @@ def test_the_first_page_leads_to_all_and_says_what_the_run_took(tmp_path: Path) 
 
 def test_a_run_by_hand_has_no_record_of_jobs(tmp_path: Path) -> None:
     run = build_run(tmp_path)
-    write_report(run.path, run.run, run.path / "report")
+    write_report(run.run, run.path / "report")
     assert "no record of its jobs" in (run.path / "report" / "index.html").read_text()
 
 
@@ -63,7 +63,7 @@ def test_a_damaged_record_of_a_job_is_refused_before_anything_is_written(tmp_pat
     path.parent.mkdir()
     path.write_text("s\tcpu_time\tmax_rss\n1.5\t")
     with pytest.raises(DemixError, match=r"tokenizer\.tsv: is damaged"):
-        write_report(run.path, run.run, tmp_path / "report")
+        write_report(run.run, tmp_path / "report")
     assert not (tmp_path / "report").exists()
 
 

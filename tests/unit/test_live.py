@@ -19,11 +19,11 @@ from demix.files import read_json_lines, write_json_lines
 from demix.track import live
 from demix.track.live import Sender, streaming
 from demix.track.store import track
-from support.synthetic_run import Run, build_run
+from support.synthetic_run import MadeUp, build_run
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> MadeUp:
     return build_run(tmp_path / "results" / "made-up", steps=20)
 
 
@@ -43,12 +43,12 @@ def tracking(uri: str) -> str:
     return json.dumps({"uri": uri, "experiment": EXPERIMENT, "run": "made-up", "config": "digest"})
 
 
-def sender(run: Run, uri: str, begun: float = 1000.0) -> Sender:
+def sender(run: MadeUp, uri: str, begun: float = 1000.0) -> Sender:
     place = run.path / "checkpoints" / "demix"
     return Sender(tracking(uri), "training", str(place), str(run.path / "metrics" / "demix.jsonl"), begun)
 
 
-def written(run: Run, rows: list[dict], training: str = "0123") -> Path:
+def written(run: MadeUp, rows: list[dict], training: str = "0123") -> Path:
     file = run.path / "checkpoints" / "demix" / training / "metrics.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 99, "tok')
@@ -67,7 +67,7 @@ def curve(uri: str, one: Stored, key: str = "loss") -> list[tuple[int, float]]:
     ]
 
 
-def test_points_arrive_in_parts_and_track_completes_the_same_mlflow_run(run: Run, uri: str) -> None:
+def test_points_arrive_in_parts_and_track_completes_the_same_mlflow_run(run: MadeUp, uri: str) -> None:
     rows = read_json_lines(run.path / "metrics" / "demix.jsonl")
     wanted = [(row["step"], row["loss"]) for row in rows]
     sending = sender(run, uri)
@@ -92,17 +92,17 @@ def test_points_arrive_in_parts_and_track_completes_the_same_mlflow_run(run: Run
     assert curve(uri, ended) == wanted[:19]
 
     write_json_lines(finished, rows)
-    track(run.path, run.run, uri, EXPERIMENT)
+    track(run.run, uri, EXPERIMENT)
     (tracked,) = stored(uri)
     assert tracked.info.run_id == begun.info.run_id
     assert curve(uri, tracked) == wanted
     assert tracked.data.params["model.architecture.width"] == "128"
     assert "mlflow.parentRunId" in tracked.data.tags
-    assert " 0 new, 0 replaced" in track(run.path, run.run, uri, EXPERIMENT)
+    assert " 0 new, 0 replaced" in track(run.run, uri, EXPERIMENT)
     assert curve(uri, *stored(uri)) == wanted
 
 
-def test_each_point_is_sent_once(run: Run, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_point_is_sent_once(run: MadeUp, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that has a point already says nothing of the second one."""
     sent: list[tuple[str, int]] = []
     log_batch = MlflowClient.log_batch
@@ -121,7 +121,7 @@ def test_each_point_is_sent_once(run: Run, uri: str, monkeypatch: pytest.MonkeyP
     assert len(sent) == len(set(sent))
 
 
-def test_a_resumed_training_goes_on_in_its_mlflow_run_and_track_replaces_it(run: Run, uri: str) -> None:
+def test_a_resumed_training_goes_on_in_its_mlflow_run_and_track_replaces_it(run: MadeUp, uri: str) -> None:
     rows = read_json_lines(run.path / "metrics" / "demix.jsonl")
     written(run, rows[:12])
     sender(run, uri).send()
@@ -137,14 +137,14 @@ def test_a_resumed_training_goes_on_in_its_mlflow_run_and_track_replaces_it(run:
     assert (resumed.info.run_id, resumed.info.status) == (begun.info.run_id, "KILLED")
     assert [step for step, _ in curve(uri, resumed)] == [row["step"] for row in rows[:15]]
     write_json_lines(run.path / "metrics" / "demix.jsonl", rows)
-    track(run.path, run.run, uri, EXPERIMENT)
+    track(run.run, uri, EXPERIMENT)
     (tracked,) = stored(uri)
     assert tracked.info.run_id != begun.info.run_id
     speeds = [(row["step"], row["tokens_per_second"]) for row in rows]
     assert curve(uri, tracked, "tokens_per_second") == speeds
 
 
-def test_a_sweep_whose_last_file_is_another_trials_adds_no_point(run: Run, uri: str) -> None:
+def test_a_sweep_whose_last_file_is_another_trials_adds_no_point(run: MadeUp, uri: str) -> None:
     rows = read_json_lines(run.path / "metrics" / "demix.jsonl")
     sending = sender(run, uri)
     file = written(run, [row | {"loss": row["loss"] + 1} for row in rows[:8]])
@@ -178,7 +178,7 @@ def test_the_sender_is_told_how_the_training_ended(
         time.sleep(0.01)
 
 
-def test_other_settings_are_another_mlflow_run(run: Run, uri: str) -> None:
+def test_other_settings_are_another_mlflow_run(run: MadeUp, uri: str) -> None:
     rows = read_json_lines(run.path / "metrics" / "demix.jsonl")
     sending = sender(run, uri)
     written(run, rows[:5])
@@ -190,14 +190,14 @@ def test_other_settings_are_another_mlflow_run(run: Run, uri: str) -> None:
     os.utime(file, (time.time() + 9,) * 2)
     sending.send()
     assert sorted((len(curve(uri, one)), one.info.status) for one in stored(uri)) == [(3, "RUNNING"), (5, "FINISHED")]
-    track(run.path, run.run, uri, EXPERIMENT)
+    track(run.run, uri, EXPERIMENT)
     (tracked,) = stored(uri)
     assert len(curve(uri, tracked)) == len(rows)
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["dies", "hangs"])
 def test_a_server_that_is_gone_or_hangs_costs_a_training_little_and_is_told_once(
-    answers: bool, run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    answers: bool, run: MadeUp, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(live, "SECONDS_BEFORE_BATCHES", 0.01)
     monkeypatch.setattr(live, "SECONDS_AT_END", 0.5)

@@ -37,6 +37,7 @@ from demix.report.masked import masked_table
 from demix.report.read import read_results
 from demix.run.check import completed_run
 from demix.run.models import Model
+from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.run.systems import Evaluated, ExpertSet, chosen_on_dev, compared, evaluated, masked_systems, table_rows
 from demix.train.adapt import adapt_expert
@@ -46,6 +47,7 @@ from demix.train.loop import train
 from demix.train.stage import optimization
 from demix.train.state import State
 from support.cli import demix, said
+from support.configs import changed, domains
 from support.contents import contents
 from support.plain_training import adamw, plain_steps, rates
 from support.tokens import NOVEL, TRAINING
@@ -61,11 +63,11 @@ RECIPE = dataclasses.replace(TRAIN, architecture=SIZES | MASKED_LM, tokens=6 * T
 TABLES = ("results", "priors", "differences", "posteriors", "losses")
 
 
-def tiny(more: dict[str, Any] | None = None, **rows: Any) -> dict[str, Any]:
-    return completed_run(copy.deepcopy(TINY) | {"models": rows} | (more or {}), Path())
+def tiny(more: dict[str, Any] | None = None, **rows: Any) -> Run:
+    return completed_run(copy.deepcopy(TINY) | {"models": rows} | (more or {}))
 
 
-def row_of(config: dict[str, Any], name: str) -> Model:
+def row_of(config: Run, name: str) -> Model:
     return next(model for model in config.trained if model.name == name)
 
 
@@ -238,7 +240,7 @@ def fitted(scores: np.ndarray) -> np.ndarray:
 
 def test_an_evaluation_holds_static_mixtures_alone_as_plain_arithmetic_has_them(run: Path, tmp_path: Path) -> None:
     config = tiny(**ROWS)
-    assert training_domains(config) == TRAINING
+    assert config.training == TRAINING
     found = []
     for domain, kind in ((TRAINING[0], "training"), (NOVEL[0], "novel")):
         causal = Evaluated("demix", "demix", 1, TRAINING, (ExpertSet("training", TRAINING, variants=True),))
@@ -266,7 +268,7 @@ def test_an_evaluation_holds_static_mixtures_alone_as_plain_arithmetic_has_them(
         assert nll["naive", own] == pytest.approx(-scored[:, TRAINING.index(own)].sum())
         found.append(rows)
     pd.concat(found).to_parquet(tmp_path / "results.parquet")
-    few = config | {"domains": {"training": {TRAINING[0]: {}}, "novel": {NOVEL[0]: {}}}}
+    few = changed(config, domains=domains(TRAINING[:1], NOVEL[:1]))
     table = masked_table(read_results(tmp_path / "results.parquet"), few)
     columns = ["masked_dense", "masked (own expert)", "masked (average)", "masked (fitted)"]
     assert [*table.frame.columns] == [*columns, "Documents", "Pieces"]

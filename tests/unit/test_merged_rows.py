@@ -14,20 +14,22 @@ from demix.plan.jobs import in_one_line, plan_jobs
 from demix.report import left_out
 from demix.run.check import completed_run
 from demix.run.rules import RunRules
+from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.run.systems import evaluated
+from support.configs import changed
 
 TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 BTM = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
 
 
-def tiny(**rows: Any) -> dict[str, Any]:
-    return completed_run(copy.deepcopy(TINY) | {"models": rows, "seeds": [1, 2]}, Path())
+def tiny(**rows: Any) -> Run:
+    return completed_run(copy.deepcopy(TINY) | {"models": rows, "seeds": [1, 2]})
 
 
 def test_each_average_is_made_scored_and_evaluated_once() -> None:
     config = tiny(btm=BTM | {"averages": True}, other=BTM)
-    training, novel = list(config["domains"]["training"]), list(config["domains"]["novel"])
+    training, novel = config.training, config.novel
     assert [(one.rule, one.place) for one in config.merged] == [
         ("average_btm__uniform", "btm-uniform"), ("average_btm", "btm-average-{domain}"),
     ]  # fmt: skip
@@ -69,23 +71,22 @@ def test_rows_that_do_not_ask_have_none() -> None:
     one = {"training": {"law": TINY["domains"]["training"]["licenses"]}}
     alone = copy.deepcopy(TINY) | {"domains": one, "models": {"demix": {"merged_routed": True}}, "removal": {}}
     with pytest.raises(DemixError, match=r"models\.demix\.merged_routed: is given to a row of one expert, and tokens"):
-        completed_run(alone, Path())
+        completed_run(alone)
 
 
 def test_a_routed_model_is_made_of_a_row_of_demix_scored_and_evaluated_once() -> None:
     rows = {"demix": {"merged_routed": True}, "on_clusters": {"kind": "demix", "data": "k2", "merged_routed": True}}
     clusterings = {"k2": {"clusters": 2}}
     config, before = (
-        completed_run(copy.deepcopy(TINY) | {"models": models, "clusterings": clusterings, "seeds": [1, 2]}, Path())
+        completed_run(copy.deepcopy(TINY) | {"models": models, "clusterings": clusterings, "seeds": [1, 2]})
         for models in (rows, {"demix": {}, "on_clusters": {"kind": "demix", "data": "k2"}})
     )
-    domains = [*config["domains"]["training"], *config["domains"]["novel"]]
     made = config.merged
     assert [(one.rule, one.place) for one in made] == [
         ("merge_routed_demix", "demix-routed"), ("merge_routed_on_clusters", "on_clusters-routed"),
     ]  # fmt: skip
-    assert [one.architecture(config).routed.experts for one in made] == [3, 2]
-    for domain in domains:
+    assert [one.architecture.routed.experts for one in made] == [3, 2]
+    for domain in config.domains:
         found, were = (list(evaluated(one, domain)) for one in (config, before))
         assert found[: len(were)] == were
         assert [(table.model, table.folder, table.seed, table.merged, table.columns, table.splits, table.sets)
@@ -95,7 +96,7 @@ def test_a_routed_model_is_made_of_a_row_of_demix_scored_and_evaluated_once() ->
         ]  # fmt: skip
     now, then = ({(job.rule, part): job.jobs for job in scoring_jobs(one) for part in job.parts}
                  for one in (config, before))  # fmt: skip
-    training, novel = (tuple(config["domains"][kind]) for kind in ("training", "novel"))
+    training, novel = config.training, config.novel
     assert sorted((rule, part.model, part.domains, now[rule, part]) for rule, part in now.keys() - then.keys()) == [
         *[("score_known_others", f"{row}-routed", training, 1) for row in ("demix", "on_clusters")],
         *[("score_others", f"{row}-routed", ("{novel}",), len(novel)) for row in ("demix", "on_clusters")],
@@ -118,9 +119,12 @@ def test_a_routed_model_is_made_of_a_row_of_demix_scored_and_evaluated_once() ->
         )
     tokens = RunRules(config).learned_tokens(made[1].model, "dev")
     assert tokens == [f"results/tiny/clusters/k2/shards/{cluster}/dev.arrow" for cluster in ("c00", "c01")]
-    large = {"architecture": {"preset": "gpt3-xl"}}
-    now, then = (float(re.search(r"([\d.]+) GB", in_one_line(one | large, "cpu"))[1]) for one in (config, before))
-    shared, expert = parameters(architecture_from({"preset": "gpt3-xl"}), config["tokenizer"]["vocab_size"])
+    large = {"preset": "gpt3-xl"}
+    now, then = (
+        float(re.search(r"([\d.]+) GB", in_one_line(changed(one, architecture=large), "cpu"))[1])
+        for one in (config, before)
+    )
+    shared, expert = parameters(architecture_from(large), config.types)
     assert now - then == pytest.approx(4 * (2 * shared + 5 * expert) / 1e9, abs=0.2)
     assert "families" in left_out(tiny(demix={}))
     assert "families" not in left_out(tiny(demix={"merged_routed": True}))

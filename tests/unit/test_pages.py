@@ -20,7 +20,7 @@ pytestmark = pytest.mark.browser
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = build_run(tmp_path_factory.mktemp("run"))
-    write_report(run.path, run.run, run.path / "report")
+    write_report(run.run, run.path / "report")
     return run.path / "report"
 
 

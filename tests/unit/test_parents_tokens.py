@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from demix.config.architecture import architecture_from
 from demix.files import read_json, write_json
 from demix.model.description import tokens_learned
 from demix.plan.cost import training_tables
@@ -17,6 +16,7 @@ from demix.report.families import families_table
 from demix.report.family_costs import family_costs_table
 from demix.report.read import tokens_before
 from demix.run.check import load_run
+from support.configs import changed
 from support.models import write_model
 from support.synthetic_run import build_run
 
@@ -33,14 +33,14 @@ def begun(tokens: int | None) -> dict[str, Any]:
 
 def test_tables_count_what_is_known_and_name_what_is_not(tmp_path: Path) -> None:
     run = build_run(tmp_path)
-    config = run.run | {"models": ROWS}
+    with_parents = changed(run.run, models=ROWS)
     for row, tokens in (("mine", 1_000_000), ("theirs", None)):
         write_json(run.path / "models" / row / "model.json", {"kind": "demix", "parent": begun(tokens)})
-    before = tokens_before(run.path, config)
+    before = tokens_before(with_parents)
     assert before == {"mine": 1_000_000, "theirs": None}
-    table = families_table(run.results, config, before)
-    costs = family_costs_table(run.path, config)
-    by_token = training_flops_per_token(architecture_from(config["architecture"]), 4096, 256)
+    table = families_table(run.results, with_parents, before)
+    costs = family_costs_table(with_parents)
+    by_token = training_flops_per_token(run.run.architecture, 4096, 256)
     for frame, column, each in ((table.frame, "Tokens", 1), (costs.frame, "FLOPs of training", by_token)):
         assert frame.at["mine", column] == pytest.approx(each * (OWN + 1_000_000))
         assert math.isnan(frame.at["theirs", column]), "no number that looks complete"
@@ -68,7 +68,7 @@ def test_a_card_says_what_its_parent_had_read(tmp_path: Path, tokens: int | None
     write_model(directory, ("code", "law", "news"))
     sizes = {"shared_parameters": 1000, "expert_parameters": 2000, "parent": begun(tokens)}
     write_json(directory / "model.json", read_json(directory / "model.json") | sizes)
-    card = model_card(run.path, "demix")
+    card = model_card(run.run, "demix")
     assert f"beside the tokens of its parent known ({told})" in card
     assert "the first" not in card
 

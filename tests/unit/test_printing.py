@@ -13,9 +13,8 @@ import pytest
 
 from demix.commands.main import command_line
 from demix.commands.training import run_command
-from demix.run.kept import read_run_config, write_run_config
 from support.cli import demix
-from support.synthetic_run import build_run
+from support.synthetic_run import build_run, with_keys
 
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
 FULL = "demix: error: standard output: cannot be written (No space left on device); "
@@ -65,8 +64,7 @@ def test_bash_completes_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_a_printed_command_runs_nothing_that_a_file_holds(text: str, tmp_path: Path) -> None:
     """The line is pasted into a shell; a make with the Makefile's variables says what it got."""
     run = build_run(tmp_path / "a $(touch made) 'b'", novel=(), retrained=(), steps=1)
-    config = read_run_config(run.path) | {"tracking": {"uri": f"sqlite:///{text}", "experiment": ""}}
-    write_run_config(run.path / "config.json", config)
+    with_keys(run.path, run.keys | {"tracking": {"uri": f"sqlite:///{text}"}})
     lines = demix("summary", run.path).output.splitlines()
     page, ui = (next(line for line in lines if line.startswith(begin)) for begin in ("One page", "Runs and curves"))
     variables = [line for line in MAKEFILE.read_text().splitlines() if line.startswith(("URI", "export URI"))]
@@ -83,7 +81,7 @@ def test_a_printed_command_runs_nothing_that_a_file_holds(text: str, tmp_path: P
     assert words[:3] == ["snakemake", "--configfile", str(run.path / "config.json")]
     assert "$(URI)" not in MAKEFILE.read_text()
     assert not list(tmp_path.glob("**/made"))
-    write_run_config(run.path / "config.json", config | {"tracking": {"uri": "http://x\x1b[2J`a`\n$(b)"}})
+    with_keys(run.path, run.keys | {"tracking": {"uri": "http://x\x1b[2J`a`\n$(b)"}})
     assert "\x1b" not in demix("summary", run.path).output
 
 

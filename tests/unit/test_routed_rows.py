@@ -32,6 +32,7 @@ from demix.report.family_costs import family_costs_table
 from demix.run.check import completed_run
 from demix.run.models import Model
 from demix.run.rules import RunRules
+from demix.run.run import Run
 from demix.run.systems import evaluated
 from demix.train.adapt import adapt_expert
 from demix.train.batches import Batches, mixed_batches
@@ -52,11 +53,11 @@ ARCHITECTURE = Architecture(**SIZES, routed=ROUTED)
 RECIPE = dataclasses.replace(TRAIN, architecture=SIZES | {"routed": ROUTED})
 
 
-def tiny(**rows: Any) -> dict[str, Any]:
-    return completed_run(copy.deepcopy(TINY) | {"models": rows}, Path())
+def tiny(**rows: Any) -> Run:
+    return completed_run(copy.deepcopy(TINY) | {"models": rows})
 
 
-def row_of(config: dict[str, Any], name: str) -> Model:
+def row_of(config: Run, name: str) -> Model:
     return next(model for model in config.trained if model.name == name)
 
 
@@ -66,18 +67,18 @@ def test_a_row_trains_one_column_for_the_flops_of_a_dense_model() -> None:
     assert switch.experts == switch.columns == ("dense",)
     tables = [table for table in evaluated(config, "parliament") if table.model in ("switch", "upcycled")]
     assert [(table.columns, table.sets) for table in tables] == [(("dense",), ())] * 2
-    layers, width, context, tokens = 2, 32, 32, config["training"]["tokens"]
-    types = config["tokenizer"]["vocab_size"]
+    layers, width, context, tokens = 2, 32, 32, config.config.training.tokens
+    types = config.types
     dense = 96 * layers * width**2 * (1 + context / 6 / width + types / 16 / layers / width)
-    assert same.settings["tokens"] == tokens
-    assert switch.settings["tokens"] == int(tokens * dense / (dense + 4 * 2 * 2 * width * 4))
+    assert same.settings.tokens == tokens
+    assert switch.settings.tokens == int(tokens * dense / (dense + 4 * 2 * 2 * width * 4))
     more = 4 * 1 * (16 * width**2 + 2 * width * 4)
-    assert up.settings["tokens"] == 6000 + int((tokens - 6000) * dense / (dense + more))
+    assert up.settings.tokens == 6000 + int((tokens - 6000) * dense / (dense + more))
     assert up.restarts
-    assert up.settings["warmup"] == 0
+    assert up.settings.warmup == 0
     rules = RunRules(config)
     given = json.loads(rules.training_settings(switch))["architecture"]
-    assert given == config["architecture"] | {
+    assert given == TINY["architecture"] | {
         "routed": {"experts": 4, "top_k": 1, "every": 1, "capacity": 1.25, "balance": 0.01}
     }
     assert json.loads(rules.training_settings(up))["architecture"]["routed"]["capacity"] == 2.0
@@ -90,7 +91,7 @@ def test_an_upcycled_row_may_go_on_with_its_parents_schedule() -> None:
     up, continued, dense = (row_of(config, name) for name in ("upcycled", "continued", "dense"))
     assert (up.restarts, continued.restarts) == (True, False)
     for key in ("tokens", "warmup", "learning_rate", "sequences"):
-        assert continued.settings[key] == dense.settings[key]
+        assert getattr(continued.settings, key) == getattr(dense.settings, key)
     rules = RunRules(config)
     assert rules.beginning(continued) == rules.beginning(up).removesuffix(" --schedule restart")
     plans = {plan.name: plan for plan in plan_training(config, None, HARDWARE["cpu"])}
@@ -125,7 +126,7 @@ def test_neither_adaptation_nor_removal_takes_a_routed_row(section: str, key: st
     content = copy.deepcopy(TINY) | {"models": {"x": SWITCH}}
     content[section] = content.get(section, {}) | {key: "x"}
     with pytest.raises(DemixError, match=f"config key {section}.{key}"):
-        completed_run(content, Path())
+        completed_run(content)
 
 
 def test_training_is_the_obvious_loop_in_any_micro_batches(tokens: Path, tmp_path: Path) -> None:
@@ -396,23 +397,23 @@ def test_the_plan_tells_what_routed_rows_cost() -> None:
     assert switch.all_flops <= dense.all_flops < switch.all_flops + switch.flops
     assert up.all_flops <= dense.all_flops < up.all_flops + up.flops
     assert up.steps < switch.steps <= dense.steps
-    architecture = architecture_from(config["architecture"] | {"routed": ROUTED | {"every": 1}})
-    assert (switch.shared, switch.expert) == parameters(architecture, config["tokenizer"]["vocab_size"])
+    architecture = architecture_from(TINY["architecture"] | {"routed": ROUTED | {"every": 1}})
+    assert (switch.shared, switch.expert) == parameters(architecture, config.types)
     assert switch.state - dense.state == 16 * (switch.expert - dense.expert)
     assert plans["upcycled"].activations > dense.activations == plans["switch"].activations
     assert "16h²(k - 1)" in training_tables(config, None, "cpu")[0].caption
     assert "16h²(k - 1)" not in training_tables(tiny(), None, "cpu")[0].caption
 
 
-def test_the_table_of_costs_counts_chosen_experts_and_the_seed_of_a_dense_model(tmp_path: Path) -> None:
+def test_the_table_of_costs_counts_chosen_experts_and_the_seed_of_a_dense_model() -> None:
     config = tiny(switch=SWITCH, upcycled=UPCYCLED)
-    frame = family_costs_table(tmp_path, config).frame
-    switch, up = (architecture_from(config["architecture"] | {"routed": ROUTED | one})
+    frame = family_costs_table(config).frame
+    switch, up = (architecture_from(TINY["architecture"] | {"routed": ROUTED | one})
                   for one in ({"top_k": 1, "every": 1}, {}))  # fmt: skip
-    types, step, dense = config["tokenizer"]["vocab_size"], row_of(config, "dense").step_tokens(32), "Dense (Balanced)"
+    types, step, dense = config.types, row_of(config, "dense").step_tokens, "Dense (Balanced)"
     seed, updates = (
         6000 // step,
-        {name: row_of(config, name).settings["tokens"] // step for name in ("switch", "upcycled")},
+        {name: row_of(config, name).settings.tokens // step for name in ("switch", "upcycled")},
     )
     by_token = [training_flops_per_token(one, types, 32) for one in (switch, up, up.unrouted)]
     whole = [sum(parameters(one, types)) for one in (switch, up, up.unrouted)]

@@ -1,6 +1,5 @@
 """Loads of routers by domain: counted by plain loops, told in a table and a figure; token-routed rows in claims."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +23,10 @@ from demix.model.gpt import GPT
 from demix.report.claims import Claim, claims
 from demix.report.read import Results
 from demix.report.routers import read_loads, router_loads, routers_table, told
+from support.configs import changed
 from support.families_run import MODELS, SEED, build_families
 from support.models import model_of, save_model
-from support.synthetic_run import NOVEL, TRAINING, Run, base
+from support.synthetic_run import NOVEL, TRAINING, MadeUp, base
 from support.tokens import TRAINING as LEARNED
 
 SCORING = Scoring(dev_blocks=3, test_tokens=300, precision="fp32", threads=1)
@@ -94,7 +94,7 @@ def test_what_a_choice_tells_of_the_domain() -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def made(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
     """The made-up run of families with two routed rows, which DEMix from scratch and with a seed beat."""
     run = build_families(tmp_path_factory.mktemp("run"))
     rows = {"switch": SWITCH, "upcycled": UPCYCLED, "longer": SWITCH | {"match": "updates"}}
@@ -113,12 +113,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Run:
         lines = [{"step": step, "tokens": step, "router_dropped": step / 100} for step in range(1, 21)]
         if model in rows:
             write_json_lines(run.path / "metrics" / f"{model}.jsonl", lines)
-    config = run.run | {"models": MODELS | rows}
-    return replace(run, config=config, results=Results(pd.concat([run.results.rows, *more], ignore_index=True)))
+    more_rows = changed(run.run, models=MODELS | rows)
+    return replace(run, run=more_rows, results=Results(pd.concat([run.results.rows, *more], ignore_index=True)))
 
 
-def test_the_table_of_routers(made: Run) -> None:
-    frame = routers_table(read_loads(made.path, made.run), made.path, made.run).frame
+def test_the_table_of_routers(made: MadeUp) -> None:
+    frame = routers_table(read_loads(made.run), made.run).frame
     assert frame.loc["upcycled", ["A token chooses", "Routed layers"]].tolist() == ["2 of 3", 1]
     # Of layer 2: 199 of 201 choices of each domain fall on an expert of its own.
     own = np.array([199, 1, 1]) / 201
@@ -132,8 +132,8 @@ def test_the_table_of_routers(made: Run) -> None:
     assert frame.at["switch", "in the layer that tells most, %"] > frame.at["switch", "Told of the domain, %"]
 
 
-def test_the_figure_has_a_map_for_each_model_and_layer(made: Run) -> None:
-    drawn = router_loads(read_loads(made.path, made.run), made.run).to_dict()
+def test_the_figure_has_a_map_for_each_model_and_layer(made: MadeUp) -> None:
+    drawn = router_loads(read_loads(made.run), made.run).to_dict()
     headings = [row["hconcat"][0]["title"]["text"] for row in drawn["concat"]]
     assert [heading.split(":")[0] for heading in headings] == [
         *(f"switch, layer {layer}" for layer in (1, 2, 3)),
@@ -148,11 +148,11 @@ def test_the_figure_has_a_map_for_each_model_and_layer(made: Run) -> None:
     assert sorted(shown) == pytest.approx(sorted([100 / 103, 199 / 202, 298 / 301, 199 / 201]), abs=1e-5)
 
 
-def judged(run: Run) -> dict[str, Claim]:
+def judged(run: MadeUp) -> dict[str, Claim]:
     return {claim.name: claim for claim in claims(run.results, run.overlap, run.differences, run.parents, run.run)}
 
 
-def test_domain_experts_meet_routed_rows_of_equal_flops_that_begin_alike(made: Run) -> None:
+def test_domain_experts_meet_routed_rows_of_equal_flops_that_begin_alike(made: MadeUp) -> None:
     found = judged(made)
     claim, clusters = (found[name] for name in ("domain_experts_against_token_routed", "clusters_against_upcycling"))
     seeded = [f"{row} (cached prior) against upcycled" for row in ("demix_seeded", "btm")]
@@ -163,15 +163,14 @@ def test_domain_experts_meet_routed_rows_of_equal_flops_that_begin_alike(made: R
     assert "cbtm_2_short" not in clusters.numbers, "it has fewer tokens and no seed"
 
 
-def test_rows_of_more_flops_or_another_beginning_meet_no_domain_experts(made: Run) -> None:
-    longer = {name: row for name, row in made.run["models"].items() if name not in ("switch", "upcycled")}
+def test_rows_of_more_flops_or_another_beginning_meet_no_domain_experts(made: MadeUp) -> None:
+    longer = MODELS | {"longer": SWITCH | {"match": "updates"}}
     later = {"later": UPCYCLED | {"seed_tokens": 409600}}
-    found = judged(replace(made, config=made.run | {"models": longer | later}))
+    found = judged(replace(made, run=changed(made.run, models=longer | later)))
     assert not {"domain_experts_against_token_routed", "clusters_against_upcycling"} & found.keys()
     assert "btm_against_dense" in found
 
 
-def test_a_damaged_file_of_loads_is_named(made: Run, tmp_path: Path) -> None:
-    config = json.loads(json.dumps(made.run)) | {"models": {"other": SWITCH}}
+def test_a_damaged_file_of_loads_is_named(made: MadeUp, tmp_path: Path) -> None:
     with pytest.raises(DemixError, match=r"loads/other\.parquet"):
-        read_loads(made.path, config)
+        read_loads(changed(made.run, models={"other": SWITCH}))

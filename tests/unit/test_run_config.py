@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
+from demix.config.config import Config
 from demix.errors import DemixError
 from demix.files import read_json, write_json
-from demix.run.check import completed_run
-from demix.run.kept import FORMAT, read_run_config, refuse_other_domains, write_run_config
+from demix.run.kept import FORMAT, kept, read_run_config, refuse_other_domains, write_run_config
 from support.cli import said
+from support.configs import domains, small
 from support.dry_run import ENVIRONMENT, dry_run
-from support.synthetic_run import build_run
+from support.synthetic_run import build_run, with_keys
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = REPOSITORY / "tests" / "workflow" / "tiny.yaml"
@@ -25,19 +25,21 @@ OLD = '\t{\n  "run": "old",\n  "seed": 1\n}' + " \t" * 64 + "\n"
 
 
 def test_it_keeps_the_order_of_the_domains_and_has_a_version(tmp_path: Path) -> None:
-    config = {"run": "a", "domains": {"training": {"news": {}, "law": {}}}}
+    config = Config.complete(small(domains=domains(("news", "law"))))
     write_run_config(tmp_path / "config.json", config)
-    assert list(json.loads((tmp_path / "config.json").read_text())) == ["format", "run", "domains", "seal"]
+    written = [*json.loads((tmp_path / "config.json").read_text())]
+    assert (written[0], written[-1], "cluster" in written) == ("format", "seal", False)
     assert read_json(tmp_path / "config.json")["format"] == FORMAT
-    assert json.dumps(read_run_config(tmp_path)) == json.dumps(config)
+    assert json.dumps(kept(read_run_config(tmp_path))) == json.dumps(kept(config))
+    assert [*read_run_config(tmp_path).domains.training] == ["news", "law"]
 
 
 def test_it_is_a_config_to_run_again(tmp_path: Path) -> None:
-    config = completed_run(yaml.safe_load(TINY.read_text()))
+    config = Config.read(TINY)
     write_run_config(tmp_path / "config.json", config)
-    again = completed_run(json.loads((tmp_path / "config.json").read_text()))
+    again = Config.complete(json.loads((tmp_path / "config.json").read_text()))
     assert again == config
-    assert {"format", "seal"}.isdisjoint(again)
+    assert again.values == config.values
 
 
 @pytest.mark.parametrize("found", [None, 1, FORMAT + 1, "2", True])
@@ -102,9 +104,8 @@ def test_the_workflow_refuses_to_go_on_with_a_run_of_another_version(tmp_path: P
 
 
 def test_the_workflow_touches_no_run_of_other_domains(tmp_path: Path) -> None:
-    run, config = tmp_path / "results" / "tiny", completed_run(yaml.safe_load(TINY.read_text()))
-    source = config["domains"]["training"]["licenses"]
-    write_run_config(run / "config.json", config | {"domains": {"training": {"letters": source}, "novel": {}}})
+    run = tmp_path / "results" / "tiny"
+    with_keys(run, small(domains=domains(("letters",))))
     before = (run / "config.json").read_bytes()
     (tmp_path / "resources").symlink_to(REPOSITORY / "resources")
     shutil.copy(TINY, tmp_path / "config.yaml")
@@ -134,9 +135,8 @@ def test_the_workflow_touches_no_run_of_other_domains(tmp_path: Path) -> None:
 
 
 def test_one_domain_in_common_makes_it_the_same_run(tmp_path: Path) -> None:
-    config = completed_run(yaml.safe_load(TINY.read_text()))
-    write_run_config(tmp_path / "config.json", config)
-    for training, novel in (({"licenses": {}}, {}), ({"letters": {}}, {"parliament": {}})):
-        refuse_other_domains(tmp_path, {"domains": {"training": training, "novel": novel}})
+    write_run_config(tmp_path / "config.json", Config.read(TINY))
+    for training, novel in (("licenses",), ()), (("letters",), ("parliament",)):
+        refuse_other_domains(tmp_path, Config.complete(small(domains=domains(training, novel))))
     with pytest.raises(DemixError, match=r"other domains \(parliament, scripture, licenses, fantasy, fortunes\)"):
-        refuse_other_domains(tmp_path, {"domains": {"training": {"letters": {}}, "novel": {}}})
+        refuse_other_domains(tmp_path, Config.complete(small(domains=domains(("letters",)))))

@@ -31,21 +31,26 @@ from demix.report.own_tables import (
 from demix.report.paper_tables import adaptation_table, table3, table4, table5, table6, table7, table13
 from demix.report.read import Parent, Results, read_audit, read_parents, read_results, read_trials
 from support.cli import demix
-from support.synthetic_run import DECAYS, DEV_BLOCKS, NOVEL, RELEASED_SCORER, TRAINING, Run, base, build_run
+from support.configs import changed
+from support.synthetic_run import DECAYS, DEV_BLOCKS, NOVEL, RELEASED_SCORER, TRAINING, MadeUp, base, build_run
 
 
 @pytest.fixture(scope="module")
-def run(made_up: Run) -> Run:
+def run(made_up: MadeUp) -> MadeUp:
     return made_up
 
 
-def write_all(run: Run, output: Path) -> Path:
-    path = run.path
-    write_report(path, run.run, output)
+def write_all(run: MadeUp, output: Path) -> Path:
+    write_report(run.run, output)
     return output
 
 
-def test_table3_is_the_plain_mean_over_training_domains(run: Run) -> None:
+def test_importing_the_report_is_cheap() -> None:
+    code = "import demix.report, sys; print({'torch', 'mlflow', 'altair', 'pandas'} & sys.modules.keys() or 'none')"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "none"
+
+
+def test_table3_is_the_plain_mean_over_training_domains(run: MadeUp) -> None:
     frame = table3(run.results, run.run).frame
     assert frame["Perplexity"].to_dict() == pytest.approx(
         {
@@ -64,14 +69,14 @@ def test_table3_is_the_plain_mean_over_training_domains(run: Run) -> None:
     assert frame["Domains better than Dense (Balanced)"].tolist() == better
 
 
-def test_table4_shows_every_training_domain_and_its_mean(run: Run) -> None:
+def test_table4_shows_every_training_domain_and_its_mean(run: MadeUp) -> None:
     frame = table4(run.results, run.run).frame
     assert list(frame.index) == [*TRAINING, "Mean of 3"]
     assert frame["Dense"].tolist() == pytest.approx([140.0, 154.0, 168.0, 154.0])
     assert frame["DEMix (cached prior)"].tolist() == pytest.approx([101.0, 111.1, 121.2, 111.1])
 
 
-def test_table5_has_ten_systems_two_rules_beyond_the_paper_and_the_released_scorer(run: Run) -> None:
+def test_table5_has_ten_systems_two_rules_beyond_the_paper_and_the_released_scorer(run: MadeUp) -> None:
     table = table5(run.results, run.run)
     assert len(table.frame) == 10 + 2 + 3
     assert list(table.frame.columns) == [*NOVEL, "Mean"]
@@ -100,7 +105,7 @@ def test_table5_never_prints_an_oracle_bold(tmp_path: Path) -> None:
     assert table.bold().loc["+ Domain Token (chosen on dev)"].all()
 
 
-def test_table6_compares_few_and_many_experts(run: Run) -> None:
+def test_table6_compares_few_and_many_experts(run: MadeUp) -> None:
     frame = table6(run.results, run.run).frame
     assert list(frame.index) == [
         *TRAINING,
@@ -116,16 +121,16 @@ def test_table6_compares_few_and_many_experts(run: Run) -> None:
     )
 
 
-def test_table7_tells_of_a_seed_that_has_seen_the_domain(run: Run) -> None:
+def test_table7_tells_of_a_seed_that_has_seen_the_domain(run: MadeUp) -> None:
     rows = {"seeded": {"kind": "demix", "parent": "dense", "seed_tokens": 500}}
-    config = run.run | {"models": rows, "training": {"tokens": 1000}}
-    removing = {**run.run.get("removal", {}), "model": "seeded"}
+    seeded = changed(run.run, models=rows)
+    removing = changed(seeded, removal=run.keys["removal"] | {"model": "seeded"})
     weakens = "seeded and −Domain began with what the model dense had learned of every domain in its first 500 tokens"
-    assert sum(weakens in note for note in table7(run.results, config | {"removal": removing}).notes) == 1
-    assert not any("seed that has seen" in note for note in table7(run.results, config).notes)
+    assert sum(weakens in note for note in table7(run.results, removing).notes) == 1
+    assert not any("seed that has seen" in note for note in table7(run.results, seeded).notes)
 
 
-def test_table7_averages_only_what_can_be_compared(run: Run) -> None:
+def test_table7_averages_only_what_can_be_compared(run: MadeUp) -> None:
     table = table7(run.results, run.run)
     frame = table.frame
     assert frame.loc["law"].tolist() == pytest.approx([110 * 1.01, 110 * 1.8, 110 * 1.9, 50, 60])
@@ -136,7 +141,7 @@ def test_table7_averages_only_what_can_be_compared(run: Run) -> None:
     assert "1 of the 3 domains" in table.notes[0]
 
 
-def test_table13_shows_forgetting_and_adaptation(run: Run) -> None:
+def test_table13_shows_forgetting_and_adaptation(run: MadeUp) -> None:
     found = read_parents(run.path / "models" / "demix" / "experts", list(NOVEL))
     assert found == {"wiki": Parent("code"), "songs": Parent("law")}
     table = table13(run.results, run.run, found)
@@ -158,7 +163,7 @@ def test_table13_shows_forgetting_and_adaptation(run: Run) -> None:
     assert frame.loc["Mean of 2"].tolist()[:4] == pytest.approx(frame.loc["wiki"].tolist()[:4])
 
 
-def test_top_k_and_dev_rows_are_no_part_of_the_paper_tables(run: Run) -> None:
+def test_top_k_and_dev_rows_are_no_part_of_the_paper_tables(run: MadeUp) -> None:
     extra = run.results.rows.assign(perplexity=1.0)
     others = [extra.assign(top_k=2), extra.assign(split="dev"), extra.assign(variant="decay")]
     rows = Results(pd.concat([run.results.rows, *others], ignore_index=True))
@@ -193,7 +198,7 @@ def test_a_run_without_novel_domains_and_with_none_of_the_rows(tmp_path: Path) -
     write_all(empty, tmp_path / "empty" / "report")
 
 
-def test_an_interval_or_a_dash_stands_beneath(run: Run) -> None:
+def test_an_interval_or_a_dash_stands_beneath(run: MadeUp) -> None:
     table = table4(run.results, run.run)
     assert table.second_lines().loc["law", "Dense"] == "[138.60, 184.80]"
     assert table.second_lines().loc["news", "Dense"] == "–"
@@ -205,7 +210,7 @@ def test_an_interval_or_a_dash_stands_beneath(run: Run) -> None:
     assert "No domain has the 20 test documents" in table4(none, run.run).notes[0]
 
 
-def test_grids_are_means_of_their_own_rows(run: Run) -> None:
+def test_grids_are_means_of_their_own_rows(run: MadeUp) -> None:
     decay, blocks = decay_table(run.results, run.run), dev_blocks_table(run.results, run.run)
     assert list(decay.frame.index) == ["0.1", "0.3", "0.9"]
     assert decay.frame["cached prior, 3 training"].tolist() == pytest.approx([111.1 * f for f in DECAYS.values()])
@@ -217,7 +222,7 @@ def test_grids_are_means_of_their_own_rows(run: Run) -> None:
     assert blocks.frame["cached prior, 3 training"].tolist() == pytest.approx([111.1 * f for f in DEV_BLOCKS.values()])
 
 
-def test_a_domain_with_little_dev_text_has_all_of_it_in_larger_priors(run: Run) -> None:
+def test_a_domain_with_little_dev_text_has_all_of_it_in_larger_priors(run: MadeUp) -> None:
     rows = run.results.rows
     short = (rows["variant"] == "dev_blocks") & (rows["domain"] == "law")
     rows = Results(rows[~(short & (rows["dev_blocks"] == 100))])
@@ -225,7 +230,7 @@ def test_a_domain_with_little_dev_text_has_all_of_it_in_larger_priors(run: Run) 
     assert found["100"] == pytest.approx((101 + 111.1 * DEV_BLOCKS[10] + 121.2) / 3)
 
 
-def test_released_weights_and_scorer_are_held_against_history(run: Run) -> None:
+def test_released_weights_and_scorer_are_held_against_history(run: MadeUp) -> None:
     frame = weights_table(run.results, run.run).frame
     change = frame["training: against history, %"]
     assert change["DEMix (cached prior, released weights)"] == pytest.approx(3)
@@ -237,7 +242,7 @@ def test_released_weights_and_scorer_are_held_against_history(run: Run) -> None:
     assert found.loc["DEMix (cached prior, last 4 tokens)", "Mean of 3 training"] == pytest.approx(111.1)
 
 
-def test_the_full_table_has_every_system_once(run: Run) -> None:
+def test_the_full_table_has_every_system_once(run: MadeUp) -> None:
     frame = full_table(run.results, run.run).frame
     assert not frame.duplicated(["Domain", "System"]).any()
     row = frame[(frame["Domain"] == "law") & (frame["System"] == "Dense")].iloc[0]
@@ -246,7 +251,7 @@ def test_the_full_table_has_every_system_once(run: Run) -> None:
     assert "DEMix (naive), chosen on dev" in set(frame.loc[frame["Domain"] == "wiki", "System"])
 
 
-def test_differences_are_named_as_in_the_tables(run: Run) -> None:
+def test_differences_are_named_as_in_the_tables(run: MadeUp) -> None:
     frame = differences_table(run.differences, run.run).frame
     of_naive = frame[(frame["Domain"] == "law") & (frame["System"] == "DEMix (naive)")].set_index("Less")
     assert list(of_naive.index) == ["Dense", "Dense (Balanced)", "DEMix (cached prior)"]
@@ -262,7 +267,7 @@ def test_differences_are_named_as_in_the_tables(run: Run) -> None:
             differences_table(strange, run.run)
 
 
-def test_sums_of_released_weights_stand_where_the_paper_mixes(run: Run) -> None:
+def test_sums_of_released_weights_stand_where_the_paper_mixes(run: MadeUp) -> None:
     frame = table7(run.results, run.run).frame
     label = "Mean of all 3, released weights"
     assert frame.loc[label, "+Expert"] == pytest.approx(110 * 1.01 * 1.03)
@@ -273,7 +278,7 @@ def test_sums_of_released_weights_stand_where_the_paper_mixes(run: Run) -> None:
     )
 
 
-def test_the_audit_sets_train_beside_test(run: Run, tmp_path: Path) -> None:
+def test_the_audit_sets_train_beside_test(run: MadeUp, tmp_path: Path) -> None:
     found = pd.DataFrame(
         [("law", "minus", split, document, matched, matched / 50, 100.0 - matched)
          for split, counts in (("train", (10, 20)), ("test", (2, 4))) for document, matched in enumerate(counts)],
@@ -284,7 +289,7 @@ def test_the_audit_sets_train_beside_test(run: Run, tmp_path: Path) -> None:
     assert not len(audit_table(read_audit(tmp_path / "none.parquet"), run.run).frame)
 
 
-def test_learning_rates_of_adaptation_stand_side_by_side(run: Run, tmp_path: Path) -> None:
+def test_learning_rates_of_adaptation_stand_side_by_side(run: MadeUp, tmp_path: Path) -> None:
     """Two domains, a factor that was chosen for one of them, and one that diverged."""
     for domain, chosen in (("wiki", 1.0), ("songs", 0.1)):
         start = {f"dev_loss/{name}": math.log(100) for name in (*TRAINING, domain)}
@@ -349,16 +354,15 @@ def test_dense_dapt_is_compared_with_the_model_that_it_starts_from(tmp_path: Pat
     run = build_run(tmp_path)
     rows = run.results.rows
     renamed = Results(rows.assign(model=rows["model"].str.replace("dense-dapt", "dense_unbalanced-dapt")))
-    config = run.run | {"adaptation": {"dense": "dense_unbalanced"}}
-    table = table13(renamed, config, run.parents)
+    table = table13(renamed, changed(run.run, adaptation={"dense": "dense_unbalanced"}), run.parents)
     assert table.frame.loc["wiki"].tolist()[:2] == pytest.approx([100 * (1.3 * 1.2 / 1.4 - 1), 100 * (1.1 / 1.4 - 1)])
     assert "Dense-DAPT starts from Dense and" in table.caption
 
 
-def test_dev_blocks_say_what_the_last_one_weighs(run: Run) -> None:
+def test_dev_blocks_say_what_the_last_one_weighs(run: MadeUp) -> None:
     for decay, told in ((0.3, "last block alone weighs 0.70"), (1.0, "all blocks weigh alike")):
-        evaluation = run.run["evaluation"] | {"decay": decay}
-        assert told in dev_blocks_table(run.results, run.run | {"evaluation": evaluation}).notes[-1]
+        other = changed(run.run, evaluation=run.keys["evaluation"] | {"decay": decay})
+        assert told in dev_blocks_table(run.results, other).notes[-1]
 
 
 def test_different_tokens_are_never_compared(tmp_path: Path) -> None:
@@ -381,7 +385,7 @@ def test_doubled_and_lacking_rows_are_named(tmp_path: Path) -> None:
         read_results(tmp_path / "priors.parquet")
 
 
-def test_files_are_the_same_bytes_again_and_hold_the_numbers(run: Run, tmp_path: Path) -> None:
+def test_files_are_the_same_bytes_again_and_hold_the_numbers(run: MadeUp, tmp_path: Path) -> None:
     first, second = write_all(run, tmp_path / "a"), write_all(run, tmp_path / "b")
     assert {path.relative_to(first).as_posix() for path in first.rglob("*.*")} == set(report_files(run.run))
     for name in report_files(run.run):
@@ -403,7 +407,7 @@ def test_files_are_the_same_bytes_again_and_hold_the_numbers(run: Run, tmp_path:
             assert "2,457,600 training tokens" in note
 
 
-def test_adaptation_has_gains_and_costs_side_by_side(run: Run) -> None:
+def test_adaptation_has_gains_and_costs_side_by_side(run: MadeUp) -> None:
     frame = adaptation_table(run.results, run.run, run.parents).frame
     assert list(frame.index) == ["Dense-DAPT", "DEMix-DAPT", "One expert added"]
     columns = [f"{domains}, {when}" for domains in ("2 novel", "3 training") for when in ("before", "after")]
@@ -420,7 +424,7 @@ def test_adaptation_has_gains_and_costs_side_by_side(run: Run) -> None:
     assert f"{4 * whole:,}" in shown
 
 
-def test_main_table_for_the_terminal(run: Run) -> None:
+def test_main_table_for_the_terminal(run: MadeUp) -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(main_table(run.results, run.run))
     text = console.export_text()

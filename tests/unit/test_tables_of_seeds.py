@@ -11,15 +11,15 @@ from demix.report.all_tables import main_table, scale_note
 from demix.report.own_tables import full_table, seeds_table
 from demix.report.paper_tables import table3, table4
 from demix.report.read import Results
-from support.synthetic_run import Run
+from support.synthetic_run import MadeUp
 
 
 @pytest.fixture(scope="module")
-def run(made_up: Run) -> Run:
+def run(made_up: MadeUp) -> MadeUp:
     return made_up
 
 
-def test_seeds_are_shown_as_mean_and_spread(run: Run) -> None:
+def test_seeds_are_shown_as_mean_and_spread(run: MadeUp) -> None:
     """Runs of different seeds have other test splits, hence other tokens."""
     rows = run.results.rows
     other = rows.assign(seed=2, perplexity=rows["perplexity"] + 6, tokens_sha256="other")
@@ -34,7 +34,7 @@ def test_seeds_are_shown_as_mean_and_spread(run: Run) -> None:
     assert "2 seeds" in scale_note(both, run.run)
 
 
-def test_changes_within_a_seed_and_their_spread(run: Run) -> None:
+def test_changes_within_a_seed_and_their_spread(run: MadeUp) -> None:
     """The second seed doubles the perplexities of both systems of a pair and those of DEMix by a further tenth."""
     rows = run.results.rows
     again = rows.assign(seed=2, perplexity=rows["perplexity"] * np.where(rows["model"] == "demix", 2.2, 2.0))
@@ -49,7 +49,7 @@ def test_changes_within_a_seed_and_their_spread(run: Run) -> None:
     assert "Dense (Balanced)" not in both.index
 
 
-def test_rules_that_a_config_leaves_out_have_no_rows_in_the_main_table(run: Run) -> None:
+def test_rules_that_a_config_leaves_out_have_no_rows_in_the_main_table(run: MadeUp) -> None:
     less = Results(run.results.rows.query("weights != 'released'"))
     weights = [list(main_table(results, run.run).columns[1].cells) for results in (run.results, less)]
     assert weights[1] == [rule for rule in weights[0] if rule != "released"]

@@ -12,10 +12,11 @@ from demix.files import write_parquet
 from demix.report import report_files
 from demix.report.read import read_tasks
 from demix.report.tasks import tasks_table, write_tasks
+from demix.run.run import Run
+from support.configs import changed, domains, small_run
 
-CONFIG: dict[str, Any] = {
-    "run": "r", "seed": 1, "domains": {"training": {"law": {}, "news": {}}, "novel": {}},
-    "models": {"btm": {"kind": "branched"}},
+SECTIONS: dict[str, Any] = {
+    "domains": domains(("law", "news")), "models": {"btm": {"kind": "branched"}},
     "tasks": {"topics": {"path": "x.jsonl", "shots": 8, "seeds": [1, 2]}, "domain": {"made": "domains"}},
 }  # fmt: skip
 
@@ -44,13 +45,13 @@ ROWS = [
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path: Path) -> Run:
     write_parquet(pa.Table.from_pylist(ROWS, table_schema(TASKS)), tmp_path / "tasks.parquet")
-    return tmp_path
+    return small_run(tmp_path, **SECTIONS)
 
 
-def test_numbers_stand_with_intervals_and_chance(run: Path) -> None:
-    table = tasks_table(read_tasks(run / "tasks.parquet"), CONFIG)
+def test_numbers_stand_with_intervals_and_chance(run: Run) -> None:
+    table = tasks_table(read_tasks(run.folder / "tasks.parquet"), run)
     assert list(table.frame.columns) == ["topics", "domain"]
     assert list(table.frame.index) == [
         "Dense (Balanced)", "btm (average)", "btm (cluster)", "btm (cluster, top-1)", "btm (updating) (oracle)",
@@ -66,20 +67,20 @@ def test_numbers_stand_with_intervals_and_chance(run: Path) -> None:
     assert "topics: 100 examples, 8 demonstrations by 2 seeds; domain: " in table.notes[0]
 
 
-def test_bold_is_the_best_above_chance_that_reads_no_test_label(run: Path) -> None:
-    bold = tasks_table(read_tasks(run / "tasks.parquet"), CONFIG).bold()
+def test_bold_is_the_best_above_chance_that_reads_no_test_label(run: Run) -> None:
+    bold = tasks_table(read_tasks(run.folder / "tasks.parquet"), run).bold()
     assert list(bold.index[bold["topics"]]) == ["btm (cluster)"]
     assert not bold["domain"].any(), "neither oracles nor numbers as chance"
 
 
-def test_only_a_run_with_tasks_has_the_table(run: Path) -> None:
-    without = {key: value for key, value in CONFIG.items() if key != "tasks"}
+def test_only_a_run_with_tasks_has_the_table(run: Run) -> None:
+    without = changed(run, tasks={})
     assert not any("tasks" in name for name in report_files(without))
-    assert {"tables/tasks.html", "tables/tasks.md", "tables/tasks.tex"} <= {*report_files(CONFIG)}
-    write_tasks(run, without, run / "none", "note")
-    assert not (run / "none").exists()
-    write_tasks(run, CONFIG, run / "report", "This run is small.")
-    text = (run / "report" / "tables" / "tasks.md").read_text()
+    assert {"tables/tasks.html", "tables/tasks.md", "tables/tasks.tex"} <= {*report_files(run)}
+    write_tasks(without, run.folder / "none", "note")
+    assert not (run.folder / "none").exists()
+    write_tasks(run, run.folder / "report", "This run is small.")
+    text = (run.folder / "report" / "tables" / "tasks.md").read_text()
     assert "**80.0**<br>70.0 to 90.0" in text
     assert "This run is small." in text
-    assert pd.read_parquet(run / "tasks.parquet").shape[0] == len(ROWS)
+    assert pd.read_parquet(run.folder / "tasks.parquet").shape[0] == len(ROWS)

@@ -19,7 +19,8 @@ from demix.run.kept import config_fingerprint, read_run_config
 from demix.track.client import NETWORK_FILE_SYSTEMS, file_system
 from demix.track.records import flatten
 from demix.track.store import track
-from support.synthetic_run import NOVEL, TRAINING, Run, build_run
+from support.configs import changed
+from support.synthetic_run import NOVEL, TRAINING, MadeUp, build_run
 
 MODELS = 4 + 1
 # dense, dense_unbalanced, domain_token; demix; minus-…; plus-…; without-law; dense-dapt-…
@@ -28,10 +29,9 @@ RUNS = 1 + MODELS + 2 * len(NOVEL) + EVALUATIONS
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
     run = build_run(tmp_path_factory.mktemp("run") / "results" / "made-up")
-    path = run.path
-    write_report(path, run.run, path / "report")
+    write_report(run.run, run.path / "report")
     return run
 
 
@@ -52,10 +52,10 @@ def history(uri: str, run_id: str, key: str) -> list[tuple[int, float]]:
 
 
 def test_all_is_there_and_a_second_time_changes_nothing(
-    run: Run, uri: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: MadeUp, uri: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    summary = track(run.path, run.run, uri, "same")
+    summary = track(run.run, uri, "same")
     assert f"{RUNS} new, 0 replaced, 0 unchanged, 0 deleted" in summary
     assert capsys.readouterr().out == summary + "\n"
     assert list(tmp_path.iterdir()) == []
@@ -115,7 +115,7 @@ def test_all_is_there_and_a_second_time_changes_nothing(
     minus = before["evaluation/demix/minus-law"].data.metrics
     assert set(minus) == {"perplexity/cached.history/law", "perplexity/cached.released/law"}
 
-    assert f"0 new, 0 replaced, {RUNS} unchanged, 0 deleted" in track(run.path, run.run, uri, "same")
+    assert f"0 new, 0 replaced, {RUNS} unchanged, 0 deleted" in track(run.run, uri, "same")
     after = stored(uri, "same")
     assert {key: item.info.run_id for key, item in after.items()} == {k: item.info.run_id for k, item in before.items()}
     assert len(history(uri, after["training/demix"].info.run_id, "loss")) == len(lines)
@@ -133,7 +133,7 @@ def test_the_first_page_has_headlines_dev_curves_and_times(uri: str, tmp_path: P
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"s\tcpu_time\tmax_rss\n{seconds}\t1\t1\n")
         os.utime(file, (ended, ended))
-    track(run.path, run.run, uri, "first page")
+    track(run.run, uri, "first page")
     found = stored(uri, "first page")
     spans = {key: (one.info.start_time / 1000, one.info.end_time / 1000) for key, one in found.items()}
     # Four updates of 5 seconds each, in a job of 30.
@@ -154,27 +154,27 @@ def test_the_first_page_has_headlines_dev_curves_and_times(uri: str, tmp_path: P
 
 def test_a_change_replaces_and_a_missing_file_deletes(uri: str, tmp_path: Path) -> None:
     run = build_run(tmp_path / "run", steps=5)
-    track(run.path, run.run, uri, "changing")
+    track(run.run, uri, "changing")
     before = stored(uri, "changing")
     metrics = run.path / "metrics" / "dense.jsonl"
     write_json_lines(metrics, read_json_lines(metrics)[:3])
     (run.path / "metrics" / "without-law.jsonl").unlink()
-    summary = track(run.path, run.run, uri, "changing")
+    summary = track(run.run, uri, "changing")
     assert f"0 new, 1 replaced, {RUNS - 2} unchanged, 1 deleted" in summary
     after = stored(uri, "changing")
     assert before.keys() - after.keys() == {"training/without-law"}
     assert {key for key in after if after[key].info.run_id != before[key].info.run_id} == {"training/dense"}
     assert len(history(uri, after["training/dense"].info.run_id, "loss")) == 3
 
-    config = {**run.run, "threads": 3}
-    assert f"1 replaced, {RUNS - 2} unchanged" in track(run.path, config, uri, "changing")
+    other = changed(run.run, threads=3)
+    assert f"1 replaced, {RUNS - 2} unchanged" in track(other, uri, "changing")
     moved = stored(uri, "changing")
     assert moved["pipeline"].info.run_id != after["pipeline"].info.run_id
     assert {item.data.tags.get("mlflow.parentRunId") for key, item in moved.items() if key != "pipeline"} == {
         moved["pipeline"].info.run_id
     }
-    assert config_fingerprint(config) != config_fingerprint(run.run)
-    assert {item.data.tags["demix.config"] for item in moved.values()} == {config_fingerprint(config)}
+    assert config_fingerprint(other.config) != config_fingerprint(run.run.config)
+    assert {item.data.tags["demix.config"] for item in moved.values()} == {config_fingerprint(other.config)}
 
 
 def test_settings_are_those_of_the_kind_of_model(uri: str, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_settings_are_those_of_the_kind_of_model(uri: str, tmp_path: Path) -> No
         write_json(run.path / "sweep" / f"{model}.json", {"learning_rate": 5e-4, "margin": 0.1, "trials": trials})
     write_json_lines(run.path / "metrics" / "demix-seed2.jsonl", read_json_lines(run.path / "metrics" / "demix.jsonl"))
     overrides = {"demix": {"sweep": {"learning_rates": [5e-4], "tokens": 8192}}}
-    track(run.path, run.run | {"seeds": [1, 2], "models": overrides}, uri, "swept")
+    track(changed(run.run, seeds=[1, 2], models=overrides), uri, "swept")
     found = stored(uri, "swept")
     for name in ("demix", "demix-seed2", "without-law"):
         params = found[f"training/{name}"].data.params
@@ -193,31 +193,31 @@ def test_settings_are_those_of_the_kind_of_model(uri: str, tmp_path: Path) -> No
     assert "sweep.learning_rate" not in found["training/dense"].data.params, "left over from an earlier config"
 
 
-def test_one_process_writes_at_a_time(uri: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_writes_at_a_time(uri: str, run: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("demix.track.client.PATIENCE_SECONDS", 0.0)
     store = Path(uri.removeprefix("sqlite:///"))
     with (
         exclusive(store.with_name(".mlflow.db.lock"), "tests"),
         pytest.raises(DemixError, match=r"another process .* writes to mlflow\.db"),
     ):
-        track(run.path, run.run, uri, "locked")
+        track(run.run, uri, "locked")
 
 
 def test_an_interrupted_run_is_made_anew_and_other_runs_are_left_alone(uri: str, tmp_path: Path) -> None:
     run = build_run(tmp_path / "run", steps=3)
-    track(run.path, run.run, uri, "shared")
+    track(run.run, uri, "shared")
     client = MlflowClient(tracking_uri=uri)
     client.delete_tag(stored(uri, "shared")["training/demix"].info.run_id, "demix.sha256")
     other = client.create_run(
         client.get_experiment_by_name("shared").experiment_id, tags={"demix.key": "someone else's"}
     )
-    assert f"0 new, 1 replaced, {RUNS - 1} unchanged, 0 deleted" in track(run.path, run.run, uri, "shared")
+    assert f"0 new, 1 replaced, {RUNS - 1} unchanged, 0 deleted" in track(run.run, uri, "shared")
     assert stored(uri, "shared")["someone else's"].info.run_id == other.info.run_id
 
 
 def test_more_metrics_than_one_batch_holds(uri: str, tmp_path: Path) -> None:
     run = build_run(tmp_path / "run", steps=400)
-    track(run.path, run.run, uri, "long")
+    track(run.run, uri, "long")
     client, item = MlflowClient(tracking_uri=uri), stored(uri, "long")["training/dense"]
     file = run.path / "metrics" / "dense.jsonl"
     rows = read_json_lines(file)
@@ -233,16 +233,16 @@ def test_bad_input_is_one_line(uri: str, tmp_path: Path) -> None:
     run = build_run(tmp_path / "run", steps=1)
     (run.path / "results.parquet").unlink()
     with pytest.raises(DemixError, match=r"results\.parquet: is missing"):
-        track(run.path, run.run, uri, "bad")
+        track(run.run, uri, "bad")
     run = build_run(tmp_path / "run", steps=1)
     (tmp_path / "not.db").write_text("this is no database")
     with pytest.raises(DemixError, match=r"not\.db") as error:
-        track(run.path, run.run, f"sqlite:///{tmp_path}/not.db", "bad")
+        track(run.run, f"sqlite:///{tmp_path}/not.db", "bad")
     assert "\n" not in str(error.value)
     with pytest.raises(DemixError, match=r"127\.0\.0\.1"):
-        track(run.path, run.run, "http://127.0.0.1:9", "bad")
+        track(run.run, "http://127.0.0.1:9", "bad")
     with pytest.raises(DemixError, match="needs the Python package MySQLdb; pip install mysqlclient"):
-        track(run.path, run.run, "mysql://nobody@127.0.0.1/demix", "bad")
+        track(run.run, "mysql://nobody@127.0.0.1/demix", "bad")
 
 
 def test_flatten() -> None:
@@ -251,13 +251,13 @@ def test_flatten() -> None:
 
 
 def test_sqlite_on_a_network_file_system_is_warned_of(
-    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    run: MadeUp, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No such file system can be mounted here: the type of a real one is put on the list."""
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    track(run.path, run.run, uri, "quiet")
+    track(run.run, uri, "quiet")
     assert "network file system" not in caplog.text
     assert file_system(Path("/proc/self")) == "proc"
     monkeypatch.setattr("demix.track.client.NETWORK_FILE_SYSTEMS", NETWORK_FILE_SYSTEMS | {file_system(tmp_path)})
-    track(run.path, run.run, uri, "quiet")
+    track(run.run, uri, "quiet")
     assert "SQLite on a network file system" in caplog.text

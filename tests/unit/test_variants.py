@@ -10,7 +10,8 @@ from demix.report import left_out
 from demix.report.read import Results
 from demix.report.variants import variants_table
 from demix.run.variants import variant_rows
-from support.synthetic_run import NOVEL, TRAINING, Run
+from support.configs import changed
+from support.synthetic_run import NOVEL, TRAINING, MadeUp
 
 MLM = {"attention": "bidirectional", "objective": "mlm"}
 ROWS = {
@@ -25,25 +26,26 @@ FACTORS = {"dense_alibi": 0.9, "dense_both": 1.1, "demix_clap": 0.8}
 
 
 @pytest.fixture(scope="module")
-def run(made_up: Run) -> Run:
+def run(made_up: MadeUp) -> MadeUp:
     rows = made_up.results.rows
     more = [
         found.assign(model=name, perplexity=found["perplexity"] * factor)
         for name, factor in FACTORS.items()
         for found in [rows[rows["model"] == ROWS[name]["kind"]]]
     ]
-    config = made_up.config | {"models": ROWS}
-    return replace(made_up, config=config, results=Results(pd.concat([rows, *more], ignore_index=True)))
+    return replace(
+        made_up, run=changed(made_up.run, models=ROWS), results=Results(pd.concat([rows, *more], ignore_index=True))
+    )
 
 
-def test_only_rows_that_differ_in_options_alone_are_variants(run: Run) -> None:
+def test_only_rows_that_differ_in_options_alone_are_variants(run: MadeUp) -> None:
     assert variant_rows(run.run) == {"dense_alibi": "dense", "dense_both": "dense", "demix_clap": "demix"}
     assert "variants" not in left_out(run.run)
-    plain = run.run | {"models": {name: ROWS[name] for name in ("dense_same", "dense_longer", "masked")}}
+    plain = changed(run.run, models={name: ROWS[name] for name in ("dense_same", "dense_longer", "masked")})
     assert left_out(plain)["variants"] == "row of other options"
 
 
-def test_each_variant_stands_below_the_row_that_it_is_compared_with(run: Run) -> None:
+def test_each_variant_stands_below_the_row_that_it_is_compared_with(run: MadeUp) -> None:
     frame = variants_table(run.results, run.run).frame
     assert list(frame.index) == ["Dense (Balanced)", "dense_alibi", "dense_both", "DEMix", "demix_clap"]
     assert list(frame["Options"]) == [

@@ -17,7 +17,9 @@ from demix.report import watch as module
 from demix.report.watch import Course, courses, picture, watch
 from demix.run.check import load_run
 from demix.run.kept import write_run_config
+from demix.run.run import Run
 from support.cli import demix, said
+from support.configs import small_run
 
 REPOSITORY = Path(__file__).parents[2]
 STEP_TOKENS = 8 * 256
@@ -59,7 +61,7 @@ def dead() -> str:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     run = tmp_path / "results" / "sample"
-    write_run_config(run / "config.json", load_run(REPOSITORY / "config" / "sample.yaml"))
+    write_run_config(run / "config.json", load_run(REPOSITORY / "config" / "sample.yaml").config)
     return run
 
 
@@ -92,11 +94,11 @@ def test_no_number_is_cut(width: int) -> None:
     """A terminal that is too narrow for all of it breaks names; a column that is empty is not shown."""
     one = Course("sweep/demix_seeded/0.002", "running", 1230, 56789, 14.512, None, 123456.0, 70000.0)
     console = Console(file=io.StringIO(), width=width)
-    console.print(picture(Path("sample"), [one]))
+    console.print(picture(small_run(Path("sample")), [one]))
     _, heads, line, *_ = console.file.getvalue().splitlines()
     assert heads.split() == ["model", "update", "loss", "tokens/s", "left"]
     assert line.split()[-5:] == ["2%", "1,230/56,789", "14.512", "123,456", "1166:40"]
-    console.print(picture(Path("sample"), [Course("demix", "running")]))
+    console.print(picture(small_run(Path("sample")), [Course("demix", "running")]))
     assert console.file.getvalue().splitlines()[-2].split() == ["model", "update", "left"]
 
 
@@ -107,7 +109,7 @@ def test_it_ends_when_nothing_runs(run: Path, dead: str, monkeypatch: pytest.Mon
     seen: list[list[str]] = []
 
     def sleep(_: float) -> None:
-        seen.append([course.state for course in courses(run, load_run(REPOSITORY / "config" / "sample.yaml"))])
+        seen.append([course.state for course in courses(Run.read(run))])
         if len(seen) == 1:
             write_json_lines(run / "metrics" / "demix.jsonl", rows(STEPS))
             (folder / "metrics.jsonl").unlink()
@@ -126,7 +128,7 @@ def test_it_ends_when_nothing_runs(run: Path, dead: str, monkeypatch: pytest.Mon
 def test_a_number_that_a_later_process_got_is_not_the_holder(run: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as later:
         under_way(run, "demix", rows(5), f"{os.uname().nodename} {later.pid}\n", age=module.RECENT / 2)
-        (course,) = courses(run, load_run(REPOSITORY / "config" / "sample.yaml"))
+        (course,) = courses(Run.read(run))
         later.kill()
     assert course.state == "stopped"
 

@@ -12,9 +12,9 @@ from demix.files import is_made, read_json, write_json, write_parquet
 from demix.report import REPORT_FILES, write_report
 from demix.report.card import model_card
 from demix.report.read import read_differences, read_overlap, read_posteriors, read_priors
-from demix.run.kept import read_run_config
+from demix.run.run import Run
 from demix.track.store import track
-from support.synthetic_run import Run, build_run
+from support.synthetic_run import MadeUp, build_run
 
 INSTEAD: dict[str, Callable[[Path], object]] = {
     "empty": lambda path: path.write_bytes(b""),
@@ -50,7 +50,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
     run = build_run(tmp_path_factory.mktemp("run"), steps=1)
     for name in (*REPORT_FILES, "cards/demix.md"):
         path = run.path / "report" / name
@@ -61,17 +61,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def read(reader: str, run: Path, output: Path) -> None:
     """Do what a command does with a run, the results and the store below `output`."""
-    config = read_run_config(run)
+    made = Run.read(run)
     if reader == "report":
-        write_report(run, config, output / "report")
+        write_report(made, output / "report")
     elif reader == "card":
-        model_card(run, "demix")
+        model_card(made, "demix")
     else:
-        track(run, config, f"sqlite:///{output}/mlflow.db", "x")
+        track(made, f"sqlite:///{output}/mlflow.db", "x")
 
 
 @pytest.mark.parametrize(("reader", "name", "instead"), CASES)
-def test_what_is_no_whole_file_is_refused(reader: str, name: str, instead: str, run: Run, tmp_path: Path) -> None:
+def test_what_is_no_whole_file_is_refused(reader: str, name: str, instead: str, run: MadeUp, tmp_path: Path) -> None:
     path = run.path / name
     path.rename(tmp_path / "kept")
     try:
@@ -88,11 +88,11 @@ def test_what_is_no_whole_file_is_refused(reader: str, name: str, instead: str, 
         (tmp_path / "kept").rename(path)
 
 
-def test_a_report_that_lacks_a_file_is_not_tracked(run: Run, tmp_path: Path) -> None:
+def test_a_report_that_lacks_a_file_is_not_tracked(run: MadeUp, tmp_path: Path) -> None:
     path = run.path / "report" / "claims.html"
     path.rename(tmp_path / "kept")
     with pytest.raises(DemixError, match=r"claims\.html: is missing; run `demix report` again"):
-        track(run.path, run.run, f"sqlite:///{tmp_path}/mlflow.db", "x")
+        track(run.run, f"sqlite:///{tmp_path}/mlflow.db", "x")
     (tmp_path / "kept").rename(path)
 
 
@@ -116,7 +116,7 @@ def test_a_key_that_a_file_lacks_is_named_with_the_file(tmp_path: Path) -> None:
     assert found == {"inner": {}}
 
 
-def test_one_domains_evaluation_in_anothers_place_is_named(run: Run, tmp_path: Path) -> None:
+def test_one_domains_evaluation_in_anothers_place_is_named(run: MadeUp, tmp_path: Path) -> None:
     for name, reads in (
         ("priors.parquet", read_priors),
         ("differences.parquet", read_differences),
