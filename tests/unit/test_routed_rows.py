@@ -286,10 +286,8 @@ def test_upcycling_begins_with_the_next_loss_of_its_parent(run: Path) -> None:
 def test_a_continued_model_is_the_obvious_one(run: Path, tokens: Path, tmp_path: Path) -> None:
     """Against a loop written here, from the dense model's own files after ten steps."""
     folder = run / "seeds" / "dense" / "step-00000010"
-    train_model(
-        "routed", RECIPE, shard_paths(tokens), tmp_path / "model", tmp_path / "on.jsonl", tmp_path / "checkpoints",
-        branch=folder,
-    )  # fmt: skip
+    places = tmp_path / "model", tmp_path / "on.jsonl", tmp_path / "checkpoints"
+    train_model("routed", RECIPE, shard_paths(tokens), *places, branch=folder)
     saved = load_file(folder / "shared.safetensors") | load_file(folder / "expert-dense.safetensors")
     model = GPT(ARCHITECTURE, 400, ("dense",)).initialise(1)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1)
