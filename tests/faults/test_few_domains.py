@@ -17,9 +17,8 @@ from demix.settings import settings_from
 from support.breaking import Note
 from support.cli import demix
 from support.configs import domains, small
-from support.synthetic_run import build_run, with_keys
 from support.scored import write_columns
-from support.synthetic_run import build_run
+from support.synthetic_run import build_run, with_keys
 
 TRAINING, NOVEL = ("code", "law", "news", "talks"), ("wiki", "songs", "plays")
 TABLES = ("results", "priors", "differences", "posteriors")

@@ -26,8 +26,8 @@ from demix.mix.priors import cached_log_prior, fitted_log_prior
 from demix.mix.rules import Switching, Tempered
 from demix.run.systems import bases, compared
 from demix.run.systems import evaluated as evaluated_tables
-from support.configs import changed, domains, small_run
 from support.cli import demix
+from support.configs import changed, domains, small_run
 from support.models import write_model
 from support.scored import write_table
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from demix.config.run import write_run_config
 from scipy.special import softmax
 from sklearn.metrics.pairwise import euclidean_distances
 
@@ -28,8 +27,8 @@ from demix.model.decode import Decoder, generate, log_prior_of, named_prior, pos
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.scoring import columns_of
 from demix.run.kept import write_run_config
-from support.configs import domains, small_run
 from support.cli import demix
+from support.configs import domains, small_run
 from support.models import write_model
 from support.tokens import TRAINING
 

@@ -45,11 +45,6 @@ def write_all(run: MadeUp, output: Path) -> Path:
     return output
 
 
-def test_importing_the_report_is_cheap() -> None:
-    code = "import demix.report, sys; print({'torch', 'mlflow', 'altair', 'pandas'} & sys.modules.keys() or 'none')"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "none"
-
-
 def test_table3_is_the_plain_mean_over_training_domains(run: MadeUp) -> None:
     frame = table3(run.results, run.run).frame
     assert frame["Perplexity"].to_dict() == pytest.approx(
