@@ -35,8 +35,9 @@ from demix.track.store import track
 from demix.train.parallel import World
 from demix.train.state import newest_state
 from support.breaking import Note, demix, told
+from support.configs import domains, written_by_hand
 from support.disturbed import TINY
-from support.synthetic_run import build_run
+from support.synthetic_run import NOVEL, TRAINING, build_run, with_keys
 
 MARKUP = "<img src=x onerror=alert(1)>"
 LINK = "![a](http://evil.example) `b` **c** www.evil.example ^^5cinput"
@@ -228,9 +229,12 @@ def test_arrow_with_absurd_lengths(tmp_path: Path, times: Times, chance: random.
 
 def test_markup_in_names_is_shown_as_text(tmp_path: Path, note: Note) -> None:
     """The config allows no such domain; here they come from files of a run that somebody else made."""
-    run = build_run(tmp_path / "run", training=(MARKUP, "law", LINK), novel=("wiki", "<script>alert(2);"))
-    with note.timed("markup in domain names", "shown as text in the report"):
-        write_report(run.path, run.run, tmp_path / "report")
+    run = build_run(tmp_path / "run")
+    for name, parent in zip(NOVEL, (f"{MARKUP} {LINK}", "<script>alert(2);"), strict=True):
+        path = run.path / "models" / "demix" / "experts" / f"{name}.json"
+        write_json(path, read_json(path) | {"parent": parent})
+    with note.timed("markup in names of parents", "shown as text in the report"):
+        write_report(run.run, tmp_path / "report")
     pages = [path for path in (tmp_path / "report").rglob("*") if path.suffix in (".html", ".svg", ".md", ".tex")]
     assert len([path for path in pages if path.suffix == ".html"]) > 5
     shown = 0
@@ -244,7 +248,13 @@ def test_markup_in_names_is_shown_as_text(tmp_path: Path, note: Note) -> None:
         if path.suffix == ".md":
             assert not re.search(r"(?<!\\)`|(?<!\\)\]\(|:(?=//)|www(?=\.)", text), path
         shown += "&lt;img" in text
-    assert shown > 5
+    assert shown
+    for name in (MARKUP, LINK, "<script>alert(2);"):
+        written_by_hand(run.path, domains=domains((name, *TRAINING), NOVEL))
+        with note.timed("markup in domain names", "common error"):
+            line = told(demix("report", run.path, "--output", tmp_path / "refused"))
+        assert "is not a usable domain name" in line
+    assert not (tmp_path / "refused").exists()
 
 
 def test_free_texts_of_a_config_are_text_in_pages_cards_and_mlflow(
@@ -253,12 +263,12 @@ def test_free_texts_of_a_config_are_text_in_pages_cards_and_mlflow(
     """Licences, instructions, paths and the experiment may be anything."""
     text = f"{MARKUP} {LINK} <script>alert(2)</script>\n# x\x1b[2J"
     run, uri = build_run(tmp_path / "results" / "run"), f"sqlite:///{tmp_path}/mlflow.db"
-    for one in (one for kind in run.run["domains"].values() for one in kind.values()):
+    for one in (one for kind in run.keys["domains"].values() for one in kind.values()):
         one |= {"licence": text, "source": one["source"] | {"instructions": text, "path": text}}
-    run.run["tracking"] = {"uri": uri, "experiment": text}
+    made = with_keys(run.path, run.keys | {"tracking": {"uri": uri, "experiment": text}})
     with note.timed("markup in free texts of a config", "text in pages and figures, values in MLflow"):
-        write_report(run.path, run.run, run.path / "report")
-        track(run.path, run.run, uri, text)
+        write_report(made, run.path / "report")
+        track(made, uri, text)
     pages = [path for path in tmp_path.rglob("*") if path.suffix in (".html", ".svg", ".md")]
     assert {path.suffix for path in pages} == {".html", ".svg", ".md"}
     for path in pages:

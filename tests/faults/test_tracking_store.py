@@ -1,6 +1,5 @@
 """The tracking store gone, locked or damaged: the run's results stand, and tracking later fills in what is missing."""
 
-import json
 import os
 import shutil
 import sqlite3
@@ -67,21 +66,21 @@ def test_a_damaged_store_is_told_and_filled_in_later(tmp_path: Path, note: Note)
             note.timed(f"tracking store {break_it.__name__}", "common error"),
             pytest.raises(DemixError, match=rf"{database.name}") as error,
         ):
-            track(run.path, run.run, f"sqlite:///{database}", "broken")
+            track(run.run, f"sqlite:///{database}", "broken")
         assert "\n" not in str(error.value)
         mend()
     # MLflow keeps what it once opened: the next process would take the mended one of the same name.
     with note.timed("tracking store mended", "track fills it in"):
-        track(run.path, run.run, f"sqlite:///{tmp_path}/mended.db", "broken")
+        track(run.run, f"sqlite:///{tmp_path}/mended.db", "broken")
     assert runs(tmp_path / "mended.db") > 5
 
 
 def test_a_kill_while_the_store_is_made(tmp_path: Path, note: Note) -> None:
     run = build_run(tmp_path / "run", steps=1)
     database = tmp_path / "mlflow.db"
-    code = "import sys, json; from demix.track.store import track; run, config, *rest = sys.argv[1:]\n"
-    code += "track(run, json.loads(config), *rest)"
-    command = [sys.executable, "-c", code, str(run.path), json.dumps(run.run), f"sqlite:///{database}", "killed"]
+    code = "import sys; from pathlib import Path; from demix.run.run import Run; from demix.track.store import track\n"
+    code += "run, *rest = sys.argv[1:]; track(Run.read(Path(run)), *rest)"
+    command = [sys.executable, "-c", code, str(run.path), f"sqlite:///{database}", "killed"]
 
     def size() -> int:
         # What is listed may have been renamed since.

@@ -27,9 +27,11 @@ from demix.report.compare import (
     compare,
 )
 from demix.report.compared import write_page
-from demix.run.kept import config_fingerprint, read_run_config, write_run_config
+from demix.run.kept import config_fingerprint, read_run_config
 from support.cli import demix
 from support.compared import BYTES, NOVEL, PIECES, TRAINING, make_run
+from support.configs import domains, written_by_hand
+from support.synthetic_run import with_keys
 
 PLAIN = {"Dense (Balanced)": ("dense", ("dense",)), "DEMix (average)": ("demix", TRAINING)}
 
@@ -58,7 +60,7 @@ def systems(compared: Comparison, **where: str) -> pd.DataFrame:
 
 def copied(run: Path, to: Path, name: str = "other", **changes: object) -> Path:
     shutil.copytree(run, to)
-    write_run_config(to / "config.json", read_run_config(run) | {"run": name} | changes)
+    with_keys(to, read_run_config(run).values | {"run": name} | changes)
     return to
 
 
@@ -143,16 +145,14 @@ def test_every_system_has_an_interval_around_its_change(both: Comparison) -> Non
 
 
 def test_names_and_orders_change_nothing(both: Comparison, base: Path, other: Path, tmp_path: Path) -> None:
-    renamed = copied(other, tmp_path / "renamed", "another name")
-    config = read_run_config(base)
-    config["domains"]["training"] = dict(reversed(config["domains"]["training"].items()))
-    turned = copied(base, tmp_path / "turned", "turned", domains=config["domains"])
+    renamed = copied(other, tmp_path / "renamed", "another-name")
+    turned = copied(base, tmp_path / "turned", "turned", domains=domains(reversed(TRAINING), NOVEL))
     columns = ["value", "low", "high", "change", "change_low", "change_high"]
     expected = systems(both, run="other", kind="training")[columns]
-    found = systems(compare([turned, renamed]), run="another name", kind="training")[columns]
+    found = systems(compare([turned, renamed]), run="another-name", kind="training")[columns]
     pd.testing.assert_frame_equal(found, expected, rtol=1e-9)
     three = compare([base, renamed, turned])
-    pd.testing.assert_frame_equal(systems(three, run="another name", kind="training")[columns], expected)
+    pd.testing.assert_frame_equal(systems(three, run="another-name", kind="training")[columns], expected)
 
     backwards = [make_run(tmp_path / f"back{n}", f"b{n}", effect=n, backwards=True) for n in (0, 1)]
     plain = systems(compare(backwards), run="b1", kind="training").loc[list(PLAIN), columns]
@@ -251,23 +251,26 @@ def test_few_documents_have_intervals_of_blocks_within_them(tmp_path: Path) -> N
 
 def test_settings_that_differ(base: Path, tmp_path: Path) -> None:
     changes = {
-        "training": {"learning_rate": 2e-3, "warmup": 0.1}, "seeds": [1, 2], "architecture": {"context": 8.0},
-        "models": {"big": {"kind": "dense"}}, "uri": "postgresql://me:secret@host/demix",
+        "training": {"tokens": 1000, "sequences": 1, "learning_rate": 2e-3, "warmup": 0.1}, "seeds": [1, 2],
+        "models": {"big": {"kind": "dense"}},
     }  # fmt: skip
-    found = compare([base, copied(base, tmp_path / "run", **changes)]).settings
+    run = copied(base, tmp_path / "run", **changes)
+    # No config may have one, but a run of somebody else's may.
+    written_by_hand(run, tracking={"uri": "postgresql://me:secret@host/demix", "experiment": None})
+    found = compare([base, run]).settings
     assert found.to_dict("index") == {
         "seeds": {"base": "[]", "other": "[1, 2]"},
         "training.learning_rate": {"base": "0.001", "other": "0.002"},
-        "training.warmup": {"base": "–", "other": "0.1"},
-        "models": {"base": "–", "other": '{"big": {"kind": "dense"}}'},
-        "uri": {"base": "–", "other": '"postgresql://***@host/demix"'},
+        "training.warmup": {"base": "0.08", "other": "0.1"},
+        "models.big": {"base": "–", "other": '{"kind": "dense"}'},
+        "tracking.uri": {"base": '"sqlite:///results/mlflow.db"', "other": '"postgresql://***@host/demix"'},
     }
 
 
 def test_what_one_run_alone_has(base: Path, tmp_path: Path) -> None:
     fewer = make_run(
         tmp_path / "run", "fewer", models={"dense_unbalanced": None},
-        domains={"training": dict.fromkeys(("law",)), "novel": dict.fromkeys(("songs", "news"))},
+        domains=domains(("law",), ("songs", "news")),
     )  # fmt: skip
     found = compare([base, fewer])
     assert found.domains == {"training": ["law"], "novel": ["songs"]}
@@ -293,8 +296,7 @@ def test_a_row_of_another_kind_is_another_system(base: Path, tmp_path: Path) -> 
 
 
 def test_runs_without_a_common_domain(base: Path, tmp_path: Path) -> None:
-    domains = {"training": {"other": None}, "novel": {"another": None}}
-    found = compare([base, copied(base, tmp_path / "run", domains=domains)])
+    found = compare([base, copied(base, tmp_path / "run", domains=domains(("other",), ("another",)))])
     assert found.systems.empty
     assert found.domains == {}
     done = demix("compare", str(base), str(tmp_path / "run"), "--html", str(tmp_path / "page.html"))
@@ -333,9 +335,12 @@ def test_last_values_of_curves(both: Comparison) -> None:
     assert list(both.curves["model"]) == ["demix", "demix", "dense", "dense"]
 
 
-def test_the_page_stands_alone(base: Path, other: Path, tmp_path: Path) -> None:
-    named = copied(other, tmp_path / "named", "<b>[red]x")
-    done = demix("compare", str(base), str(named), "--html", str(tmp_path / "new" / "page.html"))
+def test_the_page_stands_alone(base: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of one name are told apart by their folders, which may have any name."""
+    monkeypatch.chdir(tmp_path)
+    for run, folder in ((base, "one"), (other, "<b>[red]x")):
+        copied(run, tmp_path / folder, "same")
+    done = demix("compare", "one", "<b>[red]x", "--html", "new/page.html")
     assert done.exit_code == 0, done.output
     assert "<b>[red]x" in done.output
     page = (tmp_path / "new" / "page.html").read_text()
@@ -409,7 +414,7 @@ def test_bad_input_is_one_line(base: Path, other: Path, tmp_path: Path) -> None:
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
     old = copied(base, tmp_path / "old")
-    write_json(old / "config.json", read_run_config(base) | {"format": 2})
+    write_json(old / "config.json", {"format": 2})
     cases = {
         "needs two runs": [base],
         "is named twice": [base, base.parent / "." / "run"],

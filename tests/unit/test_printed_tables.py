@@ -37,7 +37,7 @@ def test_one_novel_domain_is_one_domain(tmp_path: Path, training: tuple[str, ...
 
 def test_names_are_escaped(tmp_path: Path) -> None:
     name = "<b>a&b_|c"
-    write_table(Table("names", name, name, pd.DataFrame({name: [1.0], "text": [name]}, index=[name])), tmp_path)
+    write_table(Table("names", "Names", name, pd.DataFrame({name: [1.0], "text": [name]}, index=[name])), tmp_path)
     html, markdown, latex = ((tmp_path / f"names.{kind}").read_text() for kind in ("html", "md", "tex"))
     assert "&lt;b&gt;a&amp;b_|c" in html
     assert name not in html

@@ -14,7 +14,8 @@ import pytest
 from demix.commands.main import command_line
 from demix.commands.training import run_command
 from support.cli import demix
-from support.synthetic_run import build_run, with_keys
+from support.configs import written_by_hand
+from support.synthetic_run import build_run
 
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
 FULL = "demix: error: standard output: cannot be written (No space left on device); "
@@ -64,7 +65,7 @@ def test_bash_completes_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_a_printed_command_runs_nothing_that_a_file_holds(text: str, tmp_path: Path) -> None:
     """The line is pasted into a shell; a make with the Makefile's variables says what it got."""
     run = build_run(tmp_path / "a $(touch made) 'b'", novel=(), retrained=(), steps=1)
-    with_keys(run.path, run.keys | {"tracking": {"uri": f"sqlite:///{text}"}})
+    written_by_hand(run.path, tracking={"uri": f"sqlite:///{text}"})
     lines = demix("summary", run.path).output.splitlines()
     page, ui = (next(line for line in lines if line.startswith(begin)) for begin in ("One page", "Runs and curves"))
     variables = [line for line in MAKEFILE.read_text().splitlines() if line.startswith(("URI", "export URI"))]
@@ -81,7 +82,7 @@ def test_a_printed_command_runs_nothing_that_a_file_holds(text: str, tmp_path: P
     assert words[:3] == ["snakemake", "--configfile", str(run.path / "config.json")]
     assert "$(URI)" not in MAKEFILE.read_text()
     assert not list(tmp_path.glob("**/made"))
-    with_keys(run.path, run.keys | {"tracking": {"uri": "http://x\x1b[2J`a`\n$(b)"}})
+    written_by_hand(run.path, tracking={"uri": "http://x\x1b[2J`a`\n$(b)"})
     assert "\x1b" not in demix("summary", run.path).output
 
 

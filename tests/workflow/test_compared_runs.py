@@ -7,8 +7,9 @@ import pytest
 
 from demix.report.compare import compare
 from demix.report.compared import as_markdown
-from demix.run.kept import read_run_config, write_run_config
+from demix.run.kept import read_run_config
 from support.once import once, run_with_progress
+from support.synthetic_run import with_keys
 
 pytestmark = pytest.mark.workflow
 
@@ -18,7 +19,7 @@ def test_a_copy_differs_in_nothing_but_what_its_config_says(
 ) -> None:
     run = once(tmp_path_factory, "tiny", run_with_progress) / "results" / "tiny"
     copy = shutil.copytree(run, tmp_path / "copy")
-    write_run_config(copy / "config.json", {**read_run_config(run), "run": "copy", "threads": 2})
+    with_keys(copy, read_run_config(run).values | {"run": "copy", "threads": 2})
     found = compare([run, copy])
     assert found.settings.index.tolist() == ["threads"]
     rows = found.systems[found.systems["run"] == "copy"]
