@@ -66,6 +66,7 @@ style: $(VENV)/installed-dev
 	lint-imports > /dev/null || (lint-imports; exit 1)
 	snakefmt --check workflow 2> /dev/null || (snakefmt --check workflow; exit 1)
 	snakemake --lint 2> /dev/null || (snakemake --lint; exit 1)
+	@python tests/support/code_lines.py
 
 # The site, in site/: a broken link, an unlisted page or a missing module ends the build (not with -q, which counts no
 # warnings).

@@ -11,7 +11,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # What takes minutes begins first, so that all processes of xdist end together.
 FIRST = (
     "test_slurm", "test_docs", "test_parallel", "test_rows_of_families", "test_workflow", "test_seed_phase", "test_ui",
-    "test_tracking", "test_tables", "test_lm_eval", "test_adapt", "test_tokenizer", "test_resume", "test_few_domains",
+    "test_tracking", "test_tables", "test_adapt", "test_tokenizer", "test_resume", "test_few_domains",
     "test_benchmarks", "test_sweep", "test_jobs", "test_compared_runs", "test_shards", "test_audit", "test_asking",
 )  # fmt: skip
 

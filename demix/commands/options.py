@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def _of_file(text: str) -> str:
     """The JSON that an option gives: `text` itself, or for @FILE that of the file, whose seal is checked if it has one.
 
-    Linux passes at most 128 KiB as one argument; `demix.config.rules.RunRules.argument` writes such files.
+    Linux passes at most 128 KiB as one argument; `demix.run.rules.RunRules.argument` writes such files.
     """
     if not text.startswith("@"):
         return text

@@ -268,10 +268,10 @@ def contexts(
     output: Output,
 ) -> None:
     """Sum the losses of one domain by position in blocks of several lengths. Runs no forward pass."""
-    from demix.evaluate.contexts import Contexts, evaluate_contexts
+    from demix.evaluate.contexts import ContextEvaluation, evaluate_contexts
     from demix.settings import settings_from
 
-    evaluate_contexts(scores, domain, settings_from(Contexts, settings), output)
+    evaluate_contexts(scores, domain, settings_from(ContextEvaluation, settings), output)
 
 
 @app.command()

@@ -2,8 +2,9 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,11 +27,13 @@ from demix.config.models import KINDS
 from demix.config.training import fingerprinted
 from demix.errors import DemixError
 from demix.files import sha256_file
+from demix.launch.job import Places, TrainingJob, fingerprint_of
 from demix.settings import settings_from
 from demix.track.live import streaming
 
 if TYPE_CHECKING:
-    from demix.launch.local import Launched
+    from demix.train.adapt import Adaptation
+    from demix.train.stage import ModelTraining
 
 app = typer.Typer()
 
@@ -74,12 +77,12 @@ def train(
     ] = "continue",
 ) -> None:
     """Train one model from scratch or from a seed, or resume its training."""
-    outputs = {"--metrics": metrics, "--output": output}
-    _train(
-        kind, shards, _merged(settings, how), outputs, checkpoints, ranks, replicas, cluster, learning_rate_from,
-        branch=branch, keep=_steps(keep), live=live, schedule=schedule,
-        experts=tuple(filter(None, experts.split(","))),
-    )  # fmt: skip
+    training = _training(
+        kind, shards, _merged(settings, how), learning_rate_from, branch=branch, schedule=schedule, keep=_steps(keep)
+    )
+    places = Places(output, metrics, checkpoints)
+    names = tuple(filter(None, experts.split(",")))
+    _train(training, places, _Launch(ranks, cluster, live, replicas), names)
 
 
 @app.command()
@@ -101,11 +104,14 @@ def seed(
 
     Without such a state the training is done again up to that step.
     """
-    outputs = {"--output": output}
-    _train(
-        kind, shards, _merged(settings, how), outputs, checkpoints, ranks, replicas, cluster, learning_rate_from,
-        until=step, kept=kept,
-    )  # fmt: skip
+    from demix.train.stage import take_seed
+
+    training = _training(kind, shards, _merged(settings, how), learning_rate_from, until=step)
+    if step > training.steps:
+        raise DemixError(f"--step {step}", f"is beyond the {training.steps} updates of the training", "lower it")
+    # Ranks that a launcher has started train, because there was no state to take.
+    if "WORLD_SIZE" in os.environ or not take_seed(training, kept, output):
+        _train(training, Places(output, None, checkpoints), _Launch(ranks, cluster, replicas=replicas))
 
 
 @app.command()
@@ -121,7 +127,8 @@ def sweep(
     cluster: Site = "",
 ) -> None:
     """Train a model with one learning rate of a sweep. Only the metrics are kept; divergence is not an error."""
-    _train(kind, shards, _merged(settings, how), {"--metrics": metrics}, checkpoints, ranks, replicas, cluster)
+    training = _training(kind, shards, _merged(settings, how))
+    _train(training, Places(None, metrics, checkpoints), _Launch(ranks, cluster, replicas=replicas))
 
 
 @app.command("join-branches")
@@ -211,31 +218,22 @@ def adapt(
 ) -> None:
     """DEMix-DAPT: add an expert for a novel domain, initialised from the likeliest parent expert, or from all."""
     from demix.evaluate.parent import choose_parent, own_dev_losses
-    from demix.launch.local import Launched, world_size
-    from demix.run.placement import place_experts
-    from demix.train.adapt import Adaptation, adapt_expert
+    from demix.train.adapt import adapt_expert
 
-    train_shard, dev_shard, *rest = _two_or_more(shards)
+    launch, places = _Launch(ranks, cluster, live), Places(output or model, metrics, checkpoints)
+    pair, rest, adaptation = _adaptation(shards, _merged(settings, how), launch)
     if rest:
         raise DemixError(rest[0], "is one shard too many", "give train.arrow and dev.arrow of the novel domain")
-    adaptation = settings_from(Adaptation, _merged(settings, how))
-    place_experts([train_shard.parent.name], adaptation.sequences, world_size(ranks))
-    outputs = {"--output": output or model, "--metrics": metrics}
-    names = training.split(",")
+    domain, names = pair[0].parent.name, training.split(",")
     # The first tables choose the parent. Forgetting is measured against the losses of the second tables.
-    read = [scores / f"{train_shard.parent.name}.dev" / f"{name}.parquet" for name in names]
+    read = [scores / f"{domain}.dev" / f"{name}.parquet" for name in names]
     read += [scores / f"{name}.dev" / f"{name}.parquet" for name in names]
-    about = ("demix", names, *filter(None, [init]), [sha256_file(path) for path in read if path.exists()])
+    about = ["demix", names, *filter(None, [init]), [sha256_file(path) for path in read if path.exists()]]
     # A missing table must be reported before any rank starts.
-    chosen = choose_parent(
-        scores, train_shard.parent.name, names, blocks=adaptation.parent_blocks, decay=adaptation.parent_decay
-    )
+    chosen = choose_parent(scores, domain, names, blocks=adaptation.parent_blocks, decay=adaptation.parent_decay)
     unchanged = own_dev_losses(scores, names, adaptation.forgetting_blocks)
-    if _launched_adaptation(about, model, shards, adaptation, outputs, checkpoints, ranks, cluster) is Launched.DONE:
-        return
-    pair = (train_shard, dev_shard)
-    with streaming(live, "adaptation", checkpoints, metrics):
-        adapt_expert(model, pair, chosen, unchanged, adaptation, outputs["--output"], metrics, checkpoints, init)
+    work = partial(adapt_expert, model, pair, chosen, unchanged, adaptation, places, init)
+    _adapt(about, model, shards, adaptation, places, launch, work)
 
 
 @app.command("adapt-dense")
@@ -255,19 +253,12 @@ def adapt_dense(
     live: Live = "",
 ) -> None:
     """Dense-DAPT: continue to train all parameters of a dense model on a novel domain."""
-    from demix.launch.local import Launched, world_size
-    from demix.run.placement import place_experts
-    from demix.train.adapt import Adaptation
     from demix.train.adapt import adapt_dense as run
 
-    train_shard, dev_shard, *others = _two_or_more(shards)
-    adaptation = settings_from(Adaptation, _merged(settings, how))
-    place_experts([train_shard.parent.name], adaptation.sequences, world_size(ranks))
-    outputs = {"--output": output, "--metrics": metrics}
-    about = ("dense",)
-    if _launched_adaptation(about, model, shards, adaptation, outputs, checkpoints, ranks, cluster) is Launched.HERE:
-        with streaming(live, "adaptation", checkpoints, metrics):
-            run(model, (train_shard, dev_shard), others, adaptation, output, metrics, checkpoints)
+    launch, places = _Launch(ranks, cluster, live), Places(output, metrics, checkpoints)
+    pair, others, adaptation = _adaptation(shards, _merged(settings, how), launch)
+    work = partial(run, model, pair, others, adaptation, places)
+    _adapt(["dense"], model, shards, adaptation, places, launch, work)
 
 
 def run_command(arguments: Sequence[str]) -> None:
@@ -277,110 +268,116 @@ def run_command(arguments: Sequence[str]) -> None:
         raise SystemExit(status)
 
 
-def _train(
-    kind: str,
-    shards: list[Path],
-    settings: Mapping[str, Any] | str,
-    outputs: dict[str, Path],
-    checkpoints: Path,
-    ranks: int,
-    replicas: str,
-    cluster: str,
-    learning_rate_from: Path | None = None,
-    *,
-    branch: Path | None = None,
-    keep: tuple[int, ...] = (),
-    until: int | None = None,
-    kept: Path | None = None,
-    live: str = "",
-    experts: tuple[str, ...] = (),
-    schedule: str = "continue",
-) -> None:
-    from demix.launch.local import Launched, launched, world_size
-    from demix.run.placement import place
-    from demix.train.branch import read_seed
-    from demix.train.in_turn import job_folder, train_in_turn
-    from demix.train.stage import Training, identity_of, take_seed, train_model
+@dataclass(frozen=True)
+class _Launch:
+    """How a training is launched: by how many ranks, on which cluster, and where its metrics go while it runs."""
+
+    ranks: int
+    cluster: str
+    live: str = ""
+    replicas: str = "equal"
+
+    def done(self, job: TrainingJob) -> bool:
+        """Have the job done by other processes, if there are to be any. Returns False where this one must train."""
+        from demix.launch.local import launched
+
+        return launched(job, self.cluster, run_command)
+
+
+def _training(
+    kind: str, shards: list[Path], settings: Mapping[str, Any] | str, rate_from: Path | None = None, **more: Any
+) -> "ModelTraining":
+    """The training of a model, with the learning rate in the file `rate_from`. `more` are fields of `ModelTraining`."""
+    from demix.train.stage import ModelTraining, Training
     from demix.train.sweep import chosen_rate
 
-    if kind not in KINDS:
-        raise DemixError(f"kind {kind}", "is not known", f"use one of {', '.join(KINDS)}")
-    training = settings_from(Training, settings)
-    if learning_rate_from is not None:
-        training = replace(training, learning_rate=chosen_rate(learning_rate_from))
-    copies = _numbers(replicas) if replicas != "equal" else {}
-    read = [path for path in shards if path.stem != "dev"]
-    domains = [path.parent.name for path in read]
-    if experts and KINDS[kind].expert_scope != "model":
-        raise DemixError("--experts", f"is given to the kind {kind}, whose experts train together", "leave it out")
+    given = settings_from(Training, settings)
+    if rate_from is not None:
+        given = replace(given, learning_rate=chosen_rate(rate_from))
+    return ModelTraining(kind, given, shards, **more)
+
+
+def _train(training: "ModelTraining", places: Places, launch: _Launch, experts: tuple[str, ...] = ()) -> None:
+    """Train a model; where `experts` are named, these one by one."""
+    from demix.launch.local import world_size
+    from demix.run.placement import place
+    from demix.train.in_turn import job_folder, train_in_turn
+    from demix.train.stage import train_model
+
+    copies = _numbers(launch.replicas) if launch.replicas != "equal" else {}
+    domains = training.domains
+    if experts and training.row.expert_scope != "model":
+        cause = f"is given to the kind {training.kind}, whose experts train together"
+        raise DemixError("--experts", cause, "leave it out")
     if len({*experts} & {*domains}) < len(experts):
         cause = f"is {','.join(experts)}: a name stands twice, or none of the tokens has it"
         raise DemixError("--experts", cause, f"name each once, of {', '.join(domains)}")
     # A wrong number of ranks must be reported before any process starts.
-    place(kind, experts[:1] or domains, training.sequences, world_size(ranks), copies)
-    about: tuple[object, ...] = (kind, fingerprinted(training), domains, *([experts] if experts else []))
-    if branch is not None:
-        alone, share = (read[:1], len(read)) if experts else (read, 1)
-        about = (*about, read_seed(branch, identity_of(kind, training, alone, share=share), schedule).origin)
-    steps = training.steps(len(domains))
-    if until is not None and kept is not None:
-        if until > steps:
-            raise DemixError(f"--step {until}", f"is beyond the {steps} updates of the training", "lower it")
-        about, steps = (*about, until), until
-        # Ranks that a launcher has started train, because there was no state to take.
-        if "WORLD_SIZE" not in os.environ and take_seed(kind, training, read, until, kept, outputs["--output"]):
-            return
-    outcome = launched(
-        cluster,
-        ranks,
-        training.threads,
-        job_folder(checkpoints, experts) if experts else checkpoints,
-        fingerprinted=about,
-        shards=shards,
-        outputs=outputs,
-        steps=steps,
-        entry=run_command,
-        in_turn=[checkpoints / name for name in experts] if len(experts) > 1 else (),
+    place(training.kind, experts[:1] or domains, training.settings.sequences, world_size(launch.ranks), copies)
+    seed = (training.alone(domains[0]) if experts else training).seed
+    about: list[object] = [training.kind, fingerprinted(training.settings), domains]
+    about += [one for one in (experts, seed and seed.origin, training.until) if one]
+    job = TrainingJob(
+        command=tuple(sys.argv[1:]),
+        fingerprint=fingerprint_of(about, training.shards),
+        outputs=places.results,
+        ranks=launch.ranks,
+        threads=training.settings.threads,
+        checkpoints=job_folder(places.checkpoints, experts) if experts else places.checkpoints,
+        steps=training.until or training.steps,
+        in_turn=tuple(places.checkpoints / name for name in experts) if len(experts) > 1 else (),
     )
-    if outcome is Launched.HERE and experts:
-        train_in_turn(
-            kind, training, shards, experts, outputs["--output"], outputs["--metrics"], checkpoints,
-            branch=branch, schedule=schedule, beside=partial(streaming, live, "training"),
-        )  # fmt: skip
-    elif outcome is Launched.HERE:
-        output, metrics = outputs.get("--output"), outputs.get("--metrics")
-        with streaming(live, "training", checkpoints, metrics):
-            train_model(
-                kind, training, shards, output, metrics, checkpoints, copies,
-                branch=branch, keep=keep, until=until, schedule=schedule,
-            )  # fmt: skip
+    if launch.done(job):
+        return
+    if experts:
+        train_in_turn(training, experts, places, beside=partial(streaming, launch.live, "training"))
+        return
+    with streaming(launch.live, "training", places.checkpoints, places.metrics):
+        train_model(training, places, copies)
 
 
-def _launched_adaptation(
-    about: tuple[object, ...],
+def _adaptation(
+    shards: list[Path], settings: Mapping[str, Any] | str, launch: _Launch
+) -> tuple[tuple[Path, Path], list[Path], "Adaptation"]:
+    """The shards of the novel domain, the others, and the settings of the adaptation, whose ranks fit."""
+    from demix.launch.local import world_size
+    from demix.run.placement import place_experts
+    from demix.train.adapt import Adaptation
+
+    if len(shards) < 2:
+        raise DemixError(shards[0], "is the only shard", "give train.arrow and dev.arrow of the novel domain")
+    train_shard, dev_shard, *others = shards
+    adaptation = settings_from(Adaptation, settings)
+    place_experts([train_shard.parent.name], adaptation.sequences, world_size(launch.ranks))
+    return (train_shard, dev_shard), others, adaptation
+
+
+def _adapt(
+    about: Sequence[object],
     model: Path,
     shards: list[Path],
-    adaptation: Any,
-    outputs: dict[str, Path],
-    checkpoints: Path,
-    ranks: int,
-    cluster: str,
-) -> "Launched":
-    from demix.launch.local import launched
+    adaptation: "Adaptation",
+    places: Places,
+    launch: _Launch,
+    work: Callable[[], None],
+) -> None:
+    """Have `work` done, the adaptation that `about` tells apart from others of the same model and data."""
     from demix.model.checkpoint import describe
 
     description = describe(model)
-    return launched(
-        cluster,
-        ranks,
-        adaptation.threads,
-        checkpoints,
-        fingerprinted=(*about, fingerprinted(adaptation), description["shared_sha256"]),
-        shards=shards,
-        outputs=outputs,
+    about = [*about, fingerprinted(adaptation), description["shared_sha256"]]
+    job = TrainingJob(
+        command=tuple(sys.argv[1:]),
+        fingerprint=fingerprint_of(about, shards),
+        outputs=places.results,
+        ranks=launch.ranks,
+        threads=adaptation.threads,
+        checkpoints=places.checkpoints,
         steps=adaptation.steps(description["architecture"]["context"]),
-        entry=run_command,
     )
+    if not launch.done(job):
+        with streaming(launch.live, "adaptation", places.checkpoints, places.metrics):
+            work()
 
 
 def _merged(settings: str, how: str) -> dict[str, Any] | str:
@@ -409,9 +406,3 @@ def _numbers(text: str) -> dict[str, int]:
     if not all(number.isdecimal() and int(number) for _, _, number in pairs):
         raise DemixError(f"--replicas {text}", "is no list of domains and ranks", "write legal=2,novels=3")
     return {name: int(number) for name, _, number in pairs}
-
-
-def _two_or_more(shards: list[Path]) -> list[Path]:
-    if len(shards) < 2:
-        raise DemixError(shards[0], "is the only shard", "give train.arrow and dev.arrow of the novel domain")
-    return shards

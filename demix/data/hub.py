@@ -16,6 +16,8 @@ from demix.errors import DemixError
 # JSON lines are read as lines of text: the builder "json" wants one schema of all files, and refuses a nested field of
 # another shape even where nobody asked for it.
 BUILDERS = {".parquet": "parquet", ".jsonl": "text", ".json": "json", ".csv": "csv"}
+# Nothing is told to anybody: neither who loads a data set nor which version of a library is here.
+QUIET = {"HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
 _log = logging.getLogger(__name__)
 
@@ -29,9 +31,8 @@ def hub_rows(
     are refused, since `datasets` decodes them. Of its files, or where there are fewer of its rows, every one in `parts`
     is read. Raises DemixError for all that goes wrong on the way.
     """
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("DO_NOT_TRACK", "1")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     import datasets
 
     try:

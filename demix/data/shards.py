@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import ArrayLike
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
@@ -279,12 +280,18 @@ def blocks(
     `end_of_text` and masked (False).
     """
     total = (len(shard) if limit_tokens is None else min(limit_tokens, len(shard))) - start
-    count = -(-total // length)
-    sequence = np.full(count * length + 1, shard.end_of_text, np.int64)
-    before = min(start, 1)
-    sequence[1 - before : total + 1] = shard.read(start - before, start + total)
+    before = shard.read(start - 1, start)[0] if start else shard.end_of_text
+    return cut(shard.read(start, start + total), length, before, shard.end_of_text)
+
+
+def cut(ids: ArrayLike, length: int, before: int, padding: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut `ids` into blocks as `blocks` does; `before` stands before the first of them."""
+    ids = np.asarray(ids)
+    count = -(-len(ids) // length)
+    sequence = np.full(count * length + 1, padding, np.int64)
+    sequence[0], sequence[1 : len(ids) + 1] = before, ids
     shape = (count, length)
-    mask = np.arange(count * length) < total
+    mask = np.arange(count * length) < len(ids)
     return sequence[:-1].reshape(shape), sequence[1:].reshape(shape), mask.reshape(shape)
 
 

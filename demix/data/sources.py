@@ -4,7 +4,6 @@ import glob
 import hashlib
 import json
 import logging
-import math
 import re
 import shutil
 from collections import Counter
@@ -25,6 +24,7 @@ from demix.data.text import SURROGATE
 from demix.errors import DemixError
 from demix.files import sha256_file
 from demix.files.batches import write_rows
+from demix.files.json_files import is_deep, without_nan
 from demix.progress import followed
 from demix.settings import settings
 
@@ -171,7 +171,10 @@ def _documents(rows: Iterator[Row], source: Source, domain: str) -> Iterator[tup
     seen = kept = 0
     for row in followed(rows, f"{domain}: documents"):
         seen += 1
-        _refuse_depth(row)
+        # What follows goes through a record by recursion.
+        if is_deep([row.fields], MOST_NESTED + 1):
+            cause = f"is nested deeper than {MOST_NESTED} levels"
+            raise DemixError(f"{row.file}, row {row.number}", cause, "flatten it, or leave it out")
         if source.where and not matches(row.fields, source.where):
             continue
         kept += 1
@@ -181,22 +184,6 @@ def _documents(rows: Iterator[Row], source: Source, domain: str) -> Iterator[tup
         cause = f"keeps none of {seen} documents" if seen else "has no documents to choose from"
         raise DemixError(f"{domain}.source.where", cause, f"mend {source.where or 'the source'}")
     _log.info("%s: took %d of %d documents", domain, kept, seen)
-
-
-def _refuse_depth(row: Row) -> None:
-    """Raise DemixError for a record that what follows could not go through by recursion."""
-    level: list[Any] = [row.fields]
-    for _ in range(MOST_NESTED):
-        level = [
-            item
-            for value in level
-            for item in (value.values() if isinstance(value, dict) else value)
-            if isinstance(item, dict | list)
-        ]
-        if not level:
-            return
-    place = f"{row.file}, row {row.number}"
-    raise DemixError(place, f"is nested deeper than {MOST_NESTED} levels", "flatten it, or leave it out")
 
 
 def _document(row: Row, source: Source) -> tuple[str, str, str]:
@@ -214,7 +201,7 @@ def _document(row: Row, source: Source) -> tuple[str, str, str]:
         raise DemixError(place, f"field {source.text!r} is {error}, not text", "name a text field") from None
     if len(text) > readers.MAX_DOCUMENT_BYTES:
         raise DemixError(place, "is a document over 128 MiB", "split it into documents")
-    metadata = {path: _not_nan(_selected(row.fields, path)) for path in source.metadata}
+    metadata = {path: without_nan(_selected(row.fields, path)) for path in source.metadata}
     return name, text, json.dumps(metadata, sort_keys=True, ensure_ascii=False, default=str)
 
 
@@ -223,15 +210,6 @@ def _selected(fields: dict[str, Any], path: str) -> Any:
         return select(fields, path)
     except LookupError:
         return None
-
-
-def _not_nan(value: Any) -> Any:
-    """NaN and infinities, which JSON does not have, as null."""
-    if isinstance(value, dict):
-        return {key: _not_nan(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_not_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _budgeted(documents: Iterator[tuple[str, str, str]], source: Source, domain: str) -> Iterator[tuple[str, str, str]]:

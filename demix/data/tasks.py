@@ -12,7 +12,7 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,29 +105,14 @@ def write_examples(
         found["train"], found["validation"],
     )  # fmt: skip
     refuse_few(name, task, examples)
-    rows = [
-        {
-            "split": one.split,
-            "id": one.id,
-            "text": one.text,
-            "choices": list(one.choices),
-            "answer": one.answer,
-            "domain": one.domain,
-            "shortened": one.shortened,
-        }
-        for one in examples
-    ]
+    rows = [{"id": one.id, **asdict(one)} for one in examples]
     write_parquet(pa.Table.from_pylist(rows, SCHEMA), output)
 
 
 def read_examples(path: Path) -> list[Example]:
     """The examples in `examples/<task>.parquet`."""
-    return [
-        Example(
-            row["split"], row["text"], tuple(row["choices"]), row["answer"], row["domain"], shortened=row["shortened"]
-        )
-        for row in read_parquet(path).to_pylist()
-    ]
+    rows = read_parquet(path).drop_columns("id").to_pylist()
+    return [Example(**row | {"choices": tuple(row["choices"])}) for row in rows]
 
 
 def refuse_few(name: str, task: Task, examples: Sequence[Example]) -> None:

@@ -26,7 +26,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from demix.data.text import count_words
 from demix.errors import DemixError
-from demix.files import digest, read_json, write_json
+from demix.files import REMAKE, digest, read_json, write_json
 from demix.files.batches import read_batches
 
 END_OF_TEXT = "<|endoftext|>"
@@ -75,7 +75,7 @@ class Tokenizer:
         # RuntimeError is gigatoken's; its further lines quote the file.
         except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
             cause = f"is no tokenizer of this project ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-            raise DemixError(path, cause, "delete it and rerun the stage that makes it") from None
+            raise DemixError(path, cause, REMAKE) from None
         return Tokenizer(encoding, fast, definition, end + 1, end, sha256)
 
     def renewed(self) -> "Tokenizer":
@@ -163,7 +163,7 @@ def byte_lengths(path: str | Path) -> np.ndarray:
             lengths[number] = 0 if token == END_OF_TEXT else len(token)
     except (KeyError, TypeError, IndexError) as error:
         cause = f"is no tokenizer of this project ({type(error).__name__}: {error})"
-        raise DemixError(path, cause, "delete it and rerun the stage that makes it") from None
+        raise DemixError(path, cause, REMAKE) from None
     return lengths
 
 

@@ -14,7 +14,7 @@ from demix.evaluate.score_tables import ScoreTable, refuse_evidence
 from demix.files import write_json
 from demix.mix.mixtures import mix
 from demix.mix.rules import Switching, Tempered
-from demix.model.description import read_mixing
+from demix.model.description import tempered_of
 
 BETAS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 GAMMAS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
@@ -77,6 +77,5 @@ def write_mixing(path: Path, dev: Mapping[str, ScoreTable]) -> None:
 
 
 def mixing_of(model: Path) -> Tempered:
-    """The rule `tempered` with the parameters in a model's mixing.json, or `DEFAULT` for a model without that file."""
-    path = model / "mixing.json"
-    return Tempered(*read_mixing(path)) if path.exists() else DEFAULT
+    """The rule `tempered` with the parameters of the model in the folder `model` (`tempered_of`)."""
+    return Tempered(*tempered_of(model))

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 @settings(kw_only=True)
-class Contexts:
+class ContextEvaluation:
     """The tables of one domain (`demix.config.contexts.context_tables`), and how they are mixed and summed.
 
     `kind` is training or novel, `decay` that of cached priors, which the first `dev_blocks` blocks of dev make. Bins of
@@ -38,7 +38,7 @@ class Contexts:
     seed: Seed
 
 
-def evaluate_contexts(scores: Path, domain: str, contexts: Contexts, output: Path) -> None:
+def evaluate_contexts(scores: Path, domain: str, contexts: ContextEvaluation, output: Path) -> None:
     """Write the losses of `domain`'s test split by row of models, length of blocks and bin of positions (`CONTEXTS`).
 
     `scores` is the run's folder scores/. Raises DemixError if two tables were scored on different tokens.
@@ -70,7 +70,7 @@ def losses_by_position(
     return nll, tokens
 
 
-def _rows(scores: Path, domain: str, table: ContextTable, contexts: Contexts) -> Iterator[dict[str, Any]]:
+def _rows(scores: Path, domain: str, table: ContextTable, contexts: ContextEvaluation) -> Iterator[dict[str, Any]]:
     directory, log_prior = scores / table.folder / f"{domain}.test", None
     if table.prior:
         dev = read_scores(scores / table.prior / f"{domain}.dev", table.columns)

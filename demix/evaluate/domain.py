@@ -40,7 +40,7 @@ class Evaluation(MixingRecipe):
     """The evaluations of one domain, and the settings of the mixtures.
 
     `kind` is training or novel. `tables` are the score tables with the sets of experts to mix
-    (`demix.config.evaluated.evaluated`). Each system of `compared`, given as (model, experts, method, weights), is
+    (`demix.run.systems.evaluated`). Each system of `compared`, given as (model, experts, method, weights), is
     compared with each system of `against`, given as (name, model, experts, method, weights). `pairs` are further
     comparisons: a system's model, experts, method and weights, and then those of the one that it is compared with,
     which goes by its model's name. `seed` is the seed of the run. Only models of that seed are compared.

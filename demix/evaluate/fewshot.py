@@ -24,7 +24,7 @@ from demix.files.batches import write_batches
 from demix.model.checkpoint import describe, expert_lineage, load_experts, refuse_other_tokenizer
 from demix.model.device import compute_type, own_device, set_threads
 from demix.model.gpt import GPT
-from demix.model.scoring import columns_of
+from demix.model.scoring import columns_of, refuse_not_finite
 from demix.progress import progress
 from demix.settings import settings
 
@@ -157,11 +157,7 @@ def _batch(
     schema: pa.Schema,
 ) -> pa.RecordBatch:
     """The rows of one prompt: its context (label -1), then its labels."""
-    for name, row in zip(names, scores, strict=True):
-        if not np.isfinite(row).all():
-            raise DemixError(
-                f"expert {name}", "gives tokens no finite log-probability", "train it again, or leave it out"
-            )
+    refuse_not_finite(names, scores)
     sizes, count = [len(context), *map(len, labels)], scores.shape[1]
     flat = pa.array(np.ascontiguousarray(scores.T, dtype=np.float32).ravel())
     columns = [

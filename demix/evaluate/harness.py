@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from demix.data import hub
 from demix.errors import DemixError
 from demix.files import replacing
 from demix.model.checkpoint import describe
@@ -23,13 +24,9 @@ from demix.model.checkpoint import describe
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 # Bytes of a task's name in that of a file, which has 255 at most.
 MOST_BYTES = 150
-# Nothing is told to anybody: neither who loads a data set nor which version of a library is here.
-QUIET = {
-    "HF_HUB_DISABLE_TELEMETRY": "1",
+QUIET = hub.QUIET | {
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",
-    "DO_NOT_TRACK": "1",
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
 

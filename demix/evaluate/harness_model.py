@@ -18,17 +18,19 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 
+from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import seed_for
 from demix.model.checkpoint import describe, load_experts
 from demix.model.continuations import (
-    Mixture,
+    MixedModel,
     continuation_log_probabilities,
     text_log_probabilities,
     within,
 )
 from demix.model.decode import choose, named_prior, open_model, posteriors_of, weights_of
 from demix.model.device import device_named
+from demix.model.gpt import GPT
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, columns_of
 from demix.model.tokenizer import tokenizer_of
 from demix.progress import progress
@@ -52,59 +54,70 @@ class _Drawing:
     seed: int
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Which experts are mixed, and how: the further arguments of `DemixLM`."""
+
+    experts: str | None = None
+    weights: str = "tempered"
+    prior: str = ""
+    top_k: int | None = None
+    tokenizer: str | None = None
+
+
 class DemixLM(TemplateLM):  # type: ignore[misc]
     """A mixture of the experts of a model directory, for the tasks of the harness.
 
-    `pretrained` is the directory. `experts` (separated by commas, by default all), `weights`, `prior` and `tokenizer`
-    are as in `demix generate`; of a domain-token model `experts` names the domain whose token stands before every
-    block. `top_k` mixes the likeliest experts of each token alone. `batch_size` is the number of requests of a forward
+    `pretrained` is the directory. `seed` is that of sampled texts. `batch_size` is the number of requests of a forward
     pass, by default, and for `auto`, as many as `demix.model.scoring` takes. `device` is as in
-    `demix.model.device.device_named`. `seed` is that of sampled texts.
+    `demix.model.device.device_named`. Of the further arguments, `experts` (separated by commas, by default all),
+    `weights`, `prior` and `tokenizer` are as in `demix generate`; of a domain-token model `experts` names the domain
+    whose token stands before every block. `top_k` mixes the likeliest experts of each token alone.
     """
 
     def __init__(
         self,
         pretrained: str,
-        experts: str | None = None,
-        weights: str = "tempered",
-        prior: str = "",
-        top_k: int | None = None,
-        tokenizer: str | None = None,
         seed: int = 1234,
         batch_size: int | str | None = None,
         device: str | None = None,
+        **mixed: Any,
     ):
         super().__init__()
-        directory, self._seed, self._device = Path(pretrained), seed, device_named(device)
+        directory, asked, self._seed, self._device = Path(pretrained), _Asked(**mixed), seed, device_named(device)
         self._batch = None if batch_size in (None, "auto") else int(batch_size)
-        names, path = experts.split(",") if experts else None, Path(tokenizer) if tokenizer else None
-        domains = describe(directory)["domain_tokens"]
-        if domains:
-            if names is None or len(names) != 1 or names[0] not in domains:
-                cause = f"does not name the domain whose token stands before the texts of {directory}"
-                raise DemixError(f"--experts {experts or ''}".strip(), cause, f"give one of {', '.join(domains)}")
-            _, self._tokenizer = tokenizer_of(directory, path)
-            trunks = load_experts(directory, None, self._device, None)
-        else:
-            trunks, self._tokenizer = open_model(directory, names, path, None, self._device)
-        mixed = tuple(names) if domains and names else columns_of(trunks)
-        rule, length = weights_of(weights, directory), trunks[0].architecture.context
-        log_prior, decay = named_prior(prior, directory, mixed, rule)
-        if top_k is not None and top_k < 1:
-            raise DemixError(f"--top-k {top_k}", "is not positive", "give 1 or more")
-        begin = posteriors_of(rule, log_prior, directory, mixed, self._tokenizer, length, decay)
+        if asked.top_k is not None and asked.top_k < 1:
+            raise DemixError(f"--top-k {asked.top_k}", "is not positive", "give 1 or more")
+        trunks, self._tokenizer, domain = self._opened(directory, asked)
+        names = columns_of(trunks) if domain is None else (domain,)
+        rule, length = weights_of(asked.weights, directory), trunks[0].architecture.context
+        log_prior, decay = named_prior(asked.prior, directory, names, rule)
+        begin = posteriors_of(rule, log_prior, directory, names, self._tokenizer, length, decay)
         begin(np.array([self._tokenizer.end_of_text]))
-        self._mixture = Mixture(trunks, begin, top_k, mixed[0] if domains else None)
+        self._mixture = MixedModel(trunks, begin, asked.top_k, domain)
         self._info = {
             "model_num_parameters": sum(p.numel() for trunk in trunks for p in trunk.parameters()),
             "model_sha": describe(directory)["shared_sha256"],
             "tokenizer_sha": self._tokenizer.sha256,
             "max_length": length,
             "eot_token_id": self.eot_token_id,
-            "experts": list(mixed),
+            "experts": list(names),
             "weights": {"rule": rule.family, **dict(zip(rule.rules.parameters, rule.parameters, strict=True))},
-            "prior": dict(zip(mixed, np.exp(log_prior).tolist(), strict=True)) | ({"decay": decay} if decay else {}),
+            "prior": dict(zip(names, np.exp(log_prior).tolist(), strict=True)) | ({"decay": decay} if decay else {}),
         }
+
+    def _opened(self, directory: Path, asked: _Asked) -> tuple[list[GPT], Tokenizer, str | None]:
+        """The trunks, the tokenizer and, of a domain-token model, the domain whose token stands before the texts."""
+        names = asked.experts.split(",") if asked.experts else None
+        path = Path(asked.tokenizer) if asked.tokenizer else None
+        domains = describe(directory)["domain_tokens"]
+        if not domains:
+            return *open_model(directory, names, path, None, self._device), None
+        if names is None or len(names) != 1 or names[0] not in domains:
+            cause = f"does not name the domain whose token stands before the texts of {directory}"
+            raise DemixError(f"--experts {asked.experts or ''}".strip(), cause, f"give one of {', '.join(domains)}")
+        _, encoder = tokenizer_of(directory, path)
+        return load_experts(directory, None, self._device, None), encoder, names[0]
 
     @property
     def eot_token_id(self) -> int:

@@ -1,21 +1,19 @@
 """Which experts tokens choose on each domain, in models whose tokens choose their experts."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.evaluate.score import Scoring
-from demix.evaluate.score_tables import row_groups
+from demix.evaluate.score_tables import count_to_score, row_groups
 from demix.files import write_parquet
 from demix.model.checkpoint import load_experts, refuse_masked, refuse_other_tokenizer
 from demix.model.device import compute_type, own_device, set_threads
-from demix.model.gpt import GPT
+from demix.model.gpt import GPT, seeing
 from demix.model.layers import RoutedLayer
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE
 from demix.progress import progress
@@ -51,11 +49,17 @@ def write_loads(directory: Path, shards: list[Path], scoring: Scoring, output: P
 def _loads(model: GPT, shard: TokenShard, path: Path, scoring: Scoring) -> dict[int, Tensor]:
     """The choices [E] of the first tokens of `shard` by layer."""
     length, device = model.architecture.context, model.token_embedding.device
-    limit = scoring.limit(path.stem, length)
-    total = len(shard) if limit is None else min(limit, len(shard))
+    total = count_to_score(shard, scoring, length)
     batch = max(1, EXPERT_TOKENS_AT_ONCE // length)
-    loads = {layer: torch.zeros(router.routed.experts, dtype=torch.int64) for layer, router in _routers(model).items()}
-    with _chosen(model) as chosen, progress(f"{path.parent.name} {path.stem}: tokens", total) as advance:
+    routers = _routers(model)
+    loads = {layer: torch.zeros(router.routed.experts, dtype=torch.int64) for layer, router in routers.items()}
+    # The experts [B, T, k] that tokens chose in the last forward pass.
+    chosen: dict[int, Tensor] = {}
+
+    def keep(layer: int, inputs: Tensor) -> None:
+        chosen[layer] = routers[layer].choices(inputs[0])[2]
+
+    with seeing(routers, keep), progress(f"{path.parent.name} {path.stem}: tokens", total) as advance:
         for start, stop in row_groups(total, length):
             inputs, _, mask = (torch.from_numpy(array) for array in blocks(shard, length, stop, start))
             for first in range(0, len(inputs), batch):
@@ -65,25 +69,6 @@ def _loads(model: GPT, shard: TokenShard, path: Path, scoring: Scoring) -> dict[
                     loads[layer] += torch.bincount(experts.cpu()[here].flatten(), minlength=len(loads[layer]))
                 advance(int(here.sum()))
     return loads
-
-
-@contextmanager
-def _chosen(model: GPT) -> Iterator[dict[int, Tensor]]:
-    """The experts [B, T, k] that tokens chose in the last forward pass of `model`, by the number of the block."""
-    chosen: dict[int, Tensor] = {}
-
-    def keep(layer: int, router: RoutedLayer) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            chosen[layer] = router.choices(inputs[0][0])[2]
-
-        return hook
-
-    hooks = [router.register_forward_pre_hook(keep(layer, router)) for layer, router in _routers(model).items()]
-    try:
-        yield chosen
-    finally:
-        for each in hooks:
-            each.remove()
 
 
 def _routers(model: GPT) -> dict[int, RoutedLayer]:

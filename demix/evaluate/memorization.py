@@ -6,7 +6,6 @@ remaining weights have memorized them. Prompts come from tokens that training ha
 not draw all tokens.
 """
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from demix.config.adaptation import AuditRecipe
 from demix.config.training import Threads
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
+from demix.evaluate.score_tables import tokens_sha256
 from demix.files import read_json, write_parquet
 from demix.mix.stream import Posterior
 from demix.model.checkpoint import describe, expert_lineage, load_experts, refuse_other_tokenizer
@@ -183,7 +183,7 @@ def _excerpts(shard: TokenShard, count: int, seen: np.ndarray, length: int) -> E
     ends = np.append(shard.offsets[1:], len(shard))
     # The first id of a document is <|endoftext|>.
     places = zip((shard.offsets + 1).tolist(), ends.tolist(), strict=True)
-    hashed = sorted((_hash(shard.read(start, end)), start, end) for start, end in places if end - start >= size)
+    hashed = sorted((tokens_sha256(shard.read(start, end)), start, end) for start, end in places if end - start >= size)
     missed = np.append(0, np.cumsum(~seen))
     documents: list[str] = []
     starts: list[int] = []
@@ -202,7 +202,3 @@ def _excerpts(shard: TokenShard, count: int, seen: np.ndarray, length: int) -> E
         log.warning("%s: only %d documents have %d tokens that serve", shard.path, len(documents), size)
     ids = torch.from_numpy(np.array(pieces, np.int64).reshape(-1, size + 1))
     return Excerpts(ids[:, 0], ids[:, 1:], tuple(documents), tuple(starts))
-
-
-def _hash(tokens: np.ndarray) -> str:
-    return hashlib.sha256(tokens.astype("<u4").tobytes()).hexdigest()

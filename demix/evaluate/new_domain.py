@@ -20,6 +20,7 @@ from demix.evaluate.own_text import OwnText, evaluate_text, raw_text
 from demix.evaluate.parent import choose_parent
 from demix.evaluate.score import Scoring, score
 from demix.files import read_json, refuse_used, replacing, scratch
+from demix.launch.job import Places
 from demix.model.checkpoint import describe, expert_lineage, expert_names, refuse_masked
 from demix.model.clusters import copy_clusters
 from demix.model.description import Usual, run_of
@@ -88,7 +89,8 @@ def add_domain(
             copy_tokenizer(tokenizer, made)
             copy_clusters(model, made)
             try:
-                adapt_expert(model, shards, chosen, {}, adaptation, made, folder / "metrics.jsonl", folder / "states")
+                places = Places(made, folder / "metrics.jsonl", folder / "states")
+                adapt_expert(model, shards, chosen, {}, adaptation, places)
             except StoppedError:
                 raise KeyboardInterrupt from None
             after = evaluate_text(made, test, tokenizer)

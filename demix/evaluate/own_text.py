@@ -146,15 +146,14 @@ def evaluate_texts(
     for file in (*named, *([dev] if dev else [])):
         if not is_stream(file):
             _refuse_unreadable(file)
-    loaded = load_experts(model, hold=False)
-    names = columns_of(loaded)
-    dense = None if len(names) == 1 or (place := _dense_of(model)) is None else load_experts(place)
+    trunks = load_experts(model, hold=False)
+    several = len(columns_of(trunks)) > 1
+    dense = load_experts(place) if several and (place := _dense_of(model)) else None
     given = None
-    if dev is not None and len(names) > 1:
-        shard = _tokenized(dev, tokenizer, field)
-        before, known = _scored(loaded, shard, dev.name, DEV_BLOCKS * loaded[0].architecture.context)
-        given = ScoreTable(before, known, names, len(shard.offsets), "")
-    usual, tempered = usual_of(model), mixing_of(model)
+    if dev is not None and several:
+        limit = DEV_BLOCKS * trunks[0].architecture.context
+        given = _scored(trunks, _tokenized(dev, tokenizer, field), dev.name, limit)
+    judge = _Judge(model, encoder, trunks, dense, given, usual_of(model), mixing_of(model))
     for text in files:
         try:
             shard = _tokenized(text, tokenizer, field)
@@ -163,84 +162,70 @@ def evaluate_texts(
                 raise
             yield Unread(str(text), error.cause)
             continue
-        scores, mask = _scored(loaded, shard, text.name)
-        mixed = _mixed(model, shard, encoder, scores, mask, names, tempered, given) if len(names) > 1 else {}
-        if dense is not None:
-            mixed[DENSE_OF_RUN], _ = _scored(dense, shard, text.name)
-        yield _result(model, text, shard, scores, mask, names, tempered, mixed, usual)
+        yield judge.result(text, shard)
 
 
-def _mixed(
-    model: Path,
-    shard: TokenShard,
-    encoder: Tokenizer,
-    scores: np.ndarray,
-    mask: np.ndarray,
-    names: tuple[str, ...],
-    tempered: Tempered,
-    dev: ScoreTable | None,
-) -> dict[str, np.ndarray]:
-    """log p [B, T] of a text under each mixture, by name."""
-    mixed = {TEMPERED: mix(scores, mask, "uniform", tempered)}
-    mixed |= {method: mix(scores, mask, method, decay=DECAY) for method in ("average", "uniform", "updating")}
-    if has_clusters(model) and {*names} <= {*(clusters := clusters_of(model)).open().names}:
-        rule, far = Cluster(clusters.temperature), np.zeros_like(scores)
-        far[mask] = clusters.distances(names, encoder, shard, scores.shape[1])
-        mixed["cluster (uniform prior)"] = mix(scores, mask, "uniform", rule, distances=far)
-    if dev is not None:
-        cached = cached_log_prior(dev.scores, dev.mask, "history", decay=DECAY, blocks=DEV_BLOCKS)
-        fitted = fitted_log_prior(dev.scores, dev.mask)
-        switching = switching_on_dev(dev, fitted)
-        mixed["cached"] = mix(scores, mask, "cached", log_prior=cached)
-        mixed["fitted"] = mix(scores, mask, "fitted", "", log_prior=fitted)
-        mixed["switching (fitted prior)"] = mix(scores, mask, "fitted", switching, log_prior=fitted)
-    return mixed
+@dataclass(frozen=True)
+class _Judge:
+    """A model that is opened, and what its figures of a text take: the dense model of its run, and a text of dev."""
 
+    model: Path
+    encoder: Tokenizer
+    trunks: list[GPT]
+    dense: list[GPT] | None
+    dev: ScoreTable | None
+    usual: Mapping[str, Usual]
+    tempered: Tempered
 
-def _result(
-    model: Path,
-    text: Path,
-    shard: TokenShard,
-    scores: np.ndarray,
-    mask: np.ndarray,
-    names: tuple[str, ...],
-    tempered: Tempered,
-    mixed: dict[str, np.ndarray],
-    usual: Mapping[str, Usual],
-) -> OwnText:
-    """The figures of a text with the `scores` [B, T, E] and the log p [B, T] of its mixtures."""
-    size, tokens = int(shard.document_bytes.sum()), int(mask.sum())
+    def mixed(self, shard: TokenShard, table: ScoreTable) -> dict[str, np.ndarray]:
+        """log p [B, T] of a text under each mixture, by name."""
+        scores, mask, names, dev = table.scores, table.mask, table.experts, self.dev
+        mixed = {TEMPERED: mix(scores, mask, "uniform", self.tempered)}
+        mixed |= {method: mix(scores, mask, method, decay=DECAY) for method in ("average", "uniform", "updating")}
+        if has_clusters(self.model) and {*names} <= {*(clusters := clusters_of(self.model)).open().names}:
+            rule, far = Cluster(clusters.temperature), np.zeros_like(scores)
+            far[mask] = clusters.distances(names, self.encoder, shard, scores.shape[1])
+            mixed["cluster (uniform prior)"] = mix(scores, mask, "uniform", rule, distances=far)
+        if dev is not None:
+            cached = cached_log_prior(dev.scores, dev.mask, "history", decay=DECAY, blocks=DEV_BLOCKS)
+            fitted = fitted_log_prior(dev.scores, dev.mask)
+            switching = switching_on_dev(dev, fitted)
+            mixed["cached"] = mix(scores, mask, "cached", log_prior=cached)
+            mixed["fitted"] = mix(scores, mask, "fitted", "", log_prior=fitted)
+            mixed["switching (fitted prior)"] = mix(scores, mask, "fitted", switching, log_prior=fitted)
+        return mixed
 
-    def figures(log_p: float) -> tuple[float, float]:
-        with np.errstate(over="ignore"):
-            return float(np.exp(-log_p / tokens)), float(-log_p / math.log(2) / size)
+    def result(self, text: Path, shard: TokenShard) -> OwnText:
+        """The figures of a text."""
+        table = _scored(self.trunks, shard, text.name)
+        scores, mask, names = table.scores, table.mask, table.experts
+        mixed = self.mixed(shard, table) if len(names) > 1 else {}
+        if self.dense is not None:
+            mixed[DENSE_OF_RUN] = _scored(self.dense, shard, text.name).scores
+        size, tokens = int(shard.document_bytes.sum()), table.tokens
 
-    totals = scores.sum(axis=(0, 1))
-    best = int(totals.argmax())
-    mixtures = [Line(f"best single ({names[best]}), an oracle", *figures(totals[best]))] if mixed else []
-    mixtures += [Line(name, *figures(log_p.sum())) for name, log_p in mixed.items()]
-    log_priors = updating_log_priors(History().block_evidence(scores, mask), DECAY)
-    equal = np.full((len(mask), len(names)), -math.log(len(names)))
-    weights = np.exp(weigh(tempered, equal, Chunk(scores, mask))[0])[mask].mean(axis=0)
-    lines = tuple(
-        ExpertLine(
-            name, *figures(total), float(totals.max() - total) / tokens, usual.get(name), float(weight),
-            math.exp(log_posterior),
-        )
-        for name, total, weight, log_posterior in zip(names, totals, weights, log_priors[-1], strict=True)
-    )  # fmt: skip
-    first = lines[best]
-    return OwnText(
-        str(model),
-        str(text),
-        len(shard.offsets),
-        tokens,
-        size,
-        len(mask),
-        tuple(mixtures),
-        lines,
-        None if first.usual is None else first.bits_per_byte > UNLIKE * first.usual.bits_per_byte,
-    )
+        def figures(log_p: float) -> tuple[float, float]:
+            with np.errstate(over="ignore"):
+                return float(np.exp(-log_p / tokens)), float(-log_p / math.log(2) / size)
+
+        totals = scores.sum(axis=(0, 1))
+        best = int(totals.argmax())
+        mixtures = [Line(f"best single ({names[best]}), an oracle", *figures(totals[best]))] if mixed else []
+        mixtures += [Line(name, *figures(log_p.sum())) for name, log_p in mixed.items()]
+        log_priors = updating_log_priors(History().block_evidence(scores, mask), DECAY)
+        equal = np.full((len(mask), len(names)), -math.log(len(names)))
+        weights = np.exp(weigh(self.tempered, equal, Chunk(scores, mask))[0])[mask].mean(axis=0)
+        lines = tuple(
+            ExpertLine(
+                name, *figures(total), float(totals.max() - total) / tokens, self.usual.get(name), float(weight),
+                math.exp(log_posterior),
+            )
+            for name, total, weight, log_posterior in zip(names, totals, weights, log_priors[-1], strict=True)
+        )  # fmt: skip
+        first = lines[best]
+        unlike = None if first.usual is None else first.bits_per_byte > UNLIKE * first.usual.bits_per_byte
+        sizes = (table.documents, tokens, size, len(mask))
+        return OwnText(str(self.model), str(text), *sizes, tuple(mixtures), lines, unlike)
 
 
 def _dense_of(model: Path) -> Path | None:
@@ -344,13 +329,11 @@ def _refuse_unreadable(file: Path) -> None:
         raise DemixError(file, "is UTF-16 or no text, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW")
 
 
-def _scored(
-    trunks: Sequence[GPT], shard: TokenShard, name: str, limit: int | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """The scores [B, T, E] of a text in nats (0 at padding) and its mask [B, T]. `name` is for the progress bar."""
+def _scored(trunks: Sequence[GPT], shard: TokenShard, name: str, limit: int | None = None) -> ScoreTable:
+    """The scores of a text, of its first `limit` tokens (None: all). `name` is for the progress bar."""
     inputs, targets, mask = blocks(shard, trunks[0].architecture.context, limit)
     with progress(f"{name}: tokens", len(trunks) * int(mask.sum())) as advance:
         log_p = trunk_log_probabilities(trunks, inputs, targets, mask, advance=advance)
     scores = np.zeros((*mask.shape, len(log_p)))
     scores[mask] = log_p.T
-    return scores, mask
+    return ScoreTable(scores, mask, columns_of(trunks), len(shard.offsets), "")

@@ -7,7 +7,7 @@ one row per token that scoring scores. It is made once for all models; every tem
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +19,9 @@ from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.losses import Mixture, document_losses
-from demix.evaluate.score_tables import Beside, row_groups
+from demix.evaluate.score_tables import Beside, count_to_score, row_groups
 from demix.files import digest, parquet_reader, read_json
-from demix.files.batches import write_batches
+from demix.files.batches import regrouped, write_batches
 from demix.model.clusters import refuse_other_clusters
 from demix.progress import followed
 from demix.settings import Positive, settings
@@ -47,38 +47,23 @@ def route(folder: Path, shards: Sequence[Path], tokenizer: Path, routing: Routin
     for path in shards:
         domain, split = path.parent.name, path.stem
         shard = TokenShard.open(path, verify=True)
-        limit = routing.limit(split, routing.length)
-        total = len(shard) if limit is None else min(limit, len(shard))
-        if not total:
-            raise DemixError(path, "holds no token to score", "give the domain more words, or raise the limit")
+        total = count_to_score(shard, routing, routing.length)
         groups = row_groups(total, routing.length)
         hashed = hashlib.sha256()
         for start, stop in groups:
             hashed.update(shard.read(start, stop).astype("<u4").tobytes())
         about = {"tokens_sha256": hashed.hexdigest(), "clusterer_sha256": clusterer.sha256, "context": routing.context}
         schema = pa.schema([pa.field(name, pa.float32(), False) for name in clusterer.names], about)
-        pieces = context_distances(clusterer, encoder, shard, routing.context, routing.length, limit)
+        pieces = context_distances(clusterer, encoder, shard, routing.context, routing.length, total)
         pieces = followed(pieces, f"{domain} {split}: tokens", total, len)
-        rows = (
-            pa.record_batch([pa.array(np.ascontiguousarray(column)) for column in group.T], schema=schema)
-            for group in _grouped(pieces, [stop - start for start, stop in groups])
+        batches = (
+            pa.record_batch([pa.array(np.ascontiguousarray(column)) for column in piece.T], schema=schema)
+            for piece in pieces
         )
+        rows = regrouped(batches, [stop - start for start, stop in groups])
         path = output / f"{domain}.{split}.parquet"
         write_batches(path, schema, rows, use_dictionary=False, column_encoding="BYTE_STREAM_SPLIT")
         log.info("%s %s: %d tokens, %d clusters", domain, split, total, len(clusterer.names))
-
-
-def _grouped(pieces: Iterator[np.ndarray], sizes: Iterable[int]) -> Iterator[np.ndarray]:
-    """The rows of `pieces` [n, K] in groups of `sizes` rows."""
-    rest = next(pieces)
-    for size in sizes:
-        parts, missing = [rest[:size]], size - len(rest)
-        while missing > 0:
-            rest = next(pieces)
-            parts.append(rest[:missing])
-            size, missing = missing, missing - len(rest)
-        rest = rest[size:]
-        yield np.concatenate(parts)
 
 
 def beside_of(table: Path, mixtures: Iterable[Mixture]) -> dict[str, Beside]:

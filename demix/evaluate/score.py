@@ -7,9 +7,10 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +22,7 @@ from demix.config.evaluation import ScoringRecipe
 from demix.config.training import Threads
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
-from demix.evaluate.score_tables import row_groups, tokens_sha256, write_scores, write_tokens
+from demix.evaluate.score_tables import count_to_score, row_groups, tokens_sha256, write_scores, write_tokens
 from demix.files import digest, fsync, linked, read_parquet, replacing, write_parquet
 from demix.model.checkpoint import (
     describe,
@@ -130,7 +131,9 @@ def _score_all(works: list[_Work], scoring: Scoring) -> None:
         # Each column is a file of its own, so experts that are whole models are never in memory together.
         alone = whole_models(work.directory) and work.experts
         for experts in [(expert,) for expert in work.experts] if alone else [work.experts]:
-            _score(replace(work, experts=experts), shards, scoring)
+            scorer = _Scorer(replace(work, experts=experts), scoring)
+            for path in work.shards:
+                scorer.score(path, shards[path])
 
 
 def _check(work: _Work) -> None:
@@ -149,82 +152,58 @@ def _check(work: _Work) -> None:
         expert_lineage(directory, expert)
 
 
-def _score(work: _Work, shards: Mapping[Path, TokenShard], scoring: Scoring) -> None:
-    """Score as `score` does experts that are in memory together. Nothing is loaded where all columns are kept."""
-    directory, dtype, description = work.directory, compute_type(scoring.precision), describe(work.directory)
-    domain_tokens, device = tuple(description["domain_tokens"]), own_device()
-    named = expert_names(directory) if domain_tokens else work.experts
-    hashes = {name: expert_lineage(directory, name)["sha256"] for name in named}
-    architecture = Architecture(**description["architecture"])
-    length = work.context or architecture.context
-    trunks: list[GPT] = []
-    for path in work.shards:
-        shard, domain, split = shards[path], path.parent.name, path.stem
-        columns = work.experts or (domain,)
-        limit = scoring.limit(split, length)
-        ids = shard.read(0, len(shard) if limit is None else min(limit, len(shard)))
-        if not len(ids):
-            raise DemixError(path, "holds no token to score", "give the domain more words, or raise the limit")
+class _Scorer:
+    """Experts that are in memory together, which are loaded once a column is missing; scores as `score` does."""
+
+    def __init__(self, work: _Work, scoring: Scoring) -> None:
+        self.work, self.scoring, self.description = work, scoring, describe(work.directory)
+        self.domain_tokens = tuple(self.description["domain_tokens"])
+        named = expert_names(work.directory) if self.domain_tokens else work.experts
+        self.hashes = {name: expert_lineage(work.directory, name)["sha256"] for name in named}
+        architecture = Architecture(**self.description["architecture"])
+        self.length = work.context or architecture.context
+        self.folds = {"folds": str(FOLDS)} if architecture.objective == "mlm" else {}
+
+    @cached_property
+    def trunks(self) -> list[GPT]:
+        """The experts."""
+        return load_experts(self.work.directory, None if self.domain_tokens else self.work.experts, own_device())
+
+    def score(self, path: Path, shard: TokenShard) -> None:
+        """Score a split, unless all columns are kept."""
+        domain, split = path.parent.name, path.stem
+        columns = self.work.experts or (domain,)
+        ids = shard.read(0, count_to_score(shard, self.scoring, self.length))
         sha256 = tokens_sha256(ids)
-        folds = {"folds": str(FOLDS)} if architecture.objective == "mlm" else {}
-        # Everything on which the bits of a score depend.
-        origin = (
-            {
-                "model": digest(description),
-                "experts": hashes,
-                "columns": columns,
-                "tokens": sha256,
-                "settings": [
-                    scoring.precision,
-                    scoring.threads,
-                    torch.__version__,
-                    _device(device),
-                ],
-            }
-            | folds
-            | ({"context": work.context} if work.context else {})
-        )
-        fingerprint = hashlib.sha256(json.dumps(origin).encode()).hexdigest()
-        place, told = work.output / f"{domain}.{split}", f"{work.label}{domain} {split}"
+        fingerprint = self._fingerprint(columns, sha256)
+        place, told = self.work.output / f"{domain}.{split}", f"{self.work.label}{domain} {split}"
         kept = {column: place / KEPT / column / f"{fingerprint}.parquet" for column in columns}
         if all(_is_whole(file, len(ids)) for file in kept.values()):
-            write_tokens(place, ids, shard.offsets, length, shard.origins)
+            write_tokens(place, ids, shard.offsets, self.length, shard.origins)
             for column, file in kept.items():
                 _place(file, place / f"{column}.parquet")
             log.info("%s: %d columns were already scored", told, len(columns))
-            continue
-        trunks = trunks or load_experts(directory, None if domain_tokens else work.experts, device)
+            return
         # No two jobs write the same column, so the name of a job's first column makes its folder unique.
         folder = place / f".{columns[0]}.pieces"
-        groups = row_groups(len(ids), length)
+        groups = row_groups(len(ids), self.length)
         pieces = [folder / f"{start}.parquet" for start, _ in groups]
-        missing = [
-            (piece, start, stop)
+        missing = {
+            piece: (start, stop)
             for piece, (start, stop) in zip(pieces, groups, strict=True)
             if not _is_whole(piece, stop - start, fingerprint)
-        ]
-        amount = len(trunks) * sum(stop - start for _, start, stop in missing)
-        with progress(f"{told}: tokens", amount) as advance:
-            for piece, start, stop in missing:
-                try:
-                    scored = trunk_log_probabilities(
-                        trunks, *blocks(shard, length, stop, start), dtype, advance,
-                        columns if domain_tokens else None, start // length,
-                    )  # fmt: skip
-                except DemixError as error:
-                    raise DemixError(f"{directory}: {error.subject}", error.cause, error.cure) from None
-                table = pa.table(dict(zip(columns, scored.astype(np.float32), strict=True)))
-                write_parquet(table.replace_schema_metadata({"fingerprint": fingerprint}), piece)
+        }
+        self._score_pieces(shard, columns, missing, fingerprint, told)
         for column in columns:
             metadata = {
                 "tokens_sha256": sha256,
-                "shared_sha256": description["shared_sha256"],
-                "expert_sha256": hashes[column if column in hashes else "dense"],
-                "precision": scoring.precision,
-            } | folds
+                "shared_sha256": self.description["shared_sha256"],
+                "expert_sha256": self.hashes[column if column in self.hashes else "dense"],
+                "precision": self.scoring.precision,
+            } | self.folds
             name = f"{column}.parquet"
             write_scores(folder / name, _column(pieces, column), metadata, place / name)
-        write_tokens(place, ids, shard.offsets, length, shard.origins)
+        write_tokens(place, ids, shard.offsets, self.length, shard.origins)
         for column, file in kept.items():
             _keep(folder / f"{column}.parquet", file)
             os.replace(folder / f"{column}.parquet", place / f"{column}.parquet")
@@ -233,6 +212,35 @@ def _score(work: _Work, shards: Mapping[Path, TokenShard], scoring: Scoring) -> 
         log.info("%s: %d tokens under %d experts", told, len(ids), len(columns))
         if len(missing) < len(pieces):
             log.info("%s: %d of %d pieces were already scored", told, len(pieces) - len(missing), len(pieces))
+
+    def _fingerprint(self, columns: tuple[str, ...], sha256: str) -> str:
+        """A digest of everything on which the bits of the scores of some tokens depend."""
+        settings = [self.scoring.precision, self.scoring.threads, torch.__version__, _device(own_device())]
+        origin: dict[str, Any] = {"model": digest(self.description), "experts": self.hashes}
+        origin |= {"columns": columns, "tokens": sha256, "settings": settings} | self.folds
+        origin |= {"context": self.work.context} if self.work.context else {}
+        return hashlib.sha256(json.dumps(origin).encode()).hexdigest()
+
+    def _score_pieces(
+        self,
+        shard: TokenShard,
+        columns: tuple[str, ...],
+        missing: Mapping[Path, tuple[int, int]],
+        fingerprint: str,
+        told: str,
+    ) -> None:
+        """Score tokens from the first to before the last of each of the `missing` pieces."""
+        dtype, domains = compute_type(self.scoring.precision), columns if self.domain_tokens else None
+        amount = len(self.trunks) * sum(stop - start for start, stop in missing.values())
+        with progress(f"{told}: tokens", amount) as advance:
+            for piece, (start, stop) in missing.items():
+                cut = blocks(shard, self.length, stop, start)
+                try:
+                    scored = trunk_log_probabilities(self.trunks, *cut, dtype, advance, domains, start // self.length)
+                except DemixError as error:
+                    raise DemixError(f"{self.work.directory}: {error.subject}", error.cause, error.cure) from None
+                table = pa.table(dict(zip(columns, scored.astype(np.float32), strict=True)))
+                write_parquet(table.replace_schema_metadata({"fingerprint": fingerprint}), piece)
 
 
 def _keep(source: Path, target: Path) -> None:

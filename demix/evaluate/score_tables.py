@@ -3,15 +3,18 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from demix.config.evaluation import ScoredTokens
 from demix.config.models import DENSE_EXPERT
+from demix.data.shards import TokenShard
 from demix.errors import DemixError, nearest
 from demix.files import parquet_reader, read_parquet
-from demix.files.batches import read_batches, write_batches
+from demix.files.batches import read_batches, regrouped, write_batches
 from demix.model.description import read_description, read_lineage
 
 # The approximate size of a row group: small in memory under all experts, and quick to score again after a kill.
@@ -290,21 +293,19 @@ def _footer(path: Path) -> _Footer:
 
 def _pieces(path: Path, names: list[str], size: int) -> Iterator[list[np.ndarray]]:
     """Columns in pieces of `size` rows (the last may be shorter), for a file with row groups of any size."""
-    pending: list[list[np.ndarray]] = [[] for _ in names]
-    waiting = 0
-    for batch in read_batches(path, names, rows=size):
-        start = 0
-        while start < batch.num_rows:
-            taken = batch.slice(start, size - waiting)
-            for name, parts in zip(names, pending, strict=True):
-                parts.append(taken[name].to_numpy())
-            start += taken.num_rows
-            waiting += taken.num_rows
-            if waiting == size:
-                yield [np.concatenate(parts) for parts in pending]
-                pending, waiting = [[] for _ in names], 0
-    if waiting:
-        yield [np.concatenate(parts) for parts in pending]
+    for batch in regrouped(read_batches(path, names, rows=size), repeat(size)):
+        yield [batch.column(name).to_numpy() for name in names]
+
+
+def count_to_score(shard: TokenShard, scored: ScoredTokens, length: int) -> int:
+    """How many of the tokens of tokens/<domain>/<split>.arrow are scored, in blocks of `length` tokens.
+
+    Raises DemixError where there are none.
+    """
+    limit = scored.limit(shard.path.stem, length)
+    if not (count := len(shard) if limit is None else min(limit, len(shard))):
+        raise DemixError(shard.path, "holds no token to score", "give the domain more words, or raise the limit")
+    return count
 
 
 def tokens_sha256(tokens: np.ndarray) -> str:

@@ -31,6 +31,22 @@ def read_batches(
             yield from file.iter_batches(batch_size=rows, row_groups=[group], columns=columns)
 
 
+def regrouped(batches: Iterable[pa.RecordBatch], sizes: Iterable[int]) -> Iterator[pa.RecordBatch]:
+    """The rows of `batches` in batches of so many rows each; the last may have fewer."""
+    wanted = iter(sizes)
+    size, parts, waiting = next(wanted), list[pa.RecordBatch](), 0
+    for batch in batches:
+        while batch.num_rows:
+            parts.append(batch.slice(0, size - waiting))
+            waiting += parts[-1].num_rows
+            batch = batch.slice(parts[-1].num_rows)
+            if waiting == size:
+                yield pa.concat_batches(parts)
+                size, parts, waiting = next(wanted, 0), [], 0
+    if parts:
+        yield pa.concat_batches(parts)
+
+
 def counted(batches: Iterable[T], what: str, paths: Iterable[Path], size: Callable[[Any], int] = len) -> Iterator[T]:
     """Yield `batches`, which hold the rows of the Parquet files `paths`, and show progress under the name `what`.
 

@@ -8,6 +8,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from demix.errors import DemixError
+from demix.files.atomic import REMAKE
 
 
 def opened(path: str | Path) -> BufferedReader:
@@ -32,7 +33,7 @@ def check_sha256(path: Path, sha256: str) -> None:
     except FileNotFoundError:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
     if found != sha256:
-        raise DemixError(path, "differs from its recorded sha256", "delete it and rerun the stage that makes it")
+        raise DemixError(path, "differs from its recorded sha256", REMAKE)
 
 
 def seed_for(seed: int, *names: object) -> int:

@@ -124,7 +124,7 @@ def _objects(path: str | Path, *, lines: bool, most_bytes: int = -1) -> list[dic
         text = content.decode()
         parts = [line for line in text.split("\n") if line.strip()] if lines else [text]
         values = [json.loads(part, object_pairs_hook=partial(_Object, path)) for part in parts]
-        if _is_deep(values):
+        if is_deep(values, MOST_LEVELS):
             raise ValueError(f"it has more than {MOST_LEVELS} levels")
     except FileNotFoundError:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
@@ -135,14 +135,19 @@ def _objects(path: str | Path, *, lines: bool, most_bytes: int = -1) -> list[dic
     return values
 
 
-def _is_deep(values: list[Any]) -> bool:
-    """Whether `values` has so many levels that recursive functions could fail on it."""
-    levels = 0
-    while values and levels <= MOST_LEVELS:
-        containers = [value for value in values if isinstance(value, dict | list)]
-        values = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
-        levels += 1
-    return levels > MOST_LEVELS
+def is_deep(values: Iterable[Any], levels: int) -> bool:
+    """Whether `values` hold more than `levels` levels of lists and objects, on which recursive functions could fail."""
+    values = [*values]
+    while values and levels:
+        values = [inner for each in values for inner in _inside(each)]
+        levels -= 1
+    return bool(values)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 class _MissingError(DemixError, KeyError):

@@ -1,14 +1,16 @@
 """The training that a SLURM job does, and the resources that the job requests."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from demix.errors import DemixError
+from demix.files import fingerprint, read_json
 from demix.settings import Integer, Items, Positive, Text, settings
 
 
@@ -84,6 +86,36 @@ class Cluster(Site):
             cause = f"is {self.ranks_per_node}, and {ranks} ranks do not fill {nodes} nodes evenly"
             raise DemixError("cluster.ranks_per_node", cause, "give a divisor of the ranks")
         return nodes
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a training writes: the model directory or seed `output`, the file `metrics`, and below `checkpoints`.
+
+    None stands for a result that is not kept.
+    """
+
+    output: Path | None
+    metrics: Path | None
+    checkpoints: Path
+
+    @property
+    def results(self) -> dict[str, Path]:
+        """The results that are kept, by the options of the command that name them."""
+        named = {"--metrics": self.metrics, "--output": self.output}
+        return {option: path for option, path in named.items() if path is not None}
+
+    def of(self, name: str) -> "Places":
+        """The places of the training of one expert, where these are folders with an entry for each expert."""
+        output = None if self.output is None else self.output / name
+        metrics = None if self.metrics is None else self.metrics / f"{name}.jsonl"
+        return Places(output, metrics, self.checkpoints / name)
+
+
+def fingerprint_of(about: Sequence[object], shards: Sequence[Path] = ()) -> str:
+    """The fingerprint of a training: of demix's version, of what `about` tells, and of the data of `shards`."""
+    data = {str(path): read_json(path.with_suffix(".json"))["sha256"] for path in shards}
+    return fingerprint([version("demix"), *about, *([data] if shards else [])])
 
 
 @dataclass(frozen=True)

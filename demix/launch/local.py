@@ -1,21 +1,18 @@
 """Launching a training: in this process, in several processes of this machine, or in a SLURM job."""
 
-import enum
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from queue import Empty, Queue
 from tempfile import TemporaryDirectory
 
 from demix.errors import DemixError
-from demix.files import fingerprint, read_json
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.notes import Failure, first_failure, noting
 from demix.launch.parents import when_ended
@@ -26,70 +23,33 @@ from demix.settings import settings_from
 GRACE = 10.0
 
 
-class Launched(enum.Enum):
-    """Whether the process that launched a training still has work to do."""
+def launched(job: TrainingJob, cluster: str, entry: Callable[[Sequence[str]], None]) -> bool:
+    """Have `job` done by other processes. Returns False where this process must train, alone or as one rank.
 
-    DONE = "other processes have done the training"
-    HERE = "this process must train, alone or as one rank"
-
-
-def launched(
-    cluster: str,
-    ranks: int,
-    threads: int,
-    checkpoints: Path,
-    *,
-    fingerprinted: Sequence[object],
-    shards: Sequence[Path],
-    outputs: Mapping[str, Path],
-    steps: int,
-    entry: Callable[[Sequence[str]], None],
-    in_turn: Sequence[Path] = (),
-) -> Launched:
-    """Have the command of this process done by `ranks` processes.
-
-    `cluster` is the config's section for the stage, as JSON. With `launch: slurm` a SLURM job runs the training (see
-    `demix.launch.job.TrainingJob`, also for `in_turn`) and calls `entry` with the command's arguments. With other
-    values processes of this machine run the training. `fingerprinted`, demix's version and the data of `shards`
-    identify the training. Returns `Launched.HERE` for one rank, and in a rank that a launcher (this one, torchrun or a
-    batch system) has already started.
+    `cluster` is the config's section for the stage, as JSON. With `launch: slurm` a SLURM job runs the training and
+    calls `entry` with the command's arguments. With other values processes of this machine run it. One rank trains in
+    this process, and so does a rank that a launcher (this one, torchrun or a batch system) has already started.
     """
     site = settings_from(Cluster, cluster, "--cluster") if cluster else None
-
-    def of_training() -> str:
-        data = {str(path): read_json(path.with_suffix(".json"))["sha256"] for path in shards}
-        return fingerprint([version("demix"), *fingerprinted, data])
-
     if "WORLD_SIZE" in os.environ:
-        if "DEMIX_FINGERPRINT" in os.environ and os.environ["DEMIX_FINGERPRINT"] != of_training():
+        if os.environ.get("DEMIX_FINGERPRINT", job.fingerprint) != job.fingerprint:
             raise DemixError("job", "was submitted with other settings or data than the present ones", "rerun")
-        return Launched.HERE
+        return False
     if site is not None and site.launch == "slurm":
-        job = TrainingJob(
-            command=tuple(sys.argv[1:]),
-            fingerprint=of_training(),
-            outputs=outputs,
-            ranks=ranks,
-            threads=threads,
-            checkpoints=checkpoints,
-            steps=steps,
-            in_turn=tuple(in_turn),
-        )
         run(job, site, entry)
-        return Launched.DONE
-    if ranks == 1:
-        return Launched.HERE
+        return True
+    if job.ranks == 1:
+        return False
     if site is not None and site.launch == "inline":
         cure = "use local, or start the ranks yourself (torchrun)"
-        raise DemixError("cluster.launch", f"is inline for {ranks} ranks", cure)
+        raise DemixError("cluster.launch", f"is inline for {job.ranks} ranks", cure)
     from torch import cuda
 
-    if cuda.is_available() and ranks > cuda.device_count():
-        raise DemixError(
-            "ranks", f"is {ranks} for {cuda.device_count()} GPUs", f"use at most {cuda.device_count()} here"
-        )
-    launch(sys.argv[1:], ranks, checkpoints / "logs")
-    return Launched.DONE
+    if cuda.is_available() and job.ranks > cuda.device_count():
+        cause = f"is {job.ranks} for {cuda.device_count()} GPUs"
+        raise DemixError("ranks", cause, f"use at most {cuda.device_count()} here")
+    launch(job.command, job.ranks, job.checkpoints / "logs")
+    return True
 
 
 def world_size(ranks: int) -> int:

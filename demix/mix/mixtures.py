@@ -9,7 +9,6 @@ from demix.mix.logs import log_softmax, logsumexp
 from demix.mix.priors import log_prior_path
 from demix.mix.rules import DISTANCES, Chunk, PriorAlone, State, WeightsRule, released_rule, weights_rule
 
-SCORERS = ("paper", "released")
 # In hindsight, no mixtures: the floor of `history`, which picks one expert for a block, and that of every rule.
 FLOORS = ("best_block", "best_token")
 # A sum of products of weights below this has lost precision to underflow.
@@ -55,8 +54,6 @@ def mixing_rule(method: str, weights: str | int | WeightsRule, scorer: str = "pa
     """The weights rule of a method and a scorer: that of `weights`, of published code, or the prior for `average`."""
     if method not in METHODS:
         raise DemixError(f"method {method}", "is not known", f"use one of {', '.join(METHODS)}")
-    if scorer not in SCORERS:
-        raise DemixError(f"scorer {scorer}", "is not known", f"use one of {', '.join(SCORERS)}")
     rule = (released_rule if scorer == "released" else weights_rule)(weights)
     return PriorAlone() if method == "average" else rule
 

@@ -41,11 +41,11 @@ def updating_log_priors(
     total = np.full(log_priors.shape[1:], -np.inf)
     if first is not None:
         log_priors[0] = first
-    if first is not None and seen:
-        # The weights of the sum over the `seen` blocks add up to decay + decay² + … + decay^seen.
-        with np.errstate(divide="ignore", invalid="ignore"):
-            series = -decays * np.expm1(seen * np.log(decays)) / (1 - decays)
-        total = first + np.log(np.where(decays == 1, seen, series))
+        if seen:
+            # The weights of the sum over the `seen` blocks add up to decay + decay² + … + decay^seen.
+            with np.errstate(divide="ignore", invalid="ignore"):
+                series = -decays * np.expm1(seen * np.log(decays)) / (1 - decays)
+            total = first + np.log(np.where(decays == 1, seen, series))
     for block in range(blocks):
         posterior = _normalised(log_priors[block] + block_evidence[block])
         total = np.log(decays) + np.logaddexp(total, posterior)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from demix.config.architecture import Architecture
 from demix.errors import DemixError, nearest
-from demix.files import check_sha256, opened, replacing, sha256_file, write_json
+from demix.files import REMAKE, check_sha256, opened, replacing, sha256_file, write_json
 from demix.model.description import NO_NAME, is_expert_name, read_description, read_lineage
 from demix.model.device import free_memory
 from demix.model.gpt import GPT
@@ -217,7 +217,7 @@ def _reader(directory: Path, expert: str, device: torch.device) -> Callable[[], 
     The file is checked as by `check_weights`, and again where it has changed since.
     """
     lineage, (_, path) = expert_lineage(directory, expert), expert_files(directory, expert)
-    shared, shapes = shapes_of(blueprint(directory, (expert,)))
+    shared, shapes = model_shapes(directory)
     check_weights(directory / "shared.safetensors", describe(directory)["shared_sha256"], shared)
     checked: tuple[int, ...] = ()
 
@@ -278,6 +278,11 @@ def shapes_of(model: GPT) -> tuple[Shapes, Shapes]:
     return tuple({name: tuple(tensor.shape) for name, tensor in part.items()} for part in (shared, own))  # type: ignore[return-value]
 
 
+def model_shapes(directory: Path) -> tuple[Shapes, Shapes]:
+    """`shapes_of` the model in `directory`, by its model.json."""
+    return shapes_of(blueprint(directory, ("any",)))
+
+
 def tensor_shapes(path: Path) -> Shapes:
     """The shapes of the tensors in a safetensors file by name, read from the header alone."""
     try:
@@ -292,8 +297,7 @@ def tensor_shapes(path: Path) -> Shapes:
     except FileNotFoundError:
         raise DemixError(path, "is missing", "run the stage that makes it") from None
     except SafetensorError as error:
-        cure = "delete it and rerun the stage that makes it"
-        raise DemixError(path, f"is not a safetensors file ({error})", cure) from None
+        raise DemixError(path, f"is not a safetensors file ({error})", REMAKE) from None
 
 
 def check_shapes(path: Path, wanted: Shapes) -> None:
@@ -302,7 +306,7 @@ def check_shapes(path: Path, wanted: Shapes) -> None:
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
             cause = f"holds {name} as {found.get(name)}, of which the architecture makes {wanted.get(name)}"
-            raise DemixError(path, cause, "delete it and rerun the stage that makes it")
+            raise DemixError(path, cause, REMAKE)
 
 
 def check_values(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -347,13 +351,11 @@ def load_verified(path: Path, sha256: str) -> dict[str, torch.Tensor]:
     except MemoryError:
         raise DemixError(path, "does not fit into memory", "use a machine with more of it") from None
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise DemixError(path, "differs from its recorded sha256", "delete it and rerun the stage that makes it")
+        raise DemixError(path, "differs from its recorded sha256", REMAKE)
     try:
         return load_tensors(content)
     except SafetensorError as error:
-        raise DemixError(
-            path, f"is not a safetensors file ({error})", "delete it and rerun the stage that makes it"
-        ) from None
+        raise DemixError(path, f"is not a safetensors file ({error})", REMAKE) from None
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

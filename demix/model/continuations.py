@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from demix.data.shards import cut
 from demix.errors import DemixError
 from demix.mix.mixtures import keep_top
 from demix.mix.stream import Posterior
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MixedModel:
     """A mixture of the E experts of a model, as `demix.model.decode.Decoder` has it, for any number of texts.
 
     `begin` returns the posterior of B new texts, given the tokens [B] before them. `domain` is the domain whose token
@@ -87,7 +88,7 @@ def within(context: Sequence[int], tokens: Sequence[int], length: int) -> Contin
 
 
 def text_log_probabilities(
-    mixture: Mixture,
+    mixture: MixedModel,
     texts: Sequence[Sequence[int]],
     end_of_text: int,
     advance: Callable[[int], None] = lambda tokens: None,
@@ -106,8 +107,8 @@ def text_log_probabilities(
     alike = groupby(order, lambda number: min(mixture.context, lengths[number]).bit_length())
     for numbers in (part for _, same in alike for part in _parts(same, lengths.__getitem__, most)):
         width = min(mixture.context, lengths[numbers[-1]])
-        cut = [_blocks(texts[number], end_of_text, width) for number in numbers]
-        inputs, targets, mask = (np.concatenate(parts) for parts in zip(*cut, strict=True))
+        in_blocks = [cut(texts[number], width, end_of_text, end_of_text) for number in numbers]
+        inputs, targets, mask = (np.concatenate(parts) for parts in zip(*in_blocks, strict=True))
         scored = torch.from_numpy(
             trunk_log_probabilities(mixture.trunks, inputs, targets, mask, advance=advance, domain_tokens=domains)
         )
@@ -119,7 +120,7 @@ def text_log_probabilities(
 
 
 def continuation_log_probabilities(
-    mixture: Mixture,
+    mixture: MixedModel,
     wanted: Sequence[Continuation],
     batch: int | None = None,
     advance: Callable[[float], None] = lambda number: None,
@@ -244,7 +245,7 @@ def _mixed_next(model: GPT, hidden: Tensor, log_g: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _batches(order: Sequence[Continuation], mixture: Mixture, batch: int | None) -> Iterator[_Batch]:
+def _batches(order: Sequence[Continuation], mixture: MixedModel, batch: int | None) -> Iterator[_Batch]:
     """`order` in batches of `batch` continuations, or of `EXPERT_TOKENS_AT_ONCE`. Contexts come in order of length."""
     experts, sizes = len(mixture.experts), mixture.trunks[0].architecture
     cached = MOST_CACHED_BYTES // (8 * experts * sizes.layers * sizes.width)
@@ -277,12 +278,3 @@ def _parts(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[
         total += size(item)
     if part:
         yield part
-
-
-def _blocks(text: Sequence[int], end_of_text: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A text as `demix.data.shards.blocks` cuts it: inputs, targets and mask [B, T]."""
-    count = -(-len(text) // length)
-    sequence = np.full(count * length + 1, end_of_text, np.int64)
-    sequence[1 : len(text) + 1] = text
-    mask = np.arange(count * length) < len(text)
-    return sequence[:-1].reshape(count, -1), sequence[1:].reshape(count, -1), mask.reshape(count, -1)

@@ -24,7 +24,7 @@ from demix.mix.rules import weights_rule
 from demix.mix.stream import Distances, Posterior
 from demix.model.checkpoint import CPU, load_experts
 from demix.model.clusters import clusters_of
-from demix.model.description import read_mixing, run_of
+from demix.model.description import run_of, tempered_of
 from demix.model.device import set_threads
 from demix.model.gpt import GPT
 from demix.model.merge import parse_weights, prior_weights, sum_of
@@ -50,7 +50,6 @@ class Decoder:
         trunks: Sequence[GPT],
         before: Tensor,
         posterior: Posterior,
-        dtype: torch.dtype | None = None,
         top_k: int | None = None,
         domain: str | None = None,
     ):
@@ -58,7 +57,7 @@ class Decoder:
         self._top_k, self._domain = top_k, domain
         if posterior.length != trunks[0].architecture.context:
             raise DemixError("posterior", "has a block length other than the model's context", "use the context")
-        self.trunks, self.posterior, self.dtype = trunks, posterior, dtype
+        self.trunks, self.posterior = trunks, posterior
         self._predicted: Tensor
         self._see(before[:, None], before[:, None][:, :0], new_block=True)
 
@@ -106,7 +105,7 @@ class Decoder:
         for trunk, past in zip(self.trunks, self._pasts, strict=True):
             with trunk.with_weights() as model:
                 device = model.token_embedding.device
-                hidden = model(inputs[None].to(device), domains_of(model, self._domain, len(inputs)), self.dtype, past)
+                hidden = model(inputs[None].to(device), domains_of(model, self._domain, len(inputs)), past=past)
                 scores.append(model.log_probabilities(hidden[:, :, : targets.shape[1]], targets[None].to(device)))
                 logits = model.logits(hidden[:, :, -1])
             predicted.append(logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1))
@@ -198,9 +197,8 @@ def weights_of(name: str, directory: Path) -> Weights:
         raise DemixError(f"--weights {name:.40}", *error.args) from None
     if weights.rules.routed and weights.open:
         return replace(weights, parameters=(clusters_of(directory).temperature,))
-    mixing = Path(directory) / "mixing.json"
-    if name == "tempered" and mixing.exists():
-        return replace(weights, parameters=read_mixing(mixing))
+    if name == "tempered":
+        return replace(weights, parameters=tempered_of(directory))
     return replace(weights, parameters=weights.parameters or DEFAULTS.get(weights.family, ()))
 
 

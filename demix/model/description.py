@@ -8,15 +8,18 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
 from demix.config.architecture import Architecture
 from demix.config.evaluation import Context, Temperature
+from demix.config.mixing import DEFAULTS
 from demix.errors import DemixError, nearest
 from demix.files import read_json
 from demix.settings import Integer, Items, Number, Text, settings, settings_from
+
+T = TypeVar("T")
 
 # A description has a few lines for each domain.
 MOST_BYTES = 4 << 20
@@ -184,19 +187,24 @@ class Routed:
 
 def read_routed(path: Path) -> Routed:
     """The content of `clusterer/routing.json`. Raises DemixError if the file is missing or damaged."""
-    return settings_from(Routed, _read(path, Routed, (), "weights by distance", "get the model again"))
+    return _stated(path, Routed, "weights by distance", "get the model again")
 
 
 def read_usual(path: Path) -> dict[str, Usual]:
     """The figures in `usual.json` by expert. Raises DemixError if the file is damaged or holds no such figures."""
-    content = _read(path, Usuals, (), "the usual figures of experts", "remove it, or run `demix card` again")
-    return settings_from(Usuals, content).experts
+    return _stated(path, Usuals, "the usual figures of experts", "remove it, or run `demix card` again").experts
 
 
-def read_mixing(path: Path) -> tuple[float, float]:
-    """β and γ in `mixing.json`. Raises DemixError if the file is missing, damaged or holds no such parameters."""
-    content = _read(path, Mixing, (), "a mixture", "run `demix choose-mixing` again, or remove the file")
-    return float(content["beta"]), float(content["gamma"])
+def tempered_of(directory: Path) -> tuple[float, ...]:
+    """β and γ of the rule `tempered`: those in the model's `mixing.json`, the usual ones without this file.
+
+    Raises DemixError if the file is damaged or holds no such parameters.
+    """
+    path = Path(directory) / "mixing.json"
+    if not path.exists():
+        return DEFAULTS["tempered"]
+    found = _stated(path, Mixing, "a mixture", "run `demix choose-mixing` again, or remove the file")
+    return float(found.beta), float(found.gamma)
 
 
 def read_description(path: Path, *needed: str) -> dict[str, Any]:
@@ -239,7 +247,11 @@ def tokens_learned(description: Mapping[str, Any]) -> int | None:
 
 def read_seed_manifest(path: Path) -> SeedManifest:
     """The manifest of a seed. Raises DemixError if the file is missing or damaged."""
-    return settings_from(SeedManifest, _read(path, SeedManifest, (), "a seed", "delete its folder, then rerun"))
+    return _stated(path, SeedManifest, "a seed", "delete its folder, then rerun")
+
+
+def _stated(path: Path, form: type[T], what: str, cure: str) -> T:
+    return settings_from(form, _read(path, form, (), what, cure))
 
 
 def _read(path: Path, form: type, needed: tuple[str, ...], what: str, cure: str) -> dict[str, Any]:

@@ -12,17 +12,15 @@ from demix.errors import DemixError
 from demix.files import check_sha256, digest, exclusive, read_json, replacing, write_json
 from demix.model import clusters
 from demix.model.checkpoint import (
-    Shapes,
-    blueprint,
     check_shapes,
     check_weights,
     describe,
     expert_files,
     expert_lineage,
     expert_names,
+    model_shapes,
     refuse_other_tokenizer,
     refuse_routed,
-    shapes_of,
     tensor_shapes,
     unknown_expert,
 )
@@ -94,7 +92,7 @@ def _read_expert(directory: Path, name: str) -> Expert:
 def find_faults(directory: Path) -> list[DemixError]:
     """All faults of a model directory, at most one per file. Every byte is read."""
     try:
-        description, (shapes, _) = describe(directory), _shapes(directory)
+        description, (shapes, _) = describe(directory), model_shapes(directory)
     except DemixError as error:
         return [error]
     shared = directory / "shared.safetensors"
@@ -128,7 +126,7 @@ def expert_fault(directory: Path, name: str) -> DemixError | None:
 
     def check() -> None:
         _, weights = expert_files(directory, name)
-        check_weights(weights, expert_lineage(directory, name)["sha256"], _shapes(directory)[1])
+        check_weights(weights, expert_lineage(directory, name)["sha256"], model_shapes(directory)[1])
 
     return _raised(check)
 
@@ -157,7 +155,7 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
         if ours.get(key) != theirs.get(key):
             cause = f"belongs to a model of other {part} than {directory}"
             raise DemixError(source, cause, "an expert fits the model that it was trained or adapted with")
-    _, shapes = _shapes(directory)
+    _, shapes = model_shapes(directory)
     check_shapes(source, shapes)
     check_weights(source, lineage["sha256"], shapes)
     usual = usual_of(other).get(source.stem)
@@ -215,10 +213,6 @@ def _forget(directory: Path, name: str) -> None:
 def changing(directory: Path) -> AbstractContextManager[None]:
     """Hold the lock of the experts of the model in `directory`: one process at a time adds or removes one."""
     return exclusive(directory / LOCK, "changes the experts of this model", LOCK_SECONDS)
-
-
-def _shapes(directory: Path) -> tuple[Shapes, Shapes]:
-    return shapes_of(blueprint(directory, ("any",)))
 
 
 def _raised(check: Callable[[], object]) -> DemixError | None:

@@ -264,6 +264,21 @@ class GPT(nn.Module):
         }
 
 
+@contextmanager
+def seeing(modules: Mapping[int, nn.Module], see: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """While this lasts, `see` is given the number and the input of each of `modules` that is about to compute."""
+
+    def hook(number: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, inputs: see(number, inputs[0])
+
+    hooks = [module.register_forward_pre_hook(hook(number)) for number, module in modules.items()]
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
 class _LogProbabilities(torch.autograd.Function):
     """log softmax(states @ weight.T)[target] for rows [N, D], weight [V, D] and targets [N]: [N].
 

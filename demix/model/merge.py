@@ -13,15 +13,13 @@ from safetensors import safe_open
 from demix.errors import DemixError, nearest
 from demix.files import read_parquet, refuse_used, replacing, sha256_file, write_json
 from demix.model.checkpoint import (
-    Shapes,
-    blueprint,
     check_weights,
     describe,
     expert_files,
     expert_lineage,
+    model_shapes,
     refuse_routed,
     save_tensors,
-    shapes_of,
     whole_models,
 )
 from demix.model.tokenizer import copy_tokenizer, tokenizer_path
@@ -40,7 +38,7 @@ def merge_experts(
     if not again:
         refuse_used(output)
     description = describe(directory)
-    check_weights(directory / "shared.safetensors", description["shared_sha256"], _shapes(directory)[0])
+    check_weights(directory / "shared.safetensors", description["shared_sha256"], model_shapes(directory)[0])
     merged, parents = averaged(directory, weights)
     origins = origins_of(weights, parents)
     learned, seeds = learned_of(parents.values())
@@ -97,7 +95,7 @@ def averaged(
     # Zero times an infinite parameter would be NaN, so an expert with weight zero is left out.
     parents = {name: expert_lineage(directory, name) for name, weight in weights.items() if weight}
     files = {name: expert_files(directory, name)[1] for name in parents}
-    shapes = _shapes(directory)[1]
+    shapes = model_shapes(directory)[1]
     for name, path in files.items():
         check_weights(path, parents[name]["sha256"], shapes)
 
@@ -134,10 +132,6 @@ def learned_of(lineages: Collection[Mapping[str, Any]]) -> tuple[dict[str, Any],
 def origins_of(weights: Mapping[str, float], parents: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """What an average of experts records of its `parents`: the weight and the sha256 of each."""
     return {name: {"weight": weights[name], "sha256": lineage["sha256"]} for name, lineage in parents.items()}
-
-
-def _shapes(directory: Path) -> tuple[Shapes, Shapes]:
-    return shapes_of(blueprint(directory, ("any",)))
 
 
 def parse_weights(text: str, option: str = "--weights") -> dict[str, float]:

@@ -1,11 +1,11 @@
 """Merging domain experts, without training, into one model whose tokens choose among them in every layer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from demix.config.architecture import parameters
 from demix.config.models import DENSE_EXPERT
@@ -24,7 +24,7 @@ from demix.model.checkpoint import (
 )
 from demix.model.description import run_of
 from demix.model.device import own_device
-from demix.model.gpt import GPT
+from demix.model.gpt import GPT, seeing
 from demix.model.merge import learned_of, write_merged
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE
 
@@ -96,21 +96,15 @@ def mean_states(model: GPT, shard: TokenShard, count: int = BLOCKS) -> Tensor:
     sums = torch.zeros(len(model.blocks), model.architecture.width, dtype=torch.float64)
     counted: Tensor
 
-    def adds(number: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-            sums[number] += given[0][0][counted].double().sum(0).cpu()
+    def add(number: int, given: Tensor) -> None:
+        sums[number] += given[0][counted].double().sum(0).cpu()
 
-        return hook
-
-    layers = (block.get_submodule("feedforward") for block in model.blocks)
-    hooks = [layer.register_forward_pre_hook(adds(number)) for number, layer in enumerate(layers)]
     batch = max(1, EXPERT_TOKENS_AT_ONCE // length)
-    for first in range(0, len(inputs), batch):
-        rows = slice(first, first + batch)
-        counted = torch.from_numpy(mask[rows]).to(device)
-        model(torch.from_numpy(inputs[rows])[None].to(device))
-    for hook in hooks:
-        hook.remove()
+    with seeing(dict(enumerate(block.get_submodule("feedforward") for block in model.blocks)), add):
+        for first in range(0, len(inputs), batch):
+            rows = slice(first, first + batch)
+            counted = torch.from_numpy(mask[rows]).to(device)
+            model(torch.from_numpy(inputs[rows])[None].to(device))
     return sums / int(mask.sum())
 
 

@@ -68,12 +68,16 @@ def trunk_log_probabilities(
         with trunk.with_weights() as model:
             scored.append(log_probabilities(model, inputs, targets, mask, dtype, advance, domain_tokens, first))
     scores = np.concatenate(scored)
-    for name, row in zip(domain_tokens or columns_of(trunks), scores, strict=True):
-        if not np.isfinite(row).all():
-            raise DemixError(
-                f"expert {name}", "gives tokens no finite log-probability", "train it again, or leave it out"
-            )
+    refuse_not_finite(domain_tokens or columns_of(trunks), scores)
     return scores
+
+
+def refuse_not_finite(names: Sequence[str], scores: np.ndarray) -> None:
+    """Raise DemixError for an expert whose log-probabilities, a row of `scores` [E, tokens], are not all finite."""
+    for name, row in zip(names, scores, strict=True):
+        if not np.isfinite(row).all():
+            cause = "gives tokens no finite log-probability"
+            raise DemixError(f"expert {name}", cause, "train it again, or leave it out")
 
 
 @torch.no_grad()

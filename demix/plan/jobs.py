@@ -21,6 +21,8 @@ from demix.run.run import Run
 from demix.run.scoring import ScoringJob, ScoringPart, scoring_jobs
 from demix.run.systems import chosen_on_dev, classified, routed, token_routed
 
+STAGES = ("download", "anonymize", "corpus", "train", "adapt", "score", "evaluate")
+
 
 @dataclass(frozen=True)
 class Jobs:
@@ -79,83 +81,86 @@ def plan_jobs(run: Run, hardware: str, ranks: int | None = None) -> list[Jobs]:
     Without `ranks`, the config sets the number of each training. The rules are those that `snakemake -n` lists,
     `all` aside.
     """
-    domains = run.domains
-    novel, number = len(run.novel), len(domains)
-    parts, apart = sum(domain.source.parts for domain in domains.values()), RunRules(run).apart
-    sites = {
-        stage: run.config.cluster.of(stage)
-        for stage in ("download", "anonymize", "corpus", "train", "adapt", "score", "evaluate")
-    }
-    plans = plan_training(run, ranks, HARDWARE[hardware])
-    models, threads = run.trained, run.config.threads
-    removed = [model.removed for model in run.without]
-    swept = [model for model in models if model.sweeps]
+    sites = {stage: run.config.cluster.of(stage) for stage in STAGES}
+    plans, costs = plan_training(run, ranks, HARDWARE[hardware]), ScoringCosts(run, HARDWARE[hardware])
+    threads, scoring = run.config.threads, scoring_jobs(run)
 
-    def of_training(stage: str) -> list[Jobs]:
+    def training(stage: str) -> list[Jobs]:
         return [
             Jobs(stage, plan.name, {plan.rule: plan.jobs}, sites[stage], plan.ranks, threads, plan.hours)
             for plan in plans
             if plan.stage == stage
         ]
 
-    costs, scoring = ScoringCosts(run, HARDWARE[hardware]), scoring_jobs(run)
-
-    def of_scoring(name: str, *, added: bool) -> Jobs:
+    def scored(name: str, *, added: bool) -> Jobs:
         rules = [job for job in scoring if job.added == added]
         hours, disk = zip((0.0, 0), *map(costs.of_job, rules), strict=True)
         counts = {job.rule: job.jobs for job in rules}
         return Jobs("score", name, counts, sites["score"], 1, threads, sum(hours), sum(disk))
 
-    chosen = len(chosen_on_dev(run))
-    joining = {f"join_{model.rule}": 1 for model in models if model.parts[0].part}
+    jobs = [
+        *_of_text(run, sites),
+        *training("train"),
+        Jobs("train", "keep seeds", {"seed": len(run.seeds)}, sites["train"], 1, threads),
+        scored("score", added=False),
+        *training("adapt"),
+        scored("score what was adapted", added=True),
+        *_of_scores(run, sites),
+    ]
+    return [job for job in jobs if job.count]
+
+
+def _of_text(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
+    """The jobs from the raw text to tokens and clusters."""
+    novel, number, apart = len(run.novel), len(run.domains), RunRules(run).apart
+    parts = sum(domain.source.parts for domain in run.domains.values())
+    clustered = dict.fromkeys(name for name, _ in run.learned_splits)
+    weighting = [*routed(run), *(one.routing for one in classified(run) if one.routing)]
+    clustering = {"fit_clusters": len(clustered | dict.fromkeys(weighting)), "assign": len(clustered)}
+    clustering |= {f"cluster_{split}_{name}": 1 for name, split in run.learned_splits}
+    together = {"deduplicate": 1, "novel_duplicates": int(novel > 0), "tokenizer": 1, "overlap": 1}
+    return [
+        Jobs("download", "read", {"read": 0 if apart else parts}, sites["download"]),
+        Jobs("download", "download", {"download": parts if apart else 0}, sites["download"]),
+        Jobs("anonymize", "anonymize", {"anonymize": parts if apart else 0}, sites["anonymize"]),
+        Jobs("corpus", "deduplicate, tokenizer, overlap", together, sites["corpus"]),
+        Jobs("corpus", "split, tokenize", {"split": number, "tokenize": number}, sites["corpus"]),
+        Jobs("corpus", "clusters", clustering, sites["corpus"]),
+    ]
+
+
+def _of_scores(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
+    """The jobs that need trained models: merging them, tasks, arithmetic on scores, the report."""
+    number, threads, asked = len(run.domains), run.config.threads, classified(run)
+    joining = {f"join_{model.rule}": 1 for model in run.trained if model.parts[0].part}
     averaging, routing = (
         {one.rule: number if one.by_domain else 1 for one in run.merged if (one.weights == "routed") == routes}
         for routes in (False, True)
     )
-    near, contexts = routed(run), len(run.config.evaluation.routing_context)
-    clustered = dict.fromkeys(name for name, _ in run.learned_splits)
-    asked = classified(run)
+    near = len(routed(run)) * len(run.config.evaluation.routing_context)
+    route = {"route": near, "route_novel": len(run.novel) * near}
     examples = "download" if any(task.fetches for task in run.config.tasks.values()) else "corpus"
-    fitted = clustered | dict.fromkeys(near) | dict.fromkeys(one.routing for one in asked if one.routing)
-    clustering = {"fit_clusters": len(fitted), "assign": len(clustered)}
-    clustering |= {f"cluster_{split}_{name}": 1 for name, split in run.learned_splits}
-    once = {"results": 1, "run_config": 1, "report": 1, "card": 1, "track": 1}
-    jobs = [
-        Jobs("download", "read", {"read": 0 if apart else parts}, sites["download"]),
-        Jobs("download", "download", {"download": parts if apart else 0}, sites["download"]),
-        Jobs("anonymize", "anonymize", {"anonymize": parts if apart else 0}, sites["anonymize"]),
-        Jobs(
-            "corpus",
-            "deduplicate, tokenizer, overlap",
-            {"deduplicate": 1, "novel_duplicates": int(novel > 0), "tokenizer": 1, "overlap": 1},
-            sites["corpus"],
-        ),
-        Jobs("corpus", "split, tokenize", {"split": number, "tokenize": number}, sites["corpus"]),
-        Jobs("corpus", "clusters", clustering, sites["corpus"]),
-        *of_training("train"),
-        Jobs("train", "keep seeds", {"seed": len(run.seeds)}, sites["train"], 1, threads),
-        of_scoring("score", added=False),
-        *of_training("adapt"),
-        of_scoring("score what was adapted", added=True),
-        Jobs("score", "loads of routers", {"loads": len(token_routed(run))}, sites["score"], 1, threads),
+    evaluating = {"choose_mixing": len(chosen_on_dev(run)), "evaluate": number}
+    once = {"results": 1, "run_config": 1, "report": 1, "card": 1, "track": 1, "audit": int(bool(run.without))}
+    once |= {"choose_rate": sum(model.sweeps for model in run.trained)}
+
+    def scoring(name: str, rules: dict[str, int]) -> Jobs:
+        return Jobs("score", name, rules, sites["score"], 1, threads)
+
+    return [
+        scoring("loads of routers", {"loads": len(token_routed(run))}),
         Jobs("corpus", "join experts", joining, sites["corpus"]),
         Jobs("evaluate", "average", averaging, sites["evaluate"]),
-        Jobs("score", "merge as routed", routing, sites["score"], 1, threads),
-        Jobs(
-            "evaluate",
-            "route",
-            {"route": len(near) * contexts, "route_novel": novel * len(near) * contexts},
-            sites["evaluate"],
-        ),
-        Jobs("evaluate", "evaluate", {"choose_mixing": chosen, "evaluate": number}, sites["evaluate"]),
+        scoring("merge as routed", routing),
+        Jobs("evaluate", "route", route, sites["evaluate"]),
+        Jobs("evaluate", "evaluate", evaluating, sites["evaluate"]),
         Jobs("evaluate", "by position", {"contexts": number if asked_contexts(run) else 0}, sites["evaluate"]),
         Jobs(examples, "examples of tasks", {"examples": len(run.config.tasks)}, sites[examples]),
-        Jobs("score", "score tasks", {f"fewshot_{one.rule}": 1 for one in asked}, sites["score"], 1, threads),
+        scoring("score tasks", {f"fewshot_{one.rule}": 1 for one in asked}),
         Jobs("evaluate", "classify", {"classify": int(bool(asked))}, sites["evaluate"]),
-        Jobs("score", "audit", {f"audit_{name}": 1 for name in removed}, sites["score"], 1, threads),
-        Jobs("", "join, report, track", once | {"audit": int(bool(removed)), "choose_rate": len(swept)}, None),
+        scoring("audit", {f"audit_{model.removed}": 1 for model in run.without}),
+        Jobs("", "join, report, track", once, None),
     ]
-    return [job for job in jobs if job.count]
 
 
 @dataclass(frozen=True)

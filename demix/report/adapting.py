@@ -3,7 +3,7 @@
 import pandas as pd
 
 from demix.config.architecture import parameters
-from demix.report.cells import mean_of
+from demix.report.domains import mean_of
 from demix.report.material import Material
 from demix.report.systems import added, before_adding, before_dense_dapt, dense_adapted, one_added
 from demix.report.table import Table

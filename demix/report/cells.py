@@ -3,19 +3,14 @@
 Every average over domains is the plain mean of the domains' perplexities, or "–" if a domain's perplexity is missing.
 """
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
 
-import numpy as np
 import pandas as pd
 
 from demix.report.domains import Domains, so_many
-from demix.report.systems import systems_on
+from demix.report.results import Results
+from demix.report.systems import ByDomain, systems_on
 from demix.run.run import Run
-
-if TYPE_CHECKING:
-    from demix.report.results import Results
-    from demix.report.systems import ByDomain
 
 PRINTED_MIXTURES = (
     "The paper's mixtures stand beside the released scorer or the released weights, because weights by all earlier "
@@ -48,17 +43,6 @@ INTERVAL_NOTE = (
 COUNTED = {"Documents": "{:,.0f}", "Pieces": "{:,.0f}"}
 
 
-def mean_of(values: Iterable[float]) -> float:
-    """The plain mean; NaN without values or if a value is NaN."""
-    numbers = np.asarray(list(values), dtype="float64")
-    return float(numbers.mean()) if len(numbers) else float("nan")
-
-
-def percent(before: Any, after: Any) -> Any:
-    """The change from `before` to `after`, in percent of `before`."""
-    return 100 * (after / before - 1)
-
-
 def ends_lower(dense: pd.Series, demix: pd.Series) -> str:
     """Which of Dense-DAPT and DEMix-DAPT ends at the lower mean perplexity, in words; one value per novel domain."""
     both = pd.DataFrame({"Dense-DAPT": dense, "DEMix-DAPT": demix}).dropna()
@@ -89,7 +73,7 @@ def second_lines(found: pd.DataFrame) -> list[str]:
 
 
 def by_domain(
-    results: "Results", systems: "dict[str, ByDomain]", domains: list[str]
+    results: Results, systems: Mapping[str, ByDomain], domains: list[str]
 ) -> tuple[pd.DataFrame, pd.DataFrame | None, tuple[str, ...]]:
     """Perplexities, second lines (None without any interval or spread) and notes; one row per domain.
 
@@ -103,7 +87,7 @@ def by_domain(
     return frame, *explained(beneath, results)
 
 
-def explained(beneath: pd.DataFrame, results: "Results") -> tuple[pd.DataFrame | None, tuple[str, ...]]:
+def explained(beneath: pd.DataFrame, results: Results) -> tuple[pd.DataFrame | None, tuple[str, ...]]:
     """The second lines, or None if all are empty, and the note that explains the lines."""
     seeds = len(results.by_seed)
     if seeds > 1:
@@ -124,7 +108,7 @@ def seed_note(run: Run) -> tuple[str, ...]:
     )
 
 
-def grid_frame(results: "Results", setting: str, methods: Iterable[str], kinds: Iterable[Domains]) -> pd.DataFrame:
+def grid_frame(results: Results, setting: str, methods: Iterable[str], kinds: Iterable[Domains]) -> pd.DataFrame:
     """The columns of `Results.grid` by prior and kind of domains."""
     methods = list(methods)
     columns = {

@@ -31,8 +31,7 @@ from demix.evaluate.domain import Evaluation, system_losses
 from demix.evaluate.intervals import FEWEST_TOKENS, block_tokens, bounds, resampled
 from demix.files import digest, is_made, read_json, seed_for
 from demix.progress import progress
-from demix.report.cells import percent
-from demix.report.domains import domains_of
+from demix.report.domains import domains_of, percent
 from demix.report.read import read_metrics, read_results
 from demix.report.systems import main_systems
 from demix.run.kept import kept

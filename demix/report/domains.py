@@ -1,6 +1,10 @@
-"""The kinds of domains of a run: those trained on, and those that are novel."""
+"""The kinds of domains of a run, those trained on and those that are novel, and what is told over them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from demix.run.run import Run
 
@@ -8,6 +12,17 @@ from demix.run.run import Run
 def so_many(number: int, noun: str) -> str:
     """A number and what it counts: "1 novel domain", "8 novel domains"."""
     return f"{number:,} {noun}" + "s" * (number != 1)
+
+
+def mean_of(values: Iterable[float]) -> float:
+    """The plain mean; NaN without values or if a value is NaN."""
+    numbers = np.asarray(list(values), dtype="float64")
+    return float(numbers.mean()) if len(numbers) else float("nan")
+
+
+def percent(before: Any, after: Any) -> Any:
+    """The change from `before` to `after`, in percent of `before`."""
+    return 100 * (after / before - 1)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from demix.report.clusters import Clusters
     from demix.report.read import Parent
     from demix.report.results import Results
-    from demix.report.verdict import Claim
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,13 +173,6 @@ class Material:
         from demix.report.cost import cost_by_stage
 
         return cost_by_stage(self.run)
-
-    @cached_property
-    def claims(self) -> "list[Claim]":
-        """The claims, judged on this run."""
-        from demix.report.claims import claims
-
-        return claims(self)
 
     @cached_property
     def scale_note(self) -> str:

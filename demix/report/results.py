@@ -9,7 +9,7 @@ import pandas as pd
 
 from demix.errors import DemixError
 from demix.files.database import ask
-from demix.report.cells import mean_of
+from demix.report.domains import mean_of
 from demix.report.systems import ByDomain
 from demix.run.systems import BASES, System
 

@@ -118,11 +118,8 @@ def _planned(run: Run) -> Iterator[tuple[str, int]]:
 
 def _course(run: Run, name: str, steps: int) -> Course | None:
     """How far a training is; None if it has not begun, or ended a while ago."""
-    folder, metrics, since = (
-        run.folder / "checkpoints" / name,
-        run.folder / "metrics" / f"{name}.jsonl",
-        time.time() - RECENT,
-    )
+    folder, metrics = run.folder / "checkpoints" / name, run.folder / "metrics" / f"{name}.jsonl"
+    since = time.time() - RECENT
     running = any(_held(rows.with_name("lock")) for rows in folder.glob("*/metrics.jsonl"))
     rows = last_rows(folder, 0.0 if running else since, ROWS)
     state = "running" if running else "stopped"

@@ -204,6 +204,14 @@ def folder_of(row: str, seed: int, first: int) -> str:
     return row if seed == first else f"{row}-seed{seed}"
 
 
+def row_of(folder: str, first: int, further: Iterable[int]) -> tuple[str, int]:
+    """The row and the seed of the model in a folder: the inverse of `folder_of` for the run's seeds."""
+    for seed in further:
+        if folder.endswith(f"-seed{seed}"):
+            return folder.removesuffix(f"-seed{seed}"), seed
+    return folder, first
+
+
 def left_out(domain: str) -> str:
     """The label of the set of all experts but that of `domain`."""
     return f"minus-{domain}"
@@ -225,7 +233,7 @@ def adapted(row: str, domain: str) -> str:
 
 
 def made_of(model: str, weights: str) -> str:
-    """The folder of what is made of the experts of a model by `weights` (`demix.config.merged`).
+    """The folder of what is made of the experts of a model by `weights` (`demix.run.merged`).
 
     {domain} stands for the domain of a prior.
     """

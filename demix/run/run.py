@@ -11,7 +11,16 @@ from demix.config.config import Config
 from demix.config.domains import DomainSection
 from demix.run.kept import read_run_config
 from demix.run.merged import Merged, merged_models
-from demix.run.models import Adaptation, Model, adaptations_of, dense_adapted, folder_of, row_named, trained_models
+from demix.run.models import (
+    Adaptation,
+    Model,
+    adaptations_of,
+    dense_adapted,
+    folder_of,
+    row_named,
+    row_of,
+    trained_models,
+)
 from demix.run.rows import Row, rows_of
 from demix.settings import written
 
@@ -148,10 +157,7 @@ class Run:
 
     def row_of(self, folder: str) -> tuple[str, int]:
         """The row and the seed of the model in a folder of the run: the inverse of `folder_of`."""
-        for seed in self.config.further_seeds:
-            if folder.endswith(f"-seed{seed}"):
-                return folder.removesuffix(f"-seed{seed}"), seed
-        return folder, self.seed
+        return row_of(folder, self.seed, self.config.further_seeds)
 
     def learning_rate_factor(self, parent: Model) -> float:
         """The learning rate of the adaptation of `parent`, as a fraction of that of the parent's training."""

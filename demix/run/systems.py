@@ -36,7 +36,7 @@ class Evaluated:
 
     `sets` is empty for a model with one column, and has one set of one expert for a domain's own token. `model` and
     `seed` are the values of these columns in results. `folder` is the folder of the tables below scores/. `merged` says
-    how a model was made of the model's experts, whose one column the table has (`demix.config.merged`).
+    how a model was made of the model's experts, whose one column the table has (`demix.run.merged`).
     """
 
     model: str

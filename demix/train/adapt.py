@@ -2,17 +2,18 @@
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from demix.config.adaptation import AdaptationRecipe
+from demix.config.models import DENSE_EXPERT
 from demix.config.training import Threads, fingerprinted, stated
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import fingerprint, read_json, write_json_lines
+from demix.launch.job import Places
 from demix.model.checkpoint import (
     describe,
     expert_lineage,
@@ -30,8 +31,8 @@ from demix.model.tokenizer import copy_tokenizer, tokenizer_path
 from demix.run.placement import place_experts
 from demix.settings import Positive, Seed, settings
 from demix.train.batches import balanced_batches
-from demix.train.loop import DivergedError, Evaluation, train
-from demix.train.metrics import Row
+from demix.train.loop import Evaluation, train
+from demix.train.metrics import DivergedError, Row
 from demix.train.parallel import World, joined
 from demix.train.stage import dev_loss, open_shards, optimization
 from demix.train.state import remove_states
@@ -74,9 +75,7 @@ def adapt_expert(
     chosen: dict[str, Any],
     unchanged: Mapping[str, float],
     adaptation: Adaptation,
-    output: Path,
-    metrics: Path,
-    checkpoints: Path,
+    places: Places,
     init: str = "",
 ) -> None:
     """DEMix-DAPT (paper, section 6): add the expert of a novel domain to the model in `directory`.
@@ -84,7 +83,7 @@ def adapt_expert(
     With `init` parent the likeliest parent's own tensors are copied. With average the expert begins as the average of
     all experts, weighted by their posterior on the domain's dev split (Gururangan et al. 2023, section 2.4), which is
     what experts that are whole models do by default. The new expert alone is trained. No other file of the model
-    changes. The files of the expert go below `output`, which may be `directory`.
+    changes. The files of the expert go below the output of `places`, by default `directory`.
 
     `shards` are the domain's train and dev tokens. `chosen` comes from `demix.evaluate.parent.choose_parent`: its key
     `parent` names the expert to copy. All of it goes into the lineage, but an average has no single parent. `unchanged`
@@ -98,14 +97,9 @@ def adapt_expert(
     set_threads(adaptation.threads)
     with joined() as world:
         _, dev_shard = open_shards(list(shards), world)
-        domain = shards[0].parent.name
-        log.info("%s: %s, likeliest expert %s (posterior %.3f)", domain, init, chosen["parent"], chosen["parent_prior"])
+        domain, parent = shards[0].parent.name, chosen["parent"]
+        log.info("%s: %s, likeliest expert %s (posterior %.3f)", domain, init, parent, chosen["parent_prior"])
         others = {f"dev_loss/{name}": loss for name, loss in unchanged.items()}
-
-        def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
-            (loss,) = world.first([dev_loss(model, dev_shard, adaptation.dev_blocks, domain)])
-            return loss, {f"dev_loss/{domain}": loss} | others
-
         average, origin = None, {**chosen}
         if init == "average":
             average, parents = averaged(directory, chosen["priors"])
@@ -113,55 +107,63 @@ def adapt_expert(
             # That of one parent. The weights say it of all.
             del origin["parent_prior"]
         else:
-            origin |= {"parent_sha256": expert_lineage(directory, chosen["parent"])["sha256"]}
-        found = _adapt(
-            chosen["parent"], directory, shards, adaptation, origin, checkpoints, evaluate, world,
-            own=True, average=average,
-        )  # fmt: skip
+            origin |= {"parent_sha256": expert_lineage(directory, parent)["sha256"]}
+
+        def begin() -> GPT:
+            model = load_model(directory, (parent,))
+            if average is not None:
+                shared = {name: tensor.detach() for name, tensor in model.shared_tensors().items()}
+                model.load_state_dict(model.stacked(shared, {parent: average}))
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(model.owned(name))
+            return model
+
+        def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
+            (loss,) = world.first([dev_loss(model, dev_shard, adaptation.dev_blocks, domain)])
+            return loss, {f"dev_loss/{domain}": loss} | others
+
+        found = _Adapting(directory, shards, origin, places.checkpoints, begin, evaluate, world).best(adaptation)
         if world.rank == 0:
-            with changing(output or directory):
-                save_expert(found.model, chosen["parent"], directory, found.lineage, domain, output)
-            found.finish(metrics)
+            with changing(places.output or directory):
+                save_expert(found.model, parent, directory, found.lineage, domain, places.output)
+            found.finish(places.metrics)
 
 
 def adapt_dense(
-    directory: Path,
-    shards: tuple[Path, Path],
-    training: Sequence[Path],
-    adaptation: Adaptation,
-    output: Path,
-    metrics: Path,
-    checkpoints: Path,
+    directory: Path, shards: tuple[Path, Path], training: Sequence[Path], adaptation: Adaptation, places: Places
 ) -> None:
     """Dense-DAPT (paper, section 6): train all parameters of the dense model further on a novel domain.
 
     `shards` are the novel domain's train and dev tokens. `training` are the dev tokens of the training domains, which
-    measure forgetting. The adapted model is written to `output`.
+    measure forgetting. The adapted model is written to the output of `places`.
     """
+    if places.output is None:
+        raise DemixError("--output", "is missing", "name a folder for the adapted model")
     set_threads(adaptation.threads)
     with joined() as world:
         _, dev_shard, *training_shards = open_shards([*shards, *training], world)
-        domain = shards[0].parent.name
+        measured = {shards[0].parent.name: (dev_shard, adaptation.dev_blocks)} | {
+            path.parent.name: (shard, adaptation.forgetting_blocks)
+            for path, shard in zip(training, training_shards, strict=True)
+        }
 
         def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
-            others = {
-                path.parent.name: (shard, adaptation.forgetting_blocks)
-                for path, shard in zip(training, training_shards, strict=True)
-            }
-            wanted = {domain: (dev_shard, adaptation.dev_blocks)} | others
-            losses = world.first([dev_loss(model, *which, name) for name, which in wanted.items()])
-            return losses[0], {f"dev_loss/{name}": loss for name, loss in zip(wanted, losses, strict=True)}
+            losses = world.first([dev_loss(model, *which, name) for name, which in measured.items()])
+            return losses[0], {f"dev_loss/{name}": loss for name, loss in zip(measured, losses, strict=True)}
 
-        origin = {"parent": "dense", "parent_sha256": expert_lineage(directory, "dense")["sha256"]}
-        found = _adapt("dense", directory, shards, adaptation, origin, checkpoints, evaluate, world)
+        def begin() -> GPT:
+            return load_model(directory, (DENSE_EXPERT,))
+
+        origin = {"parent": DENSE_EXPERT, "parent_sha256": expert_lineage(directory, DENSE_EXPERT)["sha256"]}
+        found = _Adapting(directory, shards, origin, places.checkpoints, begin, evaluate, world).best(adaptation)
         if world.rank == 0:
-            save_shared(found.model, output, describe(directory) | found.lineage | {"kind": "dense_dapt"})
-            copy_tokenizer(tokenizer_path(directory), output)
-            save_expert(found.model, "dense", output, found.lineage)
-            found.finish(metrics)
+            save_shared(found.model, places.output, describe(directory) | found.lineage | {"kind": "dense_dapt"})
+            copy_tokenizer(tokenizer_path(directory), places.output)
+            save_expert(found.model, DENSE_EXPERT, places.output, found.lineage)
+            found.finish(places.metrics)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Adapted:
     """An adapted model, its metrics, the folders of the training states, and the lineage."""
 
@@ -177,105 +179,87 @@ class _Adapted:
             (row for row in self.rows if "early_stopping_loss" in row), key=lambda row: row["early_stopping_loss"]
         )
 
-    def finish(self, metrics: Path) -> None:
+    def finish(self, metrics: Path | None) -> None:
         """Write the metrics, and remove the training states that nothing needs any more."""
-        write_json_lines(metrics, self.rows)
+        if metrics is not None:
+            write_json_lines(metrics, self.rows)
         for state in self.states:
             remove_states(state)
 
 
-def _adapt(
-    expert: str,
-    directory: Path,
-    shards: tuple[Path, Path],
-    adaptation: Adaptation,
-    origin: dict[str, Any],
-    checkpoints: Path,
-    evaluate: Evaluation,
-    world: World,
-    *,
-    own: bool = False,
-    average: Mapping[str, Tensor] | None = None,
-) -> _Adapted:
-    """The model of one expert trained on the novel domain, with the best factor of a sweep on dev; `own` tensors alone.
+@dataclass(frozen=True)
+class _Adapting:
+    """The adaptation of the model in `directory`, or of one expert of it, to the novel domain of `shards`.
 
-    The expert begins as it is, or with the tensors of `average`. The lineage has the dev losses that every factor came
-    to. A factor at which training diverges is left out.
+    `begin` makes the model of one expert that each trial begins with. `origin` is what its lineage says of that.
     """
-    best: _Adapted | None = None
-    trials: list[dict[str, Any]] = []
-    states: tuple[Path, ...] = ()
-    for one in adaptation.trials():
-        model = load_model(directory, (expert,))
-        if average is not None:
-            shared = {name: tensor.detach() for name, tensor in model.shared_tensors().items()}
-            model.load_state_dict(model.stacked(shared, {expert: average}))
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not own or model.owned(name))
-        try:
-            found = _trial(model, directory, shards, one, origin, checkpoints, evaluate, world)
-        except DivergedError as error:
-            if adaptation.sweep is None:
-                raise
-            trials.append({"learning_rate_factor": one.learning_rate_factor, "diverged": str(error)})
-            continue
-        trials.append(
-            {"learning_rate_factor": one.learning_rate_factor}
-            | {
-                when: {name: loss for name, loss in row.items() if name.startswith("dev_loss/")}
-                for when, row in (("start", found.rows[0]), ("best", found.best))
-            }
+
+    directory: Path
+    shards: tuple[Path, Path]
+    origin: dict[str, Any]
+    checkpoints: Path
+    begin: Callable[[], GPT]
+    evaluate: Evaluation
+    world: World
+
+    def best(self, adaptation: Adaptation) -> _Adapted:
+        """The model trained with the best factor of a sweep on dev.
+
+        The lineage has the dev losses that every factor came to. A factor at which training diverges is left out.
+        """
+        best: _Adapted | None = None
+        states: list[Path] = []
+        trials: list[dict[str, Any]] = []
+        for one in adaptation.trials():
+            trial: dict[str, Any] = {"learning_rate_factor": one.learning_rate_factor}
+            trials.append(trial)
+            try:
+                found = self.trial(one)
+            except DivergedError as error:
+                if adaptation.sweep is None:
+                    raise
+                trial["diverged"] = str(error)
+                continue
+            for when, row in (("start", found.rows[0]), ("best", found.best)):
+                trial[when] = {name: loss for name, loss in row.items() if name.startswith("dev_loss/")}
+            states += found.states
+            if best is None or found.best["early_stopping_loss"] < best.best["early_stopping_loss"]:
+                best = found
+        if best is None:
+            cause = "diverged at every learning-rate factor of the sweep"
+            raise DemixError(self.directory, cause, "sweep lower factors")
+        return dataclasses.replace(best, states=tuple(states), lineage=best.lineage | {"trials": trials})
+
+    def trial(self, adaptation: Adaptation) -> _Adapted:
+        """Train the model on the novel domain. Every rank trains a part of the sequences."""
+        domain = self.shards[0].parent.name
+        places = place_experts([domain], adaptation.sequences, self.world.size)
+        world, model = self.world.placed(places), self.begin()
+        description, architecture = describe(self.directory, "training"), model.architecture
+        shard = TokenShard.open(self.shards[0])
+        refuse_other_tokenizer(self.directory, self.shards[0], shard.tokenizer_sha256, shard.vocab_size)
+        train_data, dev_data = (read_json(path.with_suffix(".json"))["sha256"] for path in self.shards)
+        adaptation = adaptation.bounded(len(shard))
+        origin = self.origin | {"adaptation": stated(adaptation)}
+        identity = {"adaptation": fingerprinted(adaptation), "shared": description["shared_sha256"]}
+        state = self.checkpoints / fingerprint(origin | identity | {"data": [train_data, dev_data]})
+        batches = balanced_batches(
+            [shard], [domain], adaptation.sequences, architecture.context, adaptation.seed, places[world.rank],
+            architecture.objective,
+        )  # fmt: skip
+        how = optimization(
+            adaptation,
+            adaptation.steps(architecture.context),
+            description["training"]["learning_rate"] * adaptation.learning_rate_factor,
+            stopping=EarlyStopping(adaptation.evaluate_every, adaptation.patience),
         )
-        states += found.states
-        if best is None or found.best["early_stopping_loss"] < best.best["early_stopping_loss"]:
-            best = found
-    if best is None:
-        raise DemixError(directory, "diverged at every learning-rate factor of the sweep", "sweep lower factors")
-    return dataclasses.replace(best, states=states, lineage=best.lineage | {"trials": trials})
-
-
-def _trial(
-    model: GPT,
-    directory: Path,
-    shards: tuple[Path, Path],
-    adaptation: Adaptation,
-    origin: dict[str, Any],
-    checkpoints: Path,
-    evaluate: Evaluation,
-    world: World,
-) -> _Adapted:
-    """Train a model of one expert on the novel domain. Every rank trains a part of the sequences."""
-    places = place_experts([domain := shards[0].parent.name], adaptation.sequences, world.size)
-    world = world.placed(places)
-    description, length = describe(directory, "training"), model.architecture.context
-    train_shard = TokenShard.open(shards[0])
-    refuse_other_tokenizer(directory, shards[0], train_shard.tokenizer_sha256, train_shard.vocab_size)
-    train_data, dev_data = (read_json(path.with_suffix(".json"))["sha256"] for path in shards)
-    adaptation = adaptation.bounded(len(train_shard))
-    origin = origin | {"adaptation": stated(adaptation)}
-    identity = {"adaptation": fingerprinted(adaptation), "shared": description["shared_sha256"]}
-    state = checkpoints / fingerprint(origin | identity | {"data": [train_data, dev_data]})
-    steps = adaptation.steps(length)
-    rate = description["training"]["learning_rate"] * adaptation.learning_rate_factor
-    objective, seed = model.architecture.objective, adaptation.seed
-    batches = balanced_batches(
-        [train_shard], [domain], adaptation.sequences, length, seed, places[world.rank], objective
-    )
-    rows = train(
-        model,
-        batches,
-        [domain],
-        optimization(adaptation, steps, rate, stopping=EarlyStopping(adaptation.evaluate_every, adaptation.patience)),
-        state,
-        world=world,
-        evaluate=evaluate,
-    )
-    made = _Adapted(model, rows, (state,), origin)
-    lineage = origin | {
-        "steps": made.best["step"],
-        "tokens": made.best["tokens"],
-        "steps_run": rows[-1]["step"],
-        "data_sha256": {domain: train_data},
-        "tokenizer_sha256": train_shard.tokenizer_sha256,
-    }
-    return dataclasses.replace(made, lineage=lineage)
+        rows = train(model, batches, [domain], how, state, world=world, evaluate=self.evaluate)
+        made = _Adapted(model, rows, (state,), origin)
+        lineage = origin | {
+            "steps": made.best["step"],
+            "tokens": made.best["tokens"],
+            "steps_run": rows[-1]["step"],
+            "data_sha256": {domain: train_data},
+            "tokenizer_sha256": shard.tokenizer_sha256,
+        }
+        return dataclasses.replace(made, lineage=lineage)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from demix.config.architecture import masked_places
-from demix.config.models import Kind
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import seed_for
@@ -63,100 +62,8 @@ class Batches:
     targets: float | None = None
 
 
-# Of one step and rank: blocks [E, B, T + 1], each after the token before it; the number of each sequence's domain; its
-# number among the sequences of the domain in the step (both [E, B]).
-_Drawn = tuple[Array, Array, Array]
-
-
-def balanced_batches(
-    shards: Sequence[TokenShard],
-    names: Sequence[str],
-    sequences: int,
-    length: int,
-    seed: int,
-    placement: Placement | None = None,
-    objective: str = "clm",
-) -> Batches:
-    """`sequences` blocks of `length` tokens per step and domain, one group per domain: [D, B, T].
-
-    A rank draws the domains and sequences of its `placement` (by default all). The blocks of a domain get a new random
-    order in each epoch. Ranks that share a domain draw disjoint blocks. `objective` is that of an architecture.
-    """
-    placement = placement or Placement(tuple(range(len(names))), 0, sequences, (0,))
-    counts = _block_counts(shards, names, length)
-
-    def draw(step: int) -> _Drawn:
-        first, wanted = step * sequences + placement.first, placement.last - placement.first
-        blocks = [
-            [_block(shards[d], n, length) for n in _order(counts[d], seed, names[d], first, wanted)]
-            for d in placement.experts
-        ]
-        domains = np.repeat(np.array(placement.experts)[:, None], wanted, axis=1)
-        numbers = np.arange(placement.first, placement.last)
-        return np.array(blocks), domains, np.broadcast_to(numbers, domains.shape)
-
-    return _batches(draw, len(names) * sequences, length, shards, names, seed, objective)
-
-
-def mixed_batches(
-    shards: Sequence[TokenShard],
-    names: Sequence[str],
-    sequences: int,
-    length: int,
-    seed: int,
-    placement: Placement | None = None,
-    objective: str = "clm",
-) -> Batches:
-    """The sequences of `balanced_batches` in one group [1, B, T]: balanced data for a dense model.
-
-    `placement` counts the D * `sequences` sequences of a step, one domain after the other.
-    """
-    placement = placement or Placement((0,), 0, len(names) * sequences, (0,))
-    counts = _block_counts(shards, names, length)
-    domains = np.arange(placement.first, placement.last) // sequences
-
-    def draw(step: int) -> _Drawn:
-        order = {d: _order(counts[d], seed, names[d], step * sequences, sequences) for d in set(domains.tolist())}
-        places = zip(domains.tolist(), range(placement.first, placement.last), strict=True)
-        blocks = [_block(shards[d], order[d][n % sequences], length) for d, n in places]
-        numbers = np.arange(placement.first, placement.last) % sequences
-        return np.array([blocks]), domains[None], numbers[None]
-
-    return _batches(draw, len(names) * sequences, length, shards, names, seed, objective)
-
-
-def proportional_batches(
-    shards: Sequence[TokenShard],
-    names: Sequence[str],
-    sequences: int,
-    length: int,
-    seed: int,
-    placement: Placement | None = None,
-    objective: str = "clm",
-) -> Batches:
-    """D * `sequences` blocks per step, drawn from all domains in proportion to their training tokens: [1, B, T]."""
-    sequences *= len(names)
-    placement = placement or Placement((0,), 0, sequences, (0,))
-    counts = _block_counts(shards, names, length)
-    ends = np.cumsum(counts)
-
-    def draw(step: int) -> _Drawn:
-        first, wanted = step * sequences + placement.first, placement.last - placement.first
-        numbers = np.array(_order(int(ends[-1]), seed, "all domains", first, wanted))
-        domains = np.searchsorted(ends, numbers, side="right")
-        firsts = (ends - counts)[domains]
-        places = zip(domains, numbers - firsts, strict=True)
-        blocks = np.array([[_block(shards[d], n, length) for d, n in places]])
-        return blocks, domains[None], np.arange(placement.first, placement.last)[None]
-
-    return _batches(draw, sequences, length, shards, names, seed, objective)
-
-
-_DRAWN = {"by_domain": balanced_batches, "mixed": mixed_batches, "proportional": proportional_batches}
-
-
 def batches_of(
-    kind: Kind,
+    how: str,
     shards: Sequence[TokenShard],
     names: Sequence[str],
     sequences: int,
@@ -165,44 +72,61 @@ def batches_of(
     placement: Placement | None = None,
     objective: str = "clm",
 ) -> Batches:
-    """The batches of a model of `kind`: D * `sequences` blocks of `length` tokens per step, as `kind.batches` says.
+    """D * `sequences` blocks of `length` tokens per step, from the shards of the domains `names`.
 
-    `objective` is that of its architecture: with mlm, M tokens of each block are targets (`masked_places`).
+    `how` is that of a kind (`demix.config.models.Kind.batches`): with by_domain `sequences` blocks of each domain, one
+    group per domain [D, B, T]; with mixed the same sequences in one group [1, B, T], one domain after the other; with
+    proportional one group from all domains in proportion to their training tokens. The blocks of a domain get a new
+    random order in each epoch.
+
+    A rank draws the domains and sequences of its `placement` (by default all), which counts the sequences of a group.
+    Ranks that share a domain draw disjoint blocks. `objective` is that of an architecture: with mlm, M tokens of each
+    block are targets (`masked_places`).
     """
-    return _DRAWN[kind.batches](shards, names, sequences, length, seed, placement, objective)
+    counts = np.array([_block_count(shard, name, length) for shard, name in zip(shards, names, strict=True)])
+    total, ends = len(names) * sequences, np.cumsum(counts)
+    if how == "by_domain":
+        placement = placement or Placement(tuple(range(len(names))), 0, sequences, (0,))
+        numbers, domains = np.meshgrid(np.arange(placement.first, placement.last), placement.experts)
+    else:
+        placement = placement or Placement((0,), 0, total, (0,))
+        numbers = np.arange(placement.first, placement.last)[None]
+        if how == "mixed":
+            domains, numbers = np.divmod(numbers, sequences)
+
+    def in_all(step: int) -> tuple[Array, Array]:
+        drawn = [_entry(int(ends[-1]), seed, "all domains", step * total + n) for n in numbers[0].tolist()]
+        found = np.searchsorted(ends, [drawn], side="right")
+        return found, np.array([drawn]) - (ends - counts)[found]
+
+    def in_each(step: int) -> tuple[Array, Array]:
+        entry = np.vectorize(lambda d, n: _entry(int(counts[d]), seed, names[d], step * sequences + int(n)))
+        return domains, entry(domains, numbers)
+
+    def draw(step: int) -> Batch:
+        found, places = (in_all if how == "proportional" else in_each)(step)
+        pairs = zip(found.flat, places.flat, strict=True)
+        blocks = np.array([_block(shards[d], n, length) for d, n in pairs]).reshape(*found.shape, length + 1)
+        if objective == "mlm":
+            return _masked(blocks, found, numbers, step, names, shards[0].vocab_size, seed)
+        tokens = torch.from_numpy(blocks)
+        return Batch(tokens[..., :-1], tokens[..., 1:], torch.from_numpy(found))
+
+    return Batches(draw, total * length, float(total * masked_places(length)) if objective == "mlm" else None)
+
+
+# These take the same arguments but the first.
+balanced_batches = partial(batches_of, "by_domain")
+mixed_batches = partial(batches_of, "mixed")
+proportional_batches = partial(batches_of, "proportional")
 
 
 def seen_blocks(shard: TokenShard, name: str, length: int, seed: int, drawn: int) -> Array:
     """Whether each whole block of a domain is among the first `drawn` blocks of `balanced_batches`: bool [blocks]."""
     count = _block_count(shard, name, length)
     seen = np.zeros(count, bool)
-    seen[_order(count, seed, name, 0, min(drawn, count))] = True
+    seen[_permutation(count, seed, name, 0)[:drawn]] = True
     return seen
-
-
-def _batches(
-    draw: Callable[[int], _Drawn],
-    sequences: int,
-    length: int,
-    shards: Sequence[TokenShard],
-    names: Sequence[str],
-    seed: int,
-    objective: str,
-) -> Batches:
-    """The batches of a model with this `objective`: each step has `sequences` of `length` tokens on all ranks."""
-    if objective == "mlm":
-        vocab_size = shards[0].vocab_size
-        targets = sequences * masked_places(length)
-        return Batches(
-            lambda step: _masked(*draw(step), step, names, vocab_size, seed), sequences * length, float(targets)
-        )
-
-    def shifted(step: int) -> Batch:
-        blocks, domains, _ = draw(step)
-        tokens = torch.from_numpy(blocks)
-        return Batch(tokens[..., :-1], tokens[..., 1:], torch.from_numpy(domains))
-
-    return Batches(shifted, sequences * length)
 
 
 def _masked(
@@ -228,10 +152,6 @@ def _masked(
     return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), numbered, places=torch.from_numpy(places))
 
 
-def _block_counts(shards: Sequence[TokenShard], names: Sequence[str], length: int) -> list[int]:
-    return [_block_count(shard, name, length) for shard, name in zip(shards, names, strict=True)]
-
-
 def _block_count(shard: TokenShard, name: str, length: int) -> int:
     count = len(shard) // length
     if count == 0:
@@ -248,9 +168,9 @@ def _block(shard: TokenShard, number: int, length: int) -> Array:
     return np.concatenate([before, shard.read(first, first + length)]).astype(np.int64)
 
 
-def _order(count: int, seed: int, name: str, first: int, wanted: int) -> list[int]:
-    """Entries `first` to `first + wanted` of an endless sequence of permutations of `count` blocks."""
-    return [int(_permutation(count, seed, name, n // count)[n % count]) for n in range(first, first + wanted)]
+def _entry(count: int, seed: int, name: str, number: int) -> int:
+    """Entry `number` of an endless sequence of permutations of `count` blocks."""
+    return int(_permutation(count, seed, name, number // count)[number % count])
 
 
 @lru_cache(maxsize=64)

@@ -89,7 +89,7 @@ class InitialModel(SeedState):
 def keep_seed(checkpoint: Path, output: Path, identity: Mapping[str, Any]) -> None:
     """Move the training state `checkpoint` of a dense model to the folder `output`.
 
-    `identity` is that of the training (`demix.train.stage.identity_of`). Raises DemixError, and moves nothing, if the
+    `identity` is that of the training (`demix.train.stage.ModelTraining`). Raises DemixError, and moves nothing, if the
     state is missing or damaged.
     """
     state = load_state(checkpoint, (DENSE_EXPERT,))

@@ -1,6 +1,7 @@
 """A model in training, with all that its training knows: what a checkpoint holds."""
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from demix.model.device import compute_type
 from demix.model.gpt import GPT
 from demix.train.adam import AdamW
-from demix.train.metrics import Metrics
+from demix.train.metrics import DivergedError, Metrics
 from demix.train.parallel import World
 from demix.train.scale import LossScale
 from demix.train.schedule import Optimization
@@ -59,8 +60,24 @@ class Learner:
         self.metrics.begin(state.metrics if state else ())
         return state.step if state else 0
 
+    def update(self, step: int, norm: float, rate: float) -> None:
+        """Do update `step` (from 0) by the gradients, of this norm, unless it is not finite.
+
+        Raises DivergedError where a smaller scale of the loss would not help.
+        """
+        if math.isfinite(norm):
+            self.optimizer.step(rate)
+            self.scale.grow()
+        elif diverged := self.scale.shrink():
+            raise DivergedError(step + 1, *diverged, self.metrics.rows)
+
     def save(self, step: int, dev_loss: float | None = None) -> None:
-        """Write a checkpoint of the state after `step` updates, whose loss on dev is `dev_loss` if it was measured."""
+        """Write a checkpoint of the state after `step` updates, unless it is on disk already.
+
+        `dev_loss` is the model's loss on dev, if it was measured.
+        """
+        if step == self.saved:
+            return
         tensors = {f"parameter/{name}": p.detach() for name, p in self.trained.items()}
         for name, parameter in self.trained.items():
             moments = self.optimizer.state.get(parameter, {})

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from demix.errors import DemixError, StoppedError
+from demix.errors import StoppedError
 from demix.model.device import compute_type
 from demix.model.gpt import GPT
 from demix.model.layers import Auxiliary, router_metrics
 from demix.progress import progress
 from demix.train.batches import Batches
 from demix.train.learner import Learner
-from demix.train.metrics import Row
+from demix.train.metrics import DivergedError, Row
 from demix.train.parallel import GradientSync, World
 from demix.train.schedule import Optimization
 from demix.train.state import State, training_lock
@@ -29,14 +29,6 @@ log = logging.getLogger(__name__)
 
 # Returns the loss on dev, equal on all ranks, and named losses for the metrics (nats per token).
 Evaluation = Callable[[GPT], tuple[float, dict[str, float]]]
-
-
-class DivergedError(DemixError):
-    """A loss or gradient is not finite in update `step` (from 1). `metrics` holds the rows of the earlier updates."""
-
-    def __init__(self, step: int, cause: str, cure: str, metrics: list[Row]):
-        self.step, self.metrics = step, metrics
-        super().__init__(f"step {step}", cause, cure)
 
 
 def train(
@@ -66,19 +58,18 @@ def train(
         sync = GradientSync(learner.trained, model.owned, world)
         begin, end = learner.resume(first), optimization.end
         best, scale, metrics = learner.best, learner.scale, learner.metrics
+        measured = "early_stopping_loss" if best else "dev_loss"
         with progress("step", end, begin) as advance:
             for step in range(begin, end + 1):
                 last, due = step == end, step > begin and step % optimization.checkpoint_every == 0
                 dev_loss = None
                 if evaluate and (best.due(step, last) if best else last or due):
-                    loss, more = evaluate(model)
-                    what = "early_stopping_loss" if best else "dev_loss"
-                    metrics.record({"step": step, "tokens": metrics.tokens, what: loss} | more)
-                    if best and best.ends(step, loss):
+                    dev_loss, more = evaluate(model)
+                    metrics.record({"step": step, "tokens": metrics.tokens, measured: dev_loss} | more)
+                    if best and best.ends(step, dev_loss):
                         break
-                    dev_loss = None if best else loss
-                if (due and not last) or (step in optimization.keep and step != learner.saved):
-                    learner.save(step, dev_loss)
+                if (due and not last) or step in optimization.keep:
+                    learner.save(step, None if best else dev_loss)
                 if last:
                     break
 
@@ -88,21 +79,14 @@ def train(
                 *sums, signals = world.sum([*sums, signalled()])
                 sync.finish()
                 losses = _Losses.of(sums, domains)
-                if not math.isfinite(losses.total):
-                    cure = "lower the learning rate; the last checkpoint is kept"
-                    raise DivergedError(step + 1, f"the loss of {losses.not_finite} is not finite", cure, metrics.rows)
+                losses.refuse_infinite(step, metrics.rows)
                 if signals:
-                    # This step updated nothing, so the state is that of the step's start, which may be on disk already.
-                    if step != learner.saved:
-                        learner.save(step)
+                    # This step updated nothing, so the state is that of the step's start.
+                    learner.save(step)
                     cause = "a signal stopped training; its state is saved"
                     raise StoppedError(f"step {step}", cause, "rerun to continue")
                 norm = sync.clip(optimization.clip, scale.factor)
-                if math.isfinite(norm):
-                    learner.optimizer.step(rate)
-                    scale.grow()
-                elif diverged := scale.shrink():
-                    raise DivergedError(step + 1, *diverged, metrics.rows)
+                learner.update(step, norm, rate)
 
                 speed = batches.tokens / (time.monotonic() - begun)
                 row = {
@@ -138,10 +122,11 @@ class _Losses:
         by_domain = {name: total / n for name, total, n in zip(domains, totals, counts, strict=True) if n}
         return cls(sum(totals), by_domain, [*sums[2 * number :]])
 
-    @property
-    def not_finite(self) -> str:
-        """The names of the domains whose loss is not finite."""
-        return ", ".join(name for name, value in self.by_domain.items() if not math.isfinite(value))
+    def refuse_infinite(self, step: int, rows: list[Row]) -> None:
+        """Raise DivergedError if a loss of update `step` (from 0), after those of `rows`, is not finite."""
+        if worst := ", ".join(name for name, value in self.by_domain.items() if not math.isfinite(value)):
+            cure = "lower the learning rate; the last checkpoint is kept"
+            raise DivergedError(step + 1, f"the loss of {worst} is not finite", cure, rows)
 
     @property
     def metrics(self) -> Row:

@@ -5,9 +5,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from demix.errors import DemixError
 from demix.files import cannot_be_written, write_text
 
 Row = dict[str, Any]
+
+
+class DivergedError(DemixError):
+    """A loss or gradient is not finite in update `step` (from 1). `metrics` holds the rows of the earlier updates."""
+
+    def __init__(self, step: int, cause: str, cure: str, metrics: list[Row]):
+        self.step, self.metrics = step, metrics
+        super().__init__(f"step {step}", cause, cure)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of metrics, with one at the end that has the cause under `diverged`."""
+        tokens = self.metrics[-1]["tokens"] if self.metrics else 0
+        return [*self.metrics, {"step": self.step, "tokens": tokens, "diverged": self.cause}]
 
 
 class Metrics:

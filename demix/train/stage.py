@@ -4,6 +4,8 @@ import dataclasses
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from demix.config.training import Execution, Optimizer, Threads, TrainingRecipe,
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.files import fingerprint, read_json, write_json_lines
+from demix.launch.job import Places
 from demix.model.checkpoint import save_expert, save_shared
 from demix.model.device import set_threads
 from demix.model.gpt import GPT
@@ -23,10 +26,11 @@ from demix.run.placement import Placement, place
 from demix.settings import Integer, Number, Seed, Text, names_of, settings
 from demix.train.batches import batches_of
 from demix.train.branch import SeedState, branched, keep_seed, read_seed, upcycled
-from demix.train.loop import DivergedError, Evaluation, train
+from demix.train.loop import Evaluation, train
+from demix.train.metrics import DivergedError
 from demix.train.parallel import World, joined
 from demix.train.schedule import Optimization
-from demix.train.state import remove_states, step_folder
+from demix.train.state import State, remove_states, step_folder
 
 log = logging.getLogger(__name__)
 
@@ -53,124 +57,154 @@ class Training(TrainingRecipe):
         return self.tokens // step_tokens
 
 
-def train_model(
-    kind: str,
-    training: Training,
-    shards: list[Path],
-    output: Path | None,
-    metrics: Path | None,
-    checkpoints: Path,
-    replicas: Mapping[str, int] | None = None,
-    *,
-    branch: Path | None = None,
-    keep: tuple[int, ...] = (),
-    until: int | None = None,
-    share: int = 1,
-    schedule: str = "continue",
-) -> None:
-    """Train one model of `kind` (`demix.config.rows.KINDS`) on the domains of `shards`.
+@dataclass(frozen=True)
+class ModelTraining:
+    """The training of one model of a `kind` (`demix.config.models.KINDS`): all that is known before it begins.
 
     `shards` are one tokens/<domain>/train.arrow per domain, and every domain's dev.arrow if `dev_blocks` is above 0.
-    The model directory `output` and the `metrics` file are written at the end. Checkpoints go below `checkpoints`,
-    where the states after `keep` updates stay. Training begins with the seed in the folder `branch`, if it is given,
-    and has its schedule or one of its own (`demix.train.branch.read_seed`). It ends after `until` updates, if that is
-    given; `output` is then the seed that other trainings begin with (`demix.train.branch`). Every rank of a world
-    (`demix.train.parallel.joined`) calls this function and trains its own placement. `replicas` gives the experts of
-    some domains more ranks (`demix.config.placement.place`); by default all experts have equally many. A model that is
-    one of `share` experts of a larger model gets that part of the tokens.
+    Training begins with the seed in the folder `branch`, if there is one, and has its `schedule` or one of its own
+    (`demix.train.branch.read_seed`). A model that is one of `share` experts of a larger model gets that part of the
+    tokens. The states after `keep` updates stay. Training ends after `until` updates, if that is given, and makes the
+    seed that other trainings begin with.
+    """
 
-    Without `output` only the metrics are kept, as a sweep of learning rates needs. A run that diverges then raises no
+    kind: str
+    settings: Training
+    shards: Sequence[Path]
+    branch: Path | None = None
+    schedule: str = "continue"
+    share: int = 1
+    keep: tuple[int, ...] = ()
+    until: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise DemixError(f"kind {self.kind}", "is not known", f"use one of {', '.join(KINDS)}")
+
+    @property
+    def row(self) -> Kind:
+        """The row of `KINDS`."""
+        return KINDS[self.kind]
+
+    @property
+    def train_shards(self) -> list[Path]:
+        """The train.arrow of each domain."""
+        return [path for path in self.shards if path.stem != "dev"]
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """The domains that are learned from, in order."""
+        return tuple(path.parent.name for path in self.train_shards)
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """The experts of the model."""
+        return self.domains if self.row.batches == "by_domain" else (DENSE_EXPERT,)
+
+    @property
+    def steps(self) -> int:
+        """The optimizer updates of the whole training."""
+        return self.settings.steps(len(self.domains) * self.share)
+
+    def alone(self, domain: str) -> "ModelTraining":
+        """The training of the expert of one domain, which is a whole model, with its share of the tokens."""
+        own = [path for path in self.shards if path.parent.name == domain]
+        return dataclasses.replace(self, shards=own, share=len(self.domains))
+
+    @cached_property
+    def seed(self) -> SeedState | None:
+        """The seed that training begins with. Raises DemixError if it does not fit (`demix.train.branch.read_seed`)."""
+        return None if self.branch is None else read_seed(self.branch, self._own_identity, self.schedule)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What identifies the training: the same identity is the same training, and gives the same bits."""
+        return self._own_identity | ({} if self.seed is None else {"parent": self.seed.origin})
+
+    @cached_property
+    def _own_identity(self) -> dict[str, Any]:
+        manifests = {path.parent.name: read_json(path.with_suffix(".json")) for path in self.train_shards}
+        return {
+            "kind": self.kind,
+            "training": fingerprinted(self.settings),
+            "tokenizer_sha256": manifests[self.domains[0]]["tokenizer_sha256"],
+            "data": {domain: manifest["sha256"] for domain, manifest in manifests.items()},
+            # The order of the domains counts too, because it is the order of the stacked experts.
+            "domains": list(manifests),
+        } | ({"share": self.share} if self.share > 1 else {})
+
+    def first_state(self, model: GPT) -> State | None:
+        """The state of the seed as one of `model`, which is initialised; None without a seed."""
+        if self.seed is None:
+            return None
+        state = self.seed.load(self.settings.step_tokens(len(self.domains) * self.share))
+        if self.row.routed:
+            return upcycled(state, model)
+        return branched(state, self.experts, self.row.expert_scope)
+
+
+def train_model(training: ModelTraining, places: Places, replicas: Mapping[str, int] | None = None) -> None:
+    """Train one model, and write its directory or seed and the metrics at the end, with checkpoints on the way.
+
+    Every rank of a world (`demix.train.parallel.joined`) calls this function and trains its own placement. `replicas`
+    gives the experts of some domains more ranks (`demix.run.placement.place`); by default all experts have equally
+    many.
+
+    Where no model is kept but only the metrics, as a sweep of learning rates needs, a run that diverges raises no
     error: its last row of metrics has the cause under `diverged`.
     """
-    set_threads(training.threads)
-    row = KINDS[kind]
-    dev, shards = [path for path in shards if path.stem == "dev"], [path for path in shards if path.stem != "dev"]
-    domains = tuple(path.parent.name for path in shards)
+    settings, domains, until = training.settings, training.domains, training.until
+    set_threads(settings.threads)
     with joined() as world:
-        places = place(row, domains, training.sequences, world.size, replicas)
-        world, placement = world.placed(places), places[world.rank]
-        opened = open_shards(shards, world)
-        evaluate = _dev_losses(row, training, open_shards(dev, world), domains, world) if training.dev_blocks else None
-        steps, architecture = training.steps(len(domains) * share), architecture_from(training.architecture)
+        ranks = place(training.row, domains, settings.sequences, world.size, replicas)
+        world, placement = world.placed(ranks), ranks[world.rank]
+        opened = open_shards(training.train_shards, world)
+        evaluate = _dev_losses(training, world) if settings.dev_blocks else None
+        steps, architecture = training.steps, architecture_from(settings.architecture)
         batches = batches_of(
-            row, opened, domains, training.sequences, architecture.context, training.seed, placement,
+            training.row.batches, opened, domains, settings.sequences, architecture.context, settings.seed, placement,
             architecture.objective,
         )  # fmt: skip
-        model = _initial(row, architecture, opened[0].vocab_size, domains, placement).initialise(training.seed)
-
-        seed = None if branch is None else read_seed(branch, identity_of(kind, training, shards, share=share), schedule)
-        identity = identity_of(kind, training, shards, seed, share)
-        tokenizer_sha256, data = identity["tokenizer_sha256"], identity["data"]
-        lineage = {"training": dataclasses.asdict(training), "tokenizer_sha256": tokenizer_sha256, "kind": kind}
-        state = checkpoints / fingerprint(identity)
-        if not state.exists() and any(checkpoints.glob("*/step-*")):
-            log.info("%s: holds states of other settings, data or tokenizers, which are left alone", checkpoints)
+        model = _initial(training, architecture, opened[0].vocab_size, placement).initialise(settings.seed)
+        state = places.checkpoints / fingerprint(training.identity)
+        if not state.exists() and any(places.checkpoints.glob("*/step-*")):
+            log.info("%s: holds states of other settings, data or tokenizers, which are left alone", places.checkpoints)
         log.info(
             "%s: %d steps of %d domains, %d sequences each, on %d ranks",
-            kind, steps, len(domains), training.sequences, world.size,
+            training.kind, steps, len(domains), settings.sequences, world.size,
         )  # fmt: skip
-        update = training.step_tokens(len(domains) * share)
-        first = None if seed is None else seed.load(update)
-        if first is not None:
-            first = upcycled(first, model) if row.routed else branched(first, _experts(row, domains), row.expert_scope)
-        keeping = (*keep, *([until] if until else []))
-        begin = first.step if first and seed and seed.restart else 0
+        first = training.first_state(model)
+        how = optimization(
+            settings, steps, settings.learning_rate, keep=(*training.keep, *([until] if until else [])), until=until,
+            begin=first.step if first and training.schedule == "restart" else 0,
+        )  # fmt: skip
         try:
-            rows = train(
-                model,
-                batches,
-                domains,
-                optimization(training, steps, training.learning_rate, keep=keeping, begin=begin, until=until),
-                state,
-                world=world,
-                first=first,
-                evaluate=evaluate,
-            )
+            rows = train(model, batches, domains, how, state, world=world, first=first, evaluate=evaluate)
         except DivergedError as error:
-            if output is not None:
+            if places.output is not None:
                 raise
             log.info("%s: %s", error.subject, error.cause)
-            tokens = error.metrics[-1]["tokens"] if error.metrics else 0
-            rows = [*error.metrics, {"step": error.step, "tokens": tokens, "diverged": error.cause}]
+            rows = error.rows
 
-        if output is not None and not until:
-            # Of results/<run>/tokens/<domain>/train.arrow, or of clusters/<clustering>/shards/<cluster>/train.arrow.
-            above = (folder / "tokenizer.json" for folder in shards[0].resolve().parents[2:5:2])
-            tokenizer = next((path for path in above if path.is_file()), None)
-            _write_model(row, model, lineage, data, steps, rows[-1]["tokens"], output, tokenizer, world, seed)
+        if places.output is not None and not until:
+            _write_model(training, model, rows[-1]["tokens"], places.output, world)
         if world.rank == 0:
-            if output is not None and until:
-                keep_seed(state / step_folder(until), output, identity)
-            if metrics is not None:
-                write_json_lines(metrics, rows)
-            remove_states(state, keep, rows[-1].get("dev_loss", math.inf))
+            if places.output is not None and until:
+                keep_seed(state / step_folder(until), places.output, training.identity)
+            if places.metrics is not None:
+                write_json_lines(places.metrics, rows)
+            remove_states(state, training.keep, rows[-1].get("dev_loss", math.inf))
 
 
-def identity_of(
-    kind: str, training: Training, shards: list[Path], seed: SeedState | None = None, share: int = 1
-) -> dict[str, Any]:
-    """What identifies a training on the train.arrow of `shards`: the same identity is the same training."""
-    more = {"share": share} if share > 1 else {}
-    manifests = {path.parent.name: read_json(path.with_suffix(".json")) for path in shards}
-    return {
-        "kind": kind,
-        "training": fingerprinted(training),
-        "tokenizer_sha256": manifests[shards[0].parent.name]["tokenizer_sha256"],
-        "data": {domain: manifest["sha256"] for domain, manifest in manifests.items()},
-        # The order of the domains counts too, because it is the order of the stacked experts.
-        "domains": list(manifests),
-    } | (more if seed is None else more | {"parent": seed.origin})
+def take_seed(training: ModelTraining, kept: Path, output: Path) -> bool:
+    """Move the state after `training.until` updates that the whole training kept below `kept` to `output`.
 
-
-def take_seed(kind: str, training: Training, shards: list[Path], step: int, kept: Path, output: Path) -> bool:
-    """Move the state after `step` updates that a training kept below `kept` to `output`; returns whether there was one.
-
-    `shards` are those of `train_model` without dev.
+    Returns whether there was one.
     """
-    identity = identity_of(kind, training, shards)
-    checkpoint = kept / fingerprint(identity) / step_folder(step)
+    step = training.until or training.steps
+    checkpoint = kept / fingerprint(training.identity) / step_folder(step)
     try:
-        keep_seed(checkpoint, output, identity)
+        keep_seed(checkpoint, output, training.identity)
     except DemixError as error:
         again = f"{kept.name}: training it again to step {step}, after which it kept no state ({error.cause})"
         print(again, flush=True)
@@ -178,81 +212,74 @@ def take_seed(kind: str, training: Training, shards: list[Path], step: int, kept
     return True
 
 
-def _experts(kind: Kind, domains: tuple[str, ...]) -> tuple[str, ...]:
-    return domains if kind.batches == "by_domain" else (DENSE_EXPERT,)
-
-
-def _initial(
-    kind: Kind, architecture: Architecture, vocab_size: int, domains: tuple[str, ...], placement: Placement
-) -> GPT:
-    """The model of `kind` with the experts of one rank, before its parameters are initialised."""
+def _initial(training: ModelTraining, architecture: Architecture, vocab_size: int, placement: Placement) -> GPT:
+    """The model with the experts of one rank, before its parameters are initialised."""
+    kind = training.row
     if kind.routed != bool(architecture.routed):
         cause = f"{'lacks' if kind.routed else 'has'} routed, and the kind of the model is {kind.name}"
         raise DemixError("--settings.architecture", cause, "copy both from the command that snakemake prints")
-    experts = _experts(kind, domains)
     # A model without expert tensors still stores its feedforwards in a separate file, as those of its one expert.
     scope = "feedforward" if kind.expert_scope == "none" else kind.expert_scope
-    own = tuple(experts[number] for number in placement.experts)
-    return GPT(architecture, vocab_size, own, domains if kind.domain_tokens else (), scope)
+    own = tuple(training.experts[number] for number in placement.experts)
+    return GPT(architecture, vocab_size, own, training.domains if kind.domain_tokens else (), scope)
 
 
-def _write_model(
-    kind: Kind,
-    model: GPT,
-    lineage: dict[str, Any],
-    data: dict[str, str],
-    steps: int,
-    tokens: int,
-    output: Path,
-    tokenizer: Path | None,
-    world: World,
-    seed: SeedState | None,
-) -> None:
+def _write_model(training: ModelTraining, model: GPT, tokens: int, output: Path, world: World) -> None:
     """Write a trained model to `output`: rank 0 what its experts share, and one rank per expert the expert's own."""
     shared, own = parameters(model.architecture, model.vocab_size, len(model.domain_tokens), model.expert_scope)
+    seed, identity = training.seed, training.identity
+    tokenizer_sha256, data = identity["tokenizer_sha256"], identity["data"]
     # All experts have learned from what the seed has seen.
     before = {} if seed is None else seed.manifest.data_sha256
     begun = seed.manifest.tokens or 0 if seed and seed.manifest.step else 0
-    seen = {"steps": steps, "tokens": tokens, "data_sha256": before | data}
+    seen = {"steps": training.steps, "tokens": tokens, "data_sha256": before | data}
     if world.rank == 0:
-        counts = {"shared_parameters": shared, "expert_parameters": own}
+        about = {
+            "training": dataclasses.asdict(training.settings),
+            "tokenizer_sha256": tokenizer_sha256,
+            "kind": training.kind,
+            "shared_parameters": shared,
+            "expert_parameters": own,
+        }
         if seed is not None:
-            lineage = lineage | {"parent": seed.origin, "tokens_seed": begun, "tokens_branch": tokens - begun}
-        save_shared(model, output, lineage | counts | seen)
-        copy_tokenizer(tokenizer, output)
+            about |= {"parent": seed.origin, "tokens_seed": begun, "tokens_branch": tokens - begun}
+        save_shared(model, output, about | seen)
+        # Of results/<run>/tokens/<domain>/train.arrow, or of clusters/<clustering>/shards/<cluster>/train.arrow.
+        above = (folder / "tokenizer.json" for folder in training.shards[0].resolve().parents[2:5:2])
+        copy_tokenizer(next((path for path in above if path.is_file()), None), output)
     world.wait()
-    origin: dict[str, Any] = {"parent": None, "tokenizer_sha256": lineage["tokenizer_sha256"]}
+    origin: dict[str, Any] = {"parent": None, "tokenizer_sha256": tokenizer_sha256}
     if seed is not None:
         origin |= {"parent": DENSE_EXPERT, "seeds": {seed.origin["state_sha256"]: begun}}
     for expert in model.experts if world.writes_experts else ():
-        if kind.batches == "by_domain":
+        if training.row.batches == "by_domain":
             own_tokens = begun + (tokens - begun) // len(data)
             seen = seen | {"tokens": own_tokens, "data_sha256": before | {expert: data[expert]}}
         save_expert(model, expert, output, origin | seen)
     world.wait()
 
 
-def _dev_losses(
-    kind: Kind, training: Training, shards: list[TokenShard], domains: Sequence[str], world: World
-) -> Evaluation:
+def _dev_losses(training: ModelTraining, world: World) -> Evaluation:
     """The evaluation at checkpoints: the mean over domains of the loss on dev, and the loss of each domain.
 
     The first rank with a domain's expert evaluates the domain. The ranks take turns with the domains of a
     dense model.
     """
-    by_domain = {shard.path.parent.name: shard for shard in shards}
+    domains = training.domains
+    dev_shards = open_shards([path for path in training.shards if path.stem == "dev"], world)
+    by_domain = {shard.path.parent.name: shard for shard in dev_shards}
     for domain in domains:
         if domain not in by_domain:
             raise DemixError(f"domain {domain}", "has no dev shard", "pass its dev.arrow, or set dev_blocks to 0")
 
     def mine(model: GPT, number: int) -> bool:
-        if kind.batches == "by_domain":
+        if training.row.batches == "by_domain":
             return domains[number] in model.experts and world.writes_experts
         return number % world.size == world.rank
 
     def evaluate(model: GPT) -> tuple[float, dict[str, float]]:
         measured = [
-            dev_loss(model, by_domain[domain], training.dev_blocks, domain) if mine(model, number) else 0.0
+            dev_loss(model, by_domain[domain], training.settings.dev_blocks, domain) if mine(model, number) else 0.0
             for number, domain in enumerate(domains)
         ]
         losses = dict(zip(domains, world.sum(measured), strict=True))

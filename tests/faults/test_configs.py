@@ -7,11 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
 from demix.config.config import Config
 from demix.errors import DemixError
-from demix.run.check import completed_run
+from demix.run.check import completed_run, load_run
 from demix.settings import resolved, schema_of
 from support.breaking import Note
 from support.disturbed import REPOSITORY, TINY, printed, snakemake
@@ -23,7 +22,7 @@ BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
 def given() -> dict:
     """A completed config with every section and source option that has a default."""
-    return completed_run(yaml.safe_load((REPOSITORY / "config" / "sample.yaml").read_text()))
+    return load_run(REPOSITORY / "config" / "sample.yaml").config.values
 
 
 def leaves(part: dict, schema: dict, config: dict, place: Place = ()) -> list[tuple[Place, dict]]:

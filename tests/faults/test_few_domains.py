@@ -10,7 +10,6 @@ from demix.config.evaluation import MixingRecipe
 from demix.config.training import taken
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.join import join
-from demix.evaluate.score_tables import tokens_sha256, write_scores, write_tokens
 from demix.report import report_files
 from demix.run.run import Run
 from demix.run.systems import bases, compared, evaluated
@@ -18,6 +17,7 @@ from demix.settings import settings_from
 from support.breaking import Note
 from support.cli import demix
 from support.configs import domains, small
+from support.scored import write_columns
 from support.synthetic_run import build_run, with_keys
 
 TRAINING, NOVEL = ("code", "law", "news", "talks"), ("wiki", "songs", "plays")
@@ -35,10 +35,11 @@ WEIGHTS = {"shared_sha256": "2" * 64, "expert_sha256": "0" * 64}
 def write_table(folder: Path, columns: tuple[str, ...], seed: int) -> None:
     """A score table of 30 documents, the same ones for every model."""
     tokens = np.arange(600, dtype=np.uint16) % 300
-    write_tokens(folder, tokens, np.arange(0, 600, 20), 16)
-    for number, column in enumerate(columns):
-        scores = -np.random.default_rng([seed, number]).exponential(3, len(tokens))
-        write_scores(folder / f"{column}.parquet", [scores], {"tokens_sha256": tokens_sha256(tokens), **WEIGHTS})
+    scores = {
+        column: -np.random.default_rng([seed, number]).exponential(3, len(tokens))
+        for number, column in enumerate(columns)
+    }
+    write_columns(folder, tokens, np.arange(0, 600, 20), scores, length=16, **WEIGHTS)
 
 
 def evaluate(run: Run, domain: str, kind: str) -> Outputs:

@@ -1,4 +1,4 @@
-"""Made-up inputs for readers, anonymizer, splitter, token shards and posteriors: no crash, and what must hold holds."""
+"""Made-up inputs for readers, anonymizer, splitter, token shards and JSON: no crash, and what must hold holds."""
 
 import hashlib
 import json
@@ -8,25 +8,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from demix.config.mixing import METHODS
 from demix.data.anonymize import CATEGORIES, anonymize, anonymize_texts
 from demix.data.corpus import Budget, Splitting, split
 from demix.data.duplicates import mark_duplicates
-from demix.data.shards import TokenShard, blocks, tokenize
+from demix.data.shards import TokenShard, tokenize
 from demix.data.sources import Source, download
-from demix.data.tokenizer import Tokenizer, train_tokenizer
+from demix.data.tokenizer import train_tokenizer
 from demix.errors import DemixError
 from demix.files import digest, read_json, read_json_lines, write_json, write_json_lines
-from demix.mix.mixtures import log_mixtures, log_weights, mix
-from demix.mix.priors import updating_log_priors
-from demix.mix.rules import Chunk, weights_rule
 from support.breaking import Note, json_value
 
 Fuzz = Callable[..., None]
@@ -153,38 +148,6 @@ def test_splitter(fuzz: Fuzz, tmp_path: Path) -> None:
     )
 
 
-def test_tokenizer_and_shards(fuzz: Fuzz, tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus.parquet"
-    pq.write_table(pa.table({"text": ["the cat sat on the mat, the cat sat <|endoftext|> naïve"] * 20}), corpus)
-    tokenizer = tmp_path / "tokenizer.json"
-    train_tokenizer([corpus], 300, tokenizer)
-    encoder = Tokenizer.load(tokenizer)
-
-    def check(texts: list[str], length: int, file_tokens: int) -> None:
-        documents, output = tmp_path / "t.parquet", tmp_path / "tokens" / "t.arrow"
-        pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), documents)
-        tokenize(tokenizer, documents, output, file_tokens=file_tokens)
-        shard = TokenShard.open(output, verify=True)
-        ids = np.asarray(shard.read(0, len(shard)))
-        assert shard.document_bytes.tolist() == [len(text.encode()) for text in texts]
-        assert np.flatnonzero(ids == shard.end_of_text).tolist() == shard.offsets.tolist()
-        ends = [*shard.offsets[1:].tolist(), len(shard)]
-        found = [encoder.decode(ids[start + 1 : end]) for start, end in zip(shard.offsets.tolist(), ends, strict=True)]
-        assert found == texts
-        inputs, targets, mask = blocks(shard, length)
-        assert targets[mask].tolist() == ids.tolist()
-        assert inputs.ravel()[1:].tolist() == targets.ravel()[:-1].tolist()
-
-    characters = st.characters(codec="utf-8")
-    fuzz(
-        "tokenizer and token shards",
-        check,
-        texts=st.lists(st.text(characters, max_size=60), min_size=1, max_size=5),
-        length=st.integers(1, 9),
-        file_tokens=st.integers(8, 64),
-    )
-
-
 def test_damaged_manifests_and_shards(fuzz: Fuzz, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.parquet"
     pq.write_table(pa.table({"text": ["some words of text"] * 20}), corpus)
@@ -218,43 +181,6 @@ def test_damaged_manifests_and_shards(fuzz: Fuzz, tmp_path: Path) -> None:
         place=st.floats(0, 1, exclude_max=True),
         bits=st.integers(1, 255),
         cut=st.booleans(),
-    )
-
-
-def test_posteriors_and_mixtures(fuzz: Fuzz) -> None:
-    def check(seed: int, shape: tuple[int, int, int], spread: float, decay: float, window: int | None, k: int) -> None:
-        generator = np.random.default_rng(seed)
-        scores = -generator.exponential(spread, shape)
-        mask = np.ones(shape[:2], bool)
-        mask[-1, generator.integers(1, shape[1] + 1) :] = False
-        scores[~mask] = 0.0
-        rule = weights_rule(window or "history")
-        priors = updating_log_priors(rule.block_evidence(scores, mask), decay)
-        assert np.allclose(np.exp(priors).sum(-1), 1)
-        evidence, _ = rule.evidence(Chunk(scores, mask), rule.begin(priors[0]))
-        weights = log_weights(priors[:-1], evidence)
-        assert np.allclose(np.exp(weights).sum(-1), 1)
-        low, high = scores.min(-1), scores.max(-1)
-        for method in METHODS:
-            mixed = mix(scores, mask, method, window or "history", decay=decay, log_prior=priors[-1], top_k=k)
-            assert np.isfinite(mixed).all()
-            # A mixture is between its parts.
-            assert (mixed[mask] >= low[mask] - 1e-9 * spread - 1e-9).all()
-            assert (mixed[mask] <= high[mask] + 1e-9 * spread + 1e-9).all()
-            assert not mixed[~mask].any()
-        # The fast path and the logarithms agree.
-        slow = np.logaddexp.reduce(weights + scores, axis=-1)
-        assert np.allclose(log_mixtures(scores, priors[:-1][:, None], evidence)[:, 0], slow, rtol=1e-9, atol=1e-9)
-
-    fuzz(
-        "posteriors and mixtures",
-        check,
-        seed=st.integers(0, 2**32),
-        shape=st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 5)),
-        spread=st.sampled_from([1e-6, 1.0, 10.0, 300.0, 5000.0]),
-        decay=st.floats(0.01, 1.0),
-        window=st.one_of(st.none(), st.integers(1, 4)),
-        k=st.integers(1, 5),
     )
 
 

@@ -21,13 +21,13 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["demix"]):
-    from demix.config.check import complete
     from demix.data.anonymize import anonymize, normalise
     from demix.data.sources import Source, download
     from demix.errors import DemixError
     from demix.files import read_json, read_json_lines, sha256_file
-    from demix.settings import settings_from
     from demix.model.checkpoint import load_verified
+    from demix.run.check import completed_run
+    from demix.settings import settings_from
 
 import pyarrow.parquet as pq
 import yaml

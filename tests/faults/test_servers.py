@@ -1,9 +1,8 @@
-"""The playground and `make ui`: this machine's loopback alone, a bounded number of questions of bounded size.
+"""The playground and `make ui` listen on this machine's loopback alone.
 
-What else they refuse of requests (foreign origins, forms, chunks) is in tests/unit/test_playground.py and test_ui.py.
+What they refuse of requests is in tests/unit/test_playground.py and test_ui.py.
 """
 
-import http.client
 import socket
 import subprocess
 import sys
@@ -12,14 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import urllib3
 
-from demix.generate.playground.server import CONNECTIONS, SECONDS
-from demix.track.ui import MOST_BYTES
 from support.breaking import Note
-from support.disturbed import until
 from support.mlflow_ui import Served as ServedUi
-from support.mlflow_ui import first_line, serving
-from support.mlflow_ui import status as ui_status
+from support.mlflow_ui import serving, status
 
 # As a stage that has a model makes it.
 Served = tuple[subprocess.Popen, int]
@@ -40,15 +36,6 @@ def served(finished: Path) -> Iterator[Served]:
     yield process, int(shown.rpartition("127.0.0.1:")[2].partition("/")[0])
     process.terminate()
     process.wait()
-
-
-def status(port: int, host: str | None = None) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS + 20)
-    connection.putrequest("GET", "/model", skip_host=host is not None)
-    if host is not None:
-        connection.putheader("Host", host)
-    connection.endheaders()
-    return connection.getresponse().status
 
 
 def assert_loopback_alone(port: int, pid: int | None = None) -> None:
@@ -72,31 +59,7 @@ def test_it_listens_on_loopback_alone(served: Served, note: Note) -> None:
     process, port = served
     with note.timed("playground: where it listens", "127.0.0.1 alone"):
         assert_loopback_alone(port, process.pid)
-    with note.timed("playground: a foreign host", "refused"):
-        assert status(port, "evil.example") == 403
-    assert status(port) == 200
-
-
-@pytest.mark.faults
-def test_who_says_nothing_is_hung_up_on(served: Served, note: Note) -> None:
-    """More connections than are served, all silent: the server is back when their time is over."""
-    _, port = served
-    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(CONNECTIONS + 8)]
-    for each in silent:
-        each.sendall(b"POST /analyse HTTP/1.1\r\nContent-Le")
-    with note.timed("playground: silent connections", f"served again after their {SECONDS} s"):
-
-        def answers() -> bool:
-            try:
-                return status(port) == 200
-            except OSError:
-                return False
-            except http.client.HTTPException:
-                return False
-
-        until(answers, 3 * SECONDS)
-    for each in silent:
-        each.close()
+    assert urllib3.request("GET", f"http://127.0.0.1:{port}/model").status == 200
 
 
 @pytest.mark.faults
@@ -104,9 +67,4 @@ def test_the_pages_of_mlflow(ui: ServedUi, note: Note) -> None:
     own = ui.address.removeprefix("http://")
     with note.timed("make ui: where it listens", "127.0.0.1 alone"):
         assert_loopback_alone(int(own.partition(":")[2]))
-    with note.timed("make ui: a foreign host", "refused"):
-        assert ui_status(ui, "GET", "/", Host="evil.example") == 403
-    with note.timed("make ui: a request of too many bytes", "refused"):
-        assert first_line(ui, f"Content-Length: {MOST_BYTES + 1}", b"") == b"HTTP/1.1 413"
-        assert first_line(ui, "Transfer-Encoding: chunked", b" " * (1 << 20)) == b"HTTP/1.1 413"
-    assert ui_status(ui, "GET", "/", Host=own) == 200
+    assert status(ui, "GET", "/", Host=own) == 200

@@ -14,6 +14,7 @@ import pytest
 
 from demix.files import read_json, read_json_lines
 from demix.run.check import completed_run
+from demix.settings import written
 from support.disturbed import ENVIRONMENT, FOUR, SITE, Trained, config_with, printed, snakemake, until
 from support.warm import warm
 
@@ -183,8 +184,7 @@ def test_two_nodes_give_the_losses_of_one_process(slurm: None, prepared: Path, t
 
 
 def completed(cluster: dict) -> dict:
-
-    return site_of(completed_run(config_with(cluster=cluster)), "train")
+    return written(completed_run(config_with(cluster=cluster)).config.cluster.of("train"))
 
 
 def test_a_job_that_is_queued_again_goes_on(training, undisturbed: list[float]) -> None:

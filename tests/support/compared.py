@@ -8,10 +8,10 @@ import numpy as np
 
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.join import join
-from demix.evaluate.score_tables import tokens_sha256, write_scores, write_tokens
 from demix.files import write_json, write_json_lines
 from demix.run.systems import bases, compared, evaluated
 from support.configs import domains, small
+from support.scored import write_columns
 from support.synthetic_run import with_keys
 
 TRAINING, NOVEL = ("law", "news"), ("songs",)
@@ -74,10 +74,9 @@ def _score(
     of = np.arange(pieces) * 7 % origins
     order = np.arange(pieces)[:: -1 if backwards else 1]
     flat = np.concatenate([ids[piece] for piece in order]).astype(np.uint16)
-    write_tokens(place, flat, np.cumsum([0, *lengths[order][:-1]]), BLOCK, of[order])
+    scores = {}
     for column in columns:
         learned = np.random.default_rng([effect, *place.parent.name.encode(), *column.encode()])
         easier = learned.normal(0, 0.3, origins)
-        scores = -np.concatenate([hard[piece] * np.exp(easier[of[piece]]) + 0.1 for piece in order])
-        made = {"tokens_sha256": tokens_sha256(flat), "shared_sha256": "0"}
-        write_scores(place / f"{column}.parquet", [scores], made)
+        scores[column] = -np.concatenate([hard[piece] * np.exp(easier[of[piece]]) + 0.1 for piece in order])
+    write_columns(place, flat, np.cumsum([0, *lengths[order][:-1]]), scores, length=BLOCK, origins=of[order])

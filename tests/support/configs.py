@@ -33,8 +33,15 @@ def small_run(folder: Path = Path(), **sections: Any) -> Run:
 
 
 def changed(run: Run, **sections: Any) -> Run:
-    """A run with other `sections` of its config, in the same folder. Nothing is written."""
-    return Run(Config.complete(run.config.values | sections), run.folder)
+    """The run of the config of `run`, whose sections have the keys of `sections` too."""
+    keys = run.config.values
+    merged = {name: keys.get(name, {}) | given for name, given in sections.items() if isinstance(given, dict)}
+    return Run(Config.complete(keys | sections | merged), run.folder)
+
+
+def amended(run: Run, **sections: dict[str, Any]) -> Run:
+    """A run with other keys in `sections` of its config, in the same folder. Nothing is written."""
+    return changed(run, **{name: run.config.values[name] | keys for name, keys in sections.items()})
 
 
 def written_by_hand(run: Path, **sections: Any) -> None:

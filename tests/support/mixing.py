@@ -66,7 +66,7 @@ def updating_priors(blocks: list[np.ndarray], weights: str | int, decay: float) 
 
 
 @st.composite
-def tables(draw, scales=(0.1, 3.0, 400.0)):
+def tables(draw, scales=(0.1, 3.0, 400.0, 5000.0)):
     """Random score tables, some with gaps between experts of over 700 nats a block; the last block may be short."""
     experts = draw(st.integers(1, 5))
     length = draw(st.integers(1, 7))

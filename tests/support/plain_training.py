@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Step:
-    """What an update tells: the loss, those of the targets, the gradient norm, and what each router counted."""
+    """What an update tells: the loss, those of the targets, the gradient norm, and what each routed layer adds."""
 
     loss: float
     losses: Tensor
     norm: float
-    counts: list[Any]
+    routers: list[Any]
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -36,8 +36,8 @@ def plain_steps(
 ) -> Iterator[Step]:  # fmt: skip
     """Train `model` in place on the batches of the steps that `rates` has, and tell of each.
 
-    A masked batch has losses at its places alone. To the loss come those that balance the routers of routed layers.
-    `logits_of` a batch are by default those of a GPT.
+    A masked batch has losses at its places alone. The losses of weighted targets are divided by `batches.targets`. To
+    the loss come those that balance the routers of routed layers. `logits_of` a batch are by default those of a GPT.
     """
     for step, rate in rates.items():
         batch, routers = batches.draw(step), []
@@ -46,12 +46,15 @@ def plain_steps(
         if batch.places is not None:
             targets = torch.full_like(batch.inputs, -100).scatter(2, batch.places, targets)
         losses = nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
-        loss = losses.sum() / (targets != -100).sum()
+        losses = losses.view(targets.shape)
+        if batch.weights is None:
+            loss = losses.sum() / (targets != -100).sum()
+        else:
+            loss = (losses * batch.weights).sum() / batches.targets
         optimizer.zero_grad()
         (loss + sum(each.losses.mean() for each in routers)).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-        counts = [each.counts.tolist() for each in routers]
-        yield Step(loss.item(), losses.detach().view(targets.shape), norm.item(), counts)
+        yield Step(loss.item(), losses.detach(), norm.item(), routers)

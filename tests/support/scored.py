@@ -1,6 +1,6 @@
 """Made-up score tables of random documents."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +21,22 @@ def write_table(
     numbers = np.repeat(np.arange(documents), words.integers(1, 40, documents))
     ids = words.integers(0, 300, len(numbers)).astype(np.uint16)
     origins = None if whole is None else np.arange(documents) * 7 % whole
-    write_tokens(folder, ids, starts(numbers), LENGTH, origins)
     # What is hard to predict is so for every model.
     hard = np.random.default_rng([99, text]).exponential(3, len(ids))
     generator = np.random.default_rng([seed, text])
-    for expert in experts:
-        scores = -hard * generator.uniform(0.8, 1.2) - generator.exponential(0.5, len(ids))
-        write_scores(
-            folder / f"{expert}.parquet", [scores], {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"}
-        )
+    columns = {expert: -hard * generator.uniform(0.8, 1.2) - generator.exponential(0.5, len(ids)) for expert in experts}
+    write_columns(folder, ids, starts(numbers), columns, origins=origins)
+
+
+def write_columns(
+    folder: Path, ids: np.ndarray, offsets: np.ndarray, columns: Mapping[str, np.ndarray], *, length: int = LENGTH,
+    origins: np.ndarray | None = None, **about: str,
+) -> None:  # fmt: skip
+    """A score table of the tokens `ids` [N], whose documents begin at `offsets`, from each expert's log p [N]."""
+    write_tokens(folder, ids, offsets, length, origins)
+    for expert, scores in columns.items():
+        about = {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"} | about
+        write_scores(folder / f"{expert}.parquet", [scores], about)
 
 
 def starts(documents: np.ndarray) -> np.ndarray:

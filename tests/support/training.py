@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 
 from demix.data.shards import TokenShard
 from demix.files import read_json_lines
+from demix.launch.job import Places
 from demix.train import stage
 from demix.train.adapt import Adaptation
 from demix.train.batches import Batch, Batches, batches_of
-from demix.train.stage import Training
+from demix.train.stage import ModelTraining, Training
 from support.cli import said
 from support.forks import FORKS
 from support.tokens import TRAINING
@@ -39,6 +41,14 @@ def shard_paths(tokens: Path, domains=TRAINING, split: str = "train") -> list[Pa
 
 def opened(tokens: Path) -> list[TokenShard]:
     return [TokenShard.open(path) for path in shard_paths(tokens)]
+
+
+def train_model(
+    kind: str, training: Training, shards: Sequence[Path], output: Path | None, metrics: Path | None, checkpoints: Path,
+    replicas: Mapping[str, int] | None = None, **more: Any,
+) -> None:  # fmt: skip
+    """Train one model as the stage does. `more` are fields of `ModelTraining`."""
+    stage.train_model(ModelTraining(kind, training, shards, **more), Places(output, metrics, checkpoints), replicas)
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, steps: set[int], domains=TRAINING) -> list[tuple[str, ...]]:

@@ -19,14 +19,15 @@ from demix.errors import DemixError
 from demix.evaluate.parent import choose_parent, own_dev_losses
 from demix.evaluate.score import Scoring, score
 from demix.files import read_json, read_json_lines, sha256_file, write_json
+from demix.launch.job import Places
 from demix.model.checkpoint import expert_names, load_model
 from demix.model.experts import changing
 from demix.model.scoring import log_probabilities
 from demix.train.adapt import adapt_dense, adapt_expert
-from demix.train.stage import train_model
 from support.cli import demix
+from support.contents import contents
 from support.tokens import NOVEL, TRAINING
-from support.training import ADAPT, TRAIN, shard_paths, train_here, train_until_killed
+from support.training import ADAPT, TRAIN, shard_paths, train_here, train_model, train_until_killed
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_experts_learn_their_domains(tokens: Path, trained: Path) -> None:
 def test_demix_dapt_adds_a_file_and_changes_no_other(
     tokens: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = {path: sha256_file(path) for path in (trained / "demix").rglob("*") if path.is_file()}
+    before = contents(trained / "demix")
     scores = trained / "scores"
     chosen = choose_parent(scores, "fantasy", TRAINING, blocks=ADAPT.parent_blocks, decay=ADAPT.parent_decay)
     given = (
@@ -86,18 +87,15 @@ def test_demix_dapt_adds_a_file_and_changes_no_other(
         chosen,
         own_dev_losses(scores, TRAINING, ADAPT.forgetting_blocks),
         ADAPT,
-        trained / "demix",
-        trained / "adapted.jsonl",
-        trained / "checkpoints" / "adapted",
+        Places(trained / "demix", trained / "adapted.jsonl", trained / "checkpoints" / "adapted"),
     )
     monkeypatch.setattr("demix.model.experts.LOCK_SECONDS", 0.0)
     with changing(trained / "demix"), pytest.raises(DemixError, match="changes the experts of this model"):
         adapt_expert(*given)
     assert expert_names(trained / "demix") == tuple(sorted(TRAINING))
     adapt_expert(*given)
-    after = {path: sha256_file(path) for path in (trained / "demix").rglob("*") if path.is_file()}
-    new = {trained / "demix" / "experts" / f"fantasy.{kind}" for kind in ("safetensors", "json")}
-    new.add(trained / "demix" / ".lock")
+    after = contents(trained / "demix")
+    new = {f"experts/fantasy.{kind}" for kind in ("safetensors", "json")}
     assert set(after) - set(before) == new
     assert {path: after[path] for path in before} == before
     assert expert_names(trained / "demix") == ("fantasy", *sorted(TRAINING))
@@ -106,7 +104,7 @@ def test_demix_dapt_adds_a_file_and_changes_no_other(
     assert lineage["parent"] == chosen["parent"] == max(chosen["priors"], key=chosen["priors"].__getitem__)
     assert sum(chosen["priors"].values()) == pytest.approx(1.0)
     assert lineage["lowest_dev_loss_expert"] == min(chosen["dev_losses"], key=chosen["dev_losses"].__getitem__)
-    assert lineage["parent_sha256"] == before[trained / "demix" / "experts" / f"{chosen['parent']}.safetensors"]
+    assert lineage["parent_sha256"] == before[f"experts/{chosen['parent']}.safetensors"]
 
     # The eight experts' scores are what they were, and the new expert knows its domain better than its parent.
     shard = TokenShard.open(tokens / "tokens" / "fantasy" / "dev.arrow")
@@ -124,17 +122,17 @@ def test_demix_dapt_adds_a_file_and_changes_no_other(
 
 
 def test_dense_dapt_writes_its_own_model(tokens: Path, trained: Path) -> None:
-    before = {path: sha256_file(path) for path in (trained / "dense").rglob("*") if path.is_file()}
+    before = contents(trained / "dense")
     adapt_dense(
         trained / "dense",
         tuple(tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev")),
         shard_paths(tokens, split="dev"),
         ADAPT,
-        trained / "dense-dapt-fantasy",
-        trained / "dense-adapted.jsonl",
-        trained / "checkpoints" / "dense-adapted",
+        Places(
+            trained / "dense-dapt-fantasy", trained / "dense-adapted.jsonl", trained / "checkpoints" / "dense-adapted"
+        ),
     )
-    assert {path: sha256_file(path) for path in before} == before
+    assert contents(trained / "dense") == before
     old, new = load_model(trained / "dense"), load_model(trained / "dense-dapt-fantasy")
     assert not torch.equal(old.token_embedding, new.token_embedding)
     assert (trained / "dense-dapt-fantasy" / "tokenizer.json").read_bytes() == (tokens / "tokenizer.json").read_bytes()
@@ -148,7 +146,8 @@ def test_passes_bound_the_tokens_by_the_text(tokens: Path, trained: Path, tmp_pa
     (train,), (dev,) = (shard_paths(tokens, NOVEL, split) for split in ("train", "dev"))
     text = len(TokenShard.open(train))
     how = dataclasses.replace(ADAPT, tokens=10**9, passes=1, patience=10**6, evaluate_every=10**6)
-    adapt_dense(trained / "dense", (train, dev), [], how, tmp_path / "m", tmp_path / "metrics", tmp_path / "states")
+    places = Places(tmp_path / "m", tmp_path / "metrics", tmp_path / "states")
+    adapt_dense(trained / "dense", (train, dev), [], how, places)
     lineage = read_json(tmp_path / "m" / "model.json")
     assert (lineage["adaptation"]["tokens"], lineage["adaptation"]["passes"]) == (text, 1)
     assert lineage["steps_run"] == text // (ADAPT.sequences * TRAIN.architecture["context"])
@@ -162,9 +161,9 @@ def test_a_sweep_keeps_the_factor_of_the_lowest_dev_loss(tokens: Path, trained: 
 
     def adapted(name: str, **changes: Any) -> Path:
         how = dataclasses.replace(ADAPT, **changes)
-        paths = (tmp_path / name, tmp_path / f"{name}.jsonl", tmp_path / "checkpoints" / name)
-        adapt_dense(trained / "dense", shards, shard_paths(tokens, split="dev"), how, *paths)
-        return paths[0]
+        places = Places(tmp_path / name, tmp_path / f"{name}.jsonl", tmp_path / "checkpoints" / name)
+        adapt_dense(trained / "dense", shards, shard_paths(tokens, split="dev"), how, places)
+        return tmp_path / name
 
     swept = adapted("swept", sweep=FactorSweep(factors=(0.01, 0.5, 1e12)))
     alone = {factor: adapted(f"alone{factor}", learning_rate_factor=factor) for factor in (0.01, 0.5)}
@@ -184,11 +183,7 @@ def test_a_sweep_keeps_the_factor_of_the_lowest_dev_loss(tokens: Path, trained: 
 
 def test_scoring_refuses_another_tokenizer(tokens: Path, trained: Path, tmp_path: Path) -> None:
     description = read_json(trained / "dense" / "model.json")
-    other = tmp_path / "dense"
-    (other / "experts").mkdir(parents=True)
-    for path in (trained / "dense").rglob("*"):
-        if path.is_file():
-            (other / path.relative_to(trained / "dense")).write_bytes(path.read_bytes())
+    other = shutil.copytree(trained / "dense", tmp_path / "dense")
     write_json(other / "model.json", description | {"tokenizer_sha256": "0" * 64})
     with pytest.raises(DemixError, match="another tokenizer"):
         score(

@@ -18,6 +18,7 @@ from demix.config.architecture import Architecture, parameters
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError, StoppedError
 from demix.files import read_json
+from demix.launch.job import Places
 from demix.mix.stream import Posterior
 from demix.model import gpt
 from demix.model.checkpoint import describe, load_experts, load_model
@@ -30,10 +31,9 @@ from demix.model.merge import merge_experts
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
 from demix.plan.flops import activation_bytes
 from demix.train.adapt import adapt_dense, adapt_expert
-from demix.train.stage import train_model
 from support.models import SMALL, THREE, model_of, save_model
 from support.tokens import TRAINING
-from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, stop_at
+from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, stop_at, train_model
 
 ALIBI = dataclasses.replace(SMALL, position="alibi")
 CLAP = dataclasses.replace(SMALL, head="clap")
@@ -252,14 +252,14 @@ def test_a_stopped_training_goes_on_to_the_bit(
 @pytest.mark.parametrize("kind", ["demix", "dense"])
 def test_adaptation_begins_with_its_parent(kind: str, run: Path, tokens: Path, tmp_path: Path) -> None:
     shards = tuple(tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev"))
-    directory, places = run / "models" / kind, (tmp_path / "m.jsonl", tmp_path / "checkpoints")
+    directory, places = run / "models" / kind, Places(tmp_path / "out", tmp_path / "m.jsonl", tmp_path / "checkpoints")
     ids = blocks(TokenShard.open(shards[1]), 32, 192)
     if kind == "dense":
-        adapt_dense(directory, shards, [], ADAPT, tmp_path / "out", *places)
+        adapt_dense(directory, shards, [], ADAPT, places)
         adapted, before = load_model(tmp_path / "out"), load_model(directory)
     else:
         chosen = {"parent": TRAINING[1], "parent_prior": 0.9}
-        adapt_expert(directory, shards, chosen, {}, ADAPT, tmp_path / "out", *places)
+        adapt_expert(directory, shards, chosen, {}, ADAPT, places)
         for path in (directory / "model.json", directory / "shared.safetensors"):
             shutil.copy(path, tmp_path / "out")
         adapted, before = load_model(tmp_path / "out", ("fantasy",)), load_model(directory, (TRAINING[1],))

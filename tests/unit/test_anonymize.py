@@ -195,23 +195,6 @@ def test_text_without_digits_and_at_signs_is_untouched(text):
     assert anonymize(text)[0] == text
 
 
-@pytest.mark.parametrize(
-    "unit",
-    ["a", "1", "1-", "1 ", "(", "[", "@[1:1:", "@", "a@", "a.", "a..", "@a.", "a@a.", "facebook.com/", "phone 5551234 ",
-     "1-800-555-1234-", "(905) 674-3793", "0044 20 7946 0958 ", "205 555 1234 ", "4111 ", "\n@a", "@ab\n", "x@y.com",
-     "@[1:1:\\]", "123-45-6789-", "+1", "a%+", "phone "],
-)  # fmt: skip
-def test_hostile_text_takes_linear_time(unit):
-    def seconds(size):
-        text = (unit * (size // len(unit) + 1))[:size]
-        start = time.process_time()
-        anonymize(text)
-        return time.process_time() - start
-
-    # Quadratic time would be 64 times as long; the constant and the better of two measurements absorb noise.
-    assert min(seconds(80_000) for _ in range(2)) < 20 * seconds(10_000) + 0.3
-
-
 def test_normalise():
     assert normalise("a\r\nb\0\ud800\r") == ("a\nb\ufffd\r", {"surrogates": 1, "nul": 1, "line_ends": 1})
 

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 from demix.data.shards import TokenShard, blocks
 from demix.evaluate.parent import choose_parent, own_dev_losses
 from demix.evaluate.score import Scoring, score
-from demix.files import read_json, read_json_lines, sha256_file, write_json
+from demix.files import read_json, read_json_lines, write_json
+from demix.launch.job import Places
 from demix.model.checkpoint import load_experts, load_model
 from demix.model.merge import averaged
 from demix.model.scoring import log_probabilities
@@ -20,7 +21,9 @@ from demix.report.read import Parent, read_parents
 from demix.train.adapt import adapt_expert
 from demix.train.in_turn import train_in_turn
 from demix.train.join import join_branches
+from demix.train.stage import ModelTraining
 from support.cli import demix, said
+from support.contents import contents
 from support.tokens import TRAINING
 from support.training import ADAPT, TRAIN, shard_paths
 
@@ -31,10 +34,8 @@ SHORT = dataclasses.replace(ADAPT, tokens=32 * 4 * 10)
 def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three experts that are whole models, joined, and their score tables."""
     folder = tmp_path_factory.mktemp("run")
-    train_in_turn(
-        "branched", TRAIN, shard_paths(tokens), TRAINING, folder / "branches", folder / "metrics",
-        folder / "checkpoints", beside=lambda *about: nullcontext(),
-    )  # fmt: skip
+    places = Places(folder / "branches", folder / "metrics", folder / "checkpoints")
+    train_in_turn(ModelTraining("branched", TRAIN, shard_paths(tokens)), TRAINING, places, lambda *about: nullcontext())
     join_branches([folder / "branches" / name for name in TRAINING], folder / "models" / "btm")
     dev = shard_paths(tokens, (*TRAINING, "fantasy"), "dev")
     score(folder / "models" / "btm", TRAINING, dev, Scoring(dev_blocks=10, threads=1), folder / "scores")
@@ -91,13 +92,13 @@ def test_neither_order_nor_names_change_a_bit_of_an_average(run: Path, tmp_path:
 
 def test_an_added_expert_begins_as_the_average_by_posterior(run: Path, tokens: Path, tmp_path: Path) -> None:
     model = run / "models" / "btm"
-    before = {path: sha256_file(path) for path in model.rglob("*") if path.is_file()}
+    before = contents(model)
     chosen = choose_parent(run / "scores", "fantasy", TRAINING, blocks=5, decay=0.3)
     shards = tuple(tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev"))
     unchanged = own_dev_losses(run / "scores", TRAINING, SHORT.forgetting_blocks)
     places = tmp_path / "added", tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
     adapt_expert(model, shards, chosen, unchanged, SHORT, *places)
-    assert {path: sha256_file(path) for path in model.rglob("*") if path.is_file()} == before
+    assert contents(model) == before
     lineage = read_json(tmp_path / "added" / "experts" / "fantasy.json")
     assert {name: parent["weight"] for name, parent in lineage["parents"].items()} == chosen["priors"]
     assert (lineage["parent"], "parent_sha256" in lineage, "parent_prior" in lineage) == (None, False, False)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from k_means_constrained import KMeansConstrained
-from scipy.optimize import linear_sum_assignment, linprog
+from scipy.optimize import linprog
 from scipy.spatial.distance import cdist
 from sklearn.cluster import KMeans
 
@@ -30,17 +30,6 @@ def refuse_unequal(labels: np.ndarray, clusters: int) -> None:
     sizes = np.bincount(labels, minlength=clusters)
     assert sizes.min() >= len(labels) // clusters
     assert sizes.max() <= -(-len(labels) // clusters)
-
-
-@pytest.mark.parametrize(("count", "clusters"), [(200, 4), (1200, 16)])
-def test_balanced_labels_cost_what_linear_sum_assignment_finds(count: int, clusters: int) -> None:
-    points = made_points(count, 8, 5, seed=count)
-    costs = squared_distances(points, points[:clusters])
-    labels = balanced_labels(costs)
-    refuse_unequal(labels, clusters)
-    assert not np.array_equal(labels, costs.argmin(1))
-    rows, columns = linear_sum_assignment(np.repeat(costs, count // clusters, axis=1))
-    assert objective(costs, labels) == pytest.approx(costs[rows, columns // (count // clusters)].sum(), abs=1e-9)
 
 
 def linear_program(costs: np.ndarray) -> float:

@@ -18,13 +18,13 @@ from demix.model.gpt import GPT
 from demix.model.merge import merge_experts
 from demix.train import stage
 from demix.train.batches import balanced_batches
-from demix.train.branch import branched, read_seed
-from demix.train.stage import identity_of, take_seed, train_model
+from demix.train.branch import branched
+from demix.train.stage import ModelTraining, take_seed
 from demix.train.state import State
 from support.cli import demix, said
 from support.plain_training import adamw, plain_steps, rates
 from support.tokens import TRAINING
-from support.training import TRAIN, losses, opened, shard_paths, stop_at
+from support.training import TRAIN, losses, opened, shard_paths, stop_at, train_model
 
 # A step of TRAIN is 192 tokens, and there are 24.
 STEPS = 24
@@ -37,9 +37,8 @@ def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind, keep in (("dense", (10, STEPS)), ("demix", ())):
         train_into(folder, kind, kind, tokens, keep=keep)
     for step in (10, STEPS):
-        assert take_seed(
-            "dense", TRAIN, shard_paths(tokens), step, folder / "checkpoints" / "dense", seed(folder, step)
-        )
+        kept = ModelTraining("dense", TRAIN, shard_paths(tokens), until=step)
+        assert take_seed(kept, folder / "checkpoints" / "dense", seed(folder, step))
     assert not list((folder / "checkpoints" / "dense").iterdir()), "what was kept is moved"
     return folder
 
@@ -73,8 +72,7 @@ def test_a_seed_of_no_tokens_is_demix_from_scratch(
     run: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The dense model's state before its first step."""
-    begun = stage._initial(stage.KINDS["dense"], load_model(run / "models" / "dense").architecture, 400, TRAINING,
-                           stage.place("dense", TRAINING, 2, 1)[0]).initialise(1)  # fmt: skip
+    begun = GPT(load_model(run / "models" / "dense").architecture, 400, ("dense",)).initialise(1)
     shared, own = begun.parted({f"parameter/{name}": p.detach() for name, p in begun.named_parameters()})
     none = State(0, shared, own, [])
     monkeypatch.setattr(stage, "branched", lambda state, *about: branched(none, *about))
@@ -209,7 +207,7 @@ def test_seeds_that_do_not_fit_are_refused(run: Path, tokens: Path, tmp_path: Pa
     # What time and memory alone depend on, and how often dev is measured, may differ.
     other = dataclasses.replace(TRAIN, checkpoint_every=3, micro_sequences=1, dev_blocks=1)
     assert fingerprinted(other) != fingerprinted(TRAIN)
-    read_seed(seed(run, 10), identity_of("demix", other, shard_paths(tokens)))
+    assert ModelTraining("demix", other, shard_paths(tokens), branch=seed(run, 10)).seed is not None
 
     shutil.copytree(seed(run, 10), moved := tmp_path / "seeds" / "dense" / "step-00000011")
     with pytest.raises(DemixError, match="is another file of the run"):

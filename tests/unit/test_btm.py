@@ -15,11 +15,11 @@ from demix.model.experts import add_expert
 from demix.model.export import gpt2_names
 from demix.train.batches import balanced_batches
 from demix.train.join import join_branches, join_metrics
-from demix.train.stage import Training, take_seed, train_model
+from demix.train.stage import ModelTraining, Training, take_seed
 from support.cli import said
 from support.plain_training import adamw, plain_steps, rates
 from support.tokens import TRAINING
-from support.training import TRAIN, opened, shard_paths
+from support.training import TRAIN, opened, shard_paths, train_model
 
 STEPS, SEED = 24, 10
 EXACT = dataclasses.replace(TRAIN, precision="fp64")
@@ -43,7 +43,8 @@ def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     places = folder / "models" / "dense", folder / "metrics" / "dense.jsonl", kept
     train_model("dense", EXACT, shard_paths(tokens), *places, keep=(SEED, STEPS))
     for step in (SEED, STEPS):
-        assert take_seed("dense", EXACT, shard_paths(tokens), step, kept, folder / f"seeds/dense/step-{step:08d}")
+        whole = ModelTraining("dense", EXACT, shard_paths(tokens), until=step)
+        assert take_seed(whole, kept, folder / f"seeds/dense/step-{step:08d}")
     for name in TRAINING:
         branch(folder, tokens, name)
     return folder

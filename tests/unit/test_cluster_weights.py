@@ -14,7 +14,7 @@ from sklearn.metrics.pairwise import euclidean_distances
 
 from demix.config.mixing import parsed_weights
 from demix.errors import DemixError
-from demix.evaluate.choice import switching_on_dev, tempered_on_dev
+from demix.evaluate.choice import switching_on_dev
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
 from demix.evaluate.losses import Mixture, dev_priors, document_losses
 from demix.evaluate.routing import beside_of
@@ -358,8 +358,3 @@ def test_rules_beyond_the_paper_weight_experts_of_clusters_as_all_others(scores:
         (row,) = found[(found.method == method) & (found.weights == weights)].itertuples()
         log_p = mix(test.scores, test.mask, method, rule, log_prior=prior)
         assert row.nll == pytest.approx(-log_p.sum(), rel=1e-12)
-    grid = tempered_on_dev({"law": dev})
-    best = CLUSTERS[int(dev.scores.sum(axis=(0, 1)).argmax())]
-    rest = dev.select([name for name in CLUSTERS if name != best])
-    parts = [mix(part.scores, part.mask, "uniform", grid[0].rule).sum() / part.tokens for part in (dev, rest)]
-    assert grid[0].nats == pytest.approx(-sum(parts))

@@ -18,24 +18,26 @@ from demix.model.tokenizer import tokenizer_of
 from demix.run.check import load_run
 from demix.run.models import Model
 from demix.run.rules import RunRules
+from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.run.systems import evaluated
 from demix.train.join import join_branches
-from demix.train.stage import take_seed, train_model
+from demix.train.stage import ModelTraining, take_seed
 from support.cli import said
 from support.tokens import TRAINING
-from support.training import TRAIN, shard_paths
+from support.training import TRAIN, shard_paths, train_model
 
 TINY = Path(__file__).parents[1] / "workflow" / "tiny.yaml"
 K2 = {"clusters": 2, "dimensions": 6}
-DOMAINS = load_run(TINY)["domains"]
+VALUES = load_run(TINY).config.values
+DOMAINS = VALUES["domains"]
 TWICE = DOMAINS | {"novel": {"c01": DOMAINS["novel"]["fantasy"], "fantasy": DOMAINS["novel"]["fortunes"]}}
 BRANCH = {"kind": "branched", "data": "k2", "parent": "dense", "seed_tokens": 6000}
 
 
-def config(clusterings: dict[str, Any] | None = None, sequences: int = 2, **more: Any) -> dict[str, Any]:
-    """The tiny config (three domains) with rows on clusters."""
-    given = load_run(TINY)["training"] | {"sequences": sequences}
+def config(clusterings: dict[str, Any] | None = None, sequences: int = 2, **more: Any) -> Run:
+    """The run of the tiny config (three domains) with rows on clusters."""
+    given = VALUES["training"] | {"sequences": sequences}
     defaults = {"k2": K2, "by_domain": {"method": "metadata"}} if clusterings is None else clusterings
     return load_run(TINY, training=given, clusterings=defaults, **more)
 
@@ -44,7 +46,7 @@ def run(*words: object) -> None:
     assert said([str(word) for word in words]) is None
 
 
-def rows(found: dict[str, Any]) -> dict[str, Model]:
+def rows(found: Run) -> dict[str, Model]:
     return {model.name: model for model in found.planned}
 
 
@@ -52,10 +54,10 @@ def test_a_row_on_clusters_has_an_expert_for_each_with_an_equal_part_of_a_step()
     found = config(models={"cbtm_2": BRANCH, "demix_2": {"kind": "demix", "data": "k2"}})
     models, rules = rows(found), RunRules(found)
     cbtm, on_clusters, domains = models["cbtm_2"], models["demix_2"], models["demix"]
-    assert cbtm.experts == cbtm.columns == on_clusters.experts == ("c00", "c01") == clusters_of(found, "k2")
+    assert cbtm.experts == cbtm.columns == on_clusters.experts == ("c00", "c01") == found.clusters("k2")
     # Three domains of two sequences are two clusters of three.
-    assert cbtm.settings["sequences"] == on_clusters.settings["sequences"] == 3
-    assert {model.step_tokens(32) for model in (domains, cbtm, *cbtm.parts, on_clusters)} == {3 * 2 * 32}
+    assert cbtm.settings.sequences == on_clusters.settings.sequences == 3
+    assert {model.step_tokens for model in (domains, cbtm, *cbtm.parts, on_clusters)} == {3 * 2 * 32}
     assert [part.place for part in cbtm.parts] == ["cbtm_2/c00", "cbtm_2/c01"]
     assert cbtm.scored == domains.scored == ("parliament", "scripture", "licenses", "fantasy", "fortunes")
     assert (cbtm.routing, domains.routing, models["dense"].routing) == ("k2", "by_domain", "")
@@ -100,7 +102,7 @@ def test_a_row_on_clusters_has_an_expert_for_each_with_an_equal_part_of_a_step()
             "config key clusterings.k2.clusters: is missing; say how many clusters there are",
         ),
         (
-            {"models": {"x": BRANCH}, "adaptation": load_run(TINY)["adaptation"] | {"model": "x"}},
+            {"models": {"x": BRANCH}, "adaptation": VALUES["adaptation"] | {"model": "x"}},
             "config key adaptation.model: is x, which is no such row of models",
         ),
         (
@@ -136,7 +138,7 @@ def test_clusters_are_fitted_assigned_and_trained_by_the_commands(tokens: Path, 
     kept = tmp_path / "checkpoints" / "dense"
     paths = (tmp_path / "models" / "dense", tmp_path / "metrics" / "dense.jsonl", kept)
     train_model("dense", TRAIN, shard_paths(tmp_path), *paths, keep=(10,))
-    assert take_seed("dense", TRAIN, shard_paths(tmp_path), 10, kept, state)
+    assert take_seed(ModelTraining("dense", TRAIN, shard_paths(tmp_path), until=10), kept, state)
     sequences = len(TRAINING) * TRAIN.sequences
     assert sequences % 2 == 0
     training = dataclasses.replace(TRAIN, sequences=sequences // 2)

@@ -31,13 +31,13 @@ SAMPLE = yaml.safe_load((REPOSITORY / "config" / "sample.yaml").read_text())
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "config").glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_configs_are_valid(path: Path) -> None:
-    config = load_run(path)
-    assert len(config["domains"]["training"]) == 8
+    config = load_run(path).config
+    assert len(config.domains.training) == 8
     fewer = {"families": 4, "families-tasks": 4, "variants": 2}
-    assert len(config["domains"]["novel"]) == fewer.get(path.stem, 8), "null leaves out a domain of the base"
-    assert config["evaluation"]["decay"] == 0.3
-    assert config["training"]["warmup"] == 0.08
-    assert completed_run(copy.deepcopy(config)) == config, "a completed config is complete"
+    assert len(config.domains.novel) == fewer.get(path.stem, 8), "null leaves out a domain of the base"
+    assert config.evaluation.decay == 0.3
+    assert config.training.warmup == 0.08
+    assert completed_run(config.values).config.values == config.values, "a completed config is complete"
 
 
 NOVELS = SAMPLE["domains"]["training"]["novels"]
@@ -114,7 +114,7 @@ def test_config_reference_and_schema_are_those_of_the_declarations() -> None:
     assert path.read_text() == editor_schema()
     validator = Draft202012Validator(yaml.safe_load(path.read_text()))
     for shipped in (REPOSITORY / "config").glob("*.yaml"):
-        assert list(validator.iter_errors(load_run(shipped))) == []
+        assert list(validator.iter_errors(load_run(shipped).config.values)) == []
     assert len(list(validator.iter_errors(SAMPLE | {"seed": "one", "evalution": {}}))) == 2
 
 
@@ -125,7 +125,7 @@ def test_what_stands_in_a_base_is_merged_and_what_names_it_wins(tmp_path: Path) 
     mine = tmp_path / "mine.yaml"
     own = {"training": {"weight_decay": 0.2}, "domains": {"novel": {"wiki": {"licence": "x"}}}}
     mine.write_text(yaml.safe_dump({"base": "below/second.yaml", "run": "mine"} | own))
-    config, sample = load_run(mine), completed_run(copy.deepcopy(SAMPLE))
+    config, sample = load_run(mine).config.values, completed_run(copy.deepcopy(SAMPLE)).config.values
     assert "base" not in config
     assert (config["run"], config["seed"], config["threads"]) == ("mine", 6, 3)
     assert config["evaluation"] == sample["evaluation"] | {"decay": 0.5}
@@ -251,14 +251,14 @@ def test_a_row_of_models_takes_every_key_of_training() -> None:
     values = {"learning_rate": 1e-3, "precision": "fp16", "sweep": None, "replicas": {}, "compile": True}
     for key in names_of(TrainingSection):
         config = copy.deepcopy(SAMPLE)
-        value = values.get(key, completed_run(copy.deepcopy(SAMPLE))["training"][key])
+        value = values.get(key, completed_run(copy.deepcopy(SAMPLE)).config.values["training"][key])
         config["models"] = {"demix": {key: value}, "dense": {}}
-        assert completed_run(config)["models"]["demix"] == {key: value}
+        assert completed_run(config).config.values["models"]["demix"] == {key: value}
 
 
 def test_rows_of_models_beside_those_of_every_run() -> None:
     config = copy.deepcopy(SAMPLE) | {"models": {"demix_small": {"kind": "demix"}, "domain_token": None}}
-    rows = completed_run(config)["models"]
+    rows = completed_run(config).config.values["models"]
     assert rows == {
         "demix": {},
         "dense": {},
@@ -298,10 +298,8 @@ def test_a_key_that_is_no_text_is_refused() -> None:
 
 
 def test_the_split_of_earlier_numbers_differs_from_the_samples_in_nothing_else() -> None:
-    sample, kept = (
-        load_run(REPOSITORY / "config" / "sample.yaml"),
-        load_run(REPOSITORY / "tests" / "workflow" / "facts16.yaml"),
-    )
+    paths = (REPOSITORY / "config" / "sample.yaml", REPOSITORY / "tests" / "workflow" / "facts16.yaml")
+    sample, kept = (load_run(path).config.values for path in paths)
     for kind in ("training", "novel"):
         for name, domain in sample["domains"][kind].items():
             assert domain["source"]["piece_words"], name

@@ -80,7 +80,7 @@ def test_init_writes_a_valid_config_of_any_files(texts: Path) -> None:
     assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout == demix("init", *given, "--novel", "more/*.txt").stdout
     (texts / "mine.yaml").write_text(done.stdout)
-    config = load_run(texts / "mine.yaml")
+    config = load_run(texts / "mine.yaml").config.values
     sources = {
         name: {key: value for key, value in domain["source"].items() if key in ("path", "text", "json", "piece_words")}
         for domains in config["domains"].values()
@@ -135,13 +135,13 @@ def test_config_warns_of_many_passes(texts: Path, caplog: pytest.LogCaptureFixtu
     text = demix("init", "a.parquet", "b.json", "--novel", "more/*.txt").stdout
     tokens = int(re.search(r"tokens: (\d+)", text)[1])
     (texts / "mine.yaml").write_text(text)
-    config = load_run(texts / "mine.yaml")["adaptation"]
-    assert (config["tokens"], config["passes"]) == (tokens // 2, 4)
+    adaptation = load_run(texts / "mine.yaml").config.adaptation
+    assert (adaptation.tokens, adaptation.passes) == (tokens // 2, 4)
     # 1,800 words of which dev and test have 180 each, at 1.5 tokens a word.
     passing = "adaptation: {tokens: %d, "
     for passes, warned in ((9, False), (11, True)):
         (texts / "mine.yaml").write_text(text.replace("adaptation: {", passing % (passes * 1.5 * 1440)))
-        assert "passes" not in load_run(texts / "mine.yaml")["adaptation"]
+        assert load_run(texts / "mine.yaml").config.adaptation.passes is None
         caplog.clear()
         assert demix("config", "mine.yaml").exit_code == 0
         told = "adaptation.tokens: adapts to more in about 11 passes over its 1,440 words; lower it, or add passes: 4"
@@ -261,7 +261,7 @@ def test_config_says_what_will_run() -> None:
     ):
         assert part in told
     assert "16 of 131,072 tokens at most" in told
-    assert yaml.safe_load(demix("config", "--values", sample).stdout) == load_run(sample)
+    assert yaml.safe_load(demix("config", "--values", sample).stdout) == load_run(sample).config.values
 
 
 @pytest.mark.parametrize("chosen", [[], ["--logger", "demix"]])
@@ -329,8 +329,8 @@ def test_what_would_hang_or_fail_later_is_refused(
 def test_rows_that_only_look_alike_are_taken() -> None:
     names = ("dense_seed3", "without_news", "btm__posterior", "others", "ab" * 8 + "c" * 19)
     rows = {name: {"kind": "dense"} for name in names} | {"btm": {"kind": "branched", "averages": True}}
-    config = completed_run(yaml.safe_load(TWO) | {"seeds": [1, 2], "models": rows})
-    assert config["models"].keys() >= {*names}
+    run = completed_run(yaml.safe_load(TWO) | {"seeds": [1, 2], "models": rows})
+    assert run.rows.keys() >= {*names}
 
 
 @given(strategies.text("ab_", min_size=1, max_size=4), strategies.integers(1, 60), strategies.text("ab_", max_size=4))

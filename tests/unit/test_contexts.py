@@ -16,7 +16,7 @@ import yaml
 from demix.config.architecture import Architecture
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
-from demix.evaluate.contexts import Contexts, evaluate_contexts, losses_by_position
+from demix.evaluate.contexts import ContextEvaluation, evaluate_contexts, losses_by_position
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import write_parquet
@@ -122,7 +122,7 @@ def test_every_table_that_is_evaluated_by_position_is_made_once(launch: str) -> 
             assert tables["far_token", 64].columns == (domain,)
     settings = json.loads(rules.context_settings("fantasy"))
     assert settings["width"] == 4
-    settings_from(Contexts, settings)
+    settings_from(ContextEvaluation, settings)
 
 
 def test_the_plan_counts_jobs_and_costs_of_longer_blocks() -> None:
@@ -191,7 +191,7 @@ def test_losses_by_position_are_those_of_a_loop_over_tokens(tmp_path: Path) -> N
          "method": "dense"},
     ]  # fmt: skip
     given = {"kind": "training", "tables": tables, "width": 3, "decay": 0.3, "dev_blocks": 6, "seed": 7}
-    evaluate_contexts(scores, "law", settings_from(Contexts, given), tmp_path / "out.parquet")
+    evaluate_contexts(scores, "law", settings_from(ContextEvaluation, given), tmp_path / "out.parquet")
     found = pq.read_table(tmp_path / "out.parquet").to_pandas()
     table, single = (
         read_scores(scores / "far" / "law.test", experts),
@@ -215,7 +215,7 @@ def test_losses_by_position_are_those_of_a_loop_over_tokens(tmp_path: Path) -> N
     assert counted.sum() == table.tokens
     tables[1]["context"] = 2 * LENGTH
     with pytest.raises(DemixError, match=f"has blocks of {LENGTH} tokens, not {2 * LENGTH}"):
-        evaluate_contexts(scores, "law", settings_from(Contexts, given), tmp_path / "none.parquet")
+        evaluate_contexts(scores, "law", settings_from(ContextEvaluation, given), tmp_path / "none.parquet")
     assert not (tmp_path / "none.parquet").exists()
 
 
@@ -228,7 +228,7 @@ def shown(tmp_path: Path) -> tuple[Run, pd.DataFrame]:
         run.run,
         models={"far": {"kind": "demix"} | ALIBI, "domain_token": None},
         architecture={"layers": 2, "width": 32, "heads": 2, "context": 32},
-        evaluation=run.keys["evaluation"] | {"contexts": [32, 64]},
+        evaluation={"contexts": [32, 64]},
     )
     for kind, domains in shown.config.domains.kinds.items():
         for domain in domains:

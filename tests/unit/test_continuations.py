@@ -7,13 +7,11 @@ import pytest
 import torch
 
 from demix.errors import DemixError
-from demix.mix import mixtures
-from demix.mix.logs import log_softmax
 from demix.mix.mixtures import mix
 from demix.model import continuations
 from demix.model.continuations import (
     Continuation,
-    Mixture,
+    MixedModel,
     continuation_log_probabilities,
     text_log_probabilities,
     within,
@@ -38,10 +36,10 @@ RULES = [
 ]
 
 
-def mixture_of(weights: str, method: str, decay: float | None, top_k: int | None, trunks: list[GPT]) -> Mixture:
+def mixture_of(weights: str, method: str, decay: float | None, top_k: int | None, trunks: list[GPT]) -> MixedModel:
     prior = PRIOR if method in ("cached", "fitted") else np.zeros(3)
     begin = posteriors_of(weights_of(weights, Path()), prior, Path(), THREE, None, LENGTH, decay)
-    return Mixture(trunks, begin, top_k)
+    return MixedModel(trunks, begin, top_k)
 
 
 def weights_by_token(scores: np.ndarray, weights: str, method: str, decay, top_k) -> np.ndarray:
@@ -95,7 +93,7 @@ def test_continuations_have_the_probabilities_of_a_loop(weights, method, decay, 
         assert is_greedy == (one == twice) or len(one.tokens) == 1
 
 
-def next_by(mixture: Mixture, context: tuple[int, ...]) -> int:
+def next_by(mixture: MixedModel, context: tuple[int, ...]) -> int:
     decoder = mixture.decoder(torch.tensor(context[:1]))
     decoder.read(torch.tensor([context[1:]], dtype=torch.long))
     return int(decoder.next_log_probabilities().argmax())
@@ -201,7 +199,7 @@ def test_a_domain_token_stands_before_every_block(domain: str) -> None:
     """In likelihoods, in texts of several blocks, and in decoding piece by piece."""
     model = model_of(("dense",), domain_tokens=THREE)
     begin = posteriors_of(weights_of("history", Path()), np.zeros(1), Path(), (domain,), None, LENGTH, None)
-    mixture = Mixture([model], begin, None, domain)
+    mixture = MixedModel([model], begin, None, domain)
     text = DRAWN[:40]
 
     expected = scored_in_blocks(model, [END, *text], (domain,))[0]
@@ -235,21 +233,6 @@ def test_a_model_that_gives_no_probability_is_refused() -> None:
         continuation_log_probabilities(
             mixture_of("history", "uniform", None, None, [model]), [Continuation((1,), (2,))]
         )
-
-
-def test_the_largest_weights_are_kept() -> None:
-    log_g = np.random.default_rng(1).normal(size=(4, 7, 5))
-    log_g[0, 0] = [1.0, 2.0, 2.0, 2.0, 0.0]
-    log_g = log_softmax(log_g, axis=-1)
-    for k in range(1, 7):
-        kept = mixtures.keep_top(log_g, k)
-        for row, before in zip(kept.reshape(-1, 5), log_g.reshape(-1, 5), strict=True):
-            least = sorted(before, reverse=True)[min(k, 5) - 1]
-            weights = np.where(before >= least, np.exp(before), 0)
-            np.testing.assert_allclose(np.exp(row), weights / weights.sum(), atol=1e-12)
-        # The three of weight 2 stay together.
-        assert (kept[0, 0] > -np.inf).sum() == {1: 3, 2: 3, 3: 3, 4: 4}.get(k, 5)
-    assert mixtures.keep_top(log_g, None) is log_g
 
 
 def test_decoding_mixes_the_likeliest_experts_alone() -> None:

@@ -66,17 +66,6 @@ def test_a_full_disk_leaves_nothing_and_a_rerun_is_clean(tmp_path, mounted):
 
 
 @ROOT
-def test_a_full_disk_while_anonymizing(tmp_path, mounted):
-    disk = mounted("size=1m")
-    raw = tmp_path / "raw" / "0000.parquet"
-    assert said(_download(_noise(tmp_path / "a.jsonl", 4), raw)) is None
-    output = disk / "documents" / "0000.parquet"
-    command = ["anonymize", str(raw), "--output", str(output), "--counts", str(output.with_suffix(".json"))]
-    assert f"{output}: cannot be written (No space left on device)" in str(said(command))
-    assert [path for path in disk.rglob("*") if path.is_file()] == []
-
-
-@ROOT
 def test_a_disk_that_is_full_of_spilled_rows(tmp_path, mounted, monkeypatch):
     hashes = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(600_000)]
     documents = tmp_path / "documents.parquet"

@@ -22,7 +22,7 @@ from typer.main import get_command
 from demix.commands.main import command_line
 from demix.config.tasks import ExamplesRecipe
 from demix.data.tokenizer import Tokenizer
-from demix.evaluate.contexts import Contexts
+from demix.evaluate.contexts import ContextEvaluation
 from demix.evaluate.domain import Evaluation
 from demix.evaluate.fewshot import TaskScoring
 from demix.evaluate.memorization import Audit
@@ -45,7 +45,7 @@ SAMPLE = yaml.safe_load((REPOSITORY / "config" / "sample.yaml").read_text())["do
 TRAINING, NOVEL = tuple(SAMPLE["training"]), tuple(SAMPLE["novel"])
 # Stages that need a finished run of the sample: their flags and settings are checked instead.
 LONG = {"adapt": Adaptation, "adapt-dense": Adaptation, "evaluate": Evaluation, "audit": Audit, "route": Routing}
-LONG |= {"contexts": Contexts, "examples": ExamplesRecipe, "fewshot": TaskScoring, "classify": Classification}
+LONG |= {"contexts": ContextEvaluation, "examples": ExamplesRecipe, "fewshot": TaskScoring, "classify": Classification}
 
 
 # Commands that other programs give, or that take a machine that is not here.

@@ -116,7 +116,7 @@ def test_the_name_of_a_run_is_told_in_words(tmp_path: Path) -> None:
 def test_an_empty_list_of_novel_domains_is_none(tmp_path: Path) -> None:
     config = tmp_path / "mine.yaml"
     config.write_text(f"base: {SAMPLE}\ndomains:\n  novel:\nremoval: {{retrain_without: []}}\n")
-    assert load_run(config)["domains"]["novel"] == {}
+    assert load_run(config).novel == ()
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")

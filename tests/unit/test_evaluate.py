@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import logsumexp
-from typer.testing import CliRunner
 
-from demix.commands.main import command_line
 from demix.data.tokenizer import Tokenizer, byte_lengths, gpt2_tokenizer, train_tokenizer
 from demix.errors import DemixError
 from demix.evaluate.choice import switching_on_dev, tempered_on_dev, write_mixing
@@ -28,26 +26,29 @@ from demix.mix.priors import cached_log_prior, fitted_log_prior
 from demix.mix.rules import Switching, Tempered
 from demix.run.systems import bases, compared
 from demix.run.systems import evaluated as evaluated_tables
+from support.cli import demix
+from support.configs import changed, domains, small_run
 from support.models import write_model
 from support.scored import write_table
 
 TABLES = ("results", "priors", "differences", "posteriors", "losses")
 TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")
-CONFIG = {
-    "seed": 7,
-    "domains": {"training": dict.fromkeys(TRAINING), "novel": dict.fromkeys(NOVEL)},
-    "removal": {"retrain_without": ["law"], "replacement": "songs"},
-}
+RUN = small_run(
+    seed=7,
+    domains=domains(TRAINING, NOVEL),
+    removal={"retrain_without": ["law"], "replacement": "songs"},
+    evaluation={"weights": ["history"]},
+)
 WEIGHTS = ("history", "released", 3, "tempered", "tempered(0.5,0.9)", "switching", "switching(0.2)")
 
 
 def evaluation(domain: str, **changes: Any) -> Evaluation:
-    """What the workflow has evaluated on `domain` of a run with `CONFIG`, with changes to the config."""
-    config = CONFIG | changes
+    """What the workflow has evaluated on `domain` of `RUN`, with changes to its config."""
+    run = changed(RUN, **changes)
     return Evaluation(
-        kind="training" if domain in TRAINING else "novel", tables=evaluated_tables(config, domain),
-        compared=tuple(system.key for system in compared(config, domain)),
-        against=tuple((name, *system.key) for name, system in bases(config).items()), decay=0.3, dev_blocks=6,
+        kind="training" if domain in TRAINING else "novel", tables=evaluated_tables(run, domain),
+        compared=tuple(system.key for system in compared(run, domain)),
+        against=tuple((name, *system.key) for name, system in bases(run).items()), decay=0.3, dev_blocks=6,
         weights=WEIGHTS, top_k=(2,), decays=(0.1, 0.3), prior_blocks=(1, 4, 50), seed=7,
     )  # fmt: skip
 
@@ -215,7 +216,7 @@ def test_the_naive_expert_of_a_novel_domain_is_chosen_on_dev_too(evaluated: Path
 
 
 def test_differences_are_paired(evaluated: Path) -> None:
-    against = bases(CONFIG)
+    against = bases(RUN)
     for domain in ("law", "songs"):
         results, differences = rows(evaluated, domain), rows(evaluated, domain, "differences")
         main = results[(results.variant == "") & results.top_k.isna() & (results.method != "expert")]
@@ -258,7 +259,7 @@ def test_losses_by_document_are_the_sums_of_the_score_tables(evaluated: Path) ->
     for domain in ("law", "songs"):
         found = rows(evaluated, domain, "losses")
         assert set(found.domain) == {domain}
-        tables = evaluated_tables(CONFIG, domain)
+        tables = evaluated_tables(RUN, domain)
         assert not found.duplicated(["model", "seed", "expert", "document"]).any()
         assert len(found) == 30 * sum(len(table.columns) for table in tables)
         for table in tables:
@@ -351,7 +352,7 @@ def test_tables_of_domains_are_joined(evaluated: Path, tmp_path: Path) -> None:
 
 def test_any_experts_are_mixed_by_one_command(evaluated: Path) -> None:
     table = evaluated / "scores" / "demix" / "songs.test"
-    done = CliRunner().invoke(command_line(), ["mix", str(table), "--experts", "news,wiki", "--dev-blocks", "5"])
+    done = demix("mix", table, "--experts", "news,wiki", "--dev-blocks", 5)
     assert done.exit_code == 0, done.output
     test, dev = (read_scores(table.with_name(f"songs.{split}"), ("news", "wiki")) for split in ("test", "dev"))
     prior = cached_log_prior(dev.scores, dev.mask, "history", decay=0.3, blocks=5)

@@ -23,6 +23,7 @@ from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.gpt import GPT
 from demix.model.merge import merge_experts, parse_weights, prior_weights
 from support.cli import demix
+from support.contents import contents
 from support.models import REAL_TEXT, SMALL, THREE, randomise, write_model, write_trunks
 from support.tokens import TRAINING
 
@@ -43,11 +44,6 @@ def test_the_umask_says_who_may_read_weights(tmp_path: Path) -> None:
     modes = {str(path): oct(path.stat().st_mode & 0o777) for path in tmp_path.rglob("*.safetensors")}
     assert len(modes) == 1 + len(THREE)
     assert {*modes.values()} == {"0o640"}, modes
-
-
-def contents(directory: Path) -> dict[str, str]:
-    files = (path for path in directory.rglob("*") if path.is_file() and path.name != ".lock")
-    return {str(path.relative_to(directory)): sha256_file(path) for path in files}
 
 
 def test_the_list_shows_lineage_and_what_is_wrong(model: Path) -> None:

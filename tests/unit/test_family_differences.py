@@ -51,7 +51,7 @@ def test_rows_of_clusters_are_beside_the_first_balanced_one_of_their_size() -> N
     keys = {system.key for system in compared(run, "law")}
     assert {one.key for pair in balanced_pairs(run) for one in pair} <= keys, "as they are compared with dense"
     assert not balanced_pairs(changed(run, evaluation={"weights": ["history", "cluster+history"]}))
-    assert not balanced_pairs(changed(run, models={"btm": {"kind": "branched"}}))
+    assert not balanced_pairs(small_run(models={"btm": {"kind": "branched"}}))
 
 
 def test_pairs_have_intervals_over_documents_of_origin(tmp_path: Path) -> None:

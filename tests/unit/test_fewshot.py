@@ -1,4 +1,4 @@
-"""Scores of labels, against Hugging Face and EleutherAI's harness on what `demix export` writes."""
+"""Scores of labels, against Hugging Face on what `demix export` writes."""
 
 from pathlib import Path
 
@@ -78,20 +78,6 @@ def test_every_token_has_the_log_probability_of_hugging_face(place: Path, tokens
                     logs = gpt(ids[:, :-1]).logits.log_softmax(-1).gather(2, ids[:, 1:, None])[0, :, 0].numpy()
                 assert label[:, column] == pytest.approx(logs[len(context) :], abs=1e-4)
                 assert one.context[:, column] == pytest.approx(logs[: len(context)], abs=1e-4)
-
-
-def test_a_label_has_the_log_likelihood_of_the_harness(place: Path, tokens: Path, tmp_path: Path) -> None:
-    models = pytest.importorskip("lm_eval.models.huggingface", reason="lm-eval is not installed")
-    tokenizer = Tokenizer.load(tokens / "tokenizer.json")
-    export_hf(place / "demix", "news", tokens / "tokenizer.json", tmp_path / "hf")
-    harness = models.HFLM(pretrained=str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=4)
-    _, found = read(place, "demix")
-    some = [one for one in found if one.prompt.split in ("test", "cue")][:6]
-    end, encode = tokenizer.end_of_text, lambda text: tokenizer.encode(text).tolist()
-    requests = [(("", ""), [end, *encode(one.prompt.context)], encode(c)) for one in some for c in one.prompt.choices]
-    told = [total for total, _ in harness._loglikelihood_tokens(requests, disable_tqdm=True)]
-    ours = [label[:, 1].sum() for one in some for label in one.labels]
-    assert ours == pytest.approx(told, abs=1e-4)
 
 
 def test_experts_that_are_whole_models_score_alike(place: Path) -> None:

@@ -120,10 +120,3 @@ download(Source("hub", "demix/none", revision="main", data_files=("*.parquet",))
         text=True,
     )
     assert "DemixError: data set demix/none: cannot be read (OfflineModeIsEnabled" in done.stderr
-
-
-def test_neither_import_nor_files_need_the_hub():
-    code = (
-        "import sys, demix.commands.main, demix.data.sources; print({'datasets', 'huggingface_hub'} & {*sys.modules})"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

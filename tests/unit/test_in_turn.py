@@ -86,15 +86,14 @@ def rules(**sections: Any) -> RunRules:
     config = copy.deepcopy(CONFIG)
     for name, section in sections.items():
         config[name] = config.get(name, {}) | section
-    completed_run(config, Path())
-    return RunRules(config)
+    return RunRules(completed_run(config))
 
 
 BTM = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
 
 
 def row(one: RunRules, name: str) -> Model:
-    return next(model for model in trained(one.config) if model.name == name)
+    return next(model for model in one.run.trained if model.name == name)
 
 
 def test_the_number_of_experts_a_job_changes_nothing_that_reruns_a_job() -> None:

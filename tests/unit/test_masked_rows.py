@@ -44,14 +44,15 @@ from demix.train.adapt import adapt_expert
 from demix.train.batches import balanced_batches, mixed_batches
 from demix.train.branch import branched
 from demix.train.loop import train
-from demix.train.stage import optimization, train_model
+from demix.train.stage import optimization
 from demix.train.state import State
 from support.cli import demix, said
 from support.configs import changed, domains
+from support.contents import contents
 from support.plain_training import adamw, plain_steps, rates
 from support.report import table_of
 from support.tokens import NOVEL, TRAINING
-from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, stop_at
+from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, stop_at, train_model
 
 TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 MASKED_LM = {"attention": "bidirectional", "objective": "mlm"}
@@ -322,11 +323,11 @@ def test_demix_dapt_begins_with_the_expert_of_the_highest_fitted_prior(run: Path
     weights = fitted(known)
     assert list(chosen["priors"].values()) == pytest.approx(weights.tolist(), abs=0.02)
     assert chosen["parent"] == TRAINING[int(weights.argmax())]
-    before = {path: sha256_file(path) for path in model.rglob("*") if path.is_file()}
+    before = contents(model)
     shards = tuple(tokens / "tokens" / domain / f"{split}.arrow" for split in ("train", "dev"))
     unchanged = own_dev_losses(scores, TRAINING, 2)
     adapt_expert(model, shards, chosen, unchanged, ADAPT, tmp_path, tmp_path / "metrics.jsonl", tmp_path / "states")
-    assert {path: sha256_file(path) for path in before} == before
+    assert contents(model) == before
     rows = [row for row in read_json_lines(tmp_path / "metrics.jsonl") if "early_stopping_loss" in row]
     table = read_scores(scores / f"{domain}.dev", (chosen["parent"],))
     assert rows[0]["early_stopping_loss"] == pytest.approx(-table.scores[: ADAPT.dev_blocks].mean(), rel=1e-5)

@@ -119,12 +119,13 @@ def test_a_routed_model_is_made_of_a_row_of_demix_scored_and_evaluated_once() ->
         )
     tokens = RunRules(config).learned_tokens(made[1].model, "dev")
     assert tokens == [f"results/tiny/clusters/k2/shards/{cluster}/dev.arrow" for cluster in ("c00", "c01")]
-    large = {"preset": "gpt3-xl"}
+    large = architecture_from({"preset": "gpt3-xl"})
+    sizes = {key: getattr(large, key) for key in ("layers", "width", "heads", "context")}
     now, then = (
-        float(re.search(r"([\d.]+) GB", in_one_line(changed(one, architecture=large), "cpu"))[1])
+        float(re.search(r"([\d.]+) GB", in_one_line(changed(one, architecture=sizes), "cpu"))[1])
         for one in (config, before)
     )
-    shared, expert = parameters(architecture_from(large), config.types)
+    shared, expert = parameters(large, config.types)
     assert now - then == pytest.approx(4 * (2 * shared + 5 * expert) / 1e9, abs=0.2)
     assert "families" in left_out(tiny(demix={}))
     assert "families" not in left_out(tiny(demix={"merged_routed": True}))

@@ -5,17 +5,16 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.special import log_softmax, logsumexp
+from scipy.special import log_softmax
 
 from demix.config.mixing import METHODS
 from demix.errors import DemixError
-from demix.mix.mixtures import log_mixtures, log_weights, mix, mixing_rule
+from demix.mix.mixtures import log_mixtures, log_weights, mix
 from demix.mix.priors import (
     cached_log_prior,
     log_prior_path,
     posterior_trace,
     released_log_priors,
-    updating_log_priors,
 )
 from demix.mix.rules import Chunk, PriorAlone, weights_rule
 from support.mixing import as_blocks, block_weights, log_mixture, tables, updating_priors
@@ -183,21 +182,6 @@ def test_mixtures_made_together_are_those_made_one_by_one(table, weights, count,
         np.testing.assert_allclose(np.where(mask, together[:, number], 0), alone, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
-@given(tables(), st.floats(0.05, 1.0))
-def test_a_prior_weighs_a_block_by_the_decay_for_each_block_since(table, decay) -> None:
-    """A decay of one weighs all blocks alike."""
-    evidence = table[0].sum(axis=1)
-    for by in (decay, 1.0):
-        priors = updating_log_priors(evidence, by)
-        posteriors = np.exp(log_softmax(priors[:-1] + evidence, axis=-1))
-        for block in range(1, len(priors)):
-            weights = by ** np.arange(block, 0, -1)
-            np.testing.assert_allclose(
-                np.exp(priors[block]), np.average(posteriors[:block], axis=0, weights=weights), atol=1e-12
-            )
-
-
 @settings(max_examples=100, deadline=None)
 @given(tables(), st.one_of(st.just(PriorAlone()), rules.map(weights_rule)), st.integers(0, 2**32 - 1))
 def test_weights_sum_to_one(table, rule, seed) -> None:
@@ -218,16 +202,6 @@ def test_a_mixture_of_one_expert_is_that_expert(table, method, weights) -> None:
     np.testing.assert_allclose(mixed, scores[..., 0], atol=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
-@given(tables(), st.integers(0, 2**32 - 1))
-def test_a_block_telescopes_under_history(table, seed) -> None:
-    """With a fixed prior the sum of log p over a block is logsumexp(log prior + sum of scores)."""
-    scores, mask = table
-    log_prior = np.log(np.random.default_rng(seed).dirichlet(np.ones(scores.shape[-1])))
-    mixed = mix(scores, mask, "cached", "history", log_prior=log_prior)
-    np.testing.assert_allclose(mixed.sum(1), logsumexp(log_prior + scores.sum(1), axis=-1), rtol=1e-9, atol=1e-9)
-
-
 def test_unknown_rules_are_refused() -> None:
     scores, mask = np.zeros((1, 2, 2)), np.ones((1, 2), dtype=bool)
     for wrong in ("last", 0, -1):
@@ -237,5 +211,3 @@ def test_unknown_rules_are_refused() -> None:
         mix(scores, mask, "median")
     with pytest.raises(DemixError, match="prior"):
         mix(scores, mask, "cached")
-    with pytest.raises(DemixError, match="scorer"):
-        mixing_rule("uniform", "history", scorer="ours")

@@ -1,4 +1,4 @@
-"""The names of models and of sets of experts are made and taken apart in demix/config/systems.py alone."""
+"""The names of models and of sets of experts are made and taken apart in demix/run/models.py alone."""
 
 import ast
 import io
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-MADE_IN = REPOSITORY / "demix" / "config" / "systems.py"
+MADE_IN = REPOSITORY / "demix" / "run" / "models.py"
 FILES = sorted(
     path
     for folder, suffix in (("demix", "*.py"), ("workflow", "*.smk"), ("workflow", "Snakefile"))

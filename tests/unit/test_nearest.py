@@ -8,9 +8,7 @@ import pytest
 import torch
 from scipy.special import softmax
 from sklearn.metrics.pairwise import euclidean_distances
-from typer.testing import CliRunner
 
-from demix.commands.main import command_line
 from demix.data.cluster import Clusterer, Clustering, context_distances, fit_clusters
 from demix.data.shards import TokenShard
 from demix.data.tokenizer import Tokenizer
@@ -20,15 +18,17 @@ from demix.evaluate.routing import Routing, route
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, write_json, write_json_lines
-from demix.generate.playground.answers import Mixing, analyse, model_facts, opened
+from demix.generate.playground.answers import MixRequest, analyse, model_facts, opened
 from demix.mix.mixtures import mix
 from demix.model.checkpoint import load_experts
 from demix.model.clusters import copy_clusters
-from demix.model.continuations import Continuation, Mixture, continuation_log_probabilities
+from demix.model.continuations import Continuation, MixedModel, continuation_log_probabilities
 from demix.model.decode import Decoder, generate, log_prior_of, named_prior, posterior_of, posteriors_of, weights_of
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.scoring import columns_of
 from demix.run.kept import write_run_config
+from support.cli import demix
+from support.configs import domains, small_run
 from support.models import write_model
 from support.tokens import TRAINING
 
@@ -43,10 +43,10 @@ def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     encoder = Tokenizer.load(tokens / "tokenizer.json")
     for name, experts in (("demix", TRAINING), ("demix-seed2", EXPERTS)):
         write_model(folder / "models" / name, experts, encoder.sha256, encoder.vocab_size)
-    config = {"seed": 1, "seeds": [2], "domains": {"training": dict.fromkeys(TRAINING), "novel": {}}}
     mixing = {"routing_context": ["document"], "temperature": 0.1, "weights": ["history", "cluster"]}
-    config |= {"clusterings": {"by_domain": {"method": "metadata"}}, "evaluation": mixing, "run": "x"}
-    write_run_config(folder / "config.json", config)
+    by_domain = {"by_domain": {"method": "metadata"}}
+    small = small_run(seeds=[2], domains=domains(TRAINING), clusterings=by_domain, evaluation=mixing)
+    write_run_config(folder / "config.json", small.config)
     documents = {domain: tokens / "corpus" / domain / "train.parquet" for domain in TRAINING}
     fit_clusters(documents, Clustering(method="metadata", dimensions=6), 1, folder / "clusters" / "by_domain")
     return folder
@@ -118,7 +118,7 @@ def test_continuations_have_the_weights_of_their_texts(run: Path, weights: str, 
     experts, length = columns_of(trunks), trunks[0].architecture.context
     prior, rule = log_prior_of(experts, dict.fromkeys(experts, 1.0)), weights_of(weights, model)
     begin = posteriors_of(rule, prior, model, experts, encoder, length, None)
-    mixture = Mixture(trunks, begin, 2)
+    mixture = MixedModel(trunks, begin, 2)
     text = encoder.encode("And God said unto Moses, shall the committee examine the warranty?").tolist()
     contexts = ((encoder.end_of_text, *text[:8]), (encoder.end_of_text,), tuple(text[3:9]))
     wanted = [Continuation(before, tuple(text[k : k + 4])) for before in contexts for k in (9, 14)]
@@ -153,7 +153,7 @@ def test_the_playground_offers_clusters_where_the_run_has_them(run: Path) -> Non
     model = opened(run / "models" / "demix", None)
     assert {"cluster", "cluster+history"} <= {*model_facts(model)["weights"]}
     text = "And it came to pass, that the minister shall answer."
-    found = analyse(model, Mixing(text, TRAINING, "cluster", ""))
+    found = analyse(model, MixRequest(text, TRAINING, "cluster", ""))
     rule = weights_of("cluster", run / "models" / "demix")
     prior = log_prior_of(model.experts, dict.fromkeys(model.experts, 1.0))
     posterior = posterior_of(rule, prior, run / "models" / "demix", model.experts, model.tokenizer, model.context, None)
@@ -184,8 +184,7 @@ def test_mix_and_eval_take_weights_by_distance(run: Path, tokens: Path, tmp_path
     routing = run / "routing" / "by_domain" / "document"
     route(run / "clusters" / "by_domain", shards, run / "tokenizer.json", settings, routing)
     test = run / "scores" / "demix" / "scripture.test"
-    arguments = ["mix", str(test), "--weights", "cluster(0.3)", "--methods", "uniform,cached"]
-    found = CliRunner().invoke(command_line(), arguments)
+    found = demix("mix", test, "--weights", "cluster(0.3)", "--methods", "uniform,cached")
     assert found.exit_code == 0, found.output
     table = read_scores(test, TRAINING)
     encoder, clusterer = Tokenizer.load(run / "tokenizer.json"), Clusterer.open(run / "clusters" / "by_domain")

@@ -16,35 +16,36 @@ from demix.report.adapting import changed_bytes
 from demix.run.check import completed_run
 from demix.run.models import Model
 from demix.run.rules import RunRules
+from demix.run.run import Run
 
 TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 ALIBI = {"position": "alibi"}
 MASKED = {"attention": "bidirectional", "objective": "mlm"}
 
 
-def tiny(sizes: dict[str, Any] | None = None, **rows: Any) -> dict[str, Any]:
+def tiny(sizes: dict[str, Any] | None = None, **rows: Any) -> Run:
     config = copy.deepcopy(TINY) | {"models": rows}
     config["architecture"] |= sizes or {}
-    return completed_run(config, Path())
+    return completed_run(config)
 
 
-def row_of(config: dict[str, Any], name: str) -> Model:
-    return next(model for model in config.planned if model.name == name)
+def row_of(run: Run, name: str) -> Model:
+    return next(model for model in run.planned if model.name == name)
 
 
 def test_a_row_has_the_options_of_its_own_and_others_stay_as_they_are() -> None:
-    plain, config = tiny(), tiny(demix={"architecture": ALIBI}, far={"kind": "dense", "architecture": ALIBI})
-    rules, before = RunRules(config), RunRules(plain)
-    assert config["architecture"] == plain["architecture"] == TINY["architecture"]
+    plain, run = tiny(), tiny(demix={"architecture": ALIBI}, far={"kind": "dense", "architecture": ALIBI})
+    rules, before = RunRules(run), RunRules(plain)
+    assert run.config.values["architecture"] == plain.config.values["architecture"] == TINY["architecture"]
     for name in ("dense", "dense_unbalanced", "domain_token"):
-        assert rules.training_settings(row_of(config, name)) == before.training_settings(row_of(plain, name))
+        assert rules.training_settings(row_of(run, name)) == before.training_settings(row_of(plain, name))
     for name in ("demix", "far", "without-licenses"):
-        given = json.loads(rules.training_settings(row_of(config, name)))["architecture"]
+        given = json.loads(rules.training_settings(row_of(run, name)))["architecture"]
         assert given == TINY["architecture"] | ALIBI
-    assert architecture_of(config, row_of(config, "demix").settings).position == "alibi"
-    assert architecture_of(config, row_of(config, "dense-dapt-fantasy").settings).position == "learned"
-    config = tiny(dense={"architecture": ALIBI})
-    assert architecture_of(config, row_of(config, "dense-dapt-fantasy").settings).position == "alibi"
+    assert row_of(run, "demix").architecture.position == "alibi"
+    assert row_of(run, "dense-dapt-fantasy").architecture.position == "learned"
+    run = tiny(dense={"architecture": ALIBI})
+    assert row_of(run, "dense-dapt-fantasy").architecture.position == "alibi"
 
 
 def test_a_row_overrides_the_section_and_a_branch_takes_its_parents_options() -> None:
@@ -53,15 +54,15 @@ def test_a_row_overrides_the_section_and_a_branch_takes_its_parents_options() ->
         "up": {"kind": "routed", "experts": 4, "top_k": 2, "parent": "dense", "seed_tokens": 6000},
         "same": {"kind": "branched", "parent": "dense", "seed_tokens": 6000, "architecture": {"head": "tied"}},
     }
-    config = tiny(ALIBI, dense={"architecture": {"position": "learned"}}, **branches)
-    rules = RunRules(config)
-    positions = {model.name: architecture_of(config, model.settings).position for model in config.trained}
+    run = tiny(ALIBI, dense={"architecture": {"position": "learned"}}, **branches)
+    rules = RunRules(run)
+    positions = {model.name: model.architecture.position for model in run.trained}
     assert positions["demix"] == "alibi"
     assert {positions[name] for name in ("dense", *branches)} == {"learned"}
-    given = [json.loads(rules.training_settings(row_of(config, name)))["architecture"] for name in ("dense", "same")]
+    given = [json.loads(rules.training_settings(row_of(run, name)))["architecture"] for name in ("dense", "same")]
     assert given[0] == given[1]
     # The plan counts the parameters of the adapted row.
-    assert {plan.name for plan in plan_training(config, None, HARDWARE["cpu"])} >= {"same-licenses", "up"}
+    assert {plan.name for plan in plan_training(run, None, HARDWARE["cpu"])} >= {"same-licenses", "up"}
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,8 @@ def test_the_rate_follows_from_size_and_updates(
     Path("mine.yaml").write_text(written := outline("mine", names, []))
     done = demix("config", "mine.yaml", "--values")
     assert done.exit_code == 0, done.output
-    config = completed_run({"base": "mine.yaml"}, tmp_path)
-    architecture, training = config["architecture"], config["training"]
-    assert architecture["layers"] == layers
-    assert training["tokens"] // (domains * training["sequences"] * architecture["context"]) == updates
-    assert training["learning_rate"] == rate
+    run = completed_run({"base": "mine.yaml"}, tmp_path)
+    assert run.architecture.layers == layers
+    assert {model.updates for model in run.own} == {updates}
+    assert run.config.training.learning_rate == rate
     assert "(docs/own-data.md)" in written

@@ -3,10 +3,10 @@
 import pandas as pd
 import pytest
 
+from demix.config.config import Config
 from demix.report.item import Group
 from demix.report.paper import SIZES, beside_paper, printed
 from demix.run.run import Run
-from support.configs import changed
 from support.report import names_of, table_of
 from support.synthetic_run import MadeUp
 
@@ -17,7 +17,8 @@ def run(made_up: MadeUp) -> MadeUp:
 
 
 def of_paper(run: MadeUp, preset: str = "gpt3-small", **sizes: int) -> Run:
-    return changed(run.run, architecture={"preset": preset, "context": 1024} | sizes)
+    section = {"preset": preset, "context": 1024} | sizes
+    return Run(Config.complete(run.keys | {"architecture": section}), run.path)
 
 
 def test_the_papers_numbers_stand_beside_a_run_of_its_size(run: MadeUp) -> None:

@@ -30,10 +30,11 @@ from demix.run.placement import place, place_experts
 from demix.train import parallel
 from demix.train.batches import balanced_batches, mixed_batches
 from demix.train.parallel import synced_bytes
-from demix.train.stage import Training, train_model
+from demix.train.stage import Training
 from support.cli import said
 from support.forks import FORKS
 from support.tokens import NOVEL, TRAINING
+from support.training import train_model
 
 DOMAINS = TRAINING + NOVEL
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 16}

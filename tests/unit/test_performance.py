@@ -16,6 +16,8 @@ from demix.plan.network import NETWORKS, Ring, out_of_a_node, rings_of, synchron
 from demix.plan.stages import RATES, WORD_BYTES, Stage, plan_stages, saving_hours, stages_table, sync_table
 from demix.run.check import load_run
 from demix.run.placement import place_experts
+from demix.run.run import Run
+from support.configs import amended
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "performance.md").read_text()
@@ -43,13 +45,13 @@ def stage_rows() -> list[list[str]]:
     return [[a[0], a[6], a[2], *a[3:6], *h[3:6]] for a, h in zip(a100, h100, strict=True)]
 
 
-def model_rows(config: dict[str, Any]) -> list[list[str]]:
+def model_rows(run: Run) -> list[list[str]]:
     """By training, all but the trials of learning rates; five columns on each machine."""
     rows = []
     for kind, ranks in MACHINES.items():
-        plans = plan_training(config, ranks, HARDWARE[kind])
+        plans = plan_training(run, ranks, HARDWARE[kind])
         took = [row[1:] for row in folded((plan.name, decimal(plan.hours), decimal(plan.rank_hours)) for plan in plans)]
-        sent = cells(sync_table(config, kind, ranks), 0, 3, 5, 6)
+        sent = cells(sync_table(run, kind, ranks), 0, 3, 5, 6)
         rows.append([[name, *a, *b] for a, (name, *b) in zip(took, sent, strict=True)])
     return [[*a, *h[1:]] for a, h in zip(*rows, strict=True) if "rates" not in a[0]]
 
@@ -102,8 +104,8 @@ def assumed_rows() -> list[list[str]]:
 
 TABLES = {
     "By stage": stage_rows,
-    "Each model": lambda: PAPER.rows,
-    "The family": lambda: [row for row in BTM.rows if "dapt" not in row[0]],
+    "Each model": lambda: model_rows(PAPER),
+    "The family": lambda: [row for row in model_rows(BTM) if "dapt" not in row[0]],
     "Where DEMix moves fewer bytes": bytes_rows,
     "The same model on the paper's runs": paper_rows,
     "What is assumed": assumed_rows,
@@ -136,10 +138,10 @@ def test_the_numbers_in_the_pages_sentences() -> None:
     demix = plans["a100"]["demix"]
     one = 3600 * saving_hours(demix) * demix.checkpoint / demix.saved
     assert f"DEMix's checkpoint of {short(demix.checkpoint)}B takes {one:.0f} seconds" in text
-    rare = {**PAPER, "training": PAPER["training"] | {"checkpoint_every": 5000}}
+    rare = amended(PAPER, training={"checkpoint_every": 5000})
     spent = [sum(saving_hours(p) * p.ranks for p in plan_training(c, None, HARDWARE["a100"])) for c in (PAPER, rare)]
     assert "from {:.0f} to {:.0f} GPU-hours".format(*spent) in text
-    larger = {**PAPER, "training": PAPER["training"] | {"micro_sequences": 16}}
+    larger = amended(PAPER, training={"micro_sequences": 16})
     (most,) = (p.activations for p in plan_training(larger, None, HARDWARE["a100"]) if p.name == "demix")
     memory = [f"{short(size)}B" for size in (demix.activations, most, demix.state)]
     assert "activations grow from {} to {} beside {} of state".format(*memory) in text

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from demix.config import rows
+from demix.config import models
 from demix.errors import DemixError
 from demix.plan.cells import folded
 from demix.plan.cost import plan_domain, plan_table, plan_training, training_tables
@@ -20,71 +21,71 @@ from demix.plan.flops import HARDWARE
 from demix.plan.jobs import ScoringCosts, in_one_line, jobs_table, plan_jobs, usual_hardware
 from demix.run.check import load_run
 from demix.run.scoring import scoring_jobs
+from support.configs import amended, changed
 
 REPOSITORY = Path(__file__).parents[2]
 PAPER = {path.stem: load_run(path) for path in sorted((REPOSITORY / "config").glob("paper-*.yaml"))}
+SAMPLE = load_run(REPOSITORY / "config" / "sample.yaml")
 DAGGERS = {"webtext", "realnews", "reddit", "reviews", "breaking_news", "contracts", "tweets", "yelp"}
 
 
 def test_the_papers_domains_and_budgets():
     assert PAPER.keys() == {"paper-125m", "paper-350m", "paper-760m", "paper-1.3b"}
-    config = PAPER["paper-125m"]
-    assert all(other["domains"] == config["domains"] for other in PAPER.values())
-    assert sum(domain["words"]["train"] for domain in config["domains"]["training"].values()) == 73_800_000_000
-    domains = config["domains"]["training"] | config["domains"]["novel"]
-    assert {name for name, domain in domains.items() if domain["anonymize"]} == DAGGERS
-    assert all(domain["licence"] for domain in domains.values())
-    for name, domain in domains.items():
-        words = domain["words"]
-        assert (domain["source"]["words"] or 10**12) > sum(words.values()), name
+    domains = PAPER["paper-125m"].config.domains
+    assert all(other.config.domains == domains for other in PAPER.values())
+    assert sum(domain.words.train for domain in domains.training.values()) == 73_800_000_000
+    assert {name for name, domain in domains.all.items() if domain.anonymize} == DAGGERS
+    assert all(domain.licence for domain in domains.all.values())
+    for name, domain in domains.all.items():
+        words = domain.words
+        assert (domain.source.words or 10**12) > words.train + words.dev + words.test, name
 
 
 @pytest.mark.parametrize(("name", "gpus", "steps"), [
     ("paper-125m", 32, 300_000), ("paper-350m", 64, 120_000), ("paper-760m", 128, 65_000), ("paper-1.3b", 128, 50_000),
 ])  # fmt: skip
 def test_the_papers_updates(name, gpus, steps):
-    training = PAPER[name]["training"]
+    training = PAPER[name].config.training
     sequences = 2 * 8 * gpus
-    assert training["sequences"] == sequences / 8
-    assert training["tokens"] == steps * sequences * 1024
-    assert (training["learning_rate"], training["clip"], training["warmup"]) == (5e-4, 0.1, 0.08)
+    assert training.sequences == sequences / 8
+    assert training.tokens == steps * sequences * 1024
+    assert (training.learning_rate, training.clip, training.warmup) == (5e-4, 0.1, 0.08)
 
 
 def test_the_plan_of_a_domain():
-    config = copy.deepcopy(PAPER["paper-125m"])
-    plan = plan_domain("reddit", config["domains"]["training"]["reddit"], 2)
+    training = PAPER["paper-125m"].config.domains.training
+    plan = plan_domain("reddit", training["reddit"], 2)
     assert (plan.documents, plan.words, plan.jobs) == (None, 25_020_000_000, 26)
     assert plan.kept == 27_500_000_000 * 2.6 + 25_020_000_000 * (2.6 + 3)
     assert plan.passing == 27_500_000_000 * 2.6
-    assert plan_domain("reddit", config["domains"]["training"]["reddit"], 2, apart=True).jobs == 50
-    wide = plan_domain("reddit", config["domains"]["training"]["reddit"], 4)
+    assert plan_domain("reddit", training["reddit"], 2, apart=True).jobs == 50
+    wide = plan_domain("reddit", training["reddit"], 4)
     assert wide.kept - plan.kept == 25_020_000_000 * 3
-    config["domains"]["training"]["1b"]["words"]["train"] = None
-    plan = plan_domain("1b", config["domains"]["training"]["1b"], 2)
+    whole = replace(training["1b"], words=replace(training["1b"].words, train=None))
+    plan = plan_domain("1b", whole, 2)
     assert (plan.words, plan.kept, plan.jobs) == (None, None, 6)
 
 
 def test_local_parquet_is_counted(tmp_path):
     for number in range(2):
         pq.write_table(pa.table({"text": ["a"] * 5}), tmp_path / f"{number}.parquet")
-    domain = copy.deepcopy(PAPER["paper-125m"]["domains"]["novel"]["tweets"])
-    domain["source"] = {"kind": "files", "path": f"{tmp_path}/*.parquet"}
+    source = {"kind": "files", "path": f"{tmp_path}/*.parquet"}
+    domain = replace(PAPER["paper-125m"].config.domains.novel["tweets"], source=source)
     assert plan_domain("d", domain, 2).documents == 10
     (tmp_path / "2.parquet").write_bytes(b"")
     assert plan_domain("d", domain, 2).documents is None
 
 
 def test_totals_say_what_they_leave_out():
-    footers = [column.footer for column in plan_table(copy.deepcopy(PAPER["paper-125m"])).columns]
+    footers = [column.footer for column in plan_table(PAPER["paper-125m"]).columns]
     assert footers[4:9] == ["641M+", "77.9G", "255", "650GB", "214GB"]
-    sample = load_run(REPOSITORY / "config" / "sample.yaml")
-    assert [column.footer for column in plan_table(sample).columns][4:9] == ["?", "all", "50", "?", "?"]
+    assert [column.footer for column in plan_table(SAMPLE).columns][4:9] == ["?", "all", "50", "?", "?"]
 
 
 def test_the_command_prints_every_domain_and_the_totals():
     command = [sys.executable, "-m", "demix", "plan", str(REPOSITORY / "config" / "paper-125m.yaml")]
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    for name in PAPER["paper-125m"]["domains"]["training"] | PAPER["paper-125m"]["domains"]["novel"]:
+    for name in PAPER["paper-125m"].domains:
         assert f" {name} " in shown
     assert "25.0G" in shown
     assert "77.9G" in shown
@@ -93,8 +94,8 @@ def test_the_command_prints_every_domain_and_the_totals():
 def test_the_plan_of_the_largest_models():
     config = PAPER["paper-1.3b"]
     plans = {plan.name: plan for plan in plan_training(config, 128, HARDWARE["v100"])}
-    models, adapted = ([one.name for one in found] for found in (config.trained, config.adaptations))
-    assert list(plans) == models + [f"{kind}, 3 rates" for kind in rows.PAPER] + adapted
+    trained, adapted = ([one.name for one in found] for found in (config.trained, config.adaptations))
+    assert list(plans) == trained + [f"{kind}, 3 rates" for kind in models.PAPER] + adapted
     swept = plans["dense, 3 rates"]
     assert (swept.tokens, swept.steps) == (3 * 1_048_576_000, 1500)
     assert swept.hours == pytest.approx(0.03 * plans["dense"].hours)
@@ -120,16 +121,8 @@ def test_the_plan_of_the_largest_models():
 
 
 def test_a_sweep_of_adaptations_takes_the_time_of_all():
-    config = copy.deepcopy(PAPER["paper-125m"])
-    once, thrice = (
-        {
-            plan.name: plan
-            for plan in plan_training(
-                config | {"adaptation": config["adaptation"] | {"sweep": sweep}}, None, HARDWARE["a100"]
-            )
-        }
-        for sweep in (None, {"factors": [0.1, 0.3, 1.0]})
-    )
+    runs = (amended(PAPER["paper-125m"], adaptation={"sweep": sweep}) for sweep in (None, {"factors": [0.1, 0.3, 1.0]}))
+    once, thrice = ({plan.name: plan for plan in plan_training(run, None, HARDWARE["a100"])} for run in runs)
     for name, plan in once.items():
         times = 3 if "-dapt-" in name else 1
         assert (thrice[name].steps, thrice[name].hours) == (times * plan.steps, times * plan.hours)
@@ -155,8 +148,7 @@ def test_a_rank_holds_the_experts_of_several_domains():
 
 
 def test_a_model_plans_with_its_own_settings():
-    config = copy.deepcopy(load_run(REPOSITORY / "config" / "sample.yaml"))
-    config["models"]["dense"] = {"tokens": 2_000_000, "sequences": 2}
+    config = amended(SAMPLE, models={"dense": {"tokens": 2_000_000, "sequences": 2}})
     plans = {plan.name: plan for plan in plan_training(config, 1, HARDWARE["cpu"])}
     assert (plans["demix"].steps, plans["demix"].sequences) == (1_000_000 // (8 * 256), 8)
     assert (plans["dense"].steps, plans["dense"].sequences) == (2_000_000 // (16 * 256), 16)
@@ -165,9 +157,8 @@ def test_a_model_plans_with_its_own_settings():
 
 
 def test_a_seed_counts_for_each_model_that_begins_with_it_and_is_trained_once():
-    config = copy.deepcopy(load_run(REPOSITORY / "config" / "sample.yaml"))
-    without = {plan.name: plan for plan in plan_training(config, 1, HARDWARE["cpu"])}
-    config["models"]["branch"] = {"kind": "demix", "parent": "dense", "seed_tokens": 250_000}
+    without = {plan.name: plan for plan in plan_training(SAMPLE, 1, HARDWARE["cpu"])}
+    config = amended(SAMPLE, models={"branch": {"kind": "demix", "parent": "dense", "seed_tokens": 250_000}})
     plans = {plan.name: plan for plan in plan_training(config, 1, HARDWARE["cpu"])}
     branch, demix = plans["branch"], plans["demix"]
     assert (branch.tokens, branch.steps, branch.flops) == (demix.tokens, demix.steps, demix.flops)
@@ -206,7 +197,7 @@ def test_the_command_prints_the_papers_numbers():
     assert rows["dense"][1][-2:] == ["49.5", "6,331.8"]
     assert sent[:4] == ["16", "5.3GB", "10.1GB", "504TB"]
     # Eight models trained without a domain, and eight adaptations of a kind, are one row of each table.
-    for one in (*trained(PAPER["paper-1.3b"]), *adaptations(PAPER["paper-1.3b"])):
+    for one in (*PAPER["paper-1.3b"].trained, *PAPER["paper-1.3b"].adaptations):
         stem, dash, _ = one.name.rpartition("-")
         assert len(rows[f"{stem}-* × 8" if dash else one.name]) == 4
     assert "Table 2" in shown
@@ -234,7 +225,7 @@ def test_the_number_of_ranks_reaches_the_jobs() -> None:
 
 
 def test_the_last_line_sums_hours_disk_and_days() -> None:
-    config = copy.deepcopy(PAPER["paper-125m"])
+    config = PAPER["paper-125m"]
     plans, jobs = plan_training(config, None, HARDWARE["v100"]), plan_jobs(config, "v100")
     scoring = sum(job.hours for job in jobs if job.stage == "score" and job.hours)
     hours = sum(plan.rank_hours for plan in plans) + scoring
@@ -253,7 +244,7 @@ def test_the_last_line_sums_hours_disk_and_days() -> None:
 
 
 def test_where_no_gpu_is_given_cores_are_counted() -> None:
-    config = load_run(REPOSITORY / "config" / "sample.yaml")
+    config = SAMPLE
     assert usual_hardware(config) == "cpu"
     assert usual_hardware(PAPER["paper-125m"]) == "v100"
     takes = training_tables(config, None, "cpu")[1]
@@ -266,8 +257,7 @@ def test_where_no_gpu_is_given_cores_are_counted() -> None:
 
 
 def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
-    config = load_run(REPOSITORY / "config" / "sample.yaml")
-    rules, costs = scoring_jobs(config), ScoringCosts(config, HARDWARE["cpu"])
+    rules, costs = scoring_jobs(SAMPLE), ScoringCosts(SAMPLE, HARDWARE["cpu"])
     jobs = {(job.rule, part.folder): costs.of_part(part, job.jobs)[1]
             for job in rules for part in job.parts if part.shared}  # fmt: skip
     dev, test = 40 * 256, 15360
@@ -281,12 +271,12 @@ def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
     assert [added[f"score_adapted_{name}"] for name in ("wiki", "code")] == [
         (n + k) * (dev + test) * 4 + 9 * test * (4 + 18) for n, k in ((8, 1), (9, 2))
     ]
-    of_all = sum(job.disk for job in plan_jobs(config, "cpu"))
+    of_all = sum(job.disk for job in plan_jobs(SAMPLE, "cpu"))
     assert of_all == sum(costs.of_job(job)[1] for job in rules)
 
 
 def test_what_a_source_needs_is_asked_for(tmp_path):
-    config = copy.deepcopy(PAPER["paper-125m"])
+    config = PAPER["paper-125m"].config.values
     novel = config["domains"]["novel"]
     for domain, change, message in (
         ("contracts", {"parts": 2}, r"contracts\.source\.parts: is 2 for 1 addresses; set at most one"),
@@ -298,19 +288,19 @@ def test_what_a_source_needs_is_asked_for(tmp_path):
         ("github", {"sha256": {"a": "xyz"}}, r"github\.source\.sha256\.a: is 'xyz'"),
         ("github", {"kind": "s3"}, r"github\.source\.kind: is 's3'; allowed is one of"),
     ):
-        changed = copy.deepcopy(config)
-        changed["domains"]["novel"][domain]["source"] = novel[domain]["source"] | change
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(changed))
+        other = copy.deepcopy(config)
+        other["domains"]["novel"][domain]["source"] = novel[domain]["source"] | change
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(other))
         with pytest.raises(DemixError, match=message):
             load_run(tmp_path / "config.yaml")
 
 
 def test_the_files_that_sbatch_would_get(tmp_path):
     """Whole nodes, a GPU and its memory each rank, and the site's own lines."""
-    config = copy.deepcopy(PAPER["paper-125m"])
-    config["cluster"] |= {"partition": "gpu", "account": "lab", "qos": "long", "setup": ["module load cuda"]}
-    config["cluster"]["stages"]["adapt"] = {"minutes": 90, "partition": "short"}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    site = {"partition": "gpu", "account": "lab", "qos": "long", "setup": ["module load cuda"]}
+    stages = PAPER["paper-125m"].config.values["cluster"]["stages"] | {"adapt": {"minutes": 90, "partition": "short"}}
+    config = amended(PAPER["paper-125m"], cluster=site | {"stages": stages})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.config.values))
     # No command of SLURM is there.
     command = [sys.executable, "-m", "demix", "plan", "config.yaml", "--dry-run"]
     subprocess.run(command, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PATH": "/nowhere"})
@@ -330,18 +320,15 @@ def test_the_files_that_sbatch_would_get(tmp_path):
 
 def test_scoring_jobs_count_the_models_of_further_seeds():
     """As `test_a_further_seed_trains_and_scores_only_its_models` finds them in the workflow."""
-    config = copy.deepcopy(load_run(REPOSITORY / "config" / "sample.yaml"))
-    removed = len(config["removal"]["retrain_without"])
-    for seeds, models in (([], 5), ([config["seed"]], 5), ([1, 2, 5], 15)):
-        config["seeds"] = seeds
+    removed = len(SAMPLE.config.removal.retrain_without)
+    for seeds, number in (([], 5), ([SAMPLE.seed], 5), ([1, 2, 5], 15)):
         # On one machine two jobs for all training domains, and two for each novel one, whatever the models.
-        for launch, jobs in (("local", 2 + 2 * 8), ("slurm", 16 * models + removed)):
-            config["cluster"]["launch"] = launch
+        for launch, jobs in (("local", 2 + 2 * 8), ("slurm", 16 * number + removed)):
+            config = amended(changed(SAMPLE, seeds=seeds), cluster={"launch": launch})
             assert next(job.count for job in plan_jobs(config, "cpu") if job.name == "score") == jobs
 
 
 def test_ranks_that_do_not_fill_their_nodes_are_refused():
-    config = copy.deepcopy(PAPER["paper-125m"])
-    config["cluster"]["ranks_per_node"] = 5
+    config = amended(PAPER["paper-125m"], cluster={"ranks_per_node": 5})
     with pytest.raises(DemixError, match=r"cluster\.ranks_per_node: is 5, and 32 ranks do not fill 7 nodes evenly"):
         jobs_table(config, "v100")

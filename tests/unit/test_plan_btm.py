@@ -1,6 +1,5 @@
 """The plan of experts that are whole models: jobs, FLOPs, bytes sent, disk."""
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from demix.plan.flops import HARDWARE
 from demix.plan.jobs import ScoringCosts, in_one_line, plan_jobs, write_sbatch_files
 from demix.run.check import completed_run, load_run
 from demix.run.models import rule_of
+from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 
 REPOSITORY = Path(__file__).parents[2]
@@ -22,9 +22,8 @@ TINY = yaml.safe_load((REPOSITORY / "tests" / "workflow" / "tiny.yaml").read_tex
 BTM = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
 
 
-def tiny(**rows: Any) -> dict[str, Any]:
-    config = copy.deepcopy(TINY) | {"models": rows}
-    return completed_run(config, Path())
+def tiny(**rows: Any) -> Run:
+    return completed_run(TINY | {"models": rows})
 
 
 def test_the_papers_flops_whatever_the_number_of_experts() -> None:
@@ -60,7 +59,7 @@ def test_the_papers_larger_seed() -> None:
             # Blocks, embedding, positions and the last norm; fp32 parameters, gradients and two moments.
             assert plan.expert == 32 * (12 * 4096**2 + 13 * 4096) + (50_257 + 2048 + 2) * 4096
             assert (plan.shared, plan.state, plan.steps) == (0, 16 * plan.expert, 10_000)
-    assert config["training"]["learning_rate"] == 1.2e-4
+    assert config.config.training.learning_rate == 1.2e-4
 
 
 def test_the_experts_of_a_run_are_jobs_of_their_own() -> None:
@@ -86,8 +85,8 @@ def test_the_experts_of_a_run_are_jobs_of_their_own() -> None:
 
 
 def test_a_job_of_two_experts_sends_and_saves_what_both_do() -> None:
-    config = tiny(btm=BTM, few=BTM | {"experts_per_job": 2, "checkpoint_every": 10})
-    config["models"]["btm"]["checkpoint_every"] = 10
+    often = BTM | {"checkpoint_every": 10}
+    config = tiny(btm=often, few=often | {"experts_per_job": 2})
     plans = {plan.name: plan for plan in plan_training(config, 3, HARDWARE["cpu"])}
     one, (pair,) = plans["btm-licenses"], [plan for name, plan in plans.items() if "+" in name]
     assert one.synced == 4 * one.expert
@@ -108,7 +107,7 @@ def test_what_ranks_send_is_what_they_hold_together() -> None:
 def test_scoring_takes_a_whole_pass_for_each_whole_model() -> None:
     """Of an added expert too. Experts of DEMix share the attention of the first layer."""
     rows = {"models": {"btm": BTM}, "adaptation": {**TINY["adaptation"], "model": "btm"}}
-    config, saved = completed_run(copy.deepcopy(TINY) | rows, Path()), {}
+    config, saved = completed_run(TINY | rows), {}
     costs = ScoringCosts(config, HARDWARE["cpu"])
     for job in scoring_jobs(config):
         for part in (part for part in job.parts if len(part.columns) > 1 and not part.own):

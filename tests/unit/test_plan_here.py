@@ -15,7 +15,9 @@ from demix.plan.here import here_line, seconds_here
 from demix.plan.jobs import jobs_table, runs_here
 from demix.plan.stages import sync_table
 from demix.run.check import completed_run, load_run
+from demix.run.run import Run
 from support.cli import demix
+from support.configs import amended
 
 CONFIGS = Path(__file__).parents[2] / "config"
 # Seconds on two cores (AMD EPYC). The sample: `make demo`, 12:39 on one machine, 16 to 19 minutes on slower ones.
@@ -35,7 +37,7 @@ def own() -> str:
         return outline("mine", ["a.txt", "b.txt", "c.txt"], [])
 
 
-def config_of(name: str) -> dict[str, Any]:
+def config_of(name: str) -> Run:
     return completed_run(yaml.safe_load(own())) if name == "own" else load_run(CONFIGS / f"{name}.yaml")
 
 
@@ -71,19 +73,19 @@ def test_on_a_laptop_one_line_comes_first_and_tables_on_request() -> None:
 def test_what_a_cluster_gives_is_shown_where_there_is_one() -> None:
     def heads(**given: Any) -> list[str]:
         hardware = given.pop("hardware", "cpu")
-        return [str(column.header) for column in jobs_table(config_of("own") | given, hardware).columns]
+        return [str(column.header) for column in jobs_table(amended(config_of("own"), **given), hardware).columns]
 
-    slurm = {"cluster": config_of("own")["cluster"] | {"launch": "slurm"}}
+    slurm = {"cluster": {"launch": "slurm"}}
     assert heads() == ["stage", "jobs", "ranks\na job", "cores\na job", "core-hours\n(cpu)"]
     assert heads(hardware="a100") == [*heads()[:-1], "GPU-hours\n(a100)"]
     assert heads(**slurm)[-1] == "where"
     assert len(heads(**slurm)) == len(heads(**slurm, hardware="a100")) == 10
     # The paper's sizes say what a cluster gives a job, and profiles/slurm says that it is SLURM.
     paper = load_run(CONFIGS / "paper-125m.yaml")
-    assert paper["cluster"]["launch"] == "local"
+    assert not paper.submitted
     assert len(jobs_table(paper, "a100").columns) == 10
     assert runs_here(config_of("own"))
-    assert not runs_here(config_of("own") | slurm)
+    assert not runs_here(amended(config_of("own"), **slurm))
     assert not runs_here(paper)
 
 
@@ -92,7 +94,7 @@ def test_a_plan_of_one_machine_has_no_nodes(hardware: str) -> None:
     shown = demix("plan", CONFIGS / "sample.yaml", "--details", "--hardware", hardware).stdout
     assert not re.search(r"\bnodes?\b|default partition|limit", shown)
     assert shown.splitlines()[-1].endswith(" on 2 cores" if hardware == "cpu" else " on 1 GPU")
-    on_slurm = config_of("sample") | {"cluster": config_of("sample")["cluster"] | {"launch": "slurm"}}
+    on_slurm = amended(config_of("sample"), cluster={"launch": "slurm"})
     heads = [str(column.header) for column in sync_table(on_slurm, hardware).columns]
     assert heads[:4] == ["model", "nodes", "given a rank\na step", "out of a node\na step"]
 
@@ -105,6 +107,6 @@ def test_the_disk_counts_text_of_local_files(tmp_path: Path, monkeypatch: pytest
     line = here_line(config_of("own"))
     # 96 MB are 15 million words: 2 × 2.6 bytes of documents and splits, 3 of tokens. 24 MB are there without text.
     assert line.endswith(" cores and 147MB of disk")
-    config = config_of("own")
-    config["domains"]["training"]["b"]["source"] |= {"kind": "url", "path": ["https://example.org/b.txt"]}
-    assert here_line(config).endswith("MB of disk, and what the text of 1 domain adds")
+    keys = config_of("own").config.values
+    keys["domains"]["training"]["b"]["source"] |= {"kind": "url", "path": ["https://example.org/b.txt"]}
+    assert here_line(completed_run(keys)).endswith("MB of disk, and what the text of 1 domain adds")

@@ -15,12 +15,14 @@ from demix.plan.flops import HARDWARE
 from demix.plan.jobs import ScoringCosts, plan_jobs
 from demix.plan.stages import WORD_BYTES, plan_stages, saving_hours, stages_table, sync_seconds, sync_table
 from demix.run.check import load_run
+from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from support.cli import demix
+from support.configs import amended
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(path for path in (ROOT / "config").glob("*.yaml"))
-PAPER = load_run(ROOT / "config" / "paper-1.3b.yaml")
+PAPER, SAMPLE = (load_run(ROOT / "config" / f"{name}.yaml") for name in ("paper-1.3b", "sample"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -62,12 +64,11 @@ def test_hours_of_the_data_stage_are_those_worked_by_hand() -> None:
 
 
 def test_what_no_setting_bounds_has_no_hours() -> None:
-    sample = load_run(ROOT / "config" / "sample.yaml")
-    stages = {stage.name: stage for stage in plan_stages(sample, "cpu")}
+    stages = {stage.name: stage for stage in plan_stages(SAMPLE, "cpu")}
     assert {stages[name].hours for name in ("anonymize", "deduplicate", "split", "tokenize")} == {None}
-    assert "left out" in stages_table(sample, "cpu").caption
+    assert "left out" in stages_table(SAMPLE, "cpu").caption
     assert "left out" not in stages_table(PAPER, "a100").caption
-    assert {sync_seconds(sample, plan, HARDWARE["cpu"]) for plan in plan_training(sample, 1, HARDWARE["cpu"])} == {None}
+    assert {sync_seconds(SAMPLE, plan, HARDWARE["cpu"]) for plan in plan_training(SAMPLE, 1, HARDWARE["cpu"])} == {None}
 
 
 def test_gradients_and_checkpoints_of_sixteen_ranks() -> None:
@@ -82,18 +83,18 @@ def test_gradients_and_checkpoints_of_sixteen_ranks() -> None:
         30 * (78 + 123) * hop + 2 * 15 / 16 * 4 * (demix.shared + demix.expert) / 370e9
     )
     assert saving_hours(demix) == pytest.approx(49 * 83.43e9 * (1 / 2e9 + 1 / 1.8e9) / 3600, rel=1e-3)
-    # Nodes of another size: 16 ranks of training are in one node, those of adaptation in four.
-    cluster = PAPER["cluster"] | {"ranks_per_node": 16, "stages": {"adapt": {"ranks_per_node": 4}}}
-    stages = {stage.name: stage for stage in plan_stages(PAPER | {"cluster": cluster}, "h100", 16)}
+    # Nodes of another size: 16 ranks are in one node, or in four.
+    whole, four = (
+        {stage.name: stage for stage in plan_stages(amended(PAPER, cluster={"ranks_per_node": ranks}), "h100", 16)}
+        for ranks in (16, 4)
+    )
     adapted = [plan for name, plan in plans.items() if "-dapt-" in name]
-    assert stages["train"].network == 0
-    assert stages["adapt"].network == pytest.approx(sum(2 * 15 / 16 * plan.synced * plan.steps for plan in adapted))
+    assert whole["train"].network == whole["adapt"].network == 0
+    assert four["adapt"].network == pytest.approx(sum(2 * 15 / 16 * plan.synced * plan.steps for plan in adapted))
 
 
 def test_the_steps_of_a_seed_phase_are_sent_once_and_a_rules_jobs_share_its_hours() -> None:
-    cluster = {"launch": "slurm", "ranks_per_node": 4}
-    config = load_run(ROOT / "config" / "sample.yaml")
-    config |= {"cluster": config["cluster"] | cluster}
+    config = amended(SAMPLE, cluster={"launch": "slurm", "ranks_per_node": 4})
     plans = plan_training(config, 8, HARDWARE["a100"])
     (seeded,) = (plan for plan in plans if plan.begin)
     trained = [plan for plan in plans if "-dapt-" not in plan.name]
@@ -150,17 +151,17 @@ def test_what_init_prints_can_be_planned(novel: list[str], tmp_path: Path, monke
     assert ("demix-dapt-d" in jobs, "score what was adapted" in jobs) == (bool(novel), bool(novel))
 
 
-def many(domains: int) -> dict[str, Any]:
+def many(domains: int) -> Run:
     """The sample with so many novel domains."""
-    sample = load_run(ROOT / "config" / "sample.yaml", removal={})
-    novel = {f"n{number}": sample["domains"]["novel"]["wiki"] for number in range(domains)}
-    return sample | {"domains": sample["domains"] | {"novel": novel}}
+    wiki = SAMPLE.config.values["domains"]["novel"]["wiki"]
+    novel = {f"n{number}": wiki for number in range(domains)}
+    return amended(SAMPLE, domains={"novel": novel}, removal={"retrain_without": []})
 
 
 def test_a_plan_takes_as_much_more_work_as_there_are_more_domains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in calls of Python functions, which are the same on every machine."""
 
-    def calls(config: dict[str, Any]) -> int:
+    def calls(run: Run) -> int:
         number = 0
 
         def count(frame: Any, event: str, argument: Any) -> None:
@@ -170,7 +171,7 @@ def test_a_plan_takes_as_much_more_work_as_there_are_more_domains(monkeypatch: p
         sys.setprofile(count)
         try:
             for plan in (plan_jobs, plan_stages, sync_table):
-                plan(config, "cpu")
+                plan(run, "cpu")
         finally:
             sys.setprofile(None)
         return number

@@ -28,7 +28,7 @@ from demix.generate.playground.answers import (
     EXAMPLE_LENGTH,
     MOST_TOKENS,
     RULES,
-    Mixing,
+    MixRequest,
     Opened,
     analyse,
     opened,
@@ -133,7 +133,7 @@ def test_the_default_rule_follows_a_change_of_domain(server: Playground) -> None
 
     def share(rule: str) -> float:
         model.last = text, [0] * (2 * half), scores
-        weights = np.array(analyse(model, Mixing(text, server.model.experts, rule, ""))["weights"])
+        weights = np.array(analyse(model, MixRequest(text, server.model.experts, rule, ""))["weights"])
         return float((weights[:half, 0].sum() + weights[half : 2 * half, 1].sum()) / (2 * half))
 
     assert share(RULES[0]) > 0.7

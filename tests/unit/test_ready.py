@@ -1,6 +1,5 @@
 """What is checked before the first job of a run on SLURM, with commands of SLURM that are scripts and a real server."""
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +11,8 @@ import pytest
 from demix.errors import DemixError
 from demix.plan.ready import CLIENTS, check_site
 from demix.run.check import load_run
+from demix.run.run import Run
+from support.configs import amended
 from support.server import serving
 
 SAMPLE = load_run(Path(__file__).parents[2] / "config" / "sample.yaml")
@@ -40,12 +41,12 @@ def server() -> Iterator[str]:
         yield site.address
 
 
-def config(address: str = "", **cluster: Any) -> dict[str, Any]:
-    changed = copy.deepcopy(SAMPLE)
-    changed["cluster"] |= cluster
-    if address:
-        changed["domains"]["novel"]["wiki"]["source"] |= {"kind": "url", "path": [address]}
-    return changed
+def config(address: str = "", source: dict[str, Any] | None = None, **cluster: Any) -> Run:
+    """The sample's run, with this cluster, and with another source of `wiki`, such as an address."""
+    domains = SAMPLE.config.values["domains"]
+    if address or source:
+        domains["novel"]["wiki"]["source"] = source or {"kind": "url", "path": [address]}
+    return amended(SAMPLE, cluster=cluster, domains=domains)
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +120,13 @@ def test_a_data_set_of_the_hub_is_its_endpoint(
 ) -> None:
     commands(sbatch="", sinfo="")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    of_hub = config(downloads="login")
-    of_hub["domains"]["novel"]["wiki"]["source"] |= {"kind": "hub", "path": "owner/name"}
+    source = {"kind": "hub", "path": "owner/name", "revision": "0" * 40, "data_files": ["*.parquet"]}
+    of_hub = config(source=source, downloads="login")
     # Which pages an endpoint has is its own affair.
     monkeypatch.setenv("HF_ENDPOINT", f"{server}/404")
     assert check_site(of_hub, ["wiki"]) is None
     monkeypatch.setenv("HF_ENDPOINT", nobody)
     with pytest.raises(DemixError, match=f"^{nobody}: does not answer here"):
         check_site(of_hub, ["wiki"])
-    of_hub["cluster"]["setup"] = [f"export HF_ENDPOINT={server}/200"]
+    of_hub = amended(of_hub, cluster={"setup": [f"export HF_ENDPOINT={server}/200"]})
     assert check_site(of_hub, ["wiki"]) is None

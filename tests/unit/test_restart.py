@@ -15,10 +15,10 @@ from demix.run.check import completed_run
 from demix.run.models import Model
 from demix.run.rules import RunRules
 from demix.train import stage
-from demix.train.stage import take_seed, train_model
+from demix.train.stage import ModelTraining, take_seed
 from support.cli import said
 from support.tokens import TRAINING
-from support.training import TRAIN, shard_paths, stop_at, train_command
+from support.training import TRAIN, shard_paths, stop_at, train_command, train_model
 
 SEED = 10
 # A step of TRAIN is 192 tokens, one of OWN 288. The seed's 1,920 tokens are 6 of these steps and a part of the next.
@@ -32,7 +32,8 @@ def seed(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("run")
     kept = run / "checkpoints" / "dense"
     train_model("dense", TRAIN, shard_paths(tokens), run / "model", run / "metrics.jsonl", kept, keep=(SEED,))
-    assert take_seed("dense", TRAIN, shard_paths(tokens), SEED, kept, run / "seeds/dense/step-00000010")
+    whole = ModelTraining("dense", TRAIN, shard_paths(tokens), until=SEED)
+    assert take_seed(whole, kept, run / "seeds/dense/step-00000010")
     return run / "seeds" / "dense" / "step-00000010"
 
 
@@ -73,9 +74,7 @@ def test_a_stopped_one_resumes_to_the_bit(
 def test_its_checkpoints_are_not_those_of_a_branch_that_continues(seed: Path, tokens: Path) -> None:
     shards = shard_paths(tokens)
     identities = [
-        stage.identity_of(
-            "demix", TRAIN, shards, stage.read_seed(seed, stage.identity_of("demix", TRAIN, shards), schedule)
-        )
+        ModelTraining("demix", TRAIN, shards, branch=seed, schedule=schedule).identity
         for schedule in ("continue", "restart")
     ]
     assert "schedule" not in identities[0]["parent"], "fingerprints of runs without the key stay"
@@ -97,12 +96,11 @@ def test_what_cannot_restart_is_refused(seed: Path, tokens: Path, tmp_path: Path
 
 def rules(**rows: Any) -> RunRules:
     config = copy.deepcopy(CONFIG) | {"models": rows}
-    completed_run(config, Path())
-    return RunRules(config)
+    return RunRules(completed_run(config))
 
 
 def row(one: RunRules, name: str) -> Model:
-    return next(model for model in planned(one.config) if model.name == name)
+    return next(model for model in one.run.planned if model.name == name)
 
 
 def test_a_row_that_restarts_has_its_parents_settings_and_its_own() -> None:
@@ -114,8 +112,8 @@ def test_a_row_that_restarts_has_its_parents_settings_and_its_own() -> None:
     ends = f" --branch {state} --schedule restart"
     assert one.beginning(row(one, "half")) == f" --learning-rate-from results/tiny/sweep/dense.json{ends}"
     assert one.beginning(row(one, "small")) == ends, "a rate of its own is not the sweep's"
-    assert list(seeds(one.config, one.context)) == [("dense", 15)]
-    assert [row(one, name).settings["warmup"] for name in ("half", "small", "demix")] == [0, 0, 0.08]
+    assert list(one.run.seeds) == [("dense", 15)]
+    assert [row(one, name).settings.warmup for name in ("half", "small", "demix")] == [0, 0, 0.08]
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from demix.files import read_json, sha256_file
 from demix.train import loop, stage, state
 from demix.train.batches import Batch, Batches, batches_of
 from demix.train.parallel import World
-from demix.train.stage import train_model
 from support.forks import FORKS
-from support.training import TRAIN, losses, shard_paths, train_command, train_here, train_until_killed
+from support.training import TRAIN, losses, shard_paths, train_command, train_here, train_model, train_until_killed
 
 
 def test_a_killed_run_resumes_to_the_bit(tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from demix.config.architecture import Architecture, architecture_from, parameters, training_flops_per_token
 from demix.errors import DemixError, StoppedError
 from demix.files import read_json_lines
+from demix.launch.job import Places
 from demix.model.checkpoint import describe, load_model
 from demix.model.experts import add_expert, read_experts
 from demix.model.export import export_hf
@@ -37,12 +38,12 @@ from demix.train.adapt import adapt_expert
 from demix.train.batches import Batches, mixed_batches
 from demix.train.branch import upcycled
 from demix.train.loop import train
-from demix.train.stage import optimization, train_model
+from demix.train.stage import optimization
 from demix.train.state import State
 from support.plain_training import adamw, plain_steps, rates
 from support.report import table_of
 from support.tokens import TRAINING
-from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, stop_at
+from support.training import ADAPT, SIZES, TRAIN, opened, shard_paths, stop_at, train_model
 
 TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 SWITCH = {"kind": "routed", "experts": 4}
@@ -136,7 +137,7 @@ def test_training_is_the_obvious_loop_in_any_micro_batches(tokens: Path, tmp_pat
     model = GPT(tight, 400, ("dense",)).initialise(1).double()
     told = []
     for step in plain_steps(model, adamw(model), drawn, dict(enumerate(rates(4, 3e-3, RECIPE.warmup)))):
-        (counts,) = step.counts
+        (counts,) = [each.counts.tolist() for each in step.routers]
         told.append((step.loss, step.norm, counts[1] / 192, counts[3] / 384, counts[5] / 384))
     assert sum(row[3] for row in told) > 0, "some choices are dropped"
     for micro, checkpointing in itertools.product((None, 4), (False, True)):
@@ -279,10 +280,8 @@ def test_upcycling_begins_with_the_next_loss_of_its_parent(run: Path) -> None:
 def test_a_continued_model_is_the_obvious_one(run: Path, tokens: Path, tmp_path: Path) -> None:
     """Against a plain loop, from the dense model's own files after ten steps."""
     folder = run / "seeds" / "dense" / "step-00000010"
-    train_model(
-        "routed", RECIPE, shard_paths(tokens), tmp_path / "model", tmp_path / "on.jsonl", tmp_path / "checkpoints",
-        branch=folder,
-    )  # fmt: skip
+    places = tmp_path / "model", tmp_path / "on.jsonl", tmp_path / "checkpoints"
+    train_model("routed", RECIPE, shard_paths(tokens), *places, branch=folder)
     saved = load_file(folder / "shared.safetensors") | load_file(folder / "expert-dense.safetensors")
     model = GPT(ARCHITECTURE, 400, ("dense",)).initialise(1)
     optimizer = adamw(model)
@@ -362,7 +361,7 @@ def test_what_needs_experts_of_domains_refuses_a_routed_model(run: Path, tokens:
     with pytest.raises(DemixError, match=told + "no expert of a domain can join"):
         add_expert(up, up / "experts" / "dense.safetensors", "law")
     with pytest.raises(DemixError, match=told + "no expert of a domain can join"):
-        adapt_expert(up, (paths[0], paths[0]), {}, {}, ADAPT, up, tmp_path / "m", tmp_path / "c")
+        adapt_expert(up, (paths[0], paths[0]), {}, {}, ADAPT, Places(up, tmp_path / "m", tmp_path / "c"))
     seed = run / "seeds" / "dense" / "step-00000010"
     places = tmp_path / "model", None, tmp_path / "checkpoints"
     shorter = dataclasses.replace(RECIPE, tokens=RECIPE.tokens // 2)

@@ -2,8 +2,6 @@
 
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from sklearn.metrics.pairwise import euclidean_distances
-from typer.testing import CliRunner
 
-from demix.commands.main import command_line
 from demix.config.evaluation import ScoringRecipe
 from demix.data.cluster import Clusterer, Clustering, Contexts, context_distances, fit_clusters
 from demix.data.shards import TokenShard
@@ -25,6 +21,7 @@ from demix.evaluate.routing import Routing, beside_of, route
 from demix.evaluate.score_tables import tokens_sha256
 from demix.files import read_parquet
 from demix.mix.rules import Chunk, ReleasedCluster
+from support.cli import demix
 from support.tokens import NOVEL, TRAINING
 
 DOMAINS = TRAINING + NOVEL
@@ -138,8 +135,7 @@ def test_the_command_writes_the_same_bytes(run: Path, tmp_path: Path) -> None:
     place = tmp_path / "routing" / "k4" / "document"
     settings = '{"dev_blocks": 3, "test_tokens": 101, "length": 16, "context": "document"}'
     inputs = [run / "clusters" / "k4", run / "tokens" / "fantasy" / "dev.arrow"]
-    arguments = [*inputs, "--tokenizer", run / "tokenizer.json", "--settings", settings, "--output", place]
-    found = CliRunner().invoke(command_line(), ["route", *map(str, arguments)])
+    found = demix("route", *inputs, "--tokenizer", run / "tokenizer.json", "--settings", settings, "--output", place)
     assert found.exit_code == 0, found.output
     file = "fantasy.dev.parquet"
     assert (place / file).read_bytes() == (output(run, "document") / file).read_bytes()
@@ -164,8 +160,3 @@ def test_a_table_of_another_clusterer_or_place_is_refused(run: Path, tmp_path: P
     told = "routing/k4/block/fantasy.test.parquet: was made with another clusterer than the experts; route again"
     with pytest.raises(DemixError, match=re.escape(told)):
         beside_of(test, [one])
-
-
-def test_routing_and_evaluation_load_no_torch() -> None:
-    code = "import sys, demix.evaluate.domain, demix.evaluate.routing; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

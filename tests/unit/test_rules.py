@@ -11,13 +11,13 @@ import pytest
 
 from demix.errors import DemixError
 from demix.evaluate.losses import Mixture, document_losses
-from demix.evaluate.score_tables import Beside, stream_scores, tokens_sha256, write_scores, write_tokens
+from demix.evaluate.score_tables import Beside, stream_scores, tokens_sha256
 from demix.mix.mixtures import mix
 from demix.mix.rules import Chunk, State, WeightsRule
 from support.mixing import log_mixture, log_weights
+from support.scored import write_columns
 
 EXPERTS = ("law", "news", "code")
-LENGTH = 8
 # More than a chunk, the last block short.
 TOKENS = (1 << 14) + 1005
 
@@ -76,10 +76,7 @@ def table(tmp_path: Path) -> tuple[Path, np.ndarray, np.ndarray, np.ndarray]:
     offsets = np.unique(np.append(0, generator.integers(1, TOKENS, 700)))
     scores = -generator.exponential(2, (TOKENS, len(EXPERTS))).astype(np.float32)
     distances = generator.exponential(1, (TOKENS, len(EXPERTS))).astype(np.float32)
-    write_tokens(tmp_path, ids, offsets, LENGTH)
-    origin = {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"}
-    for number, expert in enumerate(EXPERTS):
-        write_scores(tmp_path / f"{expert}.parquet", [scores[:, number]], origin)
+    write_columns(tmp_path, ids, offsets, dict(zip(EXPERTS, scores.T, strict=True)))
     write_beside(tmp_path / "distances.parquet", distances, tokens_sha256(ids))
     documents = np.searchsorted(offsets, np.arange(TOKENS), side="right") - 1
     return tmp_path, scores.astype(np.float64), documents, distances.astype(np.float64)
@@ -116,10 +113,8 @@ def test_a_new_rule_is_a_class(table, rule: WeightsRule) -> None:
 def test_losses_keep_the_numbers_of_the_documents(table) -> None:
     """Documents without a token have no row."""
     folder, scores, _, _ = table
-    write_tokens(folder, np.arange(TOKENS).astype(np.uint16), np.array([0, 0, 5, 5, 5, 17_000]), LENGTH)
-    for number, expert in enumerate(EXPERTS):
-        origin = {"tokens_sha256": tokens_sha256(np.arange(TOKENS).astype(np.uint16))}
-        write_scores(folder / f"{expert}.parquet", [scores[:, number]], origin)
+    ids, offsets = np.arange(TOKENS).astype(np.uint16), np.array([0, 0, 5, 5, 5, 17_000])
+    write_columns(folder, ids, offsets, dict(zip(EXPERTS, scores.T, strict=True)))
     found = document_losses(folder, EXPERTS)
     assert found.numbers.tolist() == [1, 4, 5]
     assert found.tokens.tolist() == [5, 16_995, TOKENS - 17_000]

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 import yaml
 
 from demix.commands.main import command_line
+from demix.config.domains import SourceSection
 from demix.errors import DemixError
 from demix.run.check import completed_run
-from demix.run.kept import config_fingerprint, read_run_config
+from demix.run.kept import config_fingerprint, kept, read_run_config
 from demix.run.models import Model
 from demix.run.rules import LONGEST_ARGUMENT, RunRules
+from demix.settings import settings_from
 
 CONFIG = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
 
@@ -25,12 +28,15 @@ def rules(**sections: Any) -> RunRules:
     config = copy.deepcopy(CONFIG)
     for name, section in sections.items():
         config[name] = config.get(name, {}) | section if isinstance(section, dict) else section
-    completed_run(config, Path())
-    return RunRules(config)
+    return RunRules(completed_run(config))
+
+
+def source(path: str | list[str], kind: str = "files") -> SourceSection:
+    return settings_from(SourceSection, {"kind": kind, "path": path}, "source")
 
 
 def row(one: RunRules, name: str) -> Model:
-    return next(model for model in planned(one.config) if model.name == name)
+    return next(model for model in one.run.planned if model.name == name)
 
 
 def test_parts_follow_the_config() -> None:
@@ -85,15 +91,16 @@ def test_an_evaluation_reads_dev_where_experts_are_mixed() -> None:
 
 def test_a_sweep_has_one_record_for_all_seeds() -> None:
     one = rules(models={"demix": {"sweep": {"learning_rates": [1e-3, 0.5], "tokens": 7680}}})
-    assert swept_rates(row(one, "demix")) == ["0.001", "0.5"]
+    assert row(one, "demix").swept_rates == ["0.001", "0.5"]
     assert one.chosen_rate(row(one, "without-licenses")) == ["results/tiny/sweep/demix.json"]
     assert one.chosen_rate(row(one, "dense")) == []
 
 
 def test_a_training_that_only_waits_takes_one_core() -> None:
     local, slurm = rules(threads=2), rules(threads=2, cluster={"launch": "slurm"})
-    assert (local.cores({"ranks": 3}), local.submitted) == (6, False)
-    assert (slurm.cores({"ranks": 3}), slurm.submitted) == (1, True)
+    settings = replace(local.run.config.adaptation, ranks=3)
+    assert (local.cores(settings), local.run.submitted) == (6, False)
+    assert (slurm.cores(settings), slurm.run.submitted) == (1, True)
 
 
 def test_a_stage_asks_for_its_own_resources() -> None:
@@ -109,14 +116,13 @@ def test_how_a_training_is_computed_is_no_setting_of_it() -> None:
     one = rules()
     settings = json.loads(one.training_settings(row(one, "demix"), tokens=5))
     assert settings["tokens"] == 5
-    assert settings["seed"] == one.config["seed"]
+    assert settings["seed"] == one.run.seed
     assert not {"ranks", "micro_sequences", "checkpoint_every"} & settings.keys()
 
 
 def test_a_replacement_has_the_ranks_of_the_removed_domain() -> None:
-    one = rules()
-    settings = row(one, "demix").settings | {"ranks": 4, "replicas": {"licenses": 2, "scripture": 1}}
-    options = shlex.split(one.run_options("train", settings, "licenses"))
+    one = rules(models={"demix": {"ranks": 4, "replicas": {"licenses": 2, "scripture": 1}}})
+    options = shlex.split(one.run_options("train", row(one, "demix").settings, "licenses"))
     assert options[options.index("--ranks") + 1] == "4"
     assert options[options.index("--replicas") + 1] == "fantasy=2,scripture=1"
     assert json.loads(options[options.index("--cluster") + 1])["launch"] == "local"
@@ -145,7 +151,7 @@ def test_a_seed_is_kept_by_its_parent_and_begins_its_branches() -> None:
     assert options[-2:] == ["--keep", "15,32"]
     where = json.loads(options[options.index("--live") + 1])
     assert where == {"uri": "sqlite:///results/tiny/mlflow.db", "experiment": "demix-tiny"} | {
-        "run": one.config["run"], "config": config_fingerprint({k: v for k, v in one.config.items() if k != "cluster"})
+        "run": "tiny", "config": config_fingerprint(one.run.config)
     }  # fmt: skip
     assert "--keep" not in one.train_options(row(one, "half"))
     # What is kept is no setting of a training, and a branch has those of its parent.
@@ -170,32 +176,33 @@ def test_settings_too_long_for_an_argument_go_by_file(tmp_path: Path, monkeypatc
         command_line()(["run-config", "--settings", argument, "--output", "config.json"], standalone_mode=False)
 
     monkeypatch.chdir(tmp_path)
-    one, config = rules(), {"z": "x" * LONGEST_ARGUMENT, "a": 1}
+    tracking = {"uri": "sqlite:///" + "x" * LONGEST_ARGUMENT}
+    one, config = rules(), kept(rules(tracking=tracking).run.config)
     argument = one.argument(json.dumps(config))
     assert argument.startswith("@results/tiny/settings/")
-    assert one.argument(json.dumps(config)) == argument != one.argument(json.dumps(config | {"a": 2}))
+    assert one.argument(json.dumps(config)) == argument != one.argument(json.dumps(config | {"seed": 2}))
     assert not one.argument("x" * LONGEST_ARGUMENT).startswith("@"), "the argument of older runs must not change"
     write(argument)
-    assert list(read_run_config(Path()).items()) == list(config.items())
-    Path(argument[1:]).write_text(Path(argument[1:]).read_text().replace('"a": 1', '"a": 2'))
+    assert list(kept(read_run_config(Path())).items()) == list(config.items())
+    Path(argument[1:]).write_text(Path(argument[1:]).read_text().replace('"seed": 1', '"seed": 2'))
     with pytest.raises(DemixError, match=r"settings/\w+\.json: is damaged"):
         write(argument)
-    Path("mine.json").write_text('{"a": 3}')
+    Path("mine.json").write_text(json.dumps(kept(one.run.config)))
     write("@mine.json")
-    assert read_run_config(Path()) == {"a": 3}
+    assert read_run_config(Path()) == one.run.config
 
 
 def test_local_files_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("b.txt", "a.txt"):
         Path(name).touch()
-    assert source_files({"kind": "files", "path": "*.txt"}) == ["a.txt", "b.txt"]
-    assert source_files({"kind": "files", "path": ["b.txt", "missing.txt", "*.txt"]}) == ["a.txt", "b.txt"]
-    assert source_files({"kind": "url", "path": "*.txt"}) == []
+    assert source("*.txt").files == ["a.txt", "b.txt"]
+    assert source(["b.txt", "missing.txt", "*.txt"]).files == ["a.txt", "b.txt"]
+    assert source("*.txt", "url").files == []
     for name, cause in (("{x}.txt", "braces"), ("{x, .+}.txt", "braces"), (os.fsdecode(b"\xff.txt"), "not UTF-8")):
         Path(name).touch()
         with pytest.raises(DemixError, match=cause):
-            source_files({"kind": "files", "path": "*.txt"})
+            _ = source("*.txt").files
         Path(name).unlink()
     Path("{a b}.txt").touch()
-    assert source_files({"kind": "files", "path": "*b}.txt"}) == ["{a b}.txt"]
+    assert source("*b}.txt").files == ["{a b}.txt"]

@@ -28,6 +28,7 @@ from demix.model.checkpoint import describe, load_model, save_expert
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
 from support.cli import said
+from support.contents import contents
 from support.forks import FORKS
 from support.models import save_model
 from support.tokens import NOVEL, TRAINING
@@ -58,10 +59,6 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shards_of(tokens: Path, domain: str = NOVEL[0]) -> list[Path]:
     return [tokens / "tokens" / domain / f"{split}.arrow" for split in ("dev", "test")]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def tables_of(folder: Path) -> list[Path]:

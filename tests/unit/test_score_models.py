@@ -17,6 +17,7 @@ from demix.evaluate.score import ScoredModel, Scoring, score, score_models
 from demix.model.checkpoint import describe, load_model, save_expert
 from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities, trunk_log_probabilities
+from demix.settings import written
 from support.cli import said
 from support.models import save_model
 from support.tokens import NOVEL, TRAINING
@@ -176,7 +177,7 @@ def test_what_is_missing_or_wrong_ends_the_job_in_one_line_that_names_the_model(
 
 
 def test_the_command_takes_one_model_or_several(models: Path, shards: list[Path], tmp_path: Path) -> None:
-    several = json.dumps(SETTINGS | {"models": [vars(one) for one in MODELS]})
+    several = json.dumps(SETTINGS | {"models": [written(one) for one in MODELS]})
     command = ["score", str(models), *map(str, shards), "--output", str(tmp_path / "scores"), "--experts"]
     assert said([*command, "listed", "--settings", several]) is None
     assert {path.name for path in (tmp_path / "scores").iterdir()} == {"demix", "token", "token@16", "plain"}

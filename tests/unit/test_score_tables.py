@@ -18,15 +18,13 @@ from demix.evaluate.score_tables import (
     read_scores,
     refuse_other_model,
     stream_scores,
-    tokens_sha256,
     write_scores,
-    write_tokens,
 )
 from demix.files import write_parquet
 from demix.mix.mixtures import mix, mixing_rule
 from demix.mix.priors import cached_log_prior, fitted_log_prior, log_prior_path
 from demix.mix.rules import Switching
-from support.scored import LENGTH, starts, write_table
+from support.scored import LENGTH, starts, write_columns, write_table
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -40,12 +38,10 @@ def test_tables_are_read_in_pieces_whatever_their_row_groups(tmp_path: Path, tok
     ids = generator.integers(0, 300, tokens)
     documents = np.unique(np.sort(generator.integers(0, 9, tokens)), return_inverse=True)[1]
     scores = -generator.exponential(1, (tokens, 2)).astype(np.float32)
-    write_tokens(tmp_path, ids.astype(np.uint16), starts(documents), LENGTH)
-    for number, rows in enumerate(groups[:2]):
-        path = tmp_path / f"e{number}.parquet"
-        write_scores(path, [scores[:, number]], {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"})
+    write_columns(tmp_path, ids.astype(np.uint16), starts(documents), {"e0": scores[:, 0], "e1": scores[:, 1]})
+    for name, rows in zip(("e0", "e1", "tokens"), groups, strict=True):
+        path = tmp_path / f"{name}.parquet"
         write_parquet(pq.read_table(path), path, row_group_size=rows)
-    write_parquet(pq.read_table(tmp_path / "tokens.parquet"), tmp_path / "tokens.parquet", row_group_size=groups[2])
     pieces = list(stream_scores(tmp_path, ("e0", "e1"), at_once))
     assert all(len(piece.mask) % 2 == 0 for piece in pieces[:-1]), "pairs of blocks stay together"
     assert all(piece.mask.sum() <= max(at_once, 2 * LENGTH) for piece in pieces)
@@ -145,10 +141,8 @@ def test_a_document_of_whole_blocks_telescopes(tmp_path: Path) -> None:
     generator = np.random.default_rng(5)
     scores = -generator.exponential(4, (10 * LENGTH, 2))
     ids = np.arange(len(scores)).astype(np.uint16)
-    write_tokens(tmp_path, ids, np.arange(0, len(scores), 2 * LENGTH), LENGTH)
-    for number, expert in enumerate(("law", "news")):
-        metadata = {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"}
-        write_scores(tmp_path / f"{expert}.parquet", [scores[:, number]], metadata)
+    columns = {"law": scores[:, 0], "news": scores[:, 1]}
+    write_columns(tmp_path, ids, np.arange(0, len(scores), 2 * LENGTH), columns)
     mixture, prior = Mixture("cached", ("law", "news")), np.log([0.9, 0.1])
     found = document_losses(tmp_path, ("law", "news"), [mixture], {mixture: prior}).mixtures[mixture]
     blocks = scores.astype(np.float32).astype(np.float64).reshape(10, LENGTH, 2).sum(axis=1)

@@ -15,10 +15,10 @@ from demix.train.batches import Batches, balanced_batches, mixed_batches
 from demix.train.loop import train
 from demix.train.parallel import World
 from demix.train.schedule import Optimization
-from demix.train.stage import train_model
 from demix.train.state import State, newest_state, remove_states, save_state
+from support.plain_training import adamw, plain_steps
 from support.tokens import TRAINING
-from support.training import SIZES, TRAIN, opened, shard_paths
+from support.training import SIZES, TRAIN, opened, shard_paths, train_model
 
 OPTIMIZATION = Optimization(
     steps=12, learning_rate=3e-3, warmup=0.1, clip=0.5, weight_decay=0.1, precision="fp32", checkpoint_every=1000
@@ -119,7 +119,7 @@ def test_states_are_kept_beside_the_checkpoints_and_change_no_result(tokens: Pat
 def test_the_weights_of_targets_and_the_losses_of_routers_count(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loss and gradient of one step against autograd on what the docstrings say, in two micro batches and one."""
+    """The loss and gradient of one step against a plain loop, in two micro batches and one."""
     plain = balanced_batches(opened(tokens), TRAINING, 2, 32, seed=1)
     weights = (torch.rand(3, 2, 32, generator=torch.Generator().manual_seed(0)) < 0.4).double()
     weighted = dataclasses.replace(
@@ -133,22 +133,17 @@ def test_the_weights_of_targets_and_the_losses_of_routers_count(
         return out
 
     monkeypatch.setattr(DEMixLayer, "forward", routed)
-    batch = plain.draw(0)
     reference = new_model(tokens, TRAINING).double()
-    auxiliary: list[Auxiliary] = []
-    logits = reference.logits(reference(batch.inputs, auxiliary=auxiliary))
-    losses = -logits.log_softmax(-1).gather(-1, batch.targets[..., None])[..., 0] * weights
-    assert [each.losses.shape for each in auxiliary] == [(3, 2)] * SIZES["layers"]
-    (losses.sum() / 80 + sum(each.losses.mean() for each in auxiliary)).backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()]).item()
+    (step,) = plain_steps(reference, adamw(reference), weighted, {0: 3e-3})
+    assert [each.losses.shape for each in step.routers] == [(3, 2)] * SIZES["layers"]
+    means = (step.losses * weights).sum((1, 2)) / weights.sum((1, 2))
 
     one_step = dataclasses.replace(OPTIMIZATION, steps=1, warmup=0.0, precision="fp64")
     for micro, checkpointing in itertools.product((None, 1), (False, True)):
         settings = dataclasses.replace(one_step, micro_sequences=micro, checkpoint_activations=checkpointing)
         model = new_model(tokens, TRAINING)
         (row,) = train(model, weighted, TRAINING, settings, tmp_path / f"{micro}{checkpointing}")
-        assert row["gradient_norm"] == pytest.approx(norm, rel=1e-9)
-        assert row["loss"] == pytest.approx(losses.sum().item() / 80, rel=1e-9)
-        means = losses.sum((1, 2)) / weights.sum((1, 2))
+        assert row["gradient_norm"] == pytest.approx(step.norm, rel=1e-9)
+        assert row["loss"] == pytest.approx(step.loss, rel=1e-9)
         assert [row[f"loss/{name}"] for name in TRAINING] == pytest.approx(means.tolist(), rel=1e-9)
         assert row["tokens"] == 3 * 2 * 32

@@ -82,9 +82,9 @@ def test_one_command_is_found_without_the_others() -> None:
 
 def test_no_stage_imports_what_its_module_should_not() -> None:
     """All of the data stage and of mixing is importable without torch, and nothing but tracking loads mlflow."""
-    light = "demix.commands.main, demix.config.check, demix.data.sources, demix.data.anonymize, demix.data.corpus"
+    light = "demix.commands.main, demix.run.check, demix.data.sources, demix.data.anonymize, demix.data.corpus"
     light += ", demix.data.duplicates"
-    light += ", demix.data.tokenizer, demix.data.shards, demix.evaluate.domain, demix.report, demix.report.all_tables"
+    light += ", demix.data.tokenizer, demix.data.shards, demix.evaluate.domain, demix.report, demix.report.main_table"
     light += ", demix.data.tasks, demix.evaluate.tasks, demix.report.tasks"
     code = f"import sys, {light}; print([name for name in ('torch', 'mlflow', 'transformers') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -12,11 +12,12 @@ from scipy.special import log_softmax, logsumexp
 from demix.errors import DemixError
 from demix.evaluate.choice import ALPHAS, BETAS, GAMMAS, switching_on_dev, tempered_on_dev
 from demix.evaluate.losses import Mixture, dev_priors, document_losses
-from demix.evaluate.score_tables import ScoreTable, read_scores, tokens_sha256, write_scores, write_tokens
+from demix.evaluate.score_tables import ScoreTable, read_scores
 from demix.mix.mixtures import floor, mix
 from demix.mix.priors import fitted_log_prior
 from demix.mix.rules import Chunk, Released, Switching, Tempered, weights_rule
 from support.mixing import log_mixture, log_weights, switching, tables, tempered
+from support.scored import write_columns
 
 priors = st.tuples(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 30.0, 1000.0]))
 
@@ -263,11 +264,8 @@ def test_floors_lie_below_what_they_bound(tmp_path: Path) -> None:
     scores = -generator.exponential(2, (tokens, 3)).astype(np.float32)
     ids = np.arange(tokens).astype(np.uint16)
     for split in ("test", "dev"):
-        folder = tmp_path / f"x.{split}"
-        write_tokens(folder, ids, np.array([0, 300, 301]), length)
-        for number, expert in enumerate(experts):
-            metadata = {"tokens_sha256": tokens_sha256(ids), "shared_sha256": "0"}
-            write_scores(folder / f"{expert}.parquet", [scores[:, number]], metadata)
+        columns = dict(zip(experts, scores.T, strict=True))
+        write_columns(tmp_path / f"x.{split}", ids, np.array([0, 300, 301]), columns, length=length)
     block, token = (Mixture(method, experts, "") for method in ("best_block", "best_token"))
     bounded = [Mixture("uniform", experts), Mixture("uniform", experts, "tempered(0.5,0.9)")]
     bounded.append(Mixture("fitted", experts, "switching(0.1)"))

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from demix.errors import DemixError
 from demix.files import read_json, read_json_lines, write_json, write_json_lines
-from demix.train.loop import DivergedError
-from demix.train.stage import Training, train_model
+from demix.train.metrics import DivergedError
+from demix.train.stage import Training
 from demix.train.sweep import MARGIN, Trial, choose_rate, chosen_rate, judge, read_trial
 from support.cli import said
 from support.tokens import TRAINING
+from support.training import train_model
 
 SIZES = {"layers": 2, "width": 32, "heads": 2, "context": 32}
 TRAIN = Training(

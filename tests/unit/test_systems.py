@@ -5,34 +5,26 @@ from typing import Any
 
 import pytest
 
-from demix.config.models import KINDS, PAPER
+from demix.config.models import KINDS
 from demix.errors import DemixError
+from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from demix.run.systems import bases, compared, evaluated, systems_of
+from demix.settings import written
+from support.configs import domains, small_run
 
 TRAINING, NOVEL = ("law", "news", "code"), ("songs", "wiki")
+REMOVAL = {"retrain_without": ["law"], "replacement": "songs", "model": "demix"}
 
 
-def config(**changes: Any) -> dict[str, Any]:
-    """A config as far as the table reads it, with two seeds and one domain removed."""
-    whole = {
-        "seed": 7,
-        "seeds": [7, 9],
-        "domains": {"training": dict.fromkeys(TRAINING), "novel": dict.fromkeys(NOVEL)},
-        "training": {"tokens": 1000, "learning_rate": 1e-3, "sweep": None},
-        "models": {kind: {} for kind in PAPER},
-        "removal": {"retrain_without": ["law"], "replacement": "songs", "model": "demix"},
-        "adaptation": {"tokens": 100, "model": "demix"},
-    }
-    return whole | changes
-
-
-def with_rows(**rows: Any) -> dict[str, Any]:
-    return config(models={kind: {} for kind in PAPER} | rows)
+def run_of(**changes: Any) -> Run:
+    """A run with two seeds and one domain removed."""
+    usual = {"seed": 7, "seeds": [7, 9], "domains": domains(TRAINING, NOVEL), "removal": REMOVAL}
+    return small_run(**usual | changes)
 
 
 def test_the_models_of_a_run() -> None:
-    models = config().planned
+    models = run_of().planned
     assert [model.name for model in models] == [
         "demix", "dense", "dense_unbalanced", "domain_token", "without-law",
         "demix-seed9", "dense-seed9", "dense_unbalanced-seed9", "domain_token-seed9",
@@ -45,17 +37,17 @@ def test_the_models_of_a_run() -> None:
     assert by_name["dense"].experts == by_name["dense"].columns == ("dense",)
     assert (by_name["domain_token"].experts, by_name["domain_token"].columns) == (("dense",), TRAINING)
     assert by_name["dense-dapt-wiki"].scored == (*TRAINING, "wiki")
-    assert [one.name for one in config().adaptations] == [
+    assert [one.name for one in run_of().adaptations] == [
         "demix-dapt-songs", "dense-dapt-songs", "demix-dapt-wiki", "dense-dapt-wiki",
     ]  # fmt: skip
-    added, made, *_ = config().adaptations
+    added, made, *_ = run_of().adaptations
     assert (added.model, added.expert, made.model, made.expert) == ("demix", "songs", "dense-dapt-songs", "dense")
 
 
 def test_a_second_row_of_a_known_kind_needs_no_code() -> None:
-    rows = with_rows(demix_small={"kind": "demix", "learning_rate": 5e-4}, plain={"kind": "dense"})
+    rows = run_of(models={"demix_small": {"kind": "demix", "learning_rate": 5e-4}, "plain": {"kind": "dense"}})
     by_name = {model.name: model for model in rows.planned}
-    assert by_name["demix_small"].settings == {"tokens": 1000, "learning_rate": 5e-4, "sweep": None}
+    assert written(by_name["demix_small"].settings) == written(rows.config.training) | {"learning_rate": 5e-4}
     assert by_name["demix_small-seed9"].kind is KINDS["demix"]
     rules = {job.rule: {part.model for part in job.parts} for job in scoring_jobs(rows)}
     assert rules["score_known_demix"] == rules["score_demix"] == {"demix"}
@@ -72,11 +64,12 @@ def test_a_second_row_of_a_known_kind_needs_no_code() -> None:
 
 
 def test_adaptation_and_removal_follow_the_rows_that_they_name() -> None:
-    rows = with_rows(other={"kind": "demix"})
-    rows |= {"adaptation": {"model": "other"}, "removal": rows["removal"] | {"model": "other"}}
+    rows = run_of(
+        models={"other": {"kind": "demix"}}, adaptation={"model": "other"}, removal=REMOVAL | {"model": "other"}
+    )
     assert {one.name for one in rows.adaptations} >= {"other-dapt-songs", "dense-dapt-songs"}
     without = next(model for model in rows.planned if model.removed)
-    assert (without.name, without.base) == ("without-law", "other")
+    assert (without.name, without.base.name) == ("without-law", "other")
     sets = {table.model: [some.label for some in table.sets] for table in evaluated(rows, "news") if table.seed == 7}
     assert sets["other"] == ["all", "plus-songs", "plus-wiki", "training", "minus-news"]
     assert sets["demix"] == ["training"]
@@ -85,19 +78,23 @@ def test_adaptation_and_removal_follow_the_rows_that_they_name() -> None:
 
 
 SEEDED = {"kind": "demix", "parent": "dense", "seed_tokens": 500}
-SETTINGS = {"tokens": 1000, "learning_rate": 1e-3, "sweep": None, "sequences": 2}
+SETTINGS = {"sequences": 2}
 
 
 def test_a_row_with_a_seed_phase_follows_its_parent() -> None:
-    rows = with_rows(dense={"learning_rate": 5e-4}, seeded=SEEDED | {"ranks": 3}) | {"training": SETTINGS}
+    models = {"dense": {"learning_rate": 5e-4}, "seeded": SEEDED | {"ranks": 3}}
+    rows = run_of(models=models, training=SETTINGS)
     by_name = {model.name: model for model in rows.trained}
     seeded = by_name["seeded"]
-    assert seeded.settings == SETTINGS | {"learning_rate": 5e-4, "parent": "dense", "seed_tokens": 500, "ranks": 3}
-    assert (seeded.parent, seeded.seed_step(8), seeded.rates_from) == ("dense", 500 // 48, "dense")
+    own = {"parent": "dense", "seed_tokens": 500, "ranks": 3}
+    assert written(seeded.settings) == written(by_name["dense"].settings) | own
+    assert (seeded.settings.learning_rate, seeded.settings.sequences) == (5e-4, 2)
+    assert (seeded.parent, seeded.seed_step, seeded.rates_from) == ("dense", 500 // 48, "dense")
     assert by_name["seeded-seed9"].parent == "dense-seed9", "each seed branches off from its own dense model"
-    assert (by_name["dense"].parent, by_name["dense"].seed_step(8)) == ("", 0)
-    again = rows | {"models": rows["models"] | {"late": SEEDED, "never": SEEDED | {"seed_tokens": 0}}}
-    assert {place: model.name for place, model in seeds(again, 8).items()} == {
+    assert (by_name["dense"].parent, by_name["dense"].seed_step) == ("", 0)
+    models |= {"late": SEEDED, "never": SEEDED | {"seed_tokens": 0}}
+    again = run_of(models=models, training=SETTINGS)
+    assert {place: model.name for place, model in again.seeds.items()} == {
         ("dense", 10): "dense", ("dense-seed9", 10): "dense-seed9",
     }  # fmt: skip
     # In tables and differences it stands beside the paper's DEMix.
@@ -106,9 +103,9 @@ def test_a_row_with_a_seed_phase_follows_its_parent() -> None:
     ]  # fmt: skip
     assert ("seeded", "cached") in {(system.model, system.method) for system in compared(rows, "wiki")}
     # Its model without a domain begins with the same seed, which has seen the domain.
-    removing = rows | {"removal": rows["removal"] | {"model": "seeded"}}
+    removing = run_of(models=models, training=SETTINGS, removal=REMOVAL | {"model": "seeded"})
     without = next(model for model in removing.trained if model.removed)
-    assert (without.parent, without.seed_step(8), without.base) == ("dense", 10, "seeded")
+    assert (without.parent, without.seed_step, without.base.name) == ("dense", 10, "seeded")
 
 
 @pytest.mark.parametrize(
@@ -131,21 +128,21 @@ def test_a_row_with_a_seed_phase_follows_its_parent() -> None:
 )
 def test_seed_phases_that_are_refused(rows: dict[str, Any], message: str) -> None:
     with pytest.raises(DemixError, match=message):
-        planned(with_rows(**rows))
+        _ = run_of(models=rows).planned
 
 
 def test_each_added_expert_is_mixed_with_the_training_experts_alone() -> None:
     """On its own domain and on every training domain, by one rule, in the receiver's tables (section 6.2)."""
     for domain, added in (("wiki", ["wiki"]), ("law", ["songs", "wiki"])):
-        (table,) = [one for one in evaluated(config(), domain) if one.model == "demix" and one.seed == 7]
+        (table,) = [one for one in evaluated(run_of(), domain) if one.model == "demix" and one.seed == 7]
         plus = [some for some in table.sets if some.label.startswith("plus-")]
         assert [some.experts for some in plus] == [(*TRAINING, name) for name in added]
         assert {(some.methods, some.weights) for some in plus} == {(("cached",), ("history",))}
-    assert ("demix", "plus-wiki", "cached", "history") in {system.key for system in compared(config(), "wiki")}
+    assert ("demix", "plus-wiki", "cached", "history") in {system.key for system in compared(run_of(), "wiki")}
 
 
 def test_dense_dapt_starts_from_the_row_that_the_config_names() -> None:
-    rows = config(adaptation={"tokens": 100, "model": "demix", "dense": "dense_unbalanced"})
+    rows = run_of(adaptation={"dense": "dense_unbalanced"})
     made = [one for one in rows.adaptations if not one.adds_expert]
     assert [(one.name, one.parent.name) for one in made] == [
         (f"dense_unbalanced-dapt-{name}", "dense_unbalanced") for name in NOVEL
@@ -154,30 +151,32 @@ def test_dense_dapt_starts_from_the_row_that_the_config_names() -> None:
     models = {part.model for job in scoring_jobs(rows) for part in job.parts}
     assert models >= {f"dense_unbalanced-dapt-{name}" for name in NOVEL}
     with pytest.raises(DemixError, match=r"adaptation\.dense: is dense_unbalanced, which is no such row"):
-        planned(with_rows(dense_unbalanced=None) | {"adaptation": {"dense": "dense_unbalanced"}})
+        _ = run_of(models={"dense_unbalanced": None}, adaptation={"dense": "dense_unbalanced"}).planned
 
 
 @pytest.mark.parametrize(("given", "factors"), [(0.3, [0.3, 0.3]), ({"demix": 1.0, "dense": 0.1}, [1.0, 0.1])])
 def test_each_kind_of_adaptation_has_its_learning_rate(given: Any, factors: list[float]) -> None:
-    rows = config(adaptation={"learning_rate_factor": given})
-    assert [learning_rate_factor(rows, one.parent) for one in rows.adaptations[:2]] == factors
+    rows = run_of(adaptation={"learning_rate_factor": given})
+    assert [rows.learning_rate_factor(one.parent) for one in rows.adaptations[:2]] == factors
 
 
 def test_the_average_is_compared_too() -> None:
-    assert ("demix", "training", "average", "") in {system.key for system in compared(config(), "wiki")}
+    assert ("demix", "training", "average", "") in {system.key for system in compared(run_of(), "wiki")}
 
 
 def test_a_row_can_begin_with_a_folder() -> None:
-    rows = with_rows(mine={"kind": "demix", "parent": "imported/gpt2", "tokens": 500}) | {"training": SETTINGS}
+    rows = run_of(models={"mine": {"kind": "demix", "parent": "imported/gpt2", "tokens": 500}})
     mine, again = (model for model in rows.trained if model.row == "mine")
-    assert mine.settings == SETTINGS | {"tokens": 500, "initial": "imported/gpt2"}
-    assert (mine.parent, again.parent, mine.rates_from, mine.seed_step(8)) == ("", "", "mine", 0)
-    assert not seeds(rows, 8)
+    assert (mine.base.initial, written(mine.settings)) == (
+        "imported/gpt2", written(rows.config.training) | {"tokens": 500}
+    )  # fmt: skip
+    assert (mine.parent, again.parent, mine.rates_from, mine.seed_step) == ("", "", "mine", 0)
+    assert not rows.seeds
 
 
 def test_a_row_can_be_left_out() -> None:
-    rows = with_rows(domain_token=None, dense_unbalanced=None)
-    assert {model.base for model in rows.trained} == {"demix", "dense"}
+    rows = run_of(models={"domain_token": None, "dense_unbalanced": None})
+    assert {model.base.name for model in rows.trained} == {"demix", "dense"}
     assert "dense_unbalanced" not in bases(rows)
     assert not {"domain_token", "dense_unbalanced"} & {table.model for table in evaluated(rows, "law")}
 
@@ -188,26 +187,26 @@ def test_a_row_can_be_left_out() -> None:
         ({"demix": None}, r"models\.demix: is null; keep this row"),
         ({"dense": None}, r"models\.dense: is null"),
         ({"mine": {}}, r"models\.mine\.kind: is missing; use one of demix, dense"),
-        ({"mine": {"kind": "moe"}}, r"models\.mine\.kind: is 'moe'; use one of"),
+        ({"mine": {"kind": "moe"}}, r"models\.mine\.kind: is 'moe'; allowed is one of"),
         ({"dense": {"kind": "demix"}}, r"models\.dense\.kind: is demix"),
     ],
 )
 def test_rows_that_are_refused(rows: dict[str, Any], message: str) -> None:
     with pytest.raises(DemixError, match=message):
-        planned(with_rows(**rows))
+        _ = run_of(models=rows).planned
 
 
 def test_rows_that_adaptation_and_removal_cannot_take() -> None:
     with pytest.raises(DemixError, match=r"adaptation\.model: is plain, which is no such row.*known are demix"):
-        planned(with_rows(plain={"kind": "dense"}) | {"adaptation": {"model": "plain"}})
+        _ = run_of(models={"plain": {"kind": "dense"}}, adaptation={"model": "plain"}).planned
     with pytest.raises(DemixError, match=r"removal\.model: is nothing"):
-        config(removal={"retrain_without": [], "model": "nothing"}).planned
+        _ = run_of(removal={"model": "nothing"}).planned
 
 
 def test_every_score_table_that_is_evaluated_is_made_by_one_job() -> None:
     """Each column of each split on each domain is the output of exactly one rule, whatever the rows."""
-    small = with_rows(small={"kind": "demix"}, domain_token=None) | {"adaptation": {"model": "small"}}
-    for rows in (config(), small, config(cluster={"launch": "slurm"})):
+    small = run_of(models={"small": {"kind": "demix"}, "domain_token": None}, adaptation={"model": "small"})
+    for rows in (run_of(), small, run_of(cluster={"launch": "slurm"})):
         made: list[tuple[str, ...]] = []
         for job in scoring_jobs(rows):
             for part in job.parts:
@@ -233,8 +232,7 @@ def test_every_score_table_that_is_evaluated_is_made_by_one_job() -> None:
 def test_a_novel_domain_that_is_appended_changes_no_job_of_before() -> None:
     """Of all others, seeds and contexts too; where jobs are submitted, each has one model."""
     for cluster in ({"launch": "local"}, {"launch": "slurm"}):
-        rows = config(cluster=cluster, domains=config()["domains"] | {"novel": dict.fromkeys(NOVEL[:1])})
-        more = config(cluster=cluster)
+        rows, more = run_of(cluster=cluster, domains=domains(TRAINING, NOVEL[:1])), run_of(cluster=cluster)
         before, after = ({job.rule: job for job in scoring_jobs(one)} for one in (rows, more))
         # A rule with a wildcard has one job more.
         assert {rule: replace(job, jobs=1) for rule, job in before.items()}.items() <= {

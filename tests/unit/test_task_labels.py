@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from demix.config.tasks import check_tasks
+from demix.config.config import Config
 from demix.errors import DemixError
+from support.configs import small
 from support.tasks import read_task, write_lines
 
 
@@ -71,4 +72,4 @@ def test_labels_that_are_one_or_without_number_are_refused(tokens: Path, tmp_pat
         read_task(tokens, tmp_path, path=path)
     for labels, said in (({"law": "law"}, "has one label alone"), ({str(n): "x" for n in range(100_000)}, "more than")):
         with pytest.raises(DemixError, match=rf"config key tasks\.topics\.labels: has {said}|{said}"):
-            check_tasks({"tasks": {"topics": {"path": "x.jsonl", "labels": labels}}, "domains": {"training": {}}})
+            Config.complete(small(tasks={"topics": {"path": "x.jsonl", "labels": labels}}))

@@ -13,7 +13,7 @@ from demix.report import report_files
 from demix.report.items import all_items
 from demix.report.material import Material
 from demix.run.run import Run
-from support.configs import changed, domains, small_run
+from support.configs import domains, small_run
 from support.report import table_of
 
 SECTIONS: dict[str, Any] = {
@@ -75,7 +75,7 @@ def test_bold_is_the_best_above_chance_that_reads_no_test_label(run: Run) -> Non
 
 
 def test_only_a_run_with_tasks_has_the_table(run: Run) -> None:
-    without = changed(run, tasks={})
+    without = small_run(run.folder, **SECTIONS | {"tasks": {}})
     assert not any("tasks" in name for name in report_files(without))
     assert {"tables/tasks.html", "tables/tasks.md", "tables/tasks.tex"} <= {*report_files(run)}
     all_items()["tasks"].write(Material(run, {"scale_note": "This run is small."}), run.folder / "report")

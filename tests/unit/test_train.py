@@ -23,11 +23,10 @@ from demix.train import scale, stage
 from demix.train.batches import Batch, balanced_batches, mixed_batches, proportional_batches
 from demix.train.loop import train
 from demix.train.schedule import Optimization
-from demix.train.stage import train_model
 from demix.train.stopping import EarlyStopping
 from support.plain_training import adamw, plain_steps, rates
 from support.tokens import NOVEL, TRAINING
-from support.training import SIZES, TRAIN, opened, shard_paths
+from support.training import SIZES, TRAIN, opened, shard_paths, train_model
 
 
 def test_every_block_is_seen_once_an_epoch_and_the_order_depends_on_step_alone(tokens: Path) -> None:
@@ -204,6 +203,18 @@ def test_the_loss_is_scaled_in_fp16_alone(dtype: torch.dtype, grows: bool) -> No
     for _ in range(scale.GROW_AFTER):
         found.grow()
     assert found.factor == (2 * before if grows else 1.0)
+
+
+def test_the_scale_of_the_loss_resumes_wherever_training_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "GROW_AFTER", 3)
+    whole, rows = scale.LossScale(torch.float16), []
+    for overflows in (1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0):
+        whole.shrink() if overflows else whole.grow()
+        rows.append(whole.metrics)
+        resumed = scale.LossScale(torch.float16)
+        resumed.resume(rows)
+        assert (resumed.factor, resumed.unscathed) == (whole.factor, whole.unscathed)
+    assert {row["loss_scale"] for row in rows} == {2.0**14, 2.0**15}
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(tokens: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from demix.errors import DemixError
 from demix.evaluate.losses import Mixture, dev_priors, document_losses
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
-from demix.generate.playground.answers import Drawing, Mixing, analyse, draw, model_facts, opened
+from demix.generate.playground.answers import DrawRequest, MixRequest, analyse, draw, model_facts, opened
 from demix.mix.stream import Posterior
 from demix.model.checkpoint import load_experts
 from demix.model.decode import Decoder, generate
@@ -111,11 +111,11 @@ def test_the_terminal_and_the_page_show_the_same(models: tuple[Path, Path]) -> N
     assert written[0].output == written[1].output != ""
     stacked, apart = (opened(model, None) for model in models)
     assert (stacked.experts, stacked.context) == (apart.experts, apart.context)
-    asked = Mixing(TEXT, THREE[:2], "tempered", "")
+    asked = MixRequest(TEXT, THREE[:2], "tempered", "")
     answers = [analyse(model, asked) for model in (stacked, apart)]
     for key in ("bits", "expert_bits", "weights"):
         np.testing.assert_allclose(answers[1][key], answers[0][key], atol=1.1e-2 if key == "expert_bits" else 1.1e-3)
-    drawing = Drawing(TEXT, THREE, "history", "wiki", 20, 1.0, 0.9, 3)
+    drawing = DrawRequest(TEXT, THREE, "history", "wiki", 20, 1.0, 0.9, 3)
     texts = ["".join(line["pieces"][0] for line in draw(model, drawing)) for model in (stacked, apart)]
     assert texts[0] == texts[1] != ""
 
@@ -140,7 +140,7 @@ def test_experts_that_do_not_fit_are_read_one_at_a_time(
     models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = models[1]
-    asked = Mixing(TEXT, THREE[:2], "tempered", "")
+    asked = MixRequest(TEXT, THREE[:2], "tempered", "")
     together, text = opened(model, None), demix("generate", model, "--prompt", TEXT, "--tokens", 5).output
     assert not model_facts(together)["one_at_a_time"]
     assert caplog.messages == []

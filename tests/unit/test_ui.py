@@ -113,7 +113,7 @@ def test_telemetry_is_off(served: Served) -> None:
 
 def test_a_server_takes_runs_too(served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = build_run(tmp_path / "made-up", training=("code", "law"), novel=("wiki",), retrained=(), steps=2)
-    first, second = (track(run.path, run.run, served.address, "by-server") for _ in range(2))
+    first, second = (track(run.run, served.address, "by-server") for _ in range(2))
     assert ", 0 replaced, 0 unchanged, 0 deleted" in first
     assert "0 new, 0 replaced" in second
     assert capsys.readouterr().out.splitlines() == [first, second]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
-from demix.evaluate.score_tables import read_scores, stream_scores, tokens_sha256, write_scores, write_tokens
+from demix.evaluate.score_tables import read_scores, stream_scores, write_scores
 from demix.files import read_json, read_parquet, sha256_file, write_json, write_parquet
 from demix.files.json_files import without_nan
 from demix.model.checkpoint import load_model
@@ -20,6 +20,7 @@ from demix.model.experts import add_expert, expert_fault, find_faults
 from demix.model.merge import merge_experts
 from support.cli import demix
 from support.models import write_model
+from support.scored import write_columns
 from support.tokens import TRAINING
 
 SIZE, LENGTH, BAD = 100, 8, 83
@@ -28,10 +29,8 @@ SIZE, LENGTH, BAD = 100, 8, 83
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
     """A score table of two experts."""
-    ids = np.arange(SIZE, dtype=np.uint16)
-    write_tokens(tmp_path, ids, np.array([0, 50]), LENGTH)
-    for name in ("law", "news"):
-        write_scores(tmp_path / f"{name}.parquet", [np.full(SIZE, -3.0)], {"tokens_sha256": tokens_sha256(ids)})
+    columns = dict.fromkeys(("law", "news"), np.full(SIZE, -3.0))
+    write_columns(tmp_path, np.arange(SIZE, dtype=np.uint16), np.array([0, 50]), columns)
     return tmp_path
 
 

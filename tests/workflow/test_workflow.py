@@ -337,35 +337,6 @@ def test_scores_are_what_the_model_says(finished: Path, results: pd.DataFrame) -
     assert rows.set_index("domain").perplexity["scripture"] == pytest.approx(math.exp(nll / 1000), rel=1e-5)
 
 
-def test_exported_models_give_hugging_face_the_same_scores(finished: Path) -> None:
-    """A dense model and an expert, exported by the command, score real text as the score tables say."""
-    import torch
-    from transformers import AutoTokenizer, GPT2LMHeadModel
-
-    from demix.data.shards import TokenShard, blocks
-    from demix.evaluate.score_tables import read_scores
-
-    run = finished / "results" / "tiny"
-    shard = TokenShard.open(run / "tokens" / "fantasy" / "test.arrow")
-    inputs, targets, mask = map(torch.from_numpy, blocks(shard, 32, 1000))
-    for model, expert in (("dense", "dense"), ("demix", "scripture"), ("demix", "fantasy")):
-        output = finished / "exported" / f"{model}-{expert}"
-        command = [
-            "demix", "export", f"results/tiny/models/{model}", "--format", "hf", "--expert", expert,
-            "--tokenizer", "results/tiny/tokenizer.json", "--output", str(output),
-        ]  # fmt: skip
-        subprocess.run(command, cwd=finished, check=True, env=ENVIRONMENT)
-        with torch.no_grad():
-            logits = GPT2LMHeadModel.from_pretrained(output)(inputs).logits
-        logp = torch.log_softmax(logits.double(), -1).gather(-1, targets[..., None])[..., 0]
-        table = read_scores(run / "scores" / model / "fantasy.test", (expert,))
-        np.testing.assert_allclose(table.scores[..., 0][table.mask], logp[mask].numpy(), atol=1e-4)
-        text = pq.read_table(run / "corpus" / "fantasy" / "test.parquet")["text"][0].as_py() + "<|endoftext|>"
-        ids = AutoTokenizer.from_pretrained(output)(text)["input_ids"]
-        assert shard.end_of_text not in ids, "the literal text is ordinary text"
-        assert ids[:50] == shard.read(1, 51).tolist()
-
-
 def test_no_text_is_in_two_splits_or_domains(finished: Path) -> None:
     run = finished / "results" / "tiny" / "corpus"
     seen: dict[str, str] = {}

@@ -7,18 +7,20 @@ for parent in {one.parent.name: one.parent for one in THIS.adaptations}.values()
         name:
             "adapt" if adds else "adapt_dense"
         input:
-            tokens=tokens(["{novel}"], "train", "dev"),
-            model=experts(parent.name, parent.experts),
+            tokens=RULES.tokens(["{novel}"], "train", "dev"),
+            model=RULES.experts(parent.name, parent.experts),
             # These scores choose the parent.
-            scores=scores(parent.name, ["{novel}"], [*TRAINING, "tokens"], ["dev"]) if adds else [],
+            scores=RULES.scores(parent.name, ["{novel}"], [*TRAINING, "tokens"], ["dev"]) if adds else [],
             # Adaptation does not change the losses of training domains under their own experts: metrics repeat them.
             # The job that makes such a score table makes the domain's table of tokens, too.
-            unchanged=[file for domain in TRAINING * adds for file in scores(parent.name, [domain], [domain], ["dev"])],
-            training=[] if adds else tokens(TRAINING, "dev"),
+            unchanged=[
+                file for domain in TRAINING * adds for file in RULES.scores(parent.name, [domain], [domain], ["dev"])
+            ],
+            training=[] if adds else RULES.tokens(TRAINING, "dev"),
         output:
             [f"{RUN}/models/{parent.name}/experts/{{novel}}.{kind}" for kind in ("safetensors", "json")]
             if adds
-            else experts(name, parent.experts),
+            else RULES.experts(name, parent.experts),
             metrics=f"{RUN}/metrics/{name}.jsonl",
         log:
             f"{RUN}/logs/{'adapt' if adds else 'adapt-dense'}/{{novel}}.log",
@@ -27,14 +29,14 @@ for parent in {one.parent.name: one.parent for one in THIS.adaptations}.values()
         localrule: SUBMITTED
         conda:
             "../../environment.yml"
-        threads: cores(CONFIG.adaptation)
+        threads: RULES.cores(CONFIG.adaptation)
         resources:
-            **site("adapt"),
-            options=f"{run_options('adapt', CONFIG.adaptation)} {RULES.live}",
+            **RULES.site("adapt"),
+            options=f"{RULES.run_options('adapt', CONFIG.adaptation)} {RULES.live}",
         params:
             command="adapt" if adds else "adapt-dense",
             settings=verbatim(
-                as_json(
+                RULES.as_json(
                     taken(AdaptationRecipe, CONFIG.adaptation),
                     learning_rate_factor=THIS.learning_rate_factor(parent),
                     seed=THIS.seed,

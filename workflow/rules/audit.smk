@@ -5,9 +5,9 @@ for model in WITHOUT:
         name:
             f"audit_{model.removed}"
         input:
-            tokens=tokens([model.removed], "train", "test"),
-            whole=experts(THIS.whole.name, TRAINING),
-            without=experts(model.name, model.experts),
+            tokens=RULES.tokens([model.removed], "train", "test"),
+            whole=RULES.experts(THIS.whole.name, TRAINING),
+            without=RULES.experts(model.name, model.experts),
             priors=f"{RUN}/evaluations/{model.removed}.priors.parquet",
         output:
             f"{RUN}/evaluations/{model.removed}.audit.parquet",
@@ -17,10 +17,10 @@ for model in WITHOUT:
             "../../environment.yml"
         threads: CONFIG.threads
         resources:
-            **site("score"),
+            **RULES.site("score"),
         params:
             settings=verbatim(
-                as_json(
+                RULES.as_json(
                     written(CONFIG.removal.audit),
                     model=THIS.whole.name,
                     training=TRAINING,

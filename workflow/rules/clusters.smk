@@ -22,9 +22,9 @@ rule fit_clusters:
     conda:
         "../../environment.yml"
     resources:
-        **site("corpus"),
+        **RULES.site("corpus"),
     params:
-        settings=lambda wildcards: as_json(written(CONFIG.clusterings[wildcards.clustering])),
+        settings=lambda wildcards: RULES.as_json(written(CONFIG.clusterings[wildcards.clustering])),
         seed=THIS.seed,
         folder=below_run("clusters/{clustering}"),
     shell:
@@ -43,7 +43,7 @@ rule assign:
     conda:
         "../../environment.yml"
     resources:
-        **site("corpus"),
+        **RULES.site("corpus"),
     params:
         clusterer=below_run("clusters/{clustering}"),
         folder=below_run("clusters/{clustering}/assigned"),
@@ -60,7 +60,7 @@ for clustering, split in THIS.learned_splits:
         input:
             clusterer=f"{RUN}/clusters/{clustering}/clusterer.json",
             assigned=[f"{RUN}/clusters/{clustering}/assigned/{domain}.{split}.parquet" for domain in TRAINING],
-            tokens=tokens(TRAINING, split),
+            tokens=RULES.tokens(TRAINING, split),
         output:
             [
                 str(Path(shard).with_suffix(end))
@@ -73,7 +73,7 @@ for clustering, split in THIS.learned_splits:
         conda:
             "../../environment.yml"
         resources:
-            **site("corpus"),
+            **RULES.site("corpus"),
         params:
             clusterer=below_run(f"clusters/{clustering}"),
             folder=below_run(f"clusters/{clustering}/shards"),

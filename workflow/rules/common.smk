@@ -16,6 +16,7 @@ from demix.launch.arguments import SHELL_FUNCTION
 from demix.launch.producers import end_at_loops, find_by_name
 from demix.launch.times import keep_shared_times
 from demix.report import report_files, report_items
+from demix.run import systems
 from demix.run.check import completed_run
 from demix.run.contexts import asked_contexts
 from demix.run.kept import kept, refuse_other_domains, refuse_other_format
@@ -23,15 +24,6 @@ from demix.run.merged import MERGED
 from demix.run.models import adapted, left_out, rule_of, trained_without
 from demix.run.rules import RunRules
 from demix.run.scoring import scoring_jobs
-from demix.run.systems import (
-    balanced_pairs,
-    bases,
-    chosen_on_dev,
-    classified,
-    compared,
-    evaluated,
-    token_routed,
-)
 from demix.settings import written
 from snakemake.common import NOTHING_TO_BE_DONE_MSG
 
@@ -53,12 +45,7 @@ except DemixError as error:
     raise WorkflowError(str(located(error, FILES))) from None
 
 CONFIG, RULES = THIS.config, RunRules(THIS)
-RUN, as_json, given = RULES.folder, RULES.as_json, RULES.given
-parts, tokens, experts, scores = RULES.parts, RULES.tokens, RULES.experts, RULES.scores
-trained_files, routing = RULES.trained_files, RULES.routing
-evaluated_scores, train_inputs, chosen_rate = RULES.evaluated_scores, RULES.train_inputs, RULES.chosen_rate
-training_settings, cores, site, run_options = RULES.training_settings, RULES.cores, RULES.site, RULES.run_options
-beginning, seed_files, seed_of, train_options = RULES.beginning, RULES.seed_files, RULES.seed_of, RULES.train_options
+RUN = RULES.folder
 MODELS = {model.name: model for model in THIS.planned}
 # The parents of seed phases, by folder.
 SEEDS = {parent: model for (parent, _), model in THIS.seeds.items()}
@@ -146,7 +133,7 @@ def once(files):
 
 def several_models(job):
     """The settings of a job that scores under several models."""
-    return lambda wildcards: as_json(
+    return lambda wildcards: RULES.as_json(
         taken(ScoringRecipe, CONFIG.evaluation),
         threads=CONFIG.threads,
         models=[part.settings(dict(wildcards.items())) for part in job.parts],

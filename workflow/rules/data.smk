@@ -14,9 +14,9 @@ if RULES.apart:
         conda:
             "../../environment.yml"
         resources:
-            **site("download"),
+            **RULES.site("download"),
         params:
-            settings=lambda wildcards: given(written(DOMAINS[wildcards.domain].source) | {"piece_words": None}),
+            settings=lambda wildcards: RULES.given(written(DOMAINS[wildcards.domain].source) | {"piece_words": None}),
             part=lambda wildcards: int(wildcards.part),
         shell:
             "demix download {wildcards.domain} --settings {params.settings:q} --part {params.part}"
@@ -33,7 +33,7 @@ if RULES.apart:
         conda:
             "../../environment.yml"
         resources:
-            **site("anonymize"),
+            **RULES.site("anonymize"),
         params:
             enabled=anonymizing,
             pieces=lambda wildcards: "".join(
@@ -57,9 +57,9 @@ else:
         conda:
             "../../environment.yml"
         resources:
-            **site("download"),
+            **RULES.site("download"),
         params:
-            settings=lambda wildcards: given(written(DOMAINS[wildcards.domain].source)),
+            settings=lambda wildcards: RULES.given(written(DOMAINS[wildcards.domain].source)),
             part=lambda wildcards: int(wildcards.part),
             enabled=anonymizing,
             raw=below_run("raw/{domain}/{part}.parquet"),
@@ -71,7 +71,7 @@ else:
 # Novel domains are no input: a new novel domain must not change the training domains.
 rule deduplicate:
     input:
-        parts(TRAINING, "parquet"),
+        RULES.parts(TRAINING, "parquet"),
     output:
         f"{RUN}/corpus/owners.parquet",
     log:
@@ -79,7 +79,7 @@ rule deduplicate:
     conda:
         "../../environment.yml"
     resources:
-        **site("corpus"),
+        **RULES.site("corpus"),
     shell:
         "demix deduplicate {input} --output {output} 2> {log}"
 
@@ -87,7 +87,7 @@ rule deduplicate:
 # The numbers are only reported: novel domains may share texts with one another.
 rule novel_duplicates:
     input:
-        parts(NOVEL, "parquet"),
+        RULES.parts(NOVEL, "parquet"),
     output:
         f"{RUN}/corpus/shared.json",
     log:
@@ -95,15 +95,15 @@ rule novel_duplicates:
     conda:
         "../../environment.yml"
     resources:
-        **site("corpus"),
+        **RULES.site("corpus"),
     shell:
         "demix novel-duplicates {input} --output {output} 2> {log}"
 
 
 rule split:
     input:
-        documents=lambda wildcards: parts([wildcards.domain], "parquet"),
-        counts=lambda wildcards: parts([wildcards.domain], "json"),
+        documents=lambda wildcards: RULES.parts([wildcards.domain], "parquet"),
+        counts=lambda wildcards: RULES.parts([wildcards.domain], "json"),
         owners=f"{RUN}/corpus/owners.parquet",
     output:
         expand(f"{RUN}/corpus/{{{{domain}}}}/{{split}}.parquet", split=SPLITS),
@@ -113,9 +113,9 @@ rule split:
     conda:
         "../../environment.yml"
     resources:
-        **site("corpus"),
+        **RULES.site("corpus"),
     params:
-        settings=lambda wildcards: as_json(
+        settings=lambda wildcards: RULES.as_json(
             words=written(DOMAINS[wildcards.domain].words),
             near_duplicates=written(DOMAINS[wildcards.domain])["near_duplicates"],
             metadata=bool(DOMAINS[wildcards.domain].source.metadata),
@@ -138,9 +138,9 @@ rule tokenizer:
     conda:
         "../../environment.yml"
     resources:
-        **site("corpus"),
+        **RULES.site("corpus"),
     params:
-        settings=verbatim(as_json(written(CONFIG.tokenizer))),
+        settings=verbatim(RULES.as_json(written(CONFIG.tokenizer))),
     shell:
         "demix tokenizer {input} --settings {params.settings:q} --output {output} 2> {log}"
 
@@ -160,7 +160,7 @@ rule tokenize:
     conda:
         "../../environment.yml"
     resources:
-        **site("corpus"),
+        **RULES.site("corpus"),
     params:
         folder=below_run("tokens/{domain}"),
     shell:
@@ -170,8 +170,8 @@ rule tokenize:
 # Reported only: how much of a domain's text each training domain holds, beside how well its expert predicts it.
 rule overlap:
     input:
-        tokens(TRAINING, "train"),
-        tokens(DOMAINS, "test"),
+        RULES.tokens(TRAINING, "train"),
+        RULES.tokens(DOMAINS, "test"),
     output:
         f"{RUN}/corpus/overlap.parquet",
     log:
@@ -179,6 +179,6 @@ rule overlap:
     conda:
         "../../environment.yml"
     resources:
-        **site("corpus"),
+        **RULES.site("corpus"),
     shell:
         "demix overlap {input} --output {output} 2> {log}"

@@ -8,16 +8,18 @@ for merged in (one for one in THIS.merged if one.weights != "routed"):
         name:
             merged.rule
         input:
-            model=experts(model.name, model.experts),
-            scores=(scores(model.name, ["{domain}"], [*model.columns, "tokens"], ["dev"]) if merged.by_domain else []),
+            model=RULES.experts(model.name, model.experts),
+            scores=(
+                RULES.scores(model.name, ["{domain}"], [*model.columns, "tokens"], ["dev"]) if merged.by_domain else []
+            ),
         output:
-            [temp(file) if merged.by_domain else file for file in experts(merged.place, MERGED)],
+            [temp(file) if merged.by_domain else file for file in RULES.experts(merged.place, MERGED)],
         log:
             f"{RUN}/logs/average/{merged.place}.log",
         conda:
             "../../environment.yml"
         resources:
-            **site("evaluate"),
+            **RULES.site("evaluate"),
         params:
             model=below_run(f"models/{model.name}"),
             experts=",".join(model.experts),
@@ -42,17 +44,17 @@ for merged in (one for one in THIS.merged if one.weights == "routed"):
         name:
             merged.rule
         input:
-            model=experts(model.name, model.experts),
+            model=RULES.experts(model.name, model.experts),
             tokens=RULES.learned_tokens(model, "dev"),
         output:
-            experts(merged.place, MERGED),
+            RULES.experts(merged.place, MERGED),
         log:
             f"{RUN}/logs/merge_routed/{merged.place}.log",
         conda:
             "../../environment.yml"
         threads: CONFIG.threads
         resources:
-            **site("score"),
+            **RULES.site("score"),
         params:
             model=below_run(f"models/{model.name}"),
             threads=CONFIG.threads,

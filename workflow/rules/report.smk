@@ -3,17 +3,17 @@
 
 rule choose_mixing:
     input:
-        lambda wildcards: scores(wildcards.model, TRAINING, [*MODELS[wildcards.model].columns, "tokens"], ["dev"]),
+        lambda wildcards: RULES.scores(wildcards.model, TRAINING, [*MODELS[wildcards.model].columns, "tokens"], ["dev"]),
     output:
         f"{RUN}/models/{{model}}/mixing.json",
     log:
         f"{RUN}/logs/choose_mixing/{{model}}.log",
     wildcard_constraints:
-        model="|".join(model.name for model in chosen_on_dev(THIS)) or "none",
+        model="|".join(model.name for model in systems.chosen_on_dev(THIS)) or "none",
     conda:
         "../../environment.yml"
     resources:
-        **site("evaluate"),
+        **RULES.site("evaluate"),
     params:
         folder=below_run("scores/{model}"),
         domains=",".join(TRAINING),
@@ -25,9 +25,9 @@ rule choose_mixing:
 
 rule evaluate:
     input:
-        lambda wildcards: evaluated_scores(wildcards.domain),
+        lambda wildcards: RULES.evaluated_scores(wildcards.domain),
         routing=lambda wildcards: RULES.evaluated_routing(wildcards.domain),
-        mixing=[f"{RUN}/models/{model.name}/mixing.json" for model in chosen_on_dev(THIS)],
+        mixing=[f"{RUN}/models/{model.name}/mixing.json" for model in systems.chosen_on_dev(THIS)],
         tokenizer=f"{RUN}/tokenizer.json",
     output:
         results=f"{RUN}/evaluations/{{domain}}.parquet",
@@ -40,16 +40,20 @@ rule evaluate:
     conda:
         "../../environment.yml"
     resources:
-        **site("evaluate"),
+        **RULES.site("evaluate"),
     params:
-        settings=lambda wildcards: as_json(
+        settings=lambda wildcards: RULES.as_json(
             taken(MixingRecipe, CONFIG.evaluation),
             kind="training" if wildcards.domain in TRAINING else "novel",
-            tables=[asdict(table) for table in evaluated(THIS, wildcards.domain)],
-            compared=[system.key for system in compared(THIS, wildcards.domain)],
-            against=[(name, *system.key) for name, system in bases(THIS).items()],
+            tables=[asdict(table) for table in systems.evaluated(THIS, wildcards.domain)],
+            compared=[system.key for system in systems.compared(THIS, wildcards.domain)],
+            against=[(name, *system.key) for name, system in systems.bases(THIS).items()],
             # A run without such pairs keeps its settings, and its evaluations.
-            **({"pairs": [(*one.key, *base.key) for one, base in pairs]} if (pairs := balanced_pairs(THIS)) else {}),
+            **(
+                {"pairs": [(*one.key, *base.key) for one, base in pairs]}
+                if (pairs := systems.balanced_pairs(THIS))
+                else {}
+            ),
             seed=THIS.seed,
         ),
         scores=below_run("scores"),
@@ -70,7 +74,7 @@ rule contexts:
     conda:
         "../../environment.yml"
     resources:
-        **site("evaluate"),
+        **RULES.site("evaluate"),
     params:
         settings=lambda wildcards: RULES.context_settings(wildcards.domain),
         scores=below_run("scores"),
@@ -121,7 +125,7 @@ METRICS = [f"{RUN}/metrics/{one.name}.jsonl" for one in (*THIS.trained, *THIS.ad
 # What a report of clusters reads besides.
 CLUSTERED = list(dict.fromkeys(model.data for model in MODELS.values() if model.data))
 # The experts of all domains, including the added ones.
-EXPERTS = experts(THIS.receiver.name, [*TRAINING, *NOVEL])
+EXPERTS = RULES.experts(THIS.receiver.name, [*TRAINING, *NOVEL])
 
 
 rule report:
@@ -142,7 +146,7 @@ rule report:
             for split in ("train", "test")
         ],
         [f"{RUN}/evaluations/{domain}.losses.parquet" for domain in TRAINING if CLUSTERED],
-        [f"{RUN}/loads/{model.name}.parquet" for model in token_routed(THIS)],
+        [f"{RUN}/loads/{model.name}.parquet" for model in systems.token_routed(THIS)],
         [f"{RUN}/evaluations/{domain}.contexts.parquet" for domain in DOMAINS if asked_contexts(THIS)],
         # The learning rates that were tried.
         [f"{RUN}/models/{THIS.receiver.name}/experts/{novel}.json" for novel in NOVEL],
@@ -202,7 +206,7 @@ rule track:
     conda:
         "../../environment.yml"
     params:
-        settings=verbatim(as_json(written(CONFIG.tracking), experiment=RULES.experiment)),
+        settings=verbatim(RULES.as_json(written(CONFIG.tracking), experiment=RULES.experiment)),
         run=below_run(""),
     shell:
         "demix track {params.run} --settings {params.settings:q} --output {output} 2> {log}"

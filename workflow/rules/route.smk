@@ -12,10 +12,10 @@ for name, domains in {"route": TRAINING, "route_novel": ["{novel}"] if NOVEL els
                 f"{RUN}/clusters/{{clustering}}/{file}"
                 for file in ("clusterer.json", "clusterer.safetensors", "terms.parquet")
             ],
-            tokens=tokens(domains, "dev", "test"),
+            tokens=RULES.tokens(domains, "dev", "test"),
             tokenizer=f"{RUN}/tokenizer.json",
         output:
-            routing("{clustering}", "{context}", domains, ("dev", "test")),
+            RULES.routing("{clustering}", "{context}", domains, ("dev", "test")),
         log:
             f"{RUN}/logs/route/{{clustering}}.{{context}}{'.{novel}' if name == 'route_novel' else ''}.log",
         wildcard_constraints:
@@ -23,9 +23,9 @@ for name, domains in {"route": TRAINING, "route_novel": ["{novel}"] if NOVEL els
         conda:
             "../../environment.yml"
         resources:
-            **site("evaluate"),
+            **RULES.site("evaluate"),
         params:
-            settings=lambda wildcards: as_json(
+            settings=lambda wildcards: RULES.as_json(
                 taken(ScoredTokens, CONFIG.evaluation), length=THIS.context, context=wildcards.context
             ),
             clusterer=below_run("clusters/{clustering}"),

@@ -1,5 +1,5 @@
 # One forward pass per (model, expert, domain, split). Every mixture is computed from the tables.
-SCORING = as_json(taken(ScoringRecipe, CONFIG.evaluation), threads=CONFIG.threads)
+SCORING = RULES.as_json(taken(ScoringRecipe, CONFIG.evaluation), threads=CONFIG.threads)
 
 
 for job in scoring_jobs(THIS):
@@ -9,17 +9,21 @@ for job in scoring_jobs(THIS):
         name:
             job.rule
         input:
-            model=once(file for part in job.parts for file in experts(part.model, part.experts)),
-            tokens=once(file for part in job.parts for file in tokens(part.domains, *part.splits)),
+            model=once(file for part in job.parts for file in RULES.experts(part.model, part.experts)),
+            tokens=once(file for part in job.parts for file in RULES.tokens(part.domains, *part.splits)),
             # The columns of added experts use the tables of tokens, which the first scoring of a domain wrote. One job
             # scores all splits of a domain, so that one table stands for all.
-            old=[file for part in job.parts for file in scores(part.model, part.after, ["tokens"], part.splits[:1])],
+            old=[
+                file
+                for part in job.parts
+                for file in RULES.scores(part.model, part.after, ["tokens"], part.splits[:1])
+            ],
         output:
             [
                 file
                 for part in job.parts
                 for domain in part.domains
-                for file in scores(
+                for file in RULES.scores(
                     part.folder, [domain], [*part.columns_on(domain), *["tokens"] * part.shared], part.splits
                 )
             ],
@@ -30,7 +34,7 @@ for job in scoring_jobs(THIS):
             "../../environment.yml"
         threads: CONFIG.threads
         resources:
-            **site("score"),
+            **RULES.site("score"),
         params:
             settings=several_models(job) if more else verbatim(SCORING),
             model=below_run("models" if more else f"models/{part.model}"),
@@ -50,19 +54,19 @@ for job in scoring_jobs(THIS):
 # Which experts tokens choose on each domain.
 rule loads:
     input:
-        model=lambda wildcards: experts(wildcards.model, MERGED),
-        tokens=tokens(DOMAINS, "test"),
+        model=lambda wildcards: RULES.experts(wildcards.model, MERGED),
+        tokens=RULES.tokens(DOMAINS, "test"),
     output:
         f"{RUN}/loads/{{model}}.parquet",
     log:
         f"{RUN}/logs/loads/{{model}}.log",
     wildcard_constraints:
-        model="|".join(model.name for model in token_routed(THIS)) or "none",
+        model="|".join(model.name for model in systems.token_routed(THIS)) or "none",
     conda:
         "../../environment.yml"
     threads: CONFIG.threads
     resources:
-        **site("score"),
+        **RULES.site("score"),
     params:
         settings=verbatim(SCORING),
         model=below_run("models/{model}"),

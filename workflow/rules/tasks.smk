@@ -1,6 +1,6 @@
 # Few-shot classification (c-BTM): examples once, the log-probabilities of labels once per model, all routings as arithmetic.
 TASKS = CONFIG.tasks
-ASKED = classified(THIS)
+ASKED = systems.classified(THIS)
 # A run without tasks has null here.
 GIVEN_TASKS = {name: written(task) for name, task in TASKS.items()} or None
 FETCHED = any(task.fetches for task in TASKS.values())
@@ -22,9 +22,9 @@ rule examples:
     conda:
         "../../environment.yml"
     resources:
-        **site("download" if FETCHED else "corpus"),
+        **RULES.site("download" if FETCHED else "corpus"),
     params:
-        settings=lambda wildcards: as_json(written(TASKS[wildcards.task]), length=THIS.context, seed=THIS.seed),
+        settings=lambda wildcards: RULES.as_json(written(TASKS[wildcards.task]), length=THIS.context, seed=THIS.seed),
         documents=lambda wildcards: " ".join(RULES.task_documents(wildcards.task)),
     shell:
         "demix examples {wildcards.task} {params.documents} --tokenizer {input.tokenizer}"
@@ -37,7 +37,7 @@ for model in ASKED:
         name:
             f"fewshot_{model.rule}"
         input:
-            model=experts(model.name, model.experts),
+            model=RULES.experts(model.name, model.experts),
             examples=[f"{RUN}/examples/{task}.parquet" for task in TASKS],
             tokenizer=f"{RUN}/tokenizer.json",
         output:
@@ -48,10 +48,10 @@ for model in ASKED:
             "../../environment.yml"
         threads: CONFIG.threads
         resources:
-            **site("score"),
+            **RULES.site("score"),
         params:
             settings=verbatim(
-                as_json(
+                RULES.as_json(
                     tasks=GIVEN_TASKS,
                     precision=CONFIG.evaluation.precision,
                     threads=CONFIG.threads,
@@ -73,7 +73,7 @@ rule classify:
             f"{RUN}/clusters/{routing}/clusterer.json"
             for routing in dict.fromkeys(model.routing for model in ASKED if model.routing)
         ],
-        mixing=[f"{RUN}/models/{model.name}/mixing.json" for model in chosen_on_dev(THIS) if model in ASKED],
+        mixing=[f"{RUN}/models/{model.name}/mixing.json" for model in systems.chosen_on_dev(THIS) if model in ASKED],
     output:
         f"{RUN}/tasks.parquet",
     log:
@@ -81,10 +81,10 @@ rule classify:
     conda:
         "../../environment.yml"
     resources:
-        **site("evaluate"),
+        **RULES.site("evaluate"),
     params:
         settings=verbatim(
-            as_json(
+            RULES.as_json(
                 tasks=GIVEN_TASKS,
                 models=[
                     {

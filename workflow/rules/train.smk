@@ -3,7 +3,7 @@
 
 rule sweep:
     input:
-        lambda wildcards: train_inputs(MODELS[wildcards.model], dev=False),
+        lambda wildcards: RULES.train_inputs(MODELS[wildcards.model], dev=False),
     output:
         f"{RUN}/metrics/sweep/{{model}}/{{rate}}.jsonl",
     log:
@@ -15,14 +15,14 @@ rule sweep:
     localrule: SUBMITTED
     conda:
         "../../environment.yml"
-    threads: lambda wildcards: cores(MODELS[wildcards.model].settings)
+    threads: lambda wildcards: RULES.cores(MODELS[wildcards.model].settings)
     resources:
-        **site("train"),
-        options=lambda wildcards: run_options("train", MODELS[wildcards.model].settings),
+        **RULES.site("train"),
+        options=lambda wildcards: RULES.run_options("train", MODELS[wildcards.model].settings),
     params:
         kind=lambda wildcards: MODELS[wildcards.model].kind.name,
         # A trial differs from the model's training only in tokens and learning rate, and is not evaluated on dev.
-        settings=lambda wildcards: training_settings(
+        settings=lambda wildcards: RULES.training_settings(
             MODELS[wildcards.model],
             tokens=written(MODELS[wildcards.model].settings)["sweep"]["tokens"],
             learning_rate=float(wildcards.rate),
@@ -56,10 +56,10 @@ rule choose_rate:
 rule seed:
     input:
         model=f"{RUN}/models/{{model}}/model.json",
-        rate=lambda wildcards: chosen_rate(SEEDS[wildcards.model]),
-        tokens=lambda wildcards: train_inputs(SEEDS[wildcards.model]),
+        rate=lambda wildcards: RULES.chosen_rate(SEEDS[wildcards.model]),
+        tokens=lambda wildcards: RULES.train_inputs(SEEDS[wildcards.model]),
     output:
-        seed_files("{model}", "{step}"),
+        RULES.seed_files("{model}", "{step}"),
     log:
         f"{RUN}/logs/seed/{{model}}.{{step}}.log",
     wildcard_constraints:
@@ -69,14 +69,14 @@ rule seed:
     localrule: SUBMITTED
     conda:
         "../../environment.yml"
-    threads: lambda wildcards: cores(SEEDS[wildcards.model].settings)
+    threads: lambda wildcards: RULES.cores(SEEDS[wildcards.model].settings)
     resources:
-        **site("train"),
-        options=lambda wildcards: run_options("train", SEEDS[wildcards.model].settings),
+        **RULES.site("train"),
+        options=lambda wildcards: RULES.run_options("train", SEEDS[wildcards.model].settings),
     params:
         kind=lambda wildcards: SEEDS[wildcards.model].kind.name,
-        settings=lambda wildcards: training_settings(SEEDS[wildcards.model]),
-        beginning=lambda wildcards: beginning(SEEDS[wildcards.model]),
+        settings=lambda wildcards: RULES.training_settings(SEEDS[wildcards.model]),
+        beginning=lambda wildcards: RULES.beginning(SEEDS[wildcards.model]),
         step=lambda wildcards: int(wildcards.step),
         kept=below_run("checkpoints/{model}"),
         checkpoints=below_run("checkpoints/{model}-step-{step}"),
@@ -93,11 +93,11 @@ for model in (model for model in THIS.trained if not model.parts[0].part):
         name:
             f"train_{model.rule}"
         input:
-            rate=chosen_rate(model),
-            tokens=train_inputs(model),
-            seed=seed_of(model),
+            rate=RULES.chosen_rate(model),
+            tokens=RULES.train_inputs(model),
+            seed=RULES.seed_of(model),
         output:
-            trained_files(model),
+            RULES.trained_files(model),
             metrics=f"{RUN}/metrics/{model.place}.jsonl",
         log:
             f"{RUN}/logs/train/{model.place}.log",
@@ -106,14 +106,14 @@ for model in (model for model in THIS.trained if not model.parts[0].part):
         localrule: SUBMITTED
         conda:
             "../../environment.yml"
-        threads: cores(model.settings)
+        threads: RULES.cores(model.settings)
         resources:
-            **site("train"),
-            options=train_options(model),
+            **RULES.site("train"),
+            options=RULES.train_options(model),
         params:
             kind=model.kind.name,
-            settings=verbatim(training_settings(model)),
-            beginning=verbatim(beginning(model)),
+            settings=verbatim(RULES.training_settings(model)),
+            beginning=verbatim(RULES.beginning(model)),
             model=below_run(model.folder),
             checkpoints=below_run(f"checkpoints/{model.place}"),
         shell:
@@ -130,11 +130,11 @@ for model, parts_of_job in ((model, job) for model in THIS.trained if model.part
         name:
             rule_of(parts_of_job)
         input:
-            rate=chosen_rate(model),
-            tokens=train_inputs(model),
-            seed=seed_of(model),
+            rate=RULES.chosen_rate(model),
+            tokens=RULES.train_inputs(model),
+            seed=RULES.seed_of(model),
         output:
-            [file for part in parts_of_job for file in trained_files(part)],
+            [file for part in parts_of_job for file in RULES.trained_files(part)],
             metrics=[f"{RUN}/metrics/{part.place}.jsonl" for part in parts_of_job],
         log:
             f"{RUN}/logs/train/{parts_of_job[0].place}.log",
@@ -142,14 +142,14 @@ for model, parts_of_job in ((model, job) for model in THIS.trained if model.part
         localrule: SUBMITTED
         conda:
             "../../environment.yml"
-        threads: cores(model.settings)
+        threads: RULES.cores(model.settings)
         resources:
-            **site("train"),
-            options=f"{train_options(model)} --experts {','.join(part.part for part in parts_of_job)}",
+            **RULES.site("train"),
+            options=f"{RULES.train_options(model)} --experts {','.join(part.part for part in parts_of_job)}",
         params:
             kind=model.kind.name,
-            settings=verbatim(training_settings(model)),
-            beginning=verbatim(beginning(model)),
+            settings=verbatim(RULES.training_settings(model)),
+            beginning=verbatim(RULES.beginning(model)),
             model=below_run(f"branches/{model.name}"),
             metrics=below_run(f"metrics/{model.name}"),
             checkpoints=below_run(f"checkpoints/{model.name}"),
@@ -166,17 +166,17 @@ for model in (model for model in THIS.trained if model.parts[0].part):
         name:
             f"join_{model.rule}"
         input:
-            [file for part in model.parts for file in trained_files(part)],
+            [file for part in model.parts for file in RULES.trained_files(part)],
             metrics=[f"{RUN}/metrics/{part.place}.jsonl" for part in model.parts],
         output:
-            experts(model.name, model.experts),
+            RULES.experts(model.name, model.experts),
             metrics=f"{RUN}/metrics/{model.name}.jsonl",
         log:
             f"{RUN}/logs/join/{model.name}.log",
         conda:
             "../../environment.yml"
         resources:
-            **site("corpus"),
+            **RULES.site("corpus"),
         params:
             branches=[f"{RUN}/{part.folder}" for part in model.parts],
             metrics=",".join(f"{RUN}/metrics/{part.place}.jsonl" for part in model.parts),

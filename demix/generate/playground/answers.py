@@ -81,7 +81,7 @@ class Opened:
 
 
 @settings()
-class Mixing:
+class MixRequest:
     """A request to mix: a text, the experts in the mixture, and how.
 
     `weights` names the rule of the weights (`demix.model.decode.weights_of`), and `prior` is "" (the rule's default),
@@ -95,7 +95,7 @@ class Mixing:
 
 
 @settings()
-class Drawing(Mixing):
+class DrawRequest(MixRequest):
     """A request to continue a text by at most `tokens` tokens (for the rest see `demix.model.decode.generate`)."""
 
     tokens: Integer
@@ -143,7 +143,7 @@ def model_facts(model: Opened) -> dict[str, Any]:
     }
 
 
-def analyse(model: Opened, asked: Mixing) -> dict[str, Any]:
+def analyse(model: Opened, asked: MixRequest) -> dict[str, Any]:
     """For each token of a text: its bits under the mixture and under each expert, and the weights that predicted it.
 
     `weights` has one more row, for the token after the text. A request with the same text as the request before, but
@@ -165,7 +165,7 @@ def analyse(model: Opened, asked: Mixing) -> dict[str, Any]:
     }
 
 
-def draw(model: Opened, asked: Drawing) -> Iterator[dict[str, Any]]:
+def draw(model: Opened, asked: DrawRequest) -> Iterator[dict[str, Any]]:
     """Generate the continuation of a text, token by token, with the bits of each token as in `analyse`.
 
     `weights` are those after the token. Raises DemixError for a value out of range.
@@ -216,7 +216,7 @@ def _rounded(values: np.ndarray, digits: int) -> list[Any]:
     return rounded
 
 
-def _posterior(model: Opened, asked: Mixing | Drawing) -> Posterior:
+def _posterior(model: Opened, asked: MixRequest) -> Posterior:
     if asked.prior not in ("", "updating", "uniform", *model.domains):
         raise DemixError("prior", f"{asked.prior!r:.40} is not known", "choose a prior that the page offers")
     for name in asked.experts:

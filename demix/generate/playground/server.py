@@ -16,7 +16,7 @@ from threading import BoundedSemaphore, Lock
 from typing import Any, cast
 
 from demix.errors import DemixError
-from demix.generate.playground.answers import Drawing, Mixing, Opened, analyse, draw, model_facts
+from demix.generate.playground.answers import DrawRequest, MixRequest, Opened, analyse, draw, model_facts
 from demix.settings import settings_from
 
 PAGE = Path(__file__).with_name("page.html")
@@ -179,9 +179,9 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(400, "the request is not JSON") from None
         model = self.server.model
         if self.path == "/analyse":
-            self._send_json(analyse(model, settings_from(Mixing, _mapping(asked), "request")))
+            self._send_json(analyse(model, settings_from(MixRequest, _mapping(asked), "request")))
         elif self.path == "/generate":
-            drawing = settings_from(Drawing, _mapping(asked), "request")
+            drawing = settings_from(DrawRequest, _mapping(asked), "request")
             if not self.server.drawing.acquire(timeout=1):
                 raise RefusedError(429, "another text is being generated; stop it first")
             try:

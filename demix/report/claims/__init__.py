@@ -3,6 +3,8 @@
 Each module has the claims about one subject, a row each.
 """
 
+from functools import lru_cache
+
 from demix.report.claims import adaptation, added, families, novel, removal, training, weights
 from demix.report.claims.row import Row
 from demix.report.material import Material
@@ -24,6 +26,7 @@ def needs_of_claims() -> dict[str, tuple[Need, ...]]:
     return {row.name: row.needs for row in (*_PAPER, *families.ROWS)}
 
 
+@lru_cache(maxsize=1)
 def claims(material: Material) -> list[Claim]:
     """The claims judged on a run: on its own seed, and on whether its other seeds say the same."""
     run = material.run

@@ -39,10 +39,6 @@ ROWS = (
         "order_of_priors",
         "On novel domains perplexity falls from the average of experts to a uniform, an updating and a cached prior",
         "Table 5",
-        (
-            Versus(UNIFORM, AVERAGE, "novel"),
-            Versus(UPDATING, UNIFORM, "novel"),
-            Versus(CACHED, UPDATING, "novel"),
-        ),
+        (Versus(UNIFORM, AVERAGE, "novel"), Versus(UPDATING, UNIFORM, "novel"), Versus(CACHED, UPDATING, "novel")),
     ),
 )

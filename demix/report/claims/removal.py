@@ -6,16 +6,17 @@ from demix.report.claims.row import Row, Versus
 from demix.report.domains import so_many
 from demix.report.material import Material
 from demix.report.needs import SECOND_TRAINING, WITHOUT_DOMAIN
-from demix.report.systems import before_removal, without_domain, without_expert
+from demix.report.systems import ByDomain, before_removal, without_domain, without_expert
 from demix.report.verdict import Part
 
 
 def _like_never_trained(material: Material) -> Iterator[Part]:
     import pandas as pd
 
-    systems = {
-        "with": before_removal(material.run),
-        "without": without_expert(material.run),
+    run = material.run
+    systems: dict[str, ByDomain] = {
+        "with": before_removal(run),
+        "without": without_expert(run),
         "never": without_domain,
     }
     rows = pd.DataFrame(
@@ -43,10 +44,7 @@ ROWS = (
         "Table 7",
         lambda material: [
             Versus(
-                without_expert(material.run),
-                before_removal(material.run),
-                labels=("−Expert", "+Expert"),
-                higher=True,
+                without_expert(material.run), before_removal(material.run), labels=("−Expert", "+Expert"), higher=True
             )
         ],
         needs=(SECOND_TRAINING,),

@@ -4,6 +4,7 @@ over domains and more than half of the domains agree; it is weak if the run cann
 
 from collections.abc import Mapping
 
+from demix.report.claims import claims
 from demix.report.item import PageItem
 from demix.report.material import Material
 
@@ -29,7 +30,7 @@ def make(material: Material) -> Mapping[str, str]:
     from demix.report.formats import as_markdown
     from demix.report.page import render
 
-    judged, title = material.claims, ITEM.title
+    judged, title = claims(material), ITEM.title
     notes = [*left_out_notes(material.run), material.scale_note]
     counts = {verdict: sum(claim.verdict == verdict for claim in judged) for verdict in _SIGNS}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) + f", of {len(judged)}."

@@ -2,6 +2,7 @@
 length of training.
 """
 
+from demix.report.domains import mean_of
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.needs import CONTEXTS
@@ -15,7 +16,7 @@ def make(material: Material) -> Table:
     import numpy as np
     import pandas as pd
 
-    from demix.report.cells import lowest, mean_of
+    from demix.report.cells import lowest
     from demix.report.contexts import MIXED
 
     run = material.run

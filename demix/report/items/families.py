@@ -5,6 +5,7 @@ dense models, DEMix, whole models per domain (BTM) or per cluster (c-BTM), each 
 from dataclasses import replace
 from typing import Any
 
+from demix.report.domains import percent
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.needs import FAMILIES
@@ -65,8 +66,6 @@ def make(material: Material) -> Table:
 def _numbers(material: Material, system: System) -> tuple[dict[str, float], dict[str, str]]:
     """By column, the means of a system with their change from Dense (Balanced), and what stands below them."""
     import numpy as np
-
-    from demix.report.cells import percent
 
     row, lines = {}, {}
     # Merged models are made of the run's own seed alone.

@@ -4,6 +4,7 @@ training, bytes of gradients that experts exchange in training, and the time to 
 
 from typing import TYPE_CHECKING, Any
 
+from demix.report.domains import mean_of
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.needs import FAMILIES
@@ -79,7 +80,6 @@ def _row(material: Material, family: "Family") -> dict[str, Any]:
 
 def _seconds_to_add(material: Material, model: Model) -> float:
     """The mean seconds of steps of the trainings of the model's experts, or of its adaptations; NaN for none."""
-    from demix.report.cells import mean_of
     from demix.report.read import step_seconds
 
     if model.kind.expert_scope == "model":

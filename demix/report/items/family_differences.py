@@ -2,6 +2,7 @@
 minus that of the balanced dense model, on the same documents, with intervals over documents.
 """
 
+from demix.report.domains import mean_of, percent
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.needs import CLUSTERS
@@ -16,7 +17,7 @@ def make(material: Material) -> Table:
     """Each row that learns from clusters less the balanced row of as many clusters, and less Dense (Balanced)."""
     import pandas as pd
 
-    from demix.report.cells import WITHIN_NOTE, mean_of, percent
+    from demix.report.cells import WITHIN_NOTE
     from demix.report.results import paired
     from demix.report.verdict import mean_interval
 

@@ -5,8 +5,10 @@ tables and figures are in the other categories of the menu.
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from demix.report.claims import claims
 from demix.report.item import Group, PageItem
 from demix.report.material import Material
+from demix.report.verdict import Verdict
 from demix.run.run import Run
 
 ITEM = PageItem("The run on one page", place=2, category="At a glance")
@@ -22,7 +24,6 @@ def make(material: Material) -> Mapping[str, str]:
     from demix.report.main_table import main_table
     from demix.report.page import render
     from demix.report.stages import drawing
-    from demix.report.verdict import Verdict
     from demix.run.kept import config_fingerprint, kept
 
     run, table = material.run, main_table(material)
@@ -33,7 +34,7 @@ def make(material: Material) -> Mapping[str, str]:
         notes=left_out_notes(run),
         main=table,
         rows=list(zip(*(column.cells for column in table.columns), strict=True)),
-        claims=sorted(material.claims, key=lambda claim: get_args(Verdict).index(claim.verdict)),
+        claims=sorted(claims(material), key=lambda claim: get_args(Verdict).index(claim.verdict)),
         groups=groups(run),
         cards=[model.name for model in run.planned],
         stages=drawing(),

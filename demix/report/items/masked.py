@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from demix.config.architecture import FOLDS
+from demix.report.domains import mean_of
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.needs import MASKED
@@ -15,7 +16,7 @@ ITEM = TableItem("Masked language models: perplexity in seven folds", Group.VARI
 def make(material: Material) -> Table:
     import numpy as np
 
-    from demix.report.cells import COUNTED, by_domain, lowest, mean_of
+    from demix.report.cells import COUNTED, by_domain, lowest
 
     def on(system: System) -> Callable[[str], System]:
         own = system.method == "naive"

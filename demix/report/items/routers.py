@@ -4,6 +4,7 @@ dropped in training, in models whose tokens choose their experts.
 
 from typing import Any
 
+from demix.report.domains import mean_of
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.needs import ROUTERS
@@ -20,7 +21,6 @@ def make(material: Material) -> Table:
     import pandas as pd
     from scipy.stats import entropy
 
-    from demix.report.cells import mean_of
     from demix.report.read import read_metrics
     from demix.report.routers import told
 

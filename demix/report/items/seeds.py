@@ -2,6 +2,7 @@
 each seed of the run, with mean and standard deviation where there are several.
 """
 
+from demix.report.domains import mean_of, percent
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.systems import BALANCED, trained_systems
@@ -13,8 +14,6 @@ ITEM = TableItem("Against Dense (Balanced), seed by seed", Group.FURTHER, 5)
 def make(material: Material) -> Table:
     import numpy as np
     import pandas as pd
-
-    from demix.report.cells import mean_of, percent
 
     systems = [system for system in trained_systems(material.run) if system != BALANCED]
     rows: dict[str, dict[str, float]] = {system.label: {} for system in systems}

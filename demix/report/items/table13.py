@@ -3,7 +3,7 @@ on the training domains (forgetting) and on the novel domain, for Dense-DAPT, fo
 mixture of the training experts and the new one. The caption says which of them ends lower.
 """
 
-from demix.report.domains import so_many
+from demix.report.domains import mean_of, percent, so_many
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.needs import NOVEL
@@ -15,7 +15,7 @@ ITEM = TableItem("Table 13: adapting to a novel domain, and forgetting", Group.P
 
 def make(material: Material) -> Table:
     from demix.report.adapting import ADAPTATIONS, adapting, changed_bytes
-    from demix.report.cells import ends_lower, mean_of, percent
+    from demix.report.cells import ends_lower
 
     novel, trained = material.novel, len(material.training)
     before, after = adapting(material)

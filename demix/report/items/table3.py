@@ -2,6 +2,7 @@
 domain tokens, and of DEMix with the domain known (naive) or mixed with a cached prior.
 """
 
+from demix.report.domains import mean_of, percent
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.systems import BALANCED, in_domain
@@ -14,7 +15,7 @@ def make(material: Material) -> Table:
     import numpy as np
     import pandas as pd
 
-    from demix.report.cells import lowest, mean_of, percent
+    from demix.report.cells import lowest
 
     domains, results = material.kinds[0], material.results
     systems = list(in_domain(material.run))

@@ -2,6 +2,7 @@
 row marked oracle takes the best token or expert, chosen on the test data itself.
 """
 
+from demix.report.domains import mean_of
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.needs import NOVEL
@@ -16,7 +17,7 @@ ITEM = TableItem("Table  5: perplexity on the novel domains", Group.PAPER, 5, ne
 def make(material: Material) -> Table:
     import pandas as pd
 
-    from demix.report.cells import ORACLE_NOTE, WEIGHTS_NOTE, explained, lowest, mean_of, second_lines
+    from demix.report.cells import ORACLE_NOTE, WEIGHTS_NOTE, explained, lowest, second_lines
 
     domains, results = material.novel, material.results
     lines = _lines(material.run)

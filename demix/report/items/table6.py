@@ -2,7 +2,7 @@
 domain.
 """
 
-from demix.report.domains import so_many
+from demix.report.domains import mean_of, percent, so_many
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.needs import NOVEL
@@ -16,12 +16,13 @@ def make(material: Material) -> Table:
     import numpy as np
     import pandas as pd
 
-    from demix.report.cells import COUNTED, by_domain, lowest, mean_of, percent
+    from demix.report.cells import COUNTED, by_domain, lowest
 
     results = material.own
     few, many = "Training experts", "With the added experts"
     systems: dict[str, ByDomain] = {few: before_adding(material.run)[1], many: added(material.run)[1]}
-    parts, lines, summaries, notes = [], [], [], ()
+    parts, lines, summaries = [], [], list[str]()
+    notes: tuple[str, ...] = ()
     for domains in material.kinds:
         part, beneath, told = by_domain(results, systems, domains.names)
         means = {f"Mean of {domains.counted}": [mean_of(part[few]), mean_of(part[many])]}

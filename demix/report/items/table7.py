@@ -2,6 +2,7 @@
 expert, and of a model never trained on the domain.
 """
 
+from demix.report.domains import mean_of
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.needs import SECOND_TRAINING
@@ -14,7 +15,7 @@ ITEM = TableItem("Table  7: removing experts", Group.PAPER, 7, needs=(SECOND_TRA
 def make(material: Material) -> Table:
     import numpy as np
 
-    from demix.report.cells import COUNTED, by_domain, mean_of, seed_note
+    from demix.report.cells import COUNTED, by_domain, seed_note
 
     run, results, domains = material.run, material.own, material.training
     systems: dict[str, ByDomain] = {

@@ -5,6 +5,7 @@ kind without them.
 from typing import Any
 
 from demix.config.architecture import USUAL
+from demix.report.domains import mean_of, percent
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.needs import VARIANTS
@@ -19,8 +20,6 @@ ITEM = TableItem("Variants of the architecture", Group.VARIANTS, 1, needs=(VARIA
 def make(material: Material) -> Table:
     import numpy as np
     import pandas as pd
-
-    from demix.report.cells import mean_of, percent
 
     run, results, kinds = material.run, material.results, table_rows(material.run)
     pairs = variant_rows(run)

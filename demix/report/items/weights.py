@@ -5,6 +5,7 @@ last few tokens, or the previous token as in the code released with the paper; a
 from dataclasses import replace
 
 from demix.config.models import KINDS
+from demix.report.domains import percent
 from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.systems import CACHED, POSTERIOR_MIXTURES, UNIFORM
@@ -17,8 +18,6 @@ ITEM = TableItem("How experts are weighted: by all earlier text, by the last tok
 def make(material: Material) -> Table:
     import numpy as np
     import pandas as pd
-
-    from demix.report.cells import percent
 
     rows: dict[str, dict[str, float]] = {}
     for label, (base, system) in _lines(material).items():
