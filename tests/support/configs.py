@@ -39,11 +39,6 @@ def changed(run: Run, **sections: Any) -> Run:
     return Run(Config.complete(keys | sections | merged), run.folder)
 
 
-def amended(run: Run, **sections: dict[str, Any]) -> Run:
-    """A run with other keys in `sections` of its config, in the same folder. Nothing is written."""
-    return changed(run, **{name: run.config.values[name] | keys for name, keys in sections.items()})
-
-
 def written_by_hand(run: Path, **sections: Any) -> None:
     """Put other `sections` into the config.json of the run in the folder `run`, whatever a config allows."""
     path = run / "config.json"

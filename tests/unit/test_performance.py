@@ -17,7 +17,7 @@ from demix.plan.stages import RATES, WORD_BYTES, Stage, plan_stages, saving_hour
 from demix.run.check import load_run
 from demix.run.placement import place_experts
 from demix.run.run import Run
-from support.configs import amended
+from support.configs import changed
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "performance.md").read_text()
@@ -138,10 +138,10 @@ def test_the_numbers_in_the_pages_sentences() -> None:
     demix = plans["a100"]["demix"]
     one = 3600 * saving_hours(demix) * demix.checkpoint / demix.saved
     assert f"DEMix's checkpoint of {short(demix.checkpoint)}B takes {one:.0f} seconds" in text
-    rare = amended(PAPER, training={"checkpoint_every": 5000})
+    rare = changed(PAPER, training={"checkpoint_every": 5000})
     spent = [sum(saving_hours(p) * p.ranks for p in plan_training(c, None, HARDWARE["a100"])) for c in (PAPER, rare)]
     assert "from {:.0f} to {:.0f} GPU-hours".format(*spent) in text
-    larger = amended(PAPER, training={"micro_sequences": 16})
+    larger = changed(PAPER, training={"micro_sequences": 16})
     (most,) = (p.activations for p in plan_training(larger, None, HARDWARE["a100"]) if p.name == "demix")
     memory = [f"{short(size)}B" for size in (demix.activations, most, demix.state)]
     assert "activations grow from {} to {} beside {} of state".format(*memory) in text

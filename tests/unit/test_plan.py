@@ -21,7 +21,7 @@ from demix.plan.flops import HARDWARE
 from demix.plan.jobs import ScoringCosts, in_one_line, jobs_table, plan_jobs, usual_hardware
 from demix.run.check import load_run
 from demix.run.scoring import scoring_jobs
-from support.configs import amended, changed
+from support.configs import changed
 
 REPOSITORY = Path(__file__).parents[2]
 PAPER = {path.stem: load_run(path) for path in sorted((REPOSITORY / "config").glob("paper-*.yaml"))}
@@ -121,7 +121,7 @@ def test_the_plan_of_the_largest_models():
 
 
 def test_a_sweep_of_adaptations_takes_the_time_of_all():
-    runs = (amended(PAPER["paper-125m"], adaptation={"sweep": sweep}) for sweep in (None, {"factors": [0.1, 0.3, 1.0]}))
+    runs = (changed(PAPER["paper-125m"], adaptation={"sweep": sweep}) for sweep in (None, {"factors": [0.1, 0.3, 1.0]}))
     once, thrice = ({plan.name: plan for plan in plan_training(run, None, HARDWARE["a100"])} for run in runs)
     for name, plan in once.items():
         times = 3 if "-dapt-" in name else 1
@@ -148,7 +148,7 @@ def test_a_rank_holds_the_experts_of_several_domains():
 
 
 def test_a_model_plans_with_its_own_settings():
-    config = amended(SAMPLE, models={"dense": {"tokens": 2_000_000, "sequences": 2}})
+    config = changed(SAMPLE, models={"dense": {"tokens": 2_000_000, "sequences": 2}})
     plans = {plan.name: plan for plan in plan_training(config, 1, HARDWARE["cpu"])}
     assert (plans["demix"].steps, plans["demix"].sequences) == (1_000_000 // (8 * 256), 8)
     assert (plans["dense"].steps, plans["dense"].sequences) == (2_000_000 // (16 * 256), 16)
@@ -158,7 +158,7 @@ def test_a_model_plans_with_its_own_settings():
 
 def test_a_seed_counts_for_each_model_that_begins_with_it_and_is_trained_once():
     without = {plan.name: plan for plan in plan_training(SAMPLE, 1, HARDWARE["cpu"])}
-    config = amended(SAMPLE, models={"branch": {"kind": "demix", "parent": "dense", "seed_tokens": 250_000}})
+    config = changed(SAMPLE, models={"branch": {"kind": "demix", "parent": "dense", "seed_tokens": 250_000}})
     plans = {plan.name: plan for plan in plan_training(config, 1, HARDWARE["cpu"])}
     branch, demix = plans["branch"], plans["demix"]
     assert (branch.tokens, branch.steps, branch.flops) == (demix.tokens, demix.steps, demix.flops)
@@ -299,7 +299,7 @@ def test_the_files_that_sbatch_would_get(tmp_path):
     """Whole nodes, a GPU and its memory each rank, and the site's own lines."""
     site = {"partition": "gpu", "account": "lab", "qos": "long", "setup": ["module load cuda"]}
     stages = PAPER["paper-125m"].config.values["cluster"]["stages"] | {"adapt": {"minutes": 90, "partition": "short"}}
-    config = amended(PAPER["paper-125m"], cluster=site | {"stages": stages})
+    config = changed(PAPER["paper-125m"], cluster=site | {"stages": stages})
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.config.values))
     # No command of SLURM is there.
     command = [sys.executable, "-m", "demix", "plan", "config.yaml", "--dry-run"]
@@ -324,11 +324,11 @@ def test_scoring_jobs_count_the_models_of_further_seeds():
     for seeds, number in (([], 5), ([SAMPLE.seed], 5), ([1, 2, 5], 15)):
         # On one machine two jobs for all training domains, and two for each novel one, whatever the models.
         for launch, jobs in (("local", 2 + 2 * 8), ("slurm", 16 * number + removed)):
-            config = amended(changed(SAMPLE, seeds=seeds), cluster={"launch": launch})
+            config = changed(SAMPLE, seeds=seeds, cluster={"launch": launch})
             assert next(job.count for job in plan_jobs(config, "cpu") if job.name == "score") == jobs
 
 
 def test_ranks_that_do_not_fill_their_nodes_are_refused():
-    config = amended(PAPER["paper-125m"], cluster={"ranks_per_node": 5})
+    config = changed(PAPER["paper-125m"], cluster={"ranks_per_node": 5})
     with pytest.raises(DemixError, match=r"cluster\.ranks_per_node: is 5, and 32 ranks do not fill 7 nodes evenly"):
         jobs_table(config, "v100")

@@ -17,7 +17,7 @@ from demix.plan.stages import sync_table
 from demix.run.check import completed_run, load_run
 from demix.run.run import Run
 from support.cli import demix
-from support.configs import amended
+from support.configs import changed
 
 CONFIGS = Path(__file__).parents[2] / "config"
 # Seconds on two cores (AMD EPYC). The sample: `make demo`, 12:39 on one machine, 16 to 19 minutes on slower ones.
@@ -73,7 +73,7 @@ def test_on_a_laptop_one_line_comes_first_and_tables_on_request() -> None:
 def test_what_a_cluster_gives_is_shown_where_there_is_one() -> None:
     def heads(**given: Any) -> list[str]:
         hardware = given.pop("hardware", "cpu")
-        return [str(column.header) for column in jobs_table(amended(config_of("own"), **given), hardware).columns]
+        return [str(column.header) for column in jobs_table(changed(config_of("own"), **given), hardware).columns]
 
     slurm = {"cluster": {"launch": "slurm"}}
     assert heads() == ["stage", "jobs", "ranks\na job", "cores\na job", "core-hours\n(cpu)"]
@@ -85,7 +85,7 @@ def test_what_a_cluster_gives_is_shown_where_there_is_one() -> None:
     assert not paper.submitted
     assert len(jobs_table(paper, "a100").columns) == 10
     assert runs_here(config_of("own"))
-    assert not runs_here(amended(config_of("own"), **slurm))
+    assert not runs_here(changed(config_of("own"), **slurm))
     assert not runs_here(paper)
 
 
@@ -94,7 +94,7 @@ def test_a_plan_of_one_machine_has_no_nodes(hardware: str) -> None:
     shown = demix("plan", CONFIGS / "sample.yaml", "--details", "--hardware", hardware).stdout
     assert not re.search(r"\bnodes?\b|default partition|limit", shown)
     assert shown.splitlines()[-1].endswith(" on 2 cores" if hardware == "cpu" else " on 1 GPU")
-    on_slurm = amended(config_of("sample"), cluster={"launch": "slurm"})
+    on_slurm = changed(config_of("sample"), cluster={"launch": "slurm"})
     heads = [str(column.header) for column in sync_table(on_slurm, hardware).columns]
     assert heads[:4] == ["model", "nodes", "given a rank\na step", "out of a node\na step"]
 

@@ -18,7 +18,7 @@ from demix.run.check import load_run
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
 from support.cli import demix
-from support.configs import amended
+from support.configs import changed
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(path for path in (ROOT / "config").glob("*.yaml"))
@@ -85,7 +85,7 @@ def test_gradients_and_checkpoints_of_sixteen_ranks() -> None:
     assert saving_hours(demix) == pytest.approx(49 * 83.43e9 * (1 / 2e9 + 1 / 1.8e9) / 3600, rel=1e-3)
     # Nodes of another size: 16 ranks are in one node, or in four.
     whole, four = (
-        {stage.name: stage for stage in plan_stages(amended(PAPER, cluster={"ranks_per_node": ranks}), "h100", 16)}
+        {stage.name: stage for stage in plan_stages(changed(PAPER, cluster={"ranks_per_node": ranks}), "h100", 16)}
         for ranks in (16, 4)
     )
     adapted = [plan for name, plan in plans.items() if "-dapt-" in name]
@@ -94,7 +94,7 @@ def test_gradients_and_checkpoints_of_sixteen_ranks() -> None:
 
 
 def test_the_steps_of_a_seed_phase_are_sent_once_and_a_rules_jobs_share_its_hours() -> None:
-    config = amended(SAMPLE, cluster={"launch": "slurm", "ranks_per_node": 4})
+    config = changed(SAMPLE, cluster={"launch": "slurm", "ranks_per_node": 4})
     plans = plan_training(config, 8, HARDWARE["a100"])
     (seeded,) = (plan for plan in plans if plan.begin)
     trained = [plan for plan in plans if "-dapt-" not in plan.name]
@@ -155,7 +155,7 @@ def many(domains: int) -> Run:
     """The sample with so many novel domains."""
     wiki = SAMPLE.config.values["domains"]["novel"]["wiki"]
     novel = {f"n{number}": wiki for number in range(domains)}
-    return amended(SAMPLE, domains={"novel": novel}, removal={"retrain_without": []})
+    return changed(SAMPLE, domains={"novel": novel}, removal={"retrain_without": []})
 
 
 def test_a_plan_takes_as_much_more_work_as_there_are_more_domains(monkeypatch: pytest.MonkeyPatch) -> None:

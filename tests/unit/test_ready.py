@@ -12,7 +12,7 @@ from demix.errors import DemixError
 from demix.plan.ready import CLIENTS, check_site
 from demix.run.check import load_run
 from demix.run.run import Run
-from support.configs import amended
+from support.configs import changed
 from support.server import serving
 
 SAMPLE = load_run(Path(__file__).parents[2] / "config" / "sample.yaml")
@@ -46,7 +46,7 @@ def config(address: str = "", source: dict[str, Any] | None = None, **cluster: A
     domains = SAMPLE.config.values["domains"]
     if address or source:
         domains["novel"]["wiki"]["source"] = source or {"kind": "url", "path": [address]}
-    return amended(SAMPLE, cluster=cluster, domains=domains)
+    return changed(SAMPLE, cluster=cluster, domains=domains)
 
 
 @pytest.fixture(scope="module")
@@ -128,5 +128,5 @@ def test_a_data_set_of_the_hub_is_its_endpoint(
     monkeypatch.setenv("HF_ENDPOINT", nobody)
     with pytest.raises(DemixError, match=f"^{nobody}: does not answer here"):
         check_site(of_hub, ["wiki"])
-    of_hub = amended(of_hub, cluster={"setup": [f"export HF_ENDPOINT={server}/200"]})
+    of_hub = changed(of_hub, cluster={"setup": [f"export HF_ENDPOINT={server}/200"]})
     assert check_site(of_hub, ["wiki"]) is None
