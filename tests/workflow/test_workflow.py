@@ -376,6 +376,8 @@ def test_snakemake_report_is_one_page(finished: Path) -> None:
     assert "figure2" in page
     assert "table5" in page
     assert "At a glance" in page
+    # The captions are the docstrings of the modules that make the items.
+    assert "The run on one page: main table, verdicts on the paper" in page
 
 
 @pytest.mark.parametrize(
