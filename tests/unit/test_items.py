@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import demix
@@ -62,3 +63,10 @@ print(*report_files(run))
     page = (tmp_path / "report" / "index.html").read_text()
     further = page.partition(f"<h2>{Group.FURTHER}</h2>")[2].partition("<h2>")[0]
     assert '<a href="tables/new.html">A new table</a>' in further
+
+
+def test_an_installed_package_has_the_templates() -> None:
+    folder = Path(demix.__file__).parent / "report"
+    data = tomllib.loads((folder.parents[1] / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    packed = {path for pattern in data["demix.report"] for path in folder.glob(pattern)}
+    assert packed == {folder / "paper.json", *(folder / "pages").iterdir()}
