@@ -5,7 +5,6 @@ Importing this package is cheap: pandas, altair and jinja2 are loaded by the fun
 
 from pathlib import Path
 
-from demix.report.claims import needs_of_claims
 from demix.report.item import Item
 from demix.report.items import all_items
 from demix.report.material import Material
@@ -25,6 +24,8 @@ def report_files(run: Run) -> tuple[str, ...]:
 
 def left_out(run: Run) -> dict[str, str]:
     """What the report of a run has no table, figure or claim of: their names, each with what the run lacks."""
+    from demix.report.claims import needs_of_claims
+
     needs = {name: item.needs for name, item in all_items().items()} | needs_of_claims()
     return {name: need.name for name, wanted in needs.items() if (need := missing(wanted, run))}
 

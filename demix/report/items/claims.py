@@ -4,7 +4,6 @@ over domains and more than half of the domains agree; it is weak if the run cann
 
 from collections.abc import Mapping
 
-from demix.report.claims import claims
 from demix.report.item import PageItem
 from demix.report.material import Material
 
@@ -27,6 +26,7 @@ _RULE = (
 
 def make(material: Material) -> Mapping[str, str]:
     from demix.report import left_out_notes
+    from demix.report.claims import claims
     from demix.report.formats import as_markdown
     from demix.report.page import render
 

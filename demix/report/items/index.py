@@ -5,10 +5,8 @@ tables and figures are in the other categories of the menu.
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from demix.report.claims import claims
 from demix.report.item import Group, PageItem
 from demix.report.material import Material
-from demix.report.verdict import Verdict
 from demix.run.run import Run
 
 ITEM = PageItem("The run on one page", place=2, category="At a glance")
@@ -21,9 +19,11 @@ def make(material: Material) -> Mapping[str, str]:
     from importlib.metadata import version
 
     from demix.report import left_out_notes
+    from demix.report.claims import claims
     from demix.report.main_table import main_table
     from demix.report.page import render
     from demix.report.stages import drawing
+    from demix.report.verdict import Verdict
     from demix.run.kept import config_fingerprint, kept
 
     run, table = material.run, main_table(material)
