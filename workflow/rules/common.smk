@@ -4,7 +4,6 @@ import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from demix.config.adaptation import AdaptationRecipe
 from demix.config.evaluation import MixingRecipe, ScoredTokens, ScoringRecipe
@@ -107,18 +106,19 @@ def below_run(place):
     return lambda wildcards: f"{RUN}/{place}".rstrip("/").format(**wildcards)
 
 
-# Snakemake reads a caption from a file alone, when a report is asked for.
-CAPTIONS = TemporaryDirectory(prefix="demix_captions_")
-
-
 def captioned(item):
     """The files of an item of the report, with its caption and what it shows in `snakemake --report`."""
-    caption = Path(CAPTIONS.name, f"{item.name}.rst")
-    if workflow.is_main_process:
+    caption = Path.cwd() / ".snakemake" / "captions" / f"{item.name}.rst"
+
+    def category(wildcards):
+        # Snakemake takes a caption from a file alone. It asks for this when a report is made, before it reads the file.
+        caption.parent.mkdir(parents=True, exist_ok=True)
         caption.write_text(item.caption, encoding="utf-8")
+        return item.category
+
     for suffix, shown in item.formats:
         path, labels = f"{RUN}/report/{item.files[suffix]}", {"shows": item.heading, "as": shown}
-        yield report(path, caption=str(caption), category=item.category, labels=labels) if shown else path
+        yield report(path, caption=str(caption), category=category, labels=labels) if shown else path
 
 
 def anonymizing(wildcards):
