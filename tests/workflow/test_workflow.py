@@ -63,7 +63,7 @@ def changed(**changes: object) -> dict:
 
 
 def test_a_finished_run_has_nothing_to_do(finished: Path) -> None:
-    assert finished.planned == {}
+    assert planned(finished) == {}
     assert "Tables, figures, claims" not in snakemake(finished, "-n")
     assert snakemake(finished).count("Tables, figures, claims: results/tiny/report") == 1
     assert "The files are in results/tiny\n" in snakemake(finished, "results/tiny/config.json")
@@ -154,7 +154,7 @@ def test_a_part_of_a_source_runs_again_alone(finished: Path) -> None:
     assert sha256_file(part) == before
     assert part.with_name("0000.parquet").stat().st_mtime_ns == other
     snakemake(finished, "--touch")
-    assert finished.planned == {}
+    assert planned(finished) == {}
 
 
 def test_more_parts_read_one_domain_again(finished: Path) -> None:
@@ -170,8 +170,7 @@ def test_the_papers_configs_are_planned_to_the_last_rule_without_a_network(
 ) -> None:
     for name in ("http_proxy", "https_proxy", "ALL_PROXY"):
         monkeypatch.setitem(ENVIRONMENT, name, "http://127.0.0.1:9")
-    config = load_run(path)
-    parts = sum(d["source"].get("parts", 1) for kind in config["domains"].values() for d in kind.values())
+    parts = sum(domain.source.parts for domain in load_run(path).domains.values())
     jobs = jobs_by_rule(dry_run(tmp_path, path, "--quiet", "rules"))
     assert jobs["read"] == parts
     assert jobs["split"] == jobs["tokenize"] == jobs["evaluate"] == 16
