@@ -107,7 +107,7 @@ PIPELINE = """
 import json, sys
 from pathlib import Path
 from demix.data.anonymize import anonymize_documents
-from demix.data.corpus import Budget, split
+from demix.data.corpus import Budget, Splitting, split
 from demix.data.duplicates import mark_duplicates
 from demix.data.shards import tokenize
 from demix.data.sources import Source, download
@@ -118,7 +118,8 @@ download(Source("files", f"{sources}/*.jsonl"), "d", raw)
 anonymize_documents(raw, documents, counts)
 mark_duplicates({"d": [documents]}, owners)
 outputs = {name: folder / f"{name}.parquet" for name in ("train", "dev", "test")}
-split("d", [documents], [counts], owners, True, Budget(None, 300, 300), 1, outputs, folder / "card.json")
+splitting = Splitting(words=Budget(None, 300, 300), training=True, seed=1)
+split("d", [documents], owners, splitting, folder)
 train_tokenizer([outputs["train"]], 400, folder / "tokenizer.json")
 for name in outputs:
     tokenize(folder / "tokenizer.json", outputs[name], folder / "tokens" / f"{name}.arrow")

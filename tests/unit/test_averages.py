@@ -96,8 +96,8 @@ def test_an_added_expert_begins_as_the_average_by_posterior(run: Path, tokens: P
     chosen = choose_parent(run / "scores", "fantasy", TRAINING, blocks=5, decay=0.3)
     shards = tuple(tokens / "tokens" / "fantasy" / f"{split}.arrow" for split in ("train", "dev"))
     unchanged = own_dev_losses(run / "scores", TRAINING, SHORT.forgetting_blocks)
-    places = tmp_path / "added", tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
-    adapt_expert(model, shards, chosen, unchanged, SHORT, *places)
+    places = Places(tmp_path / "added", tmp_path / "metrics.jsonl", tmp_path / "checkpoints")
+    adapt_expert(model, shards, chosen, unchanged, SHORT, places)
     assert contents(model) == before
     lineage = read_json(tmp_path / "added" / "experts" / "fantasy.json")
     assert {name: parent["weight"] for name, parent in lineage["parents"].items()} == chosen["priors"]

@@ -26,6 +26,7 @@ from demix.evaluate.planned import planned_mixtures
 from demix.evaluate.score import Scoring, score
 from demix.evaluate.score_tables import read_scores
 from demix.files import read_json_lines, sha256_file
+from demix.launch.job import Places
 from demix.model.checkpoint import describe, load_model
 from demix.model.decode import open_model
 from demix.model.export import export_hf
@@ -326,7 +327,8 @@ def test_demix_dapt_begins_with_the_expert_of_the_highest_fitted_prior(run: Path
     before = contents(model)
     shards = tuple(tokens / "tokens" / domain / f"{split}.arrow" for split in ("train", "dev"))
     unchanged = own_dev_losses(scores, TRAINING, 2)
-    adapt_expert(model, shards, chosen, unchanged, ADAPT, tmp_path, tmp_path / "metrics.jsonl", tmp_path / "states")
+    places = Places(tmp_path, tmp_path / "metrics.jsonl", tmp_path / "states")
+    adapt_expert(model, shards, chosen, unchanged, ADAPT, places)
     assert contents(model) == before
     rows = [row for row in read_json_lines(tmp_path / "metrics.jsonl") if "early_stopping_loss" in row]
     table = read_scores(scores / f"{domain}.dev", (chosen["parent"],))

@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -236,7 +237,7 @@ def test_an_added_expert_touches_no_other_file(tokens: Path, model: Path, tmp_pa
     assert len(before) == 4 * 3
     command = [
         "score", str(model), *map(str, paths), "--experts", EXPERTS[2],
-        "--settings", json.dumps(vars(SCORING)), "--output", str(tmp_path / "scores"),
+        "--settings", json.dumps(asdict(SCORING)), "--output", str(tmp_path / "scores"),
     ]  # fmt: skip
     assert said(command) is None
     after = state()

@@ -56,7 +56,7 @@ def test_a_rule_without_resources_runs_where_snakemake_does(path: Path) -> None:
     rules = re.split(r"^ *rule\b.*:$", path.read_text(), flags=re.MULTILINE)[1:]
     assert rules
     for text in rules:
-        assert ("**site(" in text) != ("localrule: True" in text), text
+        assert ("**RULES.site(" in text) != ("localrule: True" in text), text
 
 
 def test_a_run_on_slurm_that_can_download_nothing_ends_before_its_first_job(tmp_path: Path) -> None:
