@@ -142,7 +142,8 @@ ATTACKS = [
     source("cut.jsonl", LINE + LINE[:-5], "cut.jsonl, line 2: is not valid JSON"),
     source(f"{NOT_UTF8}.jsonl", LINE, "has a name that is not UTF-8; rename the file"),
     source(f"{NOT_UTF8}.parquet", lambda path: table(path, ["a"], names=["text"]), "is not UTF-8", path="*.parquet"),
-    config("merges more than 100000 keys", MERGES),
+    # PyYAML merges each key once from 6.0.4 on, so that `a0` is refused as a key; before, the bound ends it.
+    config("c.yaml", MERGES),
     config("config key base", 'base: "a\\0b"\n'),
     config("where", domain(where={"n": {"max": int("9" * 4000)}})),
     config("clusterings.k.clusters: is 1000000000000; allowed is", {"clusterings.k.clusters": 10**12}),
