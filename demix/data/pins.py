@@ -19,13 +19,13 @@ def pins(source: Source, folder: Path) -> dict[str, Any]:
     source that one value cannot pin.
     """
     if source.kind == "hub":
-        if COMMIT.fullmatch(source.revision or "") or local(source.locations):
+        if COMMIT.fullmatch(source.revision or "") or local(source.paths):
             return {}
-        commits = {commit_of(repository, source.revision) for repository in source.locations}
+        commits = {commit_of(repository, source.revision) for repository in source.paths}
         if len(commits) > 1:
             raise DemixError("source.revision", "cannot pin several data sets", "make each a domain of its own")
         return {"revision": commits.pop()}
-    places = source.locations
+    places = source.paths
     if source.kind == "files":
         places = tuple(sorted({file for place in places for file in glob.glob(place, recursive=True)}))
         if not places:

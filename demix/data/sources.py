@@ -45,10 +45,6 @@ class Source(SourceSection):
     Without `id` a document is called "<file name>#<row>", rows counted from 1.
     """
 
-    @property
-    def locations(self) -> tuple[str, ...]:
-        return (self.path,) if isinstance(self.path, str) else self.path
-
     def reading(self, part: int, parts: int) -> Reading:
         wanted = [self.text, *([self.id] if self.id else []), *self.metadata, *self.where]
         return Reading(tuple(dict.fromkeys(wanted)), self.members, self.json == "values", part, parts)
@@ -99,12 +95,12 @@ def pinned(source: Source, part: int) -> list[Path] | None:
     """
     match source.kind:
         case "files":
-            found = {name for pattern in source.locations for name in glob.glob(pattern, recursive=True)}
+            found = {name for pattern in source.paths for name in glob.glob(pattern, recursive=True)}
             return _chosen(source, part, found)
         case "url":
-            return [] if all(file_name(url) in source.sha256 for url in source.locations) else None
+            return [] if all(file_name(url) in source.sha256 for url in source.paths) else None
         case _:
-            return [] if COMMIT.fullmatch(source.revision or "") and not local(source.locations) else None
+            return [] if COMMIT.fullmatch(source.revision or "") and not local(source.paths) else None
 
 
 def _chosen(source: Source, part: int, found: set[str]) -> list[Path]:
@@ -228,7 +224,7 @@ def _budgeted(documents: Iterator[tuple[str, str, str]], source: Source, domain:
 
 def _files(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]:
     found: set[str] = set()
-    for pattern in source.locations:
+    for pattern in source.paths:
         matching = glob.glob(pattern, recursive=True)
         if not matching:
             cure = source.instructions or "mend the path or the glob"
@@ -267,9 +263,9 @@ def _check_names(source: Source, domain: str, names: set[str]) -> None:
 
 
 def _urls(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]:
-    _check_names(source, domain, {file_name(url) for url in source.locations})
+    _check_names(source, domain, {file_name(url) for url in source.paths})
     _make_private(fetched)
-    for url in source.locations[part :: source.parts]:
+    for url in source.paths[part :: source.parts]:
         name = file_name(url)
         # Two addresses may end in the same name, and a changed address must not take up the old one's bytes.
         path = fetched / hashlib.sha256(url.encode()).hexdigest()[:12] / name
@@ -301,7 +297,7 @@ def file_name(url: str) -> str:
 
 def _hub(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]:
     reading = source.reading(part, source.parts)
-    for repository in source.locations:
+    for repository in source.paths:
         try:
             yield from hub_rows(repository, source.revision, source.data_files, reading.paths, part, source.parts)
         except DemixError as error:

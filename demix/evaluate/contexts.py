@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @settings(kw_only=True)
 class ContextEvaluation:
-    """The tables of one domain (`demix.config.contexts.context_tables`), and how they are mixed and summed.
+    """The tables of one domain (`demix.run.contexts.context_tables`), and how they are mixed and summed.
 
     `kind` is training or novel, `decay` that of cached priors, which the first `dev_blocks` blocks of dev make. Bins of
     positions are `width` tokens wide.
