@@ -12,6 +12,7 @@ from typer.models import CommandInfo
 
 from demix.errors import DemixError, masked, printable
 from demix.launch.arguments import expanded
+from demix.launch.local import end_rank
 from demix.launch.parents import end_with_snakemake
 from demix.launch.usage import note_usage
 
@@ -88,6 +89,8 @@ def main() -> None:
     except SystemExit as ended:
         if not ended.code:
             note_usage()
+            _write_out()
+            end_rank()
         # typer's status for Ctrl-C.
         elif ended.code == 130:
             print("demix: interrupted", file=sys.stderr)

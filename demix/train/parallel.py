@@ -111,7 +111,10 @@ def joined() -> Iterator[World]:
             cause = f"did not meet the other ranks at {place} ({str(error).splitlines()[0]})"
             cure = "start all ranks; if none should be, unset WORLD_SIZE"
             raise DemixError(f"rank {rank} of {size}", cause, cure) from error
-        yield World(rank, size, device)
+        world = World(rank, size, device)
+        yield world
+        # A rank that closes its connections while another still reads from them would end the other with an error.
+        world.wait()
         # After an error the group is not destroyed: the other ranks may wait for this rank, which must exit at once.
         dist.destroy_process_group()
 

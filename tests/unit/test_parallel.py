@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -393,3 +394,16 @@ def test_a_rank_without_others_says_so_and_ends(launched: pytest.MonkeyPatch, ca
     with pytest.raises(DemixError, match="rank 0 of 2: did not meet the other ranks at 127"), parallel.joined():
         pytest.fail("the work began without the other rank")
     assert "rank 0 of WORLD_SIZE=2 waits at 127.0.0.1:0 for the others" in caplog.text
+
+
+def test_a_rank_that_is_done_does_not_take_down_its_interpreter(tmp_path: Path) -> None:
+    """Threads that still run then cannot make a failed rank of one that has done its work."""
+    (tmp_path / "sitecustomize.py").write_text("import atexit, os\natexit.register(os.abort)\n")
+    environment = {name: value for name, value in os.environ.items() if name != "DEMIX_LAUNCHER"}
+    for own, status in (({"DEMIX_LAUNCHER": str(os.getpid())}, 0), ({}, -signal.SIGABRT)):
+        ended = subprocess.run(
+            [sys.executable, "-m", "demix", "--version"],
+            env=environment | own | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert ended.returncode == status
+        assert ended.stdout.startswith("demix ")
