@@ -43,34 +43,54 @@ class Routed:
 
 @settings()
 class Sizes:
-    """A GPT-3-like decoder: `layers` blocks of `width` units, `heads` attention heads, `context` positions."""
+    """A decoder's sizes: `layers` blocks of `width` units, `heads` attention heads, `context` positions."""
 
     layers: Positive = Field(le=256, description="Number of transformer blocks.")
     width: Positive = Field(
-        le=65_536, description="Width of the residual stream; the feedforward layer is 4 times as wide."
+        le=65_536, description="Width of the residual stream; the feedforward layer is 4 times as wide without `inner`."
     )
-    heads: Positive = Field(le=65_536, description="Number of attention heads; must divide the width.")
+    heads: Positive = Field(
+        le=65_536, description="Number of attention heads; must divide the width where `head_width` is absent."
+    )
     context: Integer = Field(ge=2, le=131_072, description="Tokens of one block (T), the longest context of the model.")
-    activation: Literal["gelu", "gelu_new"] = Field(
-        default="gelu",
-        description="Activation of the feedforward: gelu (exact, also where the key is absent) or gelu_new (GPT-2's).",
+
+
+@settings(kw_only=True)
+class RopeScaling:
+    """How rope reaches contexts beyond that of pretraining: `linear` slows all frequencies, `llama3` the low ones."""
+
+    kind: Literal["linear", "llama3"] = Field(
+        description="linear (Chen et al. 2023, position interpolation) or llama3 (Llama 3.1: frequencies of fewer than "
+        "`low` turns in `context` are divided by factor, of more than `high` kept, between them both are mixed)."
     )
+    factor: Number = Field(ge=1, le=1e6, description="What frequencies are divided by.")
+    low: Number = Field(default=1.0, gt=0, le=1e6, description="Turns in `context`, for llama3.")
+    high: Number = Field(default=4.0, gt=0, le=1e6, description="Turns in `context`, for llama3.")
+    context: Positive = Field(default=8192, le=1 << 30, description="Context of pretraining, for llama3.")
 
     def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise DemixError(
-                "architecture.heads", f"{self.heads} does not divide the width {self.width}", "choose a divisor"
-            )
+        if self.low >= self.high:
+            cause = f"is {self.low:g}, and high is {self.high:g}"
+            raise DemixError("architecture.rope_scaling.low", cause, "lower it")
 
 
 @settings()
 class Options:
-    """The positions, the attention, the head and the objective of a model. A row of `models` may have its own."""
+    """What a decoder computes, apart from its sizes. A row of `models` may have options of its own.
 
-    position: Literal["learned", "alibi"] = Field(
+    A key that is absent has the value of GPT-2 and GPT-3.
+    """
+
+    activation: Literal["gelu", "gelu_new", "relu", "silu", "relu2"] = Field(
+        default="gelu",
+        description="Activation of the feedforward: gelu (exact, also where the key is absent), gelu_new (GPT-2's, by "
+        "tanh), relu (OPT's), silu (with gated: SwiGLU) or relu2 (ReLU squared).",
+    )
+    position: Literal["learned", "alibi", "rope"] = Field(
         default="learned",
         description="How a model knows the order of tokens: learned (a table of positions, also where the key is "
-        "absent) or alibi (attention falls with the distance; blocks may be longer than those of training).",
+        "absent), alibi (attention falls with the distance) or rope (queries and keys are rotated by their position). "
+        "With alibi and rope blocks may be longer than those of training.",
     )
     attention: Literal["causal", "bidirectional"] = Field(
         default="causal",
@@ -82,21 +102,115 @@ class Options:
         description="How alibi counts later positions under bidirectional attention: symmetric (by their distance, "
         "also where the key is absent) or asymmetric (by half a position less).",
     )
-    head: Literal["tied", "clap"] = Field(
+    head: Literal["tied", "clap", "untied"] = Field(
         default="tied",
-        description="What scores the vocabulary: tied (the token embedding, also where the key is absent) or clap (the "
-        "token embedding with rows of length 1, times a learned temperature).",
+        description="What scores the vocabulary: tied (the token embedding, also where the key is absent), clap (the "
+        "token embedding with rows of length 1, times a learned temperature) or untied (an embedding of its own).",
     )
     objective: Literal["clm", "mlm"] = Field(
         default="clm",
         description="What is learned: clm (the next token, also where the key is absent) or mlm (masked tokens; with "
         "attention bidirectional only).",
     )
+    norm: Literal["layer", "rms"] = Field(
+        default="layer",
+        description="Norms: layer (LayerNorm, also where the key is absent) or rms (RMSNorm: no mean, no bias).",
+    )
+    norm_place: Literal["before", "after"] = Field(
+        default="before",
+        description="Where a block has its norms: before attention and feedforward (also where the key is absent) or "
+        "after them, before the residual sum (OLMo 2).",
+    )
+    query_norm: Literal["none", "head", "all"] = Field(
+        default="none",
+        description="RMSNorm of queries and keys: none (also where the key is absent), head (each head alone; Qwen 3) "
+        "or all (all heads together; OLMo 2).",
+    )
+    biases: Literal["all", "qkv", "none"] = Field(
+        default="all",
+        description="Which linear maps have a bias: all (also where the key is absent), qkv (those of queries, keys "
+        "and values; Qwen 2) or none (Llama).",
+    )
+    gated: Switch = Field(
+        default=False,
+        description="Whether the feedforward is gated: one half of its inner units, after the activation, times the "
+        "other half (Shazeer 2020; with silu: SwiGLU).",
+    )
+    residual: Literal["sequential", "parallel"] = Field(
+        default="sequential",
+        description="What the feedforward of a block reads: the sum after attention (sequential, also where the key is "
+        "absent) or the block's input, as attention does (parallel; GPT-NeoX).",
+    )
+    inner: Positive | None = Field(
+        default=None, le=1 << 20, description="Inner units of the feedforward; 4 times the width where it is absent."
+    )
+    key_heads: Positive | None = Field(
+        default=None,
+        le=65_536,
+        description="Heads of keys and values, each for several heads of queries (grouped queries); must divide "
+        "`heads`, which it is where the key is absent.",
+    )
+    head_width: Positive | None = Field(
+        default=None, le=65_536, description="Units of one head; width / heads where the key is absent."
+    )
+    epsilon: Number = Field(
+        default=1e-5, gt=0, le=1, description="What norms add to a variance; 1e-5 where the key is absent."
+    )
+    rope_theta: Number = Field(default=10_000.0, gt=0, le=1e12, description="Base of the frequencies of rope.")
+    rope_share: Number = Field(
+        default=1.0, gt=0, le=1, description="Share of a head's units, its first ones, that rope rotates."
+    )
+    rope_scaling: RopeScaling | None = Field(
+        default=None, description="How rope reaches contexts beyond that of pretraining; not at all without the key."
+    )
 
 
 @settings()
 class Decoder(Options, Sizes):
     """What the section `architecture` of a config may say of a model."""
+
+    def __post_init__(self) -> None:
+        if self.head_width is None and self.width % self.heads:
+            cause = f"{self.heads} does not divide the width {self.width}"
+            raise DemixError("architecture.heads", cause, "choose a divisor, or add head_width")
+        if self.heads % self.key_value_heads:
+            cause = f"{self.key_heads} does not divide the {self.heads} heads"
+            raise DemixError("architecture.key_heads", cause, "choose a divisor")
+        for key in ("rope_theta", "rope_share", "rope_scaling"):
+            if getattr(self, key) != USUAL[key] and self.position != "rope":
+                cause = f"is given to position {self.position}"
+                raise DemixError(f"architecture.{key}", cause, "leave it out, or use position rope")
+        if self.position == "rope" and (self.rotated % 2 or not self.rotated):
+            cause = f"leaves {self.rotated} of a head's {self.unit} units to rotate, which are no pairs"
+            raise DemixError("architecture.rope_share", cause, "choose one with an even number of units")
+        if (self.norm_place, self.residual) == ("after", "parallel"):
+            cause = "is after, and residual is parallel, which no norm follows"
+            raise DemixError("architecture.norm_place", cause, "use before, or residual sequential")
+
+    @property
+    def unit(self) -> int:
+        """The units of one head."""
+        return self.head_width or self.width // self.heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """The heads of keys, and those of values."""
+        return self.key_heads or self.heads
+
+    @property
+    def rotated(self) -> int:
+        """The units of a head that rope rotates."""
+        return int(self.unit * self.rope_share)
+
+    @property
+    def inner_width(self) -> int:
+        """The units between the first maps of a feedforward and its last."""
+        return self.inner or 4 * self.width
+
+    @property
+    def maps(self) -> int:
+        """The linear maps of a feedforward: two, and a third where it is gated."""
+        return 3 if self.gated else 2
 
 
 @settings()
@@ -133,7 +247,7 @@ class Architecture(Decoder):
     @property
     def described(self) -> dict[str, Any]:
         """The architecture as JSON, without a key that is as in descriptions that do not have it."""
-        usual = USUAL | {"activation": "gelu", "routed": None}
+        usual = USUAL | {"routed": None}
         given = dataclasses.asdict(self)
         if self.routed and not self.routed.cosine:
             del given["routed"]["cosine"]
@@ -164,20 +278,31 @@ PRESETS = {
     "gpt3-large": Architecture(layers=24, width=1536, heads=16, context=1024),
     "gpt3-xl": Architecture(layers=24, width=2048, heads=32, context=1024),
 }
+_LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated": True, "biases": "none", "head": "untied"}
+# Options of the decoders of the field, whose sizes the config gives.
+DECODERS: dict[str, dict[str, Any]] = {
+    "llama": _LLAMA | {"rope_theta": 500_000.0},
+    "olmo2": _LLAMA | {"rope_theta": 500_000.0, "norm_place": "after", "query_norm": "all", "epsilon": 1e-6},
+    "qwen3": _LLAMA | {"rope_theta": 1_000_000.0, "query_norm": "head", "epsilon": 1e-6, "head": "tied"},
+    "opt": {"activation": "relu"},
+    "pythia": {"position": "rope", "rope_share": 0.25, "residual": "parallel", "head": "untied"},
+}
 
 
 def architecture_from(section: Mapping[str, Any]) -> Architecture:
     """The architecture that the config section `architecture` describes.
 
-    The section names a preset, such as `{preset: gpt3-small}`, with optional overrides, or gives all four sizes.
+    The section names a preset, such as `{preset: gpt3-small}`, with optional overrides, or gives all four sizes. The
+    presets in `DECODERS` have options alone.
     """
     sizes = dict(section)
     if "alibi" in sizes:
         _check_alibi(sizes.get("position", "learned"), sizes.get("attention", "causal"))
     if preset := sizes.pop("preset", None):
-        if preset not in PRESETS:
-            raise DemixError("architecture.preset", f"{preset} is not known", f"use one of {', '.join(PRESETS)}")
-        sizes = dataclasses.asdict(PRESETS[preset]) | sizes
+        if preset not in (*PRESETS, *DECODERS):
+            known = ", ".join([*PRESETS, *DECODERS])
+            raise DemixError("architecture.preset", f"{preset} is not known", f"use one of {known}")
+        sizes = (dataclasses.asdict(PRESETS[preset]) if preset in PRESETS else DECODERS[preset]) | sizes
     return settings_from(Architecture, sizes, "architecture")
 
 
@@ -189,18 +314,33 @@ def _check_alibi(position: str, attention: str) -> None:
 
 
 def training_flops_per_token(architecture: Architecture, vocab_size: int, length: int) -> float:
-    """96·l·h²·(1 + s/6h + V/16lh) for sequences of `length`: forward, forward again, backward (twice a forward).
+    """FLOPs of training per token of sequences of `length`: forward, forward again, backward (twice a forward).
 
-    Narayanan et al. 2021, section 5.1. V is rounded up to a multiple of 8, as in the paper's Table 2. A token passes
-    through one expert per layer: DEMix costs as much as a dense model. Without activation checkpointing the layers
-    cost three quarters of the formula's value. Each of the m routed layers adds the router and k - 1 more experts of a
-    token: 4·m·(16h²(k - 1) + 2hE). A masked model has logits of its targets alone.
+    For a decoder of GPT-3 they are the 96·l·h²·(1 + s/6h + V/16lh) of Narayanan et al. 2021, section 5.1: four times
+    the products of attention, of its scores and of the feedforward, three times those of the head, which is not
+    computed again. V is rounded up to a multiple of 8, as in the paper's Table 2. A token passes through one expert per
+    layer: DEMix costs as much as a dense model. Without activation checkpointing the layers cost three quarters of the
+    formula's value. Each of the m routed layers adds the router and k - 1 more experts of a token. A masked model has
+    logits of its targets alone.
     """
-    layers, width, vocabulary = architecture.layers, architecture.width, -(-vocab_size // 8) * 8
+    vocabulary = -(-vocab_size // 8) * 8
     # Of a block's tokens, these have logits.
     share = masked_places(length) / length if architecture.objective == "mlm" else 1
-    dense = 96 * layers * width**2 * (1 + length / (6 * width) + share * vocabulary / (16 * layers * width))
-    return dense + 4 * routing_flops(architecture)
+    scores = 4 * length * architecture.heads * architecture.unit
+    layer = attention_flops(architecture) + scores + feedforward_flops(architecture)
+    head = 6 * share * vocabulary * architecture.width
+    return float(4 * (architecture.layers * layer + routing_flops(architecture)) + head)
+
+
+def attention_flops(architecture: Architecture) -> int:
+    """FLOPs a token of a forward pass through the linear maps of attention in one layer; 8h² in GPT-3."""
+    heads = 2 * (architecture.heads + architecture.key_value_heads)
+    return 2 * architecture.width * heads * architecture.unit
+
+
+def feedforward_flops(architecture: Architecture) -> int:
+    """FLOPs a token of a forward pass through one feedforward; 16h² in GPT-3."""
+    return 2 * architecture.maps * architecture.width * architecture.inner_width
 
 
 def masked_places(length: int) -> int:
@@ -210,16 +350,33 @@ def masked_places(length: int) -> int:
 
 def routing_flops(architecture: Architecture) -> int:
     """FLOPs a token of a forward pass that routed layers need beyond those of a dense model."""
-    routed, width = architecture.routed, architecture.width
+    routed = architecture.routed
     if not routed:
         return 0
-    return architecture.routed_layers * (16 * width**2 * (routed.top_k - 1) + 2 * width * routed.experts)
+    more = feedforward_flops(architecture) * (routed.top_k - 1) + 2 * architecture.width * routed.experts
+    return architecture.routed_layers * more
 
 
 def unchosen_parameters(architecture: Architecture) -> int:
     """The parameters of routed experts that a token does not choose."""
-    routed, width = architecture.routed, architecture.width
-    return architecture.routed_layers * (routed.experts - routed.top_k) * (8 * width**2 + 5 * width) if routed else 0
+    routed = architecture.routed
+    if not routed:
+        return 0
+    return architecture.routed_layers * (routed.experts - routed.top_k) * _feedforward_parameters(architecture)
+
+
+def _feedforward_parameters(architecture: Architecture) -> int:
+    inner, width, maps = architecture.inner_width, architecture.width, architecture.maps
+    biases = (maps - 1) * inner + width if architecture.biases == "all" else 0
+    return maps * inner * width + biases
+
+
+def _attention_parameters(architecture: Architecture) -> int:
+    width, unit = architecture.width, architecture.unit
+    queries, keys = architecture.heads * unit, architecture.key_value_heads * unit
+    biases = {"all": queries + 2 * keys + width, "qkv": queries + 2 * keys, "none": 0}[architecture.biases]
+    norms = {"none": 0, "head": 2 * unit, "all": queries + keys}[architecture.query_norm]
+    return 2 * (queries + keys) * width + biases + norms
 
 
 def parameters(
@@ -228,17 +385,17 @@ def parameters(
     """Count the parameters that all experts of a model share, and those that each expert owns alone.
 
     An expert owns the feedforward of every layer, biases included; with `expert_scope` "model" an expert owns
-    everything. The shared parameters are tied embeddings, positions (none with ALiBi), attention, norms and the scale
-    of CLAP. `domain_tokens` > 0 adds the extra position and the input embeddings of the domain-token baseline. A routed
-    feedforward counts with all its experts and its router.
+    everything. The shared parameters are the embeddings (one where the head is tied), learned positions, attention,
+    norms and the scale of CLAP. `domain_tokens` > 0 adds the extra position and the input embeddings of the
+    domain-token baseline. A routed feedforward counts with all its experts and its router.
     """
     layers, width = architecture.layers, architecture.width
     positions = architecture.context + (1 if domain_tokens else 0) if architecture.position == "learned" else 0
-    embeddings = (vocab_size + positions + domain_tokens) * width
-    attention = 4 * width * width + 4 * width
-    norms = 2 * 2 * width
-    rest = embeddings + layers * (attention + norms) + 2 * width + (architecture.head == "clap")
-    feedforward = 8 * width**2 + 5 * width
+    types = vocab_size * (2 if architecture.head == "untied" else 1)
+    norm = width * (2 if architecture.norm == "layer" else 1)
+    rest = (types + positions + domain_tokens) * width + norm + (architecture.head == "clap")
+    rest += layers * (_attention_parameters(architecture) + 2 * norm)
+    feedforward = _feedforward_parameters(architecture)
     feedforwards = layers * feedforward
     if routed := architecture.routed:
         feedforwards += architecture.routed_layers * ((routed.experts - 1) * feedforward + routed.experts * width)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from demix.config.adaptation import PASSES, AdaptationSection, RemovalSection
 from demix.config.addresses import COMMIT, LOG_IN_ELSEWHERE, local, refuse_secrets
-from demix.config.architecture import PRESETS, Decoder
+from demix.config.architecture import DECODERS, PRESETS, Decoder
 from demix.config.clustering import Clustering
 from demix.config.domains import DomainsSection, SourceSection, TokenizerSection, check_domains
 from demix.config.evaluation import EvaluationSection
@@ -42,8 +42,11 @@ ArchitectureSection = partial(
     "ArchitectureSection",
     Decoder,
     preset=Annotated[
-        Literal[tuple(PRESETS)],
-        Field(description="One of the paper's four sizes (125M, 350M, 760M, 1.3B)."),
+        Literal[(*PRESETS, *DECODERS)],
+        Field(
+            description="One of the paper's four sizes (gpt3-small to gpt3-xl: 125M, 350M, 760M, 1.3B), or the options "
+            "of a decoder of the field (llama, olmo2, qwen3, opt, pythia), for which the four sizes are given."
+        ),
     ],
 )
 

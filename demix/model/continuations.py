@@ -248,7 +248,7 @@ def _mixed_next(model: GPT, hidden: Tensor, log_g: Tensor) -> Tensor:
 def _batches(order: Sequence[Continuation], mixture: MixedModel, batch: int | None) -> Iterator[_Batch]:
     """`order` in batches of `batch` continuations, or of `EXPERT_TOKENS_AT_ONCE`. Contexts come in order of length."""
     experts, sizes = len(mixture.experts), mixture.trunks[0].architecture
-    cached = MOST_CACHED_BYTES // (8 * experts * sizes.layers * sizes.width)
+    cached = MOST_CACHED_BYTES // (8 * experts * sizes.layers * sizes.key_value_heads * sizes.unit)
     chosen: list[Continuation] = []
     contexts = longest = 0
     for one in order:

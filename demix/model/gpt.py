@@ -1,4 +1,4 @@
-"""The language model: a GPT whose feedforwards are stacks of experts. A dense model has one expert.
+"""The language model: a decoder whose feedforwards are stacks of experts. A dense model has one expert.
 
 A model whose tokens choose their experts has one expert, too, whose feedforwards hold all that tokens choose from.
 """
@@ -17,7 +17,17 @@ from torch.utils.checkpoint import checkpoint
 from demix.config.architecture import Architecture
 from demix.errors import DemixError
 from demix.files import seed_for
-from demix.model.layers import Attention, Auxiliary, KeyValues, attention_bias, feedforward, layer_norm
+from demix.model.layers import (
+    Attention,
+    Auxiliary,
+    KeyValues,
+    Rotations,
+    attention_bias,
+    feedforward,
+    norm_of,
+    normed,
+    rotations,
+)
 
 # How many rows of logits over the vocabulary exist at once. Few rows are fastest on a CPU; a GPU needs more.
 ROWS_AT_ONCE = {"cpu": 512, "cuda": 4096}
@@ -32,13 +42,18 @@ _STACKED = ".feedforward."
 
 
 class Block(nn.Module):
-    """A transformer block: pre-norm attention and a pre-norm feedforward, each with a residual connection."""
+    """A transformer block: attention and a feedforward, each with a norm and a residual connection."""
 
     def __init__(self, architecture: Architecture, layer: int, experts: int):
         super().__init__()
-        self.attention_norm = nn.LayerNorm(architecture.width)
-        self.attention = Attention(architecture.width, architecture.heads, architecture.attention == "causal")
-        self.feedforward_norm = nn.LayerNorm(architecture.width)
+        self.after, self.parallel = architecture.norm_place == "after", architecture.residual == "parallel"
+        self.attention_norm = norm_of(architecture.norm, architecture.width, architecture.epsilon)
+        self.attention = Attention(
+            architecture.width, architecture.heads, architecture.attention == "causal",
+            key_heads=architecture.key_heads, unit=architecture.unit, biases=architecture.biases,
+            query_norm=architecture.query_norm, epsilon=architecture.epsilon,
+        )  # fmt: skip
+        self.feedforward_norm = norm_of(architecture.norm, architecture.width, architecture.epsilon)
         self.feedforward = feedforward(architecture, layer, experts)
 
     def forward(
@@ -47,19 +62,29 @@ class Block(nn.Module):
         bias: Tensor | None = None,
         past: KeyValues | None = None,
         auxiliary: list[Auxiliary] | None = None,
+        turns: Rotations | None = None,
     ) -> Tensor:
-        """Map `x` [E or 1, B, T, D] to [E, B, T, D]; `bias` of `attention_bias`, the others as in `GPT.forward`."""
-        x = x + self.attention(layer_norm(x, self.attention_norm), bias, past)
-        mixed: Tensor = self.feedforward(layer_norm(x, self.feedforward_norm), auxiliary)
-        return x + mixed
+        """Map `x` [E or 1, B, T, D] to [E, B, T, D].
+
+        `bias` comes from `attention_bias`, `turns` from `rotations`; the others are as in `GPT.forward`.
+        """
+        if self.after:
+            x = x + normed(self.attention(x, bias, past, turns), self.attention_norm)
+            mixed: Tensor = self.feedforward(x, auxiliary)
+            return x + normed(mixed, self.feedforward_norm)
+        attended: Tensor = x + self.attention(normed(x, self.attention_norm), bias, past, turns)
+        read = x if self.parallel else attended
+        mixed = self.feedforward(normed(read, self.feedforward_norm), auxiliary)
+        return attended + mixed
 
 
 class GPT(nn.Module):
-    """A decoder with tied embeddings and one feedforward per expert in each layer.
+    """A decoder with one feedforward per expert in each layer; `demix.config.architecture.Options` says what else.
 
-    Its positions are learned, or there is no table of them and attention is biased (`attention_bias`). With the head
-    `clap` (of the fairseq fork of EIFY) embeddings have rows of length 1, as inputs and as outputs, and logits are
-    multiplied by the learned `logit_scale`.
+    Its positions are learned, or there is no table of them, and attention is biased (`attention_bias`) or queries and
+    keys are rotated (`rotations`). The head is the token embedding, or `output_embedding` where it is `untied`. With
+    the head `clap` (of the fairseq fork of EIFY) embeddings have rows of length 1, as inputs and as outputs, and logits
+    are multiplied by the learned `logit_scale`.
     `experts` names the stacked experts in order. `domain_tokens` names the domains that can be the first input position
     (the domain-token baseline; paper, section 4.2). A domain token is an input and never a target. `expert_scope` says
     which tensors belong to one expert: those of its feedforwards (`feedforward`), or all tensors (`model`). A model of
@@ -95,10 +120,12 @@ class GPT(nn.Module):
             self.position_embedding = nn.Parameter(torch.empty(architecture.context + bool(domain_tokens), width))
         if architecture.head == "clap":
             self.logit_scale = nn.Parameter(torch.empty(1))
+        if architecture.head == "untied":
+            self.output_embedding = nn.Parameter(torch.empty(vocab_size, width))
         if domain_tokens:
             self.domain_embedding = nn.Parameter(torch.empty(len(domain_tokens), width))
         self.blocks = nn.ModuleList(Block(architecture, layer, len(experts)) for layer in range(architecture.layers))
-        self.final_norm = nn.LayerNorm(width)
+        self.final_norm = norm_of(architecture.norm, width, architecture.epsilon)
 
     @contextmanager
     def with_weights(self) -> Iterator["GPT"]:
@@ -171,21 +198,22 @@ class GPT(nn.Module):
         if self.architecture.position == "learned":
             x = x + self.position_embedding[start : start + x.shape[2]]
         x = x.to(dtype or x.dtype)
-        # All layers have seen the same positions before this pass, and share one bias.
+        # All layers have seen the same positions before this pass, and share one bias and the same rotations.
         bias = attention_bias(self.architecture, x.shape[2], past[0] if past else None, x.device, x.dtype)
+        turns = rotations(self.architecture, start, x.shape[2], x)
         for number, block in enumerate(self.blocks):
             # A compiled block would be compiled again for each length of a list that all blocks append to.
             own: list[Auxiliary] | None = None if auxiliary is None else []
             if not torch.is_grad_enabled():
                 # Evaluation has many shapes, and the compiled block would be compiled again for each.
-                x = block.forward(x, bias, past[number] if past else None, own)
+                x = block.forward(x, bias, past[number] if past else None, own, turns)
             elif self.checkpoint_activations:
-                x = checkpoint(block, x, bias, None, own, use_reentrant=False)
+                x = checkpoint(block, x, bias, None, own, turns, use_reentrant=False)
             else:
-                x = block(x, bias, None, own)
+                x = block(x, bias, None, own, turns)
             if auxiliary is not None and own:
                 auxiliary += own
-        x = layer_norm(x, self.final_norm)
+        x = normed(x, self.final_norm)
         return x[:, :, 1:] if led else x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -195,8 +223,8 @@ class GPT(nn.Module):
 
     def _head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """States like `hidden` [..., D] and a weight [V, D] whose products are the logits."""
-        if self.architecture.head == "tied":
-            return hidden, self.token_embedding
+        if self.architecture.head != "clap":
+            return hidden, self.output_embedding if self.architecture.head == "untied" else self.token_embedding
         return (hidden * self.logit_scale).to(hidden.dtype), F.normalize(self.token_embedding, dim=-1)
 
     def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:

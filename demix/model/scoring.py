@@ -18,8 +18,8 @@ MOST_ON_GPU = 1 << 17
 # The part of a GPU's free memory that a pass may take: torch rounds sizes up, and other processes come and go.
 SHARE_OF_FREE = 0.5
 # Numbers of the width of the model for each token and expert in a block: the states before and after it, their norm,
-# keys, values and queries twice (a GPU's attention copies them), what they mix, the inner states, and their output.
-WIDTHS_IN_BLOCK = 3 + 6 + 2 + 4 + 1
+# and the output of the feedforward.
+WIDTHS_IN_BLOCK = 3 + 1
 
 
 def columns_of(trunks: Sequence[GPT]) -> tuple[str, ...]:
@@ -41,9 +41,14 @@ def expert_tokens_at_once(model: GPT, dtype: torch.dtype | None = None, free: in
     logits = ROWS_AT_ONCE["cuda"] * model.vocab_size * (exact.itemsize + computed.itemsize * (computed != exact))
     # Choices of a token-routed layer each have inner states.
     routed = model.architecture.routed
-    widths = WIDTHS_IN_BLOCK + (6 * routed.top_k if routed else 0)
+    sizes = model.architecture
+    feedforward = (sizes.maps - 1) * sizes.inner_width
+    # Queries, keys and values twice, because a GPU's attention copies them, and what they mix twice.
+    heads = 4 * sizes.heads + 4 * sizes.key_value_heads
+    numbers = WIDTHS_IN_BLOCK * sizes.width + heads * sizes.unit + feedforward
+    numbers += (2 * sizes.width + feedforward) * routed.top_k if routed else 0
     # Embeddings have the type of the parameters.
-    each = model.architecture.width * (widths * computed.itemsize + model.token_embedding.dtype.itemsize)
+    each = numbers * computed.itemsize + sizes.width * model.token_embedding.dtype.itemsize
     room = SHARE_OF_FREE * (free_memory(device) if free is None else free) - logits
     return min(MOST_ON_GPU, 1 << max(0, int(room // each).bit_length() - 1)) if room >= each else 1
 

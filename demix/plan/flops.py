@@ -6,7 +6,15 @@ Model Training on GPU Clusters Using Megatron-LM".
 
 from dataclasses import dataclass
 
-from demix.config.architecture import FOLDS, PRESETS, Architecture, routing_flops, training_flops_per_token
+from demix.config.architecture import (
+    FOLDS,
+    PRESETS,
+    Architecture,
+    attention_flops,
+    feedforward_flops,
+    routing_flops,
+    training_flops_per_token,
+)
 from demix.plan.network import NETWORKS, Network
 
 # Logits exist for so many tokens at a time: `demix.model.gpt.ROWS_AT_ONCE` on a GPU.
@@ -27,11 +35,12 @@ def scoring_flops(architecture: Architecture, vocab_size: int, experts: int, exp
     time, and predicts a token once.
     """
     layers, width = architecture.layers, architecture.width
-    skips = architecture.position == "learned" and architecture.attention == "causal"
+    skips = architecture.position != "alibi" and architecture.attention == "causal"
     passes = FOLDS if architecture.objective == "mlm" else 1
-    attention = 8 * width**2 + (2 if skips else 4) * architecture.context * width
-    feedforward = 16 * width**2
-    each = passes * (layers * (attention + feedforward) - attention + routing_flops(architecture))
+    scores = (2 if skips else 4) * architecture.context * architecture.heads * architecture.unit
+    attention = attention_flops(architecture) + scores
+    layer = attention + feedforward_flops(architecture)
+    each = passes * (layers * layer - attention + routing_flops(architecture))
     each += 2 * width * vocab_size
     first = passes * attention
     return experts * (first + each) if expert_scope == "model" else first + experts * each
@@ -71,19 +80,24 @@ def activation_bytes(
 ) -> int:
     """Approximate bytes that a rank keeps for backward of `sequences` blocks, in values of `value_bytes` bytes.
 
-    A layer keeps 16 values per token and unit of width. Korthikanti et al. 2022 ("Reducing Activation Recomputation in
+    A layer of GPT-3 keeps 16 values per token and unit of width: 4 inputs of norms and of maps, queries, keys, values
+    and what they mix, and 8 inside the feedforward. Korthikanti et al. 2022 ("Reducing Activation Recomputation in
     Large Transformer Models", section 4.1) count 34 bytes in 16 bits; here the two dropout masks of one byte each are
     absent, and so are the scores, since attention is fused. With activation `checkpointing` only the inputs of all
-    layers are kept, and the 16 values of one layer at a time. One chunk of logits exists at a time, in fp32 and in the
-    type of the values. A routed layer keeps 9 values more for each expert beyond a token's first: its input, and 4
-    before and 4 after the activation. The bias of ALiBi, H·T² values, is one for all layers.
+    layers are kept, and the values of one layer at a time. One chunk of logits exists at a time, in fp32 and in the
+    type of the values. A routed layer keeps for each expert beyond a token's first its input and the inside of one
+    feedforward more. A gated feedforward keeps 4 values for each inner unit: two of its maps, the
+    activation's and the product. The bias of ALiBi, H·T² values, is one for all layers.
     """
     layers, width, routed = architecture.layers, architecture.width, architecture.routed
-    more = 9 * (routed.top_k - 1) if routed else 0
-    kept = layers + 16 + more if checkpointing else 16 * layers + more * architecture.routed_layers
+    feedforward = (4 if architecture.gated else 2) * architecture.inner_width
+    heads = 2 * (architecture.heads + architecture.key_value_heads)
+    layer = 4 * width + heads * architecture.unit + feedforward
+    more = (width + feedforward) * (routed.top_k - 1) if routed else 0
+    kept = layers * width + layer + more if checkpointing else layers * layer + more * architecture.routed_layers
     tokens = sequences * architecture.context
     bias = architecture.heads * architecture.context**2 * value_bytes if architecture.position == "alibi" else 0
-    return tokens * kept * width * value_bytes + min(tokens, LOGITS_ROWS) * vocab_size * (4 + value_bytes) + bias
+    return tokens * kept * value_bytes + min(tokens, LOGITS_ROWS) * vocab_size * (4 + value_bytes) + bias
 
 
 def checkpoint_bytes(trained: int, best: int = 0) -> int:

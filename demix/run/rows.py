@@ -7,7 +7,6 @@ from typing import Any
 
 from demix.config.addresses import refuse_unnamable
 from demix.config.architecture import (
-    USUAL,
     Architecture,
     Options,
     architecture_from,
@@ -48,7 +47,7 @@ class Row:
         return self.architecture.objective == "mlm"
 
     @property
-    def options(self) -> dict[str, str]:
+    def options(self) -> dict[str, Any]:
         """The options of the architecture."""
         return {name: getattr(self.architecture, name) for name in names_of(Options)}
 
@@ -166,8 +165,9 @@ def _architecture(name: str, section: Mapping[str, Any]) -> Architecture:
 
 def _check_options(given: _Given, parent: str, section: dict[str, Any]) -> None:
     """Raise DemixError if a row has other options of `architecture` than its `parent`, whose `section` this is."""
+    of_parent = architecture_from(section)
     for key, value in (given.own.get("architecture") or {}).items():
-        has = (USUAL | section)[key]
+        has = getattr(of_parent, key)
         if value != has:
             cause, cure = f"is {value} where its parent {parent} has {has}", "leave it out: a branch takes its parent's"
             raise DemixError(f"config key models.{given.name}.architecture.{key}", cause, cure)

@@ -23,7 +23,7 @@ from demix.model.gpt import GPT
 from demix.model.scoring import log_probabilities
 from demix.model.tokenizer import copy_tokenizer
 from demix.run.placement import Placement, place
-from demix.settings import Integer, Number, Seed, Text, names_of, settings
+from demix.settings import Integer, Number, Seed, Switch, Text, names_of, settings
 from demix.train.batches import batches_of
 from demix.train.branch import SeedState, branched, keep_seed, read_seed, upcycled
 from demix.train.loop import Evaluation, train
@@ -40,7 +40,7 @@ class Training(TrainingRecipe):
     """How a model is trained from scratch. `tokens` is the model's total; `sequences` counts per domain and step."""
 
     seed: Seed
-    architecture: dict[Text, Text | Integer | dict[Text, Integer | Number]]
+    architecture: dict[Text, Text | Integer | Number | Switch | dict[Text, Text | Integer | Number] | None]
     threads: Threads
 
     def step_tokens(self, domains: int) -> int:

@@ -3,9 +3,9 @@
 from torch import nn
 
 from demix.config.architecture import Architecture
-from demix.model.layers.attention import Attention, KeyValues, attention_bias
+from demix.model.layers.attention import Attention, KeyValues, Rotations, attention_bias, rotations
 from demix.model.layers.demix import DEMixLayer
-from demix.model.layers.norm import layer_norm
+from demix.model.layers.norm import norm_of, normed
 from demix.model.layers.routed import Auxiliary, RoutedLayer, router_metrics
 
 __all__ = [
@@ -13,10 +13,13 @@ __all__ = [
     "Auxiliary",
     "DEMixLayer",
     "KeyValues",
+    "Rotations",
     "RoutedLayer",
     "attention_bias",
     "feedforward",
-    "layer_norm",
+    "norm_of",
+    "normed",
+    "rotations",
     "router_metrics",
 ]
 
@@ -26,7 +29,8 @@ def feedforward(architecture: Architecture, layer: int, experts: int) -> nn.Modu
 
     `auxiliary` is a list to which the feedforward may append losses (`GPT.forward`).
     """
-    routed = architecture.routed
+    width, activation, routed = architecture.width, architecture.activation, architecture.routed
+    inner, gated, biased = architecture.inner_width, architecture.gated, architecture.biases == "all"
     if routed and routed.in_block(layer):
-        return RoutedLayer(routed, architecture.width, architecture.activation)
-    return DEMixLayer(experts, architecture.width, architecture.activation)
+        return RoutedLayer(routed, width, activation, inner=inner, gated=gated, biased=biased)
+    return DEMixLayer(experts, width, activation, inner=inner, gated=gated, biased=biased)

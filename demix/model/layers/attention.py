@@ -1,6 +1,7 @@
 """Attention, which all experts share, and its key-value cache.
 
-Axes: E experts, B sequences of one expert, T positions, D width, H heads.
+Axes: E experts, B sequences of one expert, T positions, D width, H heads of queries, K of keys and of values, U units
+of a head.
 """
 
 import torch
@@ -8,18 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from demix.config.architecture import Architecture
+from demix.model.layers.norm import Norm, norm_of, normed
 
 # Up to so many positions a CPU trains in bf16 by whole matrices of scores. Torch's own kernel, which holds a part of
 # them at a time, takes twice as long for 256.
 WHOLE_POSITIONS = 512
 # Not more scores than these exist at once, 256 MB in each layer with their softmax.
 WHOLE_SCORES = 1 << 26
+# The cosines and sines of `rotations`.
+Rotations = tuple[Tensor, Tensor]
 
 
 class KeyValues:
     """The key-value cache of one layer, so that decoding computes each position once.
 
-    `keys` and `values` are [E * B, H, positions, D/H]. The first `seen` positions are filled. In the first layer E
+    `keys` and `values` are [E * B, K, positions, U]. The first `seen` positions are filled. In the first layer E
     is 1, because all experts have the same inputs there.
     """
 
@@ -27,7 +31,7 @@ class KeyValues:
         self.positions, self.seen = positions, 0
 
     def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add `keys` and `values` [E * B, H, T, D/H] of T new positions; returns those of all positions so far."""
+        """Add `keys` and `values` [E * B, K, T, U] of T new positions; returns those of all positions so far."""
         if self.seen == 0:
             shape = (*keys.shape[:2], self.positions, keys.shape[3])
             self.keys, self.values = keys.new_empty(shape), values.new_empty(shape)
@@ -63,12 +67,12 @@ def attention_bias(
     """What is added to the attention scores of T new positions to those in `past` and to the new ones.
 
     With ALiBi -m_h·(i - j) of `dtype` [1, H, T, seen + T] for position i and an earlier one j, and for a later one
-    -inf or, where attention is bidirectional, -m_h·(j - i), to which `asymmetric` adds m_h/2. With learned positions a
+    -inf or, where attention is bidirectional, -m_h·(j - i), to which `asymmetric` adds m_h/2. Otherwise a
     mask: bool [T, seen + T], true where a position attends. None where attention without a mask does the same: for T
     positions at the start of a text, and for a single one, which attends to all.
     """
     before = past.seen if past else 0
-    if architecture.position == "learned":
+    if architecture.position != "alibi":
         if not before or T == 1:
             return None
         return torch.ones(T, before + T, dtype=torch.bool, device=device).tril(before)
@@ -84,33 +88,103 @@ def attention_bias(
     return (slopes[:, None, None] * distances).to(dtype)[None]
 
 
+def frequencies(architecture: Architecture) -> Tensor:
+    """The angles by which rope turns the pairs of units of a head from one position to the next: float64 [pairs].
+
+    theta^(-2n/units) (Su et al. 2021, "RoFormer", Eq. 15), scaled as `RopeScaling` says.
+    """
+    units = architecture.rotated
+    angles = architecture.rope_theta ** (-torch.arange(0, units, 2, dtype=torch.float64) / units)
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return angles
+    slow = angles / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    turns = scaling.context * angles / (2 * torch.pi)
+    kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    return (1 - kept) * slow + kept * angles
+
+
+def rotations(architecture: Architecture, start: int, T: int, x: Tensor) -> Rotations | None:
+    """The cosines and sines [T, rotated units], of the type of `x`, of T positions from `start`; None without rope."""
+    if architecture.position != "rope":
+        return None
+    at = torch.arange(start, start + T, dtype=torch.float64)
+    angles = (at[:, None] * frequencies(architecture)).repeat(1, 2)
+    cos, sin = (part.to(device=x.device, dtype=x.dtype) for part in (angles.cos(), angles.sin()))
+    return cos, sin
+
+
+def rotated(x: Tensor, by: Rotations) -> Tensor:
+    """`x` [B, T, heads, U] whose first units are rotated: unit n and the one half of these further make a pair."""
+    cos, sin = (part[:, None] for part in by)
+    some, rest = torch.split(x, [cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    first, second = some.chunk(2, -1)
+    some = some * cos + torch.cat([-second, first], -1) * sin
+    return torch.cat([some, rest], -1) if rest.shape[-1] else some
+
+
 class Attention(nn.Module):
-    """Multi-head self-attention, shared by all experts. Unless `causal`, each position attends to all of its block."""
+    """Self-attention, shared by all experts. Unless `causal`, each position attends to all of its block.
 
-    def __init__(self, width: int, heads: int, causal: bool = True):
+    Each of the `key_heads` heads of keys and values serves as many of the `heads` of queries (Ainslie et al. 2023,
+    "GQA"). `biases` and `query_norm` are as in `demix.config.architecture.Options`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        causal: bool = True,
+        *,
+        key_heads: int | None = None,
+        unit: int | None = None,
+        biases: str = "all",
+        query_norm: str = "none",
+        epsilon: float = 1e-5,
+    ):
         super().__init__()
-        self.heads, self.causal = heads, causal
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.heads, self.key_heads, self.unit = heads, key_heads or heads, unit or width // heads
+        self.causal = causal
+        self.qkv = nn.Linear(width, (heads + 2 * self.key_heads) * self.unit, biases != "none")
+        self.out = nn.Linear(heads * self.unit, width, biases == "all")
+        self.q_norm: Norm | None = None
+        self.k_norm: Norm | None = None
+        if query_norm != "none":
+            together = (1, 1) if query_norm == "head" else (heads, self.key_heads)
+            self.q_norm, self.k_norm = (norm_of("rms", number * self.unit, epsilon) for number in together)
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, past: KeyValues | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, bias: Tensor | None = None, past: KeyValues | None = None, turns: Rotations | None = None
+    ) -> Tensor:
         """Map `x` [E, B, T, D] to [E, B, T, D]. With `past`, `x` follows the cached positions and is added to them.
 
-        `bias` comes from `attention_bias` for the same T and what was in `past` before.
+        `bias` comes from `attention_bias` for the same T and what was in `past` before, and `turns` from `rotations`.
         """
-        E, B, T, D = x.shape
-        qkv = linear(x, self.qkv.weight, self.qkv.bias).view(E * B, T, 3, self.heads, D // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [E*B, H, T, D/H]
+        E, B, T, _ = x.shape
+        qkv = linear(x, self.qkv.weight, self.qkv.bias).view(E * B, T, self.heads + 2 * self.key_heads, self.unit)
+        q, k, v = torch.split(qkv, [self.heads, self.key_heads, self.key_heads], 2)
+        q, k = self._placed(q, self.q_norm, turns), self._placed(k, self.k_norm, turns)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [E*B, H, T, U], and K heads of k and v
         # Without a bias, a new position that stands alone attends to all before it.
         causal = self.causal and bias is None and not (past and past.seen)
         if past:
             k, v = past.extended(k, v)
         trained = torch.is_grad_enabled() and x.device.type == "cpu" and x.dtype == torch.bfloat16
         if trained and T <= WHOLE_POSITIONS and E * B * self.heads * T * T <= WHOLE_SCORES:
+            k, v = (part.repeat_interleave(self.heads // self.key_heads, 1) for part in (k, v))
             mixed = attend(q, k, v, bias, causal)
         else:
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal)
-        return linear(mixed.transpose(1, 2).reshape(E, B, T, D), self.out.weight, self.out.bias)
+            grouped = self.key_heads < self.heads
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=grouped)
+        return linear(mixed.transpose(1, 2).reshape(E, B, T, -1), self.out.weight, self.out.bias)
+
+    def _placed(self, x: Tensor, norm: Norm | None, turns: Rotations | None) -> Tensor:
+        """Queries or keys `x` [E * B, T, heads, U] after their norm, of a head or of all heads, and their rotation."""
+        if norm is not None:
+            x = normed(x if norm.normalized_shape == x.shape[-1:] else x.flatten(2), norm).view_as(x)
+        return x if turns is None else rotated(x, turns)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
@@ -127,6 +201,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -
     return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(B, H, T, D)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The linear map of `x` [..., in] by `weight` [out, in] and `bias` [out], computed in the type of `x`."""
-    return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))

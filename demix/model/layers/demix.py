@@ -7,9 +7,9 @@ type of the activations for each matrix product.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from demix.model.layers.feedforward import activated, feedforward_parameters, mapped
 from demix.model.layers.operators import operator
 from demix.model.layers.routed import Auxiliary
 
@@ -20,21 +20,32 @@ ROWS_AT_ONCE = 512
 class DEMixLayer(nn.Module):
     """One feedforward per expert (paper, section 3.2). The first axis of the input chooses the expert (Eq. 3).
 
-    The weights of all experts are stacked: `up` [E, 4D, D], `down` [E, D, 4D].
+    The weights of all experts are stacked: `up` [E, F, D] and `down` [E, D, F] for F `inner` units, 4D by default. A
+    `gated` feedforward has an `up` of [E, 2F, D], the rows of the units that the activation takes first.
     """
 
-    def __init__(self, experts: int, width: int, activation: str = "gelu"):
+    up: nn.Parameter
+    up_bias: nn.Parameter | None
+    down: nn.Parameter
+    down_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        experts: int,
+        width: int,
+        activation: str = "gelu",
+        *,
+        inner: int | None = None,
+        gated: bool = False,
+        biased: bool = True,
+    ):
         super().__init__()
-        self.approximate = {"gelu": "none", "gelu_new": "tanh"}[activation]
-        self.up = nn.Parameter(torch.empty(experts, 4 * width, width))
-        self.up_bias = nn.Parameter(torch.empty(experts, 4 * width))
-        self.down = nn.Parameter(torch.empty(experts, width, 4 * width))
-        self.down_bias = nn.Parameter(torch.empty(experts, width))
+        self.activation, self.gated, inner = activation, gated, inner or 4 * width
+        for name, parameter in feedforward_parameters((experts,), width, inner, gated, biased).items():
+            self.register_parameter(name, parameter)
 
     def forward(self, x: Tensor, auxiliary: list[Auxiliary] | None = None) -> Tensor:
-        """Map `x` [E, B, T, D] to [E, B, T, D] with the exact (erf) GELU, or with that by tanh for `gelu_new`.
-
-        Every expert gets an `x` of [1, B, T, D].
+        """Map `x` [E, B, T, D] to [E, B, T, D]. Every expert gets an `x` of [1, B, T, D].
 
         The layer adds nothing to `auxiliary`: the domain chooses the expert, so there is no router to train.
         """
@@ -42,7 +53,7 @@ class DEMixLayer(nn.Module):
         if not torch.is_grad_enabled():
             return self._without_gradients(x.flatten(1, 2)).view(E, B, T, D)
         inner = _stacked_linear(x.expand(E, B, T, D).reshape(E, B * T, D), self.up, self.up_bias)
-        inner = F.gelu(inner, approximate=self.approximate)
+        inner = activated(inner, self.activation, self.gated)
         mixed: Tensor = _stacked_linear(inner, self.down, self.down_bias)
         return mixed.view(E, B, T, D)
 
@@ -53,26 +64,25 @@ class DEMixLayer(nn.Module):
         """
         E, (_, N, D) = len(self.up), x.shape
         output, rows = x.new_empty(E, N, D), ROWS_AT_ONCE if x.device.type == "cpu" else max(1, N)
-        space = x.new_empty(min(rows, N), 4 * D)
+        space = x.new_empty(min(rows, N), self.up.shape[1])
         for e in range(E):
-            up, down = self.up[e].to(x.dtype).T, self.down[e].to(x.dtype).T
-            up_bias, down_bias = self.up_bias[e].to(x.dtype), self.down_bias[e].to(x.dtype)
+            up, down = (weight[e].to(x.dtype).T for weight in (self.up, self.down))
+            biases = [None if bias is None else bias[e].to(x.dtype) for bias in (self.up_bias, self.down_bias)]
             for first in range(0, N, rows):
                 some = x[e if len(x) > 1 else 0, first : first + rows]
-                inner = torch.addmm(up_bias, some, up, out=space[: len(some)])
-                torch.ops.aten.gelu_(inner, approximate=self.approximate)
-                torch.addmm(down_bias, inner, down, out=output[e, first : first + rows])
+                inner = activated(mapped(some, up, biases[0], space[: len(some)]), self.activation, self.gated)
+                mapped(inner, down, biases[1], output[e, first : first + rows])
         return output
 
 
-def _empty_output(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _empty_output(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:2], weight.shape[1])
 
 
 # Operators of our own, because the compiler copies a tensor whenever a part of it is written.
 @operator("stacked_linear", _empty_output)
-def _stacked_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Each expert's linear map of `x` [E, N, in] by `weight` [E, out, in] and `bias` [E, out]: [E, N, out].
+def _stacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Each expert's linear map of `x` [E, N, in] by `weight` [E, out, in] and `bias` [E, out] or none: [E, N, out].
 
     The code loops over experts, because bmm is slower on a CPU from 128 tokens per expert. Each expert's output and
     gradients are written to their place in one tensor, where autograd would stack copies. Each expert's weight is cast
@@ -80,7 +90,7 @@ def _stacked_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """
     output = x.new_empty(*x.shape[:2], weight.shape[1])
     for e in range(len(x)):
-        torch.addmm(bias[e].to(x.dtype), x[e], weight[e].to(x.dtype).T, out=output[e])
+        mapped(x[e], weight[e].to(x.dtype).T, None if bias is None else bias[e].to(x.dtype), output[e])
     return output
 
 
@@ -90,7 +100,7 @@ def _empty_gradients(incoming: Tensor, x: Tensor, weight: Tensor) -> tuple[Tenso
 
 @operator("stacked_linear_backward", _empty_gradients)
 def _stacked_linear_backward(incoming: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `_stacked_linear` for `x`, `weight` and `bias`."""
+    """The gradients of `_stacked_linear` for `x`, `weight` and a bias."""
     for_x, for_weight = x.new_empty(x.shape), torch.empty_like(weight)
     for e in range(len(x)):
         torch.mm(incoming[e], weight[e].to(x.dtype), out=for_x[e])
@@ -103,11 +113,12 @@ def _stacked_linear_backward(incoming: Tensor, x: Tensor, weight: Tensor) -> tup
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:2])
+    ctx.biased = inputs[2] is not None
 
 
-def _gradients(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor, Tensor] = _stacked_linear_backward(incoming, *ctx.saved_tensors)
-    return gradients
+def _gradients(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    for_x, for_weight, for_bias = _stacked_linear_backward(incoming, *ctx.saved_tensors)
+    return for_x, for_weight, for_bias if ctx.biased else None
 
 
 torch.library.register_autograd("demix::stacked_linear", _gradients, setup_context=_keep)

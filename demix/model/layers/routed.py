@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from demix.config.architecture import Routed
+from demix.model.layers.feedforward import activated, feedforward_parameters, mapped
 from demix.model.layers.operators import operator
 
 
@@ -30,19 +31,31 @@ class Auxiliary(NamedTuple):
 class RoutedLayer(nn.Module):
     """Feedforwards of which a router chooses `top_k` for each token.
 
-    The weights of all experts are stacked below the axis of the model's one expert: `up` [1, E, 4D, D], `down`
-    [1, E, D, 4D], `router` [1, E, D].
+    The weights of all experts are stacked below the axis of the model's one expert: `up` [1, E, F, D], `down`
+    [1, E, D, F], `router` [1, E, D]. F, `gated` and `biased` are as in a `DEMixLayer`.
     """
 
-    def __init__(self, routed: Routed, width: int, activation: str = "gelu"):
+    up: nn.Parameter
+    up_bias: nn.Parameter | None
+    down: nn.Parameter
+    down_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        routed: Routed,
+        width: int,
+        activation: str = "gelu",
+        *,
+        inner: int | None = None,
+        gated: bool = False,
+        biased: bool = True,
+    ):
         super().__init__()
         self.routed, experts = routed, routed.experts
-        self.approximate = {"gelu": "none", "gelu_new": "tanh"}[activation]
+        self.activation, self.gated, inner = activation, gated, inner or 4 * width
         self.router = nn.Parameter(torch.empty(1, experts, width))
-        self.up = nn.Parameter(torch.empty(1, experts, 4 * width, width))
-        self.up_bias = nn.Parameter(torch.empty(1, experts, 4 * width))
-        self.down = nn.Parameter(torch.empty(1, experts, width, 4 * width))
-        self.down_bias = nn.Parameter(torch.empty(1, experts, width))
+        for name, parameter in feedforward_parameters((1, experts), width, inner, gated, biased).items():
+            self.register_parameter(name, parameter)
 
     def forward(self, x: Tensor, auxiliary: list[Auxiliary] | None = None) -> Tensor:
         """Map `x` [1, B, T, D] to [1, B, T, D]; 0 for a token of which no expert takes a choice.
@@ -82,9 +95,10 @@ class RoutedLayer(nn.Module):
         place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
         ends = F.one_hot(rows, experts + 1)[:, :experts].sum(0).cumsum(0)
         taken: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _Rows.apply
-        inner = _expert_linear(taken(x, order, place, k), self.up.squeeze(0), self.up_bias.squeeze(0), ends)
-        inner = F.gelu(inner, approximate=self.approximate)
-        out = taken(_expert_linear(inner, self.down.squeeze(0), self.down_bias.squeeze(0), ends), place, order, 1)
+        up_bias, down_bias = (None if bias is None else bias.squeeze(0) for bias in (self.up_bias, self.down_bias))
+        inner = _expert_linear(taken(x, order, place, k), self.up.squeeze(0), up_bias, ends)
+        inner = activated(inner, self.activation, self.gated)
+        out = taken(_expert_linear(inner, self.down.squeeze(0), down_bias, ends), place, order, 1)
         return (out.view(-1, k, x.shape[-1]) * gates[..., None].to(x.dtype)).sum(1)
 
 
@@ -108,28 +122,29 @@ class _Rows(torch.autograd.Function):
         return rows.view(-1, ctx.k, rows.shape[-1]).sum(1) if ctx.k > 1 else rows, None, None, None
 
 
-def _empty_output(x: Tensor, weight: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+def _empty_output(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
     return x.new_empty(len(x), weight.shape[1])
 
 
 # Operators of our own, because the compiler takes no loop over segments whose lengths it cannot know.
 @operator("expert_linear", _empty_output)
-def _expert_linear(x: Tensor, weight: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
-    """The rows of `x` [N, in] by their experts' `weight` [E, out, in] and `bias` [E, out]: [N, out].
+def _expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+    """The rows of `x` [N, in] by their experts' `weight` [E, out, in] and `bias` [E, out] or none: [N, out].
 
     Rows of expert e end at ends[e]. Behind those of the last expert stand dropped rows, whose output is 0.
     """
     if _in_one_product(x, weight):
         out = F.grouped_mm(x, weight.to(x.dtype).transpose(1, 2), offs=ends.to(torch.int32))
         expert = _expert_of_rows(ends, len(x))
-        out += bias.to(x.dtype)[expert.clamp(max=len(weight) - 1)]
+        if bias is not None:
+            out += bias.to(x.dtype)[expert.clamp(max=len(weight) - 1)]
         # The product leaves what was in memory in the dropped rows.
         return out.masked_fill_((expert == len(weight))[:, None], 0)
     out = x.new_empty(len(x), weight.shape[1])
     for e, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
         # What is computed too much belongs to later experts, who overwrite it.
         more = start + _usual_length(end - start, x)
-        torch.addmm(bias[e].to(x.dtype), x[start:more], weight[e].to(x.dtype).T, out=out[start:more])
+        mapped(x[start:more], weight[e].to(x.dtype).T, None if bias is None else bias[e].to(x.dtype), out[start:more])
     out[end:] = 0
     return out
 
@@ -140,7 +155,7 @@ def _empty_gradients(incoming: Tensor, x: Tensor, weight: Tensor, ends: Tensor) 
 
 @operator("expert_linear_backward", _empty_gradients)
 def _expert_linear_backward(incoming: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `_expert_linear` for `x`, `weight` and `bias`. Dropped rows have and give none."""
+    """The gradients of `_expert_linear` for `x`, `weight` and a bias. Dropped rows have and give none."""
     incoming = incoming.contiguous()
     if _in_one_product(x, weight):
         offs, expert = ends.to(torch.int32), _expert_of_rows(ends, len(x))
@@ -165,12 +180,14 @@ def _expert_linear_backward(incoming: Tensor, x: Tensor, weight: Tensor, ends: T
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    x, weight, _, ends = inputs
+    x, weight, bias, ends = inputs
     ctx.save_for_backward(x, weight, ends)
+    ctx.biased = bias is not None
 
 
-def _gradients(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-    return *_expert_linear_backward(incoming, *ctx.saved_tensors), None
+def _gradients(ctx: Any, incoming: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    for_x, for_weight, for_bias = _expert_linear_backward(incoming, *ctx.saved_tensors)
+    return for_x, for_weight, for_bias if ctx.biased else None, None
 
 
 torch.library.register_autograd("demix::expert_linear", _gradients, setup_context=_keep)

@@ -56,6 +56,6 @@ def _system(row: str, run: Run) -> System:
     return systems_of(row, table_rows(run)[row])[-1]
 
 
-def _named(options: dict[str, str]) -> str:
+def _named(options: dict[str, Any]) -> str:
     given = [f"{name} {value}" for name, value in options.items() if value != USUAL[name]]
     return ", ".join(given) or "learned positions, tied head"
