@@ -150,9 +150,11 @@ def read_seed(directory: Path, identity: Mapping[str, Any], schedule: str = "con
 
 def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel:
     description, lineage = describe(directory), expert_lineage(directory, DENSE_EXPERT)
-    architecture = architecture_from(identity["training"]["architecture"]).unrouted.described
-    if description["architecture"] != architecture:
-        cause = f"has the architecture {description['architecture']}, and this training {architecture}"
+    own, parents = architecture_from(identity["training"]["architecture"]).unrouted, description["architecture"]
+    # A model without a table of positions has blocks of any length.
+    architecture = own.described | ({} if own.position == "learned" else {"context": parents["context"]})
+    if parents != architecture:
+        cause = f"has the architecture {parents}, and this training {architecture}"
         raise DemixError(directory, cause, "set the section architecture to that of the model")
     refuse_other_tokenizer(directory, Path("tokens"), identity["tokenizer_sha256"])
     manifest = SeedManifest(

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 from demix.commands import main as cli
-from demix.config.architecture import Architecture, parameters
+from demix.config.architecture import architecture_from, parameters
 from demix.config.models import KINDS
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
@@ -58,7 +58,7 @@ class Case:
     precision: str = "fp64"
     micro: int | None = None
     seed: int = 0
-    options: tuple[tuple[str, str], ...] = ()
+    options: tuple[tuple[str, str | int | bool], ...] = ()
 
     @property
     def name(self) -> str:
@@ -85,6 +85,7 @@ class Case:
 
 MASKED = (("attention", "bidirectional"), ("objective", "mlm"))
 VARIED = (("position", "alibi"), ("head", "clap"))
+MODERN = (("preset", "llama"), ("key_heads", 1), ("inner", 40), ("query_norm", "all"), ("rope_theta", 100.0))
 UNEQUAL = (("scripture", 3), ("parliament", 2))
 CASES = [
     Case("demix", 4, 2), Case("demix", 4, 4), Case("demix", 4, 8), Case("demix", 4, 7, UNEQUAL),
@@ -93,6 +94,7 @@ CASES = [
     Case("dense_unbalanced", 3, 5), Case("domain_token", 4, 2),
     Case("routed", 4, 2), Case("routed", 4, 4), Case("routed", 4, 2, micro=1),
     Case("demix", 4, 4, options=VARIED), Case("dense", 4, 2, options=VARIED),
+    Case("demix", 4, 8, options=MODERN), Case("routed", 4, 2, options=MODERN),
     Case("demix", 4, 2, options=MASKED), Case("demix", 4, 4, micro=1, options=MASKED),
     Case("dense", 4, 2, micro=1, options=MASKED), Case("routed", 4, 4, options=MASKED),
     Case("demix", 4, 2, seed=7), Case("demix", 4, 8, seed=7), Case("demix", 4, 7, UNEQUAL, seed=7),
@@ -175,7 +177,7 @@ def test_any_number_of_ranks_trains_as_one_process(trained: Path, case: Case) ->
 def test_the_bytes_sent_are_those_of_the_formula(trained: Path, tokens: Path, case: Case) -> None:
     vocab_size = TokenShard.open(tokens / "tokens" / DOMAINS[0] / "train.arrow").vocab_size
     routed = {"routed": ROUTED} if case.kind == "routed" else {}
-    architecture = Architecture(**SIZES, **dict(case.options), **routed)
+    architecture = architecture_from(SIZES | dict(case.options) | routed)
     domain_tokens = case.domains if case.kind == "domain_token" else 0
     shared, expert = parameters(architecture, vocab_size, domain_tokens)
     # The first rank's; the metrics are its.
