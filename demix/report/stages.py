@@ -28,7 +28,7 @@ STAGES = (
         ("read", "download", "anonymize", "deduplicate", "novel_duplicates", "split"),
         0,
     ),
-    Stage("tokenizer", ("byte-level BPE,", "or GPT-2's"), ("tokenizer",), 1, after=("data",)),
+    Stage("tokenizer", ("byte-level BPE,", "or another's"), ("tokenizer",), 1, after=("data",)),
     Stage(
         "shards",
         ("token ids,", "memory-mapped"),
