@@ -1,4 +1,4 @@
-"""What stands beside ours in benchmarks/train.py: nanoGPT's model, and transformers' GPT-2 and Mixtral block."""
+"""What stands beside ours in benchmarks/train.py: nanoGPT, nanochat, transformers' GPT-2, Llama and Mixtral block."""
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,72 @@ def hugging_face(sizes: Architecture, vocabulary: int) -> nn.Module:
         use_cache=False, bos_token_id=None, eos_token_id=None, attn_implementation="sdpa",
     )  # fmt: skip
     return GPT2LMHeadModel(config)
+
+
+class NanoChatBlock(nn.Module):
+    """nanochat's block: norms without weights, rotated and normed queries and keys, ReLU squared, no biases."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.proj = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.fc, self.out = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        B, T, D = x.shape
+        normed = _rms(x)
+        q, k, v = (part(normed).view(B, T, self.heads, -1) for part in (self.q, self.k, self.v))
+        q, k = _rms(_turned(q, cos, sin)), _rms(_turned(k, cos, sin))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).contiguous().view(B, T, D))
+        return x + self.out(F.relu(self.fc(_rms(x))).square())
+
+
+def _rms(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos + second * sin, second * cos - first * sin], -1)
+
+
+class NanoChat(nn.Module):
+    """nanochat's model (github.com/karpathy/nanochat) without its cap on logits, which ours has not."""
+
+    def __init__(self, sizes: Architecture, vocabulary: int):
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, sizes.width)
+        self.blocks = nn.ModuleList(NanoChatBlock(sizes.width, sizes.heads) for _ in range(sizes.layers))
+        self.lm_head = nn.Linear(sizes.width, vocabulary, bias=False)
+        self.apply(lambda m: nn.init.normal_(m.weight, std=0.02) if isinstance(m, nn.Linear | nn.Embedding) else None)
+        turned = torch.arange(0, sizes.unit, 2) / sizes.unit
+        angles = torch.outer(torch.arange(sizes.context).float(), 10_000.0**-turned)[:, None]
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = _rms(self.wte(ids))
+        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        logits = self.lm_head(_rms(x)).float()
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+def llama(sizes: Architecture, vocabulary: int) -> nn.Module:
+    """transformers' Llama of the same sizes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocabulary, max_position_embeddings=sizes.context, hidden_size=sizes.width,
+        num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, intermediate_size=sizes.inner_width,
+        num_key_value_heads=sizes.key_value_heads, rms_norm_eps=sizes.epsilon, use_cache=False,
+        rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
+        tie_word_embeddings=sizes.head == "tied", attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 def mixtral_inner(width: int) -> int:

@@ -1,4 +1,4 @@
-"""Training steps of ours (dense, DEMix, token-routed), of nanoGPT's recipe and of Hugging Face's GPT-2 in one run.
+"""Training steps of ours (dense, DEMix, token-routed) beside nanoGPT, nanochat and Hugging Face's GPT-2 and Llama.
 
     python benchmarks/train.py [--quick] [--threads 2] [--profile] [--json rows.json]
 
@@ -8,6 +8,10 @@ medians over the turns count, so that on a shared machine ratios hold. `--thread
 other work changes least. DEMix has 8 experts and sees as many tokens a step as dense, an eighth each. On a GPU the
 sizes are those that fill one. `--quick` compiles nothing and takes few steps; `--profile` prints where the time of ours
 goes instead. Needs transformers, and a C++ compiler to compile.
+
+The decoder of Llama (`llama`: RMSNorm, rotation, SwiGLU, no biases, as many weights as dense) and that of nanochat
+(`nanochat`: QK-norm, ReLU squared, a head of its own) stand beside transformers' Llama and nanochat's model of the same
+shape, and Llama's options beside the plain decoder.
 
 Token-routed models (`switch`: top-1 of 8 in every layer; top-2 of 8 in every second layer) stand beside dense in
 FLOP/s, because top-2 needs more FLOPs a token. A `layer` is forward and backward of one routed feedforward, without an
@@ -32,11 +36,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
-from peers import NanoGPT, hugging_face, mixtral_block, mixtral_inner
+from peers import NanoChat, NanoGPT, hugging_face, llama, mixtral_block, mixtral_inner
 from tables import show
 from torch import Tensor, nn
 
-from demix.config.architecture import PRESETS, Architecture, Routed
+from demix.config.architecture import DECODERS, PRESETS, Architecture, Routed
 from demix.model.device import compute_type
 from demix.model.gpt import GPT
 from demix.model.layers import Auxiliary, RoutedLayer
@@ -53,6 +57,22 @@ ROUTED = {
     "switch": Routed(experts=8, top_k=1, every=1, capacity=8.0, balance=0.01),
     "top-2": Routed(experts=8, top_k=2, every=2, capacity=8.0, balance=0.01),
 }
+
+
+# Options of our decoder; `llama` has as many weights as the plain one, but for what rounds to whole vectors.
+MODERN = {
+    "llama": DECODERS["llama"] | {"head": "tied"},
+    "nanochat": DECODERS["llama"] | {"gated": False, "activation": "relu2", "query_norm": "head"},
+}
+# The model of each peer, and whose sizes it has.
+MODELS = {"nanogpt": NanoGPT, "hf": hugging_face, "hf llama": llama, "nanochat's": NanoChat}
+
+
+def modern(name: str, plain: Architecture) -> Architecture:
+    """The plain architecture with the options `name` of `MODERN`, or with those that its peer has."""
+    options = MODERN.get({"hf llama": "llama", "nanochat's": "nanochat"}.get(name, name), {})
+    inner = 8 * plain.width // 3 // 8 * 8 if options.get("gated") else None
+    return replace(plain, **options, inner=inner)
 
 
 @dataclass(frozen=True)
@@ -84,7 +104,8 @@ class Setting:
         if routed := sizes.routed:
             expert = 6 * mixtral_inner(sizes.width) if "mixtral" in name else 16 * sizes.width
             return 3.0 * self.tokens * sizes.width * (routed.top_k * expert + 2 * routed.experts)
-        return 3.0 * self.tokens * scoring_flops(replace(sizes, routed=ROUTED.get(name)), self.vocabulary, 1)
+        sizes = replace(modern(name, sizes), routed=ROUTED.get(name))
+        return 3.0 * self.tokens * scoring_flops(sizes, self.vocabulary, 1)
 
 
 @dataclass(frozen=True)
@@ -97,6 +118,7 @@ class Measured:
 
 # What stands side by side. "plain" is our dense model with whole logits and torch's cross-entropy.
 PEERS = {"dense": "ours", "nanogpt": "nanoGPT's recipe", "hf": "Hugging Face", "plain": "ours, whole logits"}
+DECODER_PEERS = {"hf llama": ("llama", "Hugging Face's Llama"), "nanochat's": ("nanochat", "nanochat's model")}
 
 
 MIXTRAL = ("mixtral eager", "mixtral grouped_mm")
@@ -127,12 +149,14 @@ def comparisons(quick: bool) -> Iterator[tuple[Setting, tuple[str, ...], int]]:
             for compiled in (False,) if quick else (False, True):
                 each = replace(setting, precision="bf16", compile=compiled)
                 yield each, ("dense", "demix", *ROUTED, "nanogpt", "hf", "plain"), 5 if quick else 20
+                yield each, ("dense", *MODERN, *DECODER_PEERS), 5 if quick else 20
         return
     yield sample, ("dense", "demix", "nanogpt", "hf", "plain"), 3 if quick else 20
     for precision in ("fp32", "bf16"):
         for compiled in (False,) if quick else (False, True):
             each = replace(small, precision=precision, compile=compiled)
             yield each, ("dense", "demix", *ROUTED, "nanogpt", "hf", "plain"), 3 if quick else 15
+            yield each, ("dense", *MODERN, *DECODER_PEERS), 3 if quick else 15
     if quick:
         return
     for precision in ("fp32", "bf16"):
@@ -163,7 +187,14 @@ def main(quick: bool, threads: int, path: Path | None) -> None:
                     fastest = max(names, key=lambda name: achieved[name])
                     row(f"{setting.name}: ours / {fastest}", achieved["layer"], achieved[fastest], "GFLOP/s")
             continue
-        found[setting], ours = times, times["dense"]
+        ours = times["dense"]
+        if "llama" in variants:
+            row(f"{setting.name}: options of Llama / plain", speed["llama"], speed["dense"], "tokens/s")
+            for name, (own, peer) in DECODER_PEERS.items():
+                row(f"{setting.name}: {own} / {peer}", speed[own], speed[name], "tokens/s")
+                row(f"{setting.name}: {own} / {peer}", times[own].memory, times[name].memory, "MB")
+            continue
+        found[setting] = times
         for name in variants[1:]:
             if name == "demix":
                 row(f"{setting.name}: DEMix / dense", speed["demix"], speed["dense"], "tokens/s")
@@ -251,7 +282,7 @@ def run_variant(name: str, setting: Setting, wait: Callable[[], None]) -> None:
     torch.manual_seed(0)
     if name == "matmul":
         _multiply(setting, wait)
-    elif name in ("dense", "demix", "plain", *ROUTED):
+    elif name in ("dense", "demix", "plain", *ROUTED, *MODERN):
         _train_ours(name, setting, wait)
     elif name == "layer" or "mixtral" in name:
         _pass_layer(name, setting, wait)
@@ -272,7 +303,7 @@ def _train_ours(name: str, setting: Setting, wait: Callable[[], None]) -> None:
         steps=10**6, learning_rate=1e-4, warmup=0.08, clip=0.1, weight_decay=0.1, precision=setting.precision,
         checkpoint_every=10**6, compile=setting.compile,
     )  # fmt: skip
-    architecture = replace(setting.architecture, routed=ROUTED.get(name))
+    architecture = replace(modern(name, setting.architecture), routed=ROUTED.get(name))
     model = (PlainGPT if name == "plain" else GPT)(architecture, setting.vocabulary, experts).initialise(0)
     with TemporaryDirectory() as folder:
         train(model, Batches(draw, setting.tokens), experts, optimization, Path(folder), world=World(device=DEVICE))
@@ -287,9 +318,8 @@ class PlainGPT(GPT):
 
 
 def _train_peer(name: str, setting: Setting, wait: Callable[[], None]) -> None:
-    """nanoGPT's loop: autocast, the model compiled as a whole, clipping, fused AdamW. For both peers."""
-    make = NanoGPT if name == "nanogpt" else hugging_face
-    model = make(setting.architecture, setting.vocabulary).to(DEVICE)
+    """nanoGPT's loop: autocast, the model compiled as a whole, clipping, fused AdamW. For all peers."""
+    model = MODELS[name](modern(name, setting.architecture), setting.vocabulary).to(DEVICE)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-7, weight_decay=0.1, fused=True
     )
@@ -299,7 +329,7 @@ def _train_peer(name: str, setting: Setting, wait: Callable[[], None]) -> None:
         wait()
         ids = torch.randint(0, setting.vocabulary, (2, setting.sequences, setting.architecture.context)).to(DEVICE)
         with torch.autocast(DEVICE.type, dtype=dtype, enabled=dtype != torch.float32):
-            loss = forward(ids[0], ids[1]) if name == "nanogpt" else forward(ids[0], labels=ids[0]).loss
+            loss = forward(ids[0], labels=ids[0]).loss if name.startswith("hf") else forward(ids[0], ids[1])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
@@ -349,7 +379,7 @@ def _multiply(setting: Setting, wait: Callable[[], None]) -> None:
 
 def _serve(name: str, setting: Setting) -> None:
     """Be a variant's process: a step for each line read, its seconds as the answer; at the end the peak memory, MB."""
-    if name == "hf" or "mixtral" in name:
+    if name.startswith("hf") or "mixtral" in name:
         import transformers  # noqa: F401
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

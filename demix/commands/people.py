@@ -373,6 +373,10 @@ def experts_train(
             min=1e-6, help="Peak learning rate, as a fraction of the model's; by default as in the model's run."
         ),
     ] = None,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(min=1e-12, help="Peak learning rate; for a model that demix has not trained by default 1e-4."),
+    ] = None,
 ) -> None:
     """Train an expert for a new domain on text files, and print what it is worth on text held out of training."""
     from rich.table import Table
@@ -382,7 +386,7 @@ def experts_train(
 
     # Reading the text logs the steps of a data stage, which are noise here.
     logging.getLogger("demix").setLevel(logging.WARNING)
-    added = add_domain(model, domain, text, output, field, tokens, rate)
+    added = add_domain(model, domain, text, output, field, tokens, rate, learning_rate)
     before, after = added.before, added.after
     table = Table(title=f"{before.tokens:,} tokens of {domain}, held out of training: perplexity", title_justify="left")
     for head in ("", "before", "after"):
@@ -395,7 +399,8 @@ def experts_train(
         if name in values[0]:
             table.add_row(name, values[0][name], (values[0] | values[1])[name])
     terminal().print(table)
-    print(f"{output}: {model} with the expert {domain}, which began as {added.begun}")
+    peak = f"; peak learning rate {added.learning_rate:g}" if added.learning_rate else ""
+    print(f"{output}: {model} with the expert {domain}, which began as {added.begun}{peak}")
 
 
 @experts.command("add")

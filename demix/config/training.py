@@ -73,8 +73,9 @@ def fingerprinted(given: Any) -> dict[str, Any]:
 
 
 def stated(given: Any) -> dict[str, Any]:
-    """Settings as a mapping, without `passes` where it bounds nothing: as they were before there was such a key."""
-    return {key: value for key, value in dataclasses.asdict(given).items() if (key, value) != ("passes", None)}
+    """Settings as a mapping, without keys that say nothing: as they were before there were such keys."""
+    later = ("passes", "learning_rate")
+    return {key: value for key, value in dataclasses.asdict(given).items() if value is not None or key not in later}
 
 
 def taken(recipe: type, section: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from demix.errors import DemixError, StoppedError
 from demix.evaluate.own_text import OwnText, evaluate_text, raw_text
 from demix.evaluate.parent import choose_parent
 from demix.evaluate.score import Scoring, score
-from demix.files import read_json, refuse_used, replacing, scratch
+from demix.files import read_json, refuse_used, replacing, scratch, write_json
 from demix.launch.job import Places
 from demix.model.checkpoint import describe, expert_lineage, expert_names, refuse_masked
 from demix.model.clusters import copy_clusters
@@ -37,13 +37,19 @@ PIECE_WORDS = 250
 HELD_OUT = 0.1
 # The most tokens, by the number of experts, where nothing says how many the model was trained on.
 TOKENS = 10_000_000
+# The peak learning rate where nothing says with which the model was trained.
+LEARNING_RATE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class Added:
-    """What the expert began as, and the text held out of training under the model before and after."""
+    """What the expert began as, its peak learning rate, and text held out of training under the model before and after.
+
+    The learning rate is None where it is a fraction of the model's.
+    """
 
     begun: str
+    learning_rate: float | None
     before: OwnText
     after: OwnText
 
@@ -56,27 +62,26 @@ def add_domain(
     field: str = "text",
     tokens: int | None = None,
     rate: float | None = None,
+    learning_rate: float | None = None,
 ) -> Added:
     """Write a copy of `model` to `output` that has one more expert: DEMix-DAPT on `texts` (paper, section 6).
 
+    To a dense model it is the second expert, beside that which the model was.
+
     The text is anonymized, cut into pieces of PIECE_WORDS words and parted into train, dev and test. The expert starts
     as a copy of the one with the highest posterior on dev; of whole models, as their average by posterior. `tokens`
-    (most tokens of training) and `rate` (peak learning rate as a fraction of the model's) override the settings of
-    `adaptation_of`. Raises DemixError, and leaves no `output`, for a name that is taken, a model without experts or
-    without the recipe of its training, and text that is too short.
+    (most tokens of training), `rate` (peak learning rate as a fraction of the model's) and `learning_rate` (the peak
+    itself) override the settings of `adaptation_of`. Raises DemixError, and leaves no `output`, for a name that is
+    taken, a domain-token model, and text that is too short.
     """
     refuse_used(output)
     refuse_name(model, domain)
     refuse_masked(model, "says nothing of a text that is not masked")
     description, experts = describe(model), expert_names(model)
-    if experts == (DENSE_EXPERT,) or description["domain_tokens"]:
-        raise DemixError(model, "has no experts of domains", "choose a model that has")
-    # Nothing else in the folder of a model tells a learning rate that fits it.
-    if not description.get("training"):
-        cause = "does not say how it was trained (learning rate, seed), which the training of an expert follows"
-        raise DemixError(model, cause, "choose a model that a run of demix trained, or a copy of one")
+    if description["domain_tokens"]:
+        raise DemixError(model, "is a domain-token model, which no expert can join", "choose another model")
     tokenizer, _ = tokenizer_of(model)
-    adaptation = adaptation_of(model, tokens, rate)
+    adaptation = adaptation_of(model, tokens, rate, learning_rate)
     with scratch(output) as folder:
         shards, test = _tokens(domain, texts, tokenizer, field, folder)
         scoring = Scoring(dev_blocks=adaptation.parent_blocks, threads=adaptation.threads)
@@ -88,6 +93,8 @@ def add_domain(
             shutil.copytree(model, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "README.md"))
             copy_tokenizer(tokenizer, made)
             copy_clusters(model, made)
+            if experts == (DENSE_EXPERT,):
+                write_json(made / "model.json", description | {"kind": "demix"})
             try:
                 places = Places(made, folder / "metrics.jsonl", folder / "states")
                 adapt_expert(model, shards, chosen, {}, adaptation, places)
@@ -98,15 +105,23 @@ def add_domain(
             usual = Usual(perplexity=own.perplexity, bits_per_byte=own.bits_per_byte)
             write_usual(made, usual_of(model) | {domain: usual})
             parent = expert_lineage(made, domain)["parent"]
-    return Added(f"a copy of {parent}" if parent else "the average of the others, by posterior", before, after)
+    begun = f"a copy of {parent}" if parent else "the average of the others, by posterior"
+    return Added(begun, adaptation.learning_rate, before, after)
 
 
-def adaptation_of(model: Path, tokens: int | None, rate: float | None) -> Adaptation:
+def adaptation_of(
+    model: Path, tokens: int | None, rate: float | None, learning_rate: float | None = None
+) -> Adaptation:
     """The settings of adaptations to `model`: those of its run, else those of an expert that was added, else defaults.
 
-    A sweep of learning rates is left out, and so is a bound of passes where `tokens` is given.
+    A sweep of learning rates is left out, and so is a bound of passes where `tokens` is given. A model that demix has
+    not trained gets `LEARNING_RATE` where no `learning_rate` is given. Raises DemixError for a `rate` of a model whose
+    learning rate nobody knows.
     """
-    trained, run = describe(model, "training")["training"], run_of(model)
+    trained, run = describe(model).get("training") or {}, run_of(model)
+    if rate and (learning_rate or not trained):
+        known = "the learning rate is given, too" if learning_rate else f"{model} does not say its learning rate"
+        raise DemixError("--rate", f"is a fraction of the model's, and {known}", "use --learning-rate alone")
     given: dict[str, Any] = {}
     for name in expert_names(model):
         given |= read_json(model / "experts" / f"{name}.json").get("adaptation") or {}
@@ -120,9 +135,11 @@ def adaptation_of(model: Path, tokens: int | None, rate: float | None) -> Adapta
     if "tokens" not in given:
         share = max(1, trained.get("tokens", TOKENS) // len(expert_names(model)))
         given = {"tokens": share, "passes": PASSES} | given
-    given |= {"seed": trained["seed"], "threads": trained.get("threads", 1), "sweep": None}
+    given |= {"seed": trained.get("seed", 1), "threads": trained.get("threads", 1), "sweep": None}
     given |= {"tokens": tokens, "passes": None} if tokens else {}
     given |= {"learning_rate_factor": rate} if rate else {}
+    if learning_rate or not trained:
+        given |= {"learning_rate": learning_rate or given.get("learning_rate") or LEARNING_RATE}
     return settings_from(Adaptation, given)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from demix.config.adaptation import AdaptationRecipe
 from demix.config.models import DENSE_EXPERT
-from demix.config.training import Threads, fingerprinted, stated
+from demix.config.training import LearningRate, Threads, fingerprinted, stated
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import fingerprint, read_json, write_json_lines
@@ -48,12 +48,14 @@ INITS = ("parent", "average")
 class Adaptation(AdaptationRecipe):
     """How a model is adapted to one novel domain.
 
-    `parent_blocks` and `parent_decay` make the cached posterior that chooses the parent.
+    `parent_blocks` and `parent_decay` make the cached posterior that chooses the parent. `learning_rate` is the peak
+    where it is no fraction of the model's.
     """
 
     tokens: Positive
     seed: Seed
     threads: Threads
+    learning_rate: LearningRate | None = None
 
     def bounded(self, text: int) -> "Adaptation":
         """These settings with no more tokens than `passes` over a train split of `text` tokens."""
@@ -235,7 +237,8 @@ class _Adapting:
         domain = self.shards[0].parent.name
         places = place_experts([domain], adaptation.sequences, self.world.size)
         world, model = self.world.placed(places), self.begin()
-        description, architecture = describe(self.directory, "training"), model.architecture
+        needed = () if adaptation.learning_rate else ("training",)
+        description, architecture = describe(self.directory, *needed), model.architecture
         shard = TokenShard.open(self.shards[0])
         refuse_other_tokenizer(self.directory, self.shards[0], shard.tokenizer_sha256, shard.vocab_size)
         train_data, dev_data = (read_json(path.with_suffix(".json"))["sha256"] for path in self.shards)
@@ -250,7 +253,7 @@ class _Adapting:
         how = optimization(
             adaptation,
             adaptation.steps(architecture.context),
-            description["training"]["learning_rate"] * adaptation.learning_rate_factor,
+            adaptation.learning_rate or description["training"]["learning_rate"] * adaptation.learning_rate_factor,
             stopping=EarlyStopping(adaptation.evaluate_every, adaptation.patience),
         )
         rows = train(model, batches, [domain], how, state, world=world, evaluate=self.evaluate)

@@ -115,14 +115,37 @@ def test_what_cannot_be_trained_is_one_line(model: Path, texts: list[Path], tmp_
     assert "expert Two Words: is no usable name" in refused("Two Words", texts[0])
     assert "none.txt: is missing" in refused("fantasy", tmp_path / "none.txt")
     assert "leave no document for train" in refused("fantasy", short)
+    told = "--rate: is a fraction of the model's, and the learning rate is given, too; use --learning-rate alone"
+    assert told in refused("fantasy", texts[0], "--rate", 0.5, "--learning-rate", 0.1)
+    bare = untrained(model, tmp_path / "bare")
+    told = f"--rate: is a fraction of the model's, and {bare} does not say its learning rate; use --learning-rate alone"
+    assert told in refused("fantasy", texts[0], "--rate", 0.5, of=bare)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "short.txt"]
+
+
+def untrained(model: Path, copy: Path) -> Path:
+    """A copy of `model` that does not say how it was trained, as one that was imported."""
+    shutil.copytree(model, copy)
+    description = read_json(copy / "model.json")
+    write_json(copy / "model.json", {key: value for key, value in description.items() if key != "training"})
+    return copy
+
+
+@pytest.mark.parametrize("given", [None, 2e-3])
+def test_a_dense_model_from_elsewhere_gets_an_expert_beside_what_it_was(
+    model: Path, texts: list[Path], tmp_path: Path, given: float | None
+) -> None:
     assert demix("merge", model, "--weights", "licenses=1", "--output", tmp_path / "merged").exit_code == 0
-    assert "has no experts of domains" in refused("fantasy", texts[0], of=tmp_path / "merged")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "short.txt"]
-    for name, source, cause in (
-        ("imported", tmp_path / "merged", "has no experts of domains"),
-        ("given", model, "does not say how it was trained (learning rate, seed)"),
-    ):
-        bare = shutil.copytree(source, tmp_path / name)
-        description = read_json(bare / "model.json")
-        write_json(bare / "model.json", {key: value for key, value in description.items() if key != "training"})
-        assert f"{bare}: {cause}" in refused("fantasy", texts[0], "--rate", 0.5, of=bare)
+    parent, output = untrained(tmp_path / "merged", tmp_path / "parent"), tmp_path / "grown"
+    rate = ("--learning-rate", given) if given else ()
+    done = demix("experts", "train", parent, "fantasy", "--text", texts[0], "--output", output, "--tokens", 4096, *rate)
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert f"began as a copy of dense; peak learning rate {given or 1e-4:g}" in " ".join(done.output.split())
+    assert expert_names(output) == ("dense", "fantasy")
+    assert read_json(output / "model.json")["kind"] == "demix"
+    assert read_json(output / "experts" / "fantasy.json")["adaptation"]["learning_rate"] == (given or 1e-4)
+    for name in ("dense.safetensors", "dense.json"):
+        assert (output / "experts" / name).read_bytes() == (parent / "experts" / name).read_bytes()
+    assert demix("experts", "verify", output).exit_code == 0
+    assert demix("generate", output, "--prompt", "The", "--tokens", 5).exit_code == 0
+    assert demix("experts", "train", output, "other", "--text", texts[1], "--output", tmp_path / "two").exit_code == 0
