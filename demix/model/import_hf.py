@@ -21,7 +21,7 @@ from demix.model.description import MOST_BYTES
 from demix.model.format import HARMLESS, Format, Keys
 from demix.model.formats import FORMATS
 from demix.model.gpt import GPT
-from demix.model.verified import Verified, verify_logits
+from demix.model.verified import Verified, refuse_without_transformers, verify_logits
 from demix.settings import Text, names_of, settings, settings_from
 
 # Without learned positions a model takes blocks of any length, and a cache of all positions would not fit into memory.
@@ -61,9 +61,11 @@ def import_hf(
     computes something that demix does not, and if the logits differ.
     """
     refuse_used(output)
+    if verify:
+        refuse_without_transformers()
     config = folder / "config.json"
-    form, keys = _read_config(config)
-    architecture, positions = _architecture(config, keys, context)
+    form, keys = read_config(config)
+    architecture, positions = architecture_of(config, keys, context)
     sizes = form, architecture, keys.vocab_size, positions
     weights, sha256 = _weight_files(folder)
     with _opened(folder, weights) as places:
@@ -82,7 +84,7 @@ def import_hf(
         return verify_logits(folder, model, encoder, text) if verify else None
 
 
-def _read_config(path: Path) -> tuple[Format, Keys]:
+def read_config(path: Path) -> tuple[Format, Keys]:
     """The format that a config.json names, and its keys, each of which is known."""
     content = read_unsealed(path, MOST_BYTES)
     name = content.get("model_type", "missing")
@@ -94,10 +96,11 @@ def _read_config(path: Path) -> tuple[Format, Keys]:
     if unknown := sorted(given.keys() - set(known)):
         cause = f"is {given[unknown[0]]!r:.200}, and whether this changes what {form.title} computes is not known"
         raise DemixError(f"{path}: {unknown[0]}", cause, "leave it out of the file if it changes nothing")
-    return form, settings_from(form.keys, given, f"{path}: ")
+    with _named(path):
+        return form, settings_from(form.keys, given, f"{path}: ")
 
 
-def _architecture(config: Path, keys: Keys, context: int | None) -> tuple[Architecture, int]:
+def architecture_of(config: Path, keys: Keys, context: int | None) -> tuple[Architecture, int]:
     """The architecture of these keys in blocks of `context`, and the rows of the table of positions on disk."""
     options = keys.options()
     positions, learned = options["context"], "position" not in options
@@ -109,11 +112,18 @@ def _architecture(config: Path, keys: Keys, context: int | None) -> tuple[Archit
     if keys.window is not None and context > keys.window:
         cause = f"sees {keys.window:,} positions, and blocks have {context:,}"
         raise DemixError(f"{config}: attention", cause, f"import it with --context {keys.window}")
-    try:
+    with _named(config):
         return settings_from(Architecture, options | {"context": context}, f"{config}: "), positions
+
+
+@contextmanager
+def _named(config: Path) -> Iterator[None]:
+    """Name the file in an error of its values together."""
+    try:
+        yield
     except DemixError as error:
-        subject = error.subject.removeprefix(f"{config}: ")
-        raise DemixError(config, f"{subject.removeprefix('architecture.')}: {error.cause}", error.cure) from None
+        subject = error.subject.removeprefix(f"{config}: ").removeprefix("architecture.")
+        raise DemixError(f"{config}: {subject}", error.cause, error.cure) from None
 
 
 def _weight_files(folder: Path) -> tuple[dict[Path, set[str] | None], str]:

@@ -42,12 +42,11 @@ def verify_logits(folder: Path, model: GPT, encoder: Tokenizer, text: Path | Non
     The text is that of the file `text`, or TEXT. Raises DemixError if logits differ by more than MOST_DIFFERENCE of the
     largest.
     """
-    refuse_without_transformers()
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoModelForCausalLM
 
     own = encoder.encode(TEXT if text is None else _read(text))[: model.architecture.context - 1]
-    ids = torch.tensor([[encoder.end_of_text, *own]])
+    ids = torch.tensor([[encoder.end_of_text, *own.tolist()]])
     theirs = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
     )

@@ -91,7 +91,7 @@ def test_an_expert_is_that_of_a_loop_in_transformers(run: Path, tokens: Path, sc
     expert = dict(load_model(run / "branches" / ("restarted" if restart else "btm") / name).named_parameters())
     for ours, parameter, turned in names:
         own = expert[ours][0] if ".feedforward." in ours else expert[ours]
-        torch.testing.assert_close(own, parameter.T if turned else parameter, rtol=0, atol=1e-9)
+        torch.testing.assert_close(own, turned(parameter, sizes), rtol=0, atol=1e-9)
 
 
 def test_the_order_of_the_trainings_changes_no_byte(run: Path, tokens: Path) -> None:

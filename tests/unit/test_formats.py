@@ -1,104 +1,32 @@
 """Checkpoint formats: the classes of transformers are the oracles, through files."""
 
+import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
-from demix.config.architecture import parameters
+from demix.config.architecture import Architecture, parameters
 from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError
 from demix.model.checkpoint import load_model
 from demix.model.experts import find_faults
 from demix.model.export import export_hf
 from demix.model.formats import FORMATS
-from demix.model.import_hf import import_hf
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64,
-    "vocab_size": 400, "bos_token_id": 399, "eos_token_id": 399, "attn_implementation": "eager",
-}  # fmt: skip
-MODERN = SIZES | {"num_key_value_heads": 2, "intermediate_size": 88, "rms_norm_eps": 1e-6}
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}  # fmt: skip
-QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("gpt2", SIZES | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
-    "gpt2_wide": ("gpt2", SIZES | {"n_inner": 72, "layer_norm_epsilon": 1e-6, "tie_word_embeddings": False}),
-    "opt": ("opt", SIZES | {"ffn_dim": 128, "word_embed_proj_dim": 32, "dropout": 0.0, "pad_token_id": None}),
-    "opt_untied": ("opt", SIZES | {"ffn_dim": 72, "enable_bias": False, "dropout": 0.0, "tie_word_embeddings": False}),
-    "gpt_neox": ("gpt_neox", SIZES | QUIET | {"intermediate_size": 128}),
-    "gpt_neox_sequential": (
-        "gpt_neox",
-        SIZES | QUIET | {"intermediate_size": 72, "use_parallel_residual": False, "tie_word_embeddings": True},
-    ),
-    "llama": ("llama", MODERN | {"rope_parameters": LLAMA3}),
-    "llama_tied": ("llama", MODERN | {"tie_word_embeddings": True, "head_dim": 16}),
-    "llama_linear": ("llama", MODERN | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
-    "mistral": ("mistral", MODERN | {"sliding_window": None, "head_dim": 10}),
-    "qwen2": ("qwen2", MODERN | {"tie_word_embeddings": True}),
-    "qwen3": ("qwen3", MODERN | {"head_dim": 16, "tie_word_embeddings": True}),
-    "olmo2": ("olmo2", MODERN | {"num_key_value_heads": 4, "pad_token_id": None}),
-}
-
-
-def random_model(family: str, **more: object) -> Any:
-    """A model of transformers whose norms and biases are not those of initialisation."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    name, keys = FAMILIES[family]
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **keys | more)).eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if "norm" in key or "ln_" in key or key.endswith("bias"):
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-            else:
-                parameter.normal_(0, 1.0 if "emb" in key or "wte" in key else 0.08)
-    return model
-
-
-@pytest.fixture
-def tokenizer(tokens: Path) -> Path:
-    """A tokenizer of 400 ids."""
-    assert Tokenizer.load(tokens / "tokenizer.json").vocab_size == SIZES["vocab_size"]
-    return tokens / "tokenizer.json"
-
-
-def checkpoint(folder: Path, tokenizer: Path, family: str, shard: str = "1GB", **more: object) -> Any:
-    """Write a random model with a tokenizer of demix, as an export has it."""
-    model = random_model(family, **more)
-    model.save_pretrained(folder, max_shard_size=shard)
-    (folder / "tokenizer.json").write_text(Tokenizer.load(tokenizer).definition)
-    return model
-
-
-def change(folder: Path, **keys: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
-
-
-def all_tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
-def farthest(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference, of the largest value."""
-    return float((found - wanted).abs().max() / wanted.abs().max())
+from demix.model.gpt import GPT
+from demix.model.import_hf import architecture_of, import_hf, read_config
+from support.checkpoints import FAMILIES, all_tensors, checkpoint, farthest
+from support.cli import demix
+from support.models import model_of, save_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_comes_in_and_goes_out_exactly(family: str, tokenizer: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_comes_in_and_goes_out_exactly(family: str, tokens: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    theirs = checkpoint(tmp_path / "hf", tokenizer, family)
+    theirs = checkpoint(tmp_path / "hf", tokens, family)
     assert import_hf(tmp_path / "hf", tmp_path / "in") is None
     assert not find_faults(tmp_path / "in")
     model = load_model(tmp_path / "in")
@@ -147,3 +75,134 @@ def test_a_checkpoint_comes_in_and_goes_out_exactly(family: str, tokenizer: Path
         found, wanted_value = (getattr(one.config, key, None) for one in (again, theirs))
         if key != "head_dim" or wanted_value is not None:
             assert found == wanted_value, key
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox_sequential", "llama_tied", "olmo2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_comes_in_and_goes_out_to_the_bit(
+    family: str, dtype: torch.dtype, tokens: Path, tmp_path: Path
+) -> None:
+    """Products in bf16 are rounded, so logits of the whole model in bf16 agree to 2e-2."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = checkpoint(tmp_path / "hf", tokens, family)
+    theirs.to(dtype).save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    import_hf(tmp_path / "hf", tmp_path / "in")
+    model, ids = load_model(tmp_path / "in"), torch.arange(2, 42)[None]
+
+    def read(dtype: torch.dtype) -> Any:
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=dtype, attn_implementation="eager")
+
+    assert model.token_embedding.dtype == torch.float32
+    with torch.no_grad():
+        assert farthest(model.logits(model(ids[None]))[0], read(torch.float32)(ids).logits) < 1e-5
+        if dtype == torch.bfloat16:
+            found = model.to(dtype).logits(model(ids[None]))[0]
+            assert farthest(found.float(), read(dtype)(ids).logits.float()) < 2e-2
+    name = str(dtype).removeprefix("torch.")
+    done = demix("export", tmp_path / "in", "--expert", "dense", "--output", tmp_path / "out", "--dtype", name)
+    assert done.exit_code == 0, done.exception
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == name
+    before, after = all_tensors(tmp_path / "hf"), all_tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        rows = slice(2, None) if "embed_positions" in key else slice(None)
+        assert after[key].dtype == dtype
+        assert torch.equal(tensor[rows], after[key][rows]), key
+
+
+def test_numbers_that_a_type_cannot_hold_are_refused(tokens: Path, tmp_path: Path) -> None:
+    encoder = Tokenizer.load(tokens / "tokenizer.json")
+    model = model_of(dtype=torch.float32, vocab_size=encoder.vocab_size)
+    with torch.no_grad():
+        model.token_embedding[3, 3] = 1e5
+    save_model(model, tmp_path / "m", encoder.sha256)
+    with pytest.raises(DemixError, match=r"has numbers beyond 65504 in transformer\.wte\.weight; use --dtype bfloat16"):
+        export_hf(tmp_path / "m", "dense", tokens / "tokenizer.json", tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
+    export_hf(tmp_path / "m", "dense", tokens / "tokenizer.json", tmp_path / "out", dtype="bfloat16")
+
+
+def test_configs_of_the_hub_give_the_shapes_of_transformers(tmp_path: Path) -> None:
+    """The texts are those of the hub's files; no weights are needed."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    configs = json.loads((Path(__file__).parent / "data" / "hub_configs.json").read_text())
+    assert {config["model_type"] for config in configs.values()} == set(FORMATS)
+    for name, config in configs.items():
+        with torch.device("meta"):
+            theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config))
+        form, keys = read_config(path)
+        architecture, positions = architecture_of(path, keys, None)
+        with torch.device("meta"):
+            ours = GPT(architecture, keys.vocab_size, ("dense",))
+        cut = (positions - architecture.context) * architecture.width if architecture.position == "learned" else 0
+        unread = 2 * architecture.width if form.name == "opt" else 0
+        count = sum(p.numel() for p in ours.parameters())
+        assert sum(parameters(architecture, keys.vocab_size)) == count
+        assert count == sum(p.numel() for p in theirs.parameters()) - cut - unread, name
+        tensors = {n: (p[0] if ".feedforward." in n else p) for n, p in ours.named_parameters()}
+        shapes = {n: tuple(t.shape) for n, t in form.theirs_of(architecture, tensors).items()}
+        wanted = {n.replace("lm_head", "embed_out") if form.name == "gpt_neox" else n: tuple(p.shape)
+                  for n, p in theirs.named_parameters()}  # fmt: skip
+        assert shapes == wanted, name
+        # What we write says the same to transformers.
+        again = AutoConfig.for_model(**form.config(architecture, keys.vocab_size))
+        for key in ("rope_parameters", "hidden_size", "head_dim", "num_key_value_heads", "tie_word_embeddings"):
+            assert getattr(again, key, None) == getattr(theirs.config, key, None), (name, key)
+
+
+LONG = Architecture(layers=2, width=32, heads=4, context=64)
+ROPE = {"position": "rope", "norm": "rms", "gated": True, "activation": "silu", "biases": "none"}
+
+
+@pytest.mark.parametrize(
+    ("options", "model_class"),
+    [
+        ({"head": "clap"}, "GPT2LMHeadModel"),
+        ({"head": "clap", "activation": "relu"}, "OPTForCausalLM"),
+        ({"head": "clap", "position": "rope", "rope_share": 0.5}, "GPTNeoXForCausalLM"),
+        ({"head": "clap", **ROPE, "query_norm": "head"}, "Qwen3ForCausalLM"),
+        ({**ROPE, "heads": 3, "head_width": 8}, "MistralForCausalLM"),
+        ({**ROPE, "norm_place": "after", "query_norm": "all", "head": "untied"}, "Olmo2ForCausalLM"),
+    ],
+)
+def test_an_expert_goes_out_as_the_class_of_its_architecture(
+    options: dict[str, Any], model_class: str, tokens: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    encoder = Tokenizer.load(tokens / "tokenizer.json")
+    architecture = dataclasses.replace(LONG, **options)
+    model = model_of(("law", "news"), torch.float32, architecture=architecture, vocab_size=encoder.vocab_size)
+    save_model(model, tmp_path / "m", encoder.sha256)
+    export_hf(tmp_path / "m", "news", tokens / "tokenizer.json", tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert type(theirs).__name__ == model_class
+    assert theirs.config.tie_word_embeddings == (architecture.head == "tied")
+    ids = torch.arange(2, 60)[None]
+    with torch.no_grad():
+        assert farthest(theirs(ids).logits, model.logits(model(ids[None]))[1]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"position": "alibi"}, "has position alibi, which GPT-2's format cannot hold; export another model"),
+        ({"position": "rope", "biases": "qkv"}, "has biases qkv, which GPT-NeoX's format cannot hold"),
+        ({**ROPE, "residual": "parallel"}, "has residual parallel, which Llama's format cannot hold"),
+        ({**ROPE, "norm_place": "after"}, "has norm_place after, which Llama's format cannot hold"),
+    ],
+)
+def test_an_architecture_without_a_class_is_refused_by_an_option(
+    options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    save_model(model_of(architecture=dataclasses.replace(LONG, **options)), tmp_path / "m")
+    done = demix("export", tmp_path / "m", "--expert", "dense", "--output", tmp_path / "out")
+    assert done.exit_code == 1
+    assert told in str(done.exception)
+    assert not (tmp_path / "out").exists()

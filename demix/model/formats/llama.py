@@ -79,6 +79,7 @@ class Qwen2Keys(LlamaKeys):
     # They say nothing without a window.
     sliding_window: Positive | None = None
     max_window_layers: int | None = None
+    use_mrope: Literal[False] = False
     layer_types: Items[Literal["full_attention"]] | None = None
 
     def options(self) -> dict[str, Any]:
@@ -111,18 +112,18 @@ class Olmo2Keys(LlamaKeys):
 
 
 def _written(architecture: Architecture) -> dict[str, Any]:
-    return rope_keys(architecture) | {
+    own_width = {"head_dim": architecture.head_width} if architecture.head_width else {}
+    return rope_keys(architecture) | own_width | {
         "num_hidden_layers": architecture.layers,
         "hidden_size": architecture.width,
         "num_attention_heads": architecture.heads,
         "num_key_value_heads": architecture.key_value_heads,
-        "head_dim": architecture.unit,
         "intermediate_size": architecture.inner_width,
         "max_position_embeddings": architecture.context,
         "hidden_act": architecture.activation,
         "rms_norm_eps": architecture.epsilon,
         "attention_dropout": 0.0,
-    }
+    }  # fmt: skip
 
 
 def _without_bias(architecture: Architecture) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def _qwen2(architecture: Architecture) -> dict[str, Any]:
 
 
 def _qwen3(architecture: Architecture) -> dict[str, Any]:
-    return _qwen2(architecture) | {"attention_bias": False}
+    return _qwen2(architecture) | {"attention_bias": False, "head_dim": architecture.unit}
 
 
 def _rows(attention_norm: str, feedforward_norm: str) -> tuple[Row, ...]:
