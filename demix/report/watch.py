@@ -103,8 +103,8 @@ def _shown(value: float | None, form: str) -> str:
 
 def _planned(run: Run) -> Iterator[tuple[str, int]]:
     """All trainings of a config: the folder below checkpoints/, and the most updates."""
-    for model in run.trained:
-        if model.sweeps and (sweep := model.settings.sweep):
+    for model in run.swept:
+        if sweep := model.settings.sweep:
             for rate in model.swept_rates:
                 yield f"sweep/{model.name}/{rate}", sweep.tokens // model.step_tokens
     for part in (part for model in run.trained for job in model.jobs for part in job):
