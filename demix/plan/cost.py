@@ -199,11 +199,7 @@ def plan_training(run: Run, ranks: int | None, hardware: Hardware) -> list[Train
     domains, as training does. An adaptation uses at most as many ranks as a step has sequences.
     """
     runs = [_plan_job(run, job, ranks, hardware) for one in run.trained for job in one.jobs]
-    sweeps = [
-        _plan_sweep(run, one, one.settings.sweep, ranks, hardware)
-        for one in run.trained
-        if one.settings.sweep and one.sweeps
-    ]
+    sweeps = [_plan_sweep(run, one, one.settings.sweep, ranks, hardware) for one in run.swept if one.settings.sweep]
     section = run.config.adaptation
     usable = min(ranks or section.ranks, section.sequences)
     tried = len(section.sweep.factors) if section.sweep else 1

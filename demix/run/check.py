@@ -59,7 +59,7 @@ def _check_clusters(run: Run) -> None:
 def _check_model(run: Run, model: Model) -> None:
     """Refuse a row whose ranks do not fit its experts, or whose tokens make no step."""
     settings = model.settings
-    if model.parts[0].part:
+    if model.in_parts:
         _check_parts(model)
     else:
         try:

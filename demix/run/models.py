@@ -68,9 +68,14 @@ class Model:
         return self.settings.data or ""
 
     @property
+    def in_parts(self) -> bool:
+        """Whether each expert is a whole model with a training of its own, and all are joined afterwards."""
+        return self.kind.expert_scope == "model"
+
+    @property
     def parts(self) -> tuple["Model", ...]:
         """The trainings of the model: one of all its experts, or one for each expert that is a whole model."""
-        if self.kind.expert_scope != "model":
+        if not self.in_parts:
             return (self,)
         share = len(self.domains)
         parts = tuple(replace(self, domains=(name,), part=name, share=share) for name in self.domains)

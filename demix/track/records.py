@@ -13,6 +13,7 @@ import pandas as pd
 
 from demix.errors import DemixError
 from demix.files import check_sealed, digest, is_made, read_json, sha256_file
+from demix.launch.pace import elapsed
 from demix.report import report_files
 from demix.report.domains import domains_of
 from demix.report.read import read_metrics, read_results
@@ -22,7 +23,7 @@ from demix.run.kept import kept
 from demix.run.models import Adaptation, Model
 from demix.run.run import Run
 from demix.settings import written
-from demix.track.client import Point, elapsed, named, points
+from demix.track.client import Point, named, points
 
 PARAM_KEY_LENGTH, PARAM_VALUE_LENGTH = 250, 6000
 Span = tuple[float, float]
