@@ -250,9 +250,9 @@ def test_a_row_of_models_takes_every_key_of_training() -> None:
     """One key at a time, those that say how a training is computed and kept among them."""
     values = {"learning_rate": 1e-3, "precision": "fp16", "sweep": None, "replicas": {}, "compile": True}
     values |= {"optimizer": {"kind": "muon"}, "learning_rate_schedule": {"kind": "wsd"}, "z_loss": 1e-4}
+    values = completed_run(copy.deepcopy(SAMPLE)).config.values["training"] | values
     for key in names_of(TrainingSection):
-        config = copy.deepcopy(SAMPLE)
-        value = values.get(key, completed_run(copy.deepcopy(SAMPLE)).config.values["training"][key])
+        config, value = copy.deepcopy(SAMPLE), values[key]
         config["models"] = {"demix": {key: value}, "dense": {}}
         assert completed_run(config).config.values["models"]["demix"] == {key: value}
 
