@@ -27,6 +27,7 @@ from demix.evaluate.task_tables import Scored, read_scored
 from demix.files import write_parquet
 from demix.mix.logs import log_softmax
 from demix.mix.mixtures import keep_top, weigh
+from demix.mix.priors import accuracy_log_priors
 from demix.mix.rules import Chunk, History, PriorAlone, Tempered, WeightsRule, weights_rule
 from demix.model.clusters import refuse_other_clusters
 from demix.settings import DistinctItems, Positive, settings
@@ -142,7 +143,7 @@ def routings(
     `near` has the distances to the experts' clusters, where they have some. `tempered` stands for the rule of this name
     that leaves its parameters open; other open parameters are the usual ones.
     """
-    uniform = np.full(len(experts), -np.log(len(experts)))
+    uniform = np.zeros(len(experts))
     mixtures = [Routing("average", lambda one: uniform)]
     for weights in given.weights:
         parsed = parsed_weights(weights)
@@ -229,19 +230,12 @@ def performance(scored: Sequence[Scored], split: str, task: Task, experts: Seque
 
 
 def updating(scored: Sequence[Scored], task: Task, experts: Sequence[str]) -> dict[tuple[int, int], np.ndarray]:
-    """log weights [E] by seed and test: equal at first, then the mean of these and of one softmax per earlier test.
-
-    The softmax after a test is that of each expert's accuracy on the tests so far. This reads their labels.
-    """
-    found = {}
-    for seed in task.seeds:
-        right = _by_expert(scored, "test", seed, experts)
-        so_far = np.cumsum(right, axis=0) / np.arange(1, len(right) + 1)[:, None]
-        shares = np.exp(log_softmax(so_far))
-        sums = np.cumsum(np.concatenate([np.full((1, len(experts)), 1 / len(experts)), shares]), axis=0)
-        for number in range(len(right)):
-            found[seed, number] = np.log(sums[number] / (number + 1))
-    return found
+    """log weights [E] by seed and test, from the experts' accuracy on the tests before it. This reads their labels."""
+    return {
+        (seed, number): log_prior
+        for seed in task.seeds
+        for number, log_prior in enumerate(accuracy_log_priors(_by_expert(scored, "test", seed, experts)))
+    }
 
 
 def chance(asked: Iterable[Prompt]) -> float:
