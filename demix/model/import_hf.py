@@ -128,7 +128,7 @@ def _tokenizer(folder: Path, output: Path) -> Tokenizer:
     try:
         return Tokenizer.load(output)
     except DemixError as error:
-        raise error.but(folder / "tokenizer.json", "get it again") from None
+        raise DemixError(folder / "tokenizer.json", error.cause, "get it again") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
