@@ -29,7 +29,7 @@ from demix.plan.flops import (
     update_flops,
 )
 from demix.plan.network import Ring, given, rings_of
-from demix.run.models import Adaptation, Model, rule_of
+from demix.run.models import AdaptationJob, Model, rule_of
 from demix.run.placement import place_experts
 from demix.run.rules import RunRules
 from demix.run.run import Run
@@ -204,7 +204,7 @@ def plan_training(run: Run, ranks: int | None, hardware: Hardware) -> list[Train
     usable = min(ranks or section.ranks, section.sequences)
     tried = len(section.sweep.factors) if section.sweep else 1
 
-    def adapting(one: Adaptation) -> TrainingPlan:
+    def adapting(one: AdaptationJob) -> TrainingPlan:
         work = _Work(one.name, one.rule, one.parent, section, section.tokens, 1, usable, adapts=True)
         return _times(tried, _plan_work(run, work, hardware))
 

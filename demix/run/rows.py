@@ -160,7 +160,7 @@ def _architecture(name: str, section: Mapping[str, Any]) -> Architecture:
         return architecture_from(section)
     except DemixError as error:
         key = error.subject.removeprefix("architecture.routed.") if "routed" in section else error.subject
-        raise DemixError(f"config key models.{name}.{key}", error.cause, error.cure) from None
+        raise error.but(f"config key models.{name}.{key}") from None
 
 
 def _check_options(given: _Given, parent: str, section: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from demix.config.domains import DomainSection
 from demix.run.kept import read_run_config
 from demix.run.merged import Merged, merged_models
 from demix.run.models import (
-    Adaptation,
+    AdaptationJob,
     Model,
     adaptations_of,
     dense_adapted,
@@ -117,7 +117,7 @@ class Run:
         return tuple(model for model in self.trained if model.sweeps)
 
     @cached_property
-    def adaptations(self) -> tuple[Adaptation, ...]:
+    def adaptations(self) -> tuple[AdaptationJob, ...]:
         """The adaptations: for each novel domain DEMix-DAPT, then Dense-DAPT."""
         return adaptations_of(self.config, self.trained)
 

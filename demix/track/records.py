@@ -20,7 +20,7 @@ from demix.report.read import read_metrics, read_results
 from demix.report.results import Results
 from demix.report.systems import main_systems
 from demix.run.kept import kept
-from demix.run.models import Adaptation, Model
+from demix.run.models import AdaptationJob, Model
 from demix.run.run import Run
 from demix.settings import written
 from demix.track.client import Point, named, points
@@ -167,7 +167,7 @@ def _training(run: Run, model: Model) -> Record:
     return _learned(run, f"training/{model.place}", f"train/{model.place}", settings, files)
 
 
-def _adaptation(run: Run, one: Adaptation) -> Record:
+def _adaptation(run: Run, one: AdaptationJob) -> Record:
     directory = run.folder / "models" / one.model
     file = directory / "experts" / f"{one.expert}.json" if one.adds_expert else directory / "model.json"
     files = [file] if is_made(file) else []

@@ -40,7 +40,8 @@ class _RMSNorm(torch.autograd.Function):
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
         scale = (length.square() / x.shape[-1] + epsilon).rsqrt()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale.to(x.dtype)).mul_(weight)
+        normed: Tensor = (x * scale.to(x.dtype)).mul_(weight)
+        return normed
 
     @staticmethod
     @once_differentiable
