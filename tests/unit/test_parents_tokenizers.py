@@ -2,6 +2,7 @@
 
 import json
 import unicodedata
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
+from demix.config.config import Config
+from demix.config.tokenizer import TokenizerSection
 from demix.data.shards import TokenShard, blocks, tokenize, write_spans
 from demix.data.tokenizer import Tokenizer, byte_lengths, train_tokenizer
 from demix.data.tokenizer_files import take_tokenizer
@@ -22,6 +25,7 @@ from demix.files import read_json, write_json
 from demix.model.imported_tokenizer import imported_tokenizer
 from support.byte_level import NORMALISED, PLAIN, SPECIAL, definition, sample, write_folder
 from support.cli import demix
+from support.configs import small
 
 KINDS = sorted(SPECIAL)
 TOKENS = [token for named in (SPECIAL, PLAIN) for tokens in named.values() for token in tokens]
@@ -177,6 +181,22 @@ def test_rules_that_gigatoken_does_not_know_are_encoded_by_tokenizers(
     assert [part[1:].tolist() for part in found] == [each.ids for each in theirs.encode_batch(texts)]
 
 
+def test_ids_that_differ_from_tokenizers_are_encoded_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = take_tokenizer(write_folder(tmp_path / "qwen", "qwen3"), tmp_path / "t.json")
+    other = take_tokenizer(write_folder(tmp_path / "llama", "llama3"), tmp_path / "u.json").vocabulary.encoding
+    wrong = replace(own, vocabulary=replace(own.vocabulary, encoding=other))
+    monkeypatch.setattr(Tokenizer, "load", staticmethod(lambda path: wrong))
+    texts = ["1234 <think>", *sample()[:3]]
+    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), tmp_path / "dev.parquet")
+    tokenize(tmp_path / "t.json", tmp_path / "dev.parquet", tmp_path / "dev.arrow")
+    assert "ids differ from tokenizers's in document 1; encoding with tokenizers" in caplog.text
+    shard = TokenShard.open(tmp_path / "dev.arrow", verify=True)
+    found = np.split(shard.read(0, len(shard)), shard.offsets[1:])
+    assert [part[1:].tolist() for part in found] == [own.encode(text).tolist() for text in texts]
+
+
 def _added(**changed: Any) -> dict[str, Any]:
     return {"id": 1505, "content": "<x>", "special": False} | changed
 
@@ -307,3 +327,53 @@ def test_the_stage_takes_a_file(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.exception
     tokenizer = Tokenizer.load(tmp_path / "t.json")
     assert (tokenizer.decode([tokenizer.end_of_text]), tokenizer.vocab_size) == ("<|pad|>", 1600)
+
+
+def section(**tokenizer: Any) -> TokenizerSection:
+    """The section `tokenizer` of a small config, completed."""
+    models = tokenizer.pop("models", {})
+    return Config.complete(small(tokenizer=tokenizer, models=models)).tokenizer
+
+
+def test_a_config_says_what_the_files_of_a_tokenizer_say(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "hub", "qwen3")
+    found = section(kind="file", path=str(source))
+    assert (found.end_of_text, found.types, found.size) == ("<|endoftext|>", 1505, 1505)
+    (tmp_path / "hub" / "config.json").write_text(json.dumps({"vocab_size": 1600, "eos_token_id": 3}))
+    assert section(kind="file", path=str(source)).size == 1600
+    found = section(kind="file", path=str(source), types=1700, end_of_text=1502)
+    assert (found.end_of_text, found.size) == (1502, 1700)
+    assert section(kind="file", path=str(source), types=1700).size == 1700
+    # Who gives both needs no file yet: a rule may fetch it.
+    assert section(kind="file", path="hub/later.json", types=9, end_of_text="<e>").size == 9
+    # A model's folder has the tokenizer that was made of such files.
+    (tmp_path / "model").mkdir()
+    take_tokenizer(source, tmp_path / "model" / "tokenizer.json")
+    rows = {"mine": {"kind": "demix", "parent": f"{tmp_path}/model/"}, "domain_token": None}
+    found = section(kind="parent", models=rows)
+    assert found.path == f"{tmp_path}/model/tokenizer.json"
+    assert (found.end_of_text, found.size) == (1500, 1600)
+    assert section(kind="bpe", vocab_size=300).size == 300
+    assert section(kind="gpt2", vocab_size=300).size == 50257
+    assert section(kind="bpe", vocab_size=300, path=None).size == 300
+
+
+def test_keys_of_a_tokenizer_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    source = write_folder(tmp_path, "qwen3")
+    two = {name: {"kind": "demix", "parent": f"models/{name}"} for name in ("a", "b")}
+    for wrong, message in (
+        ({"kind": "file"}, r"config key tokenizer\.path: is missing; name the tokenizer\.json"),
+        ({"kind": "file", "path": str(tmp_path / "no.json")}, r"no\.json: is missing"),
+        ({"kind": "file", "path": "a{b}/t.json"}, "holds braces"),
+        ({"kind": "file", "path": str(source), "types": 0}, r"tokenizer\.types: is 0; allowed is integer ≥ 1"),
+        ({"kind": "bpe", "path": str(source)}, r"tokenizer\.path: is given to kind bpe; use kind: file"),
+        ({"types": 60000}, r"tokenizer\.types: is given to kind gpt2"),
+        ({"kind": "parent"}, r"tokenizer\.kind: is parent, and rows of models have 0 model folders as parent"),
+        ({"kind": "parent", "models": two}, r"have 2 model folders as parent; give one row a folder"),
+    ):  # fmt: skip
+        with pytest.raises(DemixError, match=message):
+            section(**wrong)
+    for damaged in ({"model": {"vocab": {}}, "added_tokens": 7}, {"model": 5}, {"demix": {"types": "x"}}):
+        source.write_text(json.dumps(damaged))
+        with pytest.raises(DemixError):
+            section(kind="file", path=str(source))
