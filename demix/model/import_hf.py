@@ -1,7 +1,7 @@
 """Importing a GPT-2 checkpoint of Hugging Face as a dense model, the inverse of `demix.model.export`."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from demix.config.architecture import Architecture, parameters
 from demix.config.models import DENSE_EXPERT
-from demix.data.tokenizer import Tokenizer, gpt2_tokenizer
 from demix.errors import DemixError
-from demix.files import opened, read_json, refuse_used, replacing, sha256_file, write_json
+from demix.files import opened, refuse_used, replacing, sha256_file
 from demix.files.json_files import read_unsealed
 from demix.model.checkpoint import check_values, save_expert, save_shared
 from demix.model.description import MOST_BYTES
 from demix.model.export import gpt2_names
 from demix.model.gpt import GPT
+from demix.model.imported_tokenizer import imported_tokenizer
 from demix.settings import Integer, Number, Positive, settings, settings_from
 
 # What GPT-2 checkpoints hold beside their parameters: the causal mask.
@@ -64,10 +64,7 @@ def import_hf(folder: Path, output: Path) -> None:
     model.load_state_dict(_tensors(weights, model), assign=True)
     shared, own = parameters(architecture, sizes.vocab_size)
     with replacing(output.resolve(), directory=True) as temporary:
-        encoder = _tokenizer(folder, temporary / "tokenizer.json")
-        if encoder.vocab_size != sizes.vocab_size:
-            cause = f"has {encoder.vocab_size:,} ids, and {config} says {sizes.vocab_size:,}"
-            raise DemixError(f"tokenizer of {folder}", cause, "import a checkpoint with GPT-2's tokenizer")
+        encoder = imported_tokenizer(folder, temporary / "tokenizer.json", sizes.vocab_size)
         learned = {"tokenizer_sha256": encoder.sha256, "imported": {"format": "gpt2", "sha256": sha256_file(weights)}}
         counts = {"kind": "dense", "shared_parameters": shared, "expert_parameters": own}
         save_shared(model, temporary, counts | learned)
@@ -110,26 +107,3 @@ def _tensors(path: Path, model: GPT) -> dict[str, Tensor]:
         )
     check_values(path, tensors.items())
     return tensors
-
-
-def _tokenizer(folder: Path, output: Path) -> Tokenizer:
-    """Write the tokenizer of the checkpoint in `folder` to `output`."""
-    definition = _read(folder / "tokenizer.json")
-    gpt2_tokenizer(output)
-    model = definition.get("model", {})
-    if not isinstance(model, dict):
-        raise DemixError(folder / "tokenizer.json", f"has a model that is {model!r:.40}", "get it again")
-    vocabulary = model.get("vocab") or _read(folder / "vocab.json")
-    if vocabulary not in ({}, read_json(output)["model"]["vocab"]):
-        if not definition:
-            raise DemixError(folder / "vocab.json", "is another vocabulary than GPT-2's", "import another checkpoint")
-        # An export of demix has a tokenizer of demix, without its seal.
-        write_json(output, definition, sort_keys=False)
-    try:
-        return Tokenizer.load(output)
-    except DemixError as error:
-        raise DemixError(folder / "tokenizer.json", error.cause, "get it again") from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return dict(read_unsealed(path)) if path.is_file() else {}

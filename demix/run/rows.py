@@ -126,7 +126,7 @@ def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
     architecture = _architecture(name, section)
     if kind.routed:
         _check_routed(name, values, given.initial)
-        values["tokens"] = _matched_tokens(architecture, config.tokenizer.types, values)
+        values["tokens"] = _matched_tokens(architecture, config.tokenizer.size, values)
     learned = tuple(config.domains.training)
     if data := values.get("data"):
         _check_data(name, kind, data, config)

@@ -84,7 +84,7 @@ class Run:
     @property
     def types(self) -> int:
         """The number of types of the tokenizer."""
-        return self.config.tokenizer.types
+        return self.config.tokenizer.size
 
     @cached_property
     def rows(self) -> dict[str, Row]:

@@ -130,7 +130,7 @@ rule split:
 
 rule tokenizer:
     input:
-        expand(f"{RUN}/corpus/{{domain}}/train.parquet", domain=TRAINING),
+        CONFIG.tokenizer.path or expand(f"{RUN}/corpus/{{domain}}/train.parquet", domain=TRAINING),
     output:
         f"{RUN}/tokenizer.json",
     log:
