@@ -29,6 +29,10 @@ class DemixError(Exception):
         line = masked(" ".join(f"{subject}: {cause}; {cure}".split()))
         super().__init__(printable(line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]} …"))
 
+    def but(self, subject: object = None, cure: str | None = None) -> "DemixError":
+        """This error with another subject or cure, where one is given."""
+        return DemixError(subject or self.subject, self.cause, cure or self.cure)
+
 
 class StoppedError(DemixError):
     """A signal ended training; the state is saved and the same command goes on from it."""

@@ -23,7 +23,7 @@ def progress(what: str, total: float | None = None, done: float = 0) -> Iterator
     """Yield `advance(number=1, note="")`, to be called with the work done since the last call.
 
     `total` is None where it is unknown. The bar is on standard error and gone at the end. A line is
-    `<what> <done>/<total>  <note>  <minutes>:<seconds> left`, which snakemake's display of the jobs under way reads.
+    `<what> <done>/<total>  <note>  <clock> left`, which snakemake's display of the jobs under way reads.
     """
     if not sys.stderr.isatty():
         yield _lines(what, total, done)
@@ -50,8 +50,9 @@ def followed(
 
 
 def clock(seconds: float) -> str:
-    """`seconds` as minutes:seconds."""
-    return "{}:{:02d}".format(*divmod(max(0, round(seconds)), 60))
+    """`seconds` as minutes:seconds, or from an hour on as hours:minutes:seconds."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
 def _lines(what: str, total: float | None, done: float) -> Callable[..., None]:

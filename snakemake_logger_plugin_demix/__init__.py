@@ -27,6 +27,8 @@ from snakemake.logging import DefaultFormatter, logger
 from snakemake_interface_logger_plugins.base import LogHandlerBase
 from snakemake_interface_logger_plugins.common import LogEvent
 
+from demix.progress import clock
+
 # Seconds per job of each rule in the sample on one slow core, for rules without benchmark files. Only ratios matter.
 COSTS = (
     (r"train_", 150.0),
@@ -100,11 +102,6 @@ def measured(rules: Iterable[str], results: Path) -> dict[str, float]:
                     rows = [float(row["s"]) for row in csv.DictReader(stream, delimiter="\t")]
                 seconds[max(fitting, key=len)] += rows
     return {rule: sum(some) / len(some) for rule, some in seconds.items() if sum(some) > 0}
-
-
-def clock(seconds: float) -> str:
-    """`seconds` as minutes:seconds."""
-    return "{}:{:02d}".format(*divmod(max(0, round(seconds)), 60))
 
 
 def unread_config_in_one_line(record: LogRecord) -> bool:

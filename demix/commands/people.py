@@ -351,7 +351,7 @@ def experts_train(
     """Train an expert for a new domain on text files, and print what it is worth on text held out of training."""
     from rich.table import Table
 
-    from demix.evaluate.new_domain import add_domain
+    from demix.commands.new_domain import add_domain
     from demix.evaluate.own_text import DENSE_OF_RUN
 
     # Reading the text logs the steps of a data stage, which are noise here.

@@ -130,15 +130,18 @@ def split(
 
 @app.command()
 def tokenizer(documents: Files, settings: Settings, output: Output) -> None:
-    """Train a byte-level BPE on the training domains' text, or write GPT-2's tokenizer."""
-    from demix.config.domains import TokenizerSection
+    """Train a byte-level BPE on the training domains' text, or write GPT-2's tokenizer or that of another family."""
+    from demix.config.tokenizer import TokenizerSection
     from demix.data.shared import made_once
     from demix.data.tokenizer import gpt2_tokenizer, train_tokenizer
+    from demix.data.tokenizer_files import take_tokenizer
     from demix.settings import settings_from
 
     values = settings_from(TokenizerSection, settings)
     if values.kind == "gpt2":
         gpt2_tokenizer(output)
+    elif values.kind in ("file", "parent"):
+        take_tokenizer(Path(values.path or ""), output, values.end_of_text, values.types)
     else:
         make = partial(train_tokenizer, documents, values.vocab_size, output, values.words)
         made_once(output, [output], documents, asdict(values), make)

@@ -23,7 +23,7 @@ def examples(
 ) -> None:
     """Read or make the examples of a task, with texts that fit into a model's context."""
     from demix.config.tasks import ExamplesRecipe
-    from demix.data.tasks import write_examples
+    from demix.data.examples import write_examples
     from demix.settings import settings_from
 
     files: dict[str, dict[str, Path]] = {"test": {}, "dev": {}}
@@ -55,8 +55,8 @@ def classify(
     output: Output,
 ) -> None:
     """Route scored tasks in every way, and write the accuracy of each. Runs no forward pass."""
-    from demix.evaluate.tasks import Classification
-    from demix.evaluate.tasks import classify as run_on
+    from demix.evaluate.classification import Classification
+    from demix.evaluate.classification import classify as run_on
     from demix.settings import settings_from
 
     run_on(run, settings_from(Classification, settings), output)

@@ -11,12 +11,13 @@ from demix.config.adaptation import PASSES, AdaptationSection, RemovalSection
 from demix.config.addresses import COMMIT, LOG_IN_ELSEWHERE, local, refuse_secrets
 from demix.config.architecture import DECODERS, PRESETS, Decoder
 from demix.config.clustering import Clustering
-from demix.config.domains import DomainsSection, SourceSection, TokenizerSection, check_domains
+from demix.config.domains import DomainsSection, SourceSection, check_domains
 from demix.config.evaluation import EvaluationSection
 from demix.config.keys import located, read_keys
 from demix.config.models import PAPER, ModelRow, RowName
 from demix.config.names import NAME, NAMED
 from demix.config.tasks import Task, TaskName, check_tasks
+from demix.config.tokenizer import TokenizerSection, completed_tokenizer
 from demix.config.training import Threads, TrainingSection
 from demix.errors import DemixError
 from demix.files.json_files import SEAL
@@ -197,6 +198,7 @@ class Config:
         if "tokens" not in adaptation:
             share = max(1, whole["training"]["tokens"] // len(domains["training"]))
             whole["adaptation"] = {"passes": PASSES} | adaptation | {"tokens": share}
+        whole["tokenizer"] = completed_tokenizer(whole["tokenizer"], rows.values())
         # Tables show the rows that every run has before further rows.
         whole["models"] = {name: rows.get(name, {}) for name in PAPER} | rows
         config = settings_from(cls, whole, SUBJECT)

@@ -20,7 +20,6 @@ def _domain_name(name: str) -> str:
     return name
 
 
-GPT2_TYPES = 50257
 DomainName = Annotated[Text, AfterValidator(_domain_name)]
 Scalar = Text | Switch | Integer | Number
 Range = Annotated[dict[Literal["min", "max"], Text | Number], Field(min_length=1)]
@@ -189,33 +188,6 @@ class DomainsSection:
     def all(self) -> dict[str, DomainSection]:
         """The training domains and then the novel ones."""
         return self.kinds["training"] | self.kinds["novel"]
-
-
-@settings()
-class TokenizerSection:
-    """How text becomes tokens."""
-
-    kind: Literal["bpe", "gpt2"] = Field(
-        default="gpt2",
-        description="gpt2: GPT-2's own vocabulary (50,257 types). bpe: a byte-level BPE trained on the training "
-        "domains.",
-    )
-    vocab_size: Integer = Field(
-        default=GPT2_TYPES,
-        ge=257,
-        le=2**32 - 1,
-        description="Vocabulary size of a bpe tokenizer, <|endoftext|> included. Not used by gpt2.",
-    )
-    words: Positive = Field(
-        default=200_000_000,
-        description="Approximate number of words that a bpe tokenizer is trained on. Where there is more text, "
-        "documents are chosen by their hash.",
-    )
-
-    @property
-    def types(self) -> int:
-        """The number of types."""
-        return GPT2_TYPES if self.kind == "gpt2" else self.vocab_size
 
 
 def check_domains(domains: DomainsSection) -> None:

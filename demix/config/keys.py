@@ -89,5 +89,5 @@ def located(error: DemixError, files: Mapping[Path, Mapping[str, int]]) -> Demix
     for place in places:
         for path, lines in reversed([*files.items()]):
             if place in lines and key != error.subject:
-                return DemixError(f"{path}, line {lines[place]}, {error.subject}", error.cause, error.cure)
+                return error.but(f"{path}, line {lines[place]}, {error.subject}")
     return error

@@ -9,7 +9,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from demix.settings import Integer, Number, Positive, Switch, Text, TriedItems, names_of, settings, written
+from demix.errors import DemixError
+from demix.settings import (
+    Integer,
+    Number,
+    Positive,
+    Switch,
+    Text,
+    TriedItems,
+    absent,
+    names_of,
+    settings,
+    written,
+)
 
 Threads = Annotated[
     Positive,
@@ -45,6 +57,59 @@ class Execution:
     )
 
 
+Ratio = Annotated[Number, Field(gt=0, le=1e4)]
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+
+
+@settings(kw_only=True)
+class Updates:
+    """How gradients become updates, with the learning rates of groups of parameters as multiples of `learning_rate`.
+
+    `matrices` are the weights of linear maps in blocks, each expert's by itself: attention's and the feedforwards'.
+    """
+
+    kind: Literal["adamw", "muon"] = Field(
+        description="adamw (Loshchilov and Hutter 2019) or muon (Jordan et al. 2024): momentum whose singular values "
+        "are all brought near 1, for the matrices of blocks, and AdamW for all else."
+    )
+    beta1: Beta = Field(default=0.9, description="Decay of AdamW's mean of gradients in an update.")
+    beta2: Beta = Field(default=0.95, description="Decay of AdamW's mean of squared gradients in an update.")
+    epsilon: Number = Field(default=1e-7, gt=0, le=1, description="What AdamW adds to the root of the mean square.")
+    decay: Literal["all", "matrices"] = Field(
+        default="all",
+        description="What weight decay reaches: all parameters, or the matrices of blocks alone (no norms, biases and "
+        "embeddings).",
+    )
+    matrices: Ratio = Field(default=1.0, description="Learning rate of the matrices of blocks.")
+    embeddings: Ratio = Field(default=1.0, description="Learning rate of embeddings that are inputs, a tied one too.")
+    head: Ratio = Field(default=1.0, description="Learning rate of the output embedding of a head of its own.")
+    momentum: Beta = Field(default=0.95, description="Decay of Muon's mean of gradients in an update.")
+    iterations: Annotated[Integer, Field(ge=1, le=20)] = Field(
+        default=5, description="Newton-Schulz iterations of Muon."
+    )
+
+
+@settings(kw_only=True)
+class RateSchedule:
+    """How the learning rate falls after the warm-up."""
+
+    kind: Literal["linear", "cosine", "wsd"] = Field(
+        description="linear, cosine, or wsd (warm-up, stable, decay): the peak until the last `share` of the steps, in "
+        "which the rate falls linearly."
+    )
+    end: Annotated[Number, Field(ge=0, le=1)] = Field(
+        default=0.0, description="Learning rate at the end, as a fraction of the peak."
+    )
+    share: Annotated[Number, Field(gt=0, le=1)] = Field(
+        default=0.2, description="Fraction of the steps in which the rate of wsd falls."
+    )
+
+    def __post_init__(self) -> None:
+        if self.kind != "wsd" and self.share != 0.2:
+            cause = f"is given to the kind {self.kind}"
+            raise DemixError("learning_rate_schedule.share", cause, "leave it out, or use wsd")
+
+
 @settings()
 class Optimizer:
     """The optimizer and its learning-rate schedule (paper, Tables 9-12)."""
@@ -65,6 +130,20 @@ class Optimizer:
         description="Number format of the computation. Weights and optimizer state are fp32, except with fp64, "
         "which serves exact comparisons. fp16 scales the loss.",
     )
+    optimizer: Updates | None = Field(
+        default_factory=absent,
+        description="How gradients become updates. Without the key AdamW with the paper's constants, at one learning "
+        "rate, whose weight decay reaches norms and biases too (as in fairseq).",
+    )
+    learning_rate_schedule: RateSchedule | None = Field(
+        default_factory=absent,
+        description="How the learning rate falls after the warm-up. Without the key linearly to zero.",
+    )
+    z_loss: Annotated[Number, Field(ge=0, le=1)] | None = Field(
+        default_factory=absent,
+        description="Weight of log²Z in a token's loss, where Z is what normalises its probabilities, which keeps "
+        "logits from drifting (Chowdhery et al. 2022, PaLM, section 5). Without the key 0. Metrics leave it out.",
+    )
 
 
 def fingerprinted(given: Any) -> dict[str, Any]:
@@ -74,7 +153,7 @@ def fingerprinted(given: Any) -> dict[str, Any]:
 
 def stated(given: Any) -> dict[str, Any]:
     """Settings as a mapping, without keys that say nothing: as they were before there were such keys."""
-    later = ("passes", "learning_rate")
+    later = ("passes", "learning_rate", "optimizer", "learning_rate_schedule", "z_loss")
     return {key: value for key, value in dataclasses.asdict(given).items() if value is not None or key not in later}
 
 

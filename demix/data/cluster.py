@@ -242,7 +242,7 @@ class Contexts:
         self.names, self.length = clusterer.names, length
         self._clusterer, self._context = clusterer, context
         self.end_of_text = tokenizer.end_of_text
-        self._bytes = tokenizer.encoding.decode_tokens_bytes(range(tokenizer.vocab_size))
+        self._bytes = [*tokenizer.vocabulary.pieces]
         self._bytes[self.end_of_text] = b"\n"
         self._sizes = np.array([len(each) for each in self._bytes])
         self._prefixes, self._seen = Prefixes(clusterer.embedding), 0

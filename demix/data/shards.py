@@ -103,7 +103,7 @@ class TokenShard:
             listed = [(path.with_name(entry["name"]), entry["tokens"], entry["sha256"]) for entry in files]
             listed += [(documents, manifest["documents"], manifest["documents_sha256"])]
             metadata = [_metadata(manifest, part) for part in (*range(len(files)), "documents")]
-            vocab_size, tokenizer_sha256 = int(manifest["vocab_size"]), str(manifest["tokenizer_sha256"])
+            (vocab_size, end_of_text), tokenizer_sha256 = _types(manifest), str(manifest["tokenizer_sha256"])
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise DemixError(manifest_path, f"is no manifest of tokens ({error!r})", REMAKE) from None
         batches = []
@@ -116,7 +116,7 @@ class TokenShard:
             batches.append(batch)
         # Not `to_numpy`, which takes a quarter of a second to import pandas.
         *files, offsets, sizes, origins = (np.from_dlpack(column) for batch in batches for column in batch.columns)
-        return TokenShard(path, tuple(files), offsets, sizes, origins, vocab_size - 1, vocab_size, tokenizer_sha256)
+        return TokenShard(path, tuple(files), offsets, sizes, origins, end_of_text, vocab_size, tokenizer_sha256)
 
     def __len__(self) -> int:
         if self.spans is not None:
@@ -152,19 +152,22 @@ def tokenize(tokenizer: Path, documents: Path, output: Path, *, file_tokens: int
     `<split>.documents.arrow` (`offset`: the place of each document's first id in the split, `bytes`: the size of its
     text in UTF-8, `origin`: the first 63 bits of its column `origin`, its number where there is no such column) and,
     last, the manifest `<split>.json`, whose `sha256` is that of all token ids in a row. A sample of the documents is
-    encoded by tiktoken too; where ids differ, all are, with a warning.
+    encoded by the exact encoder too; where ids differ, all are, with a warning.
     """
     encoder = Tokenizer.load(tokenizer)
     kind = np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
     documents_path, manifest_path = _beside(output)
 
+    if encoder.fast is None:
+        _log.warning("%s: gigatoken does not know its rules; encoding %s with tokenizers", tokenizer, documents)
     # One record batch needs its length before its columns: they go to flat files first, which are then mapped.
     with scratch(output) as folder:
         flat = {name: folder / name for name in ("token", "offset", "bytes", "origin")}
         try:
             manifest = _encode(encoder, documents, kind, flat, exact=False)
         except _IdsDifferError as error:
-            _log.warning("%s: gigatoken's ids differ from tiktoken's in %s; encoding with tiktoken", documents, error)
+            exact = encoder.checker
+            _log.warning("%s: gigatoken's ids differ from %s's in %s; encoding with %s", documents, exact, error, exact)
             manifest = _encode(encoder, documents, kind, flat, exact=True)
         manifest["files"] = []
         for number, start in enumerate(range(0, max(1, manifest["tokens"]), file_tokens)):
@@ -197,14 +200,14 @@ def write_spans(
     spans = Spans(shards, source, start, np.cumsum(length, dtype=np.int64))
     if (wrong := _outside(spans)) is not None:
         raise DemixError(output, f"has a span, number {wrong + 1}, that is not inside its source", "cut it again")
-    ends, vocab_size = spans.ends, shards[0].vocab_size
-    whole = TokenShard(output, (), ends, ends, ends, vocab_size - 1, vocab_size, "", spans)
+    ends, vocab_size, end_of_text = spans.ends, shards[0].vocab_size, shards[0].end_of_text
+    whole = TokenShard(output, (), ends, ends, ends, end_of_text, vocab_size, "", spans)
     manifest = {
         "tokens": len(whole),
         "documents": len(spans.ends),
         "sha256": _sha256_of_tokens(whole),
         "tokenizer_sha256": shards[0].tokenizer_sha256,
-        "vocab_size": whole.vocab_size,
+        **_said(vocab_size, end_of_text),
         "sources": [
             {"path": os.path.relpath(path, output.parent), "sha256": read_json(_beside(path)[1])["sha256"]}
             for path in sources
@@ -226,7 +229,7 @@ def _open_spans(path: Path, manifest: dict[str, Any], verify: bool) -> TokenShar
     try:
         sources = [(path.parent / entry["path"], entry["sha256"]) for entry in manifest["sources"]]
         rows, tokens, metadata = manifest["documents"], manifest["tokens"], _metadata(manifest, "spans")
-        sha256, spans_sha256, vocab_size = manifest["sha256"], manifest["spans_sha256"], int(manifest["vocab_size"])
+        sha256, spans_sha256, (vocab_size, end_of_text) = manifest["sha256"], manifest["spans_sha256"], _types(manifest)
         tokenizer_sha256 = str(manifest["tokenizer_sha256"])
         if not sources:
             raise ValueError("no sources")
@@ -245,7 +248,7 @@ def _open_spans(path: Path, manifest: dict[str, Any], verify: bool) -> TokenShar
     ends = np.cumsum(length, dtype=np.int64)
     spans = Spans(shards, source, start, ends)
     begins, none = ends - length, np.empty(0, np.int64)
-    shard = TokenShard(path, (), begins, none, begins, vocab_size - 1, vocab_size, tokenizer_sha256, spans)
+    shard = TokenShard(path, (), begins, none, begins, end_of_text, vocab_size, tokenizer_sha256, spans)
     if _outside(spans) is not None or len(shard) != tokens:
         raise DemixError(path, f"is damaged: its spans are not the {tokens} tokens of {manifest_path.name}", REMAKE)
     if verify and _sha256_of_tokens(shard) != sha256:
@@ -305,6 +308,21 @@ def _metadata(manifest: dict[str, Any], part: int | str) -> dict[bytes, bytes]:
     return {key.encode(): str(value).encode() for key, value in values.items()}
 
 
+def _said(vocab_size: int, end_of_text: int) -> dict[str, int]:
+    """What a manifest says of its tokenizer: where nothing else is said, the last of the types ends a document."""
+    other = {} if end_of_text == vocab_size - 1 else {"end_of_text": end_of_text}
+    return {"vocab_size": vocab_size} | other
+
+
+def _types(manifest: dict[str, Any]) -> tuple[int, int]:
+    """The types and the id that ends a document, as a manifest says. Raises ValueError for an id that is no type."""
+    vocab_size = int(manifest["vocab_size"])
+    end_of_text = int(manifest.get("end_of_text", vocab_size - 1))
+    if not 0 <= end_of_text < vocab_size:
+        raise ValueError(f"document ends in {end_of_text} of {vocab_size} types")
+    return vocab_size, end_of_text
+
+
 class _IdsDifferError(Exception):
     """Names the document that two encoders disagree on."""
 
@@ -352,7 +370,7 @@ def _encode(
         "bytes": size,
         "sha256": digest.hexdigest(),
         "tokenizer_sha256": encoder.sha256,
-        "vocab_size": encoder.vocab_size,
+        **_said(encoder.vocab_size, encoder.end_of_text),
     }
 
 

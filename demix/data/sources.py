@@ -276,7 +276,7 @@ def _urls(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row
 
             fetch(url, path, size=source.bytes.get(name), sha256=source.sha256.get(name))
         except DemixError as error:
-            raise DemixError(error.subject, error.cause, source.instructions or error.cure) from None
+            raise error.but(cure=source.instructions) from None
         try:
             yield from read_rows(path, source.reading(0, 1))
         except DemixError:
@@ -301,7 +301,7 @@ def _hub(source: Source, domain: str, part: int, fetched: Path) -> Iterator[Row]
         try:
             yield from hub_rows(repository, source.revision, source.data_files, reading.paths, part, source.parts)
         except DemixError as error:
-            raise DemixError(error.subject, error.cause, source.instructions or error.cure) from error
+            raise error.but(cure=source.instructions) from error
 
 
 KINDS: dict[str, Callable[[Source, str, int, Path], Iterator[Row]]] = {"files": _files, "url": _urls, "hub": _hub}

@@ -1,9 +1,9 @@
-"""Byte-level BPE: learned with Hugging Face tokenizers, kept as their tokenizer.json with a seal, applied with
-gigatoken and checked against tiktoken.
+"""Byte-level BPE: learned with Hugging Face tokenizers or taken from another family, kept as a sealed tokenizer.json,
+applied with gigatoken and checked against tiktoken (GPT-2's rules) or tokenizers (those of other families).
 
-A vocabulary's last id is `<|endoftext|>`. In the file it is an ordinary entry of the model's vocabulary that no
-merge makes, not an "added token": the same words inside a document thus stay ordinary text for every reader of the
-file, while `token_to_id` (and an export that names it as its end-of-text token) finds the id.
+The last id of a vocabulary that is learned is `<|endoftext|>`. In the file it is an ordinary entry of the model's
+vocabulary that no merge makes, not an "added token": the same words inside a document thus stay ordinary text for every
+reader of the file, while `token_to_id` (and an export that names it as its end-of-text token) finds the id.
 """
 
 import hashlib
@@ -13,7 +13,6 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 
 import gigatoken
@@ -25,11 +24,11 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from demix.data.text import count_words
+from demix.data.vocabulary import END_OF_TEXT, OWN, Vocabulary, foreign_vocabulary, own_vocabulary
 from demix.errors import DemixError
 from demix.files import REMAKE, digest, read_json, write_json
 from demix.files.batches import read_batches
 
-END_OF_TEXT = "<|endoftext|>"
 SMALLEST = 257
 # Words of text that are plenty for a vocabulary; counting them takes minutes and a few GB.
 TRAINING_WORDS = 200_000_000
@@ -43,47 +42,62 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A vocabulary and its encoder. `vocab_size` counts `end_of_text`, the last id, which no text encodes to.
+    """A vocabulary and its encoders: a fast one, and an exact one that it is checked against.
 
-    `definition` is the JSON that the library `tokenizers` reads, `sha256` the seal of the file.
+    `vocab_size` are its types, the rows of a model's embedding. `end_of_text`, to which no text encodes, stands before
+    each document; it is the last id of demix's own tokenizers. `sha256` is the seal of the file.
     """
 
-    encoding: tiktoken.Encoding = field(repr=False)
-    fast: gigatoken.Tokenizer = field(repr=False)
-    definition: str = field(repr=False)
-    vocab_size: int
-    end_of_text: int
+    vocabulary: Vocabulary = field(repr=False)
+    encoding: tiktoken.Encoding | HuggingFaceTokenizer = field(repr=False)
+    # None where gigatoken does not know the rules of the tokenizer.
+    fast: gigatoken.Tokenizer | None = field(repr=False)
     sha256: str
 
     @staticmethod
     def load(path: str | Path) -> "Tokenizer":
-        """The tokenizer that `train_tokenizer` or `gpt2_tokenizer` wrote; DemixError if it is missing or damaged."""
-        content = read_json(path)
-        sha256, definition = digest(content), json.dumps(content, ensure_ascii=False)
+        """The tokenizer in a file of a run or a model's folder; DemixError if it is missing or damaged."""
+        vocabulary, sha256, own = _read(path)
         try:
-            vocabulary = content["model"]["vocab"]
-            end = vocabulary.pop(END_OF_TEXT)
-            if len(vocabulary) != end or sorted(vocabulary.values()) != list(range(end)):
-                raise ValueError(f"ids are not 0 to {end} with {END_OF_TEXT} last")
-            encoding = tiktoken.Encoding(
-                name=str(path),
-                pat_str=PATTERN,
-                mergeable_ranks={_to_bytes(token): rank for token, rank in vocabulary.items()},
-                special_tokens={END_OF_TEXT: end},
-            )
-            fast = gigatoken.Tokenizer.from_json(definition.encode())
-        # RuntimeError is gigatoken's; its further lines quote the file.
-        except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-            cause = f"is no tokenizer of this project ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-            raise DemixError(path, cause, REMAKE) from None
-        return Tokenizer(encoding, fast, definition, end + 1, end, sha256)
+            if not own:
+                exact = HuggingFaceTokenizer.from_str(vocabulary.encoding)
+                return Tokenizer(vocabulary, exact, _fast(vocabulary), sha256)
+            ranks = {piece: rank for rank, piece in enumerate(vocabulary.pieces[:-1])}
+            special = {END_OF_TEXT: vocabulary.end_of_text}
+            encoding = tiktoken.Encoding(str(path), pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
+            return Tokenizer(vocabulary, encoding, gigatoken.Tokenizer.from_json(vocabulary.encoding.encode()), sha256)
+        # What both libraries raise; further lines of gigatoken's quote the file.
+        except Exception as error:
+            raise _unreadable(path, error) from None
+
+    @property
+    def vocab_size(self) -> int:
+        """The types: the ids and what the embedding is padded with."""
+        return len(self.vocabulary.pieces)
+
+    @property
+    def end_of_text(self) -> int:
+        """The id that ends a document, and stands before each."""
+        return self.vocabulary.end_of_text
+
+    @property
+    def definition(self) -> str:
+        """The JSON that the library `tokenizers` reads."""
+        return self.vocabulary.definition
+
+    @property
+    def checker(self) -> str:
+        """The library of the exact encoder."""
+        return "tiktoken" if isinstance(self.encoding, tiktoken.Encoding) else "tokenizers"
 
     def renewed(self) -> "Tokenizer":
         """The same without the words that gigatoken has met, all of which it keeps, some 90 bytes each."""
-        return replace(self, fast=gigatoken.Tokenizer.from_json(self.definition.encode()))
+        return replace(self, fast=_fast(self.vocabulary))
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids (uint32) of `text`, in which `<|endoftext|>` is ordinary text."""
+        """The ids (uint32) of `text`, in which `<|endoftext|>` is ordinary text, as are all special tokens."""
+        if isinstance(self.encoding, HuggingFaceTokenizer):
+            return np.array(self.encoding.encode(text, add_special_tokens=False).ids, np.uint32)
         try:
             return self.encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
         except ValueError:
@@ -98,9 +112,9 @@ class Tokenizer:
         """The ids (uint32) of all texts and where each text's begin (int64, one more than texts).
 
         By gigatoken, about ten times as fast as `encode` and with the same ids, except for characters newer than one
-        of the two: `exact` encodes as `encode` does.
+        of the two: `exact` encodes as `encode` does, and so are texts of tokenizers that gigatoken does not know.
         """
-        if not exact:
+        if self.fast is not None and not exact:
             layout = self.fast.encode_batch(list(texts), parallel=False).layout
             edges = np.asarray(layout.offsets.data, np.int64)
             return np.asarray(layout.content.data)[edges[0] : edges[-1]], edges - edges[0]
@@ -109,7 +123,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
-        return self.encoding.decode([int(i) for i in ids], errors="replace")
+        return b"".join([self.vocabulary.pieces[i] for i in ids]).decode(errors="replace")
 
 
 def train_tokenizer(inputs: list[Path], vocab_size: int, output: Path, words: int = TRAINING_WORDS) -> None:
@@ -152,19 +166,37 @@ def gpt2_tokenizer(output: Path) -> None:
 
 
 def byte_lengths(path: str | Path) -> np.ndarray:
-    """How many UTF-8 bytes of text each id of a tokenizer stands for, int64; `<|endoftext|>` for none.
+    """How many UTF-8 bytes of text each type of a tokenizer stands for, int64; `end_of_text` for none.
 
-    The ids of a text add up to len(text.encode()), since each character of a byte-level token is one byte.
+    The ids of a text add up to len(text.encode()), since each character of a byte-level token is one byte. Of a
+    tokenizer with the normaliser NFC they add up to the bytes of the text in NFC.
     """
+    return _read(path)[0].byte_lengths
+
+
+def _read(path: str | Path) -> tuple[Vocabulary, str, bool]:
+    """The vocabulary in a file, its seal, and whether the file is of demix's own kind."""
+    content = read_json(path)
+    sha256, said = digest(content), content.pop(OWN, None)
     try:
-        vocabulary = read_json(path)["model"]["vocab"]
-        lengths = np.zeros(len(vocabulary), np.int64)
-        for token, number in vocabulary.items():
-            lengths[number] = 0 if token == END_OF_TEXT else len(token)
-    except (KeyError, TypeError, IndexError) as error:
-        cause = f"is no tokenizer of this project ({type(error).__name__}: {error})"
-        raise DemixError(path, cause, REMAKE) from None
-    return lengths
+        if said is None:
+            return own_vocabulary(content), sha256, True
+        return foreign_vocabulary(content, said["end_of_text"], said["types"]), sha256, False
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: str | Path, error: Exception) -> DemixError:
+    cause = f"is no tokenizer of this project ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    return DemixError(path, cause, REMAKE)
+
+
+def _fast(vocabulary: Vocabulary) -> gigatoken.Tokenizer | None:
+    try:
+        return gigatoken.Tokenizer.from_json(vocabulary.encoding.encode())
+    # What gigatoken raises for a pre-tokenizer that it does not know.
+    except RuntimeError:
+        return None
 
 
 def _texts(paths: list[Path], words: int) -> Iterator[list[str]]:
@@ -201,16 +233,3 @@ def _write(vocabulary: dict[str, int], merges: list[tuple[str, str]], output: Pa
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     write_json(output, json.loads(tokenizer.to_str()), sort_keys=False)
-
-
-@lru_cache
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-def _to_bytes(token: str) -> bytes:
-    table = _byte_of_character()
-    return bytes(table[character] for character in token)

@@ -24,14 +24,14 @@ DEFAULT = Tempered(*DEFAULTS["tempered"])
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedRule:
     """A rule, and the nats per token that the choice minimises."""
 
     rule: Tempered
     nats: float
 
 
-def tempered_on_dev(dev: Mapping[str, ScoreTable]) -> list[Tried]:
+def tempered_on_dev(dev: Mapping[str, ScoreTable]) -> list[TriedRule]:
     """The grid of `tempered`, best first; `dev` holds the table of each training domain's dev split.
 
     Nats per token are the mean over domains of the loss of all experts and of the loss without the domain's own expert,
@@ -50,7 +50,7 @@ def tempered_on_dev(dev: Mapping[str, ScoreTable]) -> list[Tried]:
 
     if min(len(table.experts) for table in dev.values()) <= 2:
         return []
-    grid = [Tried(rule, nats(rule)) for rule in (Tempered(beta, gamma) for beta in BETAS for gamma in GAMMAS)]
+    grid = [TriedRule(rule, nats(rule)) for rule in (Tempered(beta, gamma) for beta in BETAS for gamma in GAMMAS)]
     return sorted(grid, key=lambda tried: tried.nats)
 
 

@@ -1,7 +1,7 @@
 """Scoring of tasks: the log-probability of every token of a prompt and of each of its labels, under each expert.
 
 `tasks/<model>/<task>.parquet` holds them once. Which expert is asked, and with what weight, is arithmetic on this file
-(`demix.evaluate.tasks`).
+(`demix.evaluate.classification`).
 """
 
 import logging
@@ -15,7 +15,7 @@ import torch
 
 from demix.config.tasks import Task
 from demix.config.training import Threads
-from demix.data.tasks import Prompt, prompts, read_examples
+from demix.data.examples import Prompt, prompts, read_examples
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError, nearest
 from demix.evaluate.task_tables import schema_of

@@ -18,6 +18,7 @@ import torch
 
 from demix.config.adaptation import AuditRecipe
 from demix.config.training import Threads
+from demix.data.order import seen_blocks
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.evaluate.score_tables import tokens_sha256
@@ -30,7 +31,6 @@ from demix.model.gpt import GPT
 from demix.model.merge import prior_weights
 from demix.progress import progress
 from demix.settings import Items, Text, settings
-from demix.train.batches import seen_blocks
 
 log = logging.getLogger(__name__)
 

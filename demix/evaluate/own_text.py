@@ -302,7 +302,7 @@ def _tokenized(text: Path, tokenizer: Path, field: str) -> TokenShard:
             raw_text([_kept(text, Path(folder)) if is_stream(text) else text], field, "own", raw)
         except DemixError as error:
             # The user knows a stream by the name that was given, not by that of the file.
-            raise (DemixError(text, error.cause, error.cure) if is_stream(text) else error) from None
+            raise (error.but(text) if is_stream(text) else error) from None
         anonymize_documents(raw, documents, documents.with_suffix(".json"), enabled=False)
         tokenize(tokenizer, documents, shard_path)
         shard = TokenShard.open(shard_path)

@@ -238,7 +238,7 @@ class _Scorer:
                 try:
                     scored = trunk_log_probabilities(self.trunks, *cut, dtype, advance, domains, start // self.length)
                 except DemixError as error:
-                    raise DemixError(f"{self.work.directory}: {error.subject}", error.cause, error.cure) from None
+                    raise error.but(f"{self.work.directory}: {error.subject}") from None
                 table = pa.table(dict(zip(columns, scored.astype(np.float32), strict=True)))
                 write_parquet(table.replace_schema_metadata({"fingerprint": fingerprint}), piece)
 

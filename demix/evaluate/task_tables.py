@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from demix.data.tasks import Prompt
+from demix.data.examples import Prompt
 from demix.errors import DemixError
 from demix.files import read_parquet, sha256_file
 

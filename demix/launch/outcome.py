@@ -1,18 +1,18 @@
 """The progress of a SLURM job, and the first failure of a job that ended without results."""
 
-import json
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from demix.errors import DemixError
 from demix.launch.job import TrainingJob
 from demix.launch.notes import Failure, first_failure
+from demix.launch.pace import last_rows, seconds_left, speed
 from demix.launch.rank import START
+from demix.progress import clock
 
 
 def progress_line(job: TrainingJob, job_id: str, shown: Mapping[str, str]) -> str:
@@ -40,40 +40,9 @@ def progress_line(job: TrainingJob, job_id: str, shown: Mapping[str, str]) -> st
     steps = [row for row in rows if "loss" in row]
     if not steps:
         return head
-    row, rate = steps[-1], sum(row["tokens_per_second"] for row in steps) / len(steps)
-    remaining = timedelta(seconds=round((job.steps - row["step"]) * tokens_of_update(steps) / rate))
-    loss = f"loss {row['loss']:.3f}"
-    return f"{head}{which}  step {row['step']}/{job.steps}  {loss}  {rate:.0f} tokens/s  {remaining} left{left}"
-
-
-def tokens_of_update(updates: Sequence[Mapping[str, Any]]) -> float:
-    """The tokens of one update, from the metrics of several; a seed phase may have had updates of other sizes."""
-    first, last = updates[0], updates[-1]
-    if last["step"] > first["step"]:
-        return float((last["tokens"] - first["tokens"]) / (last["step"] - first["step"]))
-    return float(last["tokens"] / last["step"])
-
-
-def last_rows(checkpoints: Path, since: float, most: int = 20) -> list[dict[str, Any]]:
-    """The last rows of the metrics file that a training has changed since the time `since`, in seconds since 1970.
-
-    Returns at most `most` rows. Raises OSError if the file has just been removed, which happens at the end of a
-    training.
-    """
-    written = {path: path.stat().st_mtime for path in checkpoints.glob("*/metrics.jsonl")}
-    files = [path for path, changed in written.items() if changed >= since]
-    if not files:
-        return []
-    with open(max(files, key=written.__getitem__), "rb") as stream:
-        stream.seek(0, os.SEEK_END)
-        begin = stream.seek(max(0, stream.tell() - 4096 * most))
-        lines = stream.read().split(b"\n")
-    rows = []
-    # The first line is a part of one, unless it begins the file.
-    for line in lines[bool(begin) : -1][-most:]:
-        with suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
+    row, remaining = steps[-1], clock(seconds_left(steps, job.steps))
+    now = f"step {row['step']}/{job.steps}  loss {row['loss']:.3f}  {speed(steps):.0f} tokens/s"
+    return f"{head}{which}  {now}  {remaining} left{left}"
 
 
 class MishapError(DemixError):

@@ -1,6 +1,8 @@
 """The time and memory of a job of the workflow, as the kernel counts them.
 
-Snakemake's own `benchmark:` samples every process of the machine twice a second, which takes a fifth of a core.
+Snakemake's own `benchmark:` looks at the processes of a job twice a second for 15 seconds, then twice a minute. It saw
+474 to 832 MiB of 12 jobs that each had 901 MiB for a moment. Its looks at a job with 1 GB and torch took 0.6 seconds of
+a core. `note_usage` sees the whole peak, and takes 0.6 milliseconds.
 """
 
 import os

@@ -199,6 +199,20 @@ def _least_quadratic(curvature: np.ndarray, slope: np.ndarray, weights: np.ndarr
     return weights
 
 
+def accuracy_log_priors(right: np.ndarray) -> np.ndarray:
+    """log prior [N, E] at each of N questions; `right` [N, E] says which of them each expert answers right.
+
+    The prior is equal at first, then the mean of equal weights and of one softmax per earlier question: that of each
+    expert's accuracy on the questions so far (Gururangan et al. 2023, section 5.1).
+    """
+    questions, experts = right.shape
+    counts = np.arange(1, questions + 1)[:, None]
+    shares = np.exp(log_softmax(np.cumsum(right, axis=0) / counts))
+    sums = np.cumsum(np.concatenate([np.full((1, experts), 1 / experts), shares]), axis=0)
+    log_priors: np.ndarray = np.log(sums[:-1] / counts)
+    return log_priors
+
+
 def blocks_used(blocks: int, scorer: str = "paper") -> int:
     """The number of dev blocks that make a cached prior of `blocks`; the released code uses `blocks` + 1 pairs."""
     return 2 * (blocks + 1) if scorer == "released" else blocks

@@ -317,4 +317,4 @@ def decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
     """The text of each token of `ids`. A character comes with the token that holds its last UTF-8 byte."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in ids:
-        yield decoder.decode(tokenizer.encoding.decode_single_token_bytes(int(token)))
+        yield decoder.decode(tokenizer.vocabulary.pieces[int(token)])

@@ -110,12 +110,13 @@ def _as_it_came(directory: Path) -> dict[str, Path]:
 def _write_tokenizer(encoder: Tokenizer, context: int, came: dict[str, Path], output: Path) -> None:
     """Write the tokenizer's files, and generation settings where there are some, as they came or else our own."""
     if not any(name.startswith(("tokenizer", "vocab")) for name in came):
+        end_of_text = encoder.decode([encoder.end_of_text])
         tokenizer_config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<|endoftext|>",
-            "eos_token": "<|endoftext|>",
+            "bos_token": end_of_text,
+            "eos_token": end_of_text,
             "model_max_length": context,
-            # Training takes the literal text <|endoftext|> in a document for ordinary text.
+            # Training takes the literal text of this token in a document for ordinary text.
             "split_special_tokens": True,
         }
         _write_json(output / "tokenizer_config.json", tokenizer_config)

@@ -227,17 +227,18 @@ class GPT(nn.Module):
             return hidden, self.output_embedding if self.architecture.head == "untied" else self.token_embedding
         return (hidden * self.logit_scale).to(hidden.dtype), F.normalize(self.token_embedding, dim=-1)
 
-    def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def log_probabilities(self, hidden: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
         """log p(target) in nats, at least fp32, for `hidden` [E, B, T, D] and `targets` [E or 1, B, T]: [E, B, T].
 
+        The gradients of what is returned are those of log p - z_loss·log²Z, where Z is the sum of exp of the logits.
         At most `ROWS_AT_ONCE` rows of the [tokens x vocabulary] logits exist at a time, in forward and in backward.
         """
         E, B, T, D = hidden.shape
         states, weight = self._head(hidden.reshape(-1, D))
         wanted = targets.expand(E, B, T).reshape(-1)
         if torch.is_grad_enabled():
-            differentiable: Callable[[Tensor, Tensor, Tensor], Tensor] = _LogProbabilities.apply
-            return differentiable(states, weight, wanted).view(E, B, T)
+            differentiable: Callable[[Tensor, Tensor, Tensor, float], Tensor] = _LogProbabilities.apply
+            return differentiable(states, weight, wanted, z_loss).view(E, B, T)
         return _log_probabilities(states, weight, wanted)[0].view(E, B, T)
 
     def no_past(self, positions: int | None = None) -> list[KeyValues]:
@@ -316,14 +317,15 @@ class _LogProbabilities(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        log_p, *ctx.gradients = _log_probabilities(states, weight, targets, ctx.needs_input_grad[:2])
+    def forward(ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+        log_p, *ctx.gradients = _log_probabilities(states, weight, targets, ctx.needs_input_grad[:2], z_loss=z_loss)
         ctx.save_for_backward(states, weight, targets)
+        ctx.z_loss = z_loss
         return log_p
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         # They are scaled in place, so a second backward computes them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is not None and bool((incoming == incoming[0]).all()):
@@ -333,8 +335,8 @@ class _LogProbabilities(torch.autograd.Function):
         else:
             states, weight, targets = ctx.saved_tensors
             needed, factors = ctx.needs_input_grad[:2], incoming.neg()
-            _, for_states, for_weight = _log_probabilities(states, weight, targets, needed, factors)
-        return for_states, for_weight, None
+            _, for_states, for_weight = _log_probabilities(states, weight, targets, needed, factors, ctx.z_loss)
+        return for_states, for_weight, None, None
 
 
 def _log_probabilities(
@@ -343,8 +345,11 @@ def _log_probabilities(
     targets: Tensor,
     needed: tuple[bool, ...] = (False, False),
     factors: Tensor | None = None,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """log p [N], and the gradients of the sum of -log p (times `factors` [N]) for states and weight where `needed`.
+    """log p [N], and gradients for states and weight where `needed`.
+
+    They are those of the sum of z_loss·log²Z - log p, times `factors` [N].
 
     Without gradients, products of half-precision numbers are summed and kept in fp32: in 8 bits of bf16, a logit of 16
     would be off by up to 0.06 nats.
@@ -386,8 +391,11 @@ def _log_probabilities(
             log_p[place] = (of_target - largest - total.log()).squeeze(1)
             if not any(needed):
                 continue
-            # The gradient of -log p with respect to the logits is softmax minus one-hot.
-            exactly.div_(total).scatter_add_(1, target, torch.full_like(of_target, -1.0))
+            # With respect to the logits the gradient of -log p is softmax minus one-hot, that of log Z is softmax.
+            exactly.div_(total)
+            if z_loss:
+                exactly.mul_(1 + 2 * z_loss * (largest + total.log()))
+            exactly.scatter_add_(1, target, torch.full_like(of_target, -1.0))
             if factors is not None:
                 exactly.mul_(factors[place, None])
             if space is not None:

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from demix.config.architecture import Architecture, parameters
 from demix.config.models import DENSE_EXPERT
-from demix.data.tokenizer import Tokenizer, gpt2_tokenizer
 from demix.errors import DemixError
-from demix.files import digest, opened, read_json, refuse_used, replacing, sha256_file, write_json
+from demix.files import digest, opened, refuse_used, replacing, sha256_file
 from demix.files.json_files import read_unsealed
 from demix.model.checkpoint import FLOATS, check_values, save_expert, save_shared
 from demix.model.description import MOST_BYTES
 from demix.model.format import HARMLESS, Format, Keys
 from demix.model.formats import FORMATS
 from demix.model.gpt import GPT
+from demix.model.imported_tokenizer import imported_tokenizer
 from demix.model.verified import Verified, refuse_without_transformers, verify_logits
 from demix.settings import Text, names_of, settings, settings_from
 
@@ -56,7 +56,7 @@ def import_hf(
     The families are those of `demix.model.formats`, whose classes in transformers give the same logits. `context` is
     the length of blocks. A table of learned positions is cut to it; without learned positions it is by default the
     smaller of USUAL_CONTEXT and that of the checkpoint. With `verify` transformers' logits of the file `text` are
-    compared, and how they differ is returned. The tokenizer is GPT-2's, or that of an export of demix. Nothing is
+    compared, and how they differ is returned. `imported_tokenizer` says which tokenizers come in. Nothing is
     unpickled or fetched. Raises DemixError, and leaves no `output`, if a file is missing or damaged, if the model
     computes something that demix does not, and if the logits differ.
     """
@@ -72,10 +72,7 @@ def import_hf(
         model = _model(config, places, *sizes)
     shared, own = parameters(architecture, keys.vocab_size)
     with replacing(output.resolve(), directory=True) as temporary:
-        encoder = _tokenizer(folder, temporary / "tokenizer.json")
-        if encoder.vocab_size != keys.vocab_size:
-            cause = f"has {encoder.vocab_size:,} ids, and {config} says {keys.vocab_size:,}"
-            raise DemixError(f"tokenizer of {folder}", cause, "import a checkpoint with GPT-2's tokenizer")
+        encoder = imported_tokenizer(folder, temporary / "tokenizer.json", keys.vocab_size)
         learned = {"tokenizer_sha256": encoder.sha256, "imported": {"format": form.name, "sha256": sha256}}
         counts = {"kind": "dense", "shared_parameters": shared, "expert_parameters": own}
         save_shared(model, temporary, counts | learned)
@@ -243,26 +240,3 @@ def _keep_files(folder: Path, output: Path) -> None:
             raise DemixError(folder / name, f"has more than {_MOST_KEPT_BYTES:,} bytes", "get it again")
         output.mkdir(exist_ok=True)
         (output / name).write_bytes(content)
-
-
-def _tokenizer(folder: Path, output: Path) -> Tokenizer:
-    """Write the tokenizer of the checkpoint in `folder` to `output`."""
-    definition = _read(folder / "tokenizer.json")
-    gpt2_tokenizer(output)
-    model = definition.get("model", {})
-    if not isinstance(model, dict):
-        raise DemixError(folder / "tokenizer.json", f"has a model that is {model!r:.40}", "get it again")
-    vocabulary = model.get("vocab") or _read(folder / "vocab.json")
-    if vocabulary not in ({}, read_json(output)["model"]["vocab"]):
-        if not definition:
-            raise DemixError(folder / "vocab.json", "is another vocabulary than GPT-2's", "import another checkpoint")
-        # An export of demix has a tokenizer of demix, without its seal.
-        write_json(output, definition, sort_keys=False)
-    try:
-        return Tokenizer.load(output)
-    except DemixError as error:
-        raise DemixError(folder / "tokenizer.json", error.cause, "get it again") from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return dict(read_unsealed(path)) if path.is_file() else {}

@@ -29,7 +29,7 @@ from demix.plan.flops import (
     update_flops,
 )
 from demix.plan.network import Ring, given, rings_of
-from demix.run.models import Adaptation, Model, rule_of
+from demix.run.models import AdaptationJob, Model, rule_of
 from demix.run.placement import place_experts
 from demix.run.rules import RunRules
 from demix.run.run import Run
@@ -199,16 +199,12 @@ def plan_training(run: Run, ranks: int | None, hardware: Hardware) -> list[Train
     domains, as training does. An adaptation uses at most as many ranks as a step has sequences.
     """
     runs = [_plan_job(run, job, ranks, hardware) for one in run.trained for job in one.jobs]
-    sweeps = [
-        _plan_sweep(run, one, one.settings.sweep, ranks, hardware)
-        for one in run.trained
-        if one.settings.sweep and one.sweeps
-    ]
+    sweeps = [_plan_sweep(run, one, one.settings.sweep, ranks, hardware) for one in run.swept if one.settings.sweep]
     section = run.config.adaptation
     usable = min(ranks or section.ranks, section.sequences)
     tried = len(section.sweep.factors) if section.sweep else 1
 
-    def adapting(one: Adaptation) -> TrainingPlan:
+    def adapting(one: AdaptationJob) -> TrainingPlan:
         work = _Work(one.name, one.rule, one.parent, section, section.tokens, 1, usable, adapts=True)
         return _times(tried, _plan_work(run, work, hardware))
 

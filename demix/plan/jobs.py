@@ -19,7 +19,7 @@ from demix.run.models import job_place
 from demix.run.rules import RunRules
 from demix.run.run import Run
 from demix.run.scoring import ScoringJob, ScoringPart, scoring_jobs
-from demix.run.systems import chosen_on_dev, classified, routed, token_routed
+from demix.run.systems import chosen_on_dev, classified, fitted, routed, token_routed
 
 STAGES = ("download", "anonymize", "corpus", "train", "adapt", "score", "evaluate")
 
@@ -114,9 +114,7 @@ def _of_text(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
     """The jobs from the raw text to tokens and clusters."""
     novel, number, apart = len(run.novel), len(run.domains), RunRules(run).apart
     parts = sum(domain.source.parts for domain in run.domains.values())
-    clustered = dict.fromkeys(name for name, _ in run.learned_splits)
-    weighting = [*routed(run), *(one.routing for one in classified(run) if one.routing)]
-    clustering = {"fit_clusters": len(clustered | dict.fromkeys(weighting)), "assign": len(clustered)}
+    clustering = {"fit_clusters": len(fitted(run)), "assign": len(run.learned_clusterings)}
     clustering |= {f"cluster_{split}_{name}": 1 for name, split in run.learned_splits}
     together = {"deduplicate": 1, "novel_duplicates": int(novel > 0), "tokenizer": 1, "overlap": 1}
     return [
@@ -131,18 +129,17 @@ def _of_text(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
 
 def _of_scores(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
     """The jobs that need trained models: merging them, tasks, arithmetic on scores, the report."""
-    number, threads, asked = len(run.domains), run.config.threads, classified(run)
-    joining = {f"join_{model.rule}": 1 for model in run.trained if model.parts[0].part}
+    number, threads, asked, stage = len(run.domains), run.config.threads, classified(run), run.examples_stage
+    joining = {f"join_{model.rule}": 1 for model in run.joined}
     averaging, routing = (
-        {one.rule: number if one.by_domain else 1 for one in run.merged if (one.weights == "routed") == routes}
+        {one.rule: number if one.by_domain else 1 for one in run.merged if one.token_routed == routes}
         for routes in (False, True)
     )
     near = len(routed(run)) * len(run.config.evaluation.routing_context)
     route = {"route": near, "route_novel": len(run.novel) * near}
-    examples = "download" if any(task.fetches for task in run.config.tasks.values()) else "corpus"
     evaluating = {"choose_mixing": len(chosen_on_dev(run)), "evaluate": number}
     once = {"results": 1, "run_config": 1, "report": 1, "card": 1, "track": 1, "audit": int(bool(run.without))}
-    once |= {"choose_rate": sum(model.sweeps for model in run.trained)}
+    once |= {"choose_rate": len(run.swept)}
 
     def scoring(name: str, rules: dict[str, int]) -> Jobs:
         return Jobs("score", name, rules, sites["score"], 1, threads)
@@ -155,7 +152,7 @@ def _of_scores(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
         Jobs("evaluate", "route", route, sites["evaluate"]),
         Jobs("evaluate", "evaluate", evaluating, sites["evaluate"]),
         Jobs("evaluate", "by position", {"contexts": number if asked_contexts(run) else 0}, sites["evaluate"]),
-        Jobs(examples, "examples of tasks", {"examples": len(run.config.tasks)}, sites[examples]),
+        Jobs(stage, "examples of tasks", {"examples": len(run.config.tasks)}, sites[stage]),
         scoring("score tasks", {f"fewshot_{one.rule}": 1 for one in asked}),
         Jobs("evaluate", "classify", {"classify": int(bool(asked))}, sites["evaluate"]),
         scoring("audit", {f"audit_{model.removed}": 1 for model in run.without}),
@@ -262,7 +259,7 @@ def kept_bytes(run: Run, hardware: str, ranks: int | None = None) -> int:
     size += sum(job.disk for job in plan_jobs(run, hardware, ranks))
     size += sum(plan.weights for plan in by_name.values())
     size += sum(by_name[parent].checkpoint for parent, _ in run.seeds)
-    return size + sum(by_name[one.model.name].weights for one in run.merged if one.weights == "routed")
+    return size + sum(by_name[one.model.name].weights for one in run.merged if one.token_routed)
 
 
 def in_one_line(run: Run, hardware: str, ranks: int | None = None) -> str:

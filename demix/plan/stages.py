@@ -47,7 +47,7 @@ RATES = {
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageCost:
     """What the jobs of a stage take together; None is what no setting bounds, or is not modelled.
 
     `hours`: of all cores or, with `on_device`, of all devices. `longest`: hours of the longest job, which no number of
@@ -64,7 +64,7 @@ class Stage:
     on_device: bool = False
 
 
-def plan_stages(run: Run, hardware: str, ranks: int | None = None) -> list[Stage]:
+def plan_stages(run: Run, hardware: str, ranks: int | None = None) -> list[StageCost]:
     """The stages of a completed config in the order of the workflow, on `ranks` of `hardware` in each training."""
     device, jobs = HARDWARE[hardware], plan_jobs(run, hardware, ranks)
     counts: dict[str, int] = {}
@@ -79,8 +79,8 @@ def plan_stages(run: Run, hardware: str, ranks: int | None = None) -> list[Stage
     rules = [(costs.of_job(job)[0] / job.jobs, job.added) for job in scoring_jobs(run)]
     tables = sum(job.disk for job in jobs)
 
-    def training(name: str, some: list[TrainingPlan]) -> Stage:
-        return Stage(
+    def training(name: str, some: list[TrainingPlan]) -> StageCost:
+        return StageCost(
             name,
             sum(plan.jobs for plan in some),
             device.units * sum(plan.rank_hours for plan in some),
@@ -90,10 +90,10 @@ def plan_stages(run: Run, hardware: str, ranks: int | None = None) -> list[Stage
             on_device=True,
         )
 
-    def scoring(name: str, *, added: bool) -> Stage:
+    def scoring(name: str, *, added: bool) -> StageCost:
         some = [job for job in scored if any(rule.startswith("score_adapted") for rule in job.rules) == added]
         longest = max((hours for hours, of_added in rules if of_added == added), default=0.0)
-        return Stage(
+        return StageCost(
             name,
             sum(job.count for job in some),
             device.units * sum(job.rank_hours for job in some),
@@ -108,7 +108,7 @@ def plan_stages(run: Run, hardware: str, ranks: int | None = None) -> list[Stage
         training("train", [plan for plan in plans if plan.stage == "train" and plan.rule != "sweep"]),
         training("try learning rates", [plan for plan in plans if plan.rule == "sweep"]),
         training("adapt", [plan for plan in plans if plan.stage == "adapt"]),
-        Stage(
+        StageCost(
             "write checkpoints",
             0,
             device.units * sum(saving_hours(plan) * plan.ranks for plan in plans),
@@ -119,11 +119,11 @@ def plan_stages(run: Run, hardware: str, ranks: int | None = None) -> list[Stage
         ),
         scoring("score", added=False),
         scoring("score what was adapted", added=True),
-        Stage("evaluate", counts["evaluate"], RATES["evaluate"].hours(tables)),
+        StageCost("evaluate", counts["evaluate"], RATES["evaluate"].hours(tables)),
     ]
 
 
-def _data_stages(run: Run, counts: dict[str, int]) -> list[Stage]:
+def _data_stages(run: Run, counts: dict[str, int]) -> list[StageCost]:
     """The stages that make tokens of text, each in bytes that the words of the domains' budgets come to."""
     plans, domains = plan_domains(run), run.domains
     parts = {name: domain.source.parts for name, domain in domains.items()}
@@ -138,17 +138,17 @@ def _data_stages(run: Run, counts: dict[str, int]) -> list[Stage]:
     words = {plan.domain: WORD_BYTES * (plan.words or 0) for plan in plans}
     documents = sum(plan.documents or text[plan.domain] / SHORT_BYTES for plan in training)
 
-    def rated(name: str, sizes: dict[str, float], jobs: dict[str, int], written: float) -> Stage:
+    def rated(name: str, sizes: dict[str, float], jobs: dict[str, int], written: float) -> StageCost:
         rate = RATES[name]
         longest = max(rate.hours(sizes[domain] / number) for domain, number in jobs.items())
-        return Stage(name, counts[name], rate.hours(sum(sizes.values())) or None, longest or None, None, written)
+        return StageCost(name, counts[name], rate.hours(sum(sizes.values())) or None, longest or None, None, written)
 
     one = dict.fromkeys(parts, 1)
     fetching, comparing = (RATES["download"].hours(sum(raw)) or None, RATES["deduplicate"].hours(documents) or None)
     return [
-        Stage("download", counts["download"], None, fetching, sum(raw) or None, sum(raw)),
+        StageCost("download", counts["download"], None, fetching, sum(raw) or None, sum(raw)),
         rated("anonymize", text, parts, sum(raw)),
-        Stage("deduplicate", counts["deduplicate"], comparing, comparing),
+        StageCost("deduplicate", counts["deduplicate"], comparing, comparing),
         rated("split", text, one, sum(corpus)),
         rated("tokenize", words, one, sum(tokens)),
     ]
@@ -252,7 +252,7 @@ def stages_table(run: Run, hardware: str, ranks: int | None = None) -> Table:
     return table
 
 
-def _stage_row(stage: Stage) -> tuple[str, ...]:
+def _stage_row(stage: StageCost) -> tuple[str, ...]:
     hours = "" if stage.hours is None else decimal(stage.hours)
     cells = ("", hours) if stage.on_device else (hours, "")
     return (

@@ -70,7 +70,7 @@ def scale_note(results: Results, run: Run) -> str:
         parts.append(f"{given['layers']} layers of width {given['width']}")
     parts += [
         f"blocks of {run.context:,} tokens",
-        f"a vocabulary of {run.config.tokenizer.vocab_size:,}",
+        f"a vocabulary of {run.types:,}",
         f"{run.config.training.tokens:,} training tokens a model",
     ]
     for column, noun in (("tokens", "test tokens a domain"), ("documents", "test documents a domain")):

@@ -10,6 +10,7 @@ import pandas as pd
 
 from demix.errors import DemixError
 from demix.files import is_made, read_json, read_json_lines, read_parquet
+from demix.launch.pace import elapsed
 from demix.report.results import Results
 from demix.run.models import Model, adapted
 from demix.run.run import Run
@@ -101,12 +102,7 @@ def read_metrics(path: str | Path) -> Iterable[dict[str, Any]]:
 
 def step_seconds(metrics: Path) -> float:
     """The seconds that the steps of a training took."""
-    seconds, before = 0.0, 0
-    for row in read_metrics(metrics):
-        if "tokens_per_second" in row:
-            seconds += (row["tokens"] - before) / row["tokens_per_second"]
-        before = row["tokens"]
-    return seconds
+    return max(elapsed(read_metrics(metrics)), default=0.0)
 
 
 def tokens_before(run: Run) -> dict[str, int | None]:

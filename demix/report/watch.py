@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from demix.launch.outcome import last_rows, tokens_of_update
+from demix.launch.pace import last_rows, seconds_left, speed
 from demix.progress import clock
 from demix.report.read import read_metrics
 from demix.run.run import Run
@@ -103,8 +103,8 @@ def _shown(value: float | None, form: str) -> str:
 
 def _planned(run: Run) -> Iterator[tuple[str, int]]:
     """All trainings of a config: the folder below checkpoints/, and the most updates."""
-    for model in run.trained:
-        if model.sweeps and (sweep := model.settings.sweep):
+    for model in run.swept:
+        if sweep := model.settings.sweep:
             for rate in model.swept_rates:
                 yield f"sweep/{model.name}/{rate}", sweep.tokens // model.step_tokens
     for part in (part for model in run.trained for job in model.jobs for part in job):
@@ -129,17 +129,15 @@ def _course(run: Run, name: str, steps: int) -> Course | None:
         return Course(name, state, steps=steps) if running else None
     updates = [row for row in rows if "tokens_per_second" in row][-UPDATES:]
     dev = [row[key] for row in rows for key in ("dev_loss", "early_stopping_loss") if key in row]
-    rate = len(updates) / sum(1 / row["tokens_per_second"] for row in updates) if updates else 0.0
-    step = rows[-1]["step"]
     return Course(
         name,
         state,
-        step,
+        rows[-1]["step"],
         steps,
         sum(row["loss"] for row in updates) / len(updates) if updates else None,
         dev[-1] if dev else None,
-        rate,
-        (steps - step) * tokens_of_update(updates) / rate if state == "running" and rate else None,
+        speed(updates) if updates else 0.0,
+        seconds_left(updates, steps) if state == "running" and updates else None,
     )
 
 

@@ -59,13 +59,13 @@ def _check_clusters(run: Run) -> None:
 def _check_model(run: Run, model: Model) -> None:
     """Refuse a row whose ranks do not fit its experts, or whose tokens make no step."""
     settings = model.settings
-    if model.parts[0].part:
+    if model.in_parts:
         _check_parts(model)
     else:
         try:
             placement.place(model.kind, model.domains, settings.sequences, settings.ranks, settings.replicas)
         except DemixError as error:
-            raise DemixError(f"config key training.{error.subject}", error.cause, error.cure) from None
+            raise error.but(f"config key training.{error.subject}") from None
     if settings.tokens < model.step_tokens:
         section = f"models.{model.name}" if "tokens" in written(run.config.models[model.name]) else "training"
         cause = f"is {settings.tokens}, less than the {model.step_tokens} tokens of one step of {model.name}"
@@ -93,7 +93,7 @@ def _check_parts(model: Model) -> None:
     try:
         placement.place_experts(model.parts[0].domains, settings.sequences, settings.ranks)
     except DemixError as error:
-        raise DemixError(f"{key}.{error.subject}", error.cause, error.cure) from None
+        raise error.but(f"{key}.{error.subject}") from None
 
 
 def _check_branch(run: Run, model: Model) -> None:
@@ -126,7 +126,7 @@ def _check_jobs(run: Run) -> None:
     try:
         placement.place_experts(["novel"], adaptation.sequences, adaptation.ranks)
     except DemixError as error:
-        raise DemixError(f"config key adaptation.{error.subject}", error.cause, error.cure) from None
+        raise error.but(f"config key adaptation.{error.subject}") from None
     for stage in ("train", "adapt"):
         cluster = run.config.cluster.of(stage)
         if cluster.grace_seconds >= 60 * cluster.minutes:

@@ -31,9 +31,14 @@ class Merged:
         return made_of(self.model.name, self.weights)
 
     @property
+    def token_routed(self) -> bool:
+        """Whether its tokens choose among the experts; otherwise it is an average of them."""
+        return self.weights == "routed"
+
+    @property
     def rule(self) -> str:
         """The rule of the workflow that makes it."""
-        if self.weights == "routed":
+        if self.token_routed:
             return f"merge_routed_{self.model.rule}"
         return f"average_{self.model.rule}" + ("__uniform" if self.weights == "uniform" else "")
 
@@ -50,7 +55,7 @@ class Merged:
     def architecture(self) -> Architecture:
         """The architecture of the merged model."""
         own = self.model.architecture
-        return own.merged_routed(len(self.model.experts)) if self.weights == "routed" else own
+        return own.merged_routed(len(self.model.experts)) if self.token_routed else own
 
 
 def merged_models(models: Iterable[Model]) -> tuple[Merged, ...]:

@@ -68,9 +68,14 @@ class Model:
         return self.settings.data or ""
 
     @property
+    def in_parts(self) -> bool:
+        """Whether each expert is a whole model with a training of its own, and all are joined afterwards."""
+        return self.kind.expert_scope == "model"
+
+    @property
     def parts(self) -> tuple["Model", ...]:
         """The trainings of the model: one of all its experts, or one for each expert that is a whole model."""
-        if self.kind.expert_scope != "model":
+        if not self.in_parts:
             return (self,)
         share = len(self.domains)
         parts = tuple(replace(self, domains=(name,), part=name, share=share) for name in self.domains)
@@ -168,7 +173,7 @@ def rule_of(job: tuple[Model, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class Adaptation:
+class AdaptationJob:
     """The adaptation of `parent` to the novel `domain`, with the metrics metrics/<name>.jsonl.
 
     DEMix-DAPT adds an expert to the parent's folder. Dense-DAPT makes a new model.
@@ -289,18 +294,18 @@ def trained_models(config: Config, rows: dict[str, Row]) -> tuple[Model, ...]:
     return (*first, *without, *again)
 
 
-def adaptations_of(config: Config, models: Iterable[Model]) -> tuple[Adaptation, ...]:
+def adaptations_of(config: Config, models: Iterable[Model]) -> tuple[AdaptationJob, ...]:
     """The adaptations of a run with these trained `models`: for each novel domain DEMix-DAPT, then Dense-DAPT."""
     rows = [model for model in models if model.name == model.row and not model.removed]
     adaptation = config.adaptation
     dense = row_named(rows, adaptation.dense, "adaptation.dense", experts=False)
     parents = (row_named(rows, adaptation.model, "adaptation.model"), dense)
     return tuple(
-        Adaptation(adapted(parent.row, novel), novel, parent) for novel in config.domains.novel for parent in parents
+        AdaptationJob(adapted(parent.row, novel), novel, parent) for novel in config.domains.novel for parent in parents
     )
 
 
-def dense_adapted(adaptation: Adaptation, training: tuple[str, ...]) -> Model:
+def dense_adapted(adaptation: AdaptationJob, training: tuple[str, ...]) -> Model:
     """The model that Dense-DAPT makes."""
     return replace(
         adaptation.parent,

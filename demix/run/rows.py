@@ -126,7 +126,7 @@ def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
     architecture = _architecture(name, section)
     if kind.routed:
         _check_routed(name, values, given.initial)
-        values["tokens"] = _matched_tokens(architecture, config.tokenizer.types, values)
+        values["tokens"] = _matched_tokens(architecture, config.tokenizer.size, values)
     learned = tuple(config.domains.training)
     if data := values.get("data"):
         _check_data(name, kind, data, config)
@@ -160,7 +160,7 @@ def _architecture(name: str, section: Mapping[str, Any]) -> Architecture:
         return architecture_from(section)
     except DemixError as error:
         key = error.subject.removeprefix("architecture.routed.") if "routed" in section else error.subject
-        raise DemixError(f"config key models.{name}.{key}", error.cause, error.cure) from None
+        raise error.but(f"config key models.{name}.{key}") from None
 
 
 def _check_options(given: _Given, parent: str, section: dict[str, Any]) -> None:

@@ -238,6 +238,10 @@ class RunRules:
         }
         return {resource: value for resource, value in asked.items() if value}
 
+    def on_login(self, stage: str) -> bool:
+        """Whether the jobs of a stage run where snakemake does, for compute nodes without internet."""
+        return stage == "download" and self.run.config.cluster.downloads == "login"
+
     def run_options(self, stage: str, settings: RowSettings | AdaptationSection, removed: str = "") -> str:
         """The options of a command that say how a section of the config trains.
 

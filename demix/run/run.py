@@ -12,7 +12,7 @@ from demix.config.domains import DomainSection
 from demix.run.kept import read_run_config
 from demix.run.merged import Merged, merged_models
 from demix.run.models import (
-    Adaptation,
+    AdaptationJob,
     Model,
     adaptations_of,
     dense_adapted,
@@ -84,7 +84,7 @@ class Run:
     @property
     def types(self) -> int:
         """The number of types of the tokenizer."""
-        return self.config.tokenizer.types
+        return self.config.tokenizer.size
 
     @cached_property
     def rows(self) -> dict[str, Row]:
@@ -107,7 +107,17 @@ class Run:
         return tuple(model for model in self.trained if model.removed)
 
     @cached_property
-    def adaptations(self) -> tuple[Adaptation, ...]:
+    def joined(self) -> tuple[Model, ...]:
+        """The models that are joined of experts with a training each."""
+        return tuple(model for model in self.trained if model.in_parts)
+
+    @cached_property
+    def swept(self) -> tuple[Model, ...]:
+        """The models with a sweep of learning rates of their own."""
+        return tuple(model for model in self.trained if model.sweeps)
+
+    @cached_property
+    def adaptations(self) -> tuple[AdaptationJob, ...]:
         """The adaptations: for each novel domain DEMix-DAPT, then Dense-DAPT."""
         return adaptations_of(self.config, self.trained)
 
@@ -144,12 +154,22 @@ class Run:
         return cluster_names(clustering, self.config.clusterings[clustering], self.training)
 
     @cached_property
+    def learned_clusterings(self) -> tuple[str, ...]:
+        """The clusterings that models learn from."""
+        return tuple(dict.fromkeys(model.data for model in self.trained if model.data))
+
+    @cached_property
     def learned_splits(self) -> tuple[tuple[str, str], ...]:
         """The clusterings that models learn from, each with the splits that their trainings and their routers read."""
         models = [model for model in self.trained if model.data]
         found = [(model.data, "train") for model in models]
         on_dev = [one for one in models if one.settings.dev_blocks or one.settings.merged_routed]
         return tuple(dict.fromkeys(found + [(one.data, "dev") for one in on_dev]))
+
+    @property
+    def examples_stage(self) -> str:
+        """The stage whose resources the jobs request that make the examples of tasks."""
+        return "download" if any(task.fetches for task in self.config.tasks.values()) else "corpus"
 
     def folder_of(self, row: str, seed: int) -> str:
         """The folder of the model of a row with `seed`."""

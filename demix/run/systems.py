@@ -108,7 +108,7 @@ def label_of(row: str, kind: Kind) -> str:
 def merged_label(merged: Merged) -> str:
     """The name of a merged model in tables."""
     label = label_of(merged.model.row, merged.model.kind)
-    return f"{label}, merged-routed" if merged.weights == "routed" else f"{label}, averaged ({merged.weights})"
+    return f"{label}, merged-routed" if merged.token_routed else f"{label}, averaged ({merged.weights})"
 
 
 def systems_of(row: str, kind: Kind) -> tuple[System, ...]:
@@ -267,6 +267,16 @@ def classified(run: Run) -> tuple[Model, ...]:
     """
     models = run.own if run.config.tasks else ()
     return tuple(model for model in models if not (model.kind.domain_tokens or model.masked))
+
+
+def classified_by(run: Run) -> tuple[str, ...]:
+    """The clusterings whose distances weight experts in the classification of tasks."""
+    return tuple(dict.fromkeys(model.routing for model in classified(run) if model.routing))
+
+
+def fitted(run: Run) -> tuple[str, ...]:
+    """The clusterings that some model learns from, or whose distances weight experts."""
+    return tuple(dict.fromkeys([*run.learned_clusterings, *routed(run), *classified_by(run)]))
 
 
 # The systems that differences.parquet subtracts, by their names in its column `against`.

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sqlite3
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import cache
 from importlib.metadata import version
@@ -20,6 +20,7 @@ import psutil
 
 from demix.errors import DemixError
 from demix.files import digest, exclusive, remove_leftovers, replacing
+from demix.launch.pace import elapsed
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -183,17 +184,6 @@ def points(rows: Sequence[Mapping[str, Any]], begun: float) -> list[Point]:
         for key, value in row.items()
         if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
     ]
-
-
-def elapsed(rows: Iterable[Mapping[str, Any]]) -> list[float]:
-    """The seconds that a training had taken at each row of its metrics, by their tokens and tokens per second."""
-    seconds, tokens, after = 0.0, 0, []
-    for row in rows:
-        if speed := row.get("tokens_per_second"):
-            seconds += (row["tokens"] - tokens) / speed
-        tokens = row["tokens"]
-        after.append(seconds)
-    return after
 
 
 def live_tag(points: Sequence[Point]) -> str:

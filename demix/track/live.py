@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from demix.errors import DemixError, StoppedError
+from demix.launch.pace import newest_metrics
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -143,10 +144,7 @@ class Sender:
         from demix.track.client import live_tag
 
         # A training of other settings may have left its file here; a training that goes on writes its own anew.
-        changed = {path: path.stat().st_mtime for path in self.checkpoints.glob("*/metrics.jsonl")}
-        changed = {path: written for path, written in changed.items() if written >= self.started}
-        if changed:
-            path = max(changed, key=changed.__getitem__)
+        if path := newest_metrics(self.checkpoints, self.started):
             if path.parent.name != self.training:
                 # The next trial of a sweep is another training.
                 self.before += [self.run_id] if self.run_id else []

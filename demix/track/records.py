@@ -13,16 +13,17 @@ import pandas as pd
 
 from demix.errors import DemixError
 from demix.files import check_sealed, digest, is_made, read_json, sha256_file
+from demix.launch.pace import elapsed
 from demix.report import report_files
 from demix.report.domains import domains_of
 from demix.report.read import read_metrics, read_results
 from demix.report.results import Results
 from demix.report.systems import main_systems
 from demix.run.kept import kept
-from demix.run.models import Adaptation, Model
+from demix.run.models import AdaptationJob, Model
 from demix.run.run import Run
 from demix.settings import written
-from demix.track.client import Point, elapsed, named, points
+from demix.track.client import Point, named, points
 
 PARAM_KEY_LENGTH, PARAM_VALUE_LENGTH = 250, 6000
 Span = tuple[float, float]
@@ -166,7 +167,7 @@ def _training(run: Run, model: Model) -> Record:
     return _learned(run, f"training/{model.place}", f"train/{model.place}", settings, files)
 
 
-def _adaptation(run: Run, one: Adaptation) -> Record:
+def _adaptation(run: Run, one: AdaptationJob) -> Record:
     directory = run.folder / "models" / one.model
     file = directory / "experts" / f"{one.expert}.json" if one.adds_expert else directory / "model.json"
     files = [file] if is_made(file) else []

@@ -8,15 +8,22 @@ from torch.optim.adamw import adamw
 
 
 class AdamW:
-    """`torch.optim.AdamW` with fused updates and the constants of the paper's training, β = (0.9, 0.95) and ε = 1e-7.
+    """`torch.optim.AdamW` with fused updates, by default with the constants of the paper's training.
 
     The class of torch imports torch's compiler, which takes over a second of the start of each training. `state` holds
     for each parameter after its first update `step`, the number of its updates, and the means `exp_avg` and
-    `exp_avg_sq`. Weight decay reaches norms and biases too, as in the paper's fairseq.
+    `exp_avg_sq`.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], weight_decay: float):
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        weight_decay: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        epsilon: float = 1e-7,
+    ):
         self.parameters, self.weight_decay = list(parameters), weight_decay
+        self.betas, self.epsilon = betas, epsilon
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
 
     def step(self, learning_rate: float) -> None:
@@ -32,6 +39,7 @@ class AdamW:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         with torch.no_grad():
             adamw(
-                [*self.parameters], gradients, averages, squares, [], steps, fused=True, amsgrad=False, beta1=0.9,
-                beta2=0.95, lr=learning_rate, weight_decay=self.weight_decay, eps=1e-7, maximize=False,
+                [*self.parameters], gradients, averages, squares, [], steps, fused=True, amsgrad=False,
+                beta1=self.betas[0], beta2=self.betas[1], lr=learning_rate, weight_decay=self.weight_decay,
+                eps=self.epsilon, maximize=False,
             )  # fmt: skip

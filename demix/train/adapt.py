@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demix.config.adaptation import AdaptationRecipe
+from demix.config.adaptation import PASSES, AdaptationRecipe
 from demix.config.models import DENSE_EXPERT
-from demix.config.training import LearningRate, Threads, fingerprinted, stated
+from demix.config.training import LearningRate, Threads, fingerprinted, stated, taken
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import fingerprint, read_json, write_json_lines
@@ -17,19 +17,22 @@ from demix.launch.job import Places
 from demix.model.checkpoint import (
     describe,
     expert_lineage,
+    expert_names,
     load_model,
     refuse_other_tokenizer,
     refuse_routed,
     save_expert,
     save_shared,
 )
+from demix.model.description import run_of
 from demix.model.device import set_threads
 from demix.model.experts import changing
 from demix.model.gpt import GPT
 from demix.model.merge import averaged, origins_of
 from demix.model.tokenizer import copy_tokenizer, tokenizer_path
 from demix.run.placement import place_experts
-from demix.settings import Positive, Seed, settings
+from demix.run.run import Run
+from demix.settings import Positive, Seed, settings, settings_from
 from demix.train.batches import balanced_batches
 from demix.train.loop import Evaluation, train
 from demix.train.metrics import DivergedError, Row
@@ -42,6 +45,10 @@ log = logging.getLogger(__name__)
 
 # What a new expert begins with.
 INITS = ("parent", "average")
+# The most tokens, by the number of experts, where nothing says how many the model was trained on.
+TOKENS = 10_000_000
+# The peak learning rate where nothing says with which the model was trained.
+LEARNING_RATE = 1e-4
 
 
 @settings(kw_only=True)
@@ -69,6 +76,40 @@ class Adaptation(AdaptationRecipe):
         """One adaptation for each factor of the sweep, or this one where there is none."""
         factors = self.sweep.factors if self.sweep else (self.learning_rate_factor,)
         return tuple(dataclasses.replace(self, learning_rate_factor=one, sweep=None) for one in factors)
+
+
+def adaptation_of(
+    model: Path, tokens: int | None, rate: float | None, learning_rate: float | None = None
+) -> Adaptation:
+    """The settings of adaptations to `model`: those of its run, else those of an expert that was added, else defaults.
+
+    A sweep of learning rates is left out, and so is a bound of passes where `tokens` is given. A model that demix has
+    not trained gets `LEARNING_RATE` where no `learning_rate` is given. Raises DemixError for a `rate` of a model whose
+    learning rate nobody knows.
+    """
+    trained, run = describe(model).get("training") or {}, run_of(model)
+    if rate and (learning_rate or not trained):
+        known = "the learning rate is given, too" if learning_rate else f"{model} does not say its learning rate"
+        raise DemixError("--rate", f"is a fraction of the model's, and {known}", "use --learning-rate alone")
+    given: dict[str, Any] = {}
+    for name in expert_names(model):
+        given |= read_json(model / "experts" / f"{name}.json").get("adaptation") or {}
+    if model.resolve().parent.name == "models" and (run / "config.json").is_file():
+        whole = Run.read(run)
+        row = whole.row_of(model.resolve().name)[0]
+        parent = next((one for one in whole.planned if one.name == row), None)
+        given = taken(AdaptationRecipe, whole.config.adaptation)
+        if parent is not None:
+            given["learning_rate_factor"] = whole.learning_rate_factor(parent)
+    if "tokens" not in given:
+        share = max(1, trained.get("tokens", TOKENS) // len(expert_names(model)))
+        given = {"tokens": share, "passes": PASSES} | given
+    given |= {"seed": trained.get("seed", 1), "threads": trained.get("threads", 1), "sweep": None}
+    given |= {"tokens": tokens, "passes": None} if tokens else {}
+    given |= {"learning_rate_factor": rate} if rate else {}
+    if learning_rate or not trained:
+        given |= {"learning_rate": learning_rate or given.get("learning_rate") or LEARNING_RATE}
+    return settings_from(Adaptation, given)
 
 
 def adapt_expert(

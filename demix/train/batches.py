@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from demix.config.architecture import masked_places
+from demix.data.order import block_count, drawn_block
 from demix.data.shards import TokenShard
-from demix.errors import DemixError
 from demix.files import seed_for
 from demix.model.gpt import MASKED
 from demix.run.placement import Placement
@@ -83,7 +83,7 @@ def batches_of(
     Ranks that share a domain draw disjoint blocks. `objective` is that of an architecture: with mlm, M tokens of each
     block are targets (`masked_places`).
     """
-    counts = np.array([_block_count(shard, name, length) for shard, name in zip(shards, names, strict=True)])
+    counts = np.array([block_count(shard, name, length) for shard, name in zip(shards, names, strict=True)])
     total, ends = len(names) * sequences, np.cumsum(counts)
     if how == "by_domain":
         placement = placement or Placement(tuple(range(len(names))), 0, sequences, (0,))
@@ -95,12 +95,12 @@ def batches_of(
             domains, numbers = np.divmod(numbers, sequences)
 
     def in_all(step: int) -> tuple[Array, Array]:
-        drawn = [_entry(int(ends[-1]), seed, "all domains", step * total + n) for n in numbers[0].tolist()]
+        drawn = [drawn_block(int(ends[-1]), seed, "all domains", step * total + n) for n in numbers[0].tolist()]
         found = np.searchsorted(ends, [drawn], side="right")
         return found, np.array([drawn]) - (ends - counts)[found]
 
     def in_each(step: int) -> tuple[Array, Array]:
-        entry = np.vectorize(lambda d, n: _entry(int(counts[d]), seed, names[d], step * sequences + int(n)))
+        entry = np.vectorize(lambda d, n: drawn_block(int(counts[d]), seed, names[d], step * sequences + int(n)))
         return domains, entry(domains, numbers)
 
     def draw(step: int) -> Batch:
@@ -119,14 +119,6 @@ def batches_of(
 balanced_batches = partial(batches_of, "by_domain")
 mixed_batches = partial(batches_of, "mixed")
 proportional_batches = partial(batches_of, "proportional")
-
-
-def seen_blocks(shard: TokenShard, name: str, length: int, seed: int, drawn: int) -> Array:
-    """Whether each whole block of a domain is among the first `drawn` blocks of `balanced_batches`: bool [blocks]."""
-    count = _block_count(shard, name, length)
-    seen = np.zeros(count, bool)
-    seen[_permutation(count, seed, name, 0)[:drawn]] = True
-    return seen
 
 
 def _masked(
@@ -152,28 +144,8 @@ def _masked(
     return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), numbered, places=torch.from_numpy(places))
 
 
-def _block_count(shard: TokenShard, name: str, length: int) -> int:
-    count = len(shard) // length
-    if count == 0:
-        raise DemixError(
-            f"domain {name}", f"has {len(shard)} training tokens, fewer than one block of {length}", "add text"
-        )
-    return count
-
-
 def _block(shard: TokenShard, number: int, length: int) -> Array:
     """The token before block `number`, then the block as scoring cuts it: [T + 1] int64."""
     first = int(number) * length
     before = shard.read(first - 1, first) if first else [shard.end_of_text]
     return np.concatenate([before, shard.read(first, first + length)]).astype(np.int64)
-
-
-def _entry(count: int, seed: int, name: str, number: int) -> int:
-    """Entry `number` of an endless sequence of permutations of `count` blocks."""
-    return int(_permutation(count, seed, name, number // count)[number % count])
-
-
-@lru_cache(maxsize=64)
-def _permutation(count: int, seed: int, name: str, epoch: int) -> Array:
-    generator = np.random.Generator(np.random.PCG64(seed_for(seed, "order", name, epoch)))
-    return generator.permutation(count)

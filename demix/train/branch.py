@@ -20,6 +20,9 @@ MANIFEST, EXPERT = "manifest.json", expert_file(DENSE_EXPERT)
 # A branch may measure its loss on dev more or less often than its parent.
 FREE = {"dev_blocks"}
 
+# The means of gradients and of their squares in a state.
+MOMENTS = ("optimizer/exp_avg", "optimizer/momentum")
+
 # What a training does with the schedule of the parent whose state it begins with.
 SCHEDULES = ("continue", "restart")
 
@@ -176,7 +179,8 @@ def branched(state: State, experts: Sequence[str], scope: str = "feedforward") -
     as they are. Both of Adam's moments of such an expert are divided by E, the number of experts. The
     loss is the mean over all domains. With G the mean gradient on one domain and σ² its variance, the gradient of the
     dense feedforward is the mean of E of these, of variance σ²/E, and that of an expert is G/E, of variance σ²/E². Its
-    mean and its square, which noise rules, are both an E-th.
+    mean and its square, which noise rules, are both an E-th. Muon's momentum is a mean of gradients too, and an E-th of
+    it is what an expert would have; its length counts only beside the gradients that follow.
     """
     (dense,) = state.experts.values()
     if scope == "model":
@@ -184,10 +188,7 @@ def branched(state: State, experts: Sequence[str], scope: str = "feedforward") -
         counts = {name: tensor for name, tensor in state.shared.items() if name.startswith("optimizer/step/")}
         whole = {name: tensor for name, tensor in state.shared.items() if name not in counts} | dense
         return State(state.step, counts, dict.fromkeys(experts, whole), state.metrics)
-    own = {
-        name: tensor / len(experts) if name.startswith("optimizer/exp_avg") else tensor
-        for name, tensor in dense.items()
-    }
+    own = {name: tensor / len(experts) if name.startswith(MOMENTS) else tensor for name, tensor in dense.items()}
     return State(state.step, state.shared, dict.fromkeys(experts, own), state.metrics)
 
 
@@ -213,6 +214,7 @@ def upcycled(state: State, model: GPT) -> State:
         shape = begun[f"parameter/{parameter}"].shape
         if routed and len(shape) > tensor.dim():
             part = {"optimizer/exp_avg": routed.experts, "optimizer/exp_avg_sq": routed.top_k * routed.experts}
+            part |= {"optimizer/momentum": routed.experts}
             tensor = (tensor / part.get(kind, 1)).expand(shape)
         copies[name] = tensor
     return State(state.step, state.shared, {DENSE_EXPERT: copies}, state.metrics)

@@ -10,22 +10,26 @@ from torch import Tensor
 
 from demix.model.device import compute_type
 from demix.model.gpt import GPT
-from demix.train.adam import AdamW
 from demix.train.metrics import DivergedError, Metrics
 from demix.train.parallel import World
 from demix.train.scale import LossScale
 from demix.train.schedule import Optimization
 from demix.train.state import State, newest_state, save_state
 from demix.train.stopping import Best
+from demix.train.updates import Optimizers
 
 log = logging.getLogger(__name__)
+
+# What AdamW and Muon keep of a parameter.
+KEPT = ("step", "exp_avg", "exp_avg_sq", "momentum")
 
 
 class Learner:
     """A model on this rank's device, and what its training changes.
 
-    These are the parameters that require a gradient, Adam's moments, the scale of the loss, the best parameters so far
-    (with early stopping), and the metrics. Checkpoints go below `directory`; `saved` is the step of the newest.
+    These are the parameters that require a gradient, the moments of the optimizers, the scale of the loss, the best
+    parameters so far (with early stopping), and the metrics. Checkpoints go below `directory`; `saved` is the step of
+    the newest.
     """
 
     def __init__(self, model: GPT, optimization: Optimization, directory: Path, world: World):
@@ -36,7 +40,7 @@ class Learner:
         if optimization.compile:
             model.compile_blocks()
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.optimizer = AdamW(self.trained.values(), optimization.weight_decay)
+        self.optimizers = Optimizers(self.trained, optimization)
         self.scale = LossScale(dtype)
         self.best = Best(self.trained, optimization.stopping) if optimization.stopping else None
         self.metrics = Metrics(directory / "metrics.jsonl" if world.rank == 0 else None)
@@ -66,7 +70,7 @@ class Learner:
         Raises DivergedError where a smaller scale of the loss would not help.
         """
         if math.isfinite(norm):
-            self.optimizer.step(rate)
+            self.optimizers.step(rate)
             self.scale.grow()
         elif diverged := self.scale.shrink():
             raise DivergedError(step + 1, *diverged, self.metrics.rows)
@@ -79,15 +83,15 @@ class Learner:
         if step == self.saved:
             return
         tensors = {f"parameter/{name}": p.detach() for name, p in self.trained.items()}
+        state = self.optimizers.state
         for name, parameter in self.trained.items():
-            moments = self.optimizer.state.get(parameter, {})
-            tensors |= {f"optimizer/{key}/{name}": value for key, value in moments.items()}
+            tensors |= {f"optimizer/{key}/{name}": value for key, value in state.get(parameter, {}).items()}
         tensors |= self.best.tensors if self.best else {}
         # Adam counts its updates once for all experts.
         updates = {name: tensors.pop(name) for name in [*tensors] if name.startswith("optimizer/step/")}
         shared, experts = self.model.parted(tensors)
-        state = State(step, shared | updates, experts, self.metrics.rows, dev_loss)
-        save_state(self.directory, state, self.world, self.optimization.keep_checkpoints, self.optimization.keep)
+        made = State(step, shared | updates, experts, self.metrics.rows, dev_loss)
+        save_state(self.directory, made, self.world, self.optimization.keep_checkpoints, self.optimization.keep)
         self.saved = step
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -95,8 +99,10 @@ class Learner:
         with torch.no_grad():
             for name, parameter in self.trained.items():
                 parameter.copy_(tensors[f"parameter/{name}"])
-                if f"optimizer/step/{name}" in tensors:
-                    self.optimizer.state[parameter] = {
-                        key: tensors[f"optimizer/{key}/{name}"].to(parameter.device)
-                        for key in ("step", "exp_avg", "exp_avg_sq")
-                    }
+                kept = {
+                    key: tensors[f"optimizer/{key}/{name}"].to(parameter.device)
+                    for key in KEPT
+                    if f"optimizer/{key}/{name}" in tensors
+                }
+                if kept:
+                    self.optimizers.resume(parameter, kept)

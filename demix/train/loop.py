@@ -162,7 +162,7 @@ def _backward(
         hidden = model(part.inputs, part.domains if model.domain_tokens else None, dtype, auxiliary=auxiliary)
         if part.places is not None:
             hidden = hidden.take_along_dim(part.places[..., None], 2)
-        losses = -model.log_probabilities(hidden, part.targets)  # [E, B, T or M]
+        losses = -model.log_probabilities(hidden, part.targets, optimization.z_loss or 0.0)  # [E, B, T or M]
         counts = torch.full_like(part.domains, losses.shape[-1], dtype=torch.float64)  # [E, B]
         if part.weights is not None:
             losses, counts = losses * part.weights, part.weights.sum(-1, dtype=torch.float64)

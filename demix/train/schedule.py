@@ -28,9 +28,15 @@ class Optimization(Execution, Optimizer):
         return self.until or self.steps
 
     def learning_rate_at(self, step: int) -> float:
-        """The learning rate of update `step` (from 0): linear warm-up from `begin`, then linear decay to 0."""
+        """The learning rate of update `step` (from 0): linear warm-up from `begin`, then a decay, linear by default."""
         step, steps = step - self.begin, self.steps - self.begin
         warmup = math.ceil(self.warmup * steps)
         if step < warmup:
             return self.learning_rate * (step + 1) / warmup
-        return self.learning_rate * (steps - step) / max(1, steps - warmup)
+        schedule = self.learning_rate_schedule
+        if schedule is None:
+            return self.learning_rate * (steps - step) / max(1, steps - warmup)
+        falling = math.ceil(schedule.share * steps) if schedule.kind == "wsd" else steps - warmup
+        left = min(1.0, (steps - step) / max(1, falling))
+        height = (1 - math.cos(math.pi * left)) / 2 if schedule.kind == "cosine" else left
+        return self.learning_rate * (schedule.end + (1 - schedule.end) * height)

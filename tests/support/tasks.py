@@ -8,7 +8,7 @@ import torch
 
 from demix.config.architecture import Architecture
 from demix.config.tasks import ExamplesRecipe
-from demix.data.tasks import Example, Prompt, read_examples, write_examples
+from demix.data.examples import Example, Prompt, read_examples, write_examples
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.task_tables import Scored
 from support.models import model_of, save_model

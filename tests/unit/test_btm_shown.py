@@ -9,7 +9,8 @@ import yaml
 
 from demix.files import read_json, write_json, write_json_lines
 from demix.launch.job import TrainingJob
-from demix.launch.outcome import progress_line, tokens_of_update
+from demix.launch.outcome import progress_line
+from demix.launch.pace import tokens_of_update
 from demix.report.watch import courses
 from demix.track.live import Sender
 from demix.track.records import records
@@ -56,7 +57,7 @@ def test_a_job_of_several_experts_says_which_one_is_on(tmp_path: Path) -> None:
     assert job.label == "btm/licenses-and-2-more"
     assert job.name.startswith("demix-btm-licenses-and-2-more-")
     shown = {"JobState": "RUNNING", "StartTime": "2026-01-01T00:00:00", "NodeList": "n1"}
-    wanted = "job 7 running on n1  parliament, 2 of 3  step 2/12  loss 5.000  64 tokens/s  0:00:20 left for it"
+    wanted = "job 7 running on n1  parliament, 2 of 3  step 2/12  loss 5.000  64 tokens/s  0:20 left for it"
     assert progress_line(job, "7", shown) == wanted
     alone = TrainingJob((), "", {}, 1, 1, checkpoints / names[0], 12)
     assert progress_line(alone, "7", shown) == wanted.replace("  parliament, 2 of 3", "").removesuffix(" for it")

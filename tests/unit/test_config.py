@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 from demix.config.adaptation import FactorSweep
 from demix.config.reference import editor_schema, reference
-from demix.config.training import TrainingSection, fingerprinted
+from demix.config.training import RateSchedule, TrainingSection, Updates, fingerprinted
 from demix.errors import DemixError
 from demix.files import fingerprint, replacing
 from demix.run.check import completed_run, load_run
@@ -249,11 +249,14 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_row_of_models_takes_every_key_of_training() -> None:
     """One key at a time, those that say how a training is computed and kept among them."""
     values = {"learning_rate": 1e-3, "precision": "fp16", "sweep": None, "replicas": {}, "compile": True}
+    values |= {"optimizer": {"kind": "muon"}, "learning_rate_schedule": {"kind": "wsd"}, "z_loss": 1e-4}
+    values = completed_run(copy.deepcopy(SAMPLE)).config.values["training"] | values
     for key in names_of(TrainingSection):
-        config = copy.deepcopy(SAMPLE)
-        value = values.get(key, completed_run(copy.deepcopy(SAMPLE)).config.values["training"][key])
+        config, value = copy.deepcopy(SAMPLE), values[key]
         config["models"] = {"demix": {key: value}, "dense": {}}
-        assert completed_run(config).config.values["models"]["demix"] == {key: value}
+        (found,) = completed_run(config).config.values["models"]["demix"].items()
+        assert found[0] == key
+        assert found[1] == value or found[1].items() > value.items(), "with the defaults of a section"
 
 
 def test_rows_of_models_beside_those_of_every_run() -> None:
@@ -283,6 +286,8 @@ def test_a_fingerprint_leaves_out_what_only_time_and_memory_depend_on() -> None:
     adaptation = Adaptation(seed=1, threads=1, tokens=9, passes=2)
     other = {"micro_sequences": 2, "precision": "bf16", "architecture": {"layers": 1}, "compile": True}
     other |= {"checkpoint_activations": True, "warmup": 0.5, "sweep": FactorSweep(factors=(0.1,))}
+    other |= {"optimizer": Updates(kind="muon"), "learning_rate_schedule": RateSchedule(kind="wsd"), "z_loss": 0.1}
+    other |= {"learning_rate": 0.5}
     for given in (training, adaptation):
         assert left_out < set(names_of(type(given)))
         for key in names_of(type(given)):

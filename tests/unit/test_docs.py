@@ -22,13 +22,13 @@ from typer.main import get_command
 from demix.commands.main import command_line
 from demix.config.tasks import ExamplesRecipe
 from demix.data.tokenizer import Tokenizer
+from demix.evaluate.classification import Classification
 from demix.evaluate.contexts import ContextEvaluation
 from demix.evaluate.domain import Evaluation
 from demix.evaluate.fewshot import TaskScoring
 from demix.evaluate.memorization import Audit
 from demix.evaluate.routing import Routing
 from demix.evaluate.score import Scoring, score
-from demix.evaluate.tasks import Classification
 from demix.files import read_json, write_json, write_parquet
 from demix.model.checkpoint import expert_names
 from demix.settings import settings_from

@@ -14,7 +14,7 @@ from sklearn.metrics.pairwise import euclidean_distances
 
 from demix.config.tasks import ExamplesRecipe, Task
 from demix.data.cluster import Clusterer, Clustering, fit_clusters
-from demix.data.tasks import Example, fitted, prompts, read_examples, refuse_few, write_examples
+from demix.data.examples import Example, fitted, prompts, read_examples, refuse_few, write_examples
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.task_tables import read_scored

@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from demix.config.tasks import Task
-from demix.data.tasks import SCHEMA, Example, Prompt, prompts, read_examples
+from demix.data.examples import SCHEMA, Example, Prompt, prompts, read_examples
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.fewshot import TaskScoring, score_tasks, tokens_of

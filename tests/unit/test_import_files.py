@@ -208,7 +208,7 @@ def test_an_import_proves_itself(tokens: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_files_beside_the_weights_go_out_as_they_came(tokens: Path, tmp_path: Path) -> None:
-    checkpoint(tmp_path / "hf", tokens, "qwen3", bos_token_id=5, eos_token_id=[7, 8])
+    checkpoint(tmp_path / "hf", tokens, "qwen3", vocab_size=512, bos_token_id=5, eos_token_id=[399, 8])
     texts = {"tokenizer_config.json": '{"model_max_length": 9}', "generation_config.json": '{"temperature": 0.6}',
              "chat_template.jinja": "{{ messages }}"}  # fmt: skip
     for name, text in texts.items():
@@ -218,6 +218,7 @@ def test_files_beside_the_weights_go_out_as_they_came(tokens: Path, tmp_path: Pa
     for name in (*texts, "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes(), name
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (config["bos_token_id"], config["eos_token_id"]) == (5, [7, 8])
+    assert (config["bos_token_id"], config["eos_token_id"]) == (5, [399, 8])
+    assert config["vocab_size"] == 512
     assert "exported as Qwen 3" in (tmp_path / "out" / "README.md").read_text()
     assert not find_faults(tmp_path / "in")

@@ -14,12 +14,12 @@ import yaml
 from scipy.optimize import minimize
 from scipy.special import logsumexp, softmax
 
+from demix.commands.new_domain import add_domain
 from demix.config.architecture import Architecture
 from demix.config.evaluation import MixingRecipe
 from demix.errors import DemixError
 from demix.evaluate.choice import tempered_on_dev
 from demix.evaluate.domain import Evaluation, Outputs, evaluate_domain
-from demix.evaluate.new_domain import add_domain
 from demix.evaluate.own_text import evaluate_text
 from demix.evaluate.parent import choose_parent, own_dev_losses
 from demix.evaluate.planned import planned_mixtures

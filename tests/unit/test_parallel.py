@@ -23,6 +23,7 @@ from torch.distributed import TCPStore
 from demix.commands import main as cli
 from demix.config.architecture import architecture_from, parameters
 from demix.config.models import KINDS
+from demix.config.training import RateSchedule, Updates
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
 from demix.files import read_json_lines
@@ -59,6 +60,7 @@ class Case:
     micro: int | None = None
     seed: int = 0
     options: tuple[tuple[str, str | int | bool], ...] = ()
+    muon: bool = False
 
     @property
     def name(self) -> str:
@@ -69,6 +71,9 @@ class Case:
         training = dataclasses.replace(
             EXACT, precision=self.precision, micro_sequences=self.micro, tokens=16 * 4 * self.domains * STEPS,
             architecture=SIZES | dict(self.options),
+            optimizer=Updates(kind="muon", matrices=5.0, decay="matrices") if self.muon else None,
+            learning_rate_schedule=RateSchedule(kind="wsd", end=0.1) if self.muon else None,
+            z_loss=0.01 if self.muon else None,
         )  # fmt: skip
         splits = ("train", "dev")
         paths = [
@@ -77,7 +82,8 @@ class Case:
         places = folder / "model", folder / "metrics.jsonl", folder / "checkpoints"
         if self.kind == "routed":
             training = dataclasses.replace(training, architecture=SIZES | dict(self.options) | {"routed": ROUTED})
-        branch = folder.parent / "seeds" / "dense" / f"step-{self.seed:08d}" if self.seed else None
+        seeds = folder.parent / ("muon" if self.muon else "adamw")
+        branch = seeds / "dense" / f"step-{self.seed:08d}" if self.seed else None
         if branch and not branch.exists():
             train_model("dense", training, paths, branch, None, folder.parent / "checkpoints", until=self.seed)
         train_model(self.kind, training, paths, *places, dict(self.replicas), branch=branch)
@@ -95,6 +101,7 @@ CASES = [
     Case("routed", 4, 2), Case("routed", 4, 4), Case("routed", 4, 2, micro=1),
     Case("demix", 4, 4, options=VARIED), Case("dense", 4, 2, options=VARIED),
     Case("demix", 4, 8, options=MODERN), Case("routed", 4, 2, options=MODERN),
+    Case("demix", 4, 8, muon=True), Case("demix", 4, 7, UNEQUAL, seed=7, muon=True), Case("routed", 4, 2, muon=True),
     Case("demix", 4, 2, options=MASKED), Case("demix", 4, 4, micro=1, options=MASKED),
     Case("dense", 4, 2, micro=1, options=MASKED), Case("routed", 4, 4, options=MASKED),
     Case("demix", 4, 2, seed=7), Case("demix", 4, 8, seed=7), Case("demix", 4, 7, UNEQUAL, seed=7),

@@ -13,7 +13,7 @@ from demix.plan.cost import TEXT_BYTES, TOKENS_PER_WORD, plan_training
 from demix.plan.flops import HARDWARE, PAPER_TFLOPS, hours, update_flops
 from demix.plan.jobs import in_one_line
 from demix.plan.network import NETWORKS, Ring, out_of_a_node, rings_of, synchronizing
-from demix.plan.stages import RATES, WORD_BYTES, Stage, plan_stages, saving_hours, stages_table, sync_table
+from demix.plan.stages import RATES, WORD_BYTES, StageCost, plan_stages, saving_hours, stages_table, sync_table
 from demix.run.check import load_run
 from demix.run.placement import place_experts
 from demix.run.run import Run
@@ -126,7 +126,7 @@ def test_the_page_quotes_the_last_lines_of_the_plans() -> None:
 
 
 def test_the_numbers_in_the_pages_sentences() -> None:
-    def stages(kind: str, ranks: int | None) -> dict[str, Stage]:
+    def stages(kind: str, ranks: int | None) -> dict[str, StageCost]:
         return {stage.name: stage for stage in plan_stages(PAPER, kind, ranks)}
 
     text = " ".join(PAGE.split())

@@ -19,7 +19,8 @@ from snakemake_interface_logger_plugins.common import LogEvent
 
 import snakemake_logger_plugin_demix as logger
 from demix import progress as module
-from demix.progress import followed, progress
+from demix.launch.pace import seconds_left, speed
+from demix.progress import clock, followed, progress
 from support.tokens import SAMPLE
 
 
@@ -40,6 +41,20 @@ def test_a_line_of_the_log_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog:
         "news: documents 44/50  0:06 left",
         "https://a.example: MB 8  0.5 MB/s",
     ]
+
+
+def test_a_time_from_an_hour_on_has_hours() -> None:
+    assert [clock(seconds) for seconds in (-1, 59.6, 3599, 3600, 169810)] == [
+        *("0:00", "1:00", "59:59", "1:00:00", "47:10:10")
+    ]
+
+
+def test_the_time_left_is_by_the_seconds_that_the_last_updates_took() -> None:
+    first, last = {"step": 7, "tokens": 900}, {"step": 8, "tokens": 1000}
+    updates = [first | {"tokens_per_second": 100.0}, last | {"tokens_per_second": 25.0}]
+    # Two updates of 100 tokens took 1 and 4 seconds.
+    assert speed(updates) == 40
+    assert seconds_left(updates, 12) == 10
 
 
 SCRIPT = """

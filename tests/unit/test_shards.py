@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from demix.data import shards
 from demix.data.shards import TokenShard, blocks, tokenize
-from demix.data.tokenizer import Tokenizer, _byte_of_character, _write, gpt2_tokenizer, train_tokenizer
+from demix.data.tokenizer import Tokenizer, _write, gpt2_tokenizer, train_tokenizer
+from demix.data.vocabulary import byte_of_character
 from demix.errors import DemixError
 from demix.files import digest, read_json, write_json
 from demix.files.batches import BATCH_ROWS
@@ -43,7 +44,7 @@ def loaded_once():
 def many_ids(tmp_path_factory):
     """A tokenizer of 65,793 ids: the 256 bytes, all their pairs, and the end of text."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    alphabet = list(_byte_of_character())
+    alphabet = list(byte_of_character())
     merges = [(first, second) for first in alphabet for second in alphabet]
     _write({token: i for i, token in enumerate([*alphabet, *map("".join, merges)])}, merges, path)
     return path
@@ -308,7 +309,8 @@ def test_ids_that_differ_from_tiktoken_are_encoded_by_it(tmp_path, tokenizer, ca
     encoder = Tokenizer.load(tokenizer)
     # A gigatoken of another vocabulary stands for one that knows other characters.
     train_tokenizer([_documents(tmp_path / "t.parquet", ["some other text " * 9])], 260, tmp_path / "other.json")
-    wrong = replace(encoder, definition=Tokenizer.load(tmp_path / "other.json").definition)
+    other = Tokenizer.load(tmp_path / "other.json").vocabulary.encoding
+    wrong = replace(encoder, vocabulary=replace(encoder.vocabulary, encoding=other))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tokenizer, "load", staticmethod(lambda path: wrong))
         path = _tokenized(tmp_path, tokenizer)

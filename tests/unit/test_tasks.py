@@ -10,13 +10,12 @@ from scipy.special import log_softmax, logsumexp, softmax
 from scipy.stats import binomtest
 
 from demix.config.tasks import Task
-from demix.data.tasks import Prompt
-from demix.evaluate.task_tables import Scored
-from demix.evaluate.tasks import (
+from demix.data.examples import Prompt
+from demix.evaluate.classification import (
     ALONE,
     Classification,
-    Distances,
-    Routing,
+    PromptDistances,
+    TaskRouting,
     answers,
     chance,
     choice,
@@ -27,6 +26,7 @@ from demix.evaluate.tasks import (
     routings,
     updating,
 )
+from demix.evaluate.task_tables import Scored
 from demix.mix.rules import Tempered
 from support.mixing import log_mixture, log_weights, switching, tempered, window
 from support.tasks import LABELS, made_up
@@ -40,9 +40,9 @@ GIVEN = Classification(
 )  # fmt: skip
 
 
-def near_of(scored: list[Scored], seed: int = 3) -> Distances:
+def near_of(scored: list[Scored], seed: int = 3) -> PromptDistances:
     drawn = np.random.default_rng(seed)
-    return Distances(EXPERTS, {one.prompt.context: drawn.uniform(0.2, 1.2, E) for one in scored})
+    return PromptDistances(EXPERTS, {one.prompt.context: drawn.uniform(0.2, 1.2, E) for one in scored})
 
 
 def found(scored: list[Scored], **more: object) -> dict[tuple[str, int | None, str], np.ndarray]:
@@ -128,7 +128,7 @@ def test_one_expert_is_itself_by_every_routing() -> None:
         replace(one, context=one.context[:, :1], labels=tuple(label[:, :1] for label in one.labels))
         for one in made_up(E)
     ]  # fmt: skip
-    near = Distances(("e0",), {one.prompt.context: np.array([0.7]) for one in scored})
+    near = PromptDistances(("e0",), {one.prompt.context: np.array([0.7]) for one in scored})
     alone = answers(scored, ALONE, task)
     for routing in routings(task, ("e0",), scored, GIVEN, near, Tempered(0.2, 0.9)):
         assert routing.top_k == (None,)
@@ -277,5 +277,5 @@ def test_an_interval_of_several_seeds_is_that_of_both_samples() -> None:
 
 def test_answers_have_a_row_by_top_k_and_seed() -> None:
     scored, task = made_up(E, seeds=(1, 2, 3)), replace(TASK, seeds=(1, 2, 3))
-    routing = Routing("x", lambda one: np.zeros(E), top_k=(None, 2))
+    routing = TaskRouting("x", lambda one: np.zeros(E), top_k=(None, 2))
     assert answers(scored, routing, task).shape == (2, 3, 30)

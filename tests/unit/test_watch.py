@@ -97,7 +97,7 @@ def test_no_number_is_cut(width: int) -> None:
     console.print(picture(small_run(Path("sample")), [one]))
     _, heads, line, *_ = console.file.getvalue().splitlines()
     assert heads.split() == ["model", "update", "loss", "tokens/s", "left"]
-    assert line.split()[-5:] == ["2%", "1,230/56,789", "14.512", "123,456", "1166:40"]
+    assert line.split()[-5:] == ["2%", "1,230/56,789", "14.512", "123,456", "19:26:40"]
     console.print(picture(small_run(Path("sample")), [Course("demix", "running")]))
     assert console.file.getvalue().splitlines()[-2].split() == ["model", "update", "left"]
 

@@ -20,7 +20,7 @@ RULES = [path for path in sorted((REPOSITORY / "workflow" / "rules").glob("*.smk
 STAGES = ("download", "anonymize", "corpus", "train", "adapt", "score", "evaluate")
 
 
-@pytest.mark.parametrize("name", ["sample", "families", "paper-125m"])
+@pytest.mark.parametrize("name", ["sample", "families-tasks", "paper-125m"])
 def test_the_plan_counts_the_jobs_of_the_workflow(name: str, tmp_path: Path) -> None:
     path = REPOSITORY / "config" / f"{name}.yaml"
     counted: Counter[str] = Counter()

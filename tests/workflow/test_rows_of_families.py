@@ -13,8 +13,8 @@ import yaml
 from scipy.special import logsumexp
 
 from demix.config.tasks import Task
+from demix.data.examples import prompts, read_examples
 from demix.data.shards import TokenShard, blocks
-from demix.data.tasks import prompts, read_examples
 from demix.files import read_json, read_json_lines, sha256_file
 from demix.model.checkpoint import load_model
 from demix.model.experts import find_faults

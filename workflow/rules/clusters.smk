@@ -1,11 +1,6 @@
 # Clusters of the training domains' documents (c-BTM): fitted on a sample, then each document goes to its own.
-CLUSTERINGS = list(CONFIG.clusterings)
 # Novel domains' documents are in no cluster.
 CORPUS = [f"{RUN}/corpus/{domain}/{split}.parquet" for domain in TRAINING for split in SPLITS]
-
-
-wildcard_constraints:
-    clustering="|".join(CLUSTERINGS) or "none",
 
 
 rule fit_clusters:
@@ -18,6 +13,8 @@ rule fit_clusters:
         ],
     log:
         f"{RUN}/logs/fit_clusters/{{clustering}}.log",
+    wildcard_constraints:
+        clustering="|".join(systems.fitted(THIS)) or "none",
     priority: 90
     conda:
         "../../environment.yml"
@@ -39,6 +36,8 @@ rule assign:
         [f"{RUN}/clusters/{{clustering}}/assigned/{domain}.{split}.parquet" for domain in TRAINING for split in SPLITS],
     log:
         f"{RUN}/logs/assign/{{clustering}}.log",
+    wildcard_constraints:
+        clustering="|".join(THIS.learned_clusterings) or "none",
     priority: 90
     conda:
         "../../environment.yml"

@@ -10,7 +10,7 @@ if RULES.apart:
             temp(f"{RUN}/raw/{{domain}}/{{part}}.parquet"),
         log:
             f"{RUN}/logs/download/{{domain}}.{{part}}.log",
-        localrule: CONFIG.cluster.downloads == "login"
+        localrule: RULES.on_login("download")
         conda:
             "../../environment.yml"
         resources:
@@ -53,7 +53,7 @@ else:
             counts=f"{RUN}/documents/{{domain}}/{{part}}.json",
         log:
             f"{RUN}/logs/read/{{domain}}.{{part}}.log",
-        localrule: CONFIG.cluster.downloads == "login"
+        localrule: RULES.on_login("download")
         conda:
             "../../environment.yml"
         resources:
@@ -130,7 +130,7 @@ rule split:
 
 rule tokenizer:
     input:
-        expand(f"{RUN}/corpus/{{domain}}/train.parquet", domain=TRAINING),
+        CONFIG.tokenizer.path or expand(f"{RUN}/corpus/{{domain}}/train.parquet", domain=TRAINING),
     output:
         f"{RUN}/tokenizer.json",
     log:

@@ -1,7 +1,7 @@
 # Models made of experts without training. Averages of the parameters of experts that are whole models: one by equal weights,
 # and one for each domain, by the cached prior of its dev split.
 
-for merged in (one for one in THIS.merged if one.weights != "routed"):
+for merged in (one for one in THIS.merged if not one.token_routed):
     model = merged.model
 
     rule:
@@ -37,7 +37,7 @@ for merged in (one for one in THIS.merged if one.weights != "routed"):
 
 
 # Experts that are feedforwards as those among which tokens choose. The dev split of each expert's text makes the router.
-for merged in (one for one in THIS.merged if one.weights == "routed"):
+for merged in (one for one in THIS.merged if one.token_routed):
     model = merged.model
 
     rule:

@@ -122,8 +122,6 @@ rule run_config:
 
 
 METRICS = [f"{RUN}/metrics/{one.name}.jsonl" for one in (*THIS.trained, *THIS.adaptations)]
-# What a report of clusters reads besides.
-CLUSTERED = list(dict.fromkeys(model.data for model in MODELS.values() if model.data))
 # The experts of all domains, including the added ones.
 EXPERTS = RULES.experts(THIS.receiver.name, [*TRAINING, *NOVEL])
 
@@ -138,14 +136,15 @@ rule report:
         f"{RUN}/audit.parquet" if WITHOUT else [],
         f"{RUN}/tasks.parquet" if TASKS else [],
         METRICS,
-        [f"{RUN}/clusters/{clustering}/clusterer.json" for clustering in CLUSTERED],
+        # What a report of clusters reads besides.
+        [f"{RUN}/clusters/{clustering}/clusterer.json" for clustering in THIS.learned_clusterings],
         [
             f"{RUN}/clusters/{clustering}/assigned/{domain}.{split}.parquet"
-            for clustering in CLUSTERED
+            for clustering in THIS.learned_clusterings
             for domain in TRAINING
             for split in ("train", "test")
         ],
-        [f"{RUN}/evaluations/{domain}.losses.parquet" for domain in TRAINING if CLUSTERED],
+        [f"{RUN}/evaluations/{domain}.losses.parquet" for domain in TRAINING if THIS.learned_clusterings],
         [f"{RUN}/loads/{model.name}.parquet" for model in systems.token_routed(THIS)],
         [f"{RUN}/evaluations/{domain}.contexts.parquet" for domain in DOMAINS if asked_contexts(THIS)],
         # The learning rates that were tried.

@@ -19,7 +19,8 @@ for name, domains in {"route": TRAINING, "route_novel": ["{novel}"] if NOVEL els
         log:
             f"{RUN}/logs/route/{{clustering}}.{{context}}{'.{novel}' if name == 'route_novel' else ''}.log",
         wildcard_constraints:
-            context="document|block|document_half",
+            clustering="|".join(systems.routed(THIS)) or "none",
+            context="|".join(CONFIG.evaluation.routing_context),
         conda:
             "../../environment.yml"
         resources:

@@ -3,7 +3,6 @@ TASKS = CONFIG.tasks
 ASKED = systems.classified(THIS)
 # A run without tasks has null here.
 GIVEN_TASKS = {name: written(task) for name, task in TASKS.items()} or None
-FETCHED = any(task.fetches for task in TASKS.values())
 
 
 wildcard_constraints:
@@ -18,11 +17,11 @@ rule examples:
         f"{RUN}/examples/{{task}}.parquet",
     log:
         f"{RUN}/logs/examples/{{task}}.log",
-    localrule: FETCHED and CONFIG.cluster.downloads == "login"
+    localrule: RULES.on_login(THIS.examples_stage)
     conda:
         "../../environment.yml"
     resources:
-        **RULES.site("download" if FETCHED else "corpus"),
+        **RULES.site(THIS.examples_stage),
     params:
         settings=lambda wildcards: RULES.as_json(written(TASKS[wildcards.task]), length=THIS.context, seed=THIS.seed),
         documents=lambda wildcards: " ".join(RULES.task_documents(wildcards.task)),
@@ -69,10 +68,7 @@ rule classify:
     input:
         examples=[f"{RUN}/examples/{task}.parquet" for task in TASKS],
         scores=[f"{RUN}/tasks/{model.name}/{task}.parquet" for model in ASKED for task in TASKS],
-        clusterers=[
-            f"{RUN}/clusters/{routing}/clusterer.json"
-            for routing in dict.fromkeys(model.routing for model in ASKED if model.routing)
-        ],
+        clusterers=[f"{RUN}/clusters/{routing}/clusterer.json" for routing in systems.classified_by(THIS)],
         mixing=[f"{RUN}/models/{model.name}/mixing.json" for model in systems.chosen_on_dev(THIS) if model in ASKED],
     output:
         f"{RUN}/tasks.parquet",

@@ -9,7 +9,7 @@ rule sweep:
     log:
         f"{RUN}/logs/sweep/{{model}}.{{rate}}.log",
     wildcard_constraints:
-        model="|".join(model.name for model in THIS.trained if model.name == model.rates_from),
+        model="|".join(model.name for model in THIS.swept) or "none",
         rate="[0-9.e+-]+",
     priority: 110
     localrule: SUBMITTED
@@ -43,6 +43,8 @@ rule choose_rate:
         f"{RUN}/sweep/{{model}}.json",
     log:
         f"{RUN}/logs/choose_rate/{{model}}.log",
+    wildcard_constraints:
+        model="|".join(model.name for model in THIS.swept) or "none",
     localrule: True
     conda:
         "../../environment.yml"
@@ -87,7 +89,7 @@ rule seed:
 
 
 # One rule per training: the outputs list the experts, which wildcards cannot.
-for model in (model for model in THIS.trained if not model.parts[0].part):
+for model in (model for model in THIS.trained if not model.in_parts):
 
     rule:
         name:
@@ -124,7 +126,7 @@ for model in (model for model in THIS.trained if not model.parts[0].part):
 
 # Experts that are whole models: one job for each, or for several, which it trains one after the other. How many these are
 # changes neither params nor inputs, so that it reruns nothing.
-for model, parts_of_job in ((model, job) for model in THIS.trained if model.parts[0].part for job in model.jobs):
+for model, parts_of_job in ((model, job) for model in THIS.joined for job in model.jobs):
 
     rule:
         name:
@@ -160,7 +162,7 @@ for model, parts_of_job in ((model, job) for model in THIS.trained if model.part
 
 
 # The experts that are whole models, and were trained one by one, as one model.
-for model in (model for model in THIS.trained if model.parts[0].part):
+for model in THIS.joined:
 
     rule:
         name:

@@ -4,9 +4,13 @@ Axes: E experts, B sequences of one expert, T positions, D width, H heads of que
 of a head.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from demix.config.architecture import Architecture
 from demix.model.layers.norm import Norm, norm_of, normed
@@ -16,7 +20,7 @@ from demix.model.layers.norm import Norm, norm_of, normed
 WHOLE_POSITIONS = 512
 # Not more scores than these exist at once, 256 MB in each layer with their softmax.
 WHOLE_SCORES = 1 << 26
-# The cosines and sines of `rotations`.
+# The cosines and sines that `rotations` returns.
 Rotations = tuple[Tensor, Tensor]
 
 
@@ -107,22 +111,44 @@ def frequencies(architecture: Architecture) -> Tensor:
 
 
 def rotations(architecture: Architecture, start: int, T: int, x: Tensor) -> Rotations | None:
-    """The cosines and sines [T, rotated units], of the type of `x`, of T positions from `start`; None without rope."""
+    """The cosines and sines [T, pairs], of the type of `x`, of T positions from `start`; None without rope."""
     if architecture.position != "rope":
         return None
     at = torch.arange(start, start + T, dtype=torch.float64)
-    angles = (at[:, None] * frequencies(architecture)).repeat(1, 2)
+    angles = at[:, None] * frequencies(architecture)
     cos, sin = (part.to(device=x.device, dtype=x.dtype) for part in (angles.cos(), angles.sin()))
     return cos, sin
 
 
 def rotated(x: Tensor, by: Rotations) -> Tensor:
-    """`x` [B, T, heads, U] whose first units are rotated: unit n and the one half of these further make a pair."""
+    """`x` [B, T, heads, U] whose first units are rotated: unit n and unit n + pairs make a pair."""
     cos, sin = (part[:, None] for part in by)
-    some, rest = torch.split(x, [cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
-    first, second = some.chunk(2, -1)
-    some = some * cos + torch.cat([-second, first], -1) * sin
-    return torch.cat([some, rest], -1) if rest.shape[-1] else some
+    if torch.compiler.is_compiling():
+        return _turned(x, cos, sin)
+    turn: Callable[[Tensor, Tensor, Tensor], Tensor] = _Rotation.apply
+    return turn(x, cos, sin)
+
+
+class _Rotation(torch.autograd.Function):
+    """`_turned`, whose gradient is turned back; autograd would keep and add up four parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(incoming, cos, -sin), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs = cos.shape[-1]
+    first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], -1)
+    turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+    return torch.cat([*turned, rest], -1)
 
 
 class Attention(nn.Module):
@@ -164,8 +190,13 @@ class Attention(nn.Module):
         """
         E, B, T, _ = x.shape
         qkv = linear(x, self.qkv.weight, self.qkv.bias).view(E * B, T, self.heads + 2 * self.key_heads, self.unit)
-        q, k, v = torch.split(qkv, [self.heads, self.key_heads, self.key_heads], 2)
-        q, k = self._placed(q, self.q_norm, turns), self._placed(k, self.k_norm, turns)
+        qk, v = torch.split(qkv, [self.heads + self.key_heads, self.key_heads], 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = torch.split(qk, [self.heads, self.key_heads], 2)
+            qk = torch.cat([_heads_normed(q, self.q_norm), _heads_normed(k, self.k_norm)], 2)
+        if turns is not None:
+            qk = rotated(qk, turns)
+        q, k = torch.split(qk, [self.heads, self.key_heads], 2)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [E*B, H, T, U], and K heads of k and v
         # Without a bias, a new position that stands alone attends to all before it.
         causal = self.causal and bias is None and not (past and past.seen)
@@ -180,11 +211,10 @@ class Attention(nn.Module):
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=grouped)
         return linear(mixed.transpose(1, 2).reshape(E, B, T, -1), self.out.weight, self.out.bias)
 
-    def _placed(self, x: Tensor, norm: Norm | None, turns: Rotations | None) -> Tensor:
-        """Queries or keys `x` [E * B, T, heads, U] after their norm, of a head or of all heads, and their rotation."""
-        if norm is not None:
-            x = normed(x if norm.normalized_shape == x.shape[-1:] else x.flatten(2), norm).view_as(x)
-        return x if turns is None else rotated(x, turns)
+
+def _heads_normed(x: Tensor, norm: Norm) -> Tensor:
+    """The norm of `x` [B, T, heads, U], over each head or over all heads, as the norm is wide."""
+    return normed(x if norm.normalized_shape == x.shape[-1:] else x.flatten(2), norm).view_as(x)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:

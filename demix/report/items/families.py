@@ -115,8 +115,8 @@ def _notes(material: Material) -> tuple[str, ...]:
         *([OF_RELEASED] if routed_weights(run) else []),
         "Tokens are those of all experts together, the seed phase included.",
         *parent_notes(run, material.tokens_before),
-        *([OF_AVERAGES] if any(one.weights != "routed" for one in run.merged) else []),
-        *([OF_ROUTED] if any(one.weights == "routed" for one in run.merged) else []),
+        *([OF_AVERAGES] if not all(one.token_routed for one in run.merged) else []),
+        *([OF_ROUTED] if any(one.token_routed for one in run.merged) else []),
         f"Means over {seeds} seeds, ± the standard deviation of a seed's mean. All seeds have the same clusters."
         if seeds > 1
         else "Below a mean its 95% interval from resampling test documents, where every domain has 20 of them.",

@@ -18,7 +18,7 @@ from demix.config.evaluation import Temperature, WeightsName
 from demix.config.mixing import DEFAULTS, parsed_weights
 from demix.config.tasks import Task
 from demix.data.cluster import Clusterer
-from demix.data.tasks import Prompt, prompts, read_examples
+from demix.data.examples import Prompt, prompts, read_examples
 from demix.errors import DemixError
 from demix.evaluate.choice import mixing_of
 from demix.evaluate.columns import TASKS, table_schema
@@ -27,6 +27,7 @@ from demix.evaluate.task_tables import Scored, read_scored
 from demix.files import write_parquet
 from demix.mix.logs import log_softmax
 from demix.mix.mixtures import keep_top, weigh
+from demix.mix.priors import accuracy_log_priors
 from demix.mix.rules import Chunk, History, PriorAlone, Tempered, WeightsRule, weights_rule
 from demix.model.clusters import refuse_other_clusters
 from demix.settings import DistinctItems, Positive, settings
@@ -56,7 +57,7 @@ class Classification:
 
 
 @dataclass(frozen=True)
-class Routing:
+class TaskRouting:
     """A way to weight experts: a row of tasks.parquet.
 
     `log_priors` are the log weights [E] by the seed and number of a test example; `rule` adds the evidence of the text.
@@ -83,13 +84,13 @@ def classify(run: Path, given: Classification, output: Path) -> None:
     for name, task in given.tasks.items():
         examples = run / "examples" / f"{name}.parquet"
         asked = list(prompts(task, read_examples(examples)))
-        distances: dict[str, Distances] = {}
+        distances: dict[str, PromptDistances] = {}
         for model in given.models:
             experts, scored = read_scored(run / "tasks" / model.folder / f"{name}.parquet", examples, asked)
             if model.routing:
                 refuse_other_clusters(run / "models" / model.folder, run / "clusters" / model.routing, experts)
                 if model.routing not in distances:
-                    distances[model.routing] = Distances.of(run / "clusters" / model.routing, asked)
+                    distances[model.routing] = PromptDistances.of(run / "clusters" / model.routing, asked)
             near = distances.get(model.routing)
             tempered = mixing_of(run / "models" / model.folder)
             about = {
@@ -105,23 +106,23 @@ def classify(run: Path, given: Classification, output: Path) -> None:
 
 
 # The one column of a model without experts.
-ALONE = Routing("dense", lambda one: np.zeros(1))
+ALONE = TaskRouting("dense", lambda one: np.zeros(1))
 
 
 @dataclass(frozen=True)
-class Distances:
+class PromptDistances:
     """The squared distances [K] of prompts to the centres of the clusters `names`."""
 
     names: tuple[str, ...]
     of_context: Mapping[str, np.ndarray]
 
     @staticmethod
-    def of(folder: Path, asked: Iterable[Prompt]) -> "Distances":
+    def of(folder: Path, asked: Iterable[Prompt]) -> "PromptDistances":
         """Those of the contexts of tests: demonstrations and text together, as in the paper's A.7."""
         clusterer = Clusterer.open(folder)
         contexts = list(dict.fromkeys(prompt.context for prompt in asked if prompt.split != "cue"))
         found = clusterer.distances(clusterer.embedding.points(contexts))
-        return Distances(clusterer.names, dict(zip(contexts, found, strict=True)))
+        return PromptDistances(clusterer.names, dict(zip(contexts, found, strict=True)))
 
     def to(self, experts: Sequence[str], context: str) -> np.ndarray:
         """The distances [E] of a context to the clusters of `experts`."""
@@ -134,23 +135,23 @@ def routings(
     experts: tuple[str, ...],
     scored: Sequence[Scored],
     given: Classification,
-    near: Distances | None,
+    near: PromptDistances | None,
     tempered: Tempered,
-) -> Iterator[Routing]:
+) -> Iterator[TaskRouting]:
     """All routings of a model with `experts`, each mixture also with each `top_k` that leaves an expert out.
 
     `near` has the distances to the experts' clusters, where they have some. `tempered` stands for the rule of this name
     that leaves its parameters open; other open parameters are the usual ones.
     """
-    uniform = np.full(len(experts), -np.log(len(experts)))
-    mixtures = [Routing("average", lambda one: uniform)]
+    uniform = np.zeros(len(experts))
+    mixtures = [TaskRouting("average", lambda one: uniform)]
     for weights in given.weights:
         parsed = parsed_weights(weights)
         if not parsed.rules.routed:
             if parsed.open:
                 parsed = replace(parsed, parameters=DEFAULTS[parsed.family])
             rule = tempered if weights == "tempered" else weights_rule(parsed)
-            mixtures.append(Routing(str(weights), lambda one: uniform, rule))
+            mixtures.append(TaskRouting(str(weights), lambda one: uniform, rule))
     if near is not None:
         beside = near
 
@@ -158,14 +159,16 @@ def routings(
             return -beside.to(experts, one.prompt.context) / given.temperature
 
         hot = given.temperature
-        mixtures.append(Routing("cluster", nearness, temperature=hot))
-        mixtures.append(Routing("cluster+history", nearness, History(), temperature=hot))
+        mixtures.append(TaskRouting("cluster", nearness, temperature=hot))
+        mixtures.append(TaskRouting("cluster+history", nearness, History(), temperature=hot))
     for name, split, reads in (("fixed, 8 + 8", "validation", "8 more labels"), ("fixed, 8", "permutation", "")):
         if any(one.prompt.split == split for one in scored):
             by_seed = performance(scored, split, task, experts)
-            mixtures.append(Routing(name, lambda one, by_seed=by_seed: by_seed[one.prompt.seed], reads=reads))  # type: ignore[misc]
+            mixtures.append(TaskRouting(name, lambda one, by_seed=by_seed: by_seed[one.prompt.seed], reads=reads))  # type: ignore[misc]
     updated = updating(scored, task, experts)
-    mixtures.append(Routing("updating", lambda one: updated[one.prompt.seed, one.prompt.example], reads="test labels"))
+    mixtures.append(
+        TaskRouting("updating", lambda one: updated[one.prompt.seed, one.prompt.example], reads="test labels")
+    )
     fewer = (None, *(k for k in given.top_k if k < len(experts)))
     for mixture in mixtures:
         # Equal weights have no likeliest experts.
@@ -173,12 +176,12 @@ def routings(
     tests = [one.prompt for one in scored if one.prompt.split == "test"]
     if all(prompt.domain in experts for prompt in tests):
         told = "test labels" if task.made == "domains" else "the domain"
-        yield Routing("own expert", lambda one: _only(experts.index(one.prompt.domain), len(experts)), reads=told)
+        yield TaskRouting("own expert", lambda one: _only(experts.index(one.prompt.domain), len(experts)), reads=told)
     for number, name in enumerate(experts):
-        yield Routing("one expert", lambda one, number=number: _only(number, len(experts)), expert=name)  # type: ignore[misc]
+        yield TaskRouting("one expert", lambda one, number=number: _only(number, len(experts)), expert=name)  # type: ignore[misc]
 
 
-def answers(scored: Sequence[Scored], routing: Routing, task: Task) -> np.ndarray:
+def answers(scored: Sequence[Scored], routing: TaskRouting, task: Task) -> np.ndarray:
     """Whether the choice of each test is right, [K, S, N]: by each of `routing.top_k`, of all seeds and tests."""
     tests = [one for one in scored if one.prompt.split == "test"]
     cues = {(one.prompt.seed, one.prompt.example): one for one in scored if one.prompt.split == "cue"}
@@ -189,7 +192,7 @@ def answers(scored: Sequence[Scored], routing: Routing, task: Task) -> np.ndarra
     return right.reshape(len(routing.top_k), len(task.seeds), -1)
 
 
-def likelihoods(one: Scored, routing: Routing, cue: Scored | None = None) -> np.ndarray:
+def likelihoods(one: Scored, routing: TaskRouting, cue: Scored | None = None) -> np.ndarray:
     """log p [K, L] of each label of a prompt under a mixture with each of `routing.top_k`, in nats.
 
     With `cue` less that of the label without the text, whose weights are those with it.
@@ -204,7 +207,7 @@ def likelihoods(one: Scored, routing: Routing, cue: Scored | None = None) -> np.
     return found
 
 
-def weights_of(one: Scored, routing: Routing) -> np.ndarray:
+def weights_of(one: Scored, routing: TaskRouting) -> np.ndarray:
     """log g [n, E], the weights that predict the tokens of all labels of a prompt, one label after the other."""
     log_prior = log_softmax(routing.log_priors(one))
     if isinstance(routing.rule, PriorAlone):
@@ -229,19 +232,12 @@ def performance(scored: Sequence[Scored], split: str, task: Task, experts: Seque
 
 
 def updating(scored: Sequence[Scored], task: Task, experts: Sequence[str]) -> dict[tuple[int, int], np.ndarray]:
-    """log weights [E] by seed and test: equal at first, then the mean of these and of one softmax per earlier test.
-
-    The softmax after a test is that of each expert's accuracy on the tests so far. This reads their labels.
-    """
-    found = {}
-    for seed in task.seeds:
-        right = _by_expert(scored, "test", seed, experts)
-        so_far = np.cumsum(right, axis=0) / np.arange(1, len(right) + 1)[:, None]
-        shares = np.exp(log_softmax(so_far))
-        sums = np.cumsum(np.concatenate([np.full((1, len(experts)), 1 / len(experts)), shares]), axis=0)
-        for number in range(len(right)):
-            found[seed, number] = np.log(sums[number] / (number + 1))
-    return found
+    """log weights [E] by seed and test, from the experts' accuracy on the tests before it. This reads their labels."""
+    return {
+        (seed, number): log_prior
+        for seed in task.seeds
+        for number, log_prior in enumerate(accuracy_log_priors(_by_expert(scored, "test", seed, experts)))
+    }
 
 
 def chance(asked: Iterable[Prompt]) -> float:

@@ -1,0 +1,128 @@
+"""The section `tokenizer`: how text becomes tokens, and what files beside a tokenizer of another family say of it."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from demix.config.addresses import refuse_unnamable
+from demix.errors import DemixError
+from demix.files.json_files import read_unsealed
+from demix.settings import Integer, Positive, Text, absent, settings
+
+GPT2_TYPES = 50257
+_KEY = "config key tokenizer"
+# What only a tokenizer of another family has.
+_FOREIGN = ("path", "end_of_text", "types")
+
+
+@settings()
+class TokenizerSection:
+    """How text becomes tokens."""
+
+    kind: Literal["bpe", "gpt2", "file", "parent"] = Field(
+        default="gpt2",
+        description="gpt2: GPT-2's own vocabulary (50,257 types). bpe: a byte-level BPE trained on the training "
+        "domains. file: the byte-level BPE in the tokenizer.json at `path`. parent: that of the model folder which is "
+        "the `parent` of rows of `models`.",
+    )
+    vocab_size: Integer = Field(
+        default=GPT2_TYPES,
+        ge=257,
+        le=2**32 - 1,
+        description="Vocabulary size of a bpe tokenizer, <|endoftext|> included. Not used by the other kinds.",
+    )
+    words: Positive = Field(
+        default=200_000_000,
+        description="Approximate number of words that a bpe tokenizer is trained on. Where there is more text, "
+        "documents are chosen by their hash.",
+    )
+    path: Text | None = Field(
+        default_factory=absent,
+        description="Of kind file: a tokenizer.json, in a folder of the hub or in one that `demix import` wrote.",
+    )
+    end_of_text: Annotated[Integer, Field(ge=0)] | Text | None = Field(
+        default_factory=absent,
+        description="Of kinds file and parent: the token, or its id, that ends a document and stands before each. Not "
+        "given: the eos token of tokenizer_config.json, config.json or generation_config.json beside the file.",
+    )
+    types: Annotated[Positive, Field(le=1 << 24)] | None = Field(
+        default_factory=absent,
+        description="Of kinds file and parent: the rows of the embedding, which may be more than the tokenizer's ids. "
+        "Not given: vocab_size of the config.json beside the file, or else the ids.",
+    )
+
+    @property
+    def size(self) -> int:
+        """The number of types."""
+        if self.kind in ("file", "parent"):
+            return self.types or 0
+        return GPT2_TYPES if self.kind == "gpt2" else self.vocab_size
+
+
+def completed_tokenizer(section: Mapping[str, Any], rows: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
+    """The section `tokenizer` of a config with `rows` of models, with what the files of its tokenizer say.
+
+    Raises DemixError for keys that do not go together, and for a file that is missing or says nothing.
+    """
+    found = dict(section)
+    if found["kind"] == "parent":
+        folders = {row["parent"].rstrip("/") for row in rows if row and "/" in str(row.get("parent"))}
+        if len(folders) != 1:
+            cause = f"is parent, and rows of models have {len(folders)} model folders as parent"
+            raise DemixError(f"{_KEY}.kind", cause, "give one row a folder as parent, or use kind: file with its path")
+        found["path"] = f"{folders.pop()}/tokenizer.json"
+    elif found["kind"] != "file":
+        if foreign := [key for key in _FOREIGN if found.get(key) is not None]:
+            raise DemixError(f"{_KEY}.{foreign[0]}", f"is given to kind {found['kind']}", "use kind: file")
+        return found
+    if not found.get("path"):
+        raise DemixError(f"{_KEY}.path", "is missing", "name the tokenizer.json")
+    path = Path(refuse_unnamable(found["path"]))
+    if found.get("types") is None or found.get("end_of_text") is None:
+        said = types_and_end(path, _content(path))
+        found |= {key: value for key, value in said.items() if found.get(key) is None}
+    return found
+
+
+def types_and_end(path: Path, content: Mapping[str, Any]) -> dict[str, int | str]:
+    """What a tokenizer.json of this `content` at `path` and the files beside it say: `types` and `end_of_text`.
+
+    `end_of_text` is a token or an id. Raises DemixError where none is named.
+    """
+    own, config = content.get("demix"), _content(path.with_name("config.json"), required=False)
+    if isinstance(own, dict):
+        return {key: own[key] for key in ("types", "end_of_text") if key in own}
+    tokens = content["model"].get("vocab") if isinstance(content.get("model"), dict) else None
+    added = content.get("added_tokens") or []
+    if not isinstance(tokens, dict) or not isinstance(added, list):
+        raise DemixError(path, "has no vocabulary", "name the tokenizer.json of a byte-level BPE")
+    ids = [*tokens.values(), *(one.get("id") for one in added if isinstance(one, dict))]
+    most = max((number for number in ids if type(number) is int), default=0) + 1
+    types = config.get("vocab_size")
+    return {"types": types if type(types) is int else most, "end_of_text": _end(path, tokens)}
+
+
+def _end(path: Path, tokens: Mapping[str, Any]) -> int | str:
+    """The token or the id that ends a text, by the files beside a tokenizer.json."""
+    for file, key in (
+        ("tokenizer_config.json", "eos_token"),
+        ("config.json", "eos_token_id"),
+        ("generation_config.json", "eos_token_id"),
+    ):
+        said = _content(path.with_name(file), required=False).get(key)
+        said = said[0] if isinstance(said, list) and said else said
+        said = said.get("content") if isinstance(said, dict) else said
+        if isinstance(said, str) or type(said) is int:
+            return said
+    # The last of demix's own tokenizers and of GPT-2's.
+    if "<|endoftext|>" in tokens:
+        return "<|endoftext|>"
+    cure = "name it: tokenizer.end_of_text in a config, eos_token_id in its config.json"
+    raise DemixError(path, "has no file beside it that names the token which ends a text", cure)
+
+
+def _content(path: Path, required: bool = True) -> dict[str, Any]:
+    """The object in a JSON file; an empty one for a missing file that is not required."""
+    return read_unsealed(path) if required or path.is_file() else {}

@@ -1,0 +1,154 @@
+"""What a tokenizer.json says of a byte-level BPE: the bytes of its ids, and what encodes documents.
+
+Two kinds of file are read. In one of demix's own the ids are 0 to the last, `<|endoftext|>`, an ordinary entry of the
+model's vocabulary that no merge makes. In one of another family the key `demix` says which id ends a document, and how
+many types a model of it has: `{"end_of_text": 151643, "types": 151936}`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+END_OF_TEXT = "<|endoftext|>"
+# The key of a tokenizer.json with what demix adds to the definition of another family.
+OWN = "demix"
+# Both encoders reserve memory up to the largest id.
+MOST_TYPES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A byte-level BPE.
+
+    `pieces` are the bytes of each of the types, none for those that no id has: the rows of an embedding may be more
+    than the ids. A document is ended by `end_of_text`, which no text encodes to. The library `tokenizers` reads
+    `definition`; `encoding` is the same without special added tokens, which are ordinary text in a document.
+    """
+
+    pieces: tuple[bytes, ...]
+    end_of_text: int
+    definition: str
+    encoding: str
+
+    @property
+    def byte_lengths(self) -> np.ndarray:
+        """How many bytes of text each type stands for, int64; `end_of_text` for none."""
+        lengths = np.array([len(piece) for piece in self.pieces], np.int64)
+        lengths[self.end_of_text] = 0
+        return lengths
+
+
+def own_vocabulary(content: Mapping[str, Any]) -> Vocabulary:
+    """The vocabulary of a file of demix's own. Raises KeyError, TypeError, AttributeError or ValueError for others."""
+    definition = json.dumps(content, ensure_ascii=False)
+    tokens: dict[str, int] = content["model"]["vocab"]
+    end = len(tokens) - 1
+    if tokens[END_OF_TEXT] != end or sorted(tokens.values()) != list(range(end + 1)):
+        raise ValueError(f"ids are not 0 to {end} with {END_OF_TEXT} last")
+    pieces = tuple(to_bytes(token) for token, _ in sorted(tokens.items(), key=lambda item: item[1]))
+    return Vocabulary(pieces, end, definition, definition)
+
+
+def foreign_vocabulary(content: Mapping[str, Any], end_of_text: int, types: int) -> Vocabulary:
+    """The vocabulary of the definition of any byte-level BPE. Raises ValueError that says why it is none.
+
+    An id has the bytes of its token in the table of GPT-2, an added token those of its text. Text is encoded whole, but
+    for its normal form: with a normaliser NFC the bytes of a text's ids are those of the text in NFC.
+    """
+    if not isinstance(types, int) or not 0 < types <= MOST_TYPES:
+        raise ValueError(f"it has {types!r:.40} types, and 1 to {MOST_TYPES:,} are allowed")
+    _refuse_other_models(content)
+    tokens, added = tokens_of(content)
+    pieces = [b""] * types
+    taken: dict[int, str] = {}
+    ids = tokens | {one["content"]: one["id"] for one in added}
+    if (most := max(ids.values())) >= types:
+        raise ValueError(f"it has ids up to {most:,}, and the embedding has {types:,} rows")
+    for token, number in ids.items():
+        if (other := taken.setdefault(number, token)) != token:
+            raise ValueError(f"the tokens {other!r:.40} and {token!r:.40} have the id {number:,}")
+    names = {one["content"] for one in added}
+    for number, token in taken.items():
+        pieces[number] = token.encode() if token in names else to_bytes(token)
+    if missing := byte_of_character().keys() - tokens.keys():
+        raise ValueError(f"its vocabulary lacks {len(missing)} of the 256 bytes")
+    if end_of_text not in taken:
+        raise ValueError(f"no token has the id {end_of_text!r:.40}, which ends a text")
+    kept = [one for one in added if not one.get("special") and one["id"] != end_of_text]
+    for one in kept:
+        if rule := next((rule for rule in ("lstrip", "rstrip", "single_word") if one.get(rule)), None):
+            raise ValueError(f"its added token {one['content']!r:.40} has {rule}")
+    # `tokenizers` numbers added tokens anew unless the vocabulary of the model has their ids.
+    model = content["model"] | {"vocab": tokens | {one["content"]: one["id"] for one in kept}}
+    changes = {"model": model, "added_tokens": kept, "post_processor": None, "truncation": None, "padding": None}
+    definition = json.dumps(content, ensure_ascii=False)
+    return Vocabulary(tuple(pieces), end_of_text, definition, json.dumps({**content, **changes}, ensure_ascii=False))
+
+
+def tokens_of(content: Mapping[str, Any]) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """The vocabulary of the model, and the added tokens. Raises ValueError for a definition without them."""
+    model = content.get("model")
+    tokens = model.get("vocab") if isinstance(model, dict) else None
+    added = content.get("added_tokens") or []
+    if not isinstance(tokens, dict) or not tokens or not isinstance(added, list):
+        raise ValueError("it has no vocabulary")
+    for one in added:
+        if not isinstance(one, dict) or not isinstance(one.get("content"), str) or not one["content"]:
+            raise ValueError(f"{one!r:.40} is no added token")
+        if tokens.get(one["content"], one.get("id")) != one.get("id"):
+            raise ValueError(f"the token {one['content']!r:.40} has two ids")
+    for token, number in (*tokens.items(), *((one["content"], one.get("id")) for one in added)):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"the token {token!r:.40} has the id {number!r:.40}")
+    return tokens, added
+
+
+def _refuse_other_models(content: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a definition is that of a byte-level BPE which keeps all of a text."""
+    model = content.get("model")
+    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
+        raise ValueError("it is no byte-level BPE")
+    if model.get("byte_fallback"):
+        raise ValueError("it is no byte-level BPE: its bytes are what characters fall back to, as SentencePiece's")
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise ValueError(f"its model has {key}, which no byte-level BPE of demix has")
+    steps = _steps(content.get("pre_tokenizer"), "pretokenizers")
+    if not steps or steps[-1].get("type") != "ByteLevel":
+        raise ValueError("it is no byte-level BPE: its pre-tokenizer does not end with ByteLevel")
+    if any(step.get("add_prefix_space") for step in steps):
+        raise ValueError("it puts a space before each text (add_prefix_space)")
+    for step in _steps(content.get("normalizer"), "normalizers"):
+        if step.get("type") != "NFC":
+            raise ValueError(f"its normaliser {step.get('type')!r:.40} changes more of a text than its normal form NFC")
+
+
+def _steps(part: Any, items: str) -> list[dict[str, Any]]:
+    """The steps of a pre-tokenizer or a normaliser, in order."""
+    if part is None:
+        return []
+    steps = part.get(items) if isinstance(part, dict) and part.get("type") == "Sequence" else [part]
+    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+        raise ValueError(f"its {items} are {part!r:.40}")
+    return [inner for step in steps for inner in (_steps(step, items) if step.get("type") == "Sequence" else [step])]
+
+
+@cache
+def byte_of_character() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def to_bytes(token: str) -> bytes:
+    """The bytes of a token of the model's vocabulary, whose characters stand for one byte each."""
+    table = byte_of_character()
+    try:
+        return bytes([table[character] for character in token])
+    except KeyError:
+        raise ValueError(f"the token {token!r:.40} holds characters that stand for no byte") from None

@@ -1,0 +1,64 @@
+"""The optimizers of a training: which parameters each updates, and at which learning rate."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import Tensor, nn
+
+from demix.config.training import Updates
+from demix.train.adam import AdamW
+from demix.train.muon import Muon
+from demix.train.schedule import Optimization
+
+# The weights of linear maps in blocks. A router is no such map: it has a row for each expert.
+_MATRICES = ("attention.qkv.weight", "attention.out.weight", "feedforward.up", "feedforward.down")
+Group = Literal["matrices", "embeddings", "head", "rest"]
+
+
+def group_of(name: str) -> Group:
+    """The group of the parameter `name` (`demix.config.training.Updates`)."""
+    if name.startswith("blocks.") and name.endswith(_MATRICES):
+        return "matrices"
+    if name == "output_embedding":
+        return "head"
+    return "embeddings" if name.endswith("_embedding") else "rest"
+
+
+class Optimizers:
+    """One optimizer for each group of the named `parameters`, all with the same schedule."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], optimization: Optimization):
+        self.optimizers: list[tuple[AdamW | Muon, float]] = []
+        updates, decay = optimization.optimizer, optimization.weight_decay
+        if updates is None:
+            self.optimizers.append((AdamW(parameters.values(), decay), 1.0))
+            return
+        groups: dict[Group, list[nn.Parameter]] = {}
+        for name, parameter in parameters.items():
+            groups.setdefault(group_of(name), []).append(parameter)
+        for group, members in groups.items():
+            ratio = 1.0 if group == "rest" else getattr(updates, group)
+            decayed = decay if updates.decay == "all" or group == "matrices" else 0.0
+            self.optimizers.append((_optimizer(updates, group, members, decayed), ratio))
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """What the optimizers keep of each parameter."""
+        return {parameter: kept for optimizer, _ in self.optimizers for parameter, kept in optimizer.state.items()}
+
+    def resume(self, parameter: nn.Parameter, kept: dict[str, Tensor]) -> None:
+        """Go on from what was kept of a parameter."""
+        for optimizer, _ in self.optimizers:
+            if any(parameter is one for one in optimizer.parameters):
+                optimizer.state[parameter] = kept
+
+    def step(self, learning_rate: float) -> None:
+        """Update every parameter by its gradient."""
+        for optimizer, ratio in self.optimizers:
+            optimizer.step(learning_rate * ratio)
+
+
+def _optimizer(updates: Updates, group: Group, members: list[nn.Parameter], decay: float) -> AdamW | Muon:
+    if updates.kind == "muon" and group == "matrices":
+        return Muon(members, decay, updates.momentum, updates.iterations)
+    return AdamW(members, decay, (updates.beta1, updates.beta2), updates.epsilon)

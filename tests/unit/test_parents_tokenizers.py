@@ -1,0 +1,379 @@
+"""Tokenizers of other families: their own ids, their own end of a text, and what is refused."""
+
+import json
+import unicodedata
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from demix.config.config import Config
+from demix.config.tokenizer import TokenizerSection
+from demix.data.shards import TokenShard, blocks, tokenize, write_spans
+from demix.data.tokenizer import Tokenizer, byte_lengths, train_tokenizer
+from demix.data.tokenizer_files import take_tokenizer
+from demix.errors import DemixError
+from demix.files import read_json, write_json
+from demix.model.imported_tokenizer import imported_tokenizer
+from support.byte_level import NORMALISED, PLAIN, SPECIAL, definition, sample, write_folder
+from support.cli import demix
+from support.configs import small
+
+KINDS = sorted(SPECIAL)
+TOKENS = [token for named in (SPECIAL, PLAIN) for tokens in named.values() for token in tokens]
+ODD = [*" \n\t'\r\u00a0\u2003\u2028\x1c\x85aZ9é漢😀ſ", "'ll", "'LL", "  ", "e\u0301", "\u212b", "1234", *TOKENS]
+ANY_TEXT = st.lists(st.sampled_from(ODD) | st.text(st.characters(codec="utf-8"), max_size=3)).map("".join)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def taken(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Tokenizer]:
+    """A kind, its tokenizer.json and demix's tokenizer of it."""
+    source = write_folder(tmp_path_factory.mktemp(request.param), request.param)
+    return request.param, source, take_tokenizer(source, source.with_name("taken.json"))
+
+
+def encoder_of(kind: str) -> HuggingFaceTokenizer:
+    """The library's encoder as it reads the family's file, for which special tokens in a text are text."""
+    encoder = HuggingFaceTokenizer.from_str(definition(kind))
+    encoder.encode_special_tokens = True
+    return encoder
+
+
+def test_any_text_gets_the_ids_of_the_library(taken: tuple[str, Path, Tokenizer]) -> None:
+    kind, _, tokenizer = taken
+    theirs, lengths = encoder_of(kind), tokenizer.vocabulary.byte_lengths
+    special = {theirs.token_to_id(token) for token in SPECIAL[kind]}
+
+    @settings(max_examples=300, deadline=None)
+    @given(ANY_TEXT)
+    def check(text: str) -> None:
+        (ids, _), exact = tokenizer.encode_batch([text]), tokenizer.encode(text)
+        assert ids.tolist() == exact.tolist() == theirs.encode(text, add_special_tokens=False).ids
+        assert not special & {*ids.tolist()}
+        encoded = unicodedata.normalize("NFC", text) if kind in NORMALISED else text
+        assert tokenizer.decode(ids) == encoded
+        assert lengths[ids].sum() == len(encoded.encode())
+
+    check()
+    assert tokenizer.fast is not None
+    for token in PLAIN.get(kind, ()):
+        assert theirs.token_to_id(token) in tokenizer.encode(f"a{token}b")
+
+
+def test_documents_get_the_ids_of_the_library(taken: tuple[str, Path, Tokenizer]) -> None:
+    kind, _, tokenizer = taken
+    texts = [*sample()[300:500], *sample("parliament")[:100]]
+    ids, edges = tokenizer.encode_batch(texts)
+    wanted = [each.ids for each in encoder_of(kind).encode_batch(texts, add_special_tokens=False)]
+    assert [ids[start:end].tolist() for start, end in pairwise(edges)] == wanted
+
+
+def test_what_ends_a_text_is_the_family_s_own(taken: tuple[str, Path, Tokenizer]) -> None:
+    kind, source, tokenizer = taken
+    theirs = HuggingFaceTokenizer.from_str(definition(kind))
+    assert tokenizer.end_of_text == theirs.token_to_id(SPECIAL[kind][0])
+    assert tokenizer.vocab_size == theirs.get_vocab_size()
+    assert tokenizer.decode([tokenizer.end_of_text]) == SPECIAL[kind][0]
+    lengths = byte_lengths(source.with_name("taken.json"))
+    assert lengths[tokenizer.end_of_text] == 0
+    assert len(lengths) == tokenizer.vocab_size
+    again = take_tokenizer(source.with_name("taken.json"), source.with_name("again.json"))
+    assert again.sha256 == tokenizer.sha256
+
+
+def test_transformers_reads_the_definition_of_a_run_s_tokenizer(taken: tuple[str, Path, Tokenizer]) -> None:
+    from transformers import AutoTokenizer
+
+    kind, source, tokenizer = taken
+    folder = source.with_name("exported")
+    folder.mkdir()
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[kind][0], "split_special_tokens": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    (folder / "tokenizer.json").write_text(tokenizer.definition)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert json.loads(tokenizer.definition) == json.loads(definition(kind))
+    for text in (*sample()[300:330], "".join(ODD)):
+        assert theirs(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text).tolist()
+    assert theirs.eos_token_id == tokenizer.end_of_text
+
+
+def test_the_files_beside_a_tokenizer_name_what_ends_a_text(tmp_path: Path) -> None:
+    ids = {token: HuggingFaceTokenizer.from_str(definition("llama3")).token_to_id(token) for token in SPECIAL["llama3"]}
+    end, begin, turn = ids.values()
+    source = write_folder(tmp_path, "llama3", [("config.json", {"eos_token_id": turn, "vocab_size": 1600})])
+    tokenizer = take_tokenizer(source, tmp_path / "t.json")
+    assert (tokenizer.end_of_text, tokenizer.vocab_size) == (end, 1600)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|begin_of_text|>"}}))
+    assert take_tokenizer(source, tmp_path / "t.json").end_of_text == begin
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert take_tokenizer(source, tmp_path / "t.json").end_of_text == turn
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, turn]}))
+    assert take_tokenizer(source, tmp_path / "t.json").end_of_text == end
+    for named in ("<|begin_of_text|>", begin):
+        assert take_tokenizer(source, tmp_path / "t.json", named).end_of_text == begin
+    (tmp_path / "generation_config.json").unlink()
+    with pytest.raises(DemixError, match=r"has no file beside it that names the token which ends a text; name it"):
+        take_tokenizer(source, tmp_path / "u.json")
+    with pytest.raises(DemixError, match=r"it has no token '<end>', which is to end a text"):
+        take_tokenizer(source, tmp_path / "u.json", "<end>", 1600)
+    assert not (tmp_path / "u.json").exists()
+
+
+def test_an_embedding_may_have_more_rows_than_there_are_ids(tmp_path: Path) -> None:
+    source = write_folder(tmp_path, "qwen3")
+    tokenizer, padded = (take_tokenizer(source, tmp_path / "t.json", types=types) for types in (None, 1600))
+    assert (tokenizer.vocab_size, padded.vocab_size) == (1505, 1600)
+    assert padded.end_of_text == tokenizer.end_of_text == 1500
+    assert padded.sha256 != tokenizer.sha256
+    assert padded.vocabulary.byte_lengths[1505:].sum() == 0
+    assert padded.decode([*padded.encode("ab"), 1599]) == "ab"
+    with pytest.raises(DemixError, match=r"ids up to 1,504, and the embedding has 1,504 rows"):
+        take_tokenizer(source, tmp_path / "u.json", types=1504)
+
+
+def test_a_shard_begins_documents_with_the_family_s_own_end(tmp_path: Path) -> None:
+    tokenizer = take_tokenizer(write_folder(tmp_path, "qwen3"), tmp_path / "t.json", types=1600)
+    texts = [*sample()[:3], "", "a<|endoftext|>b<think>"]
+    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), tmp_path / "dev.parquet")
+    tokenize(tmp_path / "t.json", tmp_path / "dev.parquet", tmp_path / "dev.arrow")
+    assert read_json(tmp_path / "dev.json")["end_of_text"] == 1500
+    shard = TokenShard.open(tmp_path / "dev.arrow", verify=True)
+    tokens = shard.read(0, len(shard))
+    assert (shard.end_of_text, shard.vocab_size, shard.tokenizer_sha256) == (1500, 1600, tokenizer.sha256)
+    assert np.flatnonzero(tokens == 1500).tolist() == shard.offsets.tolist()
+    parts = np.split(tokens, shard.offsets[1:])
+    assert [part[1:].tolist() for part in parts] == [tokenizer.encode(text).tolist() for text in texts]
+    assert blocks(shard, 8)[0][0, 0] == 1500
+    write_spans([tmp_path / "dev.arrow"], np.array([0], np.uint16), np.array([2]), np.array([9]), tmp_path / "s.arrow")
+    assert TokenShard.open(tmp_path / "s.arrow", verify=True).end_of_text == 1500
+    for wrong in (1600, -1, "x", None):
+        write_json(tmp_path / "dev.json", read_json(tmp_path / "dev.json") | {"end_of_text": wrong})
+        with pytest.raises(DemixError, match=r"dev\.json: is no manifest of tokens"):
+            TokenShard.open(tmp_path / "dev.arrow")
+
+
+def test_rules_that_gigatoken_does_not_know_are_encoded_by_tokenizers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = write_folder(tmp_path, "gpt2")
+    content = json.loads(source.read_text())
+    digits = {"type": "Digits", "individual_digits": True}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, content["pre_tokenizer"]]}
+    source.write_text(json.dumps(content))
+    tokenizer = take_tokenizer(source, tmp_path / "t.json")
+    assert tokenizer.fast is None
+    theirs = HuggingFaceTokenizer.from_str(json.dumps(content))
+    texts = [*sample()[:3], "12345 a1"]
+    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), tmp_path / "dev.parquet")
+    tokenize(tmp_path / "t.json", tmp_path / "dev.parquet", tmp_path / "dev.arrow")
+    assert "t.json: gigatoken does not know its rules; encoding" in caplog.text
+    shard = TokenShard.open(tmp_path / "dev.arrow", verify=True)
+    found = np.split(shard.read(0, len(shard)), shard.offsets[1:])
+    assert [part[1:].tolist() for part in found] == [each.ids for each in theirs.encode_batch(texts)]
+
+
+def test_ids_that_differ_from_tokenizers_are_encoded_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = take_tokenizer(write_folder(tmp_path / "qwen", "qwen3"), tmp_path / "t.json")
+    other = take_tokenizer(write_folder(tmp_path / "llama", "llama3"), tmp_path / "u.json").vocabulary.encoding
+    wrong = replace(own, vocabulary=replace(own.vocabulary, encoding=other))
+    monkeypatch.setattr(Tokenizer, "load", staticmethod(lambda path: wrong))
+    texts = ["1234 <think>", *sample()[:3]]
+    pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), tmp_path / "dev.parquet")
+    tokenize(tmp_path / "t.json", tmp_path / "dev.parquet", tmp_path / "dev.arrow")
+    assert "ids differ from tokenizers's in document 1; encoding with tokenizers" in caplog.text
+    shard = TokenShard.open(tmp_path / "dev.arrow", verify=True)
+    found = np.split(shard.read(0, len(shard)), shard.offsets[1:])
+    assert [part[1:].tolist() for part in found] == [own.encode(text).tolist() for text in texts]
+
+
+def _added(**changed: Any) -> dict[str, Any]:
+    return {"id": 1505, "content": "<x>", "special": False} | changed
+
+
+HOSTILE = [
+    (lambda content: content.pop("model"), "has no vocabulary"),
+    (lambda content: content.update(model=[1]), "has no vocabulary"),
+    (lambda content: content["model"].update(vocab=[]), "has no vocabulary"),
+    (lambda content: content["model"].update(vocab={"a": "0"}), r"the token 'a' has the id '0'"),
+    (lambda content: content["model"]["vocab"].update({"zz": -1}), r"the token 'zz' has the id -1"),
+    (lambda content: content["model"]["vocab"].update({"zz": True}), r"the token 'zz' has the id True"),
+    (lambda content: content["model"]["vocab"].update({"zz": 5}), r"the tokens .* and 'zz' have the id 5"),
+    (lambda content: content["model"]["vocab"].update({"zz": 2**40}), r"has 1099511627777 types, and 1 to 16,777,216"),
+    (lambda content: content["model"]["vocab"].update({"\n": 1505}), r"'\\n' holds characters that stand for no byte"),
+    (lambda content: content["model"]["vocab"].pop("Ġ"), "lacks 1 of the 256 bytes"),
+    (lambda content: content["model"].update(type="Unigram"), "is no byte-level BPE"),
+    (lambda content: content["model"].update(byte_fallback=True), "as SentencePiece's"),
+    (lambda content: content["model"].update(dropout=0.1), "its model has dropout"),
+    (lambda content: content["model"].update(end_of_word_suffix="</w>"), "its model has end_of_word_suffix"),
+    (lambda content: content["model"].update(merges=None), "is no tokenizer of this project"),
+    (lambda content: content["model"]["merges"].append(["zz", "qq"]), "is no tokenizer of this project"),
+    (lambda content: content.update(added_tokens={"a": 1}), "has no vocabulary"),
+    (lambda content: content.update(added_tokens=["a"]), r"'a' is no added token"),
+    (lambda content: content["added_tokens"].append(_added(content="")), "is no added token"),
+    (lambda content: content["added_tokens"].append(_added(id=None)), r"the token '<x>' has the id None"),
+    (lambda content: content["added_tokens"].append(_added(id=7)), r"the tokens .* and '<x>' have the id 7"),
+    (lambda content: content["added_tokens"].append(_added(content="a")), r"the token 'a' has two ids"),
+    (lambda content: content["added_tokens"].append(_added(lstrip=True)), r"its added token '<x>' has lstrip"),
+    (lambda content: content["added_tokens"].append(_added(single_word=True)), r"'<x>' has single_word"),
+    (lambda content: content.update(pre_tokenizer=None), "does not end with ByteLevel"),
+    (lambda content: content.update(pre_tokenizer={"type": "Whitespace"}), "does not end with ByteLevel"),
+    (lambda content: content.update(pre_tokenizer={"type": "Sequence", "pretokenizers": 5}), "its pretokenizers are"),
+    (lambda content: content["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True), "add_prefix_space"),
+    (
+        lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
+        "loses or changes some text",
+    ),
+    (
+        lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": "(a"}),
+        "is no tokenizer of this project",
+    ),
+    (lambda content: content.update(normalizer={"type": "Lowercase"}), "its normaliser 'Lowercase' changes more"),
+    (lambda content: content.update(normalizer="NFC"), "its normalizers are"),
+]
+
+
+def test_what_is_no_byte_level_bpe_is_refused_in_a_line_and_leaves_nothing(tmp_path: Path) -> None:
+    source = write_folder(tmp_path, "qwen3")
+    for damage, message in HOSTILE:
+        content = json.loads(definition("qwen3"))
+        damage(content)
+        source.write_text(json.dumps(content))
+        with pytest.raises(DemixError, match=message) as raised:
+            take_tokenizer(source, tmp_path / "t.json")
+        assert str(raised.value).startswith(f"{source}: ")
+        assert "\n" not in str(raised.value)
+    for text in ("", "[]", "{", '{"model": ' * 2000):
+        source.write_text(text)
+        with pytest.raises(DemixError, match=r"^\S+tokenizer\.json: "):
+            take_tokenizer(source, tmp_path / "t.json")
+    with source.open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    with pytest.raises(DemixError, match=r"has more than 67,108,864 bytes"):
+        take_tokenizer(source, tmp_path / "t.json")
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_a_damaged_file_of_a_run_is_refused(tmp_path: Path) -> None:
+    take_tokenizer(write_folder(tmp_path, "qwen3"), tmp_path / "t.json")
+    content = read_json(tmp_path / "t.json")
+    for said in (
+        {},
+        {"end_of_text": 1500},
+        {"end_of_text": 9999, "types": 1600},
+        {"end_of_text": 0, "types": 9},
+        5,
+        [],
+    ):
+        write_json(tmp_path / "u.json", content | {"demix": said})
+        for read in (Tokenizer.load, byte_lengths):
+            with pytest.raises(DemixError, match=r"u\.json: is no tokenizer of this project"):
+                read(tmp_path / "u.json")
+
+
+def test_a_tokenizer_of_demix_stays_its_own(tmp_path: Path) -> None:
+    """Sealed, or without its seal as in an export; of other types it is another one."""
+    pq.write_table(pa.table({"text": list(sample()[:50])}), tmp_path / "a.parquet")
+    train_tokenizer([tmp_path / "a.parquet"], 400, tmp_path / "own.json")
+    own = Tokenizer.load(tmp_path / "own.json")
+    (tmp_path / "bare.json").write_text(own.definition)
+    for name in ("own", "bare"):
+        taken = take_tokenizer(tmp_path / f"{name}.json", tmp_path / "t.json")
+        assert taken.sha256 == own.sha256
+        assert (tmp_path / "t.json").read_bytes() == (tmp_path / "own.json").read_bytes()
+    padded = take_tokenizer(tmp_path / "own.json", tmp_path / "t.json", types=500)
+    assert (padded.vocab_size, padded.end_of_text) == (500, own.end_of_text)
+    for text in ("".join(ODD), *sample()[50:80]):
+        assert padded.encode(text).tolist() == own.encode(text).tolist()
+
+
+def test_a_checkpoint_s_tokenizer_is_read_from_the_files_that_it_has(tmp_path: Path) -> None:
+    gpt2 = imported_tokenizer(tmp_path, tmp_path / "t.json", 50257)
+    assert "demix" not in read_json(tmp_path / "t.json")
+    padded = imported_tokenizer(tmp_path, tmp_path / "t.json", 50304)
+    assert (padded.vocab_size, padded.end_of_text) == (50304, gpt2.end_of_text)
+    with pytest.raises(DemixError, match=r"ids up to 50,256, and the embedding has 1,000 rows"):
+        imported_tokenizer(tmp_path, tmp_path / "u.json", 1000)
+    # OPT's, whose special tokens are ordinary entries.
+    content = json.loads(definition("neox"))
+    merges = [" ".join(pair) for pair in content["model"]["merges"]]
+    (tmp_path / "vocab.json").write_text(json.dumps(content["model"]["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 0}))
+    found = imported_tokenizer(tmp_path, tmp_path / "t.json", 1512)
+    assert (found.end_of_text, found.vocab_size) == (0, 1512)
+    theirs = HuggingFaceTokenizer.from_str(json.dumps(content | {"normalizer": None, "added_tokens": []}))
+    for text in sample()[:50]:
+        assert found.encode(text).tolist() == theirs.encode(text).ids
+    (tmp_path / "merges.txt").write_text("a b c\n")
+    with pytest.raises(DemixError, match=r"merges\.txt: does not fit vocab\.json"):
+        imported_tokenizer(tmp_path, tmp_path / "u.json", 1512)
+
+
+def test_the_stage_takes_a_file(tmp_path: Path) -> None:
+    source = write_folder(tmp_path, "olmo2")
+    settings = json.dumps({"kind": "file", "path": str(source), "end_of_text": "<|pad|>", "types": 1600})
+    done = demix("tokenizer", source, "--settings", settings, "--output", tmp_path / "t.json")
+    assert done.exit_code == 0, done.exception
+    tokenizer = Tokenizer.load(tmp_path / "t.json")
+    assert (tokenizer.decode([tokenizer.end_of_text]), tokenizer.vocab_size) == ("<|pad|>", 1600)
+
+
+def section(**tokenizer: Any) -> TokenizerSection:
+    """The section `tokenizer` of a small config, completed."""
+    models = tokenizer.pop("models", {})
+    return Config.complete(small(tokenizer=tokenizer, models=models)).tokenizer
+
+
+def test_a_config_says_what_the_files_of_a_tokenizer_say(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "hub", "qwen3")
+    found = section(kind="file", path=str(source))
+    assert (found.end_of_text, found.types, found.size) == ("<|endoftext|>", 1505, 1505)
+    (tmp_path / "hub" / "config.json").write_text(json.dumps({"vocab_size": 1600, "eos_token_id": 3}))
+    assert section(kind="file", path=str(source)).size == 1600
+    found = section(kind="file", path=str(source), types=1700, end_of_text=1502)
+    assert (found.end_of_text, found.size) == (1502, 1700)
+    assert section(kind="file", path=str(source), types=1700).size == 1700
+    # Who gives both needs no file yet: a rule may fetch it.
+    assert section(kind="file", path="hub/later.json", types=9, end_of_text="<e>").size == 9
+    # A model's folder has the tokenizer that was made of such files.
+    (tmp_path / "model").mkdir()
+    take_tokenizer(source, tmp_path / "model" / "tokenizer.json")
+    rows = {"mine": {"kind": "demix", "parent": f"{tmp_path}/model/"}, "domain_token": None}
+    found = section(kind="parent", models=rows)
+    assert found.path == f"{tmp_path}/model/tokenizer.json"
+    assert (found.end_of_text, found.size) == (1500, 1600)
+    assert section(kind="bpe", vocab_size=300).size == 300
+    assert section(kind="gpt2", vocab_size=300).size == 50257
+    assert section(kind="bpe", vocab_size=300, path=None).size == 300
+
+
+def test_keys_of_a_tokenizer_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    source = write_folder(tmp_path, "qwen3")
+    two = {name: {"kind": "demix", "parent": f"models/{name}"} for name in ("a", "b")}
+    for wrong, message in (
+        ({"kind": "file"}, r"config key tokenizer\.path: is missing; name the tokenizer\.json"),
+        ({"kind": "file", "path": str(tmp_path / "no.json")}, r"no\.json: is missing"),
+        ({"kind": "file", "path": "a{b}/t.json"}, "holds braces"),
+        ({"kind": "file", "path": str(source), "types": 0}, r"tokenizer\.types: is 0; allowed is integer ≥ 1"),
+        ({"kind": "bpe", "path": str(source)}, r"tokenizer\.path: is given to kind bpe; use kind: file"),
+        ({"types": 60000}, r"tokenizer\.types: is given to kind gpt2"),
+        ({"kind": "parent"}, r"tokenizer\.kind: is parent, and rows of models have 0 model folders as parent"),
+        ({"kind": "parent", "models": two}, r"have 2 model folders as parent; give one row a folder"),
+    ):  # fmt: skip
+        with pytest.raises(DemixError, match=message):
+            section(**wrong)
+    for damaged in ({"model": {"vocab": {}}, "added_tokens": 7}, {"model": 5}, {"demix": {"types": "x"}}):
+        source.write_text(json.dumps(damaged))
+        with pytest.raises(DemixError):
+            section(kind="file", path=str(source))
