@@ -30,7 +30,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", SIZES | QUIET | {"intermediate_size": 128}),
     "gpt_neox_sequential": (
         "gpt_neox",
-        SIZES | QUIET | {"intermediate_size": 72, "use_parallel_residual": False, "tie_word_embeddings": True},
+        SIZES
+        | QUIET
+        | {
+            "intermediate_size": 72,
+            "use_parallel_residual": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
     ),
     "llama": ("llama", MODERN | {"rope_parameters": LLAMA3}),
     "llama_tied": ("llama", MODERN | {"tie_word_embeddings": True, "head_dim": 16}),
