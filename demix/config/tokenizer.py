@@ -81,6 +81,8 @@ def completed_tokenizer(section: Mapping[str, Any], rows: Iterable[Mapping[str, 
         raise DemixError(f"{_KEY}.path", "is missing", "name the tokenizer.json")
     path = Path(refuse_unnamable(found["path"]))
     if found.get("types") is None or found.get("end_of_text") is None:
+        if not path.is_file():
+            raise DemixError(path, "is missing", "name a tokenizer.json, or import the model first")
         said = types_and_end(path, _content(path))
         found |= {key: value for key, value in said.items() if found.get(key) is None}
     return found
