@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +22,14 @@ from demix.config.architecture import (
     training_flops_per_token,
     unchosen_parameters,
 )
+from demix.config.config import Config
 from demix.errors import DemixError
+from demix.files import write_json
 from demix.model.gpt import GPT
 from demix.model.layers.attention import Attention, frequencies, rotated, rotations
 from demix.model.layers.feedforward import activated
 from demix.model.layers.norm import norm_of, normed
+from support.configs import small
 
 SIZES = {"layers": 2, "width": 24, "heads": 4, "context": 16}
 SCALED = {"rope_scaling": RopeScaling(kind="llama3", factor=8.0, context=32)}
@@ -317,3 +321,26 @@ def test_a_preset_is_its_options_and_keys_beside_it_come_first(preset: str) -> N
     assert architecture_from({"preset": preset, "activation": "relu2"} | sizes).activation == "relu2"
     described = architecture_from({"preset": preset} | sizes).described
     assert Architecture(**described) == Architecture(**sizes, **DECODERS[preset])
+
+
+def test_a_section_may_be_that_of_the_parent(tmp_path: Path) -> None:
+    parent = Architecture(**SIZES, **CASES["qwen3"])
+    write_json(tmp_path / "model.json", {"architecture": parent.described})
+    rows = {"demix": {"parent": str(tmp_path)}, "dense": {}}
+    config = Config.complete(small(models=rows) | {"architecture": {"preset": "parent", "context": 8}})
+    section = config.values["architecture"]
+    assert section == parent.described | {"context": 8}, "the run's file says it whole"
+    assert architecture_from(section) == dataclasses.replace(parent, context=8)
+    asked = {"architecture": {"preset": "parent"}}
+    for models, content, told in (
+        ({}, {}, "architecture.preset: is parent, and rows of models have 0 model folders as parent; give one"),
+        (rows, {"architecture": {"layers": 1}}, f"{tmp_path}/model.json: architecture.width: is missing"),
+        (rows, {}, f"{tmp_path}/model.json: describes no dense model"),
+    ):
+        write_json(tmp_path / "model.json", content)
+        with pytest.raises(DemixError) as error:
+            Config.complete(small(models=models) | asked)
+        assert told in str(error.value)
+    (tmp_path / "model.json").unlink()
+    with pytest.raises(DemixError, match=r"model\.json: is missing; import or train the parent first"):
+        Config.complete(small(models=rows) | asked)
