@@ -235,36 +235,6 @@ def merge(
 
 
 @app.command()
-def export(
-    model: Annotated[Path, typer.Argument(help="A model directory.")],
-    expert: Annotated[str, typer.Option(help="The expert to export (dense for a dense model).")],
-    output: Annotated[Path, typer.Option(help="The directory to write.")],
-    tokenizer: Tokens = None,
-    format: Annotated[str, typer.Option(help="hf: a Hugging Face GPT-2 directory.")] = "hf",
-) -> None:
-    """Export one expert as a model of its own that other software can load."""
-    from demix.model.export import export_hf
-    from demix.report.card import exported_card
-
-    if format != "hf":
-        raise DemixError(f"--format {format}", "is not known", "use hf")
-    export_hf(model, expert, tokenizer, output, exported_card(model, expert))
-
-
-@app.command("import")
-def import_(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="A folder with config.json and model.safetensors of a GPT-2 model of Hugging Face.")
-    ],
-    output: Annotated[Path, typer.Option(help="The model directory to write, with its tokenizer.json.")],
-) -> None:
-    """Make a dense model of a GPT-2 checkpoint. Nothing is unpickled or fetched."""
-    from demix.model.import_hf import import_hf
-
-    import_hf(checkpoint, output)
-
-
-@app.command()
 def generate(
     model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
     prompt: Annotated[str, typer.Option(help="The text to continue.")],

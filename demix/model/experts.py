@@ -31,7 +31,7 @@ from demix.model.usual import usual_of, write_usual
 RESERVED = ("tokens", "dense")
 LOCK = ".lock"
 # What a model directory may hold beside its weights.
-BESIDE = ("tokenizer.json", "mixing.json", "usual.json", "README.md", clusters.NAME)
+BESIDE = ("tokenizer.json", "mixing.json", "usual.json", "README.md", "imported", clusters.NAME)
 # Copying an expert takes seconds.
 LOCK_SECONDS = 60.0
 

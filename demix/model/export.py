@@ -1,111 +1,131 @@
-"""Exporting one expert as a GPT-2 model of Hugging Face."""
+"""Exporting one expert as a model of Hugging Face, of the family that has its architecture."""
 
+import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from demix.config.architecture import Architecture
+from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import refuse_used, replacing
+from demix.files.json_files import read_unsealed
 from demix.model.checkpoint import describe, load_model, refuse_routed, save_tensors
+from demix.model.description import MOST_BYTES
+from demix.model.format import Format
+from demix.model.formats import FORMATS
+from demix.model.import_hf import KEPT, KEPT_IN
 from demix.model.tokenizer import tokenizer_of
 
-# A block's tensors: their names here and in GPT-2, and whether they are transposed (Conv1D keeps weights as [in, out]).
-_BLOCK = (
-    ("attention_norm.weight", "ln_1.weight", False),
-    ("attention_norm.bias", "ln_1.bias", False),
-    ("attention.qkv.weight", "attn.c_attn.weight", True),
-    ("attention.qkv.bias", "attn.c_attn.bias", False),
-    ("attention.out.weight", "attn.c_proj.weight", True),
-    ("attention.out.bias", "attn.c_proj.bias", False),
-    ("feedforward_norm.weight", "ln_2.weight", False),
-    ("feedforward_norm.bias", "ln_2.bias", False),
-    ("feedforward.up", "mlp.c_fc.weight", True),
-    ("feedforward.up_bias", "mlp.c_fc.bias", False),
-    ("feedforward.down", "mlp.c_proj.weight", True),
-    ("feedforward.down_bias", "mlp.c_proj.bias", False),
-)
-_OUTSIDE = (
-    ("token_embedding", "wte.weight", False),
-    ("position_embedding", "wpe.weight", False),
-    ("final_norm.weight", "ln_f.weight", False),
-    ("final_norm.bias", "ln_f.bias", False),
-)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def gpt2_names(layers: int) -> Iterator[tuple[str, str, bool]]:
-    """Each tensor's name here, its name in GPT-2 without the prefix `transformer.`, and whether GPT-2 transposes it."""
-    yield from _OUTSIDE
-    for number in range(layers):
-        for ours, theirs, transposed in _BLOCK:
-            yield f"blocks.{number}.{ours}", f"h.{number}.{theirs}", transposed
+def format_of(directory: Path) -> Format:
+    """The format in which an expert of the model in `directory` can be exported.
+
+    It is the one that the model was imported from, if that can hold it, or else the first of `FORMATS` that can. Raises
+    DemixError for a domain-token model (no other software has a domain token as first input), for one whose tokens
+    choose their experts, and for options of `architecture` that no format has: it names one of them, and the format
+    that lacks the fewest.
+    """
+    description = describe(directory, "kind")
+    if description["domain_tokens"]:
+        raise DemixError(directory, "is a domain-token model, which no other format can hold", "export another model")
+    refuse_routed(directory, "no format of a dense decoder can hold")
+    architecture = _with_plain_head(Architecture(**description["architecture"]))
+    first = FORMATS.get((description.get("imported") or {}).get("format", ""))
+    choices = {form.name: form.lacking(architecture) for form in (*([first] if first else []), *FORMATS.values())}
+    name = min(choices, key=lambda choice: len(choices[choice]))
+    form, lacking = FORMATS[name], choices[name]
+    if lacking:
+        option = "objective" if "objective" in lacking else lacking[0]
+        cause = f"has {option} {getattr(architecture, option)}, which {form.title}'s format cannot hold"
+        raise DemixError(directory, cause, "export another model")
+    return form
 
 
-def export_hf(directory: Path, expert: str, tokenizer: Path | None, output: Path, card: str | None = None) -> None:
-    """Write one expert of a model, with the tokenizer, as a Hugging Face GPT-2 directory.
+def export_hf(
+    directory: Path,
+    expert: str,
+    tokenizer: Path | None,
+    output: Path,
+    card: str | None = None,
+    dtype: str = "float32",
+) -> None:
+    """Write one expert of a model, with the tokenizer, as a Hugging Face directory whose numbers have the type `dtype`.
 
-    README.md holds `card` (`demix.report.card.exported_card`).
-
-    The architecture is that of GPT-2, and `GPT2LMHeadModel` gives the same log-probabilities.
-    Raises DemixError for a domain-token model (GPT-2 has no domain token as first input), for one whose tokens choose
-    their experts, for options of `architecture` that GPT-2 lacks, for another tokenizer than that of the model, and for
-    an `output` that is not empty.
+    README.md holds `card` (`demix.report.card.exported_card`). The class of transformers for this family gives the same
+    log-probabilities, in fp32. Raises DemixError as `format_of` does, for another tokenizer than that of the model, and
+    for an `output` that is not empty.
     """
     output = output.resolve()
     refuse_used(output)
-    description = describe(directory, "kind")
-    if description["domain_tokens"]:
-        raise DemixError(directory, "is a domain-token model, which GPT-2's format cannot hold", "export another model")
-    # Mixtral has RMSNorm, rotary positions, SwiGLU and no biases.
-    refuse_routed(
-        directory, "GPT-2's format cannot hold, nor can Mixtral's (LayerNorm, biases, learned positions, GELU)"
-    )
-    for option in ("position", "head", "objective"):
-        if value := description["architecture"].get(option):
-            raise DemixError(
-                directory, f"has {option} {value}, which GPT-2's format cannot hold", "export another model"
-            )
+    form = format_of(directory)
     _, encoder = tokenizer_of(directory, tokenizer)
     model = load_model(directory, (expert,))
-    sizes = model.architecture
-    own = dict(model.named_parameters())
-    tensors: dict[str, Tensor] = {}
-    for ours, theirs, transposed in gpt2_names(sizes.layers):
-        tensor = own[ours][0] if ".feedforward." in ours else own[ours]
-        tensors[f"transformer.{theirs}"] = tensor.T if transposed else tensor
-    config = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": sizes.activation,
-        "n_layer": sizes.layers,
-        "n_embd": sizes.width,
-        "n_head": sizes.heads,
-        "n_positions": sizes.context,
-        "vocab_size": model.vocab_size,
-        "bos_token_id": encoder.end_of_text,
-        "eos_token_id": encoder.end_of_text,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "layer_norm_epsilon": model.final_norm.eps,
-        "tie_word_embeddings": True,
-        "dtype": "float32",
-    }
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|endoftext|>",
-        "eos_token": "<|endoftext|>",
-        "model_max_length": sizes.context,
-        # Training takes the literal text <|endoftext|> in a document for ordinary text.
-        "split_special_tokens": True,
-    }
+    own = {name: tensor[0] if ".feedforward." in name else tensor for name, tensor in model.named_parameters()}
+    sizes = _with_plain_head(model.architecture)
+    if model.architecture.head == "clap":
+        own["token_embedding"] = F.normalize(own["token_embedding"], dim=-1)
+        own["output_embedding"] = own.pop("logit_scale") * own["token_embedding"]
+    tensors = form.theirs_of(sizes, own)
+    _refuse_infinite(directory, tensors, dtype)
+    tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
+    came = _as_it_came(directory)
+    ends = {"bos_token_id": encoder.end_of_text, "eos_token_id": encoder.end_of_text}
+    if "config.json" in came:
+        told = read_unsealed(came["config.json"], MOST_BYTES)
+        ends = {key: told[key] for key in _IDS if key in told}
+    config = form.config(sizes, model.vocab_size) | ends | {"dtype": dtype}
     with replacing(output, directory=True) as temporary:
         save_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})
-        # These files have no seal, because other software reads them.
-        for name, value in (("config", config), ("tokenizer_config", tokenizer_config)):
-            text = json.dumps(value, indent=2, sort_keys=True) + "\n"
-            (temporary / f"{name}.json").write_text(text, encoding="utf-8")
-        (temporary / "tokenizer.json").write_text(encoder.definition + "\n", encoding="utf-8")
-        heading = f"# {directory.resolve().name}: expert {expert}\n\nOne expert of a DEMix model, exported as GPT-2.\n"
-        (temporary / "README.md").write_text(card or heading, encoding="utf-8")
+        _write_json(temporary / "config.json", config)
+        _write_tokenizer(encoder, sizes.context, came, temporary)
+        heading = f"# {directory.resolve().name}: expert {expert}\n\nOne expert of a DEMix model, exported as "
+        (temporary / "README.md").write_text(card or f"{heading}{form.title}.\n", encoding="utf-8")
+
+
+def _with_plain_head(architecture: Architecture) -> Architecture:
+    """The architecture in other formats: CLAP's rows of length 1 are embeddings, and its head is one of its own."""
+    return dataclasses.replace(architecture, head="untied") if architecture.head == "clap" else architecture
+
+
+def _refuse_infinite(directory: Path, tensors: dict[str, Tensor], dtype: str) -> None:
+    most = torch.finfo(DTYPES[dtype]).max
+    for name, tensor in tensors.items():
+        if tensor.numel() and float(tensor.detach().abs().max()) > most:
+            raise DemixError(directory, f"has numbers beyond {most:g} in {name}", "use --dtype bfloat16 or float32")
+
+
+def _as_it_came(directory: Path) -> dict[str, Path]:
+    """The files beside the weights of the checkpoint that the model in `directory` was imported from, by name."""
+    return {name: path for name in KEPT if (path := Path(directory) / KEPT_IN / name).is_file()}
+
+
+def _write_tokenizer(encoder: Tokenizer, context: int, came: dict[str, Path], output: Path) -> None:
+    """Write the tokenizer's files, and generation settings where there are some, as they came or else our own."""
+    if not any(name.startswith(("tokenizer", "vocab")) for name in came):
+        end_of_text = encoder.decode([encoder.end_of_text])
+        tokenizer_config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": end_of_text,
+            "eos_token": end_of_text,
+            "model_max_length": context,
+            # Training takes the literal text of this token in a document for ordinary text.
+            "split_special_tokens": True,
+        }
+        _write_json(output / "tokenizer_config.json", tokenizer_config)
+        (output / "tokenizer.json").write_text(encoder.definition + "\n", encoding="utf-8")
+    for name, path in came.items():
+        if name != "config.json":
+            (output / name).write_bytes(path.read_bytes())
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    # These files have no seal, because other software reads them.
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

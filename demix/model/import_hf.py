@@ -1,7 +1,9 @@
-"""Importing a GPT-2 checkpoint of Hugging Face as a dense model, the inverse of `demix.model.export`."""
+"""Importing a checkpoint of Hugging Face as a dense model, the inverse of `demix.model.export`."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -11,99 +13,230 @@ from torch import Tensor
 from demix.config.architecture import Architecture, parameters
 from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError
-from demix.files import opened, refuse_used, replacing, sha256_file
+from demix.files import digest, opened, refuse_used, replacing, sha256_file
 from demix.files.json_files import read_unsealed
-from demix.model.checkpoint import check_values, save_expert, save_shared
+from demix.model.checkpoint import FLOATS, check_values, save_expert, save_shared
 from demix.model.description import MOST_BYTES
-from demix.model.export import gpt2_names
+from demix.model.format import HARMLESS, Format, Keys
+from demix.model.formats import FORMATS
 from demix.model.gpt import GPT
 from demix.model.imported_tokenizer import imported_tokenizer
-from demix.settings import Integer, Number, Positive, settings, settings_from
+from demix.model.verified import Verified, refuse_without_transformers, verify_logits
+from demix.settings import Text, names_of, settings, settings_from
 
-# What GPT-2 checkpoints hold beside their parameters: the causal mask.
-_BUFFERS = (".attn.bias", ".attn.masked_bias")
+# Without learned positions a model takes blocks of any length, and a cache of all positions would not fit into memory.
+USUAL_CONTEXT = 2048
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+# What an export gives back as it came: the files beside the weights that say how the model is used.
+KEPT = (
+    "added_tokens.json", "chat_template.jinja", "config.json", "generation_config.json", "merges.txt",
+    "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
+)  # fmt: skip
+# The folder of these files in the model directory.
+KEPT_IN = "imported"
+_MOST_KEPT_BYTES = 64 << 20
+FileName = Annotated[Text, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.safetensors$")]
+# Where a tensor lies: the file, and the open file.
+Places = Mapping[str, tuple[Path, Any]]
 
 
 @settings(kw_only=True, open=True)
-class Gpt2Config:
-    """The part of a checkpoint's config.json that says what the model computes, with the values that demix can have."""
+class Index:
+    """The content of model.safetensors.index.json: the file of each tensor, in the same folder."""
 
-    model_type: Literal["gpt2"]
-    n_layer: Positive
-    n_embd: Positive
-    n_head: Positive
-    n_positions: Positive
-    vocab_size: Annotated[Positive, Field(le=1 << 24)]
-    n_inner: Integer | None = None
-    activation_function: Literal["gelu", "gelu_new"] = "gelu_new"
-    layer_norm_epsilon: Number = 1e-5
-    scale_attn_weights: Literal[True] = True
-    scale_attn_by_inverse_layer_idx: Literal[False] = False
-    add_cross_attention: Literal[False] = False
-    tie_word_embeddings: Literal[True] = True
+    weight_map: Annotated[dict[Text, FileName], Field(min_length=1)]
 
 
-def import_hf(folder: Path, output: Path) -> None:
-    """Write the GPT-2 checkpoint in `folder` (config.json, model.safetensors) as a dense model with its tokenizer.
+def import_hf(
+    folder: Path, output: Path, context: int | None = None, verify: bool = False, text: Path | None = None
+) -> Verified | None:
+    """Write the checkpoint in `folder` (config.json, safetensors files) as a dense model with its tokenizer.
 
-    `GPT2LMHeadModel` gives the same logits. The tokenizer is GPT-2's, or that of an export of demix. Nothing is
-    unpickled or fetched. Raises DemixError, and leaves no `output`, if a file is missing or damaged, and if the model
-    computes something that demix does not.
+    The families are those of `demix.model.formats`, whose classes in transformers give the same logits. `context` is
+    the length of blocks. A table of learned positions is cut to it; without learned positions it is by default the
+    smaller of USUAL_CONTEXT and that of the checkpoint. With `verify` transformers' logits of the file `text` are
+    compared, and how they differ is returned. `imported_tokenizer` says which tokenizers come in. Nothing is
+    unpickled or fetched. Raises DemixError, and leaves no `output`, if a file is missing or damaged, if the model
+    computes something that demix does not, and if the logits differ.
     """
     refuse_used(output)
+    if verify:
+        refuse_without_transformers()
     config = folder / "config.json"
-    sizes = settings_from(Gpt2Config, read_unsealed(config, MOST_BYTES), f"{config}: ")
-    if sizes.n_inner not in (None, 4 * sizes.n_embd) or sizes.layer_norm_epsilon != 1e-5:
-        cause = f"has n_inner {sizes.n_inner} and layer_norm_epsilon {sizes.layer_norm_epsilon}"
-        raise DemixError(config, cause, f"demix has {4 * sizes.n_embd} and 1e-05")
-    named = {"layers": sizes.n_layer, "width": sizes.n_embd, "heads": sizes.n_head, "context": sizes.n_positions}
-    architecture = settings_from(Architecture, named | {"activation": sizes.activation_function}, f"{config}: ")
-    with torch.device("meta"):
-        model = GPT(architecture, sizes.vocab_size, (DENSE_EXPERT,))
-    weights = folder / "model.safetensors"
-    model.load_state_dict(_tensors(weights, model), assign=True)
-    shared, own = parameters(architecture, sizes.vocab_size)
+    form, keys = read_config(config)
+    architecture, positions = architecture_of(config, keys, context)
+    sizes = form, architecture, keys.vocab_size, positions
+    weights, sha256 = _weight_files(folder)
+    with _opened(folder, weights) as places:
+        model = _model(config, places, *sizes)
+    shared, own = parameters(architecture, keys.vocab_size)
     with replacing(output.resolve(), directory=True) as temporary:
-        encoder = imported_tokenizer(folder, temporary / "tokenizer.json", sizes.vocab_size)
-        learned = {"tokenizer_sha256": encoder.sha256, "imported": {"format": "gpt2", "sha256": sha256_file(weights)}}
+        encoder = imported_tokenizer(folder, temporary / "tokenizer.json", keys.vocab_size)
+        learned = {"tokenizer_sha256": encoder.sha256, "imported": {"format": form.name, "sha256": sha256}}
         counts = {"kind": "dense", "shared_parameters": shared, "expert_parameters": own}
         save_shared(model, temporary, counts | learned)
         save_expert(model, DENSE_EXPERT, temporary, {"parent": None} | learned)
+        _keep_files(folder, temporary / KEPT_IN)
+        return verify_logits(folder, model, encoder, text) if verify else None
 
 
-def _tensors(path: Path, model: GPT) -> dict[str, Tensor]:
-    """The parameters of `model` in fp32 from a GPT-2 checkpoint, whose tensors it must have and no others."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    tensors: dict[str, Tensor] = {}
+def read_config(path: Path) -> tuple[Format, Keys]:
+    """The format that a config.json names, and its keys, each of which is known."""
+    content = read_unsealed(path, MOST_BYTES)
+    name = content.get("model_type", "missing")
+    form = FORMATS.get(name) if isinstance(name, str) else None
+    if form is None:
+        raise DemixError(f"{path}: model_type", f"is {name!r:.40}", f"families that come in are {', '.join(FORMATS)}")
+    given = {key: value for key, value in content.items() if key not in HARMLESS}
+    known = names_of(form.keys)
+    if unknown := sorted(given.keys() - set(known)):
+        cause = f"is {given[unknown[0]]!r:.200}, and whether this changes what {form.title} computes is not known"
+        raise DemixError(f"{path}: {unknown[0]}", cause, "leave it out of the file if it changes nothing")
+    with _named(path):
+        return form, settings_from(form.keys, given, f"{path}: ")
+
+
+def architecture_of(config: Path, keys: Keys, context: int | None) -> tuple[Architecture, int]:
+    """The architecture of these keys in blocks of `context`, and the rows of the table of positions on disk."""
+    options = keys.options()
+    positions, learned = options["context"], "position" not in options
+    if context is None:
+        context = positions if learned else min(positions, USUAL_CONTEXT)
+    elif learned and context > positions:
+        cause = f"is more than the {positions:,} learned positions of {config}"
+        raise DemixError(f"--context {context}", cause, f"use {positions} or less")
+    if keys.window is not None and context > keys.window:
+        cause = f"sees {keys.window:,} positions, and blocks have {context:,}"
+        raise DemixError(f"{config}: attention", cause, f"import it with --context {keys.window}")
+    with _named(config):
+        return settings_from(Architecture, options | {"context": context}, f"{config}: "), positions
+
+
+@contextmanager
+def _named(config: Path) -> Iterator[None]:
+    """Name the file in an error of its values together."""
     try:
-        # safetensors maps the file, and a mapping of a pipe would wait for a writer.
-        opened(path).close()
-        with safe_open(path, "pt") as file:
-            names: set[str] = set(file.keys())
-            prefix = "transformer." if any(name.startswith("transformer.") for name in names) else ""
-            for ours, name, transposed in gpt2_names(model.architecture.layers):
-                theirs = prefix + name
-                if theirs not in names:
-                    raise DemixError(path, f"has no tensor {theirs}", "import a GPT-2 checkpoint")
-                names.remove(theirs)
-                tensor: Tensor = file.get_tensor(theirs)
-                tensor = (tensor.T if transposed else tensor).float().contiguous()
-                tensors[ours] = tensor.unsqueeze(0) if len(shapes[ours]) > tensor.ndim else tensor
-                if tuple(tensors[ours].shape) != shapes[ours]:
-                    cause = f"holds {theirs} as {tuple(tensor.shape)}, of which config.json makes {shapes[ours]}"
-                    raise DemixError(path, cause, "give the checkpoint its own config.json back")
-            names = {name for name in names if not name.endswith(_BUFFERS)}
-            if "lm_head.weight" in names and torch.equal(
-                file.get_tensor("lm_head.weight").float(), tensors["token_embedding"]
-            ):
-                names.remove("lm_head.weight")
-    except FileNotFoundError:
-        raise DemixError(path, "is missing", "convert the checkpoint to safetensors, in one file") from None
-    except SafetensorError as error:
-        raise DemixError(path, f"is not a safetensors file ({error})", "get it again") from None
-    if names:
-        raise DemixError(
-            path, f"holds {min(names)}, which GPT-2 with tied embeddings lacks", "import another checkpoint"
-        )
-    check_values(path, tensors.items())
-    return tensors
+        yield
+    except DemixError as error:
+        subject = error.subject.removeprefix(f"{config}: ").removeprefix("architecture.")
+        raise DemixError(f"{config}: {subject}", error.cause, error.cure) from None
+
+
+def _weight_files(folder: Path) -> tuple[dict[Path, set[str] | None], str]:
+    """The safetensors files of a checkpoint with the tensors that the index gives them, and a digest of them all.
+
+    Without an index there is one file, and None in place of names.
+    """
+    index, single = folder / INDEX, folder / WEIGHTS
+    if single.exists() or not index.exists():
+        try:
+            # safetensors maps the file, and a mapping of a pipe would wait for a writer.
+            opened(single).close()
+        except FileNotFoundError:
+            cure = f"convert the checkpoint to safetensors, in one file or several with {INDEX}"
+            raise DemixError(single, "is missing", cure) from None
+        return {single: None}, sha256_file(single)
+    found: dict[Path, set[str] | None] = {}
+    for tensor, name in settings_from(Index, read_unsealed(index, MOST_BYTES), f"{index}: ").weight_map.items():
+        named = found.setdefault(folder / name, set())
+        assert named is not None
+        named.add(tensor)
+    for path in found:
+        try:
+            opened(path).close()
+        except FileNotFoundError:
+            raise DemixError(path, f"is missing, and {INDEX} names it", "get it again") from None
+    return found, digest({path.name: sha256_file(path) for path in found})
+
+
+@contextmanager
+def _opened(folder: Path, weights: Mapping[Path, set[str] | None]) -> Iterator[Places]:
+    """Where each tensor of a checkpoint lies, while the files are open."""
+    places: dict[str, tuple[Path, Any]] = {}
+    with ExitStack() as stack:
+        for path, named in weights.items():
+            try:
+                file = stack.enter_context(safe_open(path, "pt"))
+                names = set(file.keys())
+            except SafetensorError as error:
+                raise DemixError(path, f"is not a safetensors file ({error})", "get it again") from None
+            if named is not None and (wrong := sorted(names ^ named)):
+                told = f"holds {wrong[0]}, which" if wrong[0] in names else f"lacks {wrong[0]}, which"
+                cause = f"{told} {INDEX} {'gives to no file or another' if wrong[0] in names else 'gives to it'}"
+                raise DemixError(path, cause, f"get the file and {folder / INDEX} again")
+            places |= dict.fromkeys(names, (path, file))
+        yield places
+
+
+def _model(
+    config: Path, places: Places, form: Format, architecture: Architecture, vocab_size: int, positions: int
+) -> GPT:
+    """The model whose tensors lie in `places`, which must have them and no others; one is read at a time."""
+    with torch.device("meta"):
+        model = GPT(architecture, vocab_size, (DENSE_EXPERT,))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if "position_embedding" in shapes:
+        shapes["position_embedding"] = (positions, architecture.width)
+    names = set(places)
+    bare = not any(name.startswith(form.prefix) for name in names)
+    tensors: dict[str, Tensor] = {}
+    for row in form.tensors(architecture, shapes):
+        theirs = [name.removeprefix(form.prefix) if bare else name for name in row.theirs]
+        if absent := [name for name in theirs if name not in places]:
+            cure = f"import a checkpoint of {form.title}"
+            raise DemixError(next(iter(places.values()))[0].parent, f"has no tensor {absent[0]}", cure)
+        read = [_read_tensor(name, *places[name]) for name in theirs]
+        names.difference_update(theirs)
+        path, shape = places[theirs[0]][0], shapes[row.ours]
+        tensor = row.ours_of(read, architecture)
+        if len(shape) > tensor.ndim:
+            tensor = tensor.unsqueeze(0)
+        rows = row.parts(architecture) if len(read) > 1 else [len(read[0])]
+        if tuple(tensor.shape) != shape or [len(part) for part in read] != rows:
+            cause = f"holds {theirs[0]} as {tuple(read[0].shape)}, of which {config.name} makes {shape}"
+            raise DemixError(path, cause, "give the checkpoint its own config.json back")
+        check_values(path, [(theirs[0], tensor)])
+        tensors[row.ours] = tensor
+    if "position_embedding" in tensors:
+        tensors["position_embedding"] = tensors["position_embedding"][: architecture.context].contiguous()
+    _refuse_others(names, places, form, tensors)
+    model.load_state_dict(tensors, assign=True)
+    return model
+
+
+def _read_tensor(name: str, path: Path, file: Any) -> Tensor:
+    if (kind := file.get_slice(name).get_dtype()) not in FLOATS:
+        raise DemixError(path, f"holds {name} of type {kind}", f"import a checkpoint of {', '.join(FLOATS)}")
+    tensor: Tensor = file.get_tensor(name)
+    if not tensor.ndim:
+        raise DemixError(path, f"holds a single number as {name}", "get it again")
+    return tensor
+
+
+def _refuse_others(names: set[str], places: Places, form: Format, tensors: Mapping[str, Tensor]) -> None:
+    """Raise DemixError if one of the `names` that no row reads is that of a parameter."""
+    heads = {row.theirs[0] for row in form.rows if row.ours == "output_embedding"}
+    for name in sorted(names):
+        if name.endswith(form.buffers):
+            continue
+        path, file = places[name]
+        if name not in heads:
+            raise DemixError(path, f"holds {name}, which {form.title} lacks", "import another checkpoint")
+        # A head that is tied may lie in the file once more.
+        if not torch.equal(file.get_tensor(name).float(), tensors["token_embedding"]):
+            cause = f"holds {name}, which {form.title} with tied embeddings lacks"
+            raise DemixError(path, cause, "import another checkpoint, or set tie_word_embeddings to false")
+
+
+def _keep_files(folder: Path, output: Path) -> None:
+    """Copy the files of `folder` that an export gives back."""
+    for name in KEPT:
+        if not (folder / name).is_file():
+            continue
+        with opened(folder / name) as stream:
+            content = stream.read(_MOST_KEPT_BYTES + 1)
+        if len(content) > _MOST_KEPT_BYTES:
+            raise DemixError(folder / name, f"has more than {_MOST_KEPT_BYTES:,} bytes", "get it again")
+        output.mkdir(exist_ok=True)
+        (output / name).write_bytes(content)

@@ -13,6 +13,8 @@ from demix.errors import DemixError, nearest
 from demix.files import read_json
 from demix.model.checkpoint import describe, expert_lineage, expert_names
 from demix.model.description import parent_of, read_description, read_lineage, run_of
+from demix.model.export import format_of
+from demix.model.formats import FORMATS
 from demix.model.merge import learned_of, refuse_weights
 from demix.model.merge_routed import BLOCKS
 from demix.model.usual import usual_of
@@ -100,7 +102,7 @@ def exported_card(directory: Path, expert: str) -> str:
     shared = ", ".join(map(as_markdown, description.get("data_sha256") or {}))
     return _card(
         name,
-        ["gpt2"],
+        [format_of(directory).name],
         _entries([(expert, "this expert alone", usual.perplexity)] if usual else []),
         f"The expert {as_markdown(expert)} of the model {as_markdown(place.name)} (kind "
         f"{as_markdown(description['kind'])}){of_run}, exported as a model of its own.",
@@ -179,14 +181,14 @@ def _merged_card(
 
 
 def _for_transformers(card: str) -> str:
-    """The card of a model with one expert for the same model as GPT-2."""
+    """The card of a model with one expert for the same model in transformers."""
     return card.replace("library_name: demix\n", "library_name: transformers\n", 1)
 
 
 def _card(name: str, tags: list[str], index: list[dict[str, Any]], *parts: str) -> str:
     """A card: the YAML front matter, with `model-index` if there are results for it, then the heading and `parts`."""
     front: dict[str, Any] = {
-        "library_name": "transformers" if "gpt2" in tags else "demix",
+        "library_name": "transformers" if any(name in tags for name in FORMATS) else "demix",
         "license": "other",
         "tags": ["demix", *tags, *([] if MASKED_TASK in tags else ["text-generation"])],
     }

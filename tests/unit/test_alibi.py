@@ -278,7 +278,6 @@ def test_experts_are_merged_with_their_scale(run: Path, tmp_path: Path) -> None:
     ("options", "told"),
     [
         ({"position": "alibi"}, "has position alibi, which GPT-2's format cannot hold"),
-        ({"head": "clap"}, "has head clap, which GPT-2's format cannot hold"),
         ({"attention": "bidirectional", "objective": "mlm"}, "has objective mlm, which GPT-2's format cannot hold"),
     ],
 )

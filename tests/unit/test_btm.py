@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from demix.files import read_json, read_json_lines, write_json
 from demix.model.checkpoint import describe, load_experts, load_model
 from demix.model.experts import add_expert
-from demix.model.export import gpt2_names
+from demix.model.formats import FORMATS
 from demix.train.batches import balanced_batches
 from demix.train.join import join_branches, join_metrics
 from demix.train.stage import ModelTraining, Training, take_seed
@@ -72,11 +72,13 @@ def test_an_expert_is_that_of_a_loop_in_transformers(run: Path, tokens: Path, sc
     optimizer = adamw(model)
     folder = run / "seeds" / "dense" / f"step-{SEED:08d}"
     state = load_file(folder / "shared.safetensors") | load_file(folder / "expert-dense.safetensors")
-    names = [(ours, model.get_parameter(f"transformer.{theirs}"), turned) for ours, theirs, turned in gpt2_names(2)]
+    rows = FORMATS["gpt2"].tensors(sizes, {name.partition("/")[2] for name in state})
+    names = [(row.ours, model.get_parameter(row.theirs[0]), row.change) for row in rows]
+    assert len(names) == 28
     with torch.no_grad():
         for ours, parameter, turned in names:
             kept = {key: state[f"{key}/{ours}"] for key in ("parameter", "optimizer/exp_avg", "optimizer/exp_avg_sq")}
-            value, *moments = (tensor.T if turned else tensor for tensor in kept.values())
+            value, *moments = (turned(tensor, sizes) for tensor in kept.values())
             parameter.copy_(value)
             if restart:
                 continue
@@ -89,7 +91,7 @@ def test_an_expert_is_that_of_a_loop_in_transformers(run: Path, tokens: Path, sc
     expert = dict(load_model(run / "branches" / ("restarted" if restart else "btm") / name).named_parameters())
     for ours, parameter, turned in names:
         own = expert[ours][0] if ".feedforward." in ours else expert[ours]
-        torch.testing.assert_close(own, parameter.T if turned else parameter, rtol=0, atol=1e-9)
+        torch.testing.assert_close(own, turned(parameter, sizes), rtol=0, atol=1e-9)
 
 
 def test_the_order_of_the_trainings_changes_no_byte(run: Path, tokens: Path) -> None:

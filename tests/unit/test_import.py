@@ -57,7 +57,7 @@ def test_the_logits_are_those_of_transformers(activation: str, tmp_path: Path) -
     assert describe(directory)["architecture"].get("activation", "gelu") == activation
     assert "tokens" not in describe(directory), "nobody knows how many"
     # The other GELU is told apart.
-    model.blocks[0].feedforward.approximate = {"gelu": "tanh", "gelu_new": "none"}[activation]
+    model.blocks[0].feedforward.activation = {"gelu": "gelu_new", "gelu_new": "gelu"}[activation]
     assert (logits(model, ids) - wanted).abs().max() > 1e-4
 
     export_hf(directory, "dense", directory / "tokenizer.json", tmp_path / "again")
@@ -104,16 +104,20 @@ def test_checkpoints_without_a_prefix_and_with_masks_are_read(tmp_path: Path) ->
 
 
 CONFIGS = [
-    ({"model_type": "llama"}, r"model_type: is 'llama'; allowed is gpt2"),
+    ({"model_type": "gemma2"}, r"model_type: is 'gemma2'; families that come in are gpt2, gpt_neox, llama, mistral,"),
+    ({"model_type": ["gpt2"]}, r"model_type: is \['gpt2'\]; families that come in are gpt2"),
     ({"activation_function": "relu"}, r"activation_function: is 'relu'; allowed is one of gelu, gelu_new"),
-    ({"n_inner": 64}, r"has n_inner 64 .*; demix has 128 and"),
-    ({"layer_norm_epsilon": 1e-6}, r"layer_norm_epsilon 1e-06"),
+    ({"n_inner": 64}, r"holds transformer\.h\.0\.mlp\.c_fc\.weight as \(32, 128\), of which .* makes \(1, 64, 32\)"),
     ({"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx: is True"),
-    ({"tie_word_embeddings": False}, r"tie_word_embeddings: is False"),
+    ({"tie_word_embeddings": False}, r"hf: has no tensor lm_head\.weight; import a checkpoint of GPT-2"),
+    (
+        {"attention_sinks": 4},
+        r"config\.json: attention_sinks: is 4, and whether this changes what GPT-2 computes is not",
+    ),
     ({"n_positions": 32}, r"holds transformer\.wpe\.weight as \(64, 32\), of which config\.json makes \(32, 32\)"),
     ({"n_layer": 3}, r"has no tensor transformer\.h\.2\."),
     ({"n_layer": 1}, r"holds transformer\.h\.1\."),
-    ({"n_head": 3}, r"3 does not divide the width 32"),
+    ({"n_head": 3}, r"config\.json: heads: 3 does not divide the width 32"),
     ({"n_layer": 10**9}, r"layers: is 1000000000; allowed is"),
 ]
 

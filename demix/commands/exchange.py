@@ -1,0 +1,74 @@
+"""The commands that hand models to other software, and that take models from it."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from demix.commands.options import Tokens
+from demix.errors import DemixError
+
+app = typer.Typer()
+
+
+class Type(StrEnum):
+    """The type of the numbers of an export."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@app.command()
+def export(
+    model: Annotated[Path, typer.Argument(help="A model directory.")],
+    expert: Annotated[str, typer.Option(help="The expert to export (dense for a dense model).")],
+    output: Annotated[Path, typer.Option(help="The directory to write.")],
+    tokenizer: Tokens = None,
+    format: Annotated[
+        str, typer.Option(help="hf: a Hugging Face directory of the family of this architecture.")
+    ] = "hf",
+    dtype: Annotated[Type, typer.Option(help="Type of the numbers in the file.")] = Type.float32,
+) -> None:
+    """Export one expert as a model of its own that other software can load."""
+    from demix.model.export import export_hf
+    from demix.report.card import exported_card
+
+    if format != "hf":
+        raise DemixError(f"--format {format}", "is not known", "use hf")
+    export_hf(model, expert, tokenizer, output, exported_card(model, expert), dtype.value)
+
+
+@app.command("import")
+def import_(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(help="A folder of Hugging Face with config.json and model.safetensors, or several by an index."),
+    ],
+    output: Annotated[Path, typer.Option(help="The model directory to write, with its tokenizer.json.")],
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens of a block. By default those of the checkpoint, without learned positions at most 2,048. A "
+            "table of learned positions is cut to it, and cannot grow.",
+        ),
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare the logits with those of transformers.")] = False,
+    text: Annotated[Path | None, typer.Option(help="With --verify, the text to compare on.")] = None,
+) -> None:
+    """Make a dense model of a checkpoint of GPT-2, OPT, GPT-NeoX, Llama, Mistral, Qwen 2 or 3, or OLMo 2.
+
+    Nothing is unpickled or fetched.
+    """
+    from demix.model.import_hf import import_hf
+
+    if text is not None and not verify:
+        raise DemixError("--text", "is for --verify alone", "leave it out, or add --verify")
+    done = import_hf(checkpoint, output, context, verify, text)
+    if done:
+        print(
+            f"logits of {done.tokens} tokens differ by up to {done.difference:.1e} from those of transformers, "
+            f"which reach {done.largest:.3g}"
+        )

@@ -1,0 +1,208 @@
+"""What a checkpoint format of other software is: the keys of its config.json, and the names of its tensors on disk.
+
+`demix.model.formats` holds one module per family.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from demix.config.architecture import USUAL, Architecture
+from demix.settings import Number, Positive, Switch, settings
+
+# Keys of config.json that change nothing of what a model computes from given tokens in evaluation.
+HARMLESS = {
+    "_name_or_path", "activation_dropout", "architectures", "attention_dropout", "attn_implementation", "attn_pdrop",
+    "bos_token_id", "classifier_dropout", "decoder_start_token_id", "dropout", "dtype", "embd_pdrop", "eos_token_id",
+    "finetuning_task", "gradient_checkpointing", "hidden_dropout", "id2label", "init_std", "initializer_range",
+    "is_llama_config", "label2id", "layerdrop", "model_type", "n_ctx", "output_attentions", "output_hidden_states",
+    "pad_token_id", "prefix", "pretraining_tp", "problem_type", "reorder_and_upcast_attn", "resid_pdrop",
+    "return_dict", "sep_token_id", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj", "task_specific_params", "torch_dtype", "transformers.js_config",
+    "transformers_version", "unk_token_id", "use_cache",
+}  # fmt: skip
+# Names of activations elsewhere: ours, and those of the same function.
+ACTIVATIONS = {
+    "gelu": "gelu", "gelu_new": "gelu_new", "gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "relu": "relu",
+    "relu2": "relu2", "silu": "silu", "swish": "silu",
+}  # fmt: skip
+Activation = Literal["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "silu", "swish"]
+Vocabulary = Annotated[Positive, Field(le=1 << 24)]
+# In `Format.holds`: every value of the option.
+ANY = None
+# `attention` follows from `objective`, and `alibi` from `position`.
+OPTIONS = [name for name in USUAL if name not in ("attention", "alibi")]
+
+
+@settings(kw_only=True)
+class Keys:
+    """The keys of a config.json that say what the model computes. Their names and defaults are those of the family."""
+
+    vocab_size: Vocabulary
+    tie_word_embeddings: Switch = True
+
+    @property
+    def head(self) -> str:
+        """The option `head`."""
+        return "tied" if self.tie_word_embeddings else "untied"
+
+    @property
+    def window(self) -> int | None:
+        """The positions that attention sees, if they are fewer than all earlier ones."""
+        return None
+
+    def options(self) -> dict[str, Any]:
+        """The fields of `Architecture` that these keys give; `context` is the largest number of positions."""
+        raise NotImplementedError
+
+
+@settings(kw_only=True)
+class Rope:
+    """How a config.json scales rope: `rope_scaling` as version 4 of transformers wrote it, `rope_parameters` of 5."""
+
+    rope_type: Literal["default", "linear", "llama3"] | None = None
+    type: Literal["default", "linear", "llama3"] | None = None
+    rope_theta: Number | None = None
+    partial_rotary_factor: Number | None = Field(default=None, ge=1, le=1)
+    factor: Number = 1.0
+    low_freq_factor: Number = 1.0
+    high_freq_factor: Number = 4.0
+    original_max_position_embeddings: Positive | None = None
+
+    def options(self, theta: float | None, positions: int) -> dict[str, Any]:
+        """The options of rope; `theta` and `positions` are those beside it in config.json."""
+        options = {"position": "rope", "rope_theta": self.rope_theta or theta or USUAL["rope_theta"]}
+        kind = self.rope_type or self.type or "default"
+        if kind == "default":
+            return options
+        scaling = {"kind": kind, "factor": self.factor}
+        if kind == "llama3":
+            scaling |= {"low": self.low_freq_factor, "high": self.high_freq_factor}
+            scaling["context"] = self.original_max_position_embeddings or positions
+        return options | {"rope_scaling": scaling}
+
+
+def first_of(*found: Rope | None) -> Rope:
+    """The first that says something, as in transformers."""
+    return next((one for one in found if one is not None and one != type(one)()), Rope())
+
+
+def rope_keys(architecture: Architecture, **more: float) -> dict[str, Any]:
+    """The keys of rope in a config.json, with `more` parameters."""
+    scaling: dict[str, Any] = {}
+    if given := architecture.rope_scaling:
+        scaling = {"rope_type": given.kind, "factor": given.factor}
+        if given.kind == "llama3":
+            scaling |= {"low_freq_factor": given.low, "high_freq_factor": given.high}
+            scaling["original_max_position_embeddings"] = given.context
+    theta = architecture.rope_theta
+    parameters = {"rope_type": "default", **scaling, "rope_theta": theta, **more}
+    # Software that knows the older keys alone would take a theta of 10,000, and no scaling, where they are absent.
+    return {"rope_parameters": parameters, "rope_theta": theta, "rope_scaling": scaling or None}
+
+
+Change = Callable[[Tensor, Architecture], Tensor]
+
+
+def _same(tensor: Tensor, architecture: Architecture) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of our tensors without its axis of experts, and the tensors on disk that it joins along the first axis.
+
+    `change` makes ours of what is joined, and `back` is its inverse. In names, `{}` is the number of a block.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    change: Change = _same
+    back: Change = _same
+
+    def parts(self, architecture: Architecture) -> list[int]:
+        """The rows of each of several tensors on disk."""
+        if len(self.theirs) == 2:
+            return [architecture.inner_width] * 2
+        keys = architecture.key_value_heads * architecture.unit
+        return [architecture.heads * architecture.unit, keys, keys]
+
+    def ours_of(self, tensors: Sequence[Tensor], architecture: Architecture) -> Tensor:
+        """Our tensor in fp32, of those on disk."""
+        joined = tensors[0].float() if len(tensors) == 1 else torch.cat([tensor.float() for tensor in tensors])
+        return self.change(joined, architecture).contiguous()
+
+
+def rows_of(pairs: Iterable[tuple[str, str]], ours: str = "", theirs: str = "") -> tuple[Row, ...]:
+    """A row for the weight and one for the bias of each pair of modules, whose names have these beginnings."""
+    return tuple(
+        Row(f"{ours}{own}.{kind}", (f"{theirs}{other}.{kind}",)) for own, other in pairs for kind in ("weight", "bias")
+    )
+
+
+@dataclass(frozen=True)
+class Format:
+    """The checkpoints of one family of decoders, `name` in the key `model_type` and `title` in texts.
+
+    `model_class` is its class in transformers. `holds` has the values of options that the family can have; an option
+    that is not named has its usual value. With `divides`, the heads divide the width even where they have a width of
+    their own. `written` gives the keys of config.json for an architecture, without those that all families have.
+    Names of tensors in `rows` may lack `prefix` on disk; tensors with an ending in `buffers` are no parameters. A row
+    serves the models that have its tensor.
+    """
+
+    name: str
+    title: str
+    model_class: str
+    keys: type[Keys]
+    written: Callable[[Architecture], dict[str, Any]]
+    rows: tuple[Row, ...]
+    prefix: str
+    holds: Mapping[str, tuple[Any, ...] | None]
+    buffers: tuple[str, ...] = ()
+    divides: bool = False
+
+    def lacking(self, architecture: Architecture) -> list[str]:
+        """The options of `architecture` whose value the family cannot have."""
+        usual = {
+            "inner": architecture.inner_width == 4 * architecture.width,
+            "key_heads": architecture.key_value_heads == architecture.heads,
+            "head_width": architecture.unit * architecture.heads == architecture.width,
+        }
+        lacking = ["heads"] if self.divides and architecture.width % architecture.heads else []
+        for option in OPTIONS:
+            allowed = self.holds.get(option, (USUAL[option],))
+            if not (allowed is ANY or getattr(architecture, option) in allowed or usual.get(option)):
+                lacking.append(option)
+        return lacking
+
+    def config(self, architecture: Architecture, vocab_size: int) -> dict[str, Any]:
+        """The content of config.json."""
+        return self.written(architecture) | {
+            "architectures": [self.model_class],
+            "model_type": self.name,
+            "tie_word_embeddings": architecture.head == "tied",
+            "vocab_size": vocab_size,
+        }
+
+    def tensors(self, architecture: Architecture, names: Iterable[str]) -> Iterator[Row]:
+        """The rows of a model that has tensors of these `names`, with the numbers of its blocks."""
+        own = set(names)
+        for row in self.rows:
+            for number in range(architecture.layers) if "{}" in row.ours else (0,):
+                ours = row.ours.format(number)
+                if ours in own:
+                    yield replace(row, ours=ours, theirs=tuple(name.format(number) for name in row.theirs))
+
+    def theirs_of(self, architecture: Architecture, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors on disk of a model's, whose feedforwards have no axis of experts."""
+        made: dict[str, Tensor] = {}
+        for row in self.tensors(architecture, ours):
+            tensor = row.back(ours[row.ours], architecture)
+            parts = torch.split(tensor, row.parts(architecture)) if len(row.theirs) > 1 else (tensor,)
+            made |= dict(zip(row.theirs, parts, strict=True))
+        return made
