@@ -13,7 +13,7 @@ from demix.model.checkpoint import describe, load_model
 from demix.model.experts import find_faults
 from demix.model.export import export_hf
 from demix.model.formats import FORMATS
-from demix.model.import_hf import INDEX, import_hf
+from demix.model.import_hf import INDEX, architecture_of, import_hf, read_config
 from support.checkpoints import LLAMA3, change, checkpoint
 from support.cli import demix
 
@@ -222,3 +222,31 @@ def test_files_beside_the_weights_go_out_as_they_came(tokens: Path, tmp_path: Pa
     assert config["vocab_size"] == 512
     assert "exported as Qwen 3" in (tmp_path / "out" / "README.md").read_text()
     assert not find_faults(tmp_path / "in")
+
+
+def test_v4_and_v5_keys_of_rope_are_read(tmp_path: Path) -> None:
+    """As in transformers: `rope_scaling` before `rope_parameters`, and an empty one says nothing."""
+    path = tmp_path / "config.json"
+    linear = {"rope_type": "linear", "factor": 2.0}
+    for keys, theta, kind in (
+        ({}, 10_000.0, None),
+        ({"rope_theta": 500, "rope_scaling": None}, 500.0, None),
+        ({"rope_theta": 500, "rope_scaling": {"type": "linear", "factor": 2.0}}, 500.0, "linear"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 700.0}}, 700.0, None),
+        ({"rope_parameters": linear | {"rope_theta": 700.0}, "rope_theta": 500.0}, 700.0, "linear"),
+        ({"rope_parameters": {"rope_theta": 700.0}, "rope_scaling": linear, "rope_theta": 500.0}, 500.0, "linear"),
+        ({"rope_parameters": linear | {"rope_theta": 700.0}, "rope_scaling": {}}, 700.0, "linear"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}, "max_position_embeddings": 77},
+            10_000.0,
+            "llama3",
+        ),
+    ):
+        path.write_text(json.dumps({"model_type": "llama", **keys}))
+        architecture, _ = architecture_of(path, read_config(path)[1], 64)
+        assert architecture.rope_theta == theta, keys
+        scaling = architecture.rope_scaling
+        assert (scaling and scaling.kind) == kind, keys
+        if kind == "llama3":
+            assert scaling is not None
+            assert (scaling.factor, scaling.context) == (8.0, 77)
