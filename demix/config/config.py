@@ -16,6 +16,7 @@ from demix.config.evaluation import EvaluationSection
 from demix.config.keys import located, read_keys
 from demix.config.models import PAPER, ModelRow, RowName
 from demix.config.names import NAME, NAMED
+from demix.config.parents import completed_architecture
 from demix.config.tasks import Task, TaskName, check_tasks
 from demix.config.tokenizer import TokenizerSection, completed_tokenizer
 from demix.config.training import Threads, TrainingSection
@@ -43,10 +44,12 @@ ArchitectureSection = partial(
     "ArchitectureSection",
     Decoder,
     preset=Annotated[
-        Literal[(*PRESETS, *DECODERS)],
+        Literal[(*PRESETS, *DECODERS, "parent")],
         Field(
             description="One of the paper's four sizes (gpt3-small to gpt3-xl: 125M, 350M, 760M, 1.3B), or the options "
-            "of a decoder of the field (llama, olmo2, qwen3, opt, pythia), for which the four sizes are given."
+            "of a decoder of the field (llama, olmo2, qwen3, opt, pythia), for which the four sizes are given. parent: "
+            "sizes and options of the model folder which is the `parent` of rows of `models`; `context` may be another "
+            "where positions are not learned."
         ),
     ],
 )
@@ -199,6 +202,7 @@ class Config:
             share = max(1, whole["training"]["tokens"] // len(domains["training"]))
             whole["adaptation"] = {"passes": PASSES} | adaptation | {"tokens": share}
         whole["tokenizer"] = completed_tokenizer(whole["tokenizer"], rows.values())
+        whole["architecture"] = completed_architecture(whole["architecture"], rows.values())
         # Tables show the rows that every run has before further rows.
         whole["models"] = {name: rows.get(name, {}) for name in PAPER} | rows
         config = settings_from(cls, whole, SUBJECT)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from demix.config.addresses import refuse_unnamable
+from demix.config.parents import parent_folder
 from demix.errors import DemixError
 from demix.files.json_files import read_unsealed
 from demix.settings import Integer, Positive, Text, absent, settings
@@ -68,11 +69,7 @@ def completed_tokenizer(section: Mapping[str, Any], rows: Iterable[Mapping[str, 
     """
     found = dict(section)
     if found["kind"] == "parent":
-        folders = {row["parent"].rstrip("/") for row in rows if row and "/" in str(row.get("parent"))}
-        if len(folders) != 1:
-            cause = f"is parent, and rows of models have {len(folders)} model folders as parent"
-            raise DemixError(f"{_KEY}.kind", cause, "give one row a folder as parent, or use kind: file with its path")
-        found["path"] = f"{folders.pop()}/tokenizer.json"
+        found["path"] = f"{parent_folder(rows, 'tokenizer.kind')}/tokenizer.json"
     elif found["kind"] != "file":
         if foreign := [key for key in _FOREIGN if found.get(key) is not None]:
             raise DemixError(f"{_KEY}.{foreign[0]}", f"is given to kind {found['kind']}", "use kind: file")
@@ -81,6 +78,8 @@ def completed_tokenizer(section: Mapping[str, Any], rows: Iterable[Mapping[str, 
         raise DemixError(f"{_KEY}.path", "is missing", "name the tokenizer.json")
     path = Path(refuse_unnamable(found["path"]))
     if found.get("types") is None or found.get("end_of_text") is None:
+        if not path.is_file():
+            raise DemixError(path, "is missing", "name a tokenizer.json, or import the model first")
         said = types_and_end(path, _content(path))
         found |= {key: value for key, value in said.items() if found.get(key) is None}
     return found

@@ -159,7 +159,7 @@ def tokenize(tokenizer: Path, documents: Path, output: Path, *, file_tokens: int
     documents_path, manifest_path = _beside(output)
 
     if encoder.fast is None:
-        _log.warning("%s: gigatoken does not know its rules; encoding %s with tokenizers", tokenizer, documents)
+        _log.warning("%s: gigatoken does not follow its rules; encoding %s with tokenizers", tokenizer, documents)
     # One record batch needs its length before its columns: they go to flat files first, which are then mapped.
     with scratch(output) as folder:
         flat = {name: folder / name for name in ("token", "offset", "bytes", "origin")}

@@ -10,14 +10,12 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from demix.config.tokenizer import types_and_end
-from demix.data.tokenizer import Tokenizer
+from demix.data.tokenizer import PROBE, Tokenizer
 from demix.data.vocabulary import OWN, foreign_vocabulary, own_vocabulary, tokens_of
 from demix.errors import DemixError
 from demix.files import read_json, write_json
 from demix.files.json_files import SEAL, read_unsealed
 
-# Text of many kinds, by which a tokenizer shows that it keeps all of it.
-_PROBE = "Don't, I'LL x1 1234567 \u00e9e\u0301\u212b \u6f22\U0001f600\u200d\u00a0\u2003\r\n\n\t  a   \x00\x1c\x85{}</s>"
 _CURE = "use a byte-level BPE"
 
 
@@ -100,8 +98,8 @@ def _is_own(content: Mapping[str, Any], end_of_text: int, types: int) -> bool:
 def _refuse_loss(source: Path, tokenizer: Tokenizer) -> None:
     """Raise DemixError for a tokenizer that loses text, and for one that finds the end of a text inside of it."""
     ends = tokenizer.decode([tokenizer.end_of_text])
-    ids = tokenizer.encode(_PROBE + ends)
+    ids = tokenizer.encode(PROBE + ends)
     if tokenizer.end_of_text in ids:
         raise DemixError(source, f"encodes the text {ends!r:.40} in a document as the end of it", _CURE)
-    if tokenizer.decode(ids) not in (_PROBE + ends, unicodedata.normalize("NFC", _PROBE + ends)):
+    if tokenizer.decode(ids) not in (PROBE + ends, unicodedata.normalize("NFC", PROBE + ends)):
         raise DemixError(source, "loses or changes some text that it encodes", _CURE)

@@ -335,7 +335,7 @@ def training_tables(run: Run, ranks: int | None, hardware: str) -> tuple[Table, 
     plans, models = plan_training(run, ranks, device), run.trained
     work = Table(
         title=f"Training of {run.name}",
-        caption="FLOPs: 96·B·s·l·h²·(1 + s/6h + V/16lh) (Narayanan et al. 2021)"
+        caption="FLOPs: of the layers' products forward, twice, and backward, and of the head's (Narayanan et al. 2021)"
         + (", and 4·(16h²(k - 1) + 2hE) a token and routed layer" if any(one.kind.routed for one in models) else "")
         + "; adaptations stop early, so at most"
         + (

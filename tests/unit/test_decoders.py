@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +22,14 @@ from demix.config.architecture import (
     training_flops_per_token,
     unchosen_parameters,
 )
+from demix.config.config import Config
 from demix.errors import DemixError
+from demix.files import write_json
 from demix.model.gpt import GPT
 from demix.model.layers.attention import Attention, frequencies, rotated, rotations
 from demix.model.layers.feedforward import activated
+from demix.model.layers.norm import norm_of, normed
+from support.configs import small
 
 SIZES = {"layers": 2, "width": 24, "heads": 4, "context": 16}
 SCALED = {"rope_scaling": RopeScaling(kind="llama3", factor=8.0, context=32)}
@@ -133,6 +138,33 @@ def test_grouped_keys_are_repeated_keys(keys: int, dtype: torch.dtype) -> None:
             torch.testing.assert_close(grouped(x), whole(x), rtol=tolerance, atol=tolerance)
 
 
+def test_rotations_turn_gradients_back() -> None:
+    sizes = Architecture(**SIZES, position="rope", rope_share=0.5, head_width=8)
+    x, incoming = torch.randn(2, 2, 5, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    turns = rotations(sizes, 3, 5, x)
+    assert turns is not None
+    x.requires_grad_()
+    (ours,) = torch.autograd.grad(rotated(x, turns), x, incoming)
+    cos, sin = (torch.cat([part, part], -1)[:, None] for part in turns)
+    some = x[..., :4]
+    plain = torch.cat([some * cos + torch.cat([-some[..., 2:], some[..., :2]], -1) * sin, x[..., 4:]], -1)
+    torch.testing.assert_close(rotated(x, turns), plain)
+    (theirs,) = torch.autograd.grad(plain, x, incoming)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_norms_of_the_root_mean_square_have_the_gradients_of_torch() -> None:
+    norm = norm_of("rms", 8, 0.1).double()
+    x, incoming = torch.randn(2, 2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        norm.weight.copy_(incoming[0, 0])
+    x.requires_grad_()
+    found = []
+    for output in (normed(x, norm), norm(x)):
+        found.append((output.detach(), *torch.autograd.grad(output, (x, norm.weight), incoming)))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
     ("name", "plain"),
@@ -176,6 +208,13 @@ def test_each_expert_is_a_model_of_its_own_however_it_is_read(options: dict[str,
         gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
     assert all(gradient.any() for gradient in gradients[0].values())
+
+
+def test_no_sequence_has_no_states() -> None:
+    model = model_of(CASES["qwen3"])
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            assert model(torch.zeros(2, 0, 16, dtype=torch.long)).shape == (2, 0, 16, 24)
 
 
 @EACH
@@ -282,3 +321,26 @@ def test_a_preset_is_its_options_and_keys_beside_it_come_first(preset: str) -> N
     assert architecture_from({"preset": preset, "activation": "relu2"} | sizes).activation == "relu2"
     described = architecture_from({"preset": preset} | sizes).described
     assert Architecture(**described) == Architecture(**sizes, **DECODERS[preset])
+
+
+def test_a_section_may_be_that_of_the_parent(tmp_path: Path) -> None:
+    parent = Architecture(**SIZES, **CASES["qwen3"])
+    write_json(tmp_path / "model.json", {"architecture": parent.described})
+    rows = {"demix": {"parent": str(tmp_path)}, "dense": {}}
+    config = Config.complete(small(models=rows) | {"architecture": {"preset": "parent", "context": 8}})
+    section = config.values["architecture"]
+    assert section == parent.described | {"context": 8}, "the run's file says it whole"
+    assert architecture_from(section) == dataclasses.replace(parent, context=8)
+    asked = {"architecture": {"preset": "parent"}}
+    for models, content, told in (
+        ({}, {}, "architecture.preset: is parent, and rows of models have 0 model folders as parent; give one"),
+        (rows, {"architecture": {"layers": 1}}, f"{tmp_path}/model.json: architecture.width: is missing"),
+        (rows, {}, f"{tmp_path}/model.json: describes no dense model"),
+    ):
+        write_json(tmp_path / "model.json", content)
+        with pytest.raises(DemixError) as error:
+            Config.complete(small(models=models) | asked)
+        assert told in str(error.value)
+    (tmp_path / "model.json").unlink()
+    with pytest.raises(DemixError, match=r"model\.json: is missing; import or train the parent first"):
+        Config.complete(small(models=rows) | asked)

@@ -22,7 +22,10 @@ from demix.data.tokenizer import Tokenizer, byte_lengths, train_tokenizer
 from demix.data.tokenizer_files import take_tokenizer
 from demix.errors import DemixError
 from demix.files import read_json, write_json
+from demix.model.decode import open_model
+from demix.model.import_hf import import_hf
 from demix.model.imported_tokenizer import imported_tokenizer
+from demix.model.tokenizer import tokenizer_of
 from support.byte_level import NORMALISED, PLAIN, SPECIAL, definition, sample, write_folder
 from support.cli import demix
 from support.configs import small
@@ -161,13 +164,17 @@ def test_a_shard_begins_documents_with_the_family_s_own_end(tmp_path: Path) -> N
             TokenShard.open(tmp_path / "dev.arrow")
 
 
-def test_rules_that_gigatoken_does_not_know_are_encoded_by_tokenizers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("digits", [True, False])
+def test_rules_that_gigatoken_does_not_follow_are_encoded_by_tokenizers(
+    digits: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It says that it does not know some rules, and leaves others aside."""
     source = write_folder(tmp_path, "gpt2")
     content = json.loads(source.read_text())
-    digits = {"type": "Digits", "individual_digits": True}
-    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, content["pre_tokenizer"]]}
+    content["pre_tokenizer"]["use_regex"] = digits
+    if digits:
+        first = {"type": "Digits", "individual_digits": True}
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [first, content["pre_tokenizer"]]}
     source.write_text(json.dumps(content))
     tokenizer = take_tokenizer(source, tmp_path / "t.json")
     assert tokenizer.fast is None
@@ -175,7 +182,7 @@ def test_rules_that_gigatoken_does_not_know_are_encoded_by_tokenizers(
     texts = [*sample()[:3], "12345 a1"]
     pq.write_table(pa.table({"text": pa.array(texts, pa.large_string())}), tmp_path / "dev.parquet")
     tokenize(tmp_path / "t.json", tmp_path / "dev.parquet", tmp_path / "dev.arrow")
-    assert "t.json: gigatoken does not know its rules; encoding" in caplog.text
+    assert "t.json: gigatoken does not follow its rules; encoding" in caplog.text
     shard = TokenShard.open(tmp_path / "dev.arrow", verify=True)
     found = np.split(shard.read(0, len(shard)), shard.offsets[1:])
     assert [part[1:].tolist() for part in found] == [each.ids for each in theirs.encode_batch(texts)]
@@ -320,6 +327,23 @@ def test_a_checkpoint_s_tokenizer_is_read_from_the_files_that_it_has(tmp_path: P
         imported_tokenizer(tmp_path, tmp_path / "u.json", 1512)
 
 
+def test_a_checkpoint_comes_with_its_tokenizer_and_its_padded_embedding(tmp_path: Path) -> None:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 64, "vocab_size": 1600}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "hub")
+    write_folder(tmp_path / "hub", "qwen3")
+    import_hf(tmp_path / "hub", tmp_path / "model")
+    _, tokenizer = tokenizer_of(tmp_path / "model")
+    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (1600, 1500)
+    (model,), _ = open_model(tmp_path / "model")
+    assert model.token_embedding.shape == torch.Size([1600, 8])
+    (tmp_path / "my.txt").write_text("".join(sample()[:3]))
+    done = demix("eval", tmp_path / "model", tmp_path / "my.txt", "--json")
+    assert done.exit_code == 0, done.exception
+
+
 def test_the_stage_takes_a_file(tmp_path: Path) -> None:
     source = write_folder(tmp_path, "olmo2")
     settings = json.dumps({"kind": "file", "path": str(source), "end_of_text": "<|pad|>", "types": 1600})
@@ -363,7 +387,7 @@ def test_keys_of_a_tokenizer_that_do_not_go_together_are_refused(tmp_path: Path)
     two = {name: {"kind": "demix", "parent": f"models/{name}"} for name in ("a", "b")}
     for wrong, message in (
         ({"kind": "file"}, r"config key tokenizer\.path: is missing; name the tokenizer\.json"),
-        ({"kind": "file", "path": str(tmp_path / "no.json")}, r"no\.json: is missing"),
+        ({"kind": "file", "path": str(tmp_path / "no.json")}, r"no\.json: is missing; name a tokenizer\.json, or"),
         ({"kind": "file", "path": "a{b}/t.json"}, "holds braces"),
         ({"kind": "file", "path": str(source), "types": 0}, r"tokenizer\.types: is 0; allowed is integer ≥ 1"),
         ({"kind": "bpe", "path": str(source)}, r"tokenizer\.path: is given to kind bpe; use kind: file"),

@@ -209,7 +209,7 @@ class Attention(nn.Module):
         else:
             grouped = self.key_heads < self.heads
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=grouped)
-        return linear(mixed.transpose(1, 2).reshape(E, B, T, -1), self.out.weight, self.out.bias)
+        return linear(mixed.transpose(1, 2).reshape(E, B, T, self.heads * self.unit), self.out.weight, self.out.bias)
 
 
 def _heads_normed(x: Tensor, norm: Norm) -> Tensor:
