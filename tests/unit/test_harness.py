@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from demix.config.architecture import architecture_from
 from demix.data.tokenizer import Tokenizer
 from demix.mix.mixtures import mix
 from demix.model.checkpoint import load_model
@@ -154,15 +155,22 @@ def test_log_likelihoods_are_those_of_an_evaluation(place, tmp_path, options, me
         assert sample["acc"] == (likeliest == sample["doc"]["gold"])
 
 
-def test_an_exported_expert_is_what_the_harness_makes_of_it(place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("decoder", ["demix", "llama"])
+def test_an_exported_expert_is_what_the_harness_makes_of_it(place: Path, tmp_path: Path, decoder: str) -> None:
     """All kinds of requests, with and without demonstrations; contexts of more than a block are cut alike."""
     from lm_eval import simple_evaluate
 
-    model = place / "models" / "demix"
+    model = place / "models" / decoder
+    if decoder == "llama":
+        encoder = Tokenizer.load(place / "tokenizer.json")
+        llama = architecture_from({"preset": "llama", "layers": 2, "width": 32, "heads": 4, "context": LENGTH})
+        made = model_of(THREE, torch.float32, architecture=llama, vocab_size=encoder.vocab_size)
+        save_model(made, model, encoder.sha256)
     assert demix("export", model, "--expert", "news", "--output", tmp_path / "hf").exit_code == 0
     manager = TaskManager(include_path=str(place / "tasks"), include_defaults=False)
     for shots in (0, 2):
-        ours, theirs = evaluated(place, tmp_path, "--experts", "news", "--num-fewshot", shots), {}
+        asked = ("--experts", "news", "--num-fewshot", shots)
+        ours, theirs = evaluated(place, tmp_path, *asked, model=model), {}
         # With a token before contexts, the harness scores that token as part of a text, too.
         for tasks, begins in ((["choice", "word", "text"], True), (["rolling"], False)):
             theirs |= simple_evaluate(
