@@ -19,7 +19,7 @@ _WILDCARD = re.compile(r"\{\s*[.\w]+\s*[,}]")
 COMMIT = re.compile("[0-9a-f]{40}")
 # What the address of a model of the Hugging Face hub begins with.
 HUB = "hub:"
-_REPOSITORY = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*", re.ASCII)
+REPOSITORY = "(?:[A-Za-z0-9_-][A-Za-z0-9_.-]*/)?[A-Za-z0-9_-][A-Za-z0-9_.-]*"
 LOG_IN = (
     "leave it out: ~/.netrc (or the file in NETRC) gives user and password of a host, HF_TOKEN the token of the hub"
 )
@@ -78,7 +78,7 @@ def refuse_not_utf8(path: object) -> None:
 def hub_model(address: str) -> tuple[str, str]:
     """The repository and the revision, maybe empty, of `hub:owner/name@revision`. Raises DemixError for others."""
     repository, _, revision = address.removeprefix(HUB).partition("@")
-    if not _REPOSITORY.fullmatch(repository):
+    if not re.fullmatch(REPOSITORY, repository):
         raise DemixError(address, "names no model of the hub", f"write {HUB}owner/name@commit")
     return repository, revision
 
