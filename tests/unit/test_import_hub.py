@@ -12,13 +12,16 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+import yaml
 
 from demix.errors import DemixError
 from demix.model.checkpoint import describe
 from demix.model.import_hf import INDEX, WEIGHTS, import_hf
 from demix.model.import_hub import import_hub
+from demix.run.check import completed_run
 from support.checkpoints import change, checkpoint
 from support.cli import said
+from support.dry_run import REPOSITORY, ran
 from support.server import Handler, serving
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -231,6 +234,24 @@ def test_a_gated_model_asks_for_a_token(hub: Hub, monkeypatch: pytest.MonkeyPatc
         import_hub(ADDRESS, Path("x"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     import_hub(ADDRESS, Path("x"))
+
+
+def test_the_job_of_a_run_imports_the_parent_of_its_rows(hub: Hub) -> None:
+    tiny = yaml.safe_load((REPOSITORY / "tests" / "workflow" / "tiny.yaml").read_text())
+    parent = {"hub": "owner/name", "revision": COMMIT}
+    own = {
+        "run": "own",
+        "models": {"demix": {"parent": parent}},
+        "cluster": {"setup": [f"export HF_ENDPOINT={hub.address} HF_HUB_OFFLINE=0"]},
+    }
+    Path("config.yaml").write_text(yaml.safe_dump(tiny | own))
+    folder = Path(f"results/own/parents/owner--name-{COMMIT[:12]}")
+    ran(Path(), "config.yaml", str(folder / "model.json"))
+    import_hf(hub.folder, Path("folder"), completed_run(tiny).context)
+    assert files(folder) == files(Path("folder"))
+    hub.got = []
+    ran(Path(), "config.yaml", str(folder / "tokenizer.json"))
+    assert not hub.got
 
 
 def test_a_hub_out_of_reach_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
