@@ -245,16 +245,16 @@ def _order(fault: ErrorDetails) -> tuple[list[str], int]:
 
 
 def _reached(location: tuple[int | str, ...], values: Any) -> tuple[tuple[int | str, ...], Any]:
-    """The leading keys of a fault's location that exist in `values`, and the value at their end.
+    """The keys of a fault's location that exist in `values`, and the value at their end.
 
-    pydantic appends the names of types to a location.
+    pydantic writes the names of types among them.
     """
     place: list[int | str] = []
     for part in location:
         try:
             values = values[part]
         except (KeyError, IndexError, TypeError):
-            break
+            continue
         place.append(part)
     return tuple(place), values
 

@@ -43,8 +43,11 @@ def export(
 @app.command("import")
 def import_(
     checkpoint: Annotated[
-        Path,
-        typer.Argument(help="A folder of Hugging Face with config.json and model.safetensors, or several by an index."),
+        str,
+        typer.Argument(
+            help="A folder of Hugging Face with config.json and model.safetensors, or several by an index; or "
+            "hub:owner/name@commit, which is fetched."
+        ),
     ],
     output: Annotated[Path, typer.Option(help="The model directory to write, with its tokenizer.json.")],
     context: Annotated[
@@ -60,13 +63,18 @@ def import_(
 ) -> None:
     """Make a dense model of a checkpoint of GPT-2, OPT, GPT-NeoX, Llama, Mistral, Qwen 2 or 3, or OLMo 2.
 
-    Nothing is unpickled or fetched.
+    Nothing is unpickled, and nothing but hub:… is fetched.
     """
+    from demix.config.addresses import HUB
     from demix.model.import_hf import import_hf
+    from demix.model.import_hub import import_hub
 
     if text is not None and not verify:
         raise DemixError("--text", "is for --verify alone", "leave it out, or add --verify")
-    done = import_hf(checkpoint, output, context, verify, text)
+    if checkpoint.startswith(HUB):
+        done = import_hub(checkpoint, output, context, verify, text)
+    else:
+        done = import_hf(Path(checkpoint), output, context, verify, text)
     if done:
         print(
             f"logits of {done.tokens} tokens differ by up to {done.difference:.1e} from those of transformers, "

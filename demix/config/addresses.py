@@ -17,6 +17,9 @@ _INSIDE = re.compile("(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 # What Snakemake takes for a wildcard, and no rule can write in another way.
 _WILDCARD = re.compile(r"\{\s*[.\w]+\s*[,}]")
 COMMIT = re.compile("[0-9a-f]{40}")
+# What the address of a model of the Hugging Face hub begins with.
+HUB = "hub:"
+REPOSITORY = "(?:[A-Za-z0-9_-][A-Za-z0-9_.-]*/)?[A-Za-z0-9_-][A-Za-z0-9_.-]*"
 LOG_IN = (
     "leave it out: ~/.netrc (or the file in NETRC) gives user and password of a host, HF_TOKEN the token of the hub"
 )
@@ -70,6 +73,14 @@ def refuse_not_utf8(path: object) -> None:
         str(path).encode()
     except UnicodeEncodeError:
         raise DemixError(ascii(str(path)), "has a name that is not UTF-8", "rename the file or folder") from None
+
+
+def hub_model(address: str) -> tuple[str, str]:
+    """The repository and the revision, maybe empty, of `hub:owner/name@revision`. Raises DemixError for others."""
+    repository, _, revision = address.removeprefix(HUB).partition("@")
+    if not re.fullmatch(REPOSITORY, repository):
+        raise DemixError(address, "names no model of the hub", f"write {HUB}owner/name@commit")
+    return repository, revision
 
 
 def local(paths: Iterable[str]) -> bool:

@@ -16,7 +16,7 @@ from demix.config.evaluation import EvaluationSection
 from demix.config.keys import located, read_keys
 from demix.config.models import PAPER, ModelRow, RowName
 from demix.config.names import NAME, NAMED
-from demix.config.parents import completed_architecture
+from demix.config.parents import completed_architecture, parents_of
 from demix.config.tasks import Task, TaskName, check_tasks
 from demix.config.tokenizer import TokenizerSection, completed_tokenizer
 from demix.config.training import Threads, TrainingSection
@@ -201,8 +201,9 @@ class Config:
         if "tokens" not in adaptation:
             share = max(1, whole["training"]["tokens"] // len(domains["training"]))
             whole["adaptation"] = {"passes": PASSES} | adaptation | {"tokens": share}
-        whole["tokenizer"] = completed_tokenizer(whole["tokenizer"], rows.values())
-        whole["architecture"] = completed_architecture(whole["architecture"], rows.values())
+        parents = parents_of(rows.values(), whole["run"])
+        whole["tokenizer"] = completed_tokenizer(whole["tokenizer"], parents)
+        whole["architecture"] = completed_architecture(whole["architecture"], parents)
         # Tables show the rows that every run has before further rows.
         whole["models"] = {name: rows.get(name, {}) for name in PAPER} | rows
         config = settings_from(cls, whole, SUBJECT)

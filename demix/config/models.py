@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 
 from demix.config.architecture import RowArchitecture
 from demix.config.names import refuse_name
+from demix.config.parents import HubParent
 from demix.config.training import TrainingSection
 from demix.settings import Integer, Number, Positive, Switch, Text, absent, partial, settings
 
@@ -73,13 +74,14 @@ RowName = Annotated[Text, AfterValidator(_row_name)]
 class Branching:
     """With which state of another model a row begins, and on what its experts train."""
 
-    parent: Text = Field(
+    parent: HubParent | Text = Field(
         default_factory=absent,
         description="A row of kind dense. The model begins with the state that this row's model had after "
         "`seed_tokens` tokens (a seed phase): the dense feedforward is copied into every expert, and training "
         "goes on. A branch has all its parent's settings; those of time and memory can differ, and dev_blocks. "
         "Or the folder of a dense model, such as imported/gpt2 that `demix import` wrote: the model begins with "
-        "its parameters, and with a training of its own.",
+        "its parameters, and with a training of its own. Or `{hub: owner/name, revision: commit}`, such a model of the "
+        "Hugging Face hub, which the run imports once.",
     )
     seed_tokens: Integer = Field(
         default_factory=absent,
@@ -160,6 +162,11 @@ class TokenRouting:
 @settings(kw_only=True)
 class RowSettings(TrainingSection, TokenRouting, Branching):
     """The section `training` with the values of a row, and what a row alone can say."""
+
+    @property
+    def parent_row(self) -> str | None:
+        """The row whose seed phase the model begins with; a model elsewhere is no row."""
+        return self.parent if isinstance(self.parent, str) else None
 
     architecture: RowArchitecture = Field(  # type: ignore[valid-type]
         default_factory=absent,

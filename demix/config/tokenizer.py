@@ -1,13 +1,13 @@
 """The section `tokenizer`: how text becomes tokens, and what files beside a tokenizer of another family say of it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from demix.config.addresses import refuse_unnamable
-from demix.config.parents import parent_folder
+from demix.config.parents import one_parent
 from demix.errors import DemixError
 from demix.files.json_files import read_unsealed
 from demix.settings import Integer, Positive, Text, absent, settings
@@ -62,14 +62,15 @@ class TokenizerSection:
         return GPT2_TYPES if self.kind == "gpt2" else self.vocab_size
 
 
-def completed_tokenizer(section: Mapping[str, Any], rows: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """The section `tokenizer` of a config with `rows` of models, with what the files of its tokenizer say.
+def completed_tokenizer(section: Mapping[str, Any], parents: Mapping[str, str]) -> dict[str, Any]:
+    """The section `tokenizer` of a config whose models begin with `parents`, with what the files of its tokenizer say.
 
     Raises DemixError for keys that do not go together, and for a file that is missing or says nothing.
     """
-    found = dict(section)
+    found, cure = dict(section), "name a tokenizer.json, or import the model first"
     if found["kind"] == "parent":
-        found["path"] = f"{parent_folder(rows, 'tokenizer.kind')}/tokenizer.json"
+        folder, cure = one_parent(parents, "tokenizer.kind")
+        found["path"] = f"{folder}/tokenizer.json"
     elif found["kind"] != "file":
         if foreign := [key for key in _FOREIGN if found.get(key) is not None]:
             raise DemixError(f"{_KEY}.{foreign[0]}", f"is given to kind {found['kind']}", "use kind: file")
@@ -79,7 +80,7 @@ def completed_tokenizer(section: Mapping[str, Any], rows: Iterable[Mapping[str, 
     path = Path(refuse_unnamable(found["path"]))
     if found.get("types") is None or found.get("end_of_text") is None:
         if not path.is_file():
-            raise DemixError(path, "is missing", "name a tokenizer.json, or import the model first")
+            raise DemixError(path, "is missing", cure)
         said = types_and_end(path, _content(path))
         found |= {key: value for key, value in said.items() if found.get(key) is None}
     return found

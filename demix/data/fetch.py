@@ -30,6 +30,7 @@ def fetch(
     *,
     size: int | None = None,
     sha256: str | None = None,
+    token: str | None = None,
     timeout: float = 60.0,
     backoff: float = 1.0,
 ) -> None:
@@ -39,7 +40,8 @@ def fetch(
     goes on from there if the server's ETag (or date) and length still are the same. After `ATTEMPTS` failures in a row
     that bring the file no further than before, each waited for `backoff` seconds times a power of two or as the server
     asks, DemixError is raised; at once for a file of which nothing tells whether it is whole. `timeout` in seconds is
-    for the connection and for each read. User and password come from the netrc file alone.
+    for the connection and for each read. User and password come from the netrc file alone; `token` goes to the host of
+    `url` alone.
     """
     partial, note = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.etag")
     shown = _shown(url)
@@ -47,6 +49,8 @@ def fetch(
         fresh = Retry(total=ATTEMPTS, backoff_factor=backoff, backoff_max=60, retry_after_max=600)
         retry, furthest = fresh, _size(partial)
         with requests.Session() as session:
+            if token:
+                session.headers["Authorization"] = f"Bearer {token}"
             while True:
                 try:
                     response = _go_on(session, url, shown, partial, note, timeout, size, sha256)

@@ -5,8 +5,9 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from demix.config.addresses import COMMIT
 from demix.data.readers import Row, unique
@@ -31,11 +32,9 @@ def hub_rows(
     are refused, since `datasets` decodes them. Of its files, or where there are fewer of its rows, every one in `parts`
     is read. Raises DemixError for all that goes wrong on the way.
     """
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
-    import datasets
+    with asked(f"data set {repository}"):
+        import datasets
 
-    try:
         files = [f"{_root(repository, revision)}/{pattern}" for pattern in data_files]
         builder = _builder(files)
         dataset = datasets.load_dataset(builder, data_files=files, split="train", streaming=True)
@@ -51,32 +50,34 @@ def hub_rows(
                     yield Row(Path(repository), number, fields)
                 elif line := fields["text"].strip():
                     yield Row(Path(repository), number, _object(line, f"data set {repository}, line {number}"))
+
+
+def commit_of(repository: str, revision: str | None, kind: Literal["data set", "model"] = "data set") -> str:
+    """The commit that a revision of a data set or model is today. Raises DemixError if the hub does not say."""
+    with asked(f"{kind} {repository}"):
+        from huggingface_hub import HfApi
+
+        ask = HfApi().model_info if kind == "model" else HfApi().dataset_info
+        return str(ask(repository, revision=revision, timeout=60).sha)
+
+
+@contextmanager
+def asked(subject: str) -> Iterator[None]:
+    """Ask the hub about `subject`, and tell it nothing else. Raises DemixError for all that goes wrong on the way."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        yield
     except DemixError:
         raise
     # The libraries below it raise nearly anything for a broken file or connection.
     except Exception as error:
-        raise _unreadable(repository, error) from error
-
-
-def commit_of(repository: str, revision: str | None) -> str:
-    """The commit that a revision of a data set is today. Raises DemixError if the hub does not say."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        return str(HfApi().dataset_info(repository, revision=revision).sha)
-    # A connection that fails is an OSError, a name that can be no data set's a ValueError.
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise _unreadable(repository, error) from error
-
-
-def _unreadable(repository: str, error: Exception) -> DemixError:
-    reason = str(error).strip().splitlines() or [""]
-    return DemixError(
-        f"data set {repository}",
-        f"cannot be read ({type(error).__name__}: {reason[0][:300]})",
-        "check path, revision and data_files, the network, and whether terms must be accepted (then set HF_TOKEN)",
-    )
+        reason = str(error).strip().splitlines() or [""]
+        raise DemixError(
+            subject,
+            f"cannot be read ({type(error).__name__}: {reason[0][:300]})",
+            "check its name, revision and files, the network, and whether terms must be accepted (then set HF_TOKEN)",
+        ) from error
 
 
 def _object(line: str, place: str) -> dict[str, Any]:

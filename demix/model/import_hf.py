@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -49,16 +50,21 @@ class Index:
 
 
 def import_hf(
-    folder: Path, output: Path, context: int | None = None, verify: bool = False, text: Path | None = None
+    folder: Path,
+    output: Path,
+    context: int | None = None,
+    verify: bool = False,
+    text: Path | None = None,
+    origin: Mapping[str, str] = MappingProxyType({}),
 ) -> Verified | None:
     """Write the checkpoint in `folder` (config.json, safetensors files) as a dense model with its tokenizer.
 
     The families are those of `demix.model.formats`, whose classes in transformers give the same logits. `context` is
     the length of blocks. A table of learned positions is cut to it; without learned positions it is by default the
     smaller of USUAL_CONTEXT and that of the checkpoint. With `verify` transformers' logits of the file `text` are
-    compared, and how they differ is returned. `imported_tokenizer` says which tokenizers come in. Nothing is
-    unpickled or fetched. Raises DemixError, and leaves no `output`, if a file is missing or damaged, if the model
-    computes something that demix does not, and if the logits differ.
+    compared, and how they differ is returned. `imported_tokenizer` says which tokenizers come in. model.json keeps the
+    `origin` of the files. Nothing is unpickled or fetched. Raises DemixError, and leaves no `output`, if a file is
+    missing or damaged, if the model computes something that demix does not, and if the logits differ.
     """
     refuse_used(output)
     if verify:
@@ -73,7 +79,7 @@ def import_hf(
     shared, own = parameters(architecture, keys.vocab_size)
     with replacing(output.resolve(), directory=True) as temporary:
         encoder = imported_tokenizer(folder, temporary / "tokenizer.json", keys.vocab_size)
-        learned = {"tokenizer_sha256": encoder.sha256, "imported": {"format": form.name, "sha256": sha256}}
+        learned = {"tokenizer_sha256": encoder.sha256, "imported": {"format": form.name, "sha256": sha256, **origin}}
         counts = {"kind": "dense", "shared_parameters": shared, "expert_parameters": own}
         save_shared(model, temporary, counts | learned)
         save_expert(model, DENSE_EXPERT, temporary, {"parent": None} | learned)
@@ -138,7 +144,7 @@ def _weight_files(folder: Path) -> tuple[dict[Path, set[str] | None], str]:
             raise DemixError(single, "is missing", cure) from None
         return {single: None}, sha256_file(single)
     found: dict[Path, set[str] | None] = {}
-    for tensor, name in settings_from(Index, read_unsealed(index, MOST_BYTES), f"{index}: ").weight_map.items():
+    for tensor, name in weight_map(index).items():
         named = found.setdefault(folder / name, set())
         assert named is not None
         named.add(tensor)
@@ -148,6 +154,11 @@ def _weight_files(folder: Path) -> tuple[dict[Path, set[str] | None], str]:
         except FileNotFoundError:
             raise DemixError(path, f"is missing, and {INDEX} names it", "get it again") from None
     return found, digest({path.name: sha256_file(path) for path in found})
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, by model.safetensors.index.json at `index`."""
+    return settings_from(Index, read_unsealed(index, MOST_BYTES), f"{index}: ").weight_map
 
 
 @contextmanager

@@ -121,6 +121,7 @@ def _of_text(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
         Jobs("download", "read", {"read": 0 if apart else parts}, sites["download"]),
         Jobs("download", "download", {"download": parts if apart else 0}, sites["download"]),
         Jobs("anonymize", "anonymize", {"anonymize": parts if apart else 0}, sites["anonymize"]),
+        Jobs("download", "import parents", {"import_parent": len(run.parents)}, sites["download"]),
         Jobs("corpus", "deduplicate, tokenizer, overlap", together, sites["corpus"]),
         Jobs("corpus", "split, tokenize", {"split": number, "tokenize": number}, sites["corpus"]),
         Jobs("corpus", "clusters", clustering, sites["corpus"]),

@@ -119,7 +119,7 @@ class Model:
     @property
     def rates_from(self) -> str:
         """The row whose sweep chooses the model's learning rate: a branch goes on with the schedule of its parent."""
-        return self.settings.parent or self.base.name
+        return self.settings.parent_row or self.base.name
 
     @property
     def sweeps(self) -> bool:
@@ -262,7 +262,7 @@ def trained_models(config: Config, rows: dict[str, Row]) -> tuple[Model, ...]:
             (*training, *config.domains.novel),
             # Single columns are neither mixed nor chosen, so that nothing reads their scores on dev.
             splits=("dev", "test") if row.kind.has_experts or row.kind.domain_tokens else ("test",),
-            parent=row.settings.parent or "",
+            parent=row.settings.parent_row or "",
             routing=(row.settings.data or by_domain) if row.kind.has_experts and not row.masked else "",
         )
         for row in rows.values()

@@ -15,6 +15,7 @@ from demix.config.architecture import (
 from demix.config.clustering import cluster_names
 from demix.config.config import Config
 from demix.config.models import KEPT, KINDS, PAPER, Kind, RowSettings, TokenRouting
+from demix.config.parents import HubParent
 from demix.errors import DemixError, nearest
 from demix.settings import names_of, settings_from, written
 
@@ -26,10 +27,10 @@ class Row:
     """A row of the config's `models`, with all that follows for its training.
 
     `settings` are those of the section `training` with the row's own values. A row with a seed phase has its parent's,
-    and `parent` and `seed_tokens` among them; a row whose parent is a folder has this folder as `initial`. `learned`
-    are the domains or clusters that the row learns from. `sequences` of each of these make a step, and `seed_sequences`
-    in all made one of the parent where that is another number. `section` is what the config says of the architecture,
-    as written.
+    and `parent` and `seed_tokens` among them; a row whose parent is no row has its folder as `initial`, and its place
+    at the `hub` where it is imported from there. `learned` are the domains or clusters that the row learns from.
+    `sequences` of each of these make a step, and `seed_sequences` in all made one of the parent where that is another
+    number. `section` is what the config says of the architecture, as written.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Row:
     architecture: Architecture
     initial: str = ""
     seed_sequences: int = 0
+    hub: HubParent | None = None
 
     @property
     def masked(self) -> bool:
@@ -61,6 +63,7 @@ class _Given:
     own: dict[str, Any]
     settings: RowSettings
     initial: str
+    hub: HubParent | None
 
 
 def rows_of(config: Config) -> dict[str, Row]:
@@ -93,8 +96,13 @@ def _given(config: Config, name: str) -> _Given | None:
     elif foreign:
         cause = f"is given to a row of kind {kind.name}"
         raise DemixError(f"{key}.{foreign[0]}", cause, "use kind: routed, or leave it out")
-    initial = own.pop("parent") if "/" in (own.get("parent") or "") else ""
-    return _Given(name, kind, own, settings_from(RowSettings, written(config.training) | own, key), initial)
+    initial, hub, parent = "", None, own.get("parent")
+    if isinstance(parent, dict):
+        hub = settings_from(HubParent, own.pop("parent"), f"{key}.parent")
+        initial = hub.folder(config.run)
+    elif parent and "/" in parent:
+        initial = own.pop("parent")
+    return _Given(name, kind, own, settings_from(RowSettings, written(config.training) | own, key), initial, hub)
 
 
 def _routed(own: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +120,7 @@ def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
     name, kind, own, domains = given.name, given.kind, dict(given.own), len(config.domains.training)
     _check_state(given, others)
     values, sequences = written(given.settings), 0
-    if parent := given.settings.parent:
+    if parent := given.settings.parent_row:
         values = written(others[parent].settings)
         _check_options(given, parent, _section(config, values))
         own.pop("architecture", None)
@@ -139,7 +147,7 @@ def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
             raise DemixError(f"config key models.{name}.data", cause, cure)
         values["sequences"] = step // len(learned)
     settings = settings_from(RowSettings, values, f"config key models.{name}")
-    row = Row(name, kind, settings, learned, section, architecture, given.initial, sequences)
+    row = Row(name, kind, settings, learned, section, architecture, given.initial, sequences, given.hub)
     if row.masked:
         _check_masked(row)
     if settings.merged_routed and len(learned) < 2:
@@ -227,7 +235,7 @@ def _check_data(name: str, kind: Kind, data: str, config: Config) -> None:
 def _check_state(given: _Given, others: Mapping[str, _Given]) -> None:
     """Raise DemixError unless a row begins with no state, or with one that its kind and its parent allow."""
     key, kind, settings = f"config key models.{given.name}", given.kind, given.settings
-    parent, seed_tokens = settings.parent, settings.seed_tokens
+    parent, seed_tokens = settings.parent_row, settings.seed_tokens
     if settings.schedule is not None and parent is None:
         cause = "is given to a row that begins with no state of another row"
         raise DemixError(f"{key}.schedule", cause, "leave it out, or give parent and seed_tokens")
@@ -250,7 +258,7 @@ def _check_state(given: _Given, others: Mapping[str, _Given]) -> None:
 def _check_parent(given: _Given, others: Mapping[str, _Given]) -> None:
     """Raise DemixError unless the kind of a row and its parent, a row of kind dense, allow its seed phase."""
     key, kind, settings = f"config key models.{given.name}", given.kind, given.settings
-    name, restarts = settings.parent, settings.schedule == "restart"
+    name, restarts = settings.parent_row or "", settings.schedule == "restart"
     if kind.batches != "by_domain" and not kind.routed and (kind.domain_tokens or not restarts):
         more = "" if kind.domain_tokens else ", add schedule: restart"
         cause, cure = f"is given to a row of kind {kind.name}", f"use kind: demix{more}, or leave it out"
@@ -263,9 +271,9 @@ def _check_parent(given: _Given, others: Mapping[str, _Given]) -> None:
     if parent.kind != KINDS["dense"]:
         cause = f"is {name} of kind {parent.kind.name}, which draws other blocks or has other parameters"
         raise DemixError(f"{key}.parent", cause, cure)
-    if parent.settings.parent is not None:
+    if parent.settings.parent_row is not None:
         cause = f"is {name}, which begins with the state of another row itself"
-        raise DemixError(f"{key}.parent", cause, f"use {parent.settings.parent}")
+        raise DemixError(f"{key}.parent", cause, f"use {parent.settings.parent_row}")
     if restarts and not settings.seed_tokens:
         cause = "is given to a row whose seed_tokens are 0, which begins with no state"
         raise DemixError(f"{key}.schedule", cause, "leave it out, or raise seed_tokens")

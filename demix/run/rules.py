@@ -195,9 +195,13 @@ class RunRules:
     def seed_of(self, model: Model) -> list[str]:
         """The files of the state that `model` begins with; none for a model that is trained from scratch."""
         if folder := model.base.initial:
-            experts = [f"experts/{DENSE_EXPERT}.{kind}" for kind in ("json", "safetensors")]
-            return [f"{folder.rstrip('/')}/{file}" for file in ("model.json", "shared.safetensors", *experts)]
+            return self.begun_files(folder.rstrip("/"))
         return self.seed_files(model.parent, model.seed_step)
+
+    def begun_files(self, folder: str) -> list[str]:
+        """The files of the dense model in a folder that training begins with."""
+        experts = [f"experts/{DENSE_EXPERT}.{kind}" for kind in ("json", "safetensors")]
+        return [f"{folder}/{file}" for file in ("model.json", "shared.safetensors", *experts)]
 
     def train_options(self, model: Model) -> str:
         """The options of a training that are a resource: those of `run_options`, and which states are kept."""

@@ -9,6 +9,7 @@ from demix.config.architecture import Architecture, architecture_from
 from demix.config.clustering import cluster_names
 from demix.config.config import Config
 from demix.config.domains import DomainSection
+from demix.config.parents import HubParent
 from demix.run.kept import read_run_config
 from demix.run.merged import Merged, merged_models
 from demix.run.models import (
@@ -148,6 +149,11 @@ class Run:
         models = {model.name: model for model in self.trained}
         begun = {(model.parent, model.seed_step) for model in self.trained}
         return {(parent, step): models[parent] for parent, step in sorted(begun) if step}
+
+    @cached_property
+    def parents(self) -> dict[str, HubParent]:
+        """The models of the hub that rows begin with, by the names of their folders in the folder parents."""
+        return {Path(row.initial).name: row.hub for row in self.rows.values() if row.hub}
 
     def clusters(self, clustering: str) -> tuple[str, ...]:
         """The clusters of a clustering."""

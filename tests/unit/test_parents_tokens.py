@@ -76,8 +76,8 @@ def test_the_plan_says_what_it_does_not_count(tmp_path: Path, monkeypatch: pytes
     config = load_run(Path(__file__).parents[2] / "config" / "cbtm-1.3b.yaml")
     monkeypatch.chdir(tmp_path)
     told = str(training_tables(config, None, "a100")[0].caption)
-    assert "tokens of the parent imported/seed-1.3b of btm, cbtm_16 are not known" in told
-    write_model(folder := tmp_path / "imported" / "seed-1.3b", ("dense",))
+    assert "tokens of the parent imported/opt-1.3b of btm, cbtm_16 are not known" in told
+    write_model(folder := tmp_path / "imported" / "opt-1.3b", ("dense",))
     write_json(folder / "model.json", read_json(folder / "model.json") | {"tokens": 180_000_000_000})
     told = str(training_tables(config, None, "a100")[0].caption)
-    assert "tokens of the parent imported/seed-1.3b of btm, cbtm_16 (180G) are not counted" in told
+    assert "tokens of the parent imported/opt-1.3b of btm, cbtm_16 (180G) are not counted" in told

@@ -1,5 +1,6 @@
 import atexit
 import json
+import re
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict

@@ -137,7 +137,7 @@ def _matched(run: Run, *, clusters: bool) -> list[tuple[Family, System]]:
 
     def begun(family: Family) -> tuple[Any, ...]:
         row = family.model.base
-        return row.settings.parent, row.settings.seed_tokens, row.initial, row.options
+        return row.settings.parent_row, row.settings.seed_tokens, row.initial, row.options
 
     known = families(run).values()
     of_domains = [family for family in known if family.model.kind.has_experts and not family.clustering]

@@ -1,0 +1,24 @@
+# Models of the Hugging Face hub that rows of `models` begin with, imported once.
+
+
+rule import_parent:
+    output:
+        RULES.begun_files(f"{RUN}/parents/{{parent}}"),
+        f"{RUN}/parents/{{parent}}/tokenizer.json",
+    log:
+        f"{RUN}/logs/import_parent/{{parent}}.log",
+    wildcard_constraints:
+        parent="|".join(map(re.escape, THIS.parents)) or "none",
+    localrule: RULES.on_login("download")
+    conda:
+        "../../environment.yml"
+    resources:
+        **RULES.site("download"),
+    params:
+        address=lambda wildcards: THIS.parents[wildcards.parent].address,
+        folder=below_run("parents/{parent}"),
+        context=THIS.context,
+    shell:
+        # Snakemake has made the folder, and the command makes a new one.
+        "rm -rf {params.folder} && demix import {params.address} --output {params.folder} --context {params.context}"
+        " 2> {log}"
