@@ -33,6 +33,7 @@ def patterns() -> dict[str, re.Pattern[str]]:
 FLEETING = {"raw/<domain>/<part>.parquet", "checkpoints/<model>/…", "sbatch/…"}
 FLEETING |= {"sweep/<model>.json", "metrics/sweep/<model>/<rate>.jsonl", "settings/<digest>.json"}
 FLEETING |= {"routing/<clustering>/<context>/<domain>.<split>.parquet", "models/<model>/clusterer/…"}
+FLEETING |= {"models/<model>/imported/…", "parents/<owner>--<name>-<commit>/"}
 FLEETING |= {"loads/<model>.parquet", "examples/<task>.parquet", "tasks/<model>/<task>.parquet", "tasks.parquet"}
 FLEETING |= {"scores/<model>@<context>/<domain>.test/…", "evaluations/<domain>.contexts.parquet"}
 FLEETING |= {"seeds/<model>/step-<n>/manifest.json", "seeds/<model>/step-<n>/<part>.safetensors"}
