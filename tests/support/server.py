@@ -33,6 +33,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data[:stop])
 
+    def end_headers(self) -> None:
+        """Say that the connection closes, else a client may ask again on it just as it does."""
+        self.send_header("Connection", "close")
+        super().end_headers()
+
     def log_message(self, *arguments: object) -> None:
         pass
 
