@@ -111,7 +111,9 @@ def _routed(own: dict[str, Any]) -> dict[str, Any]:
     One that begins with the state of a parent restarts, unless it says otherwise.
     """
     sizes: dict[str, Any] = {"experts": 8, "top_k": 1, "every": 1, "balance": 0.01, "match": "flops", **own}
-    begins = {"schedule": "restart"} if own.get("parent") else {}
+    parent = own.get("parent")
+    # A model in a folder, or of the hub, has no schedule to go on with.
+    begins = {"schedule": "restart"} if isinstance(parent, str) and "/" not in parent else {}
     return {"capacity": 1.25 if sizes["top_k"] == 1 else 2.0} | begins | sizes
 
 

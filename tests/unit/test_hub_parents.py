@@ -89,3 +89,11 @@ def test_an_imported_parent_gives_its_architecture(tmp_path: Path, monkeypatch: 
 def test_a_parent_that_names_no_commit_is_refused(parent: object, told: str) -> None:
     with pytest.raises(DemixError, match=told):
         completed_run(values(parent))
+
+
+@pytest.mark.parametrize("parent", [PARENT, "imported/one"], ids=["hub", "folder"])
+def test_token_routed_rows_begin_with_such_a_model_too(parent: object) -> None:
+    run = completed_run(copy.deepcopy(TINY) | {"models": {"up": {"kind": "routed", "top_k": 2, "parent": parent}}})
+    row = run.rows["up"]
+    assert row.initial == (FOLDER if parent == PARENT else parent)
+    assert row.settings.schedule is None, "there is no schedule of a parent to restart"
