@@ -25,7 +25,7 @@ STAGES = (
     Stage(
         "data",
         ("fetch, anonymize,", "deduplicate, split"),
-        ("read", "download", "anonymize", "deduplicate", "novel_duplicates", "split"),
+        ("read", "download", "import_parent", "anonymize", "deduplicate", "novel_duplicates", "split"),
         0,
     ),
     Stage("tokenizer", ("byte-level BPE,", "or another's"), ("tokenizer",), 1, after=("data",)),
