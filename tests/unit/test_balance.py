@@ -12,6 +12,9 @@ from sklearn.cluster import KMeans
 
 from demix.data.balance import balanced_labels, kmeans, squared_distances
 
+# HiGHS ends where no reduced cost is below -1e-7, for each of the points.
+TOLERANCE = 1e-5
+
 
 def made_points(count: int, dimensions: int, groups: int, seed: int) -> np.ndarray:
     """Points of length 1 in groups of unequal sizes."""
@@ -66,7 +69,7 @@ COSTS = st.tuples(st.integers(1, 25), st.integers(1, 6)).flatmap(
 def test_balanced_labels_cost_what_a_linear_program_finds(costs: np.ndarray) -> None:
     labels = balanced_labels(costs)
     refuse_unequal(labels, costs.shape[1])
-    assert objective(costs, labels) == pytest.approx(linear_program(costs), abs=1e-9)
+    assert objective(costs, labels) == pytest.approx(linear_program(costs), abs=TOLERANCE)
 
 
 def test_clusters_that_do_not_divide_the_documents() -> None:
@@ -74,7 +77,7 @@ def test_clusters_that_do_not_divide_the_documents() -> None:
     costs = squared_distances(points, points[:7])
     labels = balanced_labels(costs)
     refuse_unequal(labels, 7)
-    assert objective(costs, labels) == pytest.approx(linear_program(costs), abs=1e-9)
+    assert objective(costs, labels) == pytest.approx(linear_program(costs), abs=TOLERANCE)
 
 
 def test_one_cluster_has_all_documents() -> None:
