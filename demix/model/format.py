@@ -3,6 +3,7 @@
 `demix.model.formats` holds one module per family.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -39,7 +40,7 @@ OPTIONS = [name for name in USUAL if name not in ("attention", "alibi")]
 
 
 @settings(kw_only=True)
-class Keys:
+class Keys(ABC):
     """The keys of a config.json that say what the model computes. Their names and defaults are those of the family."""
 
     vocab_size: Vocabulary
@@ -55,9 +56,9 @@ class Keys:
         """The positions that attention sees, if they are fewer than all earlier ones."""
         return None
 
+    @abstractmethod
     def options(self) -> dict[str, Any]:
         """The fields of `Architecture` that these keys give; `context` is the largest number of positions."""
-        raise NotImplementedError
 
 
 @settings(kw_only=True)
