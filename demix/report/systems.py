@@ -124,7 +124,7 @@ def main_systems(run: Run) -> list[tuple[System, System]]:
 
 def systems_on(domain: str, kind: str, run: Run) -> list[System]:
     """The systems of all tables that are evaluated on `domain`, whose kind is `kind`."""
-    systems = trained_systems(run)
+    systems = [*trained_systems(run), *ngram_systems(run)]
     dense = [system for system in systems if system.method == "dense"]
     naive = [system for system in systems if system.method == "naive"]
     mixed = [system for system in systems if system.method not in ("dense", "naive")]
@@ -140,4 +140,4 @@ def systems_on(domain: str, kind: str, run: Run) -> list[System]:
     adaptations = [replace(dense_adapted(run)(domain), label="Dense-DAPT to it")]
     if kind == "novel":
         adaptations.append(replace(one_added(run)(domain), label="DEMix-DAPT to it, 1 expert added (cached)"))
-    return [*dense, *single, *mixed, *released, *added(run), *removed, *adaptations, *ngram_lines(run)]
+    return [*dense, *single, *mixed, *released, *added(run), *removed, *adaptations]

@@ -188,8 +188,8 @@ def _ngram_tables(run: Run) -> Iterator[Evaluated]:
 def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
     """The score tables and sets of experts to evaluate on `domain`, further seeds last.
 
-    Within a seed, models of one column come first, then models with domain tokens, then models with experts. Merged
-    models and n-grams come last.
+    Within a seed, models of one column come first, then models with domain tokens, then models with experts. N-grams
+    and merged models come last.
     """
     training, novel, receiver, whole = run.training, run.novel, run.receiver, run.whole
 
@@ -235,12 +235,13 @@ def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
         tokens = [table for model, table in tables if model.kind.domain_tokens]
         mixed = [table for model, table in tables if table.sets and not model.kind.domain_tokens]
         found += [*single, *tokens, *mixed]
+    found += _ngram_tables(run)
     found += [
         Evaluated(one.model.row, one.of(domain), one.model.seed, MERGED, merged=one.weights)
         for one in run.merged
         if domain in one.model.scored
     ]
-    return (*found, *_ngram_tables(run))
+    return tuple(found)
 
 
 @cache

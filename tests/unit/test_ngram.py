@@ -1,4 +1,4 @@
-"""N-gram baselines: probabilities against the definition of Chen and Goodman, what is scored, what a run makes of it."""
+"""N-gram baselines: probabilities by the definition of Chen and Goodman, what is scored, what a run makes of them."""
 
 import copy
 import json
