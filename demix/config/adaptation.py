@@ -6,7 +6,7 @@ from pydantic import Field
 
 from demix.config.evaluation import DECAY, Decay
 from demix.config.models import RowName
-from demix.config.training import Execution, Optimizer, Ranks, Sequences
+from demix.config.training import PRESET, Execution, Optimizer, Preset, Ranks, Sequences
 from demix.settings import DistinctItems, Number, Positive, Text, TriedItems, absent, settings
 
 Factor = Annotated[Number, Field(gt=0)]
@@ -83,6 +83,7 @@ class RateFactors:
 class AdaptationSection(AdaptationRecipe):
     """DEMix-DAPT and Dense-DAPT on each novel domain."""
 
+    preset: Preset = Field(default_factory=absent, description=PRESET)
     learning_rate_factor: Factor | RateFactors = Field(  # type: ignore[assignment]
         default=0.1,
         description="Peak learning rate, as a fraction of the peak learning rate that the adapted model was trained "

@@ -4,12 +4,12 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from demix.errors import DemixError
-from demix.settings import Integer, Number, Positive, Switch, partial, settings, settings_from
+from demix.settings import Integer, Number, Positive, Switch, names_of, partial, settings, settings_from
 
 
 @settings(kw_only=True)
@@ -265,9 +265,6 @@ class Architecture(Decoder):
 
 # The options of a model whose config names none.
 USUAL = dataclasses.asdict(Options())
-# The options that a row of `models` gives.
-RowArchitecture = partial("RowArchitecture", Options)
-
 # A masked model scores a block in this many passes, so that about as many of its tokens are hidden as in training.
 FOLDS = 7
 # The share of a block's tokens that are its targets in training (Devlin et al. 2019, "BERT", section 3.1).
@@ -287,7 +284,26 @@ DECODERS: dict[str, dict[str, Any]] = {
     "qwen3": _LLAMA | {"rope_theta": 1_000_000.0, "query_norm": "head", "epsilon": 1e-6, "head": "tied"},
     "opt": {"activation": "relu"},
     "pythia": {"position": "rope", "rope_share": 0.25, "residual": "parallel", "head": "untied"},
+    "modern": _LLAMA | {"query_norm": "head"},
+    "paper": {},
 }
+# The options that a row of `models` gives.
+RowArchitecture = partial(
+    "RowArchitecture",
+    Options,
+    preset=Annotated[
+        Literal[tuple(DECODERS)],
+        Field(description="All options of a decoder, in place of those of the section `architecture`."),
+    ],
+)
+
+
+def row_section(section: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `architecture` with the options of a row; with those of its preset alone where `row` names one."""
+    if "preset" not in row:
+        return {**section, **row}
+    sizes = dataclasses.asdict(PRESETS[section["preset"]]) if section.get("preset") in PRESETS else section
+    return {**{name: section.get(name, sizes[name]) for name in names_of(Sizes)}, **row}
 
 
 def architecture_from(section: Mapping[str, Any]) -> Architecture:

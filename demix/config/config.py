@@ -19,7 +19,7 @@ from demix.config.names import NAME, NAMED
 from demix.config.parents import completed_architecture, parents_of
 from demix.config.tasks import Task, TaskName, check_tasks
 from demix.config.tokenizer import TokenizerSection, completed_tokenizer
-from demix.config.training import Threads, TrainingSection
+from demix.config.training import Threads, TrainingSection, with_presets
 from demix.errors import DemixError
 from demix.files.json_files import SEAL
 from demix.launch.job import Cluster, Site
@@ -47,7 +47,9 @@ ArchitectureSection = partial(
         Literal[(*PRESETS, *DECODERS, "parent")],
         Field(
             description="One of the paper's four sizes (gpt3-small to gpt3-xl: 125M, 350M, 760M, 1.3B), or the options "
-            "of a decoder of the field (llama, olmo2, qwen3, opt, pythia), for which the four sizes are given. parent: "
+            "of a decoder, for which the four sizes are given: of one of the field (llama, olmo2, qwen3, opt, pythia), "
+            "modern (Qwen 3's with Llama 2's rope and a head of its own, which the sample has) or paper (GPT-2's). "
+            "parent: "
             "sizes and options of the model folder which is the `parent` of rows of `models`; `context` may be another "
             "where positions are not learned."
         ),
@@ -195,7 +197,7 @@ class Config:
         # `novel:` with nothing below it is null in YAML.
         if isinstance(whole.get("domains"), dict) and whole["domains"].get("novel", {}) is None:
             whole["domains"] = whole["domains"] | {"novel": {}}
-        whole = written(settings_from(cls, whole, SUBJECT))
+        whole = written(settings_from(cls, with_presets(whole), SUBJECT))
         domains, adaptation, rows = whole["domains"], whole["adaptation"], whole["models"]
         domains["novel"] = {name: one for name, one in domains["novel"].items() if one is not None}
         if "tokens" not in adaptation:

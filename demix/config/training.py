@@ -5,6 +5,7 @@ A stage inherits the settings that it takes: `TrainingRecipe` is the part of the
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -191,9 +192,69 @@ class TrainingRecipe(Execution, Optimizer):
     )
 
 
+Preset = Literal["modern", "paper"]
+# How models are trained, but for the learning rate and the lengths.
+TRAINING_PRESETS: dict[Preset, dict[str, Any]] = {
+    "modern": {
+        "warmup": 0.04,
+        "clip": 1.0,
+        "weight_decay": 0.0,
+        "optimizer": {
+            "kind": "muon",
+            "beta1": 0.8,
+            "beta2": 0.95,
+            "epsilon": 1e-10,
+            "decay": "matrices",
+            "matrices": 2.5,
+            "embeddings": 25.0,
+            "head": 1.0,
+        },
+        "learning_rate_schedule": {"kind": "wsd", "share": 0.5},
+        "z_loss": None,
+    },
+    "paper": {
+        "warmup": 0.08,
+        "clip": 0.1,
+        "weight_decay": 0.1,
+        "optimizer": None,
+        "learning_rate_schedule": None,
+        "z_loss": None,
+    },
+}
+
+
+PRESET = (
+    "Values of warmup, clip, weight_decay, optimizer, learning_rate_schedule and z_loss under one name, which keys "
+    "beside it replace. modern: Muon for the matrices of blocks, AdamW with a large rate for embeddings, no weight "
+    "decay, and a rate that falls in the second half of the steps. paper: what these keys are without a preset."
+)
+
+
+def with_presets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config whose `training`, `adaptation` and rows of `models` have the values of their presets.
+
+    Keys beside a preset replace its own. A preset that is not known stays.
+    """
+    found, rows = {**values}, values.get("models")
+    for name in {"training", "adaptation"} & values.keys():
+        found[name] = _with_preset(values[name])
+    if isinstance(rows, dict):
+        found["models"] = {name: _with_preset(row) for name, row in rows.items()}
+    return found
+
+
+def _with_preset(section: Any) -> Any:
+    preset = section.get("preset") if isinstance(section, dict) else None
+    if preset not in ("modern", "paper"):
+        return section
+    return TRAINING_PRESETS[preset] | {key: value for key, value in section.items() if key != "preset"}
+
+
 @settings(kw_only=True)
 class TrainingSection(TrainingRecipe):
     """Settings of the training of all models. A row of `models` overrides them for one model."""
+
+    preset: Preset = Field(default_factory=absent, description=PRESET)
 
     ranks: Ranks = Field(
         default=1,

@@ -10,6 +10,7 @@ from demix.config.architecture import (
     Architecture,
     Options,
     architecture_from,
+    row_section,
     training_flops_per_token,
 )
 from demix.config.clustering import cluster_names
@@ -161,7 +162,7 @@ def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
 def _section(config: Config, values: Mapping[str, Any]) -> dict[str, Any]:
     """The config's section `architecture`, with the options and the routed experts of a row with these `values`."""
     routed = {"routed": {key: values[key] for key in _SIZES}} if "match" in values else {}
-    return written(config.architecture) | (values.get("architecture") or {}) | routed
+    return row_section(written(config.architecture), values.get("architecture") or {}) | routed
 
 
 def _architecture(name: str, section: Mapping[str, Any]) -> Architecture:
@@ -177,7 +178,7 @@ def _check_options(given: _Given, parent: str, section: dict[str, Any]) -> None:
     """Raise DemixError if a row has other options of `architecture` than its `parent`, whose `section` this is."""
     of_parent = architecture_from(section)
     for key, value in (given.own.get("architecture") or {}).items():
-        has = getattr(of_parent, key)
+        has = section.get("preset", "none") if key == "preset" else getattr(of_parent, key)
         if value != has:
             cause, cure = f"is {value} where its parent {parent} has {has}", "leave it out: a branch takes its parent's"
             raise DemixError(f"config key models.{given.name}.architecture.{key}", cause, cure)

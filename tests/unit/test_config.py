@@ -7,6 +7,7 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import yaml
@@ -16,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 from demix.config.adaptation import FactorSweep
 from demix.config.reference import editor_schema, reference
-from demix.config.training import RateSchedule, TrainingSection, Updates, fingerprinted
+from demix.config.training import TRAINING_PRESETS, RateSchedule, TrainingSection, Updates, fingerprinted
 from demix.errors import DemixError
 from demix.files import fingerprint, replacing
 from demix.run.check import completed_run, load_run
@@ -36,10 +37,12 @@ def test_shipped_configs_are_valid(path: Path) -> None:
     fewer = {"families": 4, "families-tasks": 4, "variants": 2}
     assert len(config.domains.novel) == fewer.get(path.stem, 8), "null leaves out a domain of the base"
     assert config.evaluation.decay == 0.3
-    assert config.training.warmup == 0.08
+    of_sample = path.stem == "sample" or path.stem in fewer
+    assert config.training.warmup == TRAINING_PRESETS["modern" if of_sample else "paper"]["warmup"]
     assert completed_run(config.values).config.values == config.values, "a completed config is complete"
 
 
+BRANCH = {"parent": "dense", "seed_tokens": 300_000}
 NOVELS = SAMPLE["domains"]["training"]["novels"]
 WRONG = {
     "unknown key": ("evalution", {}, r"key evalution: is not known; did you mean evaluation\?"),
@@ -71,7 +74,7 @@ WRONG = {
     "a sweep of nothing": ("training.sweep", {"learning_rates": [], "tokens": 9999}, r"sweep\.learning_rates: is \[\]"),
     "another rate than the seed's": (
         "models.mine", {"kind": "demix", "parent": "dense", "seed_tokens": 300000, "learning_rate": 1e-3},
-        r"models\.mine\.learning_rate: is 0\.001 where its parent dense has 0\.002; leave it out: a branch takes",
+        r"models\.mine\.learning_rate: is 0\.001 where its parent dense has 0\.008; leave it out: a branch takes",
     ),
     "a seed below a step": (
         "models.mine", {"kind": "demix", "parent": "dense", "seed_tokens": 9},
@@ -251,12 +254,43 @@ def test_a_row_of_models_takes_every_key_of_training() -> None:
     values = {"learning_rate": 1e-3, "precision": "fp16", "sweep": None, "replicas": {}, "compile": True}
     values |= {"optimizer": {"kind": "muon"}, "learning_rate_schedule": {"kind": "wsd"}, "z_loss": 1e-4}
     values = completed_run(copy.deepcopy(SAMPLE)).config.values["training"] | values
-    for key in names_of(TrainingSection):
+    for key in {*names_of(TrainingSection)} - {"preset"}:
         config, value = copy.deepcopy(SAMPLE), values[key]
         config["models"] = {"demix": {key: value}, "dense": {}}
         (found,) = completed_run(config).config.values["models"]["demix"].items()
         assert found[0] == key
         assert found[1] == value or found[1].items() > value.items(), "with the defaults of a section"
+
+
+def test_a_preset_is_its_values_and_keys_beside_it_come_first() -> None:
+    config = copy.deepcopy(SAMPLE) | {"architecture": {"layers": 1, "width": 8, "heads": 1, "context": 16}}
+    plain = {key: value for key, value in config["training"].items() if key != "preset"}
+    recipe = {"preset": "paper", "learning_rate": 2e-3, "architecture": {"preset": "paper"}}
+    modern = {"training": plain | {"preset": "modern", "clip": 7.0}, "adaptation": {"preset": "modern"}}
+    modern["architecture"] = config["architecture"] | {"preset": "modern", "inner": 24}
+    modern["models"] = {"dense_paper": {"kind": "dense"} | recipe, "seeded": {"kind": "demix", **BRANCH}}
+    run = completed_run(config | modern)
+    values, names = run.config.values, TRAINING_PRESETS["modern"].keys() - {"clip"}
+    assert {key: values["training"][key] for key in names}.items() >= {"warmup": 0.04, "weight_decay": 0.0}.items()
+    assert values["training"]["clip"] == 7.0
+    assert values["adaptation"]["clip"] == TRAINING_PRESETS["modern"]["clip"]
+    assert (
+        run.rows["seeded"].settings.optimizer == run.rows["dense"].settings.optimizer == run.config.training.optimizer
+    )
+    assert run.rows["seeded"].architecture.norm == "rms"
+    # A row with the paper's recipe is as it would be in a run that has this recipe throughout.
+    paper = completed_run(config | {"training": plain | {"learning_rate": 2e-3}, "models": {}}).rows["dense"]
+    found = run.rows["dense_paper"]
+    assert found.architecture == paper.architecture
+    assert fingerprinted(found.settings) == fingerprinted(paper.settings) | {"architecture": ANY}
+    for section, value in (("training", plain | {"preset": "papers"}), ("models", {"dense": {"preset": 3}})):
+        with pytest.raises(DemixError, match=r"preset: is ('papers'|3); allowed is one of modern, paper"):
+            completed_run(config | {section: value})
+    branch = {"models": {"mine": {"kind": "demix", **BRANCH, "architecture": {"preset": "modern"}}}}
+    with pytest.raises(
+        DemixError, match=r"models\.mine\.architecture\.preset: is modern where its parent dense has none"
+    ):
+        completed_run(config | branch)
 
 
 def test_rows_of_models_beside_those_of_every_run() -> None:

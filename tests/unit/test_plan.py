@@ -148,7 +148,9 @@ def test_a_rank_holds_the_experts_of_several_domains():
 
 
 def test_a_model_plans_with_its_own_settings():
-    config = changed(SAMPLE, models={"dense": {"tokens": 2_000_000, "sequences": 2}})
+    paper = {"preset": "paper", "inner": 512, "context": 256}
+    models = {"dense": {"tokens": 2_000_000, "sequences": 2}, "demix": {"sequences": 1}}
+    config = changed(SAMPLE, architecture=paper, models=models)
     plans = {plan.name: plan for plan in plan_training(config, 1, HARDWARE["cpu"])}
     assert (plans["demix"].steps, plans["demix"].sequences) == (1_000_000 // (8 * 256), 8)
     assert (plans["dense"].steps, plans["dense"].sequences) == (2_000_000 // (16 * 256), 16)
@@ -162,7 +164,7 @@ def test_a_seed_counts_for_each_model_that_begins_with_it_and_is_trained_once():
     plans = {plan.name: plan for plan in plan_training(config, 1, HARDWARE["cpu"])}
     branch, demix = plans["branch"], plans["demix"]
     assert (branch.tokens, branch.steps, branch.flops) == (demix.tokens, demix.steps, demix.flops)
-    assert branch.begin == 250_000 // (8 * 256)
+    assert branch.begin == 250_000 // (16 * 128)
     assert branch.hours == pytest.approx(demix.hours * (demix.steps - branch.begin) / demix.steps)
     assert {name: plans[name] for name in without} == without
     total = sum(plan.flops * plan.steps for plan in without.values()) + demix.flops * (demix.steps - branch.begin)
@@ -260,7 +262,7 @@ def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
     rules, costs = scoring_jobs(SAMPLE), ScoringCosts(SAMPLE, HARDWARE["cpu"])
     jobs = {(job.rule, part.folder): costs.of_part(part, job.jobs)[1]
             for job in rules for part in job.parts if part.shared}  # fmt: skip
-    dev, test = 40 * 256, 15360
+    dev, test = 60 * 128, 15360
     # Eight domains under eight experts; a domain under its own token alone, and new ones under all eight.
     assert jobs["score_known_demix", "demix"] == jobs["score_demix", "demix"] == 8 * (dev + test) * (8 * 4 + 18)
     assert jobs["score_known_others", "domain_token"] == 8 * test * (4 + 18)
@@ -321,7 +323,7 @@ def test_the_files_that_sbatch_would_get(tmp_path):
 def test_scoring_jobs_count_the_models_of_further_seeds():
     """As `test_a_further_seed_trains_and_scores_only_its_models` finds them in the workflow."""
     removed = len(SAMPLE.config.removal.retrain_without)
-    for seeds, number in (([], 5), ([SAMPLE.seed], 5), ([1, 2, 5], 15)):
+    for seeds, number in (([], 7), ([SAMPLE.seed], 7), ([1, 2, 5], 21)):
         # On one machine two jobs for all training domains, and two for each novel one, whatever the models.
         for launch, jobs in (("local", 2 + 2 * 8), ("slurm", 16 * number + removed)):
             config = changed(SAMPLE, seeds=seeds, cluster={"launch": launch})
