@@ -5,9 +5,9 @@
 Tokens per second, the share of the matmul peak that the same run measures, peak memory above that of the imports. Ours
 is `demix.train.loop.train` itself. Each variant is a process of its own; at a setting they take turns, a step each, and
 medians over the turns count, so that on a shared machine ratios hold. `--threads 1` on a CPU counts CPU time, which
-other work changes least. DEMix has 8 experts and sees as many tokens a step as dense, an eighth each. On a GPU the
-sizes are those that fill one. `--quick` compiles nothing and takes few steps; `--profile` prints where the time of ours
-goes instead. Needs transformers, and a C++ compiler to compile.
+other work changes least. DEMix has 8 experts and sees as many tokens a step as dense, an eighth each. `muon` is either
+of them with Muon. On a GPU the sizes are those that fill one. `--quick` compiles nothing and takes few steps;
+`--profile` prints where the time of ours goes instead. Needs transformers, and a C++ compiler to compile.
 
 The decoder of Llama (`llama`: RMSNorm, rotation, SwiGLU, no biases, as many weights as dense) and that of nanochat
 (`nanochat`: QK-norm, ReLU squared, a head of its own) stand beside transformers' Llama and nanochat's model of the same
@@ -41,6 +41,7 @@ from tables import show
 from torch import Tensor, nn
 
 from demix.config.architecture import DECODERS, PRESETS, Architecture, Routed
+from demix.config.training import Updates
 from demix.model.device import compute_type
 from demix.model.gpt import GPT
 from demix.model.layers import Auxiliary, RoutedLayer
@@ -57,8 +58,12 @@ ROUTED = {
     "switch": Routed(experts=8, top_k=1, every=1, capacity=8.0, balance=0.01),
     "top-2": Routed(experts=8, top_k=2, every=2, capacity=8.0, balance=0.01),
 }
-
-
+# What of ours is compared with which variant.
+OURS = {
+    "demix": ("DEMix / dense", "dense"),
+    "muon": ("dense, Muon / AdamW", "dense"),
+    "demix muon": ("DEMix, Muon / AdamW", "demix"),
+}
 # Options of our decoder; `llama` has as many weights as the plain one, but for what rounds to whole vectors.
 MODERN = {
     "llama": DECODERS["llama"] | {"head": "tied"},
@@ -148,10 +153,10 @@ def comparisons(quick: bool) -> Iterator[tuple[Setting, tuple[str, ...], int]]:
         for setting in (replace(gpt2, sequences=32), Setting("4 layers of 1.3b", wide, 50257, 16, "bf16", False)):
             for compiled in (False,) if quick else (False, True):
                 each = replace(setting, precision="bf16", compile=compiled)
-                yield each, ("dense", "demix", *ROUTED, "nanogpt", "hf", "plain"), 5 if quick else 20
+                yield each, ("dense", *OURS, *ROUTED, "nanogpt", "hf", "plain"), 5 if quick else 20
                 yield each, ("dense", *MODERN, *DECODER_PEERS), 5 if quick else 20
         return
-    yield sample, ("dense", "demix", "nanogpt", "hf", "plain"), 3 if quick else 20
+    yield sample, ("dense", *OURS, "nanogpt", "hf", "plain"), 3 if quick else 20
     for precision in ("fp32", "bf16"):
         for compiled in (False,) if quick else (False, True):
             each = replace(small, precision=precision, compile=compiled)
@@ -165,7 +170,7 @@ def comparisons(quick: bool) -> Iterator[tuple[Setting, tuple[str, ...], int]]:
     for precision, compiled in (("fp32", False), ("bf16", True)):
         yield replace(gpt2, precision=precision, compile=compiled), ("dense", "nanogpt", "hf", "plain"), 4
     # Eight experts' update costs the same whatever the tokens: so many a step are still few.
-    yield replace(gpt2, sequences=8, precision="bf16"), ("dense", "demix"), 3
+    yield replace(gpt2, sequences=8, precision="bf16"), ("dense", *OURS), 3
 
 
 def main(quick: bool, threads: int, path: Path | None) -> None:
@@ -196,9 +201,10 @@ def main(quick: bool, threads: int, path: Path | None) -> None:
             continue
         found[setting] = times
         for name in variants[1:]:
-            if name == "demix":
-                row(f"{setting.name}: DEMix / dense", speed["demix"], speed["dense"], "tokens/s")
-                row(f"{setting.name}: DEMix / dense", times["demix"].memory, ours.memory, "MB")
+            if name in OURS:
+                label, peer = OURS[name]
+                row(f"{setting.name}: {label}", speed[name], speed[peer], "tokens/s")
+                row(f"{setting.name}: {label}", times[name].memory, times[peer].memory, "MB")
             elif name in ROUTED:
                 row(f"{setting.name}: {name} / dense", achieved[name], achieved["dense"], "GFLOP/s")
                 row(f"{setting.name}: {name} / dense", times[name].memory, ours.memory, "MB")
@@ -282,7 +288,7 @@ def run_variant(name: str, setting: Setting, wait: Callable[[], None]) -> None:
     torch.manual_seed(0)
     if name == "matmul":
         _multiply(setting, wait)
-    elif name in ("dense", "demix", "plain", *ROUTED, *MODERN):
+    elif name in ("dense", "plain", *OURS, *ROUTED, *MODERN):
         _train_ours(name, setting, wait)
     elif name == "layer" or "mixtral" in name:
         _pass_layer(name, setting, wait)
@@ -291,7 +297,7 @@ def run_variant(name: str, setting: Setting, wait: Callable[[], None]) -> None:
 
 
 def _train_ours(name: str, setting: Setting, wait: Callable[[], None]) -> None:
-    experts = EXPERTS if name == "demix" else ("dense",)
+    experts = EXPERTS if name.startswith("demix") else ("dense",)
     group = (len(experts), setting.sequences // len(experts), setting.architecture.context)
 
     def draw(_: int) -> Batch:
@@ -301,7 +307,7 @@ def _train_ours(name: str, setting: Setting, wait: Callable[[], None]) -> None:
 
     optimization = Optimization(
         steps=10**6, learning_rate=1e-4, warmup=0.08, clip=0.1, weight_decay=0.1, precision=setting.precision,
-        checkpoint_every=10**6, compile=setting.compile,
+        checkpoint_every=10**6, compile=setting.compile, optimizer=Updates(kind="muon") if "muon" in name else None,
     )  # fmt: skip
     architecture = replace(modern(name, setting.architecture), routed=ROUTED.get(name))
     model = (PlainGPT if name == "plain" else GPT)(architecture, setting.vocabulary, experts).initialise(0)
@@ -312,7 +318,7 @@ def _train_ours(name: str, setting: Setting, wait: Callable[[], None]) -> None:
 class PlainGPT(GPT):
     """Ours, with all logits at once."""
 
-    def log_probabilities(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def log_probabilities(self, hidden: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
         logits = (hidden @ self.token_embedding.to(hidden.dtype).T).float()
         return -F.cross_entropy(logits.flatten(0, 2), targets.flatten(), reduction="none").view_as(targets)
 

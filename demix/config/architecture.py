@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -371,6 +372,30 @@ def routing_flops(architecture: Architecture) -> int:
         return 0
     more = feedforward_flops(architecture) * (routed.top_k - 1) + 2 * architecture.width * routed.experts
     return architecture.routed_layers * more
+
+
+def matrices(
+    architecture: Architecture, expert_scope: str = "feedforward"
+) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
+    """The matrices of blocks that all experts share, and those of each expert, as `parameters` parts them.
+
+    They are the weights of linear maps: how many there are of each shape (rows, columns). A routed expert has its own.
+    """
+    width, inner, unit = architecture.width, architecture.inner_width, architecture.unit
+    queries, keys = architecture.heads * unit, architecture.key_value_heads * unit
+    layers, routed = architecture.layers, architecture.routed
+    shared = Counter({(queries + 2 * keys, width): layers})
+    shared[width, queries] += layers
+    stacked = layers + architecture.routed_layers * (routed.experts - 1 if routed else 0)
+    own = Counter({((architecture.maps - 1) * inner, width): stacked})
+    own[width, inner] += stacked
+    return (Counter(), shared + own) if expert_scope == "model" else (shared, own)
+
+
+def orthogonalising_flops(rows: int, columns: int) -> int:
+    """FLOPs of one Newton-Schulz iteration of Muon on a matrix: 4m²n + 2m³ for m the smaller side and n the other."""
+    m, n = sorted((rows, columns))
+    return 4 * m**2 * n + 2 * m**3
 
 
 def unchosen_parameters(architecture: Architecture) -> int:

@@ -28,6 +28,7 @@ from demix.plan.flops import (
     training_state_bytes,
     update_flops,
 )
+from demix.plan.muon import muon_cost
 from demix.plan.network import Ring, given, rings_of
 from demix.run.models import AdaptationJob, Model, rule_of
 from demix.run.placement import place_experts
@@ -135,7 +136,8 @@ class TrainingPlan:
     one checkpoint on disk, of which `checkpoints` are kept during the training. `weights`: bytes of what the training
     adds to models. `jobs`: the number of jobs of the workflow's `rule`. `tokens`: the most, since an adaptation may
     stop early. `begin` of the `steps` are those of a seed phase, which another training does: `hours` leaves them out.
-    `seed_flops` are those of such a step. `rings`: the all-reduces of gradients in an update. `saved`: bytes of all
+    `seed_flops` are those of such a step. `rings`: the all-reduces of gradients in an update, and Muon's
+    broadcasts. `orthogonalising`: FLOPs of a rank in an update beside `flops`, of Muon. `saved`: bytes of all
     checkpoints that the training writes, those that it removes again too. `in_turn`: the experts that one job trains
     one after the other, each in `steps` updates.
     """
@@ -162,6 +164,7 @@ class TrainingPlan:
     saved: int
     seed_flops: float
     rings: tuple[Ring, ...] = ()
+    orthogonalising: float = 0.0
     jobs: int = 1
     begin: int = 0
     in_turn: int = 1
@@ -228,9 +231,8 @@ def _plan_job(run: Run, job: tuple[Model, ...], ranks: int | None, hardware: Har
         begin=model.first_step,
     )  # fmt: skip
     one = _plan_work(run, work, hardware)
-    sums = {
-        key: number * getattr(one, key) for key in ("domains", "experts", "flops", "seed_flops", "weights", "rings")
-    }
+    summed = ("domains", "experts", "flops", "seed_flops", "orthogonalising", "weights", "rings")
+    sums = {key: number * getattr(one, key) for key in summed}
     return _times(number, one, steps=one.steps, in_turn=number, **sums)
 
 
@@ -291,7 +293,10 @@ def _plan_work(run: Run, work: _Work, hardware: Hardware) -> TrainingPlan:
     )
     length = architecture.context + (1 if domain_tokens else 0)
     flops, seed_flops = (update_flops(one, types, sequences, length) for one in (architecture, architecture.unrouted))
-    checkpoint = checkpoint_bytes(own, own) if work.adapts else checkpoint_bytes(shared + experts * expert)
+    muon = muon_cost(architecture, settings.optimizer, kind.expert_scope, places, frozen=bool(frozen))
+    single = experts_per_rank * muon.expert + muon.shared
+    whole = checkpoint_bytes(shared + experts * expert, single=experts * muon.expert + muon.shared)
+    checkpoint = checkpoint_bytes(own, own, single) if work.adapts else whole
     # The last update ends the training, which then writes the model.
     saves = (steps - 1) // settings.checkpoint_every - work.begin // settings.checkpoint_every
     tflops = achieved_tflops(hardware, architecture, demix=kind.has_experts)
@@ -308,7 +313,7 @@ def _plan_work(run: Run, work: _Work, hardware: Hardware) -> TrainingPlan:
         flops=flops,
         ranks=work.ranks,
         experts_per_rank=experts_per_rank,
-        state=training_state_bytes(own, still),
+        state=training_state_bytes(own, still, single),
         activations=activations,
         recomputed=recomputed,
         checkpoint=checkpoint,
@@ -317,8 +322,9 @@ def _plan_work(run: Run, work: _Work, hardware: Hardware) -> TrainingPlan:
         begin=work.begin,
         seed_flops=seed_flops,
         saved=saves * checkpoint,
-        rings=rings_of(4 * (shared - frozen), 4 * expert, places),
-        hours=hours(flops, steps - work.begin, work.ranks, tflops),
+        rings=rings_of(4 * (shared - frozen), 4 * expert, places) + muon.rings,
+        orthogonalising=muon.flops,
+        hours=hours(flops + work.ranks * muon.flops, steps - work.begin, work.ranks, tflops),
     )
 
 
@@ -364,7 +370,9 @@ def training_tables(run: Run, ranks: int | None, hardware: str) -> tuple[Table, 
     takes = Table(
         title=f"Memory and time of {run.name} on {hardware}",
         caption=f"{device.assumption}; activations: an estimate, recomputed: with activation checkpointing; "
-        f"sent: gradients given to all-reduce; {ALIKE}",
+        "sent: gradients given to all-reduce"
+        + ("; hours: with Muon's iterations, which no FLOPs count" if any(one.orthogonalising for one in plans) else "")
+        + f"; {ALIKE}",
         show_footer=True,
     )
     for head in ("model", "ranks", "experts\na rank", "state\na rank", "activations\na rank", "or, recomputed"):

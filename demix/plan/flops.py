@@ -66,13 +66,13 @@ def score_table_bytes(experts: int, tokens: int) -> int:
     return (4 * experts + 18) * tokens
 
 
-def training_state_bytes(trained: int, still: int = 0) -> int:
+def training_state_bytes(trained: int, still: int = 0, single: int = 0) -> int:
     """Bytes of the state of a rank with `trained` parameters: fp32 weights 4, gradients 4, Adam's two moments 8.
 
     `still` counts parameters in memory that are not trained: frozen parameters, and the best so far, which early
-    stopping keeps.
+    stopping keeps. `single` of those trained have one moment, Muon's.
     """
-    return 16 * trained + 4 * still
+    return 16 * trained + 4 * still - 4 * single
 
 
 def activation_bytes(
@@ -100,9 +100,12 @@ def activation_bytes(
     return tokens * kept * value_bytes + min(tokens, LOGITS_ROWS) * vocab_size * (4 + value_bytes) + bias
 
 
-def checkpoint_bytes(trained: int, best: int = 0) -> int:
-    """Bytes of one checkpoint: fp32 weights and Adam's moments of `trained` parameters, fp32 weights of `best`."""
-    return 12 * trained + 4 * best
+def checkpoint_bytes(trained: int, best: int = 0, single: int = 0) -> int:
+    """Bytes of one checkpoint: fp32 weights and Adam's moments of `trained` parameters, fp32 weights of `best`.
+
+    `single` of those trained have one moment, Muon's.
+    """
+    return 12 * trained + 4 * best - 4 * single
 
 
 # Table 2 of the paper: TFLOP/s per GPU on V100s, for the dense model and for DEMix.

@@ -12,15 +12,24 @@ BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True)
 class Ring:
-    """All-reduces of `size` bytes, the same on each of `ranks`, in a ring of these ranks in their order."""
+    """All-reduces of `size` bytes, the same on each of `ranks`, in a ring of these ranks in their order.
+
+    Or so many `broadcasts`, of `size` bytes together, each rank's share from that rank.
+    """
 
     size: int
     ranks: Sequence[int]
+    broadcasts: int = 0
+
+    @property
+    def passes(self) -> int:
+        """The hops of a byte, n being all ranks: 2(n-1) in an all-reduce, n-1 in a broadcast."""
+        return (1 if self.broadcasts else 2) * (len(self.ranks) - 1)
 
     @property
     def sent(self) -> float:
-        """Bytes that each rank sends to the next: 2(n-1)/n of what it gives."""
-        return 2 * (len(self.ranks) - 1) / len(self.ranks) * self.size
+        """Bytes that each rank sends to the next: 2(n-1)/n of what it gives to all-reduce."""
+        return self.passes / len(self.ranks) * self.size
 
     def hops(self, node: int) -> list[int]:
         """The numbers of the nodes, of `node` ranks each, whose hops of the ring lead to another node."""
@@ -39,15 +48,15 @@ class Network:
     outer_beta: float
     assumption: str = ""
 
-    def all_reduce(self, ring: Ring) -> float:
-        """Seconds of a ring's all-reduces in buckets, one after the other.
+    def seconds(self, ring: Ring) -> float:
+        """Seconds of a ring's messages, one after the other: all-reduces of buckets, or broadcasts.
 
-        2(n-1)·alpha per bucket + 2(n-1)/n·bytes/beta. A ring is as fast as its slowest link, and has one hop out of
-        each of its nodes, to which all links of the node belong.
+        2(n-1)·alpha per bucket + 2(n-1)/n·bytes/beta, or half of it. A ring is as fast as its slowest link, and has one
+        hop out of each of its nodes, to which all links of the node belong.
         """
         beta = min(self.inner_beta, self.outer_beta) if ring.hops(self.node) else self.inner_beta
-        hops = 2 * (len(ring.ranks) - 1) * math.ceil(ring.size / BUCKET_BYTES)
-        return hops * self.alpha(ring) + ring.sent / beta
+        messages = ring.broadcasts or math.ceil(ring.size / BUCKET_BYTES)
+        return ring.passes * messages * self.alpha(ring) + ring.sent / beta
 
     def alpha(self, ring: Ring) -> float:
         """Mean seconds of a hop of a ring."""
@@ -55,10 +64,18 @@ class Network:
         return outer * self.outer_alpha + (1 - outer) * self.inner_alpha
 
 
-def rings_of(shared: int, expert: int, places: Sequence[Placement]) -> tuple[Ring, ...]:
-    """The all-reduces of an update: of `shared` bytes by all ranks, of `expert` bytes by the ranks of each expert."""
-    rings = [Ring(shared, range(len(places)))]
-    rings += [Ring(expert * len(place.experts), place.ranks) for place in places if place is places[place.ranks[0]]]
+def rings_of(
+    shared: int, expert: int, places: Sequence[Placement], broadcasts: tuple[int, int] = (0, 0)
+) -> tuple[Ring, ...]:
+    """The all-reduces of an update: of `shared` bytes by all ranks, of `expert` bytes by the ranks of each expert.
+
+    Or so many `broadcasts` of shared bytes and of an expert's.
+    """
+    rings = [Ring(shared, range(len(places)), broadcasts[0])]
+    for place in places:
+        if place is places[place.ranks[0]]:
+            number = len(place.experts)
+            rings.append(Ring(expert * number, place.ranks, broadcasts[1] * number))
     return tuple(ring for ring in rings if ring.size and len(ring.ranks) > 1)
 
 
@@ -67,12 +84,12 @@ def synchronizing(rings: Sequence[Ring], network: Network) -> float:
 
     The rings of one rank follow one another; rings that have no rank in common are under way at the same time.
     """
-    return _of_a_rank([(ring, network.all_reduce(ring)) for ring in rings])
+    return _of_a_rank([(ring, network.seconds(ring)) for ring in rings])
 
 
 def given(rings: Sequence[Ring]) -> int:
     """The most bytes that one rank gives to all-reduce."""
-    return round(_of_a_rank([(ring, ring.size) for ring in rings]))
+    return round(_of_a_rank([(ring, ring.size) for ring in rings if not ring.broadcasts]))
 
 
 def _of_a_rank(values: Sequence[tuple[Ring, float]]) -> float:

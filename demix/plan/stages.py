@@ -196,16 +196,18 @@ def sync_table(run: Run, hardware: str, ranks: int | None = None) -> Table:
     """
     device, here = HARDWARE[hardware], runs_here(run)
     network = f"; {device.network.assumption}" if device.network and not here else ""
+    plans = plan_training(run, ranks, device)
+    more = ", and Muon's broadcasts" if any(plan.orthogonalising for plan in plans) else ""
     table = Table(
         title=f"Gradients and checkpoints of {run.name} on {hardware}",
-        caption=f"sync: ring all-reduces, none hidden behind backward, which the achieved TFLOPs include "
+        caption=f"sync: ring all-reduces{more}, none hidden behind backward, which the achieved TFLOPs include "
         f"(from 100% of a step the hours are too few){network}; "
         f"while written: hours in which all ranks wait, beside those of training; {ALIKE}",
     )
     shown = [head for head in _SYNC_HEADS if not (here and head in _OF_NODES)]
     for head in shown:
         table.add_column(head, justify="left" if head == "model" else "right")
-    for row in folded(_sync_row(run, plan, device) for plan in plan_training(run, ranks, device)):
+    for row in folded(_sync_row(run, plan, device) for plan in plans):
         table.add_row(*(cell for head, cell in zip(_SYNC_HEADS, row, strict=True) if head in shown))
     return table
 

@@ -1,9 +1,13 @@
 """Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"): orthogonalised momentum."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from demix.config.architecture import orthogonalising_flops
 
 # Of the iteration a·X + b·XXᵀX + c·(XXᵀ)²X, which brings singular values from 0 to 1 to between 0.7 and 1.2.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -14,27 +18,62 @@ class Muon:
 
     An update is as `torch.optim.Muon` has it: Nesterov momentum, orthogonalised, times the square root of rows/columns
     where there are more rows, times the learning rate. `state` holds for each parameter after its first update the mean
-    of its gradients, `momentum`.
+    of its gradients, `momentum`. The ranks of `group` have the same parameters and gradients.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], weight_decay: float, momentum: float, iterations: int):
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        weight_decay: float,
+        momentum: float,
+        iterations: int,
+        group: dist.ProcessGroup | None = None,
+    ):
         self.parameters, self.weight_decay = list(parameters), weight_decay
-        self.momentum, self.iterations = momentum, iterations
+        self.momentum, self.iterations, self.group = momentum, iterations, group
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Update every parameter by its gradient."""
-        for parameter in self.parameters:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
+        """Update every parameter by its gradient, in whose place its orthogonalised momentum is left."""
+        given = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        for parameter, gradient in given:
             if parameter not in self.state:
                 self.state[parameter] = {"momentum": torch.zeros_like(parameter, requires_grad=False)}
             mean = self.state[parameter]["momentum"].lerp_(gradient, 1 - self.momentum)
-            update = orthogonalised(gradient.lerp(mean, self.momentum), self.iterations)
+            gradient.lerp_(mean, self.momentum)
+        self._orthogonalise([gradient.view(-1, *gradient.shape[-2:]) for _, gradient in given])
+        for parameter, update in given:
             scale = max(1.0, parameter.shape[-2] / parameter.shape[-1]) ** 0.5
             parameter.mul_(1 - learning_rate * self.weight_decay).add_(update, alpha=-learning_rate * scale)
+
+    def _orthogonalise(self, stacks: list[Tensor]) -> None:
+        """Orthogonalise matrices in place, each on one rank of the group, which sends it to the others."""
+        rank, ranks = (self.group.rank(), self.group.size()) if self.group else (0, 1)
+        parts = [*shared_out(stacks, ranks)]
+        for owner, part in parts:
+            if owner == rank:
+                part.copy_(orthogonalised(part, self.iterations))
+        if self.group:
+            sent = [dist.broadcast(part, group=self.group, group_src=owner, async_op=True) for owner, part in parts]
+            for work in sent:
+                work.wait()
+
+
+def shared_out(stacks: list[Tensor], ranks: int) -> Iterator[tuple[int, Tensor]]:
+    """Parts of `stacks` [matrices, rows, columns] in their order, each with the one of `ranks` that orthogonalises it.
+
+    No rank has more work than its share and one matrix.
+    """
+    costs = [orthogonalising_flops(*stack.shape[1:]) for stack in stacks]
+    total, before = sum(cost * len(stack) for cost, stack in zip(costs, stacks, strict=True)), 0
+    for cost, stack in zip(costs, stacks, strict=True):
+        # The rank in whose share the middle of a matrix's work lies.
+        owners = [ranks * (2 * before + (2 * number + 1) * cost) // (2 * total) for number in range(len(stack))]
+        before += cost * len(stack)
+        for owner, numbers in groupby(range(len(stack)), key=owners.__getitem__):
+            first, *more = numbers
+            yield owner, stack[first : first + 1 + len(more)]
 
 
 def orthogonalised(matrices: Tensor, iterations: int) -> Tensor:
@@ -44,9 +83,10 @@ def orthogonalised(matrices: Tensor, iterations: int) -> Tensor:
     """
     half = matrices.is_cuda and matrices.dtype != torch.float64
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x: Tensor = (matrices.mT if tall else matrices).to(torch.bfloat16 if half else matrices.dtype)
+    stack = matrices.view(-1, *matrices.shape[-2:])
+    x: Tensor = (stack.mT if tall else stack).to(torch.bfloat16 if half else matrices.dtype)
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(iterations):
         square = x @ x.mT
-        x = A * x + (B * square + C * square @ square) @ x
-    return (x.mT if tall else x).to(matrices.dtype)
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=B, alpha=C), x, beta=A)
+    return (x.mT if tall else x).to(matrices.dtype).view(matrices.shape)

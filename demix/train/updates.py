@@ -1,11 +1,11 @@
 """The optimizers of a training: which parameters each updates, and at which learning rate."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from demix.config.training import Updates
 from demix.train.adam import AdamW
 from demix.train.muon import Muon
 from demix.train.schedule import Optimization
@@ -25,21 +25,34 @@ def group_of(name: str) -> Group:
 
 
 class Optimizers:
-    """One optimizer for each group of the named `parameters`, all with the same schedule."""
+    """One optimizer for each group of the named `parameters`, all with the same schedule.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], optimization: Optimization):
+    `holders` says which ranks have a parameter beside this one, if any.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimization: Optimization,
+        holders: Callable[[str], dist.ProcessGroup | None] = lambda _: None,
+    ):
         self.optimizers: list[tuple[AdamW | Muon, float]] = []
         updates, decay = optimization.optimizer, optimization.weight_decay
         if updates is None:
             self.optimizers.append((AdamW(parameters.values(), decay), 1.0))
             return
-        groups: dict[Group, list[nn.Parameter]] = {}
+        groups: dict[tuple[Group, dist.ProcessGroup | None], list[nn.Parameter]] = {}
         for name, parameter in parameters.items():
-            groups.setdefault(group_of(name), []).append(parameter)
-        for group, members in groups.items():
+            groups.setdefault((group_of(name), holders(name)), []).append(parameter)
+        for (group, ranks), members in groups.items():
             ratio = 1.0 if group == "rest" else getattr(updates, group)
             decayed = decay if updates.decay == "all" or group == "matrices" else 0.0
-            self.optimizers.append((_optimizer(updates, group, members, decayed), ratio))
+            if updates.kind == "muon" and group == "matrices":
+                muon = Muon(members, decayed, updates.momentum, updates.iterations, ranks)
+                self.optimizers.append((muon, ratio))
+            else:
+                adam = AdamW(members, decayed, (updates.beta1, updates.beta2), updates.epsilon)
+                self.optimizers.append((adam, ratio))
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
@@ -56,9 +69,3 @@ class Optimizers:
         """Update every parameter by its gradient."""
         for optimizer, ratio in self.optimizers:
             optimizer.step(learning_rate * ratio)
-
-
-def _optimizer(updates: Updates, group: Group, members: list[nn.Parameter], decay: float) -> AdamW | Muon:
-    if updates.kind == "muon" and group == "matrices":
-        return Muon(members, decay, updates.momentum, updates.iterations)
-    return AdamW(members, decay, (updates.beta1, updates.beta2), updates.epsilon)

@@ -42,12 +42,12 @@ def test_seconds_are_those_worked_by_hand() -> None:
     # 100 MB in 4 buckets, 16 ranks on two nodes: 30 hops a bucket, of which 2 of 16 leave a node.
     wide = Ring(100_000_000, range(16))
     assert PLAIN.alpha(wide) == pytest.approx((2 * 10e-6 + 14 * 1e-6) / 16)
-    assert PLAIN.all_reduce(wide) == pytest.approx(30 * 4 * 2.125e-6 + 2 * 15 / 16 * 1e8 / 10e9)
+    assert PLAIN.seconds(wide) == pytest.approx(30 * 4 * 2.125e-6 + 2 * 15 / 16 * 1e8 / 10e9)
     # In one node: the fast link, and no slow hop.
     inside = Ring(100_000_000, range(8))
-    assert PLAIN.all_reduce(inside) == pytest.approx(14 * 4 * 1e-6 + 2 * 7 / 8 * 1e8 / 100e9)
+    assert PLAIN.seconds(inside) == pytest.approx(14 * 4 * 1e-6 + 2 * 7 / 8 * 1e8 / 100e9)
     # Where more leaves a node than a GPU sends inside it, the GPU's link is the slowest.
-    assert replace(PLAIN, outer_beta=400e9).all_reduce(wide) == pytest.approx(255e-6 + 1.875e8 / 100e9)
+    assert replace(PLAIN, outer_beta=400e9).seconds(wide) == pytest.approx(255e-6 + 1.875e8 / 100e9)
 
 
 def test_rings_of_a_rank_follow_one_another_and_others_run_beside() -> None:
@@ -57,7 +57,7 @@ def test_rings_of_a_rank_follow_one_another_and_others_run_beside() -> None:
         (1000, list(range(16))), (500, list(range(8))), (500, list(range(8, 16))),
     ]  # fmt: skip
     assert given(rings) == 1500
-    assert synchronizing(rings, PLAIN) == pytest.approx(PLAIN.all_reduce(rings[0]) + PLAIN.all_reduce(rings[1]))
+    assert synchronizing(rings, PLAIN) == pytest.approx(PLAIN.seconds(rings[0]) + PLAIN.seconds(rings[1]))
     # Only the shared gradients leave a node.
     assert out_of_a_node(rings, 8) == 2 * 15 / 16 * 1000
     # Of the 24 ranks of eight experts, those of the third and of the sixth are on both sides of the second node.

@@ -70,7 +70,7 @@ def test_each_experts_matrix_is_updated_by_itself() -> None:
     gradient = numbers(3, 2, 6, 4) * torch.tensor([1.0, 100.0, 1e-3]).view(3, 1, 1, 1)
     stacked.grad = gradient
     for parameter, own in zip(alone, gradient.view(-1, 6, 4), strict=True):
-        parameter.grad = own
+        parameter.grad = own.clone()
     for parameters in ([stacked], alone):
         Muon(parameters, weight_decay=0.1, momentum=0.95, iterations=5).step(0.1)
     torch.testing.assert_close(stacked.view(-1, 6, 4), torch.stack([*alone]))
