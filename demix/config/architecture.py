@@ -374,6 +374,13 @@ def routing_flops(architecture: Architecture) -> int:
     return architecture.routed_layers * more
 
 
+def stacked_maps(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """The rows of the linear maps that stand one below the other in a parameter of a block, by the end of its name."""
+    queries, keys = (number * architecture.unit for number in (architecture.heads, architecture.key_value_heads))
+    up = (architecture.inner_width,) * (architecture.maps - 1)
+    return {"attention.qkv.weight": (queries, keys, keys), "feedforward.up": up}
+
+
 def matrices(
     architecture: Architecture, expert_scope: str = "feedforward"
 ) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
@@ -381,13 +388,13 @@ def matrices(
 
     They are the weights of linear maps: how many there are of each shape (rows, columns). A routed expert has its own.
     """
-    width, inner, unit = architecture.width, architecture.inner_width, architecture.unit
-    queries, keys = architecture.heads * unit, architecture.key_value_heads * unit
+    width, inner = architecture.width, architecture.inner_width
     layers, routed = architecture.layers, architecture.routed
-    shared = Counter({(queries + 2 * keys, width): layers})
-    shared[width, queries] += layers
+    qkv, up = stacked_maps(architecture).values()
+    shared = Counter((rows, width) for rows in qkv * layers)
+    shared[width, architecture.heads * architecture.unit] += layers
     stacked = layers + architecture.routed_layers * (routed.experts - 1 if routed else 0)
-    own = Counter({((architecture.maps - 1) * inner, width): stacked})
+    own = Counter((rows, width) for rows in up * stacked)
     own[width, inner] += stacked
     return (Counter(), shared + own) if expert_scope == "model" else (shared, own)
 

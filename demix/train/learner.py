@@ -40,7 +40,9 @@ class Learner:
         if optimization.compile:
             model.compile_blocks()
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.optimizers = Optimizers(self.trained, optimization, lambda name: world.groups[model.owned(name)])
+        self.optimizers = Optimizers(
+            self.trained, optimization, model.architecture, lambda name: world.groups[model.owned(name)]
+        )
         self.scale = LossScale(dtype)
         self.best = Best(self.trained, optimization.stopping) if optimization.stopping else None
         self.metrics = Metrics(directory / "metrics.jsonl" if world.rank == 0 else None)

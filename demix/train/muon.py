@@ -1,6 +1,6 @@
 """Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"): orthogonalised momentum."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
 import torch
@@ -18,7 +18,8 @@ class Muon:
 
     An update is as `torch.optim.Muon` has it: Nesterov momentum, orthogonalised, times the square root of rows/columns
     where there are more rows, times the learning rate. `state` holds for each parameter after its first update the mean
-    of its gradients, `momentum`. The ranks of `group` have the same parameters and gradients.
+    of its gradients, `momentum`. The ranks of `group` have the same parameters and gradients. `maps` has the rows of
+    each matrix where several stand one below the other in a parameter.
     """
 
     def __init__(
@@ -28,8 +29,9 @@ class Muon:
         momentum: float,
         iterations: int,
         group: dist.ProcessGroup | None = None,
+        maps: Mapping[nn.Parameter, tuple[int, ...]] | None = None,
     ):
-        self.parameters, self.weight_decay = list(parameters), weight_decay
+        self.parameters, self.weight_decay, self.maps = list(parameters), weight_decay, maps or {}
         self.momentum, self.iterations, self.group = momentum, iterations, group
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
 
@@ -42,10 +44,17 @@ class Muon:
                 self.state[parameter] = {"momentum": torch.zeros_like(parameter, requires_grad=False)}
             mean = self.state[parameter]["momentum"].lerp_(gradient, 1 - self.momentum)
             gradient.lerp_(mean, self.momentum)
-        self._orthogonalise([gradient.view(-1, *gradient.shape[-2:]) for _, gradient in given])
-        for parameter, update in given:
-            scale = max(1.0, parameter.shape[-2] / parameter.shape[-1]) ** 0.5
-            parameter.mul_(1 - learning_rate * self.weight_decay).add_(update, alpha=-learning_rate * scale)
+        pairs = [pair for parameter, gradient in given for pair in self._matrices(parameter, gradient)]
+        self._orthogonalise([update for _, update in pairs])
+        for stack, update in pairs:
+            scale = max(1.0, stack.shape[-2] / stack.shape[-1]) ** 0.5
+            stack.mul_(1 - learning_rate * self.weight_decay).add_(update, alpha=-learning_rate * scale)
+
+    def _matrices(self, parameter: nn.Parameter, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The stacks [matrices, rows, columns] of each of the maps of a parameter, and those of its gradient."""
+        rows = self.maps.get(parameter, parameter.shape[-2:-1])
+        parts = (whole.view(-1, *whole.shape[-2:]).split(rows, 1) for whole in (parameter, gradient))
+        return zip(*parts, strict=True)
 
     def _orthogonalise(self, stacks: list[Tensor]) -> None:
         """Orthogonalise matrices in place, each on one rank of the group, which sends it to the others."""
@@ -54,10 +63,17 @@ class Muon:
         for owner, part in parts:
             if owner == rank:
                 part.copy_(orthogonalised(part, self.iterations))
-        if self.group:
-            sent = [dist.broadcast(part, group=self.group, group_src=owner, async_op=True) for owner, part in parts]
-            for work in sent:
-                work.wait()
+        if not self.group:
+            return
+        sent = [part.contiguous() for _, part in parts]
+        works = [
+            dist.broadcast(whole, group=self.group, group_src=owner, async_op=True)
+            for (owner, _), whole in zip(parts, sent, strict=True)
+        ]
+        for (_, part), whole, work in zip(parts, sent, works, strict=True):
+            work.wait()
+            if whole is not part:
+                part.copy_(whole)
 
 
 def shared_out(stacks: list[Tensor], ranks: int) -> Iterator[tuple[int, Tensor]]:

@@ -6,6 +6,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from demix.config.architecture import Architecture, stacked_maps
 from demix.train.adam import AdamW
 from demix.train.muon import Muon
 from demix.train.schedule import Optimization
@@ -27,13 +28,14 @@ def group_of(name: str) -> Group:
 class Optimizers:
     """One optimizer for each group of the named `parameters`, all with the same schedule.
 
-    `holders` says which ranks have a parameter beside this one, if any.
+    `holders` says which ranks have a parameter beside this one, if any. `architecture` is that of the model.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         optimization: Optimization,
+        architecture: Architecture,
         holders: Callable[[str], dist.ProcessGroup | None] = lambda _: None,
     ):
         self.optimizers: list[tuple[AdamW | Muon, float]] = []
@@ -41,6 +43,8 @@ class Optimizers:
         if updates is None:
             self.optimizers.append((AdamW(parameters.values(), decay), 1.0))
             return
+        below = stacked_maps(architecture)
+        maps = {one: rows for name, one in parameters.items() for end, rows in below.items() if name.endswith(end)}
         groups: dict[tuple[Group, dist.ProcessGroup | None], list[nn.Parameter]] = {}
         for name, parameter in parameters.items():
             groups.setdefault((group_of(name), holders(name)), []).append(parameter)
@@ -48,7 +52,7 @@ class Optimizers:
             ratio = 1.0 if group == "rest" else getattr(updates, group)
             decayed = decay if updates.decay == "all" or group == "matrices" else 0.0
             if updates.kind == "muon" and group == "matrices":
-                muon = Muon(members, decayed, updates.momentum, updates.iterations, ranks)
+                muon = Muon(members, decayed, updates.momentum, updates.iterations, ranks, maps)
                 self.optimizers.append((muon, ratio))
             else:
                 adam = AdamW(members, decayed, (updates.beta1, updates.beta2), updates.epsilon)

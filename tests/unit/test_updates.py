@@ -76,6 +76,24 @@ def test_each_experts_matrix_is_updated_by_itself() -> None:
     torch.testing.assert_close(stacked.view(-1, 6, 4), torch.stack([*alone]))
 
 
+def test_maps_that_stand_in_one_parameter_are_updated_each_by_itself() -> None:
+    """Those of queries, keys and values, and both of a gated feedforward: as if they were parameters of their own."""
+    sizes = Architecture(**SIZES, key_heads=1, gated=True, biases="none")
+    model = GPT(sizes, 20, ("a", "b")).initialise(1).double()
+    named = {name: p for name, p in model.named_parameters() if name.endswith(("qkv.weight", "feedforward.up"))}
+    rows = {name: (16, 8, 8) if "qkv" in name else (64, 64) for name in named}
+    alone = {name: [nn.Parameter(one.detach().clone()) for one in p.split(rows[name], -2)] for name, p in named.items()}
+    for name, parameter in named.items():
+        parameter.grad = numbers(*parameter.shape)
+        for one, gradient in zip(alone[name], parameter.grad.split(rows[name], -2), strict=True):
+            one.grad = gradient.clone()
+    optimization = dataclasses.replace(OPTIMIZATION, optimizer=Updates(kind="muon"))
+    Optimizers(named, optimization, sizes).step(0.1)
+    Muon([one for parts in alone.values() for one in parts], weight_decay=0.1, momentum=0.95, iterations=5).step(0.1)
+    for name, parameter in named.items():
+        torch.testing.assert_close(parameter, torch.cat(alone[name], -2), rtol=1e-9, atol=1e-12)
+
+
 def test_groups_have_their_rates_and_their_decay() -> None:
     sizes = Architecture(**SIZES, head="untied", gated=True)
     routed = dataclasses.replace(sizes, routed=Routed(experts=2, top_k=1, every=2, capacity=2.0, balance=0.0))
@@ -91,7 +109,8 @@ def test_groups_have_their_rates_and_their_decay() -> None:
     updates = Updates(
         kind="adamw", beta1=0.8, beta2=0.9, epsilon=1e-8, decay="matrices", matrices=2.0, embeddings=3.0, head=0.5
     )
-    ours = Optimizers(dict(model.named_parameters()), dataclasses.replace(OPTIMIZATION, optimizer=updates))
+    optimization = dataclasses.replace(OPTIMIZATION, optimizer=updates)
+    ours = Optimizers(dict(model.named_parameters()), optimization, model.architecture)
     rates = {"matrices": 2.0, "embeddings": 3.0, "head": 0.5, "rest": 1.0}
     theirs = torch.optim.AdamW([
         {"params": [p], "lr": 1e-2 * rates[group_of(name)], "weight_decay": 0.1 * (group_of(name) == "matrices")}
