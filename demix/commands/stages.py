@@ -195,6 +195,15 @@ def score(
     run(model, names, shards, values, output, context)
 
 
+@app.command("score-ngrams")
+def score_ngrams_of(shards: Files, settings: Settings, output: Output) -> None:
+    """Count the n-grams of train.arrow shards, and score dev.arrow and test.arrow: output is the folder scores/."""
+    from demix.evaluate.ngrams import NGramScoring, score_ngrams
+    from demix.settings import settings_from
+
+    score_ngrams(shards, settings_from(NGramScoring, settings), output)
+
+
 @app.command("router-loads")
 def router_loads(
     model: Annotated[Path, typer.Argument(help="The directory of a model whose tokens choose experts.")],

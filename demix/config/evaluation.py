@@ -11,6 +11,7 @@ from demix.settings import DistinctItems, Integer, Number, Positive, Text, Tried
 DECAY = 0.3
 
 Decay = Annotated[Number, Field(gt=0, le=1)]
+NGramOrder = Annotated[Integer, Field(ge=1, le=8)]
 # The text whose distance to the centres of clusters weights experts; `demix.data.cluster` defines each.
 Context = Literal["document", "block", "document_half"]
 _LEAST, _MOST = FAMILIES["cluster"].parameters["temperature"]
@@ -117,4 +118,10 @@ class EvaluationSection(ScoringRecipe, MixingRecipe):
         description="Lengths of blocks (T) on which the test splits are scored and evaluated by position, such as "
         "[256, 512, 1024]. A model with learned positions is left out where they are longer than "
         "architecture.context.",
+    )
+    ngrams: TriedItems[NGramOrder] = Field(
+        default_factory=absent,
+        description="Orders n of n-gram baselines (modified Kneser-Ney), such as [3, 5]; without the key there are "
+        "none. Of each order there is one of all training text and one per training domain, mixed as experts are. They "
+        "count as many tokens as the row dense learns from, the first of each domain.",
     )

@@ -197,7 +197,8 @@ Preset = Literal["modern", "paper"]
 TRAINING_PRESETS: dict[Preset, dict[str, Any]] = {
     "modern": {
         "warmup": 0.04,
-        "clip": 1.0,
+        # Neither Muon's updates nor Adam's grow with the gradient.
+        "clip": 1000.0,
         "weight_decay": 0.0,
         "optimizer": {
             "kind": "muon",

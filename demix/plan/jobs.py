@@ -145,7 +145,10 @@ def _of_scores(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
     def scoring(name: str, rules: dict[str, int]) -> Jobs:
         return Jobs("score", name, rules, sites["score"], 1, threads)
 
+    orders = run.config.evaluation.ngrams or ()
+    counting = Jobs("evaluate", "score n-grams", {"score_ngrams": len(orders)}, sites["evaluate"])
     return [
+        replace(counting, disk=len(orders) * ScoringCosts(run, HARDWARE["cpu"]).of_ngrams()),
         scoring("loads of routers", {"loads": len(token_routed(run))}),
         Jobs("corpus", "join experts", joining, sites["corpus"]),
         Jobs("evaluate", "average", averaging, sites["evaluate"]),
@@ -205,6 +208,11 @@ class ScoringCosts:
         tflops = achieved_tflops(self.device, architecture, demix=columns > 1)
         hours = scoring_hours(architecture, self.run.types, columns, tokens, tflops, part.expert_scope)
         return hours, score_table_bytes(columns, tokens) - (0 if part.shared else score_table_bytes(0, tokens))
+
+    def of_ngrams(self) -> int:
+        """Bytes of the score tables of the n-grams of one order, of all training text and of each training domain."""
+        dev, test = (sum(self._tokens(split, self.run.context).values()) for split in ("dev", "test"))
+        return score_table_bytes(1, test) + score_table_bytes(len(self.run.training), dev + test)
 
 
 _OF_A_CLUSTER = ("nodes\na job", "GPUs\na job", "memory\na node", "limit", "where")

@@ -119,6 +119,11 @@ def plan_stages(run: Run, hardware: str, ranks: int | None = None) -> list[Stage
         ),
         scoring("score", added=False),
         scoring("score what was adapted", added=True),
+        StageCost(
+            "score n-grams",
+            counts.get("score_ngrams", 0),
+            written=sum(job.disk for job in jobs if "score_ngrams" in job.rules),
+        ),
         StageCost("evaluate", counts["evaluate"], RATES["evaluate"].hours(tables)),
     ]
 

@@ -56,7 +56,7 @@ STAGES = (
     Stage(
         "score",
         ("each expert once", "on each domain"),
-        ("score", "merge_routed", "route", "loads", "fewshot"),
+        ("score", "score_ngrams", "merge_routed", "route", "loads", "fewshot"),
         4,
         after=("train", "adapt"),
         accelerated=True,

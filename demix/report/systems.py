@@ -6,7 +6,7 @@ from dataclasses import replace
 from demix.config.models import KINDS
 from demix.run.models import adapted, left_out, one_more, trained_without
 from demix.run.run import Run
-from demix.run.systems import System, bases, label_of, row_systems, systems_of, table_rows
+from demix.run.systems import System, bases, label_of, ngram_systems, row_systems, systems_of, table_rows
 
 # A system, or the one that belongs to a domain.
 ByDomain = System | Callable[[str], System]
@@ -98,8 +98,19 @@ def in_domain(run: Run) -> Iterator[System]:
                 yield system.released_scorer()
 
 
+def ngram_lines(run: Run) -> list[System]:
+    """The n-grams of the main table, by order: of all training text, and of domains by `tempered`, else `cached`."""
+    systems = ngram_systems(run)
+    weights = next((one.weights for one in systems if one.weights.startswith("tempered")), "")
+    return [
+        one
+        for one in systems
+        if one.method == "dense" or (one.weights == weights if weights else one.method == "cached")
+    ]
+
+
 def main_systems(run: Run) -> list[tuple[System, System]]:
-    """The lines of the main table: each system after the one whose name it has there."""
+    """The lines of the main table, n-grams last: each system after the one whose name it has there."""
     systems = trained_systems(run)
     lines = [(system, system) for system in systems if not system.weights]
     lines += [
@@ -107,12 +118,13 @@ def main_systems(run: Run) -> list[tuple[System, System]]:
         for system in (*(system for system in systems if system.weights == "history"), added(run)[1])
         for variant in (system, system.with_weights("released"))
     ]
-    return lines + [(system, system) for system in systems if system.weights not in ("", "history")]
+    lines += [(system, system) for system in systems if system.weights not in ("", "history")]
+    return lines + [(system, system) for system in ngram_lines(run)]
 
 
 def systems_on(domain: str, kind: str, run: Run) -> list[System]:
     """The systems of all tables that are evaluated on `domain`, whose kind is `kind`."""
-    systems = trained_systems(run)
+    systems = [*trained_systems(run), *ngram_systems(run)]
     dense = [system for system in systems if system.method == "dense"]
     naive = [system for system in systems if system.method == "naive"]
     mixed = [system for system in systems if system.method not in ("dense", "naive")]

@@ -14,7 +14,11 @@ from demix.run.clashes import refuse_clashes
 from demix.run.contexts import check_contexts
 from demix.run.models import Model
 from demix.run.run import Run
+from demix.run.systems import ngram_folders, ngram_tokens
 from demix.settings import written
+
+# The tokens of all training domains whose n-grams are counted at once: order 5 takes 16 GB for as many, order 8 24 GB.
+MOST_NGRAM_TOKENS = 100_000_000
 
 
 def load_run(path: str | Path, **instead: Any) -> Run:
@@ -43,6 +47,7 @@ def checked(config: Config) -> Run:
     _check_removal(run)
     _check_weights(run)
     check_contexts(run)
+    _check_ngrams(run)
     refuse_clashes(run)
     return run
 
@@ -157,3 +162,16 @@ def _check_weights(run: Run) -> None:
             if model.kind.has_experts and not (model.routing or model.removed or model.masked):
                 cause, cure = f"{weights} has no clustering for {model.name}", "add by_domain: {method: metadata}"
                 raise DemixError("config key evaluation.weights", cause, f"{cure} to clusterings")
+
+
+def _check_ngrams(run: Run) -> None:
+    """Refuse n-grams of more tokens than fit in memory, and a row with their name."""
+    orders, tokens = run.config.evaluation.ngrams or (), ngram_tokens(run)
+    if orders and tokens > MOST_NGRAM_TOKENS:
+        cause = f"would count {tokens:,} tokens, and at most {MOST_NGRAM_TOKENS:,} fit in memory"
+        raise DemixError("config key evaluation.ngrams", cause, "leave out evaluation.ngrams")
+    for order in orders:
+        for folder in ngram_folders(order):
+            if folder in run.rows:
+                cause = f"is a name that n-grams of order {order} have"
+                raise DemixError(f"config key models.{folder}", cause, "rename the row")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from demix.config.adaptation import AdaptationSection
+from demix.config.evaluation import ScoredTokens
 from demix.config.models import DENSE_EXPERT, RowSettings
 from demix.config.training import Execution, TrainingRecipe, taken
 from demix.files import fingerprint, write_json
@@ -16,7 +17,7 @@ from demix.run.contexts import POSITION_BINS, context_tables
 from demix.run.kept import config_fingerprint
 from demix.run.models import Model
 from demix.run.run import Run
-from demix.run.systems import evaluated, routed
+from demix.run.systems import evaluated, ngram_tokens, routed
 from demix.settings import names_of, written
 
 # The bytes of the longest argument that Linux passes to a program, less the NUL at its end.
@@ -132,6 +133,12 @@ class RunRules:
             width=max(1, self.run.context // POSITION_BINS),
             seed=self.run.seed,
         )
+
+    def ngram_settings(self, order: int) -> str:
+        """The settings of the job that scores n-grams, as JSON."""
+        tokens = max(1, ngram_tokens(self.run) // len(self.run.training))
+        scored = taken(ScoredTokens, self.run.config.evaluation)
+        return self.as_json(scored, order=order, train_tokens=tokens, length=self.run.context)
 
     def evaluated_routing(self, domain: str) -> list[str]:
         """The routing tables that the evaluation of a domain reads, and the clusterers that made them."""

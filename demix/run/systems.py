@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from demix.config.mixing import METHODS, UNWEIGHTED, parsed_weights
-from demix.config.models import KINDS, PAPER, Kind
+from demix.config.models import DENSE_EXPERT, KINDS, PAPER, Kind
 from demix.run.merged import MERGED, Merged
 from demix.run.models import Model, left_out, one_more, trained_without
 from demix.run.run import Run
@@ -154,11 +154,42 @@ def row_systems(row: str, kind: Kind, run: Run) -> tuple[System, ...]:
     return tuple(system for system in systems if not (run.rows[row].settings.data and system.method == "naive"))
 
 
+def ngram_folders(order: object) -> tuple[str, str]:
+    """The names of the n-gram baselines of an order: of all training text together, and of each training domain."""
+    return f"ngram{order}", f"ngram{order}_domains"
+
+
+def ngram_tokens(run: Run) -> int:
+    """The tokens of all training domains that n-grams are counted in: as many as the row dense learns from."""
+    return run.rows["dense"].settings.tokens
+
+
+def ngram_systems(run: Run) -> tuple[System, ...]:
+    """The systems of `evaluation.ngrams`: of each order one of all training text, then those of mixed domains."""
+    found: list[System] = []
+    for order in run.config.evaluation.ngrams or ():
+        pooled, by_domain = ngram_folders(order)
+        found.append(System(f"{order}-grams (modified Kneser-Ney)", pooled, DENSE_EXPERT, "dense"))
+        mixed = systems_of(by_domain, KINDS["demix"]) + stream_systems(by_domain, KINDS["demix"], run)
+        found += [replace(one, label=f"{order}-grams by domain{one.label.removeprefix(by_domain)}") for one in mixed]
+    return tuple(found)
+
+
+def _ngram_tables(run: Run) -> Iterator[Evaluated]:
+    """The score tables of `ngram_systems`."""
+    for order in run.config.evaluation.ngrams or ():
+        pooled, by_domain = ngram_folders(order)
+        yield Evaluated(pooled, pooled, run.seed, (DENSE_EXPERT,))
+        some = ExpertSet("training", run.training, routing=run.receiver.routing)
+        yield Evaluated(by_domain, by_domain, run.seed, run.training, (some,))
+
+
 @cache
 def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
     """The score tables and sets of experts to evaluate on `domain`, further seeds last.
 
-    Within a seed, models of one column come first, then models with domain tokens, then models with experts.
+    Within a seed, models of one column come first, then models with domain tokens, then models with experts. N-grams
+    and merged models come last.
     """
     training, novel, receiver, whole = run.training, run.novel, run.receiver, run.whole
 
@@ -204,6 +235,7 @@ def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
         tokens = [table for model, table in tables if model.kind.domain_tokens]
         mixed = [table for model, table in tables if table.sets and not model.kind.domain_tokens]
         found += [*single, *tokens, *mixed]
+    found += _ngram_tables(run)
     found += [
         Evaluated(one.model.row, one.of(domain), one.model.seed, MERGED, merged=one.weights)
         for one in run.merged
@@ -221,11 +253,16 @@ def routed(run: Run) -> tuple[str, ...]:
     return tuple(dict.fromkeys(some.routing for some in sets if some.routing))
 
 
-def chosen_on_dev(run: Run) -> tuple[Model, ...]:
-    """The models with a mixing.json: those mixed by `tempered` with parameters that the config leaves open."""
+def chosen_on_dev(run: Run) -> dict[str, tuple[str, ...]]:
+    """The experts of each model with a mixing.json, by its folder.
+
+    These are the models mixed by `tempered` with parameters that the config leaves open, n-grams of domains last.
+    """
     if "tempered" not in run.config.evaluation.weights:
-        return ()
-    return tuple(model for model in run.trained if model.kind.has_experts and not (model.removed or model.masked))
+        return {}
+    models = [model for model in run.trained if model.kind.has_experts and not (model.removed or model.masked)]
+    ngrams = [ngram_folders(order)[1] for order in run.config.evaluation.ngrams or ()]
+    return {model.name: model.columns for model in models} | dict.fromkeys(ngrams, run.training)
 
 
 @dataclass(frozen=True)
@@ -357,8 +394,8 @@ def compared(run: Run, domain: str) -> tuple[System, ...]:
     """The systems that are compared with each of `bases` on `domain`.
 
     These are the baselines and the methods of Tables 3 to 5 with one rule of weights, DEMix with the weights of the
-    released code, the set of all experts and the one with the domain's own added, the removals of Table 7, and the
-    systems of further rows.
+    released code, the set of all experts and the one with the domain's own added, the removals of Table 7, the systems
+    of further rows, and n-grams.
     """
     first, more = (
         [
@@ -378,4 +415,5 @@ def compared(run: Run, domain: str) -> tuple[System, ...]:
         System("", whole, left_out(domain), "cached", "history"),
         System("", trained_without(domain), "training", "cached", "history"),
         *more,
+        *ngram_systems(run),
     )

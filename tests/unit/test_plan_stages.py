@@ -35,8 +35,10 @@ def test_stages_add_up_to_the_other_tables(path: Path, hardware: str) -> None:
     units = HARDWARE[hardware].units
     assert trained == pytest.approx(units * sum(plan.rank_hours for plan in plans))
     scored = stages["score"], stages["score what was adapted"]
+    counted = stages["score n-grams"]
+    assert counted.jobs == len(config.config.evaluation.ngrams or ())
     assert trained + sum(stage.hours for stage in scored) == pytest.approx(units * sum(job.rank_hours for job in jobs))
-    assert sum(stage.written for stage in scored) == sum(job.disk for job in jobs)
+    assert sum(stage.written for stage in (*scored, counted)) == sum(job.disk for job in jobs)
     assert sum(stage.jobs for stage in scored) == sum(
         job.count for job in jobs if job.name in ("score", "score what was adapted")
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from demix.config.adaptation import AdaptationRecipe
 from demix.config.evaluation import MixingRecipe, ScoredTokens, ScoringRecipe
 from demix.config.keys import located, read_keys
+from demix.config.models import DENSE_EXPERT
 from demix.config.training import taken
 from demix.errors import DemixError
 from demix.files import exclusive

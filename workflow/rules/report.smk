@@ -3,13 +3,13 @@
 
 rule choose_mixing:
     input:
-        lambda wildcards: RULES.scores(wildcards.model, TRAINING, [*MODELS[wildcards.model].columns, "tokens"], ["dev"]),
+        lambda wildcards: RULES.scores(wildcards.model, TRAINING, [*systems.chosen_on_dev(THIS)[wildcards.model], "tokens"], ["dev"]),
     output:
         f"{RUN}/models/{{model}}/mixing.json",
     log:
         f"{RUN}/logs/choose_mixing/{{model}}.log",
     wildcard_constraints:
-        model="|".join(model.name for model in systems.chosen_on_dev(THIS)) or "none",
+        model="|".join(systems.chosen_on_dev(THIS)) or "none",
     conda:
         "../../environment.yml"
     resources:
@@ -17,7 +17,7 @@ rule choose_mixing:
     params:
         folder=below_run("scores/{model}"),
         domains=",".join(TRAINING),
-        experts=lambda wildcards: ",".join(MODELS[wildcards.model].columns),
+        experts=lambda wildcards: ",".join(systems.chosen_on_dev(THIS)[wildcards.model]),
     shell:
         "demix choose-mixing {params.folder} --domains {params.domains} --experts {params.experts}"
         " --output {output} 2> {log}"
@@ -27,7 +27,7 @@ rule evaluate:
     input:
         lambda wildcards: RULES.evaluated_scores(wildcards.domain),
         routing=lambda wildcards: RULES.evaluated_routing(wildcards.domain),
-        mixing=[f"{RUN}/models/{model.name}/mixing.json" for model in systems.chosen_on_dev(THIS)],
+        mixing=[f"{RUN}/models/{model}/mixing.json" for model in systems.chosen_on_dev(THIS)],
         tokenizer=f"{RUN}/tokenizer.json",
     output:
         results=f"{RUN}/evaluations/{{domain}}.parquet",

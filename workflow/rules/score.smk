@@ -2,6 +2,10 @@
 SCORING = RULES.as_json(taken(ScoringRecipe, CONFIG.evaluation), threads=CONFIG.threads)
 
 
+# The folders of n-grams of any order.
+POOLED, BY_DOMAIN = systems.ngram_folders("{order}")
+
+
 for job in scoring_jobs(THIS):
     part, *more = job.parts
 
@@ -72,3 +76,25 @@ rule loads:
         model=below_run("models/{model}"),
     shell:
         "demix router-loads {params.model} {input.tokens} --settings {params.settings:q} --output {output} 2> {log}"
+
+
+# Baselines that count: one job reads all text of an order's models, and scores it.
+rule score_ngrams:
+    input:
+        tokens=[*RULES.tokens(TRAINING, "train"), *RULES.tokens(DOMAINS, "dev", "test")],
+    output:
+        RULES.scores(POOLED, DOMAINS, [DENSE_EXPERT, "tokens"], ["test"]),
+        RULES.scores(BY_DOMAIN, DOMAINS, [*TRAINING, "tokens"]),
+    log:
+        f"{RUN}/logs/score_ngrams/{{order}}.log",
+    wildcard_constraints:
+        order="|".join(map(str, CONFIG.evaluation.ngrams or ())) or "none",
+    conda:
+        "../../environment.yml"
+    resources:
+        **RULES.site("evaluate"),
+    params:
+        settings=lambda wildcards: RULES.ngram_settings(int(wildcards.order)),
+        folder=below_run("scores"),
+    shell:
+        "demix score-ngrams {input.tokens} --settings {params.settings:q} --output {params.folder} 2> {log}"

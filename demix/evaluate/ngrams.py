@@ -1,0 +1,81 @@
+"""Score tables of n-gram models: baselines that learn from the training domains' tokens by counting."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from demix.config.evaluation import NGramOrder, ScoredTokens
+from demix.config.models import DENSE_EXPERT
+from demix.data.shards import TokenShard, blocks
+from demix.errors import DemixError
+from demix.evaluate.score_tables import count_to_score, row_groups, tokens_sha256, write_scores, write_tokens
+from demix.model.ngram import KneserNey
+from demix.run.systems import ngram_folders
+from demix.settings import Positive, settings
+
+log = logging.getLogger(__name__)
+
+
+@settings(kw_only=True)
+class NGramScoring(ScoredTokens):
+    """Of which tokens n-gram models learn, and which they score.
+
+    `train_tokens` are the first tokens of each training domain that are counted. Blocks have `length` tokens.
+    """
+
+    order: NGramOrder
+    train_tokens: Positive
+    length: Positive
+
+
+def score_ngrams(paths: list[Path], scoring: NGramScoring, output: Path) -> None:
+    """Learn from the shards tokens/<domain>/train.arrow among `paths`, and score the others, dev.arrow and test.arrow.
+
+    Writes two folders of score tables below `output`, in the form of those of models. In ngram<order> one model of all
+    training text, whose column is called dense, has scored the test splits. In ngram<order>_domains one model of each
+    training domain has scored all splits. As under any model, the context of a token ends where its block begins, with
+    the token before it. Raises DemixError if shards have different tokenizers or a split is empty.
+    """
+    shards = {path: TokenShard.open(path, verify=True) for path in paths}
+    first, *others = shards.values()
+    for shard in others:
+        if shard.tokenizer_sha256 != first.tokenizer_sha256:
+            cause = f"was made with another tokenizer than {first.path}"
+            raise DemixError(shard.path, cause, "tokenize all domains again")
+    learned = {path.parent.name: _stream(shard, scoring) for path, shard in shards.items() if path.stem == "train"}
+    tested = {path: shard for path, shard in shards.items() if path.stem == "test"}
+    scored = {path: shard for path, shard in shards.items() if path.stem != "train"}
+    pooled, by_domain = (output / folder for folder in ngram_folders(scoring.order))
+    for column, streams, folder, some in (
+        (DENSE_EXPERT, [*learned.values()], pooled, tested),
+        *((domain, [stream], by_domain, scored) for domain, stream in learned.items()),
+    ):
+        model = KneserNey.fit(streams, scoring.order, first.vocab_size)
+        _score(model, some, scoring, folder, column)
+        tokens = sum(map(len, streams)) - len(streams)
+        log.info("%s: %s learned from %d tokens, scored %d splits", folder.name, column, tokens, len(some))
+
+
+def _stream(shard: TokenShard, scoring: NGramScoring) -> np.ndarray:
+    """The tokens to learn from, after the end of a text, as a first block follows it."""
+    return np.append(np.int64(shard.end_of_text), shard.read(0, min(len(shard), scoring.train_tokens)))
+
+
+def _score(
+    model: KneserNey, shards: Mapping[Path, TokenShard], scoring: NGramScoring, folder: Path, column: str
+) -> None:
+    """Write the column of `model` for each split, and the table of its tokens."""
+    for path, shard in shards.items():
+        place = folder / f"{path.parent.name}.{path.stem}"
+        ids = shard.read(0, count_to_score(shard, scoring, scoring.length))
+        write_tokens(place, ids, shard.offsets, scoring.length, shard.origins)
+        metadata = {"tokens_sha256": tokens_sha256(ids)}
+        write_scores(place / f"{column}.parquet", _pieces(model, shard, len(ids), scoring.length), metadata)
+
+
+def _pieces(model: KneserNey, shard: TokenShard, tokens: int, length: int) -> Iterator[np.ndarray]:
+    for start, stop in row_groups(tokens, length):
+        inputs, targets, mask = blocks(shard, length, stop, start)
+        yield model.log_probabilities(np.concatenate([inputs[:, :1], targets], axis=1))[mask]
