@@ -20,6 +20,7 @@ from demix.plan.cost import TrainingPlan, plan_training, training_tables
 from demix.plan.flops import HARDWARE
 from demix.plan.muon import muon_cost
 from demix.plan.network import Network, Ring, given, synchronizing
+from demix.run.check import load_run
 from demix.run.placement import place_experts
 from demix.run.run import Run
 from demix.train.muon import Muon, orthogonalised, shared_out
@@ -29,6 +30,7 @@ from demix.train.updates import Optimizers, group_of
 from support.configs import small_run
 from support.forks import FORKS
 
+ROOT = Path(__file__).parents[2]
 SIZES = {"preset": "llama", "layers": 3, "width": 24, "heads": 2, "context": 8, "key_heads": 1, "inner": 40}
 ROUTED = {"kind": "routed", "experts": 4, "top_k": 2, "every": 2, "capacity": 2.0, "balance": 0.01}
 ROWS = {"btm": {"kind": "branched", "parent": "dense", "seed_tokens": 64}, "switch": ROUTED}
@@ -181,11 +183,13 @@ def test_hours_count_muons_work_and_operations_of_passes_do_not() -> None:
 
 
 def test_the_documented_share_of_muons_work_is_the_computed_one() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
-    sample = Architecture(3, 128, 4, 256)
+    text = (ROOT / "docs" / "training.md").read_text()
+    run = load_run(ROOT / "config" / "sample.yaml")
+    (sample,) = {one.base.architecture for one in run.trained if one.name in ("demix", "dense")}
+    sequences = 8 * run.config.training.sequences
     cases = {
-        "3×128, 8 experts, 1 rank": (sample, 4096, "abcdefgh", 8, 1),
-        "3×128, dense, 1 rank": (sample, 4096, "a", 8, 1),
+        "the sample, 8 experts, 1 rank": (sample, run.types, "abcdefgh", sequences, 1),
+        "the sample, dense, 1 rank": (sample, run.types, "a", sequences, 1),
         "125M, 8 experts, 32 ranks": (PRESETS["gpt3-small"], 50257, "abcdefgh", 512, 32),
         "1.3B, 8 experts, 128 ranks": (PRESETS["gpt3-xl"], 50257, "abcdefgh", 2048, 128),
         "1.3B, dense, 128 ranks": (PRESETS["gpt3-xl"], 50257, "a", 2048, 128),
