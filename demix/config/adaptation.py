@@ -83,7 +83,7 @@ class RateFactors:
 class AdaptationSection(AdaptationRecipe):
     """DEMix-DAPT and Dense-DAPT on each novel domain."""
 
-    preset: Preset = Field(default_factory=absent, description=PRESET)
+    preset: Preset | None = Field(default_factory=absent, description=PRESET)
     learning_rate_factor: Factor | RateFactors = Field(  # type: ignore[assignment]
         default=0.1,
         description="Peak learning rate, as a fraction of the peak learning rate that the adapted model was trained "

@@ -255,7 +255,7 @@ def _with_preset(section: Any) -> Any:
 class TrainingSection(TrainingRecipe):
     """Settings of the training of all models. A row of `models` overrides them for one model."""
 
-    preset: Preset = Field(default_factory=absent, description=PRESET)
+    preset: Preset | None = Field(default_factory=absent, description=PRESET)
 
     ranks: Ranks = Field(
         default=1,
