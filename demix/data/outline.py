@@ -26,9 +26,15 @@ from demix.settings import settings_from
 # Words of one domain: fewer are refused, and of more only so many are counted.
 LEAST_WORDS = 1_000
 MOST_WORDS = 2_000_000
+# Feedforwards that are gated have three maps, so that 8/3 of the width has the parameters of the usual 4.
+SMALL, LARGER, CONTEXT = (
+    "layers: 2, width: 64, heads: 2, inner: 172",
+    "layers: 3, width: 128, heads: 4, inner: 344",
+    128,
+)
 # The records from which the field of the text is guessed.
 GUESSED_FROM = 20
-# Between the numbers of updates that were measured, 188 and 755 (docs/own-data.md).
+# Between the numbers of updates that were measured, 188 and 521 (docs/own-data.md).
 FEW_UPDATES = 400
 
 
@@ -60,11 +66,10 @@ def outline(
     domains = [_found(name, text, field) for name, text in names.items()]
     known, total = domains[: len(training)], sum(domain.words for domain in domains[: len(training)])
     small = total < 200_000
-    layers, width, heads, context = (2, 64, 2, 128) if small else (3, 128, 4, 256)
     tokens = _rounded(min(max(5 * total, 200_000), 1_000_000))
-    step = len(known) * context
+    step = len(known) * CONTEXT
     tokens = max(tokens, 100 * step)
-    rate, why = learning_rate(small, tokens // step)
+    sizes, rate = (SMALL if small else LARGER), learning_rate(small, tokens // step)
     lines = [
         *([f"# yaml-language-server: $schema={schema}"] if schema else []),
         "# config/README.md explains every key; `demix config FILE` checks this file and says what will run.",
@@ -74,25 +79,23 @@ def outline(
         *_listed(known),
         *(["  novel:  # each gets an expert after the training", *_listed(domains[len(known) :])] if novel else []),
         f"tokenizer: {{kind: bpe, vocab_size: {2048 if small else 4096}}}",
-        f"architecture: {{layers: {layers}, width: {width}, heads: {heads}, context: {context}}}",
+        f"architecture: {{preset: modern, {sizes}, context: {CONTEXT}}}",
         "training:",
+        "  preset: modern  # Muon and AdamW; config/README.md has its values",
         f"  tokens: {tokens}  # of each model: {tokens // step} updates, for {_rounded(total):,} words of text",
         "  sequences: 1  # of each domain in one update: of so few tokens, many small updates teach most",
-        f"  learning_rate: {rate}  # {why}",
+        f"  learning_rate: {rate}  # as measured for so many updates of this size (docs/own-data.md)",
     ]  # fmt: skip
     most = f"{tokens // len(known):,} tokens or {PASSES} passes over its text"
-    lines.append(f"adaptation: {{sequences: 4, evaluate_every: 10}}  # to each novel domain: at most {most}")
+    lines.append(
+        f"adaptation: {{preset: modern, sequences: 4, evaluate_every: 10}}  # to each novel domain: at most {most}"
+    )
     return "\n".join(lines) + "\n"
 
 
-def learning_rate(small: bool, updates: int) -> tuple[str, str]:
-    """The learning rate for so many updates of a model of the `small` size or the larger one, and why.
-
-    By the table of docs/own-data.md: few updates of the small size take a larger rate.
-    """
-    if small and updates < FEW_UPDATES:
-        return "4.0e-3", f"as measured for fewer than {FEW_UPDATES} updates of this size (docs/own-data.md)"
-    return "2.0e-3", "as measured for so many updates of this size (docs/own-data.md)"
+def learning_rate(small: bool, updates: int) -> str:
+    """The learning rate for so many updates of a model of the `small` size or the larger one (docs/own-data.md)."""
+    return "4.0e-3" if small and updates >= FEW_UPDATES else "8.0e-3"
 
 
 def _listed(domains: Iterable[Found]) -> Iterable[str]:

@@ -11,7 +11,7 @@ from support.cli import demix
 
 @pytest.mark.parametrize(
     ("domains", "words", "layers", "updates", "rate"),
-    [(3, 2_000, 2, 520, 2e-3), (10, 2_000, 2, 156, 4e-3), (2, 120_000, 3, 1953, 2e-3), (10, 21_000, 3, 390, 2e-3)],
+    [(3, 2_000, 2, 520, 4e-3), (10, 2_000, 2, 156, 8e-3), (2, 120_000, 3, 3906, 8e-3), (10, 21_000, 3, 781, 8e-3)],
 )
 def test_the_rate_follows_from_size_and_updates(
     domains: int, words: int, layers: int, updates: int, rate: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
