@@ -37,8 +37,8 @@ def test_shipped_configs_are_valid(path: Path) -> None:
     fewer = {"families": 4, "families-tasks": 4, "variants": 2}
     assert len(config.domains.novel) == fewer.get(path.stem, 8), "null leaves out a domain of the base"
     assert config.evaluation.decay == 0.3
-    of_sample = path.stem == "sample" or path.stem in fewer
-    assert config.training.warmup == TRAINING_PRESETS["modern" if of_sample else "paper"]["warmup"]
+    modern = path.stem in ("sample", "families", "families-tasks")
+    assert config.training.warmup == TRAINING_PRESETS["modern" if modern else "paper"]["warmup"]
     assert completed_run(config.values).config.values == config.values, "a completed config is complete"
 
 
