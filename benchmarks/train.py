@@ -146,7 +146,7 @@ def layers(quick: bool) -> Iterator[tuple[Setting, tuple[str, ...], int]]:
 def comparisons(quick: bool) -> Iterator[tuple[Setting, tuple[str, ...], int]]:
     """Settings, their variants and how many turns each takes."""
     small = Setting("4×256", Architecture(4, 256, 4, 256), 8192, 8, "fp32", False)
-    sample = Setting("sample", Architecture(3, 128, 4, 256), 4096, 8, "fp32", False)
+    plain = Setting("plain 3x128", Architecture(3, 128, 4, 256), 4096, 8, "fp32", False)
     gpt2 = Setting("GPT-2 small", PRESETS["gpt3-small"], 50257, 1, "fp32", False)
     if DEVICE.type == "cuda":
         wide = replace(PRESETS["gpt3-xl"], layers=4)
@@ -156,7 +156,7 @@ def comparisons(quick: bool) -> Iterator[tuple[Setting, tuple[str, ...], int]]:
                 yield each, ("dense", *OURS, *ROUTED, "nanogpt", "hf", "plain"), 5 if quick else 20
                 yield each, ("dense", *MODERN, *DECODER_PEERS), 5 if quick else 20
         return
-    yield sample, ("dense", *OURS, "nanogpt", "hf", "plain"), 3 if quick else 20
+    yield plain, ("dense", *OURS, "nanogpt", "hf", "plain"), 3 if quick else 20
     for precision in ("fp32", "bf16"):
         for compiled in (False,) if quick else (False, True):
             each = replace(small, precision=precision, compile=compiled)

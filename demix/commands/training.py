@@ -73,7 +73,7 @@ def train(
         ),
     ] = "",
     schedule: Annotated[
-        str, typer.Option(help="After --branch: continue the parent's schedule, or restart with fresh moments of Adam.")
+        str, typer.Option(help="After --branch: continue the parent's schedule, or restart with fresh moments.")
     ] = "continue",
 ) -> None:
     """Train one model from scratch or from a seed, or resume its training."""

@@ -277,7 +277,7 @@ PRESETS = {
     "gpt3-xl": Architecture(layers=24, width=2048, heads=32, context=1024),
 }
 _LLAMA = {"norm": "rms", "position": "rope", "activation": "silu", "gated": True, "biases": "none", "head": "untied"}
-# Options of the decoders of the field, whose sizes the config gives.
+# Options of decoders, whose sizes the config gives: of five of the field, of the sample's, and of the paper's.
 DECODERS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA | {"rope_theta": 500_000.0},
     "olmo2": _LLAMA | {"rope_theta": 500_000.0, "norm_place": "after", "query_norm": "all", "epsilon": 1e-6},
@@ -299,7 +299,7 @@ RowArchitecture = partial(
 
 
 def row_section(section: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `architecture` with the options of a row; with those of its preset alone where `row` names one."""
+    """The section `architecture` with the options of a row; where it names a preset, of the section the sizes alone."""
     if "preset" not in row:
         return {**section, **row}
     sizes = dataclasses.asdict(PRESETS[section["preset"]]) if section.get("preset") in PRESETS else section

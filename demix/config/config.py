@@ -19,7 +19,7 @@ from demix.config.names import NAME, NAMED
 from demix.config.parents import completed_architecture, parents_of
 from demix.config.tasks import Task, TaskName, check_tasks
 from demix.config.tokenizer import TokenizerSection, completed_tokenizer
-from demix.config.training import Threads, TrainingSection, with_presets
+from demix.config.training import Threads, TrainingSection, with_presets, without_nulls
 from demix.errors import DemixError
 from demix.files.json_files import SEAL
 from demix.launch.job import Cluster, Site
@@ -48,9 +48,9 @@ ArchitectureSection = partial(
         Field(
             description="One of the paper's four sizes (gpt3-small to gpt3-xl: 125M, 350M, 760M, 1.3B), or the options "
             "of a decoder, for which the four sizes are given: of one of the field (llama, olmo2, qwen3, opt, pythia), "
-            "modern (Qwen 3's with Llama 2's rope and a head of its own, which the sample has) or paper (GPT-2's). "
-            "parent: "
-            "sizes and options of the model folder which is the `parent` of rows of `models`; `context` may be another "
+            "modern (Qwen 3's with Llama 2's rope and a head of its own, which the sample has) or paper (GPT-2's, as "
+            "the paper's models). parent: sizes and options of the model folder which is the `parent` of rows of "
+            "`models`; `context` may be another "
             "where positions are not learned."
         ),
     ],
@@ -197,7 +197,7 @@ class Config:
         # `novel:` with nothing below it is null in YAML.
         if isinstance(whole.get("domains"), dict) and whole["domains"].get("novel", {}) is None:
             whole["domains"] = whole["domains"] | {"novel": {}}
-        whole = written(settings_from(cls, with_presets(whole), SUBJECT))
+        whole = written(settings_from(cls, without_nulls(whole), SUBJECT))
         domains, adaptation, rows = whole["domains"], whole["adaptation"], whole["models"]
         domains["novel"] = {name: one for name, one in domains["novel"].items() if one is not None}
         if "tokens" not in adaptation:
@@ -270,11 +270,11 @@ def with_base(config: dict[str, Any], folder: Path, above: tuple[Path, ...] = ()
     """`config`, merged into the file that its key `base` names, nested keys included.
 
     The path of the base is relative to `folder`. Where both set a key, `config` wins. A base may have a base of its
-    own, relative to the folder of that base's file.
+    own, relative to the folder of that base's file. A preset of training is its values where it stands.
     """
-    base = config.get("base")
+    base, own = config.get("base"), with_presets({key: value for key, value in config.items() if key != "base"})
     if base is None:
-        return {key: value for key, value in config.items() if key != "base"}
+        return own
     if not isinstance(base, str) or "\0" in base:
         raise DemixError("config key base", f"is {base!r}", "give the path of a config file, relative to this one")
     path = (folder / base).resolve()
@@ -283,7 +283,7 @@ def with_base(config: dict[str, Any], folder: Path, above: tuple[Path, ...] = ()
     if not path.is_file():
         raise DemixError("config key base", f"{path} does not exist", "give a path relative to the file that names it")
     below = with_base(read_keys(path)[0], path.parent, (*above, path))
-    return _merged(below, {key: value for key, value in config.items() if key != "base"})
+    return _merged(below, own)
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

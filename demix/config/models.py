@@ -92,9 +92,9 @@ class Branching:
     schedule: Literal["continue", "restart"] = Field(
         default_factory=absent,
         description="What follows the seed phase. `continue`, which holds where the key is absent (but for kind "
-        "routed, where `restart` does): the parent's schedule and moments of Adam go on; a row of kind routed then "
-        "needs match: updates. `restart`: fresh moments, no "
-        "warm-up, and the peak rate, which falls to zero over the tokens that remain. Such a row can have tokens, "
+        "routed, where `restart` does): the parent's schedule and the optimizer's moments go on; a row of kind routed "
+        "then needs match: updates. `restart`: fresh moments, no warm-up but what the row or its preset says, and the "
+        "peak rate, which falls over the tokens that remain. Such a row can have tokens, "
         "sequences, a learning rate and a warm-up of its own, and any kind but domain_token.",
     )
     data: Text = Field(

@@ -154,7 +154,7 @@ def fingerprinted(given: Any) -> dict[str, Any]:
 
 def stated(given: Any) -> dict[str, Any]:
     """Settings as a mapping, without keys that say nothing: as they were before there were such keys."""
-    later = ("passes", "learning_rate", "optimizer", "learning_rate_schedule", "z_loss")
+    later = ("passes", "learning_rate", *LATER)
     return {key: value for key, value in dataclasses.asdict(given).items() if value is not None or key not in later}
 
 
@@ -192,6 +192,10 @@ class TrainingRecipe(Execution, Optimizer):
     )
 
 
+# Keys of an optimizer that were not there at first, and say nothing where they are null.
+LATER = ("optimizer", "learning_rate_schedule", "z_loss")
+# The sections of a config that may have a preset.
+SECTIONS = {"training", "adaptation"}
 Preset = Literal["modern", "paper"]
 # How models are trained, but for the learning rate and the lengths.
 TRAINING_PRESETS: dict[Preset, dict[str, Any]] = {
@@ -209,8 +213,10 @@ TRAINING_PRESETS: dict[Preset, dict[str, Any]] = {
             "matrices": 2.5,
             "embeddings": 25.0,
             "head": 1.0,
+            "momentum": 0.95,
+            "iterations": 5,
         },
-        "learning_rate_schedule": {"kind": "wsd", "share": 0.5},
+        "learning_rate_schedule": {"kind": "wsd", "share": 0.5, "end": 0.0},
         "z_loss": None,
     },
     "paper": {
@@ -226,18 +232,19 @@ TRAINING_PRESETS: dict[Preset, dict[str, Any]] = {
 
 PRESET = (
     "Values of warmup, clip, weight_decay, optimizer, learning_rate_schedule and z_loss under one name, which keys "
-    "beside it replace. modern: Muon for the matrices of blocks, AdamW with a large rate for embeddings, no weight "
-    "decay, and a rate that falls in the second half of the steps. paper: what these keys are without a preset."
+    "beside it replace; null is no preset. modern: Muon for the matrices of blocks, AdamW with a large rate for "
+    "embeddings, no weight decay, no clipping, and a rate that falls in the second half of the steps (`demix config "
+    "--values` prints all). paper: what these keys are without a preset."
 )
 
 
 def with_presets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a config whose `training`, `adaptation` and rows of `models` have the values of their presets.
+    """The keys of a file whose `training`, `adaptation` and rows of `models` have the values of their presets.
 
     Keys beside a preset replace its own. A preset that is not known stays.
     """
     found, rows = {**values}, values.get("models")
-    for name in {"training", "adaptation"} & values.keys():
+    for name in SECTIONS & values.keys():
         found[name] = _with_preset(values[name])
     if isinstance(rows, dict):
         found["models"] = {name: _with_preset(row) for name, row in rows.items()}
@@ -249,6 +256,15 @@ def _with_preset(section: Any) -> Any:
     if preset not in ("modern", "paper"):
         return section
     return TRAINING_PRESETS[preset] | {key: value for key, value in section.items() if key != "preset"}
+
+
+def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config whose `training` and `adaptation` lack the keys that say nothing, where they are null."""
+    kept = {key: section for key, section in values.items() if key in SECTIONS and isinstance(section, dict)}
+    return {**values} | {
+        key: {name: value for name, value in section.items() if value is not None or name not in (*LATER, "preset")}
+        for key, section in kept.items()
+    }
 
 
 @settings(kw_only=True)

@@ -81,10 +81,10 @@ def outline(
         f"tokenizer: {{kind: bpe, vocab_size: {2048 if small else 4096}}}",
         f"architecture: {{preset: modern, {sizes}, context: {CONTEXT}}}",
         "training:",
-        "  preset: modern  # Muon and AdamW; config/README.md has its values",
+        "  preset: modern  # Muon and AdamW; `demix config --values FILE` prints its values",
         f"  tokens: {tokens}  # of each model: {tokens // step} updates, for {_rounded(total):,} words of text",
         "  sequences: 1  # of each domain in one update: of so few tokens, many small updates teach most",
-        f"  learning_rate: {rate}  # as measured for so many updates of this size (docs/own-data.md)",
+        f"  learning_rate: {rate}  # docs/own-data.md says how it was chosen",
     ]  # fmt: skip
     most = f"{tokens // len(known):,} tokens or {PASSES} passes over its text"
     lines.append(

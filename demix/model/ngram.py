@@ -107,8 +107,8 @@ class KneserNey:
 def discounts_of(counts: np.ndarray) -> tuple[float, ...]:
     """D1, D2 and D3 of the `counts` of the n-grams of one order.
 
-    Where a count of counts is missing, as in little text, or gives a discount that is not above 0 or is more than it is
-    taken from, they are those of `FALLBACK`.
+    Where n1, n2 or n3 is 0, as in little text, or where a discount is not above 0 or is more than it is taken from,
+    they are those of `FALLBACK`.
     """
     of_one, *more = (int(np.count_nonzero(counts == number)) for number in (1, 2, 3, 4))
     if not (of_one and all(more[:2])):

@@ -37,8 +37,10 @@ def main_table(material: Material) -> rich.table.Table:
 
 def _beside_ngrams(material: Material, domains: Domains) -> str:
     """Which lines of the main table are not better than the best n-grams on `domains`, by the means that it shows."""
-    baselines = ngram_lines(material.run)
-    means = {system: material.own.mean(system, domains.names) for system in baselines}
+    means = {system: material.own.mean(system, domains.names) for system in ngram_lines(material.run)}
+    baselines = [system for system, mean in means.items() if not np.isnan(mean)]
+    if not baselines:
+        return f"On {domains.said}, no n-grams"
     best = min(baselines, key=lambda system: means[system])
     lines = [(named.label, system) for named, system in main_systems(material.run) if system not in baselines]
     found = [(label, system.weights, material.own.mean(system, domains.names)) for label, system in lines]

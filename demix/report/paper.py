@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from demix.config.architecture import PRESETS
 from demix.report.cells import PRINTED_MIXTURES
 from demix.report.domains import so_many
 from demix.report.results import Results
@@ -64,7 +65,7 @@ def scale_note(results: Results, run: Run) -> str:
     """The differences between this run and the paper in data, budget and scale, in a few sentences."""
     given = written(run.config.architecture)
     parts = [f"{len(run.training)} training and {so_many(len(run.novel), 'novel domain')}"]
-    if "preset" in given:
+    if given.get("preset") in PRESETS:
         parts.append(f"architecture {given['preset']}")
     else:
         parts.append(f"{given['layers']} layers of width {given['width']}")
@@ -79,7 +80,8 @@ def scale_note(results: Results, run: Run) -> str:
             low, high = int(numbers.min()), int(numbers.max())
             parts.append(f"{low:,} {noun}" if low == high else f"{low:,} to {high:,} {noun}")
     return (
-        f"Differs from the paper in data, budget and scale. This run ({run.name}): "
+        "Differs from the paper in data, budget and scale, and in decoder and optimizer where its config says so. "
+        f"This run ({run.name}): "
         + ", ".join(parts)
         + (f", {seeds} seeds" if (seeds := len(results.by_seed)) > 1 else ", one seed")
         + ". The paper: its own 8 and 8 domains, 125M to 1.3B parameters a dense model, blocks of 1,024 "

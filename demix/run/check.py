@@ -119,7 +119,7 @@ def _check_branch(run: Run, model: Model) -> None:
     for name in (*taken(TrainingRecipe, parents.settings), "sweep") if not model.restarts else ():
         if name != "dev_blocks" and name in given and given[name] != of_parent[name]:
             cause = f"is {given[name]} where its parent {model.parent} has {of_parent[name]}"
-            raise DemixError(f"{key}.{name}", cause, "leave it out: a branch takes its parent's")
+            raise DemixError(f"{key}.{name}", cause, "leave it, or the row's preset, out: a branch takes its parent's")
     if 0 < model.settings.seed_tokens < model.parent_step_tokens:
         cause = f"is {model.settings.seed_tokens}, less than the {model.parent_step_tokens} tokens of one step"
         raise DemixError(f"{key}.seed_tokens", cause, "raise it, or give 0")

@@ -28,7 +28,8 @@ def refuse_clashes(run: Run) -> None:
 
 
 def _rules(run: Run) -> Iterator[tuple[str, str]]:
-    """The rules of the workflow that are named like models, each with the model."""
+    """The rules of the workflow that are named like models, each with what it is of."""
+    yield "score_ngrams", "n-grams"
     for model in run.trained:
         yield f"join_{model.rule}", model.name
         yield from ((rule_of(job), job_place(job)) for job in model.jobs)

@@ -177,8 +177,12 @@ def _architecture(name: str, section: Mapping[str, Any]) -> Architecture:
 def _check_options(given: _Given, parent: str, section: dict[str, Any]) -> None:
     """Raise DemixError if a row has other options of `architecture` than its `parent`, whose `section` this is."""
     of_parent = architecture_from(section)
-    for key, value in (given.own.get("architecture") or {}).items():
-        has = section.get("preset", "none") if key == "preset" else getattr(of_parent, key)
+    own = given.own.get("architecture") or {}
+    if "preset" in own and architecture_from(row_section(section, own)) != of_parent:
+        cause, cure = f"has other options than its parent {parent}", "leave it out: a branch takes its parent's"
+        raise DemixError(f"config key models.{given.name}.architecture", cause, cure)
+    for key, value in own.items() if "preset" not in own else ():
+        has = getattr(of_parent, key)
         if value != has:
             cause, cure = f"is {value} where its parent {parent} has {has}", "leave it out: a branch takes its parent's"
             raise DemixError(f"config key models.{given.name}.architecture.{key}", cause, cure)

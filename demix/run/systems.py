@@ -186,7 +186,7 @@ def _ngram_tables(run: Run) -> Iterator[Evaluated]:
 
 @cache
 def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
-    """The score tables and sets of experts to evaluate on `domain`, further seeds last.
+    """The score tables and sets of experts to evaluate on `domain`, the run's own seed first.
 
     Within a seed, models of one column come first, then models with domain tokens, then models with experts. N-grams
     and merged models come last.

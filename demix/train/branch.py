@@ -31,7 +31,7 @@ SCHEDULES = ("continue", "restart")
 class SeedState:
     """A kept state of a dense training: the folder seeds/<model>/step-<n> and its manifest.
 
-    With `restart` the training that begins with the state has a schedule of its own, and takes no moments of Adam.
+    With `restart` the training that begins with the state has a schedule of its own, and takes no moments.
     """
 
     directory: Path
@@ -83,7 +83,7 @@ class InitialModel(SeedState):
         return re.sub(r"^[^A-Za-z0-9_]|[^A-Za-z0-9_.-]", "_", self.directory.resolve().name)[:200]
 
     def load(self, step_tokens: int) -> State:
-        """The parameters, without moments of Adam. Raises DemixError if a file is missing or damaged."""
+        """The parameters, without moments. Raises DemixError if a file is missing or damaged."""
         model = load_model(self.directory, (DENSE_EXPERT,))
         shared, own = model.parted({f"parameter/{name}": p.detach() for name, p in model.named_parameters()})
         return State(0, shared, own, [])
@@ -195,7 +195,7 @@ def branched(state: State, experts: Sequence[str], scope: str = "feedforward") -
 def upcycled(state: State, model: GPT) -> State:
     """The state of a dense model as that of `model`, in whose routed layers each expert is a copy of the feedforward.
 
-    Routers are those of `model`, as it was initialised, and have no moments of Adam yet. The moments of the dense
+    Routers are those of `model`, as it was initialised, and have no moments yet. The moments of the dense
     feedforward, where the state has some, become those of every expert: the first divided by E, the second by k·E
     (Komatsuzaki et al. 2023, "Sparse Upcycling", keep the optimizer's state). The gates of a token sum to 1, so that
     the gradients of the E experts sum to that of the dense feedforward, and with balanced loads each is an E-th of it:

@@ -52,8 +52,8 @@ class Muon:
 
     def _matrices(self, parameter: nn.Parameter, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The stacks [matrices, rows, columns] of each of the maps of a parameter, and those of its gradient."""
-        rows = self.maps.get(parameter, parameter.shape[-2:-1])
-        parts = (whole.view(-1, *whole.shape[-2:]).split(rows, 1) for whole in (parameter, gradient))
+        rows = [*self.maps.get(parameter, parameter.shape[-2:-1])]
+        parts = (torch.split(whole.view(-1, *whole.shape[-2:]), rows, 1) for whole in (parameter, gradient))
         return zip(*parts, strict=True)
 
     def _orthogonalise(self, stacks: list[Tensor]) -> None:

@@ -16,8 +16,17 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from demix.config.adaptation import FactorSweep
+from demix.config.config import Config
 from demix.config.reference import editor_schema, reference
-from demix.config.training import TRAINING_PRESETS, RateSchedule, TrainingSection, Updates, fingerprinted
+from demix.config.training import (
+    TRAINING_PRESETS,
+    RateSchedule,
+    TrainingRecipe,
+    TrainingSection,
+    Updates,
+    fingerprinted,
+    taken,
+)
 from demix.errors import DemixError
 from demix.files import fingerprint, replacing
 from demix.run.check import completed_run, load_run
@@ -74,7 +83,7 @@ WRONG = {
     "a sweep of nothing": ("training.sweep", {"learning_rates": [], "tokens": 9999}, r"sweep\.learning_rates: is \[\]"),
     "another rate than the seed's": (
         "models.mine", {"kind": "demix", "parent": "dense", "seed_tokens": 300000, "learning_rate": 1e-3},
-        r"models\.mine\.learning_rate: is 0\.001 where its parent dense has 0\.008; leave it out: a branch takes",
+        r"models\.mine\.learning_rate: is 0\.001 where its parent dense has 0\.008; leave it, or the row's preset, out",
     ),
     "a seed below a step": (
         "models.mine", {"kind": "demix", "parent": "dense", "seed_tokens": 9},
@@ -270,7 +279,7 @@ def test_a_preset_is_its_values_and_keys_beside_it_come_first() -> None:
     modern["architecture"] = config["architecture"] | {"preset": "modern", "inner": 24}
     modern["models"] = {"dense_paper": {"kind": "dense"} | recipe, "seeded": {"kind": "demix", **BRANCH}}
     run = completed_run(config | modern)
-    values, names = run.config.values, TRAINING_PRESETS["modern"].keys() - {"clip"}
+    values, names = run.config.values, TRAINING_PRESETS["modern"].keys() - {"clip", "z_loss"}
     assert {key: values["training"][key] for key in names}.items() >= {"warmup": 0.04, "weight_decay": 0.0}.items()
     assert values["training"]["clip"] == 7.0
     assert values["adaptation"]["clip"] == TRAINING_PRESETS["modern"]["clip"]
@@ -286,11 +295,33 @@ def test_a_preset_is_its_values_and_keys_beside_it_come_first() -> None:
     for section, value in (("training", plain | {"preset": "papers"}), ("models", {"dense": {"preset": 3}})):
         with pytest.raises(DemixError, match=r"preset: is ('papers'|3); allowed is one of modern, paper"):
             completed_run(config | {section: value})
-    branch = {"models": {"mine": {"kind": "demix", **BRANCH, "architecture": {"preset": "modern"}}}}
-    with pytest.raises(
-        DemixError, match=r"models\.mine\.architecture\.preset: is modern where its parent dense has none"
-    ):
-        completed_run(config | branch)
+
+
+def test_a_branch_has_the_options_of_its_parent_however_they_are_named() -> None:
+    config = copy.deepcopy(SAMPLE)
+    config["models"] = {"other": {"kind": "dense", "architecture": {"preset": "paper", "position": "alibi"}}}
+    mine = {"kind": "demix", "parent": "other", "seed_tokens": 300_000, "architecture": {"preset": "paper"}}
+    told = r"models\.mine\.architecture: has other options than its parent other; leave it out"
+    with pytest.raises(DemixError, match=told):
+        completed_run(config | {"models": config["models"] | {"mine": mine}})
+    mine["architecture"] |= {"position": "alibi"}
+    run = completed_run(config | {"models": config["models"] | {"mine": mine}})
+    assert run.rows["mine"].architecture == run.rows["other"].architecture
+
+
+def test_a_preset_stands_above_the_keys_of_the_base(tmp_path: Path) -> None:
+    """Also where the base spells all keys, as what `--values` prints does; a preset of the paper is none."""
+    values = completed_run(copy.deepcopy(SAMPLE)).config.values
+    (tmp_path / "whole.yaml").write_text(yaml.safe_dump(values))
+    above = {"base": "whole.yaml", "training": {"preset": "paper"}, "adaptation": {"preset": None}}
+    found = Config.complete(above, tmp_path)
+    plain = {key: value for key, value in SAMPLE["training"].items() if key != "preset"}
+    paper = Config.complete(copy.deepcopy(SAMPLE) | {"training": plain})
+    assert {"optimizer", "learning_rate_schedule"} <= values["training"].keys()
+    assert taken(TrainingRecipe, found.training) == taken(TrainingRecipe, paper.training)
+    assert not {"optimizer", "learning_rate_schedule", "z_loss", "preset"} & found.values["training"].keys()
+    assert "preset" not in found.values["adaptation"]
+    assert found.values["adaptation"] == values["adaptation"], "no preset, so that those of the base stay"
 
 
 def test_rows_of_models_beside_those_of_every_run() -> None:

@@ -213,6 +213,10 @@ def test_ngrams_learn_as_many_tokens_as_dense_and_are_mixed_as_experts() -> None
         ({"evaluation": {"ngrams": [3, 3]}}, r"evaluation\.ngrams: holds one value twice"),
         ({"models": {"ngram3": {"kind": "dense"}}}, r"models\.ngram3: is a name that n-grams of order 3 have"),
         ({"training": {"tokens": 10**9}}, r"evaluation\.ngrams: would count 1,000,000,000 tokens, .*; leave out eval"),
+        (
+            {"models": {"ngrams": {"kind": "dense"}}, "cluster": {"launch": "slurm"}},
+            r"models\.ngrams: is a name that the workflow also has for n-grams \(rule score_ngrams\); rename the row",
+        ),
     ],
 )
 def test_what_no_run_can_have_is_refused(sections: dict, told: str) -> None:

@@ -28,4 +28,4 @@ def test_the_rate_follows_from_size_and_updates(
     assert run.architecture.layers == layers
     assert {model.updates for model in run.own} == {updates}
     assert run.config.training.learning_rate == rate
-    assert "(docs/own-data.md)" in written
+    assert "docs/own-data.md says how" in written

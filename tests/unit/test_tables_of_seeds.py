@@ -10,6 +10,7 @@ from scipy import stats
 from demix.report.main_table import main_table
 from demix.report.paper import scale_note
 from demix.report.results import Results
+from demix.run.check import completed_run
 from support.report import table_of
 from support.synthetic_run import MadeUp
 
@@ -35,6 +36,18 @@ def test_seeds_are_shown_as_mean_and_spread(run: MadeUp) -> None:
     assert set(full["± seeds"].round(6)) == {round(6 / math.sqrt(2), 6)}
     assert full["Low"].isna().all()
     assert "2 seeds" in scale_note(both, run.run)
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"preset": "modern", "layers": 2, "width": 8, "heads": 1, "context": 16}, "2 layers of width 8"),
+        ({"preset": "gpt3-small"}, "architecture gpt3-small"),
+    ],
+)
+def test_the_size_of_a_run_is_told_whatever_its_preset(run: MadeUp, section: dict[str, object], told: str) -> None:
+    config = run.run.config.values | {"architecture": section}
+    assert told in scale_note(run.results, completed_run(config))
 
 
 def test_changes_within_a_seed_and_their_spread(run: MadeUp) -> None:

@@ -121,7 +121,7 @@ def test_a_new_training_domain_trains_again(finished: Path) -> None:
     assert jobs["read"] == 1, "the other domains' texts stay"
 
 
-def test_a_new_novel_domain_adapts_and_scores_only_itself(finished: Path) -> None:
+def test_a_new_novel_domain_trains_nothing_else_again(finished: Path) -> None:
     config = copy.deepcopy(TINY)
     config["domains"]["novel"]["jargon"] = {
         "source": {"kind": "files", "path": "resources/sample/jargon.jsonl.zst"}, "words": {"dev": 2000, "test": 2000}
