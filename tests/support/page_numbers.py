@@ -13,12 +13,16 @@ from pathlib import Path
 
 from demix.report.adapting import adaptation_table
 from demix.report.material import Material
-from demix.report.systems import trained_systems
+from demix.report.systems import ngram_lines, trained_systems
 from demix.run.run import Run
 
 README = Path(__file__).parents[2] / "README.md"
 # The part of a row's label that stands on the page, by the labels of its system and weights.
 SYSTEMS = {
+    "5-grams, all text": ("5-grams (modified Kneser-Ney)", ""),
+    "5-grams by domain": ("5-grams by domain (tempered)", "tempered"),
+    "Paper's recipe: Dense": ("dense_paper", ""),
+    "Paper's recipe: DEMix": ("demix_paper (tempered)", "tempered"),
     "Dense (the paper's": ("Dense", ""),
     "Dense (Balanced)": ("Dense (Balanced)", ""),
     "+ domain token": ("+ Domain Token", ""),
@@ -49,7 +53,7 @@ def numbers(run: Path, page: Path = README) -> list[Printed]:
     """The numbers of the tables of `page` with their values in `run`. Raises ValueError where a row is missing."""
     whole = Run.read(run)
     material = Material(whole)
-    systems = {(one.label, one.weights): one for one in trained_systems(whole)}
+    systems = {(one.label, one.weights): one for one in (*trained_systems(whole), *ngram_lines(whole))}
     values = {
         label: [material.own.mean(systems[key], domains.names) for domains in material.kinds]
         for label, key in SYSTEMS.items()

@@ -10,6 +10,7 @@ import pytest
 from demix.report import left_out_notes
 from demix.report.claims import claims
 from demix.report.claims.row import HARM
+from demix.report.claims.weights import rows
 from demix.report.items import all_items
 from demix.report.results import Results
 from demix.report.verdict import UNCHANGED, Claim, Part, claim_of, compare
@@ -52,6 +53,14 @@ def test_a_run_like_the_paper_shows_every_claim(tmp_path: Path) -> None:
     assert told == {"novel_untold_against_dense", "demix_tempered_against_dense"}
     assert judged["demix_tempered_against_dense"].numbers.count("lower on") == 4
     assert "unchanged on 3 of 3, by construction (largest change 0%)" in judged["demix_dapt"].numbers
+
+
+def test_a_row_with_another_optimizer_is_not_judged_by_the_dense_model(tmp_path: Path) -> None:
+    one = {"demix_other": {"kind": "demix", "learning_rate": 1e-3}}
+    two = {"demix_other": {"kind": "demix", "optimizer": {"kind": "muon"}}}
+    run = build_run(tmp_path).run
+    judged = [{row.name for row in rows(changed(run, models=models))} for models in (one, two)]
+    assert judged[0] - judged[1] == {"demix_other_tempered_against_dense"}
 
 
 def test_a_run_unlike_the_paper_shows_none(tmp_path: Path) -> None:
