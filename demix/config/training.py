@@ -198,7 +198,7 @@ LATER = ("optimizer", "learning_rate_schedule", "z_loss")
 SECTIONS = {"training", "adaptation"}
 Preset = Literal["modern", "paper"]
 # How models are trained, but for the learning rate and the lengths.
-TRAINING_PRESETS: dict[Preset, dict[str, Any]] = {
+TRAINING_PRESETS: dict[str, dict[str, Any]] = {
     "modern": {
         "warmup": 0.04,
         # Neither Muon's updates nor Adam's grow with the gradient.
@@ -228,8 +228,6 @@ TRAINING_PRESETS: dict[Preset, dict[str, Any]] = {
         "z_loss": None,
     },
 }
-
-
 PRESET = (
     "Values of warmup, clip, weight_decay, optimizer, learning_rate_schedule and z_loss under one name, which keys "
     "beside it replace; null is no preset. modern: Muon for the matrices of blocks, AdamW with a large rate for "
@@ -253,18 +251,19 @@ def with_presets(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_preset(section: Any) -> Any:
     preset = section.get("preset") if isinstance(section, dict) else None
-    if preset not in ("modern", "paper"):
+    if not isinstance(preset, str) or preset not in TRAINING_PRESETS:
         return section
     return TRAINING_PRESETS[preset] | {key: value for key, value in section.items() if key != "preset"}
 
 
 def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a config whose `training` and `adaptation` lack the keys that say nothing, where they are null."""
-    kept = {key: section for key, section in values.items() if key in SECTIONS and isinstance(section, dict)}
-    return {**values} | {
-        key: {name: value for name, value in section.items() if value is not None or name not in (*LATER, "preset")}
-        for key, section in kept.items()
-    }
+    found = {**values}
+    for key in SECTIONS & values.keys():
+        if isinstance(section := values[key], dict):
+            kept = section.items()
+            found[key] = {name: value for name, value in kept if value is not None or name not in (*LATER, "preset")}
+    return found
 
 
 @settings(kw_only=True)

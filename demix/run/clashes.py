@@ -28,7 +28,7 @@ def refuse_clashes(run: Run) -> None:
 
 
 def _rules(run: Run) -> Iterator[tuple[str, str]]:
-    """The rules of the workflow that are named like models, each with what it is of."""
+    """The rules of the workflow that are named like models, each with what the rule makes."""
     yield "score_ngrams", "n-grams"
     for model in run.trained:
         yield f"join_{model.rule}", model.name
