@@ -3,7 +3,9 @@
 
 rule choose_mixing:
     input:
-        lambda wildcards: RULES.scores(wildcards.model, TRAINING, [*systems.chosen_on_dev(THIS)[wildcards.model], "tokens"], ["dev"]),
+        lambda wildcards: RULES.scores(
+            wildcards.model, TRAINING, [*systems.chosen_on_dev(THIS)[wildcards.model], "tokens"], ["dev"]
+        ),
     output:
         f"{RUN}/models/{{model}}/mixing.json",
     log:

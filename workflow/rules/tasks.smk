@@ -69,7 +69,9 @@ rule classify:
         examples=[f"{RUN}/examples/{task}.parquet" for task in TASKS],
         scores=[f"{RUN}/tasks/{model.name}/{task}.parquet" for model in ASKED for task in TASKS],
         clusterers=[f"{RUN}/clusters/{routing}/clusterer.json" for routing in systems.classified_by(THIS)],
-        mixing=[f"{RUN}/models/{model.name}/mixing.json" for model in ASKED if model.name in systems.chosen_on_dev(THIS)],
+        mixing=[
+            f"{RUN}/models/{model.name}/mixing.json" for model in ASKED if model.name in systems.chosen_on_dev(THIS)
+        ],
     output:
         f"{RUN}/tasks.parquet",
     log:
