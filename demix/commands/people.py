@@ -206,8 +206,8 @@ def merge(
     tokens: Annotated[
         Path | None,
         typer.Option(
-            help="With --routed, the folder with <domain>/dev.arrow of every expert's domain, whose mean states route "
-            "to the expert; by default tokens/ of the model's run."
+            help="With --routed, the folder with <domain>/dev.arrow of every expert's domain, from which routers are "
+            "solved; by default tokens/ of the model's run."
         ),
     ] = None,
 ) -> None:

@@ -14,19 +14,13 @@ from demix.settings import Integer, Number, Positive, Switch, names_of, partial,
 
 @settings(kw_only=True)
 class Routed:
-    """Feedforwards of `experts` experts, of which each token chooses `top_k`, in every `every`-th block.
-
-    With `cosine` a token's state is divided by its length before the router. The rows of the router then have the
-    length 1/temperature, so that its logits are cosines over the temperature (`demix.model.merge_routed`). No training
-    makes such a router.
-    """
+    """Feedforwards of `experts` experts, of which each token chooses `top_k`, in every `every`-th block."""
 
     experts: Positive = Field(le=4096)
     top_k: Positive
     every: Positive
     capacity: Number = Field(gt=0, le=4096)
     balance: Number = Field(ge=0)
-    cosine: Switch = False
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
@@ -250,16 +244,14 @@ class Architecture(Decoder):
         """The architecture as JSON, without a key that is as in descriptions that do not have it."""
         usual = USUAL | {"routed": None}
         given = dataclasses.asdict(self)
-        if self.routed and not self.routed.cosine:
-            del given["routed"]["cosine"]
         return {key: value for key, value in given.items() if key not in usual or value != usual[key]}
 
     def merged_routed(self, experts: int) -> "Architecture":
-        """The architecture in which each token chooses two of `experts` domain experts in every layer, by cosine.
+        """The architecture in which each token chooses two of `experts` domain experts in every layer.
 
         It is not trained: each expert has a place for every token, and the loss of balance has no weight.
         """
-        routed = Routed(experts=experts, top_k=2, every=1, capacity=float(experts), balance=0.0, cosine=True)
+        routed = Routed(experts=experts, top_k=2, every=1, capacity=float(experts), balance=0.0)
         return dataclasses.replace(self, routed=routed)
 
 

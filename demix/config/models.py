@@ -115,8 +115,8 @@ class Branching:
     merged_routed: Switch = Field(
         default_factory=absent,
         description="Score the experts of a row of kind demix as a token-routed model, too, which is made without "
-        "training: each token chooses two of them in every layer, by the cosine of its state with the mean state "
-        "of each expert's domain (or cluster) over 20 blocks of dev text.",
+        "training: each token chooses two of them in every layer, by a ridge regression of the expert's domain (or "
+        "cluster) on the token's state, over 40 blocks of dev text of each.",
     )
 
 

@@ -129,7 +129,7 @@ class Origin:
 
 @settings(kw_only=True, open=True)
 class Choice:
-    """An expert among which tokens choose, and the hash of the tokens whose mean state routes to it."""
+    """An expert among which tokens choose, and the hash of the tokens from which its router is solved."""
 
     expert: ExpertName
     sha256: Digest

@@ -1,13 +1,14 @@
 """Merging domain experts, without training, into one model whose tokens choose among them in every layer."""
 
+import math
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from demix.config.architecture import parameters
+from demix.config.architecture import Architecture, parameters
 from demix.config.models import DENSE_EXPERT
 from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
@@ -26,11 +27,14 @@ from demix.model.description import run_of
 from demix.model.device import own_device
 from demix.model.gpt import GPT, seeing
 from demix.model.merge import learned_of, write_merged
-from demix.model.scoring import EXPERT_TOKENS_AT_ONCE
+from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, log_probabilities
 
-# Blocks of a domain's dev split whose mean states route to its expert, and what the cosine to them is divided by.
-BLOCKS = 20
-TEMPERATURE = 0.1
+# Blocks of each domain's dev split from which routers are solved. The blocks behind these choose among the
+# penalties, in shares of the mean diagonal of XᵀX, and the factors of the logits.
+BLOCKS = 40
+TO_CHOOSE = 10
+PENALTIES = (1e-4, 1e-3, 1e-2)
+FACTORS = (1.0, 3.0, 5.0, 10.0, 20.0)
 
 
 def dev_shards(directory: Path, tokens: Path | None = None) -> dict[str, Path]:
@@ -48,10 +52,10 @@ def merge_routed(
     """Write a model to `output` in every layer of which each token chooses two of the experts in `directory`.
 
     `shards` are the dev tokens by expert, in the order that the merged layers have. A layer's feedforwards are those of
-    the experts as they are. Its router's logit for an expert is the cosine of the layer's normed input with the mean of
-    this input over the first `BLOCKS` blocks of the expert's dev tokens (`mean_states`), divided by `TEMPERATURE`: the
-    router's rows are the means, with the length 1 / `TEMPERATURE`, and `cosine` in the architecture gives the states
-    unit length. The shared weights and the tokenizer are copied. README.md holds `card`.
+    the experts as they are. Its router tells the domain of a token from the layer's normed input by ridge regression
+    (`solved`), over the first `BLOCKS` blocks of each domain, which pass through the domain's own expert. Penalty and
+    factor are those with the least mean loss of the merged model on `TO_CHOOSE` blocks behind them. The shared weights
+    and the tokenizer are copied. README.md holds `card`.
 
     Raises DemixError unless the experts are several ones that share layers, for tokens that are missing, empty or of
     another tokenizer, and for an `output` that is not empty, unless it may be made `again`.
@@ -62,12 +66,20 @@ def merge_routed(
     parents = {expert: expert_lineage(directory, expert) for expert in shards}
     texts = {expert: _opened(directory, expert, path) for expert, path in shards.items()}
     model = load_model(directory, tuple(shards)).to(own_device()).requires_grad_(False)
-    means = torch.stack([mean_states(model.only(expert), text) for expert, text in texts.items()], 1)
-    routers = F.normalize(means, dim=-1) / TEMPERATURE
-    merged = {name: parameter.detach() for name, parameter in model.expert_tensors().items()}
-    for number, router in enumerate(routers):
-        merged[f"blocks.{number}.feedforward.router"] = router.to(model.token_embedding.dtype)
+    # Neither sums nor solutions depend on the order of the experts.
+    names = sorted(texts)
+    order = [names.index(expert) for expert in shards]
+    found = [
+        moments(model.only(name), texts[name], _parted(texts[name], model.architecture.context)[0]) for name in names
+    ]
+    squares, sums = (torch.stack(each) for each in zip(*found, strict=True))
+    squares, sums = squares.sum(0), sums.transpose(0, 1)
     architecture = model.architecture.merged_routed(len(shards))
+    merged = {name: parameter.detach() for name, parameter in model.expert_tensors().items()}
+    routers = {choice: solved(squares, sums, *choice)[:, order] for choice in product(PENALTIES, FACTORS)}
+    chosen = _least_loss(architecture, model, merged, routers, texts)
+    for number, router in enumerate(routers[chosen]):
+        merged[f"blocks.{number}.feedforward.router"] = router.to(model.token_embedding.dtype)
     description = describe(directory) | {
         "kind": "merged",
         "architecture": architecture.described,
@@ -85,19 +97,23 @@ def merge_routed(
 
 
 @torch.no_grad()
-def mean_states(model: GPT, shard: TokenShard, count: int = BLOCKS) -> Tensor:
-    """The mean normed input of each feedforward over the tokens of the first `count` blocks of `shard`.
+def moments(model: GPT, shard: TokenShard, count: int) -> tuple[Tensor, Tensor]:
+    """Σxxᵀ and Σx of the normed inputs x of each feedforward over the tokens of the first `count` blocks of `shard`.
 
-    float64 [layers, D]. `model` has one expert, that of the shard's domain: the text passes through its feedforwards in
-    all layers below. Padding does not count.
+    float64 [layers, D, D] and [layers, D]. `model` has one expert, that of the shard's domain: the text passes through
+    its feedforwards in all layers below. Padding does not count.
     """
     length, device = model.architecture.context, model.token_embedding.device
     inputs, _, mask = blocks(shard, length, count * length)
-    sums = torch.zeros(len(model.blocks), model.architecture.width, dtype=torch.float64)
+    layers, width = len(model.blocks), model.architecture.width
+    squares = torch.zeros(layers, width, width, dtype=torch.float64)
+    sums = torch.zeros(layers, width, dtype=torch.float64)
     counted: Tensor
 
     def add(number: int, given: Tensor) -> None:
-        sums[number] += given[0][counted].double().sum(0).cpu()
+        states = given[0][counted].double()
+        squares[number] += (states.T @ states).cpu()
+        sums[number] += states.sum(0).cpu()
 
     batch = max(1, EXPERT_TOKENS_AT_ONCE // length)
     with seeing(dict(enumerate(block.get_submodule("feedforward") for block in model.blocks)), add):
@@ -105,7 +121,57 @@ def mean_states(model: GPT, shard: TokenShard, count: int = BLOCKS) -> Tensor:
             rows = slice(first, first + batch)
             counted = torch.from_numpy(mask[rows]).to(device)
             model(torch.from_numpy(inputs[rows])[None].to(device))
-    return sums / int(mask.sum())
+    return squares, sums
+
+
+def solved(squares: Tensor, sums: Tensor, penalty: float, factor: float) -> Tensor:
+    """The routers [layers, E, D] that tell the domain of a token best: factor·((XᵀX + λI)⁻¹XᵀY)ᵀ of each layer.
+
+    `squares` [layers, D, D] are the XᵀX of all domains' states X; `sums` [layers, E, D], the sum of each domain's
+    states, are (XᵀY)ᵀ for Y that is 1 where a state is of the domain. λ is `penalty` times the mean of XᵀX's diagonal
+    (DUME, arXiv 2603.29765).
+    """
+    diagonal = squares.diagonal(dim1=-2, dim2=-1)
+    damped = squares + torch.diag_embed((penalty * diagonal.mean(-1, keepdim=True)).expand_as(diagonal))
+    solution: Tensor = torch.linalg.solve(damped, sums.mT)
+    return factor * solution.mT
+
+
+def _parted(shard: TokenShard, length: int) -> tuple[int, int]:
+    """The numbers of the block behind those that routers are solved from and behind those that choose among them.
+
+    A fifth of the blocks of a short text chooses, and at least one.
+    """
+    end = min(-(-len(shard) // length), BLOCKS + TO_CHOOSE)
+    return max(1, end * BLOCKS // (BLOCKS + TO_CHOOSE)), end
+
+
+def _least_loss(
+    architecture: Architecture,
+    model: GPT,
+    merged: Mapping[str, Tensor],
+    routers: Mapping[tuple[float, float], Tensor],
+    texts: Mapping[str, TokenShard],
+) -> tuple[float, float]:
+    """The key of those of `routers` by which the merged model has the least mean loss, each domain counting once.
+
+    `merged` are the tensors of its experts by name, as `model` has them.
+    """
+    device, length = model.token_embedding.device, architecture.context
+    with torch.device(device):
+        whole = GPT(architecture, model.vocab_size, (DENSE_EXPERT,)).requires_grad_(False)
+    whole = whole.to(model.token_embedding.dtype)
+    own = {name: tensor[None] for name, tensor in merged.items()}
+    parts = {name: _parted(shard, length) for name, shard in texts.items()}
+    cuts = [
+        blocks(texts[name], length, end * length, min(start, end - 1) * length) for name, (start, end) in parts.items()
+    ]
+    losses = {}
+    for choice, solution in routers.items():
+        rows = {f"blocks.{number}.feedforward.router": router[None] for number, router in enumerate(solution)}
+        whole.load_state_dict(model.shared_tensors() | own | rows)
+        losses[choice] = -math.fsum(float(log_probabilities(whole, *cut).mean()) for cut in cuts) / len(cuts)
+    return min(losses, key=losses.__getitem__)
 
 
 def _refuse_unmergeable(directory: Path, shards: Mapping[str, Path]) -> None:
@@ -121,7 +187,7 @@ def _refuse_unmergeable(directory: Path, shards: Mapping[str, Path]) -> None:
         raise DemixError(directory, "has one expert, and tokens choose among several", cure)
     for expert, path in shards.items():
         if not path.is_file():
-            cause = f"is missing, and the mean state of this text is what routes to the expert {expert}"
+            cause = f"is missing, and routers are solved from this text for the expert {expert}"
             raise DemixError(path, cause, "name the folder of <domain>/dev.arrow of every expert with --tokens")
 
 

@@ -140,8 +140,8 @@ def merged_routed_card(directory: Path, name: str) -> str:
     about = (
         f"A model whose tokens choose two of {len(parents)} experts in every layer: the feedforwards of the experts of "
         f"the model {as_markdown(directory.resolve().name)}, with the weights that these share. Nothing was trained: a "
-        f"token's choice is by the cosine of its state with the mean state of each expert's domain, over {BLOCKS} "
-        "blocks of dev text."
+        f"token's choice is by a ridge regression of the domain on the token's state, over {BLOCKS} blocks of dev text "
+        "of each expert's domain."
     )
     return _merged_card(directory, name, ["merge", "mixture-of-experts"], about, parents, {})
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from scipy.special import erf, softmax
+from sklearn.linear_model import Ridge
 from transformers import GPT2LMHeadModel
 
 from demix.config.architecture import Architecture, parameters
@@ -22,7 +23,7 @@ from demix.model.description import parent_of
 from demix.model.experts import find_faults, read_experts
 from demix.model.export import export_hf
 from demix.model.gpt import GPT
-from demix.model.merge_routed import dev_shards, mean_states, merge_routed
+from demix.model.merge_routed import FACTORS, PENALTIES, dev_shards, merge_routed, moments, solved
 from demix.model.scoring import log_probabilities
 from support.cli import demix
 from support.models import SMALL, write_model, write_trunks
@@ -57,60 +58,99 @@ def routers_of(directory: Path) -> list[np.ndarray]:
     return [tensors[f"blocks.{layer}.feedforward.router"].astype(np.float64) for layer in range(LAYERS)]
 
 
-@pytest.mark.parametrize("count", [20, 10**6], ids=["20 blocks", "the whole split"])
-def test_mean_states_are_those_of_hugging_faces_gpt2_of_the_domains_own_expert(
-    run: Path, count: int, tmp_path: Path
-) -> None:
-    for number, domain in enumerate(ORDER):
-        export_hf(run / "models" / "demix", domain, None, tmp_path / domain)
-        theirs = GPT2LMHeadModel.from_pretrained(tmp_path / domain).double().eval()
-        states: list[list[np.ndarray]] = [[] for _ in range(LAYERS)]
-        for seen, block in zip(states, theirs.transformer.h, strict=True):
-            block.ln_2.register_forward_hook(lambda _, __, out, seen=seen: seen.append(out[0].numpy()))
+@pytest.fixture(scope="module")
+def states(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[np.ndarray]]:
+    """The states [tokens, D] of each layer before its feedforward, by domain, in Hugging Face's GPT-2 of its expert."""
+    folder, found = tmp_path_factory.mktemp("hf"), {}
+    for domain in ORDER:
+        export_hf(run / "models" / "demix", domain, None, folder / domain)
+        theirs = GPT2LMHeadModel.from_pretrained(folder / domain).double().eval()
+        seen: list[list[np.ndarray]] = [[] for _ in range(LAYERS)]
+        for of_layer, block in zip(seen, theirs.transformer.h, strict=True):
+            block.ln_2.register_forward_hook(lambda _, __, out, into=of_layer: into.append(out[0].numpy()))
         shard = TokenShard.open(run / "tokens" / domain / "dev.arrow")
-        ids = [shard.end_of_text, *shard.read(0, len(shard)).tolist()][: count * T + 1]
+        ids = [shard.end_of_text, *shard.read(0, len(shard)).tolist()]
         for start in range(0, len(ids) - 1, T):
             with torch.no_grad():
                 theirs(torch.tensor([ids[start : min(start + T, len(ids) - 1)]]))
-        wanted = [np.concatenate(of_layer).mean(0) for of_layer in states]
+        found[domain] = [np.concatenate(of_layer) for of_layer in seen]
+    return found
+
+
+@pytest.mark.parametrize("count", [40, 10**6], ids=["40 blocks", "the whole split"])
+def test_moments_are_those_of_hugging_faces_gpt2_of_the_domains_own_expert(
+    run: Path, states: dict[str, list[np.ndarray]], count: int
+) -> None:
+    for domain in ORDER:
         own = load_model(run / "models" / "demix", (domain,))
-        np.testing.assert_allclose(mean_states(own, shard, count), wanted, rtol=0, atol=2e-5)
-        if count == 20:
-            for layer, mean in enumerate(wanted):
-                row = routers_of(run / "models" / "demix-routed")[layer][number]
-                np.testing.assert_allclose(row, mean / math.sqrt(sum(mean**2)) / 0.1, rtol=0, atol=2e-4)
+        squares, sums = moments(own, TokenShard.open(run / "tokens" / domain / "dev.arrow"), count)
+        for layer, x in enumerate(states[domain]):
+            np.testing.assert_allclose(squares[layer], x[: count * T].T @ x[: count * T], rtol=1e-5, atol=2e-2)
+            np.testing.assert_allclose(sums[layer], x[: count * T].sum(0), rtol=1e-5, atol=2e-2)
 
 
-def by_hand(run: Path, layer: int, x: np.ndarray, means: np.ndarray) -> tuple[np.ndarray, list[int], list[float]]:
-    """The output [D] of a layer for the state `x` [D] in float64, the two experts that it chose, and their gates."""
-    cosines = [sum(x * mean) / math.sqrt(sum(x**2) * sum(mean**2)) for mean in means]
-    first, second = sorted(range(len(means)), key=lambda e: -cosines[e])[:2]
-    gates = softmax([cosines[first] / 0.1, cosines[second] / 0.1])
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_routers_are_scikit_learns_ridge_regressions_of_the_domain(penalty: float) -> None:
+    generator = np.random.default_rng(5)
+    texts = [generator.normal(loc=generator.normal(size=6), size=(n, 6)) for n in (40, 25, 60)]
+    whole, domain = np.concatenate(texts), np.repeat(np.arange(3), [40, 25, 60])
+    squares = torch.from_numpy(whole.T @ whole)[None]
+    sums = torch.from_numpy(np.stack([x.sum(0) for x in texts]))[None]
+    alpha = penalty * np.trace(whole.T @ whole) / 6
+    ridge = Ridge(alpha=alpha, fit_intercept=False).fit(whole, np.eye(3)[domain])
+    np.testing.assert_allclose(solved(squares, sums, penalty, 7.0)[0], 7 * ridge.coef_, rtol=1e-9, atol=1e-12)
+
+
+def test_penalty_and_factor_are_the_best_of_all_on_the_blocks_that_choose(
+    run: Path, states: dict[str, list[np.ndarray]]
+) -> None:
+    """The model that is written against models with the other routers, each made here, on other blocks of dev text."""
+    model = load_model(run / "models" / "demix-routed").double()
+    counts = {name: -(-len(states[name][0]) // T) for name in ORDER}
+    ends = {name: min(count, 50) for name, count in counts.items()}
+    starts = {name: max(1, end * 4 // 5) for name, end in ends.items()}
+    shards = {name: TokenShard.open(run / "tokens" / name / "dev.arrow") for name in ORDER}
+    cuts = [blocks(shards[name], T, ends[name] * T, min(starts[name], ends[name] - 1) * T) for name in ORDER]
+    written, losses = routers_of(run / "models" / "demix-routed"), {}
+    for penalty, factor in itertools.product(PENALTIES, FACTORS):
+        for layer in range(LAYERS):
+            texts = [states[name][layer][: starts[name] * T] for name in ORDER]
+            whole, domain = np.concatenate(texts), np.repeat(np.arange(3), [len(x) for x in texts])
+            alpha = penalty * np.trace(whole.T @ whole) / WIDTH
+            ridge = Ridge(alpha=alpha, fit_intercept=False).fit(whole, np.eye(3)[domain])
+            with torch.no_grad():
+                router = model.blocks[layer].feedforward.router
+                router.copy_(torch.from_numpy(factor * ridge.coef_)[None])
+            if np.abs(factor * ridge.coef_ - written[layer]).max() < 1e-3 * np.abs(written[layer]).max():
+                chosen = (penalty, factor)
+        losses[penalty, factor] = -np.mean([log_probabilities(model, *cut).mean() for cut in cuts])
+    assert losses[chosen] == pytest.approx(min(losses.values()), abs=1e-6)
+    assert len(set(losses.values())) > 1
+
+
+def by_hand(run: Path, layer: int, x: np.ndarray, router: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """The output [D] of a layer for the state `x` [D] in float64, and the two experts that it chose."""
+    logits = router @ x
+    first, second = sorted(range(len(logits)), key=lambda e: -logits[e])[:2]
+    gates = softmax([logits[first], logits[second]])
     out = np.zeros(WIDTH)
     for gate, e in zip(gates, (first, second), strict=True):
         own = {key.rpartition(".")[2]: value for key, value in expert_of(run, ORDER[e]).items() if f".{layer}." in key}
         inner = own["up"] @ x + own["up_bias"]
         out += gate * (own["down"] @ (inner * (1 + erf(inner / math.sqrt(2))) / 2) + own["down_bias"])
-    return out, [first, second], list(gates)
+    return out, [first, second]
 
 
 def test_a_merged_layer_is_the_top_two_experts_of_demix_by_hand(run: Path) -> None:
     merged, generator = load_model(run / "models" / "demix-routed").double(), np.random.default_rng(1)
     chosen = set()
     for layer, router in enumerate(routers_of(run / "models" / "demix-routed")):
-        # Any length of the means and of the states gives the same cosines.
-        for x in [*generator.normal(size=(20, WIDTH)), 7.5 * router[1], 1e-4 * router[2]]:
-            wanted, choices, _ = by_hand(run, layer, x, 3 * router)
+        for x in generator.normal(size=(20, WIDTH)):
+            wanted, choices = by_hand(run, layer, x, router)
             with torch.no_grad():
                 found = merged.blocks[layer].feedforward(torch.from_numpy(x)[None, None, None])[0, 0, 0]
-            # The router's rows are rounded to fp32.
             np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-5)
             chosen.add(tuple(choices))
-        for expert, mean in enumerate(router):
-            _, (first, second), (gate, _) = by_hand(run, layer, mean, router)
-            assert first == expert, "a state that is a domain's mean goes to the domain's expert"
-            cosine = mean @ router[second] / 100
-            assert gate == pytest.approx(1 / (1 + math.exp((cosine - 1) / 0.1)), rel=1e-5)
     assert len(chosen) > 3
 
 
@@ -161,7 +201,7 @@ def test_the_files_say_what_was_merged(run: Path) -> None:
     merged, demix_model = run / "models" / "demix-routed", run / "models" / "demix"
     assert find_faults(merged) == []
     about = describe(merged)
-    routed = {"experts": 3, "top_k": 2, "every": 1, "capacity": 3.0, "balance": 0.0, "cosine": True}
+    routed = {"experts": 3, "top_k": 2, "every": 1, "capacity": 3.0, "balance": 0.0}
     assert (about["kind"], about["architecture"]["routed"]) == ("merged", routed)
     architecture = Architecture(**about["architecture"])
     assert architecture == SMALL.merged_routed(3)
@@ -188,7 +228,7 @@ def test_the_files_say_what_was_merged(run: Path) -> None:
             assert np.array_equal(tensors[key][number], tensor)
     card = (merged / "README.md").read_text()
     assert "choose two of 3 experts in every layer" in card
-    assert "over 20 blocks of dev text" in card
+    assert "over 40 blocks of dev text" in card
     assert "weighted average" not in card
 
 
@@ -227,8 +267,8 @@ def test_what_cannot_be_merged_is_refused_in_one_line(run: Path, tokens: Path, t
         ): "has one expert, and tokens choose among several; merge a model of kind demix",
         (tmp_path / "models" / "one",): "has one expert, and tokens choose among several",
         (tmp_path / "models" / "other", "--tokens", run / "tokens"): r"dev\.arrow: is of another tokenizer",
-        (tmp_path / "models" / "other",): r"tokens/licenses/dev\.arrow: is missing, and the mean state of this text is "
-        r"what routes to the expert licenses; name the folder of <domain>/dev\.arrow of every expert with --tokens",
+        (tmp_path / "models" / "other",): r"tokens/licenses/dev\.arrow: is missing, and routers are solved "
+        r"from this text for the expert licenses; name the folder of <domain>/dev\.arrow of every expert with --tokens",
         (model, "--weights", "licenses=1"): "--routed: is given with weights, which make an average; leave one",
     }
     for words, message in refused.items():
@@ -242,9 +282,3 @@ def test_what_cannot_be_merged_is_refused_in_one_line(run: Path, tokens: Path, t
         raise demix("merge", model, "--tokens", run / "tokens", "--output", tmp_path / "out").exception
     with pytest.raises(DemixError, match="exists and is not empty"):
         merge_routed(model, dev_shards(model), merged)
-
-
-def test_other_architectures_are_described_without_the_key(run: Path) -> None:
-    plain = {"experts": 4, "top_k": 2, "every": 1, "capacity": 2.0, "balance": 0.01}
-    assert Architecture(**describe(run / "models" / "demix")["architecture"], routed=plain).described["routed"] == plain
-    assert blocks(TokenShard.open(run / "tokens" / TRAINING[0] / "dev.arrow"), T, 20 * T)[2].all()

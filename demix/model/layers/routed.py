@@ -80,7 +80,7 @@ class RoutedLayer(nn.Module):
 
         The latter are [B, T, k], the largest score first.
         """
-        scores = router_scores(x, self.router.squeeze(0), self.routed.cosine)
+        scores = router_scores(x, self.router.squeeze(0))
         gates, chosen = scores.topk(self.routed.top_k, dim=-1)
         return scores, gates, chosen
 
@@ -216,14 +216,10 @@ def _expert_of_rows(ends: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
 
 
-def router_scores(x: Tensor, router: Tensor, cosine: bool = False) -> Tensor:
-    """softmax(router·x) [..., E], at least fp32, of states `x` [..., D] and a router [E, D] (Switch, Eq. 1).
-
-    With `cosine` the states are divided by their lengths first.
-    """
+def router_scores(x: Tensor, router: Tensor) -> Tensor:
+    """softmax(router·x) [..., E], at least fp32, of states `x` [..., D] and a router [E, D] (Switch, Eq. 1)."""
     exact = torch.promote_types(x.dtype, torch.float32)
-    states = F.normalize(x.to(exact), dim=-1) if cosine else x.to(exact)
-    return F.linear(states, router.to(exact)).softmax(-1)
+    return F.linear(x.to(exact), router.to(exact)).softmax(-1)
 
 
 def within_capacity(chosen: Tensor, experts: int, places: int) -> Tensor:

@@ -21,8 +21,8 @@ OF_RELEASED = (
 )
 OF_AVERAGES = "Averaged experts are one model of their mean parameters, of the run's own seed, as is their Dense."
 OF_ROUTED = (
-    "Merged-routed: of a row's experts each token chooses two in every layer, by the cosine of its state with the mean "
-    "state of each expert's dev text. Nothing was trained for it; of the run's own seed, as is its Dense."
+    "Merged-routed: of a row's experts each token chooses two in every layer, by a ridge regression of the domain on "
+    "its state over dev text. Nothing was trained for it; of the run's own seed, as is its Dense."
 )
 
 

@@ -51,7 +51,7 @@ def make(material: Material) -> Table:
         frame,
         notes=(
             "Tests have no capacity, so that no choice is dropped there. Merged-routed models are not trained: their "
-            "routers know the mean state of each expert's dev text.",
+            "routers are solved from each expert's dev text.",
         ),
         formats={name: "{:.1f}" for name in frame if name.endswith("%")}
         | {"Routed layers": "{:.0f}", "Busiest expert, times an equal share": "{:.2f}", "Effective experts": "{:.1f}"},
