@@ -14,13 +14,17 @@ from demix.settings import Integer, Number, Positive, Switch, names_of, partial,
 
 @settings(kw_only=True)
 class Routed:
-    """Feedforwards of `experts` experts, of which each token chooses `top_k`, in every `every`-th block."""
+    """Feedforwards of `experts` experts, of which each token chooses `top_k`, in every `every`-th block.
+
+    With `renormalise` the gates of several choices are divided by their sum.
+    """
 
     experts: Positive = Field(le=4096)
     top_k: Positive
     every: Positive
     capacity: Number = Field(gt=0, le=4096)
     balance: Number = Field(ge=0)
+    renormalise: Switch = True
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
@@ -244,6 +248,8 @@ class Architecture(Decoder):
         """The architecture as JSON, without a key that is as in descriptions that do not have it."""
         usual = USUAL | {"routed": None}
         given = dataclasses.asdict(self)
+        if self.routed and self.routed.renormalise:
+            del given["routed"]["renormalise"]
         return {key: value for key, value in given.items() if key not in usual or value != usual[key]}
 
     def merged_routed(self, experts: int) -> "Architecture":

@@ -14,7 +14,7 @@ from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import refuse_used, replacing
 from demix.files.json_files import read_unsealed
-from demix.model.checkpoint import describe, load_model, refuse_routed, save_tensors
+from demix.model.checkpoint import describe, load_model, save_tensors
 from demix.model.description import MOST_BYTES
 from demix.model.format import Format
 from demix.model.formats import FORMATS
@@ -29,17 +29,16 @@ def format_of(directory: Path) -> Format:
     """The format in which an expert of the model in `directory` can be exported.
 
     It is the one that the model was imported from, if that can hold it, or else the first of `FORMATS` that can. Raises
-    DemixError for a domain-token model (no other software has a domain token as first input), for one whose tokens
-    choose their experts, and for options of `architecture` that no format has: it names one of them, and the format
-    that lacks the fewest.
+    DemixError for a domain-token model (no other software has a domain token as first input), and for options of
+    `architecture` that no format has: it names one of them, and the format that lacks the fewest.
     """
     description = describe(directory, "kind")
     if description["domain_tokens"]:
         raise DemixError(directory, "is a domain-token model, which no other format can hold", "export another model")
-    refuse_routed(directory, "no format of a dense decoder can hold")
     architecture = _with_plain_head(Architecture(**description["architecture"]))
     first = FORMATS.get((description.get("imported") or {}).get("format", ""))
-    choices = {form.name: form.lacking(architecture) for form in (*([first] if first else []), *FORMATS.values())}
+    known = [form for form in (first, *FORMATS.values()) if form and form.routed == bool(architecture.routed)]
+    choices = {form.name: form.lacking(architecture) for form in known}
     name = min(choices, key=lambda choice: len(choices[choice]))
     form, lacking = FORMATS[name], choices[name]
     if lacking:

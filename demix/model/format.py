@@ -4,7 +4,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -118,6 +118,7 @@ class Row:
     """One of our tensors without its axis of experts, and the tensors on disk that it joins along the first axis.
 
     `change` makes ours of what is joined, and `back` is its inverse. In names, `{}` is the number of a block.
+    Tensors with `{expert}` in their names belong to one of the experts of a routed layer, which ours stacks.
     """
 
     ours: str
@@ -125,17 +126,42 @@ class Row:
     change: Change = _same
     back: Change = _same
 
+    @property
+    def by_expert(self) -> bool:
+        """Whether the experts of a routed layer have tensors of their own on disk."""
+        return "{expert}" in self.theirs[0]
+
     def parts(self, architecture: Architecture) -> list[int]:
-        """The rows of each of several tensors on disk."""
+        """The rows of each of several tensors on disk that are joined."""
         if len(self.theirs) == 2:
             return [architecture.inner_width] * 2
         keys = architecture.key_value_heads * architecture.unit
         return [architecture.heads * architecture.unit, keys, keys]
 
-    def ours_of(self, tensors: Sequence[Tensor], architecture: Architecture) -> Tensor:
-        """Our tensor in fp32, of those on disk."""
-        joined = tensors[0].float() if len(tensors) == 1 else torch.cat([tensor.float() for tensor in tensors])
-        return self.change(joined, architecture).contiguous()
+    def groups(self, architecture: Architecture) -> list[tuple[str, ...]]:
+        """The names of the tensors on disk that are joined: a group for each expert, or one group."""
+        if not self.by_expert:
+            return [self.theirs]
+        count = architecture.routed.experts if architecture.routed else 0
+        return [tuple(name.format(expert=number) for name in self.theirs) for number in range(count)]
+
+    def ours_of(self, read: Callable[[str], Tensor], architecture: Architecture) -> Tensor:
+        """Our tensor in fp32, of those on disk, of which `read` gives one by its name."""
+        joined = [
+            torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+            for tensors in ([read(name).float() for name in names] for names in self.groups(architecture))
+        ]
+        return self.change(torch.stack(joined) if self.by_expert else joined[0], architecture).contiguous()
+
+    def theirs_of(self, tensor: Tensor, architecture: Architecture) -> dict[str, Tensor]:
+        """The tensors on disk of ours."""
+        tensor = self.back(tensor, architecture)
+        made: dict[str, Tensor] = {}
+        for number, names in enumerate(self.groups(architecture)):
+            own = tensor[number] if self.by_expert else tensor
+            parts = torch.split(own, self.parts(architecture)) if len(names) > 1 else (own,)
+            made |= dict(zip(names, parts, strict=True))
+        return made
 
 
 def rows_of(pairs: Iterable[tuple[str, str]], ours: str = "", theirs: str = "") -> tuple[Row, ...]:
@@ -166,6 +192,7 @@ class Format:
     holds: Mapping[str, tuple[Any, ...] | None]
     buffers: tuple[str, ...] = ()
     divides: bool = False
+    routed: bool = False
 
     def lacking(self, architecture: Architecture) -> list[str]:
         """The options of `architecture` whose value the family cannot have."""
@@ -175,6 +202,8 @@ class Format:
             "head_width": architecture.unit * architecture.heads == architecture.width,
         }
         lacking = ["heads"] if self.divides and architecture.width % architecture.heads else []
+        if architecture.routed and architecture.routed.every > 1:
+            lacking.append("routed")
         for option in OPTIONS:
             allowed = self.holds.get(option, (USUAL[option],))
             if not (allowed is ANY or getattr(architecture, option) in allowed or usual.get(option)):
@@ -197,13 +226,12 @@ class Format:
             for number in range(architecture.layers) if "{}" in row.ours else (0,):
                 ours = row.ours.format(number)
                 if ours in own:
-                    yield replace(row, ours=ours, theirs=tuple(name.format(number) for name in row.theirs))
+                    theirs = tuple(name.replace("{}", str(number)) for name in row.theirs)
+                    yield replace(row, ours=ours, theirs=theirs)
 
     def theirs_of(self, architecture: Architecture, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors on disk of a model's, whose feedforwards have no axis of experts."""
+        """The tensors on disk of a model's, whose feedforwards have no axis of the model's one expert."""
         made: dict[str, Tensor] = {}
         for row in self.tensors(architecture, ours):
-            tensor = row.back(ours[row.ours], architecture)
-            parts = torch.split(tensor, row.parts(architecture)) if len(row.theirs) > 1 else (tensor,)
-            made |= dict(zip(row.theirs, parts, strict=True))
+            made |= row.theirs_of(ours[row.ours], architecture)
         return made

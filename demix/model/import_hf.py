@@ -80,7 +80,11 @@ def import_hf(
     with replacing(output.resolve(), directory=True) as temporary:
         encoder = imported_tokenizer(folder, temporary / "tokenizer.json", keys.vocab_size)
         learned = {"tokenizer_sha256": encoder.sha256, "imported": {"format": form.name, "sha256": sha256, **origin}}
-        counts = {"kind": "dense", "shared_parameters": shared, "expert_parameters": own}
+        counts = {
+            "kind": "routed" if architecture.routed else "dense",
+            "shared_parameters": shared,
+            "expert_parameters": own,
+        }
         save_shared(model, temporary, counts | learned)
         save_expert(model, DENSE_EXPERT, temporary, {"parent": None} | learned)
         _keep_files(folder, temporary / KEPT_IN)
@@ -193,21 +197,24 @@ def _model(
     bare = not any(name.startswith(form.prefix) for name in names)
     tensors: dict[str, Tensor] = {}
     for row in form.tensors(architecture, shapes):
-        theirs = [name.removeprefix(form.prefix) if bare else name for name in row.theirs]
-        if absent := [name for name in theirs if name not in places]:
+        theirs = [name for names_of_expert in row.groups(architecture) for name in names_of_expert]
+        on_disk = {name: name.removeprefix(form.prefix) if bare else name for name in theirs}
+        if absent := [name for name in on_disk.values() if name not in places]:
             cure = f"import a checkpoint of {form.title}"
             raise DemixError(next(iter(places.values()))[0].parent, f"has no tensor {absent[0]}", cure)
-        read = [_read_tensor(name, *places[name]) for name in theirs]
-        names.difference_update(theirs)
-        path, shape = places[theirs[0]][0], shapes[row.ours]
-        tensor = row.ours_of(read, architecture)
+        read = {name: _read_tensor(place, *places[place]) for name, place in on_disk.items()}
+        names.difference_update(on_disk.values())
+        first, shape = on_disk[theirs[0]], shapes[row.ours]
+        path, found = places[first][0], [tuple(tensor.shape) for tensor in read.values()]
+        rows = row.parts(architecture) if len(row.theirs) > 1 else [found[0][0]]
+        joins = found == [(count, *found[0][1:]) for count in rows] * (len(read) // len(rows))
+        tensor = row.ours_of(read.__getitem__, architecture) if joins else next(iter(read.values()))
         if len(shape) > tensor.ndim:
             tensor = tensor.unsqueeze(0)
-        rows = row.parts(architecture) if len(read) > 1 else [len(read[0])]
-        if tuple(tensor.shape) != shape or [len(part) for part in read] != rows:
-            cause = f"holds {theirs[0]} as {tuple(read[0].shape)}, of which {config.name} makes {shape}"
+        if not joins or tuple(tensor.shape) != shape:
+            cause = f"holds {first} as {found[0]}, of which {config.name} makes {shape}"
             raise DemixError(path, cause, "give the checkpoint its own config.json back")
-        check_values(path, [(theirs[0], tensor)])
+        check_values(path, [(first, tensor)])
         tensors[row.ours] = tensor
     if "position_embedding" in tensors:
         tensors["position_embedding"] = tensors["position_embedding"][: architecture.context].contiguous()

@@ -46,6 +46,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", MODERN | {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", MODERN | {"head_dim": 16, "tie_word_embeddings": True}),
     "olmo2": ("olmo2", MODERN | {"num_key_value_heads": 4, "pad_token_id": None}),
+    "mixtral": ("mixtral", MODERN | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        MODERN
+        | {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "moe_intermediate_size": 24}
+        | {"norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    "flex_olmo": (
+        "flex_olmo",
+        MODERN | {"num_key_value_heads": 4, "num_experts": 5, "num_experts_per_tok": 3, "pad_token_id": None},
+    ),
+    "olmoe": (
+        "olmoe",
+        MODERN | {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None, "norm_topk_prob": True},
+    ),
+    "olmoe_not_renormalised": (
+        "olmoe",
+        MODERN | {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None, "norm_topk_prob": False},
+    ),
 }
 
 

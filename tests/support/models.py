@@ -50,11 +50,16 @@ def save_model(model: GPT, directory: Path, tokenizer: str = "t" * 64, kind: str
 
 
 def write_model(
-    directory: Path, experts: tuple[str, ...] = THREE, tokenizer: str = "t" * 64, vocab_size: int = 50, seed: int = 0
+    directory: Path,
+    experts: tuple[str, ...] = THREE,
+    tokenizer: str = "t" * 64,
+    vocab_size: int = 50,
+    seed: int = 0,
+    architecture: Architecture = SMALL,
 ) -> GPT:
-    model = GPT(SMALL, vocab_size, experts)
+    model = GPT(architecture, vocab_size, experts)
     randomise(model, seed)
-    counts = dict(zip(("shared_parameters", "expert_parameters"), parameters(SMALL, vocab_size), strict=True))
+    counts = dict(zip(("shared_parameters", "expert_parameters"), parameters(architecture, vocab_size), strict=True))
     seen = {"tokens": 90, "steps": 9, "tokenizer_sha256": tokenizer}
     save_shared(model, directory, {"kind": "demix"} | counts | seen)
     for number, expert in enumerate(experts):

@@ -20,6 +20,7 @@ import zstandard
 from typer.main import get_command
 
 from demix.commands.main import command_line
+from demix.config.architecture import architecture_from
 from demix.config.tasks import ExamplesRecipe
 from demix.data.tokenizer import Tokenizer
 from demix.evaluate.classification import Classification
@@ -97,7 +98,8 @@ def place(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     encoder = Tokenizer.load(run / "tokenizer.json")
     shutil.rmtree(run / "models" / "demix")
     write_model(run / "models" / "demix", TRAINING + NOVEL, encoder.sha256, encoder.vocab_size)
-    write_model(run / "models" / "demix_seeded", TRAINING, encoder.sha256, encoder.vocab_size)
+    modern = architecture_from({"preset": "modern", "layers": 2, "width": 16, "heads": 2, "context": 16})
+    write_model(run / "models" / "demix_seeded", TRAINING, encoder.sha256, encoder.vocab_size, architecture=modern)
     shutil.copytree(tokens / "tokens" / "fantasy", run / "tokens" / "wiki")
     for path in (run / "tokens" / "wiki").glob("*.json"):
         write_json(path, read_json(tokens / "tokens" / "fantasy" / path.name))

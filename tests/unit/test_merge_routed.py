@@ -1,9 +1,11 @@
 """Domain experts merged into a model whose tokens choose among them, against loops and Hugging Face's GPT-2."""
 
+import dataclasses
 import itertools
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +25,12 @@ from demix.model.description import parent_of
 from demix.model.experts import find_faults, read_experts
 from demix.model.export import export_hf
 from demix.model.gpt import GPT
+from demix.model.import_hf import import_hf
 from demix.model.merge_routed import FACTORS, PENALTIES, dev_shards, merge_routed, moments, solved
 from demix.model.scoring import log_probabilities
+from support.checkpoints import farthest
 from support.cli import demix
-from support.models import SMALL, write_model, write_trunks
+from support.models import SMALL, model_of, save_model, write_model, write_trunks
 from support.tokens import TRAINING
 
 # The order of the experts in the merged layers: that of the names in the folder.
@@ -241,7 +245,7 @@ def test_commands_take_it_as_a_model_of_one_expert(run: Path, tmp_path: Path) ->
     ):  # fmt: skip
         done = demix(*words)
         assert done.exit_code == 0, (words, done.exception)
-    told = "which no format of a dense decoder can hold; use another model"
+    told = "demix-routed|copied: has [a-z_]+ [a-z]+, which .* format cannot hold; export another model"
     with pytest.raises(DemixError, match=told):
         export_hf(copied, "dense", None, tmp_path / "hf")
 
@@ -282,3 +286,47 @@ def test_what_cannot_be_merged_is_refused_in_one_line(run: Path, tokens: Path, t
         raise demix("merge", model, "--tokens", run / "tokens", "--output", tmp_path / "out").exception
     with pytest.raises(DemixError, match="exists and is not empty"):
         merge_routed(model, dev_shards(model), merged)
+
+
+ROPE = {
+    "position": "rope",
+    "norm": "rms",
+    "gated": True,
+    "activation": "silu",
+    "biases": "none",
+    "head": "untied",
+    "inner": 96,
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "model_class"),
+    [
+        ({}, "MixtralForCausalLM"),
+        ({"query_norm": "head"}, "Qwen3MoeForCausalLM"),
+        ({"query_norm": "all"}, "OlmoeForCausalLM"),
+        ({"query_norm": "all", "norm_place": "after", "head": "tied"}, "FlexOlmoForCausalLM"),
+    ],
+)
+def test_a_merged_model_goes_out_to_engines_and_comes_back_to_the_bit(
+    run: Path, options: dict[str, Any], model_class: str, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    encoder = Tokenizer.load(run / "tokenizer.json")
+    architecture = dataclasses.replace(SMALL, **ROPE | options)
+    experts = model_of(TRAINING, torch.float32, architecture=architecture, vocab_size=encoder.vocab_size)
+    save_model(experts, tmp_path / "demix", encoder.sha256)
+    merge_routed(tmp_path / "demix", dev_shards(tmp_path / "demix", run / "tokens"), tmp_path / "merged")
+    export_hf(tmp_path / "merged", "dense", run / "tokenizer.json", tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert type(theirs).__name__ == model_class
+    ids, merged = torch.arange(2, 2 + T)[None], load_model(tmp_path / "merged")
+    with torch.no_grad():
+        assert farthest(theirs(ids).logits, merged.logits(merged(ids[None]))[0]) < 1e-5
+    verified = import_hf(tmp_path / "out", tmp_path / "back", context=T, verify=True)
+    assert verified is not None
+    back = load_model(tmp_path / "back")
+    assert back.architecture == merged.architecture
+    for name, tensor in merged.state_dict().items():
+        assert torch.equal(tensor, back.state_dict()[name]), name

@@ -126,23 +126,26 @@ def _written(architecture: Architecture) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _without_bias(architecture: Architecture) -> dict[str, Any]:
+def without_bias(architecture: Architecture) -> dict[str, Any]:
+    """The keys of a family whose attention may have biases, without them."""
     return _written(architecture) | {"attention_bias": False}
 
 
 def _llama(architecture: Architecture) -> dict[str, Any]:
-    return _without_bias(architecture) | {"mlp_bias": False}
+    return without_bias(architecture) | {"mlp_bias": False}
 
 
-def _without_window(architecture: Architecture) -> dict[str, Any]:
+def without_window(architecture: Architecture) -> dict[str, Any]:
+    """The keys of a family whose attention may have a window, without one."""
     return _written(architecture) | {"sliding_window": None}
 
 
 def _qwen2(architecture: Architecture) -> dict[str, Any]:
-    return _without_window(architecture) | {"use_sliding_window": False}
+    return without_window(architecture) | {"use_sliding_window": False}
 
 
-def _qwen3(architecture: Architecture) -> dict[str, Any]:
+def qwen3(architecture: Architecture) -> dict[str, Any]:
+    """The keys of Qwen 3."""
     return _qwen2(architecture) | {"attention_bias": False, "head_dim": architecture.unit}
 
 
@@ -164,23 +167,23 @@ def _rows(attention_norm: str, feedforward_norm: str) -> tuple[Row, ...]:
     )
 
 
-_HOLDS = {
+HOLDS = {
     "activation": tuple(ACTIVATIONS.values()), "norm": ("rms",), "position": ("rope",), "biases": ("none",),
     "gated": (True,), "head": ("tied", "untied"), "inner": ANY, "key_heads": ANY, "head_width": ANY, "epsilon": ANY,
     "rope_theta": ANY, "rope_scaling": ANY,
 }  # fmt: skip
-_BEFORE, _BUFFERS = _rows("input_layernorm", "post_attention_layernorm"), (".rotary_emb.inv_freq",)
-_AFTER = _rows("post_attention_layernorm", "post_feedforward_layernorm")
-_OLMO2 = _HOLDS | {"query_norm": ("all",), "norm_place": ("after",)}
-_QWEN2, _QWEN3 = _HOLDS | {"biases": ("qkv",)}, _HOLDS | {"query_norm": ("head",)}
+BEFORE, BUFFERS = _rows("input_layernorm", "post_attention_layernorm"), (".rotary_emb.inv_freq",)
+AFTER = _rows("post_attention_layernorm", "post_feedforward_layernorm")
+OLMO2 = HOLDS | {"query_norm": ("all",), "norm_place": ("after",)}
+QWEN2, QWEN3 = HOLDS | {"biases": ("qkv",)}, HOLDS | {"query_norm": ("head",)}
 FORMATS = (
     Format(
-        "llama", "Llama", "LlamaForCausalLM", LlamaKeys, _llama, _BEFORE, "model.", _HOLDS, _BUFFERS, divides=True
+        "llama", "Llama", "LlamaForCausalLM", LlamaKeys, _llama, BEFORE, "model.", HOLDS, BUFFERS, divides=True
     ),
     Format(
-        "mistral", "Mistral", "MistralForCausalLM", MistralKeys, _without_window, _BEFORE, "model.", _HOLDS, _BUFFERS
+        "mistral", "Mistral", "MistralForCausalLM", MistralKeys, without_window, BEFORE, "model.", HOLDS, BUFFERS
     ),
-    Format("qwen2", "Qwen 2", "Qwen2ForCausalLM", Qwen2Keys, _qwen2, _BEFORE, "model.", _QWEN2, _BUFFERS),
-    Format("qwen3", "Qwen 3", "Qwen3ForCausalLM", Qwen3Keys, _qwen3, _BEFORE, "model.", _QWEN3, _BUFFERS),
-    Format("olmo2", "OLMo 2", "Olmo2ForCausalLM", Olmo2Keys, _without_bias, _AFTER, "model.", _OLMO2, _BUFFERS),
+    Format("qwen2", "Qwen 2", "Qwen2ForCausalLM", Qwen2Keys, _qwen2, BEFORE, "model.", QWEN2, BUFFERS),
+    Format("qwen3", "Qwen 3", "Qwen3ForCausalLM", Qwen3Keys, qwen3, BEFORE, "model.", QWEN3, BUFFERS),
+    Format("olmo2", "OLMo 2", "Olmo2ForCausalLM", Olmo2Keys, without_bias, AFTER, "model.", OLMO2, BUFFERS),
 )  # fmt: skip

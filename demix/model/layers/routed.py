@@ -70,7 +70,7 @@ class RoutedLayer(nn.Module):
             kept = within_capacity(chosen, self.routed.experts, self.routed.places(T))
             auxiliary.append(_auxiliary(scores, chosen, kept, self.routed.balance))
             gates, chosen = gates * kept, torch.where(kept, chosen, self.routed.experts)
-        if self.routed.top_k > 1:
+        if self.routed.top_k > 1 and self.routed.renormalise:
             total = gates.sum(-1, keepdim=True)
             gates = gates / total.masked_fill(total == 0, 1)
         return self._experts(x.reshape(B * T, D), gates.flatten(0, 1), chosen.flatten(0, 1)).view(1, B, T, D)
