@@ -81,7 +81,9 @@ class Branching:
         "goes on. A branch has all its parent's settings; those of time and memory can differ, and dev_blocks. "
         "Or the folder of a dense model, such as imported/gpt2 that `demix import` wrote: the model begins with "
         "its parameters, and with a training of its own. Or `{hub: owner/name, revision: commit}`, such a model of the "
-        "Hugging Face hub, which the run imports once.",
+        "Hugging Face hub, which the run imports once. For kind routed also a row of kind demix, whose experts become "
+        "those of every layer, as `merged_routed` says: the row trains the merged model on all domains for `tokens` "
+        "more (Branch-Train-MiX, Sukhbaatar et al. 2024).",
     )
     seed_tokens: Integer = Field(
         default_factory=absent,
@@ -127,12 +129,13 @@ class TokenRouting:
     experts: Positive = Field(
         default_factory=absent,
         le=4096,
-        description="Experts of each routed feedforward of a row of kind routed; 8 without the key.",
+        description="Experts of each routed feedforward of a row of kind routed; 8 without the key, or those of a "
+        "parent of kind demix.",
     )
     top_k: Positive = Field(
         default_factory=absent,
         description="Experts that each token of a row of kind routed chooses: 1 (switch, as without the key), 2 "
-        "(GShard's top-2) or more.",
+        "(GShard's top-2, as without the key after a parent of kind demix) or more.",
     )
     every: Positive = Field(
         default_factory=absent,

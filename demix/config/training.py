@@ -190,10 +190,15 @@ class TrainingRecipe(Execution, Optimizer):
         ge=0,
         description="Blocks of each domain's dev split to evaluate at every checkpoint; 0 evaluates none.",
     )
+    trained: Literal["routers"] | None = Field(
+        default_factory=absent,
+        description="In a row of kind routed that begins with routed experts (a parent of kind demix, or a folder): "
+        "`routers` trains the routers alone. Without the key everything is trained.",
+    )
 
 
-# Keys of an optimizer that were not there at first, and say nothing where they are null.
-LATER = ("optimizer", "learning_rate_schedule", "z_loss")
+# Keys that were not there at first, and say nothing where they are null.
+LATER = ("optimizer", "learning_rate_schedule", "z_loss", "trained")
 # The sections of a config that may have a preset.
 SECTIONS = {"training", "adaptation"}
 Preset = Literal["modern", "paper"]

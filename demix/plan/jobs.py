@@ -132,10 +132,8 @@ def _of_scores(run: Run, sites: dict[str, Cluster]) -> list[Jobs]:
     """The jobs that need trained models: merging them, tasks, arithmetic on scores, the report."""
     number, threads, asked, stage = len(run.domains), run.config.threads, classified(run), run.examples_stage
     joining = {f"join_{model.rule}": 1 for model in run.joined}
-    averaging, routing = (
-        {one.rule: number if one.by_domain else 1 for one in run.merged if one.token_routed == routes}
-        for routes in (False, True)
-    )
+    averaging = {one.rule: number if one.by_domain else 1 for one in run.merged if not one.token_routed}
+    routing = {one.rule: 1 for one in run.routed_merges}
     near = len(routed(run)) * len(run.config.evaluation.routing_context)
     route = {"route": near, "route_novel": len(run.novel) * near}
     evaluating = {"choose_mixing": len(chosen_on_dev(run)), "evaluate": number}
@@ -268,7 +266,7 @@ def kept_bytes(run: Run, hardware: str, ranks: int | None = None) -> int:
     size += sum(job.disk for job in plan_jobs(run, hardware, ranks))
     size += sum(plan.weights for plan in by_name.values())
     size += sum(by_name[parent].checkpoint for parent, _ in run.seeds)
-    return size + sum(by_name[one.model.name].weights for one in run.merged if one.token_routed)
+    return size + sum(by_name[one.model.name].weights for one in run.routed_merges)
 
 
 def in_one_line(run: Run, hardware: str, ranks: int | None = None) -> str:

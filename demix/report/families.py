@@ -37,7 +37,9 @@ class Family:
 
     @property
     def begun(self) -> str:
-        """How training began where not with a seed whose schedule it goes on with: restart, or folder."""
+        """How training began where not with a seed whose schedule it goes on with: restart, folder, or merged."""
+        if self.model.mixes:
+            return "merged"
         if self.model.base.initial:
             return "folder"
         return "restart" if self.model.restarts else ""

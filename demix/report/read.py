@@ -118,15 +118,16 @@ def tokens_before(run: Run) -> dict[str, int | None]:
 def parent_notes(run: Run, before: dict[str, int | None]) -> list[str]:
     """What stands below a table with the tokens of rows; `before` is that of `tokens_before`."""
     return ["Tokens of the model in a folder that a row began with count, too."] * any(before.values()) + [
-        f"Tokens of the parent {model.base.initial} of {model.row} are not known; the row's own training took "
-        f"{model.settings.tokens:,}."
+        f"Tokens of the parent {model.mixes or model.base.initial} of {model.row} are not known; the row's own "
+        f"training took {model.settings.tokens:,}."
         for model in _from_folders(run)
         if before[model.row] is None
     ]
 
 
 def _from_folders(run: Run) -> list[Model]:
-    return [model for model in run.trained if model.base.initial and model.name == model.row]
+    begun = [model for model in run.trained if model.base.initial or model.mixes]
+    return [model for model in begun if model.name == model.row]
 
 
 @dataclass(frozen=True)

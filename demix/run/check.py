@@ -77,7 +77,7 @@ def _check_model(run: Run, model: Model) -> None:
         cure = f"raise it, or lower the tokens of a step: {len(model.domains)} domains × {settings.sequences} "
         cure += f"sequences × {run.context} tokens of context"
         raise DemixError(f"config key {section}.tokens", cause, cure)
-    if model.parent:
+    if model.parent and not model.mixes:
         _check_branch(run, model)
     if settings.sweep and settings.sweep.tokens < model.step_tokens:
         cause = f"is {settings.sweep.tokens}, less than the {model.step_tokens} tokens of one step of {model.name}"

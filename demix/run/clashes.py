@@ -33,6 +33,6 @@ def _rules(run: Run) -> Iterator[tuple[str, str]]:
     for model in run.trained:
         yield f"join_{model.rule}", model.name
         yield from ((rule_of(job), job_place(job)) for job in model.jobs)
-    yield from ((merged.rule, merged.place) for merged in run.merged)
+    yield from ((merged.rule, merged.place) for merged in (*run.merged, *run.routed_merges))
     # On one machine, several of these rules are one.
     yield from ((job.rule, job.parts[0].folder) for job in scoring_jobs(run, apart=True))

@@ -119,7 +119,12 @@ class Model:
     @property
     def rates_from(self) -> str:
         """The row whose sweep chooses the model's learning rate: a branch goes on with the schedule of its parent."""
-        return self.settings.parent_row or self.base.name
+        return (not self.base.mixes and self.settings.parent_row) or self.base.name
+
+    @property
+    def mixes(self) -> str:
+        """The folder in models/ of the merged experts that the model begins with; empty where it begins with none."""
+        return made_of(self.parent, "routed") if self.base.mixes else ""
 
     @property
     def sweeps(self) -> bool:

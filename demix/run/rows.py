@@ -29,7 +29,8 @@ class Row:
 
     `settings` are those of the section `training` with the row's own values. A row with a seed phase has its parent's,
     and `parent` and `seed_tokens` among them; a row whose parent is no row has its folder as `initial`, and its place
-    at the `hub` where it is imported from there. `learned` are the domains or clusters that the row learns from.
+    at the `hub` where it is imported from there. A row that `mixes` begins with the merged experts of its parent, a row
+    of kind demix, and with a training of its own. `learned` are the domains or clusters that the row learns from.
     `sequences` of each of these make a step, and `seed_sequences` in all made one of the parent where that is another
     number. `section` is what the config says of the architecture, as written.
     """
@@ -43,6 +44,7 @@ class Row:
     initial: str = ""
     seed_sequences: int = 0
     hub: HubParent | None = None
+    mixes: bool = False
 
     @property
     def masked(self) -> bool:
@@ -93,7 +95,7 @@ def _given(config: Config, name: str) -> _Given | None:
         raise DemixError(f"{key}.kind", f"is {kind.name}", "use this kind in a row of another name")
     foreign = [one for one in own if one in names_of(TokenRouting)]
     if kind.routed:
-        own = _routed(own)
+        own = _routed(own, _experts_of(config, own.get("parent")))
     elif foreign:
         cause = f"is given to a row of kind {kind.name}"
         raise DemixError(f"{key}.{foreign[0]}", cause, "use kind: routed, or leave it out")
@@ -106,15 +108,25 @@ def _given(config: Config, name: str) -> _Given | None:
     return _Given(name, kind, own, settings_from(RowSettings, written(config.training) | own, key), initial, hub)
 
 
-def _routed(own: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a row of kind routed with their defaults.
+def _experts_of(config: Config, parent: Any) -> int:
+    """The experts of the row `parent`; 0 where it is no row of kind demix."""
+    row = config.models.get(parent) if isinstance(parent, str) else None
+    if row is None or (written(row).get("kind") or parent) != "demix":
+        return 0
+    training, data = config.domains.training, written(row).get("data")
+    return len(cluster_names(data, config.clusterings[data], training) if data in config.clusterings else training)
 
-    One that begins with the state of a parent restarts, unless it says otherwise.
+
+def _routed(own: dict[str, Any], mixed: int) -> dict[str, Any]:
+    """The keys of a row of kind routed with their defaults; `mixed` are the experts of a parent of kind demix, if any.
+
+    One that begins with the state of a dense parent restarts, unless it says otherwise.
     """
-    sizes: dict[str, Any] = {"experts": 8, "top_k": 1, "every": 1, "balance": 0.01, "match": "flops", **own}
+    few = {"experts": mixed or 8, "top_k": 2 if mixed else 1}
+    sizes: dict[str, Any] = few | {"every": 1, "balance": 0.01, "match": "flops", **own}
     parent = own.get("parent")
-    # A model in a folder, or of the hub, has no schedule to go on with.
-    begins = {"schedule": "restart"} if isinstance(parent, str) and "/" not in parent else {}
+    # A whole model has no schedule to go on with.
+    begins = {"schedule": "restart"} if isinstance(parent, str) and "/" not in parent and not mixed else {}
     return {"capacity": 1.25 if sizes["top_k"] == 1 else 2.0} | begins | sizes
 
 
@@ -123,7 +135,13 @@ def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
     name, kind, own, domains = given.name, given.kind, dict(given.own), len(config.domains.training)
     _check_state(given, others)
     values, sequences = written(given.settings), 0
-    if parent := given.settings.parent_row:
+    parent = given.settings.parent_row
+    mixes = bool(kind.routed and parent and others[parent].kind == KINDS["demix"])
+    if parent and mixes:
+        of_parent = written(others[parent].settings)
+        _check_options(given, parent, _section(config, of_parent))
+        values |= {"architecture": of_parent["architecture"]} if of_parent.get("architecture") else {}
+    elif parent:
         values = written(others[parent].settings)
         _check_options(given, parent, _section(config, values))
         own.pop("architecture", None)
@@ -137,6 +155,8 @@ def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
     architecture = _architecture(name, section)
     if kind.routed:
         _check_routed(name, values, given.initial)
+        if mixes:
+            _check_mixed(name, values, _experts_of(config, parent))
         values["tokens"] = _matched_tokens(architecture, config.tokenizer.size, values)
     learned = tuple(config.domains.training)
     if data := values.get("data"):
@@ -150,7 +170,10 @@ def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
             raise DemixError(f"config key models.{name}.data", cause, cure)
         values["sequences"] = step // len(learned)
     settings = settings_from(RowSettings, values, f"config key models.{name}")
-    row = Row(name, kind, settings, learned, section, architecture, given.initial, sequences, given.hub)
+    if settings.trained and not (mixes or given.initial):
+        cause = "is given to a row that begins with no routed experts"
+        raise DemixError(f"config key models.{name}.trained", cause, "give it a parent of kind demix, or leave it out")
+    row = Row(name, kind, settings, learned, section, architecture, given.initial, sequences, given.hub, mixes)
     if row.masked:
         _check_masked(row)
     if settings.merged_routed and len(learned) < 2:
@@ -193,9 +216,17 @@ def _check_routed(name: str, values: Mapping[str, Any], initial: str) -> None:
     if values["top_k"] == 1 and (values.get("parent") or initial):
         cause = "is 1, and a parent's feedforward times a share of 1 of the experts is not the parent's"
         raise DemixError(f"config key models.{name}.top_k", cause, "use 2 or more, or leave out parent")
-    if values.get("parent") and values["schedule"] == "continue" and values["match"] == "flops":
+    if values.get("parent") and values.get("schedule") == "continue" and values["match"] == "flops":
         cause = "is continue, and with match flops training ends before the parent's learning rate has fallen"
         raise DemixError(f"config key models.{name}.schedule", cause, "add match: updates, or use restart")
+
+
+def _check_mixed(name: str, values: Mapping[str, Any], experts: int) -> None:
+    """Raise DemixError unless the row `name` has the routed layers that merging its parent's `experts` makes."""
+    for key, has in (("experts", experts), ("every", 1)):
+        if values[key] != has:
+            cause = f"is {values[key]}, and its parent's merged experts have {has}"
+            raise DemixError(f"config key models.{name}.{key}", cause, "leave it out")
 
 
 def _matched_tokens(architecture: Architecture, types: int, values: Mapping[str, Any]) -> int:
@@ -254,6 +285,13 @@ def _check_state(given: _Given, others: Mapping[str, _Given]) -> None:
         if kind.domain_tokens or seed_tokens is not None:
             cause = "is a folder, whose model has no domain tokens and begins no seed phase"
             raise DemixError(f"{key}.parent", cause, "leave out seed_tokens, and choose another kind than domain_token")
+        return
+    if kind.routed and parent in others and others[parent].kind == KINDS["demix"]:
+        if seed_tokens is not None:
+            cause = f"is given beside the parent {parent} of kind demix, whose whole training comes before"
+            raise DemixError(f"{key}.seed_tokens", cause, "leave it out")
+        if settings.schedule is not None:
+            raise DemixError(f"{key}.schedule", "is given to a row with a training of its own", "leave it out")
         return
     if (parent is None) != (seed_tokens is None):
         missing, there = ("parent", "seed_tokens") if parent is None else ("seed_tokens", "parent")

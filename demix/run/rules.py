@@ -201,6 +201,8 @@ class RunRules:
 
     def seed_of(self, model: Model) -> list[str]:
         """The files of the state that `model` begins with; none for a model that is trained from scratch."""
+        if model.mixes:
+            return self.begun_files(f"{self.folder}/models/{model.mixes}")
         if folder := model.base.initial:
             return self.begun_files(folder.rstrip("/"))
         return self.seed_files(model.parent, model.seed_step)

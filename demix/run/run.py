@@ -144,6 +144,14 @@ class Run:
         return merged_models(self.own)
 
     @cached_property
+    def routed_merges(self) -> tuple[Merged, ...]:
+        """The merged models whose tokens choose their experts: those scored, and those that rows begin with."""
+        scored = tuple(one for one in self.merged if one.token_routed)
+        models = {model.name: model for model in self.trained}
+        begun = [Merged(models[model.parent], "routed") for model in self.trained if model.mixes]
+        return tuple({one.place: one for one in (*scored, *begun)}.values())
+
+    @cached_property
     def seeds(self) -> dict[tuple[str, int], Model]:
         """The parents of seed phases by folder and number of updates."""
         models = {model.name: model for model in self.trained}
@@ -169,7 +177,8 @@ class Run:
         """The clusterings that models learn from, each with the splits that their trainings and their routers read."""
         models = [model for model in self.trained if model.data]
         found = [(model.data, "train") for model in models]
-        on_dev = [one for one in models if one.settings.dev_blocks or one.settings.merged_routed]
+        merged = {one.model.name for one in self.routed_merges}
+        on_dev = [one for one in models if one.settings.dev_blocks or one.name in merged]
         return tuple(dict.fromkeys(found + [(one.data, "dev") for one in on_dev]))
 
     @property

@@ -1,5 +1,6 @@
 """A seed phase: a model with experts begins with the state that a dense training had after some of its tokens."""
 
+import dataclasses
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demix.config.architecture import architecture_from
+from demix.config.architecture import Routed, architecture_from
 from demix.config.models import DENSE_EXPERT
 from demix.errors import DemixError
 from demix.files import digest, linked, read_json, replacing, write_json
@@ -75,7 +76,7 @@ class SeedState:
 
 
 class InitialModel(SeedState):
-    """The folder of a dense model, whose parameters are a state before the first update."""
+    """The folder of a model of one expert, whose parameters are a state before the first update."""
 
     @property
     def model(self) -> str:
@@ -117,13 +118,17 @@ def keep_seed(checkpoint: Path, output: Path, identity: Mapping[str, Any]) -> No
         shutil.rmtree(checkpoint.parent, ignore_errors=True)
 
 
+# What a model with routed experts and one that begins with these share.
+_EXPERTS = ("experts", "every", "renormalise")
+
+
 def read_seed(directory: Path, identity: Mapping[str, Any], schedule: str = "continue") -> SeedState:
     """The seed in the folder seeds/<model>/step-<n> for a training of this `identity`, which goes on from there.
 
-    `directory` may be that of a dense model, too. With the schedule `continue` the learning rates and the order of the
-    data are the parent's; `restart` takes its parameters alone. Raises DemixError if the manifest is missing or
-    damaged, and if the parent was trained with another tokenizer or architecture, or, for `continue`, with other
-    settings.
+    `directory` may be that of a dense model, or of one with routed experts, too. With the schedule `continue` the
+    learning rates and the order of the data are the parent's; `restart` takes its parameters alone. Raises DemixError
+    if the manifest is missing or damaged, and if the parent was trained with another tokenizer or architecture, or, for
+    `continue`, with other settings.
     """
     if schedule not in SCHEDULES:
         raise DemixError(f"--schedule {schedule}", "is not known", f"use {' or '.join(SCHEDULES)}")
@@ -153,9 +158,13 @@ def read_seed(directory: Path, identity: Mapping[str, Any], schedule: str = "con
 
 def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel:
     description, lineage = describe(directory), expert_lineage(directory, DENSE_EXPERT)
-    own, parents = architecture_from(identity["training"]["architecture"]).unrouted, description["architecture"]
+    own, parents = architecture_from(identity["training"]["architecture"]), description["architecture"]
+    begun, given = own.unrouted, parents.get("routed")
+    if given and own.routed:
+        # Experts that are routed already stay as many. How a token chooses among them may change.
+        begun = dataclasses.replace(own, routed=Routed(**given | {key: getattr(own.routed, key) for key in _EXPERTS}))
     # A model without a table of positions has blocks of any length.
-    architecture = own.described | ({} if own.position == "learned" else {"context": parents["context"]})
+    architecture = begun.described | ({} if own.position == "learned" else {"context": parents["context"]})
     if parents != architecture:
         cause = f"has the architecture {parents}, and this training {architecture}"
         raise DemixError(directory, cause, "set the section architecture to that of the model")
@@ -195,8 +204,9 @@ def branched(state: State, experts: Sequence[str], scope: str = "feedforward") -
 def upcycled(state: State, model: GPT) -> State:
     """The state of a dense model as that of `model`, in whose routed layers each expert is a copy of the feedforward.
 
-    Routers are those of `model`, as it was initialised, and have no moments yet. The moments of the dense
-    feedforward, where the state has some, become those of every expert: the first divided by E, the second by k·E
+    Routers are those of `model`, as it was initialised, and have no moments yet; experts that are routed already stay
+    as they are, with their routers. The moments of the dense feedforward, where the state has some, become those of
+    every expert: the first divided by E, the second by k·E
     (Komatsuzaki et al. 2023, "Sparse Upcycling", keep the optimizer's state). The gates of a token sum to 1, so that
     the gradients of the E experts sum to that of the dense feedforward, and with balanced loads each is an E-th of it:
     an expert reads k/E of the tokens, each with a gate of about 1/k. Of N tokens whose gradients have the variance σ²,

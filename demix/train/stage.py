@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from demix.config.adaptation import AdaptationRecipe
 from demix.config.architecture import Architecture, architecture_from, parameters
 from demix.config.models import DENSE_EXPERT, KINDS, Kind
@@ -174,6 +176,11 @@ def train_model(training: ModelTraining, places: Places, replicas: Mapping[str, 
             training.kind, steps, len(domains), settings.sequences, world.size,
         )  # fmt: skip
         first = training.first_state(model)
+        if settings.trained:
+            if first is None:
+                cause = "is routers, and this training begins with no experts"
+                raise DemixError("--settings.trained", cause, "give --branch with a model whose experts are routed")
+            train_routers(model, first)
         how = optimization(
             settings, steps, settings.learning_rate, keep=(*training.keep, *([until] if until else [])), until=until,
             begin=first.step if first and training.schedule == "restart" else 0,
@@ -194,6 +201,15 @@ def train_model(training: ModelTraining, places: Places, replicas: Mapping[str, 
             if places.metrics is not None:
                 write_json_lines(places.metrics, rows)
             remove_states(state, training.keep, rows[-1].get("dev_loss", math.inf))
+
+
+def train_routers(model: GPT, first: State) -> None:
+    """Leave the routers of `model` alone to be trained, and all other parameters as they are in the state `first`."""
+    begun = model.stacked(first.shared, first.experts)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(begun[f"parameter/{name}"])
+            parameter.requires_grad_(name.endswith(".router"))
 
 
 def take_seed(training: ModelTraining, kept: Path, output: Path) -> bool:

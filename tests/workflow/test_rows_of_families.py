@@ -9,6 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 from scipy.special import logsumexp
 
@@ -33,6 +34,8 @@ ROWS = {
         "btm": BRANCH | {"experts_per_job": 3},
         "cbtm_2": BRANCH | {"data": "k2", "experts_per_job": 2},
         "upcycled": BRANCH | {"kind": "routed", "experts": 4, "top_k": 2, "every": 2},
+        "btx": {"kind": "routed", "parent": "demix", "tokens": 4000},
+        "btx_routers": {"kind": "routed", "parent": "demix", "tokens": 4000, "trained": "routers"},
         "far": {"kind": "demix", "architecture": {"position": "alibi", "head": "clap"}},
         "masked_dense": {"kind": "dense", "architecture": MASKED},
         "masked": {"kind": "demix", "architecture": MASKED},
@@ -120,6 +123,21 @@ def test_rows_join_a_finished_run_and_leave_its_models_as_they_are(
     assert loads.groupby("domain")["choices"].sum().to_dict() == (2 * tokens).to_dict(), "two choices of each token"
     assert set(loads["layer"]) == {2}
     assert (run / "report" / "figures" / "router_loads.svg").is_file()
+
+
+def test_merged_experts_are_trained_on(finished: tuple[Path, dict[str, str], str]) -> None:
+    run = finished[0] / "results" / "tiny"
+    merged = load_model(run / "models" / "demix-routed").state_dict()
+    results = pd.read_parquet(run / "results.parquet").query("split == 'test'")
+    for row in ("btx", "btx_routers"):
+        trained, about = load_model(run / "models" / row).state_dict(), read_json(run / "models" / row / "model.json")
+        changed = {name for name, tensor in trained.items() if not torch.equal(tensor, merged[name])}
+        assert changed == {name for name in merged if row == "btx" or "router" in name}
+        demix = read_json(run / "models" / "demix" / "model.json")
+        assert about["parent"]["tokens"] == demix["tokens"]
+        scored = results[results["model"] == row]
+        assert set(scored["domain"]) == {*TINY["domains"]["training"], *TINY["domains"]["novel"]}
+        assert scored["perplexity"].between(10, 512).all()
 
 
 def test_the_experts_of_demix_are_scored_as_a_routed_model(finished: tuple[Path, dict[str, str], str]) -> None:

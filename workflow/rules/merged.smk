@@ -37,7 +37,7 @@ for merged in (one for one in THIS.merged if not one.token_routed):
 
 
 # Experts that are feedforwards as those among which tokens choose. The dev split of each expert's text makes the router.
-for merged in (one for one in THIS.merged if one.token_routed):
+for merged in THIS.routed_merges:
     model = merged.model
 
     rule:
