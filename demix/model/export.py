@@ -43,7 +43,13 @@ def format_of(directory: Path) -> Format:
     form, lacking = FORMATS[name], choices[name]
     if lacking:
         option = "objective" if "objective" in lacking else lacking[0]
-        cause = f"has {option} {getattr(architecture, option)}, which {form.title}'s format cannot hold"
+        routed = architecture.routed
+        has = (
+            f"routed.every {routed.every}"
+            if routed and option == "routed"
+            else f"{option} {getattr(architecture, option)}"
+        )
+        cause = f"has {has}, which {form.title}'s format cannot hold"
         raise DemixError(directory, cause, "export another model")
     return form
 
