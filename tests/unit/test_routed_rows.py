@@ -354,7 +354,7 @@ def test_a_routed_model_is_one_expert_in_its_files(run: Path, tokens: Path) -> N
 def test_what_needs_experts_of_domains_refuses_a_routed_model(run: Path, tokens: Path, tmp_path: Path) -> None:
     up, paths = run / "models" / "up", shard_paths(tokens)
     told = "is a model whose tokens choose their experts, which "
-    with pytest.raises(DemixError, match="has routed.every 2, which Mixtral.s format cannot hold"):
+    with pytest.raises(DemixError, match=r"has routed\.every 2, which Mixtral.s format cannot hold"):
         export_hf(up, "dense", None, tmp_path / "exported")
     with pytest.raises(DemixError, match=told + "have no average"):
         merge_experts(up, {"dense": 1.0}, tmp_path / "merged")

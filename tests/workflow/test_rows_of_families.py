@@ -95,6 +95,7 @@ def test_rows_join_a_finished_run_and_leave_its_models_as_they_are(
     assert {rule: number for rule, number in jobs.items() if rule.startswith(("train", "join", "seed", "adapt"))} == {
         "seed": 1, "train_btm__parliament__and_2_more": 1, "train_cbtm_2__c00__and_1_more": 1,
         "join_btm": 1, "join_cbtm_2": 1, "train_upcycled": 1, "train_far": 1,
+        "train_btx": 1, "train_btx_routers": 1,
         "train_masked_dense": 1, "train_masked": 1,
     }  # fmt: skip
     assert {rule: jobs[rule] for rule in ("score_known_others", "score_others", "contexts")} == {
