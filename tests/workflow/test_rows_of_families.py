@@ -222,7 +222,7 @@ def test_tasks_join_a_finished_run(finished: tuple[Path, dict[str, str], str]) -
     """Their examples are made once, every trained model is scored, and what the run has stays."""
     folder, _, planned = finished
     run, jobs = folder / "results" / "tiny", jobs_by_rule(planned)
-    models = ["btm", "cbtm_2", "demix", "dense", "dense_unbalanced", "far", "upcycled"]
+    models = ["btm", "btx", "btx_routers", "cbtm_2", "demix", "dense", "dense_unbalanced", "far", "upcycled"]
     asked = {f"fewshot_{name}": 1 for name in models} | {"examples": 4, "classify": 1}
     assert {rule: number for rule, number in jobs.items() if rule in asked or rule.startswith("fewshot")} == asked
     rows = pd.read_parquet(run / "tasks.parquet")
