@@ -63,8 +63,8 @@ def import_(
 ) -> None:
     """Make a dense model of a checkpoint of GPT-2, OPT, GPT-NeoX, Llama, Mistral, Qwen 2 or 3, or OLMo 2.
 
-    Mixtral, Qwen 3 MoE, OLMoE and FlexOlmo become token-routed models. Nothing is unpickled, and
-    nothing but hub:… is fetched.
+    Mixtral, Qwen 3 MoE, OLMoE and FlexOlmo become token-routed models. Nothing is unpickled, and nothing but hub:… is
+    fetched.
     """
     from demix.config.addresses import HUB
     from demix.model.import_hf import import_hf

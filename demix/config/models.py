@@ -83,7 +83,7 @@ class Branching:
         "its parameters, and with a training of its own. Or `{hub: owner/name, revision: commit}`, such a model of the "
         "Hugging Face hub, which the run imports once. For kind routed also a row of kind demix, whose experts become "
         "those of every layer, as `merged_routed` says: the row trains the merged model on all domains for `tokens` "
-        "more (Branch-Train-MiX, Sukhbaatar et al. 2024).",
+        "more, as `match` counts them (Branch-Train-MiX, Sukhbaatar et al. 2024).",
     )
     seed_tokens: Integer = Field(
         default_factory=absent,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,7 @@ def format_of(directory: Path) -> Format:
     form, lacking = FORMATS[name], choices[name]
     if lacking:
         option = "objective" if "objective" in lacking else lacking[0]
-        routed = architecture.routed
-        has = (
-            f"routed.every {routed.every}"
-            if routed and option == "routed"
-            else f"{option} {getattr(architecture, option)}"
-        )
-        cause = f"has {has}, which {form.title}'s format cannot hold"
+        cause = f"has {option} {attrgetter(option)(architecture)}, which {form.title}'s format cannot hold"
         raise DemixError(directory, cause, "export another model")
     return form
 

@@ -203,7 +203,7 @@ class Format:
         }
         lacking = ["heads"] if self.divides and architecture.width % architecture.heads else []
         if architecture.routed and architecture.routed.every > 1:
-            lacking.append("routed")
+            lacking.append("routed.every")
         for option in OPTIONS:
             allowed = self.holds.get(option, (USUAL[option],))
             if not (allowed is ANY or getattr(architecture, option) in allowed or usual.get(option)):

@@ -197,7 +197,7 @@ def _model(
     bare = not any(name.startswith(form.prefix) for name in names)
     tensors: dict[str, Tensor] = {}
     for row in form.tensors(architecture, shapes):
-        theirs = [name for names_of_expert in row.groups(architecture) for name in names_of_expert]
+        theirs = [name for joined in row.groups(architecture) for name in joined]
         on_disk = {name: name.removeprefix(form.prefix) if bare else name for name in theirs}
         if absent := [name for name in on_disk.values() if name not in places]:
             cure = f"import a checkpoint of {form.title}"

@@ -166,10 +166,14 @@ def _least_loss(
     cuts = [
         blocks(texts[name], length, end * length, min(start, end - 1) * length) for name, (start, end) in parts.items()
     ]
+    rows = [whole.get_parameter(f"blocks.{number}.feedforward.router") for number in range(architecture.layers)]
+    with torch.no_grad():
+        for name, tensor in (model.shared_tensors() | own).items():
+            whole.get_parameter(name).copy_(tensor)
     losses = {}
     for choice, solution in routers.items():
-        rows = {f"blocks.{number}.feedforward.router": router[None] for number, router in enumerate(solution)}
-        whole.load_state_dict(model.shared_tensors() | own | rows)
+        for row, router in zip(rows, solution, strict=True):
+            row.copy_(router)
         losses[choice] = -math.fsum(float(log_probabilities(whole, *cut).mean()) for cut in cuts) / len(cuts)
     return min(losses, key=losses.__getitem__)
 

@@ -117,7 +117,9 @@ def tokens_before(run: Run) -> dict[str, int | None]:
 
 def parent_notes(run: Run, before: dict[str, int | None]) -> list[str]:
     """What stands below a table with the tokens of rows; `before` is that of `tokens_before`."""
-    return ["Tokens of the model in a folder that a row began with count, too."] * any(before.values()) + [
+    return ["Tokens of the model in a folder that a row began with count, too, and those of merged experts."] * any(
+        before.values()
+    ) + [
         f"Tokens of the parent {model.mixes or model.base.initial} of {model.row} are not known; the row's own "
         f"training took {model.settings.tokens:,}."
         for model in _from_folders(run)

@@ -136,7 +136,7 @@ def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
     _check_state(given, others)
     values, sequences = written(given.settings), 0
     parent = given.settings.parent_row
-    mixes = bool(kind.routed and parent and others[parent].kind == KINDS["demix"])
+    mixes = _mixes(given, others)
     if parent and mixes:
         of_parent = written(others[parent].settings)
         _check_options(given, parent, _section(config, of_parent))
@@ -221,6 +221,12 @@ def _check_routed(name: str, values: Mapping[str, Any], initial: str) -> None:
         raise DemixError(f"config key models.{name}.schedule", cause, "add match: updates, or use restart")
 
 
+def _mixes(given: _Given, others: Mapping[str, _Given]) -> bool:
+    """Whether a row trains the merged experts of its parent."""
+    parent = others.get(given.settings.parent_row or "")
+    return bool(given.kind.routed and parent and parent.kind == KINDS["demix"])
+
+
 def _check_mixed(name: str, values: Mapping[str, Any], experts: int) -> None:
     """Raise DemixError unless the row `name` has the routed layers that merging its parent's `experts` makes."""
     for key, has in (("experts", experts), ("every", 1)):
@@ -286,7 +292,7 @@ def _check_state(given: _Given, others: Mapping[str, _Given]) -> None:
             cause = "is a folder, whose model has no domain tokens and begins no seed phase"
             raise DemixError(f"{key}.parent", cause, "leave out seed_tokens, and choose another kind than domain_token")
         return
-    if kind.routed and parent in others and others[parent].kind == KINDS["demix"]:
+    if parent and _mixes(given, others):
         if seed_tokens is not None:
             cause = f"is given beside the parent {parent} of kind demix, whose whole training comes before"
             raise DemixError(f"{key}.seed_tokens", cause, "leave it out")

@@ -330,3 +330,12 @@ def test_a_merged_model_goes_out_to_engines_and_comes_back_to_the_bit(
     assert back.architecture == merged.architecture
     for name, tensor in merged.state_dict().items():
         assert torch.equal(tensor, back.state_dict()[name]), name
+
+
+def test_other_architectures_are_described_without_the_key(run: Path) -> None:
+    own = describe(run / "models" / "demix")["architecture"]
+    plain = {"experts": 4, "top_k": 2, "every": 1, "capacity": 2.0, "balance": 0.01}
+    assert Architecture(**own, routed=plain).described["routed"] == plain
+    for_each = plain | {"renormalise": False}
+    assert Architecture(**own, routed=for_each).described["routed"] == for_each
+    assert blocks(TokenShard.open(run / "tokens" / TRAINING[0] / "dev.arrow"), T, 20 * T)[2].all()

@@ -13,6 +13,8 @@ class MoeKeys(llama.LlamaKeys):
     """The keys that these families share."""
 
     num_experts_per_tok: Positive = 2
+    # transformers takes the second for the first.
+    num_experts: Positive = 8
     num_local_experts: Positive | None = None
     router_aux_loss_coef: Number = 0.001
     output_router_logits: Switch = False
@@ -21,7 +23,7 @@ class MoeKeys(llama.LlamaKeys):
     @property
     def experts(self) -> int:
         """The experts of each block."""
-        return self.num_local_experts or 8
+        return self.num_local_experts or self.num_experts
 
     def options(self) -> dict[str, Any]:
         """As in `Keys`. An expert has room for all tokens."""
@@ -56,15 +58,10 @@ class Qwen3MoeKeys(MoeKeys, llama.Qwen3Keys):
     # Of blocks without experts, of which there are none.
     intermediate_size: Positive = 6144
     moe_intermediate_size: Positive = 768
-    num_experts: Positive | None = None
+    num_experts: Positive = 128
     num_experts_per_tok: Positive = 8
     decoder_sparse_step: Literal[1] = 1
     mlp_only_layers: Items[int] | None = None
-
-    @property
-    def experts(self) -> int:
-        """As in `MoeKeys`."""
-        return self.num_experts or self.num_local_experts or 128
 
     def options(self) -> dict[str, Any]:
         """As in `Keys`."""
@@ -87,35 +84,22 @@ class OlmoeKeys(MoeKeys):
     router_aux_loss_coef: Number = 0.01
     clip_qkv: Literal[None] = None
 
-    @property
-    def experts(self) -> int:
-        """As in `MoeKeys`."""
-        return self.num_experts
-
     def options(self) -> dict[str, Any]:
         """As in `Keys`."""
         return super().options() | {"query_norm": "all"}
 
 
 @settings(kw_only=True)
-class FlexOlmoKeys(MoeKeys):
+class FlexOlmoKeys(MoeKeys, llama.Olmo2Keys):
     """The keys of FlexOlmo."""
 
     max_position_embeddings: Positive = 4096
     vocab_size: Vocabulary = 100_352
+    rms_norm_eps: Number = 1e-6
     num_experts: Positive = 7
     num_experts_per_tok: Positive = 5
     router_aux_loss_coef: Number = 0.01
     rope_theta: Number | None = 500_000.0
-
-    @property
-    def experts(self) -> int:
-        """As in `MoeKeys`."""
-        return self.num_experts
-
-    def options(self) -> dict[str, Any]:
-        """As in `Keys`."""
-        return super().options() | {"query_norm": "all", "norm_place": "after"}
 
 
 def _routed(architecture: Architecture, count: str) -> dict[str, Any]:
