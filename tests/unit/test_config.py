@@ -266,6 +266,7 @@ def test_a_row_of_models_takes_every_key_of_training() -> None:
     for key in {*names_of(TrainingSection)} - {"preset", "trained"}:
         config, value = copy.deepcopy(SAMPLE), values[key]
         config["models"] = {"demix": {key: value}, "dense": {}}
+        config["adaptation"]["model"] = "demix"
         (found,) = completed_run(config).config.values["models"]["demix"].items()
         assert found[0] == key
         assert found[1] == value or found[1].items() > value.items(), "with the defaults of a section"
@@ -275,7 +276,10 @@ def test_a_preset_is_its_values_and_keys_beside_it_come_first() -> None:
     config = copy.deepcopy(SAMPLE) | {"architecture": {"layers": 1, "width": 8, "heads": 1, "context": 16}}
     plain = {key: value for key, value in config["training"].items() if key != "preset"}
     recipe = {"preset": "paper", "learning_rate": 2e-3, "architecture": {"preset": "paper"}}
-    modern = {"training": plain | {"preset": "modern", "clip": 7.0}, "adaptation": {"preset": "modern"}}
+    modern = {
+        "training": plain | {"preset": "modern", "clip": 7.0},
+        "adaptation": {"preset": "modern", "model": "demix"},
+    }
     modern["architecture"] = config["architecture"] | {"preset": "modern", "inner": 24}
     modern["models"] = {"dense_paper": {"kind": "dense"} | recipe, "seeded": {"kind": "demix", **BRANCH}}
     run = completed_run(config | modern)
@@ -288,7 +292,8 @@ def test_a_preset_is_its_values_and_keys_beside_it_come_first() -> None:
     )
     assert run.rows["seeded"].architecture.norm == "rms"
     # A row with the paper's recipe is as it would be in a run that has this recipe throughout.
-    paper = completed_run(config | {"training": plain | {"learning_rate": 2e-3}, "models": {}}).rows["dense"]
+    alone = {"models": {}, "adaptation": {"model": "demix"}}
+    paper = completed_run(config | {"training": plain | {"learning_rate": 2e-3}} | alone).rows["dense"]
     found = run.rows["dense_paper"]
     assert found.architecture == paper.architecture
     recipes = [fingerprinted(row.settings) | {"architecture": None} for row in (found, paper)]
@@ -300,6 +305,7 @@ def test_a_preset_is_its_values_and_keys_beside_it_come_first() -> None:
 
 def test_a_branch_has_the_options_of_its_parent_however_they_are_named() -> None:
     config = copy.deepcopy(SAMPLE)
+    config["adaptation"]["model"] = "demix"
     config["models"] = {"other": {"kind": "dense", "architecture": {"preset": "paper", "position": "alibi"}}}
     mine = {"kind": "demix", "parent": "other", "seed_tokens": 300_000, "architecture": {"preset": "paper"}}
     told = r"models\.mine\.architecture: has other options than its parent other; leave it out"
@@ -327,6 +333,7 @@ def test_a_preset_stands_above_the_keys_of_the_base(tmp_path: Path) -> None:
 
 def test_rows_of_models_beside_those_of_every_run() -> None:
     config = copy.deepcopy(SAMPLE) | {"models": {"demix_small": {"kind": "demix"}, "domain_token": None}}
+    config["adaptation"]["model"] = "demix"
     rows = completed_run(config).config.values["models"]
     assert rows == {
         "demix": {},

@@ -257,10 +257,10 @@ def test_config_says_what_will_run() -> None:
     for part in (
         "training domains  8: parliament, ",
         "novel domains     8: wiki, ",
-        "9 of 1,000,000 tokens in 488 updates: demix, dense, ",
+        "8 of 1,000,000 tokens in 488 updates: demix, dense, ",
     ):
         assert part in told
-    assert "16 of 131,072 tokens at most" in told
+    assert "16 of 65,536 tokens at most" in told
     assert yaml.safe_load(demix("config", "--values", sample).stdout) == load_run(sample).config.values
 
 

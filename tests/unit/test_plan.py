@@ -264,7 +264,8 @@ def test_the_cost_of_scoring_counts_every_text_under_every_column() -> None:
             for job in rules for part in job.parts if part.shared}  # fmt: skip
     dev, test = 60 * 128, 15360
     # Eight domains under eight experts; a domain under its own token alone, and new ones under all eight.
-    assert jobs["score_known_demix", "demix"] == jobs["score_demix", "demix"] == 8 * (dev + test) * (8 * 4 + 18)
+    known, new = (jobs[f"score_{which}demix_seeded", "demix_seeded"] for which in ("known_", ""))
+    assert known == new == 8 * (dev + test) * (8 * 4 + 18)
     assert jobs["score_known_others", "domain_token"] == 8 * test * (4 + 18)
     assert jobs["score_known_others", "without-licenses"] == (dev + test) * (8 * 4 + 18)
     # Beside tables that have the tokens: the first new expert on eight domains, the second on nine; and one, then two

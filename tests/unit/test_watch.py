@@ -72,20 +72,21 @@ def test_what_runs_what_ended_and_what_stopped(run: Path, dead: str) -> None:
     under_way(run, "dense_unbalanced", rows(30), "another-node 1\n", age=module.RECENT / 2)
     under_way(run, "demix_seeded", rows(30), "another-node 1\n", age=module.RECENT * 2)
     write_json_lines(run / "metrics" / "without-licenses.jsonl", rows(STEPS))
-    write_json_lines(run / "metrics" / "without-scripture.jsonl", rows(STEPS))
-    os.utime(run / "metrics" / "without-scripture.jsonl", (time.time() - 2 * module.RECENT,) * 2)
-    under_way(run, "demix-dapt-wiki", [{"step": 0, "tokens": 0, "early_stopping_loss": 7.0}], of_this_process())
+    write_json_lines(run / "metrics" / "dense_paper.jsonl", rows(STEPS))
+    os.utime(run / "metrics" / "dense_paper.jsonl", (time.time() - 2 * module.RECENT,) * 2)
+    under_way(run, "demix_seeded-dapt-wiki", [{"step": 0, "tokens": 0, "early_stopping_loss": 7.0}], of_this_process())
 
     shown = demix("watch", run).stdout
     lines = {line.split()[0]: line for line in shown.splitlines()[2:]}
-    assert [*lines] == [*("demix", "dense", "dense_unbalanced", "domain_token", "without-licenses", "demix-dapt-wiki")]
+    names = "demix", "dense", "dense_unbalanced", "domain_token", "without-licenses", "demix_seeded-dapt-wiki"
+    assert [*lines] == [*names]
     # The mean of the last 20 updates, and 2,048 tokens in 2 seconds.
     assert lines["demix"].split()[-6:] == ["51%", f"250/{STEPS}", "5.595", "7.000", "1,024", "7:56"]
     assert lines["dense"].split()[-5:] == [f"0/{STEPS}", "–", "–", "–", "running"]
     assert lines["dense_unbalanced"].split()[-1] == "15:16"
     assert lines["domain_token"].split()[-3:] == ["–", "1,024", "stopped"]
     assert lines["without-licenses"].split()[-6:] == ["100%", f"{STEPS}/{STEPS}", "3.215", "5.000", "1,024", "ended"]
-    assert lines["demix-dapt-wiki"].split()[-5:] == ["0/128", "–", "7.000", "–", "running"]
+    assert lines["demix_seeded-dapt-wiki"].split()[-5:] == ["0/64", "–", "7.000", "–", "running"]
     assert shown.startswith("sample: 4 in training")
 
 

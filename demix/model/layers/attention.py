@@ -152,7 +152,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turned_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`_turned` to the bit, its parts written where they belong: on a CPU to put them together is a third of the time."""
+    """`_turned` to the bit, its parts written to their places: on a CPU `cat` takes a quarter of the time."""
     pairs, turned = cos.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], -1)
     parts = torch.split(turned, [pairs, pairs, rest.shape[-1]], -1)
