@@ -78,8 +78,8 @@ def test_what_runs_what_ended_and_what_stopped(run: Path, dead: str) -> None:
 
     shown = demix("watch", run).stdout
     lines = {line.split()[0]: line for line in shown.splitlines()[2:]}
-    names = "demix", "dense", "dense_unbalanced", "domain_token", "without-licenses", "demix_seeded-dapt-wiki"
-    assert [*lines] == [*names]
+    names = ["demix", "dense", "dense_unbalanced", "domain_token", "without-licenses", "demix_seeded-dapt-wiki"]
+    assert [*lines] == names
     # The mean of the last 20 updates, and 2,048 tokens in 2 seconds.
     assert lines["demix"].split()[-6:] == ["51%", f"250/{STEPS}", "5.595", "7.000", "1,024", "7:56"]
     assert lines["dense"].split()[-5:] == [f"0/{STEPS}", "–", "–", "–", "running"]

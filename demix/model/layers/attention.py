@@ -135,13 +135,13 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned_in_place(x, cos, sin)
+        return _turned_without_cat(x, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned_in_place(incoming, cos, -sin), None, None
+        return _turned_without_cat(incoming, cos, -sin), None, None
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -151,8 +151,8 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([*turned, rest], -1)
 
 
-def _turned_in_place(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`_turned` to the bit, its parts written to their places: on a CPU `cat` takes a quarter of the time."""
+def _turned_without_cat(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same bits as `_turned` without its `cat`, a fifth of its time on a CPU; no autograd through it."""
     pairs, turned = cos.shape[-1], torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], -1)
     parts = torch.split(turned, [pairs, pairs, rest.shape[-1]], -1)
