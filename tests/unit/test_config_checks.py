@@ -257,7 +257,7 @@ def test_config_says_what_will_run() -> None:
     for part in (
         "training domains  8: parliament, ",
         "novel domains     8: wiki, ",
-        "8 of 1,000,000 tokens in 488 updates: demix, dense, ",
+        "7 of 1,000,000 tokens in 488 updates: demix, dense, ",
     ):
         assert part in told
     assert "16 of 65,536 tokens at most" in told

@@ -69,7 +69,7 @@ def test_what_runs_what_ended_and_what_stopped(run: Path, dead: str) -> None:
     under_way(run, "demix", rows(250), of_this_process())
     under_way(run, "dense", [], of_this_process())
     under_way(run, "domain_token", rows(30, dev=False), dead)
-    under_way(run, "dense_unbalanced", rows(30), "another-node 1\n", age=module.RECENT / 2)
+    under_way(run, "demix_paper", rows(30), "another-node 1\n", age=module.RECENT / 2)
     under_way(run, "demix_seeded", rows(30), "another-node 1\n", age=module.RECENT * 2)
     write_json_lines(run / "metrics" / "without-licenses.jsonl", rows(STEPS))
     write_json_lines(run / "metrics" / "dense_paper.jsonl", rows(STEPS))
@@ -78,12 +78,12 @@ def test_what_runs_what_ended_and_what_stopped(run: Path, dead: str) -> None:
 
     shown = demix("watch", run).stdout
     lines = {line.split()[0]: line for line in shown.splitlines()[2:]}
-    names = ["demix", "dense", "dense_unbalanced", "domain_token", "without-licenses", "demix_seeded-dapt-wiki"]
+    names = ["demix", "dense", "domain_token", "demix_paper", "without-licenses", "demix_seeded-dapt-wiki"]
     assert [*lines] == names
     # The mean of the last 20 updates, and 2,048 tokens in 2 seconds.
     assert lines["demix"].split()[-6:] == ["51%", f"250/{STEPS}", "5.595", "7.000", "1,024", "7:56"]
     assert lines["dense"].split()[-5:] == [f"0/{STEPS}", "–", "–", "–", "running"]
-    assert lines["dense_unbalanced"].split()[-1] == "15:16"
+    assert lines["demix_paper"].split()[-1] == "15:16"
     assert lines["domain_token"].split()[-3:] == ["–", "1,024", "stopped"]
     assert lines["without-licenses"].split()[-6:] == ["100%", f"{STEPS}/{STEPS}", "3.215", "5.000", "1,024", "ended"]
     assert lines["demix_seeded-dapt-wiki"].split()[-5:] == ["0/64", "–", "7.000", "–", "running"]

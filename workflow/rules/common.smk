@@ -14,6 +14,7 @@ from demix.config.training import taken
 from demix.errors import DemixError
 from demix.files import exclusive
 from demix.launch.arguments import SHELL_FUNCTION
+from demix.launch.checksums import read_once
 from demix.launch.producers import end_at_loops, find_by_name
 from demix.launch.times import keep_shared_times
 from demix.report import report_files, report_items
@@ -31,6 +32,7 @@ from snakemake.common import NOTHING_TO_BE_DONE_MSG
 find_by_name()
 end_at_loops()
 keep_shared_times()
+read_once()
 
 FILES = {}
 try:
