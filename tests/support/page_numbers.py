@@ -23,7 +23,6 @@ SYSTEMS = {
     "5-grams by domain": ("5-grams by domain (tempered)", "tempered"),
     "Paper's recipe: Dense": ("dense_paper", ""),
     "Paper's recipe: DEMix": ("demix_paper (tempered)", "tempered"),
-    "Dense (the paper's": ("Dense", ""),
     "Dense (Balanced)": ("Dense (Balanced)", ""),
     "+ domain token": ("+ Domain Token", ""),
     "DEMix, naive": ("DEMix (naive)", ""),
