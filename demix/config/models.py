@@ -25,7 +25,8 @@ class Kind:
     `none` for a model whose single expert is called `dense`. `batches` says how a step is drawn: `by_domain` (a group
     of sequences for each domain's expert), `mixed` (the same sequences as one group) or `proportional` (in proportion
     to the domains' sizes). With `domain_tokens` the token of its domain stands before each sequence. With `routed` the
-    tokens choose among experts in some feedforwards (`TokenRouting`).
+    tokens choose among experts in some feedforwards (`TokenRouting`). An expert of its own that is `anchored` stands
+    beside the feedforward of a parent in every layer, and trains alone: the parent's tensors stay as they are.
     """
 
     name: str
@@ -40,6 +41,11 @@ class Kind:
         """Whether each domain has an expert of its own."""
         return self.expert_scope != "none"
 
+    @property
+    def anchored(self) -> bool:
+        """Whether each expert learns beside a parent that stays as it is (FlexOlmo, Shi et al. 2025)."""
+        return self.routed and self.has_experts
+
 
 KINDS = {
     kind.name: kind
@@ -50,6 +56,7 @@ KINDS = {
         Kind("domain_token", "+ Domain Token", "none", "mixed", domain_tokens=True),
         Kind("branched", "BTM", "model", "by_domain"),
         Kind("routed", "Token-routed", "none", "mixed", routed=True),
+        Kind("anchored", "FlexOlmo", "model", "by_domain", routed=True),
     )
 }
 # The paper's models, which a run has unless a row is null.

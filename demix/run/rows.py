@@ -21,6 +21,14 @@ from demix.errors import DemixError, nearest
 from demix.settings import names_of, settings_from, written
 
 _SIZES = ("experts", "top_k", "every", "capacity", "balance")
+# Of a row of kind anchored: a parent's feedforward and an expert beside it, through both of which every token passes.
+_PAIR = {"experts": 2, "top_k": 2, "every": 1, "capacity": 2.0, "balance": 0.0, "match": "flops"}
+# The kinds to which a key may be given.
+_KEPT = {
+    "experts_per_job": ("branched", "anchored"),
+    "averages": ("branched",),
+    "merged_routed": ("demix", "anchored"),
+}
 
 
 @dataclass(frozen=True)
@@ -94,11 +102,13 @@ def _given(config: Config, name: str) -> _Given | None:
     if name in PAPER and kind.name != name:
         raise DemixError(f"{key}.kind", f"is {kind.name}", "use this kind in a row of another name")
     foreign = [one for one in own if one in names_of(TokenRouting)]
-    if kind.routed:
-        own = _routed(own, _experts_of(config, own.get("parent")))
-    elif foreign:
+    if foreign and (kind.anchored or not kind.routed):
         cause = f"is given to a row of kind {kind.name}"
         raise DemixError(f"{key}.{foreign[0]}", cause, "use kind: routed, or leave it out")
+    if kind.anchored:
+        own = _PAIR | _restarts(own) | own
+    elif kind.routed:
+        own = _routed(own, _experts_of(config, own.get("parent")))
     initial, hub, parent = "", None, own.get("parent")
     if isinstance(parent, dict):
         hub = settings_from(HubParent, own.pop("parent"), f"{key}.parent")
@@ -124,10 +134,15 @@ def _routed(own: dict[str, Any], mixed: int) -> dict[str, Any]:
     """
     few = {"experts": mixed or 8, "top_k": 2 if mixed else 1}
     sizes: dict[str, Any] = few | {"every": 1, "balance": 0.01, "match": "flops", **own}
+    begins = {} if mixed else _restarts(own)
+    return {"capacity": 1.25 if sizes["top_k"] == 1 else 2.0} | begins | sizes
+
+
+def _restarts(own: dict[str, Any]) -> dict[str, Any]:
+    """The schedule of a row with the keys `own`, where it begins with the state of another."""
     parent = own.get("parent")
     # A whole model has no schedule to go on with.
-    begins = {"schedule": "restart"} if isinstance(parent, str) and "/" not in parent and not mixed else {}
-    return {"capacity": 1.25 if sizes["top_k"] == 1 else 2.0} | begins | sizes
+    return {"schedule": "restart"} if isinstance(parent, str) and "/" not in parent else {}
 
 
 def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
@@ -280,12 +295,18 @@ def _check_state(given: _Given, others: Mapping[str, _Given]) -> None:
     """Raise DemixError unless a row begins with no state, or with one that its kind and its parent allow."""
     key, kind, settings = f"config key models.{given.name}", given.kind, given.settings
     parent, seed_tokens = settings.parent_row, settings.seed_tokens
+    if kind.anchored and not (parent or given.initial):
+        cause = "is missing, and experts of kind anchored learn beside a model that stays as it is"
+        raise DemixError(f"{key}.parent", cause, "name a row of kind dense and seed_tokens, or the folder of a model")
     if settings.schedule is not None and parent is None:
         cause = "is given to a row that begins with no state of another row"
         raise DemixError(f"{key}.schedule", cause, "leave it out, or give parent and seed_tokens")
-    for only, kept in (("experts_per_job", "branched"), ("averages", "branched"), ("merged_routed", "demix")):
-        if only in given.own and kind.name != kept:
-            raise DemixError(f"{key}.{only}", f"is given to a row of kind {kind.name}", f"use kind: {kept}")
+    if kind.anchored and settings.weight_decay:
+        cause = f"is {settings.weight_decay:g}, and the parent's feedforwards would decay too"
+        raise DemixError(f"{key}.weight_decay", cause, "use 0")
+    for only, kept in _KEPT.items():
+        if only in given.own and kind.name not in kept:
+            raise DemixError(f"{key}.{only}", f"is given to a row of kind {kind.name}", f"use kind: {kept[0]}")
     if given.initial:
         refuse_unnamable(given.initial)
         if kind.domain_tokens or seed_tokens is not None:
