@@ -88,9 +88,9 @@ class Branching:
         "goes on. A branch has all its parent's settings; those of time and memory can differ, and dev_blocks. "
         "Or the folder of a dense model, such as imported/gpt2 that `demix import` wrote: the model begins with "
         "its parameters, and with a training of its own. Or `{hub: owner/name, revision: commit}`, such a model of the "
-        "Hugging Face hub, which the run imports once. For kind routed also a row of kind demix, whose experts become "
-        "those of every layer, as `merged_routed` says: the row trains the merged model on all domains for `tokens` "
-        "more, as `match` counts them (Branch-Train-MiX, Sukhbaatar et al. 2024).",
+        "Hugging Face hub, which the run imports once. For kind routed also a row of kind demix or branched, "
+        "whose experts become those of every layer, as `merged_routed` says: the row trains the merged model on all "
+        "domains for `tokens` more, as `match` counts them (Branch-Train-MiX, Sukhbaatar et al. 2024).",
     )
     seed_tokens: Integer = Field(
         default_factory=absent,
@@ -123,9 +123,10 @@ class Branching:
     )
     merged_routed: Switch = Field(
         default_factory=absent,
-        description="Score the experts of a row of kind demix as a token-routed model, too, which is made without "
-        "training: each token chooses two of them in every layer, by a ridge regression of the expert's domain (or "
-        "cluster) on the token's state, over 40 blocks of dev text of each.",
+        description="Score the experts of a row of kind demix or branched as a token-routed model, too, which is "
+        "made without training: each token chooses two of their feedforwards in every layer, by a ridge regression of "
+        "the expert's domain (or cluster) on the token's state, over 40 blocks of dev text of each. All other weights "
+        "of experts that are whole models are averaged.",
     )
 
 
@@ -137,12 +138,12 @@ class TokenRouting:
         default_factory=absent,
         le=4096,
         description="Experts of each routed feedforward of a row of kind routed; 8 without the key, or those of a "
-        "parent of kind demix.",
+        "parent that is merged.",
     )
     top_k: Positive = Field(
         default_factory=absent,
         description="Experts that each token of a row of kind routed chooses: 1 (switch, as without the key), 2 "
-        "(GShard's top-2, as without the key after a parent of kind demix) or more.",
+        "(GShard's top-2, as without the key after a parent that is merged) or more.",
     )
     every: Positive = Field(
         default_factory=absent,

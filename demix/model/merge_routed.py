@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from demix.config.architecture import Architecture, parameters
@@ -15,6 +16,7 @@ from demix.errors import DemixError
 from demix.files import read_json, refuse_used
 from demix.model.checkpoint import (
     describe,
+    expert_files,
     expert_lineage,
     expert_names,
     load_model,
@@ -26,7 +28,7 @@ from demix.model.checkpoint import (
 from demix.model.description import run_of
 from demix.model.device import own_device
 from demix.model.gpt import GPT, seeing
-from demix.model.merge import learned_of, write_merged
+from demix.model.merge import averaged, learned_by, learned_of, write_merged
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, log_probabilities
 
 # Blocks of each domain's dev split from which routers are solved. The blocks behind these choose among the
@@ -52,20 +54,20 @@ def merge_routed(
     """Write a model to `output` in every layer of which each token chooses two of the experts in `directory`.
 
     `shards` are the dev tokens by expert, in the order that the merged layers have. A layer's feedforwards are those of
-    the experts as they are. Its router tells the domain of a token from the layer's normed input by ridge regression
-    (`solved`), over the first `BLOCKS` blocks of each domain, which pass through the domain's own expert. Penalty and
-    factor are those with the least mean loss of the merged model on `TO_CHOOSE` blocks behind them. The shared weights
-    and the tokenizer are copied. README.md holds `card`.
+    the experts as they are, and all other weights those of `joint`. Its router tells the domain of a token from the
+    layer's normed input by ridge regression (`solved`), over the first `BLOCKS` blocks of each domain, which pass
+    through the domain's own expert. Penalty and factor are those with the least mean loss of the merged model on
+    `TO_CHOOSE` blocks behind them. The tokenizer is copied. README.md holds `card`.
 
-    Raises DemixError unless the experts are several ones that share layers, for tokens that are missing, empty or of
-    another tokenizer, and for an `output` that is not empty, unless it may be made `again`.
+    Raises DemixError unless the experts are several ones, for tokens that are missing, empty or of another tokenizer,
+    and for an `output` that is not empty, unless it may be made `again`.
     """
     if not again:
         refuse_used(output)
     _refuse_unmergeable(directory, shards)
     parents = {expert: expert_lineage(directory, expert) for expert in shards}
     texts = {expert: _opened(directory, expert, path) for expert, path in shards.items()}
-    model = load_model(directory, tuple(shards)).to(own_device()).requires_grad_(False)
+    model = joint(directory, tuple(shards)).to(own_device()).requires_grad_(False)
     # Neither sums nor solutions depend on the order of the experts.
     names = sorted(texts)
     order = [names.index(expert) for expert in shards]
@@ -80,12 +82,18 @@ def merge_routed(
     chosen = _least_loss(architecture, model, merged, routers, texts)
     for number, router in enumerate(routers[chosen]):
         merged[f"blocks.{number}.feedforward.router"] = router.to(model.token_embedding.dtype)
+    learned, seeds = learned_of(parents.values())
+    shared_parameters, expert_parameters = parameters(architecture, model.vocab_size)
     description = describe(directory) | {
         "kind": "merged",
         "architecture": architecture.described,
-        "expert_parameters": parameters(architecture, model.vocab_size)[1],
+        "shared_parameters": shared_parameters,
+        "expert_parameters": expert_parameters,
     }
-    learned, seeds = learned_of(parents.values())
+    shared = None
+    if whole_models(directory):
+        shared = {name: parameter.detach() for name, parameter in model.shared_tensors().items()}
+        description |= {"expert_scope": model.expert_scope, **learned_by(learned, seeds)}
     lineage = learned | {
         "choices": [
             {"expert": expert, "sha256": parents[expert]["sha256"], "data_sha256": read_json(beside)["sha256"]}
@@ -93,7 +101,29 @@ def merge_routed(
         ],
         "seeds": seeds,
     }
-    write_merged(directory, description, merged, lineage, output, card)
+    write_merged(directory, description, merged, lineage, output, card, shared)
+
+
+def joint(directory: Path, experts: tuple[str, ...]) -> GPT:
+    """The model in `directory` with the feedforwards of `experts`, stacked in that order, and weights that they share.
+
+    Experts that are whole models share none: all tensors but those of feedforwards are their average by equal weights
+    (Branch-Train-MiX, Sukhbaatar et al. 2024, section 3.2). Raises DemixError as `load_model` and `averaged` do.
+    """
+    if not whole_models(directory):
+        return load_model(directory, experts)
+    average, _ = averaged(directory, dict.fromkeys(experts, 1 / len(experts)))
+    description = describe(directory)
+    with torch.device("meta"):
+        model = GPT(Architecture(**description["architecture"]), description["vocab_size"], experts)
+    shared = {name: tensor for name, tensor in average.items() if not model.owned(name)}
+    own = {}
+    for expert in experts:
+        # `averaged` has checked the file.
+        with safe_open(expert_files(directory, expert)[1], "pt") as file:
+            own[expert] = {name: file.get_tensor(name) for name in average if model.owned(name)}
+    model.load_state_dict(model.stacked(shared, own), assign=True)
+    return model
 
 
 @torch.no_grad()
@@ -179,12 +209,10 @@ def _least_loss(
 
 
 def _refuse_unmergeable(directory: Path, shards: Mapping[str, Path]) -> None:
-    """Raise DemixError unless the experts of the model in `directory` own feedforwards alone, and are several."""
+    """Raise DemixError unless the experts of the model in `directory` are several ones, and have dev tokens."""
     refuse_routed(directory, "are routed already")
     refuse_masked(directory, "has no states of a text that goes on")
-    cure = "merge a model of kind demix"
-    if whole_models(directory):
-        raise DemixError(directory, "has experts that are whole models, which share no layer to choose in", cure)
+    cure = "merge a model of kind demix or branched"
     if describe(directory)["domain_tokens"]:
         raise DemixError(directory, "is a domain-token model, which has one expert", cure)
     if len(shards) < 2 or expert_names(directory) == (DENSE_EXPERT,):

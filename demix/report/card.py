@@ -11,7 +11,7 @@ from demix.config.models import DENSE_EXPERT, KINDS
 from demix.config.training import Execution
 from demix.errors import DemixError, nearest
 from demix.files import read_json
-from demix.model.checkpoint import describe, expert_lineage, expert_names
+from demix.model.checkpoint import describe, expert_lineage, expert_names, whole_models
 from demix.model.description import parent_of, read_description, read_lineage, run_of
 from demix.model.export import format_of
 from demix.model.formats import FORMATS
@@ -137,9 +137,10 @@ def merged_card(directory: Path, weights: dict[str, float], name: str) -> str:
 def merged_routed_card(directory: Path, name: str) -> str:
     """The card of the model `name` whose tokens choose among the experts of the model in `directory`."""
     parents = {expert: expert_lineage(directory, expert) for expert in expert_names(directory)}
+    rest = "the average of all their other weights" if whole_models(directory) else "the weights that these share"
     about = (
         f"A model whose tokens choose two of {len(parents)} experts in every layer: the feedforwards of the experts of "
-        f"the model {as_markdown(directory.resolve().name)}, with the weights that these share. Nothing was trained: a "
+        f"the model {as_markdown(directory.resolve().name)}, with {rest}. Nothing was trained: a "
         f"token's choice is by a ridge regression of the domain on the token's state, over {BLOCKS} blocks of dev text "
         "of each expert's domain."
     )

@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from demix.config.adaptation import AdaptationRecipe
 from demix.config.architecture import Architecture, architecture_from, parameters
 from demix.config.models import DENSE_EXPERT, KINDS, Kind

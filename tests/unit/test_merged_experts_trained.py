@@ -59,6 +59,26 @@ def test_a_row_begins_with_the_merged_experts_of_its_seed() -> None:
     assert routing.rules["merge_routed_demix_seeded_seed2"] == 1
 
 
+def test_a_row_begins_with_the_merged_experts_of_branches() -> None:
+    btm = {"kind": "branched", "parent": "dense", "seed_tokens": 6000, "merged_routed": True}
+    run = completed_run(copy.deepcopy(TINY) | {"models": {"btm": btm, "btx": BTX | {"parent": "btm"}}})
+    (model,) = [model for model in run.trained if model.mixes]
+    assert RunRules(run).beginning(model) == " --branch results/tiny/models/btm-routed"
+    assert [merged.place for merged in run.routed_merges] == ["btm-routed"]
+    assert (model.architecture.routed.experts, model.architecture.routed.top_k) == (3, 2)
+    plans = {plan.name: plan for plan in plan_training(run, None, HARDWARE["cpu"])}
+    assert plans["btx"].all_flops < plans["dense"].all_flops * 6000 / TINY["training"]["tokens"]
+    for told, changes in {
+        "seed_tokens: is given beside the parent btm of kind branched, whose whole training": {"seed_tokens": 6000},
+        "experts: is 4, and its parent's merged experts have 3": {"experts": 4},
+    }.items():
+        with pytest.raises(DemixError, match=rf"^config key models\.btx\.{told}"):
+            completed_run(copy.deepcopy(TINY) | {"models": {"btm": btm, "btx": BTX | {"parent": "btm"} | changes}})
+    masked = {"kind": "demix", "architecture": {"attention": "bidirectional", "objective": "mlm"}}
+    with pytest.raises(DemixError, match=r"^config key models\.btx\.parent: is a masked model"):
+        completed_run(copy.deepcopy(TINY) | {"models": {"masked": masked, "btx": BTX | {"parent": "masked"}}})
+
+
 REFUSED = {
     "seed_tokens: is given beside the parent demix_seeded of kind demix, whose whole training": {"seed_tokens": 6000},
     "schedule: is given to a row with a training of its own": {"schedule": "restart"},

@@ -35,6 +35,7 @@ ROWS = {
         "cbtm_2": BRANCH | {"data": "k2", "experts_per_job": 2},
         "upcycled": BRANCH | {"kind": "routed", "experts": 4, "top_k": 2, "every": 2},
         "btx": {"kind": "routed", "parent": "demix", "tokens": 4000},
+        "btx_btm": {"kind": "routed", "parent": "btm", "tokens": 4000},
         "btx_routers": {"kind": "routed", "parent": "demix", "tokens": 4000, "trained": "routers"},
         "far": {"kind": "demix", "architecture": {"position": "alibi", "head": "clap"}},
         "masked_dense": {"kind": "dense", "architecture": MASKED},
@@ -95,14 +96,14 @@ def test_rows_join_a_finished_run_and_leave_its_models_as_they_are(
     assert {rule: number for rule, number in jobs.items() if rule.startswith(("train", "join", "seed", "adapt"))} == {
         "seed": 1, "train_btm__parliament__and_2_more": 1, "train_cbtm_2__c00__and_1_more": 1,
         "join_btm": 1, "join_cbtm_2": 1, "train_upcycled": 1, "train_far": 1,
-        "train_btx": 1, "train_btx_routers": 1,
+        "train_btx": 1, "train_btx_btm": 1, "train_btx_routers": 1,
         "train_masked_dense": 1, "train_masked": 1,
     }  # fmt: skip
     assert {rule: jobs[rule] for rule in ("score_known_others", "score_others", "contexts")} == {
         "score_known_others": 1, "score_others": 2, "contexts": 5,
     }  # fmt: skip
     assert not [rule for rule in jobs if rule.startswith(("score_known_demix", "score_demix", "score_adapted"))]
-    assert jobs["merge_routed_demix"] == 1
+    assert (jobs["merge_routed_demix"], jobs["merge_routed_btm"]) == (1, 1)
     assert all(sha256_file(Path(path)) == sha256 for path, sha256 in before.items())
     assert "Nothing to be done" in ran(folder, "config.yaml", "-n")
     run = folder / "results" / "tiny"
@@ -128,14 +129,14 @@ def test_rows_join_a_finished_run_and_leave_its_models_as_they_are(
 
 def test_merged_experts_are_trained_on(finished: tuple[Path, dict[str, str], str]) -> None:
     run = finished[0] / "results" / "tiny"
-    merged = load_model(run / "models" / "demix-routed").state_dict()
     results = pd.read_parquet(run / "results.parquet").query("split == 'test'")
-    for row in ("btx", "btx_routers"):
+    for row, parent in (("btx", "demix"), ("btx_routers", "demix"), ("btx_btm", "btm")):
+        merged = load_model(run / "models" / f"{parent}-routed").state_dict()
         trained, about = load_model(run / "models" / row).state_dict(), read_json(run / "models" / row / "model.json")
         changed = {name for name, tensor in trained.items() if not torch.equal(tensor, merged[name])}
-        assert changed == {name for name in merged if row == "btx" or "router" in name}
-        demix = read_json(run / "models" / "demix" / "model.json")
-        assert about["parent"]["tokens"] == demix["tokens"]
+        assert changed == {name for name in merged if row != "btx_routers" or "router" in name}
+        before = read_json(run / "models" / parent / "model.json")
+        assert about["parent"]["tokens"] == before["tokens"]
         scored = results[results["model"] == row]
         assert set(scored["domain"]) == {*TINY["domains"]["training"], *TINY["domains"]["novel"]}
         assert scored["perplexity"].between(10, 512).all()
