@@ -314,7 +314,8 @@ def _check_state(given: _Given, others: Mapping[str, _Given]) -> None:
         raise DemixError(f"{key}.weight_decay", cause, "use 0")
     for only, kept in _KEPT.items():
         if only in given.own and kind.name not in kept:
-            raise DemixError(f"{key}.{only}", f"is given to a row of kind {kind.name}", f"use kind: {' or '.join(kept)}")
+            cure = f"use kind: {' or '.join(kept)}"
+            raise DemixError(f"{key}.{only}", f"is given to a row of kind {kind.name}", cure)
     if given.initial:
         refuse_unnamable(given.initial)
         if kind.domain_tokens or seed_tokens is not None:

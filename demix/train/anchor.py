@@ -17,7 +17,7 @@ ROW = 10.0
 
 
 def hold(model: GPT, first: State, learns: Callable[[str], bool]) -> None:
-    """Leave those parameters of `model` to be trained whose names `learns` takes; others stay as in the state `first`."""
+    """Leave parameters of `model` to be trained whose names `learns` takes; others stay as in the state `first`."""
     begun = model.stacked(first.shared, first.experts)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -26,12 +26,12 @@ def hold(model: GPT, first: State, learns: Callable[[str], bool]) -> None:
 
 
 def anchored(model: GPT, first: State, public: Mapping[str, TokenShard]) -> State:
-    """Leave the second expert of each layer of `model`, and its row of the router, to be trained; `first` with its rows.
+    """Leave the second feedforward of each layer of `model` and its row of the router to be trained.
 
-    `model` has one expert of a domain, and two feedforwards in every layer, both those of a parent in the state `first`.
-    The first one, with its row, is the anchor: neither changes, as long as no weight decays. A row begins with the mean
-    state of its text, which is that of all domains of `public` for the anchor. The anchor's is taken from both. That
-    changes no gate, and the anchor's row is 0 in all pairs.
+    `model` has one expert of a domain, and two feedforwards in every layer, both those of a parent in the state
+    `first`. The first of the two, the anchor, stays as it is, as long as no weight decays. Rows of routers begin with
+    mean states: of the domain's text, and of that of all domains of `public` for the anchor. The anchor's is taken from
+    both rows, which changes no gate, and leaves the anchor the row 0 in all pairs. Returns `first` with these rows.
     """
     (domain,) = model.experts
     hold(model, first, lambda name: ".feedforward." in name)
@@ -42,7 +42,7 @@ def anchored(model: GPT, first: State, public: Mapping[str, TokenShard]) -> Stat
         own[f"parameter/blocks.{number}.feedforward.router"] = torch.stack([torch.zeros_like(row), row]).float()
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_hook(_of_second)
+            parameter.register_hook(_of_second)  # type: ignore[no-untyped-call]
     return dataclasses.replace(first, experts={domain: own})
 
 

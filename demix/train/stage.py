@@ -130,7 +130,7 @@ class ModelTraining:
             {path.parent.name: read_json(path.with_suffix(".json")) for path in paths}
             for paths in (self.train_shards, self.public)
         )
-        more = {"share": self.share} if self.share > 1 else {}
+        more: dict[str, Any] = {"share": self.share} if self.share > 1 else {}
         more |= {"public": {domain: manifest["sha256"] for domain, manifest in public.items()}} if public else {}
         return {
             "kind": self.kind,
