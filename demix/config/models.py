@@ -25,8 +25,8 @@ class Kind:
     `none` for a model whose single expert is called `dense`. `batches` says how a step is drawn: `by_domain` (a group
     of sequences for each domain's expert), `mixed` (the same sequences as one group) or `proportional` (in proportion
     to the domains' sizes). With `domain_tokens` the token of its domain stands before each sequence. With `routed` the
-    tokens choose among experts in some feedforwards (`TokenRouting`). An expert of its own that is `anchored` stands
-    beside the feedforward of a parent in every layer, and trains alone: the parent's tensors stay as they are.
+    tokens choose among experts in some feedforwards (`TokenRouting`). Experts that are `anchored` stand beside the
+    feedforwards of a parent, and learn alone: all tensors of the parent stay as they are (FlexOlmo, Shi et al. 2025).
     """
 
     name: str
@@ -35,6 +35,7 @@ class Kind:
     batches: str
     domain_tokens: bool = False
     routed: bool = False
+    anchored: bool = False
 
     @property
     def has_experts(self) -> bool:
@@ -42,9 +43,9 @@ class Kind:
         return self.expert_scope != "none"
 
     @property
-    def anchored(self) -> bool:
-        """Whether each expert learns beside a parent that stays as it is (FlexOlmo, Shi et al. 2025)."""
-        return self.routed and self.has_experts
+    def has_routers(self) -> bool:
+        """Whether a router weighs feedforwards of a layer."""
+        return self.routed or self.anchored
 
 
 KINDS = {
@@ -56,7 +57,7 @@ KINDS = {
         Kind("domain_token", "+ Domain Token", "none", "mixed", domain_tokens=True),
         Kind("branched", "BTM", "model", "by_domain"),
         Kind("routed", "Token-routed", "none", "mixed", routed=True),
-        Kind("anchored", "FlexOlmo", "model", "by_domain", routed=True),
+        Kind("anchored", "FlexOlmo", "model", "by_domain", anchored=True),
     )
 }
 # The paper's models, which a run has unless a row is null.

@@ -104,7 +104,7 @@ def _given(config: Config, name: str) -> _Given | None:
     if name in PAPER and kind.name != name:
         raise DemixError(f"{key}.kind", f"is {kind.name}", "use this kind in a row of another name")
     foreign = [one for one in own if one in names_of(TokenRouting)]
-    if foreign and (kind.anchored or not kind.routed):
+    if foreign and not kind.routed:
         cause = f"is given to a row of kind {kind.name}"
         raise DemixError(f"{key}.{foreign[0]}", cause, "use kind: routed, or leave it out")
     if kind.anchored:
@@ -172,7 +172,7 @@ def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
         values |= own
     section = _section(config, values)
     architecture = _architecture(name, section)
-    if kind.routed:
+    if kind.has_routers:
         _check_routed(name, values, given.initial)
         if mixes:
             _check_mixed(name, values, _experts_of(config, parent))
@@ -244,7 +244,7 @@ def _check_routed(name: str, values: Mapping[str, Any], initial: str) -> None:
 def _mixes(given: _Given, others: Mapping[str, _Given]) -> bool:
     """Whether a row trains the merged experts of its parent."""
     parent = others.get(given.settings.parent_row or "")
-    return bool(given.kind.routed and not given.kind.anchored and parent and parent.kind.name in MERGEABLE)
+    return bool(given.kind.routed and parent and parent.kind.name in MERGEABLE)
 
 
 def _check_mixed(name: str, values: Mapping[str, Any], experts: int) -> None:

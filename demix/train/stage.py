@@ -147,7 +147,7 @@ class ModelTraining:
             return None
         state = self.seed.load(self.settings.step_tokens(len(self.domains) * self.share))
         begun = branched(state, self.experts, self.row.expert_scope)
-        return upcycled(begun, model) if self.row.routed else begun
+        return upcycled(begun, model) if self.row.has_routers else begun
 
 
 def train_model(training: ModelTraining, places: Places, replicas: Mapping[str, int] | None = None) -> None:
@@ -233,8 +233,8 @@ def take_seed(training: ModelTraining, kept: Path, output: Path) -> bool:
 def _initial(training: ModelTraining, architecture: Architecture, vocab_size: int, placement: Placement) -> GPT:
     """The model with the experts of one rank, before its parameters are initialised."""
     kind = training.row
-    if kind.routed != bool(architecture.routed):
-        cause = f"{'lacks' if kind.routed else 'has'} routed, and the kind of the model is {kind.name}"
+    if kind.has_routers != bool(architecture.routed):
+        cause = f"{'lacks' if kind.has_routers else 'has'} routed, and the kind of the model is {kind.name}"
         raise DemixError("--settings.architecture", cause, "copy both from the command that snakemake prints")
     # A model without expert tensors still stores its feedforwards in a separate file, as those of its one expert.
     scope = "feedforward" if kind.expert_scope == "none" else kind.expert_scope
