@@ -383,7 +383,7 @@ def experts_add(
         str | None, typer.Option(help="Name of the expert in this model; by default its present name.")
     ] = None,
 ) -> None:
-    """Copy an expert of another model with the same shared weights."""
+    """Copy an expert of another model with the same shared weights; of merged models, into every layer."""
     from demix.model.experts import add_expert
 
     print(f"{model}: added {add_expert(model, expert, name)}")
@@ -391,7 +391,7 @@ def experts_add(
 
 @experts.command("remove")
 def experts_remove(model: Model, name: Annotated[str, typer.Argument(help="The expert to remove.")]) -> None:
-    """Delete an expert's files."""
+    """Delete an expert's files; of a merged model whose tokens choose among experts, leave it out of every layer."""
     from demix.model.experts import remove_expert
 
     remove_expert(model, name)

@@ -1,7 +1,7 @@
 """Merging domain experts, without training, into one model whose tokens choose among them in every layer."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -15,11 +15,13 @@ from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.files import read_json, refuse_used
 from demix.model.checkpoint import (
+    check_shapes,
     describe,
     expert_files,
     expert_lineage,
     expert_names,
     load_model,
+    load_verified,
     refuse_masked,
     refuse_other_tokenizer,
     refuse_routed,
@@ -28,7 +30,7 @@ from demix.model.checkpoint import (
 from demix.model.description import run_of
 from demix.model.device import own_device
 from demix.model.gpt import GPT, seeing
-from demix.model.merge import averaged, learned_by, learned_of, write_merged
+from demix.model.merge import SUMS, averaged, learned_by, learned_of, write_merged
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, log_probabilities
 
 # Blocks of each domain's dev split from which routers are solved. The blocks behind these choose among the
@@ -37,6 +39,10 @@ BLOCKS = 40
 TO_CHOOSE = 10
 PENALTIES = (1e-4, 1e-3, 1e-2)
 FACTORS = (1.0, 3.0, 5.0, 10.0, 20.0)
+# What the lineage of an expert says of what it has learned from.
+LEARNED = ("steps", "tokens", "data_sha256", "seeds")
+# Σxxᵀ [layers, D, D] and Σx [layers, D] of the states x of one expert's text.
+Moments = tuple[Tensor, Tensor]
 
 
 def dev_shards(directory: Path, tokens: Path | None = None) -> dict[str, Path]:
@@ -57,7 +63,8 @@ def merge_routed(
     the experts as they are, and all other weights those of `joint`. Its router tells the domain of a token from the
     layer's normed input by ridge regression (`solved`), over the first `BLOCKS` blocks of each domain, which pass
     through the domain's own expert. Penalty and factor are those with the least mean loss of the merged model on
-    `TO_CHOOSE` blocks behind them. The tokenizer is copied. README.md holds `card`.
+    `TO_CHOOSE` blocks behind them. The tokenizer is copied. README.md holds `card`, and `SUMS` what routers are solved
+    from, by expert.
 
     Raises DemixError unless the experts are several ones, for tokens that are missing, empty or of another tokenizer,
     and for an `output` that is not empty, unless it may be made `again`.
@@ -68,17 +75,13 @@ def merge_routed(
     parents = {expert: expert_lineage(directory, expert) for expert in shards}
     texts = {expert: _opened(directory, expert, path) for expert, path in shards.items()}
     model = joint(directory, tuple(shards)).to(own_device()).requires_grad_(False)
-    # Neither sums nor solutions depend on the order of the experts.
-    names = sorted(texts)
-    order = [names.index(expert) for expert in shards]
-    found = [
-        moments(model.only(name), texts[name], _parted(texts[name], model.architecture.context)[0]) for name in names
-    ]
-    squares, sums = (torch.stack(each) for each in zip(*found, strict=True))
-    squares, sums = squares.sum(0), sums.transpose(0, 1)
+    kept = {
+        name: moments(model.only(name), text, _parted(text, model.architecture.context)[0])
+        for name, text in texts.items()
+    }
     architecture = model.architecture.merged_routed(len(shards))
     merged = {name: parameter.detach() for name, parameter in model.expert_tensors().items()}
-    routers = {choice: solved(squares, sums, *choice)[:, order] for choice in product(PENALTIES, FACTORS)}
+    routers = {choice: routers_of(kept, *choice) for choice in product(PENALTIES, FACTORS)}
     chosen = _least_loss(architecture, model, merged, routers, texts)
     for number, router in enumerate(routers[chosen]):
         merged[f"blocks.{number}.feedforward.router"] = router.to(model.token_embedding.dtype)
@@ -96,12 +99,18 @@ def merge_routed(
         description |= {"expert_scope": model.expert_scope, **learned_by(learned, seeds)}
     lineage = learned | {
         "choices": [
-            {"expert": expert, "sha256": parents[expert]["sha256"], "data_sha256": read_json(beside)["sha256"]}
-            for expert, beside in ((expert, path.with_suffix(".json")) for expert, path in shards.items())
+            {
+                "expert": expert,
+                "sha256": parents[expert]["sha256"],
+                "data_sha256": read_json(path.with_suffix(".json"))["sha256"],
+                "learned": {key: parents[expert][key] for key in LEARNED if key in parents[expert]},
+            }
+            for expert, path in shards.items()
         ],
+        "router": dict(zip(("penalty", "factor"), chosen, strict=True)),
         "seeds": seeds,
     }
-    write_merged(directory, description, merged, lineage, output, card, shared)
+    write_merged(directory, description, merged, lineage, output, card, shared, packed(kept))
 
 
 def joint(directory: Path, experts: tuple[str, ...]) -> GPT:
@@ -127,7 +136,7 @@ def joint(directory: Path, experts: tuple[str, ...]) -> GPT:
 
 
 @torch.no_grad()
-def moments(model: GPT, shard: TokenShard, count: int) -> tuple[Tensor, Tensor]:
+def moments(model: GPT, shard: TokenShard, count: int) -> Moments:
     """Σxxᵀ and Σx of the normed inputs x of each feedforward over the tokens of the first `count` blocks of `shard`.
 
     float64 [layers, D, D] and [layers, D]. `model` has one expert, that of the shard's domain: the text passes through
@@ -151,7 +160,48 @@ def moments(model: GPT, shard: TokenShard, count: int) -> tuple[Tensor, Tensor]:
             rows = slice(first, first + batch)
             counted = torch.from_numpy(mask[rows]).to(device)
             model(torch.from_numpy(inputs[rows])[None].to(device))
-    return squares, sums
+    return squares.triu() + squares.triu(1).mT, sums
+
+
+def packed(kept: Mapping[str, Moments]) -> dict[str, Tensor]:
+    """The sums by expert as the tensors of the file `SUMS`: of the symmetric Σxxᵀ the upper triangles, row by row."""
+    tensors: dict[str, Tensor] = {}
+    for expert, (squares, sums) in kept.items():
+        rows, columns = torch.triu_indices(*squares.shape[-2:])
+        tensors |= {f"{expert}.squares": squares[:, rows, columns], f"{expert}.sums": sums}
+    return tensors
+
+
+def read_sums(directory: Path, experts: Sequence[str]) -> dict[str, Moments]:
+    """The sums of the `experts` of the merged model in `directory`, in that order; none where it keeps no sums.
+
+    Raises DemixError for a file that is damaged or holds other sums.
+    """
+    path, architecture = directory / SUMS, Architecture(**describe(directory)["architecture"])
+    if not path.exists():
+        return {}
+    layers, width = architecture.layers, architecture.width
+    shapes = {"squares": (layers, width * (width + 1) // 2), "sums": (layers, width)}
+    check_shapes(path, {f"{expert}.{key}": shape for expert in experts for key, shape in shapes.items()})
+    tensors = load_verified(path, expert_lineage(directory, DENSE_EXPERT, "sums_sha256", "router")["sums_sha256"])
+    rows, columns = torch.triu_indices(width, width)
+    found = {}
+    for expert in experts:
+        squares = torch.zeros(layers, width, width, dtype=torch.float64)
+        squares[:, rows, columns] = squares[:, columns, rows] = tensors[f"{expert}.squares"].double()
+        found[expert] = squares, tensors[f"{expert}.sums"].double()
+    return found
+
+
+def routers_of(kept: Mapping[str, Moments], penalty: float, factor: float) -> Tensor:
+    """The routers [layers, E, D] that are `solved` from the sums by expert, with rows in the order of `kept`.
+
+    No other bit depends on that order.
+    """
+    names = sorted(kept)
+    squares, sums = (torch.stack(each) for each in zip(*(kept[name] for name in names), strict=True))
+    rows = solved(squares.sum(0), sums.transpose(0, 1), penalty, factor)
+    return rows[:, [names.index(name) for name in kept]]
 
 
 def solved(squares: Tensor, sums: Tensor, penalty: float, factor: float) -> Tensor:

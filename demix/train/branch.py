@@ -176,6 +176,7 @@ def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel
         tokenizer_sha256=identity["tokenizer_sha256"],
         data_sha256={**description.get("data_sha256", {})},
         sha256={SHARED: description["shared_sha256"], EXPERT: lineage["sha256"]},
+        choices=lineage.get("choices", []),
     )
     return InitialModel(directory, manifest)
 

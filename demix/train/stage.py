@@ -269,6 +269,7 @@ def _write_model(training: ModelTraining, model: GPT, tokens: int, output: Path,
     origin: dict[str, Any] = {"parent": None, "tokenizer_sha256": tokenizer_sha256}
     if seed is not None:
         origin |= {"parent": DENSE_EXPERT, "seeds": {seed.origin["state_sha256"]: begun}}
+        origin |= {"choices": seed.manifest.choices} if seed.manifest.choices else {}
     for expert in model.experts if world.writes_experts else ():
         if training.row.batches == "by_domain":
             own_tokens = begun + (tokens - begun) // len(data)

@@ -216,6 +216,10 @@ def test_the_files_say_what_was_merged(run: Path) -> None:
             "expert": name,
             "sha256": sha256_file(demix_model / "experts" / f"{name}.safetensors"),
             "data_sha256": read_json(run / "tokens" / name / "dev.json")["sha256"],
+            "learned": {
+                key: read_json(demix_model / "experts" / f"{name}.json")[key]
+                for key in ("steps", "tokens", "data_sha256")
+            },
         }
         for name in ORDER
     ]
