@@ -255,10 +255,8 @@ class Architecture(Decoder):
     def merged_routed(self, experts: int) -> "Architecture":
         """The architecture in which each token chooses two of `experts` domain experts in every layer.
 
-        Experts that learned beside an anchor have it beside them. The merge is not trained: each expert has a place for
-        every token, and the loss of balance has no weight.
+        It is not trained: each expert has a place for every token, and the loss of balance has no weight.
         """
-        experts += bool(self.routed)
         routed = Routed(experts=experts, top_k=2, every=1, capacity=float(experts), balance=0.0)
         return dataclasses.replace(self, routed=routed)
 

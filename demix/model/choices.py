@@ -43,7 +43,7 @@ def read_choices(directory: Path) -> dict[str, Choice]:
     if not routed or (len(recorded), 1) != (routed.experts, routed.every):
         cause = "is no model that was merged of experts among which its tokens choose"
         raise DemixError(directory, cause, "use one that `demix merge --routed` or a row of BTX made")
-    if description["kind"] == "merged" and not lineage.get("router"):
+    if description["kind"] == "merged" and not all(one.get("learned") for one in recorded.values()):
         raise DemixError(directory, "does not say what each of its experts has learned from", "merge it again")
     stacked = {name: tensor.detach()[0] for name, tensor in load_model(directory).expert_tensors().items()}
     sums = read_sums(directory, tuple(recorded))

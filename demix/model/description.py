@@ -141,11 +141,14 @@ class Parent:
 
 @settings(kw_only=True, open=True)
 class Choice:
-    """An expert among which tokens choose, and the hash of the tokens from which its router is solved."""
+    """An expert among which tokens choose, and the hash of the tokens from which its router is solved, if it is.
+
+    An anchor has the name of a dense model's expert.
+    """
 
     expert: ExpertName
     sha256: Digest
-    data_sha256: Digest
+    data_sha256: Digest | None
     learned: Parent = Field(default_factory=Parent)
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -64,7 +65,7 @@ def merge_routed(
     layer's normed input by ridge regression (`solved`), over the first `BLOCKS` blocks of each domain, which pass
     through the domain's own expert. Penalty and factor are those with the least mean loss of the merged model on
     `TO_CHOOSE` blocks behind them. The tokenizer is copied. README.md holds `card`, and `SUMS` what routers are solved
-    from, by expert.
+    from, by expert. Experts that learned beside an anchor are merged with it, as `_anchored` says.
 
     Raises DemixError unless the experts are several ones, for tokens that are missing, empty or of another tokenizer,
     and for an `output` that is not empty, unless it may be made `again`.
@@ -73,6 +74,46 @@ def merge_routed(
         refuse_used(output)
     _refuse_unmergeable(directory, shards)
     parents = {expert: expert_lineage(directory, expert) for expert in shards}
+    found = _anchored(directory, tuple(shards)) if _learned_anchored(directory) else _by_ridge(directory, shards)
+    architecture, description = found.architecture, describe(directory)
+    learned, seeds = learned_of(parents.values())
+    shared_parameters, expert_parameters = parameters(architecture, description["vocab_size"])
+    description |= {
+        "kind": "merged",
+        "architecture": architecture.described,
+        "shared_parameters": shared_parameters,
+        "expert_parameters": expert_parameters,
+    }
+    if found.shared is not None:
+        description |= {"expert_scope": "feedforward", **learned_by(learned, seeds)}
+    lineage = learned | found.lineage | {"seeds": seeds}
+    lineage["choices"] += [
+        {
+            "expert": expert,
+            "sha256": parents[expert]["sha256"],
+            "data_sha256": read_json(path.with_suffix(".json"))["sha256"],
+            "learned": {key: parents[expert][key] for key in LEARNED if key in parents[expert]},
+        }
+        for expert, path in shards.items()
+    ]
+    write_merged(directory, description, found.experts, lineage, output, card, found.shared, found.sums)
+
+
+class _Merge(NamedTuple):
+    """The tensors of merged experts by name, and those that they share, unless these are as they were before.
+
+    `sums` are what routers were solved from, and `lineage` says how. It has the `choices` before those of domains.
+    """
+
+    architecture: Architecture
+    experts: dict[str, Tensor]
+    shared: dict[str, Tensor] | None
+    sums: dict[str, Tensor] | None
+    lineage: dict[str, Any]
+
+
+def _by_ridge(directory: Path, shards: Mapping[str, Path]) -> _Merge:
+    """The merge of experts whose routers are solved from their text."""
     texts = {expert: _opened(directory, expert, path) for expert, path in shards.items()}
     model = joint(directory, tuple(shards)).to(own_device()).requires_grad_(False)
     kept = {
@@ -85,32 +126,43 @@ def merge_routed(
     chosen = _least_loss(architecture, model, merged, routers, texts)
     for number, router in enumerate(routers[chosen]):
         merged[f"blocks.{number}.feedforward.router"] = router.to(model.token_embedding.dtype)
-    learned, seeds = learned_of(parents.values())
-    shared_parameters, expert_parameters = parameters(architecture, model.vocab_size)
-    description = describe(directory) | {
-        "kind": "merged",
-        "architecture": architecture.described,
-        "shared_parameters": shared_parameters,
-        "expert_parameters": expert_parameters,
-    }
-    shared = None
-    if whole_models(directory):
-        shared = {name: parameter.detach() for name, parameter in model.shared_tensors().items()}
-        description |= {"expert_scope": model.expert_scope, **learned_by(learned, seeds)}
-    lineage = learned | {
-        "choices": [
-            {
-                "expert": expert,
-                "sha256": parents[expert]["sha256"],
-                "data_sha256": read_json(path.with_suffix(".json"))["sha256"],
-                "learned": {key: parents[expert][key] for key in LEARNED if key in parents[expert]},
-            }
-            for expert, path in shards.items()
-        ],
-        "router": dict(zip(("penalty", "factor"), chosen, strict=True)),
-        "seeds": seeds,
-    }
-    write_merged(directory, description, merged, lineage, output, card, shared, packed(kept))
+    shared = {name: parameter.detach() for name, parameter in model.shared_tensors().items()}
+    lineage = {"choices": [], "router": dict(zip(("penalty", "factor"), chosen, strict=True))}
+    return _Merge(architecture, merged, shared if whole_models(directory) else None, packed(kept), lineage)
+
+
+def _anchored(directory: Path, experts: tuple[str, ...]) -> _Merge:
+    """The merge of experts with their anchor: feedforwards and rows of routers as they are, the anchor's first.
+
+    That is FlexOlmo's, section 3 of Shi et al. 2025 (arXiv 2507.07024), which trains nothing jointly. Raises DemixError
+    where two experts have other shared weights, or another anchor.
+    """
+    shared: dict[str, Tensor] = {}
+    stacks: dict[str, list[Tensor]] = {}
+    for expert in experts:
+        model = load_model(directory, (expert,))
+        for name, parameter in model.named_parameters():
+            tensor = parameter.detach()
+            if ".feedforward." in name:
+                anchor, own = torch.split(tensor[0], 1)
+                stacks.setdefault(name, [anchor]).append(own)
+                same = torch.equal(anchor, stacks[name][0])
+            else:
+                same = torch.equal(tensor, shared.setdefault(name, tensor))
+            if not same:
+                cause = f"has another {name} than that of {experts[0]}, beside what both have learned"
+                raise DemixError(expert_files(directory, expert)[1], cause, "merge experts of one parent")
+    merged = {name: torch.cat(stack) for name, stack in stacks.items()}
+    parent = describe(directory)["parent"]["state_sha256"]
+    # What the anchor has learned from is among the seeds of each expert.
+    nothing = {"steps": 0, "tokens": 0, "data_sha256": {}, "seeds": {}}
+    lineage = {"choices": [{"expert": DENSE_EXPERT, "sha256": parent, "data_sha256": None, "learned": nothing}]}
+    return _Merge(model.architecture.merged_routed(len(experts) + 1), merged, shared, None, lineage)
+
+
+def _learned_anchored(directory: Path) -> bool:
+    """Whether the experts in `directory` are whole models, each with an anchor beside its own feedforwards."""
+    return whole_models(directory) and bool(describe(directory)["architecture"].get("routed"))
 
 
 def joint(directory: Path, experts: tuple[str, ...]) -> GPT:
@@ -260,9 +312,10 @@ def _least_loss(
 
 def _refuse_unmergeable(directory: Path, shards: Mapping[str, Path]) -> None:
     """Raise DemixError unless the experts of the model in `directory` are several ones, and have dev tokens."""
-    refuse_routed(directory, "are routed already")
+    if not _learned_anchored(directory):
+        refuse_routed(directory, "are routed already")
     refuse_masked(directory, "has no states of a text that goes on")
-    cure = "merge a model of kind demix or branched"
+    cure = "merge a model of kind demix, branched or anchored"
     if describe(directory)["domain_tokens"]:
         raise DemixError(directory, "is a domain-token model, which has one expert", cure)
     if len(shards) < 2 or expert_names(directory) == (DENSE_EXPERT,):

@@ -54,8 +54,8 @@ class Merged:
     @property
     def architecture(self) -> Architecture:
         """The architecture of the merged model."""
-        own = self.model.architecture
-        return own.merged_routed(len(self.model.experts)) if self.token_routed else own
+        own, experts = self.model.architecture, len(self.model.experts) + self.model.kind.anchored
+        return own.merged_routed(experts) if self.token_routed else own
 
 
 def merged_models(models: Iterable[Model]) -> tuple[Merged, ...]:

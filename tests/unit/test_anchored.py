@@ -2,22 +2,27 @@
 
 import copy
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from demix.errors import DemixError, StoppedError
-from demix.files import read_json_lines
+from demix.files import read_json, read_json_lines, sha256_file, write_json
 from demix.launch.job import Places
 from demix.model.checkpoint import describe, load_model
+from demix.model.experts import find_faults, remove_expert
 from demix.model.gpt import seeing
+from demix.model.merge_routed import merge_routed
 from demix.run.check import completed_run
 from demix.train import stage
 from demix.train.batches import balanced_batches
+from demix.train.join import join_branches
 from support.plain_training import plain_steps, rates
 from support.tokens import TRAINING
 from support.training import SIZES, TRAIN, opened, shard_paths, stop_at, train_model
@@ -37,10 +42,10 @@ def dense(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "dense"
 
 
-def train_pair(dense: Path, tokens: Path, folder: Path, checkpoints: Path) -> Path:
-    training = stage.ModelTraining("anchored", RECIPE, shard_paths(tokens), branch=dense).alone(OWN)
-    stage.train_model(training, Places(folder / OWN, folder / f"{OWN}.jsonl", checkpoints))
-    return folder / OWN
+def train_pair(dense: Path, tokens: Path, folder: Path, checkpoints: Path, own: str = OWN) -> Path:
+    training = stage.ModelTraining("anchored", RECIPE, shard_paths(tokens), branch=dense).alone(own)
+    stage.train_model(training, Places(folder / own, folder / f"{own}.jsonl", checkpoints))
+    return folder / own
 
 
 class Pair(nn.Module):
@@ -119,6 +124,44 @@ def test_a_stopped_pair_goes_on_to_the_bit(
     assert not stops
     for file in files:
         assert (again / file).read_bytes() == (whole / file).read_bytes()
+
+
+def test_a_merge_has_the_anchor_and_the_experts_as_they_were(dense: Path, tokens: Path, tmp_path: Path) -> None:
+    pairs = [train_pair(dense, tokens, tmp_path, tmp_path / "checkpoints" / name, name) for name in TRAINING]
+    join_branches(pairs, tmp_path / "flexolmo")
+    dev = {name: tokens / "tokens" / name / "dev.arrow" for name in TRAINING}
+    merge_routed(tmp_path / "flexolmo", dev, tmp_path / "merged")
+    parts = [load_file(path / "experts" / f"{path.name}.safetensors") for path in pairs]
+    parents = load_file(dense / "shared.safetensors") | load_file(dense / "experts" / "dense.safetensors")
+    merged = load_file(tmp_path / "merged" / "experts" / "dense.safetensors")
+    whole = load_file(tmp_path / "merged" / "shared.safetensors") | merged
+    assert whole.keys() == parts[0].keys()
+    for name, tensor in whole.items():
+        if name not in merged:
+            assert torch.equal(tensor, parents[name]), name
+            continue
+        assert torch.equal(tensor, torch.cat([parts[0][name][:1], *(part[name][1:] for part in parts)])), name
+        anchor = torch.zeros_like(tensor[0]) if name.endswith("router") else parents[name]
+        assert torch.equal(tensor[0], anchor), name
+    assert find_faults(tmp_path / "merged") == []
+    # Without its experts but one, and without choosing, a merge is the pair of that expert.
+    left = tmp_path / "left"
+    shutil.copytree(tmp_path / "merged", left)
+    for name in TRAINING:
+        if name != OWN:
+            remove_expert(left, name)
+    pair, again = load_model(tmp_path / OWN, (OWN,)), load_model(left)
+    text = torch.arange(32).view(1, 1, 32)
+    torch.testing.assert_close(again(text), pair(text), rtol=0, atol=1e-6)
+    tampered = tmp_path / "flexolmo" / "experts" / f"{OWN}.safetensors"
+    tensors = load_file(tampered)
+    tensors["blocks.0.feedforward.up"][0] += 1
+    save_file(tensors, tampered)
+    lineage = read_json(tampered.with_suffix(".json"))
+    write_json(tampered.with_suffix(".json"), lineage | {"sha256": sha256_file(tampered)})
+    with pytest.raises(DemixError, match=r"has another blocks\.0\.feedforward\.up than that of"):
+        merge_routed(tmp_path / "flexolmo", dev, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
 
 
 REFUSED = {
