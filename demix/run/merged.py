@@ -54,8 +54,13 @@ class Merged:
     @property
     def architecture(self) -> Architecture:
         """The architecture of the merged model."""
-        own, experts = self.model.architecture, len(self.model.experts) + self.model.kind.anchored
-        return own.merged_routed(experts) if self.token_routed else own
+        own = self.model.architecture
+        return own.merged_routed(len(self.choices)) if self.token_routed else own
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The experts that were merged, an anchor first."""
+        return (DENSE_EXPERT,) * self.model.kind.anchored + self.model.experts
 
 
 def merged_models(models: Iterable[Model]) -> tuple[Merged, ...]:

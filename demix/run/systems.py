@@ -289,7 +289,7 @@ def token_routed(run: Run) -> tuple[Routers, ...]:
             if (layer := one.architecture.routed)
         ),
         *(
-            Routers(one.place, merged_label(one), one.model.experts, layer.top_k)
+            Routers(one.place, merged_label(one), one.choices, layer.top_k)
             for one in run.merged
             if (layer := one.architecture.routed)
         ),

@@ -39,7 +39,7 @@ def make(material: Material) -> Table:
         experts = f"{len(family.model.experts)} {what}"
         about: dict[str, Any] = {
             "Family": family.name,
-            "Experts": experts if mixed and not family.architecture.routed else family.chosen,
+            "Experts": experts if mixed and system.method != "merged" else family.chosen,
             "Mixed by": " ".join(filter(None, (system.method, system.weights))) if mixed else "",
             "Tokens": family.learned(material.tokens_before),
         }
