@@ -198,7 +198,12 @@ class ScoringCosts:
     def of_part(self, part: ScoringPart, jobs: int) -> tuple[float, int]:
         """What `of_job` sums: the hours and the bytes of one part of a rule, in all `jobs` of the rule."""
         architecture = self._architectures.get(part.model, self.run.architecture)
-        architecture = replace(architecture, context=part.context or architecture.context)
+        routed = architecture.routed
+        architecture = replace(
+            architecture,
+            context=part.context or architecture.context,
+            routed=replace(routed, top_k=part.top_k) if routed and part.top_k else routed,
+        )
         several = {f"{{{kind}}}": list(domains) for kind, domains in self.run.config.domains.kinds.items()}
         names = [name for place in part.domains for name in several.get(place, [place] * jobs)]
         tokens = sum(sum(map(self._tokens(split, architecture.context).__getitem__, names)) for split in part.splits)
