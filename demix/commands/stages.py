@@ -178,10 +178,7 @@ def score(
         ),
     ],
     context: Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: those of the model's training.")] = 0,
-    top_k: Annotated[
-        int,
-        typer.Option("--top-k", min=0, help="Experts that each token chooses in a layer; 0: as many as in training."),
-    ] = 0,
+    top_k: Annotated[int, typer.Option(min=0, help="Experts a token chooses in a layer; 0: as in training.")] = 0,
 ) -> None:
     """Score texts under experts: write the log-probability of every token."""
     from demix.evaluate.score import Scoring, score_models
