@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from click.testing import Result
 
 from demix.config.architecture import Routed
 from demix.data.shards import TokenShard
 from demix.errors import DemixError
-from demix.evaluate.score import ScoredModel, Scoring, score, score_models
+from demix.evaluate.score import ScoredModel, Scoring, score_models
 from demix.files import read_json, write_json
 from demix.model.layers import RoutedLayer
 from demix.plan.flops import HARDWARE
@@ -25,6 +27,7 @@ from demix.run.check import completed_run
 from demix.run.run import Run
 from demix.run.scoring import ScoringPart, scoring_jobs
 from demix.run.systems import evaluated, other_top_k
+from support.cli import demix
 from support.models import SMALL, model_of, randomise, save_model
 from support.tokens import TRAINING
 
@@ -91,8 +94,16 @@ def test_scores_are_those_of_a_model_that_always_chose_so_many(models: Path, tok
     assert len({values.tobytes() for values in found}) == 3
     # What is kept of one number is not taken for another one.
     for top_k, values in zip((0, 1, 4), found, strict=True):
-        score(models / "routed", ("dense",), shards, SCORING, scores / "one", top_k=top_k)
+        done = command(models / "routed", shards, scores / "one", top_k)
+        assert done.exit_code == 0, done.exception
         assert np.array_equal(column(scores, "one"), values)
+
+
+def command(model: Path, shards: list[Path], output: Path, top_k: int) -> Result:
+    settings = json.dumps(dataclasses.asdict(SCORING))
+    return demix(
+        "score", model, *shards, "--experts", "dense", "--top-k", top_k, "--settings", settings, "--output", output
+    )
 
 
 @pytest.mark.parametrize(("model", "most"), [("routed", 4), ("dense", 0)])
@@ -101,7 +112,7 @@ def test_more_experts_than_there_are_are_refused(
 ) -> None:
     shards = [tokens / "tokens" / TRAINING[0] / "test.arrow"]
     with pytest.raises(DemixError, match=rf"^--top-k {most + 1}: is more than the {most} experts among which tokens"):
-        score(models / model, ("dense",), shards, SCORING, tmp_path / "scores", top_k=most + 1)
+        raise command(models / model, shards, tmp_path / "scores", most + 1).exception
     assert not (tmp_path / "scores").exists()
 
 
