@@ -51,8 +51,7 @@ class DemixConfig(PreTrainedConfig):
         self.vocab_size, self.max_position_embeddings = of_one.vocab_size, of_one.max_position_embeddings
         # A cache has the layers of all experts, and one for the mixture.
         self.num_hidden_layers = len(self.experts) * of_one.num_hidden_layers + 1
-        # Without this, transformers would tie no tensor of the experts. `expert` says whether their heads are tied.
-        super().__init__(**more | {"tie_word_embeddings": True})
+        super().__init__(**more)
 
 
 class DemixForCausalLM(PreTrainedModel, GenerationMixin):
@@ -79,6 +78,13 @@ class DemixForCausalLM(PreTrainedModel, GenerationMixin):
                     tied[of_one + name] = f"experts.0.{name}"
             tied |= {of_one + head: of_one + name for head, name in expert.all_tied_weights_keys.items()}
         self.post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """The parameters of experts that are others of the model, by name."""
+        return dict(self._tied_weights_keys)
+
+    def _adjust_bias(self, *_: Any) -> None:
+        """What is tied are no heads whose bias would have to fit. transformers would cut the biases of GPT-2."""
 
     @can_return_tuple
     def forward(
