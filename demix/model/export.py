@@ -38,10 +38,10 @@ _CODE = "modeling_demix"
 _USE = """
 ## In transformers
 
-`AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` runs `modeling_demix.py` of this folder, which needs
-transformers alone. Its logits are the log of the probabilities that the {experts} experts give together, weighted at each
-token by the text so far: tempered({beta:g},{gamma:g}), with equal priors. A text begins with `{start}`. Each token passes
-through every expert.
+`AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` runs `modeling_demix.py` of this folder, which
+needs transformers alone. Its logits are the log of the probabilities that the {experts} experts give together, weighted
+at each token by the text so far: tempered({beta:g},{gamma:g}), with equal priors. A text begins with `{start}`. Each
+token passes through every expert.
 """
 
 
@@ -88,8 +88,8 @@ def export_hf(
     _, encoder = tokenizer_of(directory, tokenizer)
     model = load_model(directory, (expert,))
     tensors = _tensors(directory, form, model, 0, dtype)
-    heading = f"# {directory.resolve().name}: expert {expert}\n\nOne expert of a DEMix model, exported as {form.title}.\n"
-    _write(directory, _config(directory, form, model, encoder, dtype), tensors, encoder, card or heading, output)
+    card = card or f"# {directory.resolve().name}: expert {expert}\n\nAn expert of demix, exported as {form.title}.\n"
+    _write(directory, _config(directory, form, model, encoder, dtype), tensors, encoder, card, output)
 
 
 def export_mixture(

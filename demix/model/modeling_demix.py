@@ -22,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 
-class DemixConfig(PreTrainedConfig):
+class DemixConfig(PreTrainedConfig):  # type: ignore[misc]
     """The experts and their mixture by the rule `tempered`.
 
     `experts` are the names of the E experts, each of which is a model with the config `expert`. `own` are the names,
@@ -54,7 +54,7 @@ class DemixConfig(PreTrainedConfig):
         super().__init__(**more)
 
 
-class DemixForCausalLM(PreTrainedModel, GenerationMixin):
+class DemixForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """The experts as models of transformers, and the log of their mixed probabilities.
 
     A text is cut into blocks of `max_position_embeddings` tokens, as in demix: no expert sees the blocks before, while
@@ -63,20 +63,22 @@ class DemixForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = DemixConfig
     _supports_sdpa = True
+    experts: Any
 
     def __init__(self, config: DemixConfig):
         super().__init__(config)
         self.experts = nn.ModuleList(AutoModelForCausalLM.from_config(config.expert) for _ in config.experts)
-        tied = self._tied_weights_keys = {}
+        tied: dict[str, str] = {}
         for number, expert in enumerate(self.experts):
             of_one = f"experts.{number}."
             for module in expert.modules():
                 if hasattr(module, "layer_idx"):
                     module.layer_idx += number * config.expert.num_hidden_layers
-            for name, _ in expert.named_parameters() if number and config.own is not None else ():
-                if re.sub(r"\.\d+", "", name) not in config.own:
+            for name, _ in expert.named_parameters() if number else ():
+                if config.own is not None and re.sub(r"\.\d+", "", name) not in config.own:
                     tied[of_one + name] = f"experts.0.{name}"
             tied |= {of_one + head: of_one + name for head, name in expert.all_tied_weights_keys.items()}
+        self._tied_weights_keys = tied
         self.post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
@@ -86,7 +88,7 @@ class DemixForCausalLM(PreTrainedModel, GenerationMixin):
     def _adjust_bias(self, *_: Any) -> None:
         """What is tied are no heads whose bias would have to fit. transformers would cut the biases of GPT-2."""
 
-    @can_return_tuple
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor,
@@ -125,7 +127,7 @@ class DemixForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _log_p(self, number: int, hidden: Tensor) -> Tensor:
         """log p [B, T, V] of an expert, of its final states [B, T, D]."""
-        logits = self.experts[number].get_output_embeddings()(hidden)
+        logits: Tensor = self.experts[number].get_output_embeddings()(hidden)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
     def _bias(self, real: Tensor, block: Tensor, T: int) -> Tensor:

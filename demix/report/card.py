@@ -84,8 +84,9 @@ def card_page(name: str, card: str) -> str:
 def exported_card(directory: Path, expert: str | None) -> str:
     """The card of one expert of the model in `directory`, exported as a model of its own; None is for their mixture.
 
-    A model of one expert and a mixture keep their card; a mixture of a model without one has "". An expert has the figures of its own domain alone, if it was scored there, and
-    counts its own tokens. Raises DemixError as `model_card` does.
+    A model of one expert and a mixture keep the model's card; a mixture of a model without one has "". An expert has
+    the figures of its own domain alone, if it was scored there, and counts its own tokens. Raises DemixError as
+    `model_card` does.
     """
     place, folder = directory.resolve(), run_of(directory)
     in_run = (
