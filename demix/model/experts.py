@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from demix.data.cluster import Clusterer
 from demix.errors import DemixError
@@ -142,19 +143,9 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
         raise DemixError(source, "is no expert of a model", "give OTHER_MODEL/experts/NAME.safetensors")
     other, name = source.parent.parent, name or source.stem
     refuse_name(directory, name)
-    lineage, ours, theirs = expert_lineage(other, source.stem), describe(directory), describe(other)
+    lineage = expert_lineage(other, source.stem)
     refuse_routed(directory, "no expert of a domain can join")
-    parts = {
-        "architecture": "architecture",
-        "vocab_size": "vocabulary",
-        "domain_tokens": "domain tokens",
-        "tokenizer_sha256": "tokenizer",
-        "shared_sha256": "shared weights",
-    }
-    for key, part in parts.items():
-        if ours.get(key) != theirs.get(key):
-            cause = f"belongs to a model of other {part} than {directory}"
-            raise DemixError(source, cause, "an expert fits the model that it was trained or adapted with")
+    refuse_other_trunk(directory, other, source)
     _, shapes = model_shapes(directory)
     check_shapes(source, shapes)
     check_weights(source, lineage["sha256"], shapes)
@@ -171,6 +162,33 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
         if usual is not None:
             write_usual(directory, usual_of(directory) | {name: usual})
     return name
+
+
+def refuse_other_trunk(directory: Path, other: Path, source: Path) -> None:
+    """Raise DemixError, about `source`, if the models in `directory` and `other` differ beside their experts.
+
+    How many experts a router has, and how many of them a token chooses, may differ.
+    """
+    ours, theirs = (_without_counts(describe(place)) for place in (directory, other))
+    parts = {
+        "architecture": "architecture",
+        "vocab_size": "vocabulary",
+        "domain_tokens": "domain tokens",
+        "tokenizer_sha256": "tokenizer",
+        "shared_sha256": "shared weights",
+    }
+    for key, part in parts.items():
+        if ours.get(key) != theirs.get(key):
+            cause = f"belongs to a model of other {part} than {directory}"
+            raise DemixError(source, cause, "an expert fits the model that it was trained or adapted with")
+
+
+def _without_counts(description: dict[str, Any]) -> dict[str, Any]:
+    architecture = description["architecture"]
+    if routed := architecture.get("routed"):
+        fixed = {key: value for key, value in routed.items() if key not in ("experts", "top_k", "capacity")}
+        architecture = architecture | {"routed": fixed}
+    return description | {"architecture": architecture}
 
 
 def refuse_name(directory: Path, name: str) -> None:
