@@ -1,4 +1,4 @@
-"""A mixture of experts of demix as a model of transformers (5.0 or later): logits are log-probabilities of the mixture.
+"""A mixture of experts of demix as a model of transformers 5: logits are log-probabilities of the mixture.
 
 `demix export --mixture` writes this file beside the weights. It needs transformers alone.
 
@@ -107,7 +107,7 @@ class DemixForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         cache = DynamicCache() if use_cache and past_key_values is None else past_key_values
         past = 0 if cache is None else cache.get_seq_length()
         B, T = input_ids.shape
-        real = input_ids.new_ones(B, past + T) if attention_mask is None else attention_mask
+        real = input_ids.new_ones(B, past + T) if attention_mask is None else attention_mask.long()
         place = (real.cumsum(1) - 1).clamp(min=0)
         bias = self._bias(real.bool(), place // self.config.max_position_embeddings, T)
         given = {
