@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from demix.config.models import DENSE_EXPERT
 from demix.data.cluster import Clusterer
@@ -148,13 +149,13 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
     other, name = source.parent.parent, name or source.stem
     refuse_name(directory, name)
     if describe(directory)["architecture"].get("routed"):
-        _refuse_other_trunk(directory, source)
+        refuse_other_trunk(directory, other, source)
         with changing(directory):
             add_choice(directory, other, source.stem, name)
             _forget(directory, DENSE_EXPERT)
         return name
     lineage = expert_lineage(other, source.stem)
-    _refuse_other_trunk(directory, source)
+    refuse_other_trunk(directory, other, source)
     _, shapes = model_shapes(directory)
     check_shapes(source, shapes)
     check_weights(source, lineage["sha256"], shapes)
@@ -173,9 +174,12 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
     return name
 
 
-def _refuse_other_trunk(directory: Path, source: Path) -> None:
-    """Raise DemixError unless the model in `directory` shares what the expert `source` was trained with."""
-    ours, theirs = (describe(one) for one in (directory, source.parent.parent))
+def refuse_other_trunk(directory: Path, other: Path, source: Path) -> None:
+    """Raise DemixError, about `source`, if the models in `directory` and `other` differ beside their experts.
+
+    How many experts a router has, how many of them a token chooses, and how that is trained may differ.
+    """
+    ours, theirs = (_without_counts(describe(place)) for place in (directory, other))
     parts = {
         "architecture": "architecture",
         "vocab_size": "vocabulary",
@@ -184,10 +188,17 @@ def _refuse_other_trunk(directory: Path, source: Path) -> None:
         "shared_sha256": "shared weights",
     }
     for key, part in parts.items():
-        own, other = ({**one[key], "routed": None} if key == "architecture" else one.get(key) for one in (ours, theirs))
-        if own != other:
+        if ours.get(key) != theirs.get(key):
             cause = f"belongs to a model of other {part} than {directory}"
             raise DemixError(source, cause, "an expert fits the model that it was trained or adapted with")
+
+
+def _without_counts(description: dict[str, Any]) -> dict[str, Any]:
+    architecture = description["architecture"]
+    if routed := architecture.get("routed"):
+        fixed = {key: value for key, value in routed.items() if key not in ("experts", "top_k", "capacity", "balance")}
+        architecture = architecture | {"routed": fixed}
+    return description | {"architecture": architecture}
 
 
 def refuse_name(directory: Path, name: str) -> None:

@@ -81,21 +81,25 @@ def card_page(name: str, card: str) -> str:
     return render("card", title=name, paragraphs=[], notes=[], card=MarkdownIt("js-default").render(body))
 
 
-def exported_card(directory: Path, expert: str) -> str:
-    """The card of one expert of the model in `directory`, exported as a model of its own.
+def exported_card(directory: Path, expert: str | None) -> str:
+    """The card of one expert of the model in `directory`, exported as a model of its own; None is for their mixture.
 
-    A model of one expert keeps its card. An expert has the figures of its own domain alone, if it was scored there, and
-    counts its own tokens. Raises DemixError as `model_card` does.
+    A model of one expert and a mixture keep the model's card; a mixture of a model without one has "". An expert has
+    the figures of its own domain alone, if it was scored there, and counts its own tokens. Raises DemixError as
+    `model_card` does.
     """
     place, folder = directory.resolve(), run_of(directory)
     in_run = (
         place.parent.name == "models" and (folder / "config.json").is_file() and (folder / "results.parquet").is_file()
     )
     run = Run.read(folder) if in_run else None
-    if expert == DENSE_EXPERT and run and place.name in {one.name for one in run.planned}:
+    whole = expert in (None, DENSE_EXPERT)
+    if whole and run and place.name in {one.name for one in run.planned}:
         return _for_transformers(model_card(run, place.name))
-    if expert == DENSE_EXPERT and (place / "README.md").is_file():
+    if whole and (place / "README.md").is_file():
         return _for_transformers((place / "README.md").read_text(encoding="utf-8"))
+    if expert is None:
+        return ""
     description, lineage = read_description(place / "model.json", "kind"), expert_lineage(directory, expert)
     name, usual = f"{place.name}-{expert}", usual_of(directory).get(expert)
     of_run = f" of run {as_markdown(run.name)}" if run else ""
