@@ -23,21 +23,29 @@ class Type(StrEnum):
 @app.command()
 def export(
     model: Annotated[Path, typer.Argument(help="A model directory.")],
-    expert: Annotated[str, typer.Option(help="The expert to export (dense for a dense model).")],
     output: Annotated[Path, typer.Option(help="The directory to write.")],
+    expert: Annotated[str | None, typer.Option(help="The expert to export (dense for a dense model).")] = None,
+    mixture: Annotated[
+        bool, typer.Option("--mixture", help="Export all experts, and code of their mixture by the rule tempered.")
+    ] = False,
     tokenizer: Tokens = None,
     format: Annotated[
         str, typer.Option(help="hf: a Hugging Face directory of the family of this architecture.")
     ] = "hf",
     dtype: Annotated[Type, typer.Option(help="Type of the numbers in the file.")] = Type.float32,
 ) -> None:
-    """Export one expert as a model of its own that other software can load."""
-    from demix.model.export import export_hf
+    """Export one expert as a model of its own that other software can load, or the mixture of all experts."""
+    from demix.model.export import export_hf, export_mixture
     from demix.report.card import exported_card
 
     if format != "hf":
         raise DemixError(f"--format {format}", "is not known", "use hf")
-    export_hf(model, expert, tokenizer, output, exported_card(model, expert), dtype.value)
+    if mixture is (expert is not None):
+        raise DemixError("--expert", "or --mixture must be given, and not both", "name an expert, or give --mixture")
+    if expert is None:
+        export_mixture(model, tokenizer, output, exported_card(model, None), dtype.value)
+    else:
+        export_hf(model, expert, tokenizer, output, exported_card(model, expert), dtype.value)
 
 
 @app.command("import")

@@ -174,10 +174,11 @@ def score(
         str,
         typer.Option(
             help="Experts or domain tokens, separated by commas; own: each domain under its own token; listed: several "
-            "models, each with its experts, domains, splits and context, which `models` in the settings lists."
+            "models, each with its experts, domains, splits, context and top_k, which `models` in the settings lists."
         ),
     ],
     context: Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: those of the model's training.")] = 0,
+    top_k: Annotated[int, typer.Option(min=0, help="Experts a token chooses in a layer; 0: as in training.")] = 0,
 ) -> None:
     """Score texts under experts: write the log-probability of every token."""
     from demix.evaluate.score import Scoring, score_models
@@ -192,7 +193,7 @@ def score(
         score_models(model, shards, values, output)
         return
     names = () if experts == "own" else tuple(experts.split(","))
-    run(model, names, shards, values, output, context)
+    run(model, names, shards, values, output, context, top_k)
 
 
 @app.command("score-ngrams")

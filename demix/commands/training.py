@@ -168,7 +168,7 @@ def average_experts(
 
 @app.command("merge-routed")
 def merge_routed_of(
-    model: Annotated[Path, typer.Argument(help="A DEMix model directory.")],
+    model: Annotated[Path, typer.Argument(help="A directory of a model of several experts.")],
     shards: Annotated[list[Path], typer.Argument(help="tokens/<domain>/dev.arrow of each expert to merge, in order.")],
     output: Annotated[Path, typer.Option(help="The directory of the merged model.")],
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,

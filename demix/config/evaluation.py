@@ -119,6 +119,13 @@ class EvaluationSection(ScoringRecipe, MixingRecipe):
         "[256, 512, 1024]. A model with learned positions is left out where they are longer than "
         "architecture.context.",
     )
+    experts_top_k: TriedItems[Positive | Literal["all"]] = Field(
+        default_factory=absent,
+        min_length=1,
+        description="Numbers k of experts, such as [1, 2, all]. Models whose tokens choose among experts (rows of kind "
+        "routed, and what merged_routed makes) are scored once more with each k that is not theirs, without training. "
+        "Gates sum to 1 where they do in training. The table of families has a column for each.",
+    )
     ngrams: TriedItems[NGramOrder] = Field(
         default_factory=absent,
         description="Orders n of n-gram baselines (modified Kneser-Ney), such as [3, 5]; without the key there are "

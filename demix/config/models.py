@@ -25,7 +25,8 @@ class Kind:
     `none` for a model whose single expert is called `dense`. `batches` says how a step is drawn: `by_domain` (a group
     of sequences for each domain's expert), `mixed` (the same sequences as one group) or `proportional` (in proportion
     to the domains' sizes). With `domain_tokens` the token of its domain stands before each sequence. With `routed` the
-    tokens choose among experts in some feedforwards (`TokenRouting`).
+    tokens choose among experts in some feedforwards (`TokenRouting`). Experts that are `anchored` stand beside the
+    feedforwards of a parent, and learn alone: all tensors of the parent stay as they are (FlexOlmo, Shi et al. 2025).
     """
 
     name: str
@@ -34,11 +35,17 @@ class Kind:
     batches: str
     domain_tokens: bool = False
     routed: bool = False
+    anchored: bool = False
 
     @property
     def has_experts(self) -> bool:
         """Whether each domain has an expert of its own."""
         return self.expert_scope != "none"
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether a router weighs feedforwards of a layer."""
+        return self.routed or self.anchored
 
 
 KINDS = {
@@ -50,6 +57,7 @@ KINDS = {
         Kind("domain_token", "+ Domain Token", "none", "mixed", domain_tokens=True),
         Kind("branched", "BTM", "model", "by_domain"),
         Kind("routed", "Token-routed", "none", "mixed", routed=True),
+        Kind("anchored", "FlexOlmo", "model", "by_domain", anchored=True),
     )
 }
 # The paper's models, which a run has unless a row is null.
@@ -81,9 +89,9 @@ class Branching:
         "goes on. A branch has all its parent's settings; those of time and memory can differ, and dev_blocks. "
         "Or the folder of a dense model, such as imported/gpt2 that `demix import` wrote: the model begins with "
         "its parameters, and with a training of its own. Or `{hub: owner/name, revision: commit}`, such a model of the "
-        "Hugging Face hub, which the run imports once. For kind routed also a row of kind demix, whose experts become "
-        "those of every layer, as `merged_routed` says: the row trains the merged model on all domains for `tokens` "
-        "more, as `match` counts them (Branch-Train-MiX, Sukhbaatar et al. 2024).",
+        "Hugging Face hub, which the run imports once. For kind routed also a row of kind demix or branched, "
+        "whose experts become those of every layer, as `merged_routed` says: the row trains the merged model on all "
+        "domains for `tokens` more, as `match` counts them (Branch-Train-MiX, Sukhbaatar et al. 2024).",
     )
     seed_tokens: Integer = Field(
         default_factory=absent,
@@ -116,9 +124,10 @@ class Branching:
     )
     merged_routed: Switch = Field(
         default_factory=absent,
-        description="Score the experts of a row of kind demix as a token-routed model, too, which is made without "
-        "training: each token chooses two of them in every layer, by a ridge regression of the expert's domain (or "
-        "cluster) on the token's state, over 40 blocks of dev text of each.",
+        description="Score the experts of a row of kind demix or branched as a token-routed model, too, which is "
+        "made without training: each token chooses two of their feedforwards in every layer, by a ridge regression of "
+        "the expert's domain (or cluster) on the token's state, over 40 blocks of dev text of each. All other weights "
+        "of experts that are whole models are averaged.",
     )
 
 
@@ -130,12 +139,12 @@ class TokenRouting:
         default_factory=absent,
         le=4096,
         description="Experts of each routed feedforward of a row of kind routed; 8 without the key, or those of a "
-        "parent of kind demix.",
+        "parent that is merged.",
     )
     top_k: Positive = Field(
         default_factory=absent,
         description="Experts that each token of a row of kind routed chooses: 1 (switch, as without the key), 2 "
-        "(GShard's top-2, as without the key after a parent of kind demix) or more.",
+        "(GShard's top-2, as without the key after a parent that is merged) or more.",
     )
     every: Positive = Field(
         default_factory=absent,

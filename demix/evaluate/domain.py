@@ -134,9 +134,9 @@ class _Mixed:
         (column,) = table.columns
         totals = document_losses(self.place(table, "test"), (column,), byte_lengths=self.byte_lengths)
         self.scored.append(totals)
-        named = replace(table, model=table.folder) if table.merged else table
+        named = replace(table, model=table.folder) if table.merged or table.top_k else table
         self.losses.append(_losses(self.domain, named, totals))
-        about = self.about(table) | {"n_experts": 1, "experts": column, "method": "dense"}
+        about = self.about(table) | {"n_experts": 1, "experts": column, "method": "dense", "top_k": table.top_k or None}
         if table.merged:
             about |= {"experts": "training", "method": "merged"}
         for some in table.sets:

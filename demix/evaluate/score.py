@@ -34,9 +34,10 @@ from demix.model.checkpoint import (
 )
 from demix.model.device import compute_type, own_device, set_threads
 from demix.model.gpt import GPT
+from demix.model.layers import RoutedLayer
 from demix.model.scoring import trunk_log_probabilities
 from demix.progress import progress
-from demix.run.contexts import folder_at
+from demix.run.models import folder_at
 from demix.settings import DistinctItems, Integer, Items, Text, settings
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ KEPT = ".kept"
 class ScoredModel:
     """What is scored under one of several models: its folder of the models' folder, its columns, and on which shards.
 
-    Without `experts`, each domain is scored under its own token. `context` is that of `score`.
+    Without `experts`, each domain is scored under its own token. `context` and `top_k` are those of `score`.
     """
 
     model: Text
@@ -58,6 +59,7 @@ class ScoredModel:
     domains: DistinctItems[Text]
     splits: DistinctItems[Text]
     context: Annotated[Integer, Field(ge=0)] = 0
+    top_k: Annotated[Integer, Field(ge=0)] = 0
 
 
 @settings(kw_only=True)
@@ -77,32 +79,40 @@ class _Work:
     shards: list[Path]
     output: Path
     context: int = 0
+    top_k: int = 0
     label: str = ""
 
 
 def score(
-    directory: Path, experts: tuple[str, ...], shards: list[Path], scoring: Scoring, output: Path, context: int = 0
+    directory: Path,
+    experts: tuple[str, ...],
+    shards: list[Path],
+    scoring: Scoring,
+    output: Path,
+    context: int = 0,
+    top_k: int = 0,
 ) -> None:
     """Score the named experts of the model in `directory` on the token shards tokens/<domain>/<split>.arrow.
 
     Writes output/<domain>.<split>/<expert>.parquet and tokens.parquet in the same folder. For a domain-token model,
     `experts` are domain tokens; without any, each domain is scored under its own token. Blocks have `context` tokens,
-    by default those of the model's training. Raises DemixError if model and shards have different tokenizers, a split
-    is empty, or blocks are longer than the positions that the model has learned.
+    by default those of the model's training, and tokens choose `top_k` experts in each layer that routes them, by
+    default as many as in training. Raises DemixError if model and shards have different tokenizers, a split is empty,
+    blocks are longer than the positions that the model has learned, or a layer has fewer experts.
 
     A split is scored one row group at a time. Scored row groups stay in a hidden folder, which is no rule's output,
     until the columns of the split are written. After a kill, the same command scores only the missing row groups and
     writes the same bytes. Finished columns stay in a hidden folder, too, as second names of the same files: the same
     command takes them from there, unless something on which their bits depend has changed.
     """
-    _score_all([_Work(directory, experts, shards, output, context)], scoring)
+    _score_all([_Work(directory, experts, shards, output, context, top_k)], scoring)
 
 
 def score_models(models: Path, shards: list[Path], scoring: Scoring, output: Path) -> None:
     """Do `score` for each of `scoring.models` below the folder `models`, with the same bytes.
 
-    Writes output/<model>/…, or output/<model>@<context>/…, and opens each of the shards once. Raises DemixError before
-    the first is scored if an expert of the last is missing.
+    Writes output/<model>/…, output/<model>@<context>/… or output/<model>@top-<k>/…, and opens each of the shards once.
+    Raises DemixError before the first is scored if an expert of the last is missing.
     """
     places = {(path.parent.name, path.stem): path for path in shards}
     works = []
@@ -112,9 +122,10 @@ def score_models(models: Path, shards: list[Path], scoring: Scoring, output: Pat
             domain, split = absent[0]
             cure = f"give tokens/{domain}/{split}.arrow"
             raise DemixError(f"model {one.model}", f"is to be scored on {domain} {split}, which is no argument", cure)
-        folder = folder_at(one.model, one.context)
+        folder = folder_at(one.model, one.context, one.top_k)
         own = [places[place] for place in wanted]
-        works.append(_Work(models / one.model, one.experts, own, output / folder, one.context, f"{folder} on "))
+        place = models / one.model, one.experts, own, output / folder
+        works.append(_Work(*place, one.context, one.top_k, f"{folder} on "))
     _score_all(works, scoring)
 
 
@@ -144,6 +155,10 @@ def _check(work: _Work) -> None:
     if architecture.get("position", "learned") == "learned" and context > architecture["context"]:
         cause = f"is longer than the {architecture['context']} positions that {directory} has learned"
         raise DemixError(f"--context {context}", cause, "use fewer, or a model with position alibi")
+    routed = architecture.get("routed") or {"experts": 0}
+    if work.top_k > routed["experts"]:
+        cause = f"is more than the {routed['experts']} experts among which tokens of {directory} choose in a layer"
+        raise DemixError(f"--top-k {work.top_k}", cause, "use fewer, or a model of kind routed")
     wanted = {*experts, *(path.parent.name for path in work.shards if not experts)}
     if (domain_tokens or not experts) and not wanted <= {*domain_tokens}:
         has = f"has the domain tokens {', '.join(domain_tokens)}" if domain_tokens else "has no domain tokens"
@@ -167,7 +182,11 @@ class _Scorer:
     @cached_property
     def trunks(self) -> list[GPT]:
         """The experts."""
-        return load_experts(self.work.directory, None if self.domain_tokens else self.work.experts, own_device())
+        trunks = load_experts(self.work.directory, None if self.domain_tokens else self.work.experts, own_device())
+        for block in (block for trunk in trunks if self.work.top_k for block in trunk.blocks):
+            if isinstance(block.feedforward, RoutedLayer):
+                block.feedforward.choose(self.work.top_k)
+        return trunks
 
     def score(self, path: Path, shard: TokenShard) -> None:
         """Score a split, unless all columns are kept."""
@@ -219,6 +238,7 @@ class _Scorer:
         origin: dict[str, Any] = {"model": digest(self.description), "experts": self.hashes}
         origin |= {"columns": columns, "tokens": sha256, "settings": settings} | self.folds
         origin |= {"context": self.work.context} if self.work.context else {}
+        origin |= {"top_k": self.work.top_k} if self.work.top_k else {}
         return hashlib.sha256(json.dumps(origin).encode()).hexdigest()
 
     def _score_pieces(

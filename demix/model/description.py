@@ -86,7 +86,8 @@ class SeedManifest:
     """The content of `seeds/<model>/step-<n>/manifest.json`: the state of a training after `step` updates.
 
     `training` are the settings that identify the training, `data_sha256` the tokens that it read by domain, `sha256`
-    the hashes of the state's files. `loss_scale` is that of the next update in fp16.
+    the hashes of the state's files. `loss_scale` is that of the next update in fp16. `choices` are those of merged
+    experts, as their lineage has them.
     """
 
     step: Count
@@ -96,6 +97,7 @@ class SeedManifest:
     data_sha256: dict[ExpertName, Digest]
     sha256: dict[Text, Digest]
     loss_scale: Number | None = None
+    choices: list[Settings] = Field(default_factory=list)
 
 
 @settings(kw_only=True, open=True)
@@ -128,12 +130,34 @@ class Origin:
 
 
 @settings(kw_only=True, open=True)
+class Parent:
+    """What an expert had learned from when it was merged."""
+
+    steps: Count = 0
+    tokens: Count = 0
+    data_sha256: dict[ExpertName, Digest] = Field(default_factory=dict)
+    seeds: dict[Digest, Count] = Field(default_factory=dict)
+
+
+@settings(kw_only=True, open=True)
 class Choice:
-    """An expert among which tokens choose, and the hash of the tokens from which its router is solved."""
+    """An expert among which tokens choose, and the hash of the tokens from which its router is solved, if it is.
+
+    An anchor has the name of a dense model's expert.
+    """
 
     expert: ExpertName
     sha256: Digest
-    data_sha256: Digest
+    data_sha256: Digest | None
+    learned: Parent = Field(default_factory=Parent)
+
+
+@settings(kw_only=True)
+class Ridge:
+    """The penalty and the factor with which routers are solved (`demix.model.merge_routed.solved`)."""
+
+    penalty: Annotated[Number, Field(gt=0, le=1)]
+    factor: Annotated[Number, Field(gt=0, le=1e6)]
 
 
 @settings(kw_only=True, open=True)
@@ -141,7 +165,8 @@ class Lineage(Learned):
     """The description of an expert.
 
     `tokens` counts those of the states that it began with too: `seeds`, tokens by the state's sha256. `choices` are the
-    experts among which the tokens of a merged expert choose, in the order of the router's rows.
+    experts among which the tokens of a merged expert choose, in the order of the router's rows. `router` and
+    `sums_sha256` say how these rows are solved, and from which sums, until the model is trained.
     """
 
     sha256: Digest
@@ -151,6 +176,8 @@ class Lineage(Learned):
     parent_prior: Share = 0.0
     seeds: dict[Digest, Count] = Field(default_factory=dict)
     choices: Annotated[Items[Choice], Field(max_length=4096)] = ()
+    router: Ridge | None = None
+    sums_sha256: Digest | None = None
 
 
 @settings(kw_only=True, open=True)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from demix.config.models import DENSE_EXPERT
 from demix.data.cluster import Clusterer
 from demix.errors import DemixError
 from demix.files import check_sha256, digest, exclusive, read_json, replacing, write_json
@@ -20,18 +22,19 @@ from demix.model.checkpoint import (
     expert_names,
     model_shapes,
     refuse_other_tokenizer,
-    refuse_routed,
     tensor_shapes,
     unknown_expert,
 )
+from demix.model.choices import add_choice, read_choices, remove_choice
 from demix.model.description import NO_NAME, is_expert_name, read_lineage
+from demix.model.merge import SUMS
 from demix.model.usual import usual_of, write_usual
 
 # `tokens` is a file beside the columns of a score table, `dense` the one expert of a dense model.
 RESERVED = ("tokens", "dense")
 LOCK = ".lock"
 # What a model directory may hold beside its weights.
-BESIDE = ("tokenizer.json", "mixing.json", "usual.json", "README.md", "imported", clusters.NAME)
+BESIDE = ("tokenizer.json", "mixing.json", "usual.json", "README.md", "imported", clusters.NAME, SUMS)
 # Copying an expert takes seconds.
 LOCK_SECONDS = 60.0
 
@@ -98,6 +101,8 @@ def find_faults(directory: Path) -> list[DemixError]:
     shared = directory / "shared.safetensors"
     faults = [_raised(lambda: check_weights(shared, description["shared_sha256"], shapes))]
     names = expert_names(directory)
+    if (directory / SUMS).exists():
+        faults.append(_raised(lambda: read_choices(directory)))
     if not names:
         faults.append(DemixError(directory / "experts", "holds no expert", "add one, or train the model"))
     faults += [expert_fault(directory, name) for name in names]
@@ -136,25 +141,21 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
 
     Raises DemixError if the two models differ in their trunk (shared weights, architecture, tokenizer), if the file is
     damaged, and if the name is taken, reserved or invalid. The description is written last, so that an interrupted copy
-    leaves no expert. One process at a time changes the experts of a model.
+    leaves no expert. One process at a time changes the experts of a model. The experts of a merged model whose tokens
+    choose among them have no files of their own, and are named like those of other models (`choices.add_choice`).
     """
     if source.suffix != ".safetensors" or source.parent.name != "experts":
         raise DemixError(source, "is no expert of a model", "give OTHER_MODEL/experts/NAME.safetensors")
     other, name = source.parent.parent, name or source.stem
     refuse_name(directory, name)
-    lineage, ours, theirs = expert_lineage(other, source.stem), describe(directory), describe(other)
-    refuse_routed(directory, "no expert of a domain can join")
-    parts = {
-        "architecture": "architecture",
-        "vocab_size": "vocabulary",
-        "domain_tokens": "domain tokens",
-        "tokenizer_sha256": "tokenizer",
-        "shared_sha256": "shared weights",
-    }
-    for key, part in parts.items():
-        if ours.get(key) != theirs.get(key):
-            cause = f"belongs to a model of other {part} than {directory}"
-            raise DemixError(source, cause, "an expert fits the model that it was trained or adapted with")
+    if describe(directory)["architecture"].get("routed"):
+        refuse_other_trunk(directory, other, source)
+        with changing(directory):
+            add_choice(directory, other, source.stem, name)
+            _forget(directory, DENSE_EXPERT)
+        return name
+    lineage = expert_lineage(other, source.stem)
+    refuse_other_trunk(directory, other, source)
     _, shapes = model_shapes(directory)
     check_shapes(source, shapes)
     check_weights(source, lineage["sha256"], shapes)
@@ -173,6 +174,33 @@ def add_expert(directory: Path, source: Path, name: str | None = None) -> str:
     return name
 
 
+def refuse_other_trunk(directory: Path, other: Path, source: Path) -> None:
+    """Raise DemixError, about `source`, if the models in `directory` and `other` differ beside their experts.
+
+    How many experts a router has, how many of them a token chooses, and how that is trained may differ.
+    """
+    ours, theirs = (_without_counts(describe(place)) for place in (directory, other))
+    parts = {
+        "architecture": "architecture",
+        "vocab_size": "vocabulary",
+        "domain_tokens": "domain tokens",
+        "tokenizer_sha256": "tokenizer",
+        "shared_sha256": "shared weights",
+    }
+    for key, part in parts.items():
+        if ours.get(key) != theirs.get(key):
+            cause = f"belongs to a model of other {part} than {directory}"
+            raise DemixError(source, cause, "an expert fits the model that it was trained or adapted with")
+
+
+def _without_counts(description: dict[str, Any]) -> dict[str, Any]:
+    architecture = description["architecture"]
+    if routed := architecture.get("routed"):
+        fixed = {key: value for key, value in routed.items() if key not in ("experts", "top_k", "capacity", "balance")}
+        architecture = architecture | {"routed": fixed}
+    return description | {"architecture": architecture}
+
+
 def refuse_name(directory: Path, name: str) -> None:
     """Raise DemixError unless a new expert of the model in `directory` can have the name."""
     if not is_expert_name(name):
@@ -187,9 +215,14 @@ def remove_expert(directory: Path, name: str) -> None:
     """Remove an expert from the model in `directory`.
 
     Raises DemixError if the model has no such expert, and if the expert is the last one. The description is removed
-    first, so that a listed expert never lacks its weights.
+    first, so that a listed expert never lacks its weights. Of a merged model whose tokens choose their experts an
+    expert is left out (`choices.remove_choice`).
     """
-    describe(directory)
+    if describe(directory)["architecture"].get("routed"):
+        with changing(directory):
+            remove_choice(directory, name)
+            _forget(directory, DENSE_EXPERT)
+        return
     description, weights = expert_files(directory, name)
     with changing(directory):
         names = expert_names(directory)

@@ -1,7 +1,8 @@
-"""Exporting one expert as a model of Hugging Face, of the family that has its architecture."""
+"""Exporting a model to Hugging Face: one expert, as the family with its architecture, or the mixture of all experts."""
 
 import dataclasses
 import json
+import re
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,33 @@ from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.files import refuse_used, replacing
 from demix.files.json_files import read_unsealed
-from demix.model.checkpoint import describe, load_model, save_tensors
-from demix.model.description import MOST_BYTES
+from demix.model.checkpoint import (
+    describe,
+    expert_names,
+    load_experts,
+    load_model,
+    refuse_routed,
+    save_tensors,
+    whole_models,
+)
+from demix.model.description import MOST_BYTES, tempered_of
 from demix.model.format import Format
 from demix.model.formats import FORMATS
+from demix.model.gpt import GPT
 from demix.model.import_hf import KEPT, KEPT_IN
 from demix.model.tokenizer import tokenizer_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_CODE = "modeling_demix"
+_USE = """
+## In transformers
+
+`AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)` runs `modeling_demix.py` of this folder, which
+needs transformers alone. Its logits are the log of the probabilities that the {experts} experts give together, weighted
+at each token by the text so far: tempered({beta:g},{gamma:g}), with equal priors. A text begins with `{start}`. Each
+token passes through every expert.
+"""
 
 
 def format_of(directory: Path) -> Format:
@@ -68,26 +87,94 @@ def export_hf(
     form = format_of(directory)
     _, encoder = tokenizer_of(directory, tokenizer)
     model = load_model(directory, (expert,))
-    own = {name: tensor[0] if ".feedforward." in name else tensor for name, tensor in model.named_parameters()}
-    sizes = _with_plain_head(model.architecture)
+    tensors = _tensors(directory, form, model, 0, dtype)
+    card = card or f"# {directory.resolve().name}: expert {expert}\n\nAn expert of demix, exported as {form.title}.\n"
+    _write(directory, _config(directory, form, model, encoder, dtype), tensors, encoder, card, output)
+
+
+def export_mixture(
+    directory: Path, tokenizer: Path | None, output: Path, card: str | None = None, dtype: str = "float32"
+) -> None:
+    """Write all experts of a model, with the tokenizer, as a Hugging Face directory whose model is their mixture.
+
+    Its code is `modeling_demix.py`, whose logits are the log of the probabilities that `tempered` mixes with equal
+    priors, and with the parameters of the model. Tensors that experts share are written once. README.md holds `card`
+    and how to load the folder. Raises DemixError as `export_hf` does, and for a model without experts to mix.
+    """
+    output = output.resolve()
+    refuse_used(output)
+    refuse_routed(directory, "no mixture of outputs holds")
+    names = expert_names(directory)
+    if len(names) == 1:
+        raise DemixError(directory, "has one expert, and so no mixture", f"export it with --expert {names[0]}")
+    form = format_of(directory)
+    _, encoder = tokenizer_of(directory, tokenizer)
+    trunks = load_experts(directory)
+    feedforwards = {name for row in form.rows if ".feedforward." in row.ours for name in row.theirs}
+    own = None if whole_models(directory) else sorted(name.replace(".{}", "") for name in feedforwards)
+    tensors: dict[str, Tensor] = {}
+    places = ((trunk, number) for trunk in trunks for number in range(len(trunk.experts)))
+    for place, (trunk, number) in enumerate(places):
+        for name, tensor in _tensors(directory, form, trunk, number, dtype).items():
+            if not place or own is None or re.sub(r"\.\d+", "", name) in own:
+                tensors[f"experts.{place}.{name}"] = tensor
+    of_one = _config(directory, form, trunks[0], encoder, dtype)
+    beta, gamma = tempered_of(directory)
+    config = {key: of_one[key] for key in ("dtype", *_IDS) if key in of_one} | {
+        "architectures": ["DemixForCausalLM"],
+        "auto_map": {"AutoConfig": f"{_CODE}.DemixConfig", "AutoModelForCausalLM": f"{_CODE}.DemixForCausalLM"},
+        "model_type": "demix",
+        "expert": of_one,
+        "experts": names,
+        "own": own,
+        "prior": [1 / len(names)] * len(names),
+        "beta": beta,
+        "gamma": gamma,
+    }
+    card = card or f"# {directory.resolve().name}\n\nA mixture of {len(names)} experts.\n"
+    used = _USE.format(experts=len(names), beta=beta, gamma=gamma, start=encoder.decode([encoder.end_of_text]))
+    _write(directory, config, tensors, encoder, card + used, output, _CODE)
+
+
+def _tensors(directory: Path, form: Format, model: GPT, number: int, dtype: str) -> dict[str, Tensor]:
+    """The tensors of one of the stacked experts of `model` as `form` has them. Raises DemixError for too large ones."""
+    own = {name: tensor[number] if ".feedforward." in name else tensor for name, tensor in model.named_parameters()}
     if model.architecture.head == "clap":
         own["token_embedding"] = F.normalize(own["token_embedding"], dim=-1)
         own["output_embedding"] = own.pop("logit_scale") * own["token_embedding"]
-    tensors = form.theirs_of(sizes, own)
+    tensors = form.theirs_of(_with_plain_head(model.architecture), own)
     _refuse_infinite(directory, tensors, dtype)
-    tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
+    return {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
+
+
+def _config(directory: Path, form: Format, model: GPT, encoder: Tokenizer, dtype: str) -> dict[str, Any]:
+    """The config.json of one expert of `model`."""
     came = _as_it_came(directory)
     ends = {"bos_token_id": encoder.end_of_text, "eos_token_id": encoder.end_of_text}
     if "config.json" in came:
         told = read_unsealed(came["config.json"], MOST_BYTES)
         ends = {key: told[key] for key in _IDS if key in told}
-    config = form.config(sizes, model.vocab_size) | ends | {"dtype": dtype}
+    return form.config(_with_plain_head(model.architecture), model.vocab_size) | ends | {"dtype": dtype}
+
+
+def _write(
+    directory: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    encoder: Tokenizer,
+    card: str,
+    output: Path,
+    code: str = "",
+) -> None:
+    """Write the folder of an export, with the module `code` where a model has code of its own."""
+    context = describe(directory)["architecture"]["context"]
     with replacing(output, directory=True) as temporary:
         save_tensors(tensors, temporary / "model.safetensors", {"format": "pt"})
         _write_json(temporary / "config.json", config)
-        _write_tokenizer(encoder, sizes.context, came, temporary)
-        heading = f"# {directory.resolve().name}: expert {expert}\n\nOne expert of a DEMix model, exported as "
-        (temporary / "README.md").write_text(card or f"{heading}{form.title}.\n", encoding="utf-8")
+        _write_tokenizer(encoder, context, _as_it_came(directory), temporary)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+        if code:
+            (temporary / f"{code}.py").write_bytes(Path(__file__).with_name(f"{code}.py").read_bytes())
 
 
 def _with_plain_head(architecture: Architecture) -> Architecture:

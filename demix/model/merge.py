@@ -24,6 +24,9 @@ from demix.model.checkpoint import (
 )
 from demix.model.tokenizer import copy_tokenizer, tokenizer_path
 
+# The file of the sums from which routers are solved (`demix.model.merge_routed`).
+SUMS = "sums.safetensors"
+
 
 def merge_experts(
     directory: Path, weights: dict[str, float], output: Path, card: str | None = None, *, again: bool = False
@@ -45,8 +48,7 @@ def merge_experts(
     description |= {"kind": "merged"}
     if whole_models(directory):
         # They share nothing, so nothing is left of the experts without a weight.
-        seeded = sum(seeds.values())
-        description |= learned | {"tokens_seed": seeded, "tokens_branch": learned["tokens"] - seeded}
+        description |= learned_by(learned, seeds)
     write_merged(directory, description, merged, {"parents": origins, "seeds": seeds} | learned, output, card)
 
 
@@ -57,14 +59,22 @@ def write_merged(
     lineage: Mapping[str, Any],
     output: Path,
     card: str | None,
+    shared: dict[str, torch.Tensor] | None = None,
+    sums: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write the model of one expert `dense`, with the tensors `merged`, that was made of the model in `directory`.
 
-    The shared weights and the tokenizer are copied. `lineage` says what the expert was made of.
+    The tokenizer is copied, and so are the shared weights, unless there are others, `shared`. `lineage` says what the
+    expert was made of. `sums` are kept in a file beside the weights.
     """
     tokenizer = tokenizer_path(directory)
     with replacing(output.resolve(), directory=True) as temporary:
-        shutil.copyfile(directory / "shared.safetensors", temporary / "shared.safetensors")
+        beside = temporary / "shared.safetensors"
+        if shared is None:
+            shutil.copyfile(directory / beside.name, beside)
+        else:
+            save_tensors(shared, beside)
+            description = {**description, "shared_sha256": sha256_file(beside)}
         write_json(temporary / "model.json", dict(description), at=output / "model.json")
         copy_tokenizer(tokenizer, temporary)
         if card is not None:
@@ -72,6 +82,9 @@ def write_merged(
         (temporary / "experts").mkdir()
         path = temporary / "experts" / "dense.safetensors"
         save_tensors(merged, path)
+        if sums is not None:
+            save_tensors(sums, temporary / SUMS)
+            lineage = {**lineage, "sums_sha256": sha256_file(temporary / SUMS)}
         belongs = {
             "name": "dense",
             "parent": None,
@@ -127,6 +140,12 @@ def learned_of(lineages: Collection[Mapping[str, Any]]) -> tuple[dict[str, Any],
         "tokens": sum(seeds.values()) + own,
         "data_sha256": {domain: sha256 for one in lineages for domain, sha256 in one.get("data_sha256", {}).items()},
     }, seeds
+
+
+def learned_by(learned: Mapping[str, Any], seeds: Mapping[str, int]) -> dict[str, Any]:
+    """What `learned_of` says of whole models, as the description of a model that was made of these alone."""
+    seeded = sum(seeds.values())
+    return {**learned, "tokens_seed": seeded, "tokens_branch": learned["tokens"] - seeded}
 
 
 def origins_of(weights: Mapping[str, float], parents: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -1,11 +1,13 @@
 """Merging domain experts, without training, into one model whose tokens choose among them in every layer."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from demix.config.architecture import Architecture, parameters
@@ -14,10 +16,13 @@ from demix.data.shards import TokenShard, blocks
 from demix.errors import DemixError
 from demix.files import read_json, refuse_used
 from demix.model.checkpoint import (
+    check_shapes,
     describe,
+    expert_files,
     expert_lineage,
     expert_names,
     load_model,
+    load_verified,
     refuse_masked,
     refuse_other_tokenizer,
     refuse_routed,
@@ -26,7 +31,7 @@ from demix.model.checkpoint import (
 from demix.model.description import run_of
 from demix.model.device import own_device
 from demix.model.gpt import GPT, seeing
-from demix.model.merge import learned_of, write_merged
+from demix.model.merge import SUMS, averaged, learned_by, learned_of, write_merged
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, log_probabilities
 
 # Blocks of each domain's dev split from which routers are solved. The blocks behind these choose among the
@@ -35,6 +40,10 @@ BLOCKS = 40
 TO_CHOOSE = 10
 PENALTIES = (1e-4, 1e-3, 1e-2)
 FACTORS = (1.0, 3.0, 5.0, 10.0, 20.0)
+# What the lineage of an expert says of what it has learned from.
+LEARNED = ("steps", "tokens", "data_sha256", "seeds")
+# Σxxᵀ [layers, D, D] and Σx [layers, D] of the states x of one expert's text.
+Moments = tuple[Tensor, Tensor]
 
 
 def dev_shards(directory: Path, tokens: Path | None = None) -> dict[str, Path]:
@@ -52,52 +61,134 @@ def merge_routed(
     """Write a model to `output` in every layer of which each token chooses two of the experts in `directory`.
 
     `shards` are the dev tokens by expert, in the order that the merged layers have. A layer's feedforwards are those of
-    the experts as they are. Its router tells the domain of a token from the layer's normed input by ridge regression
-    (`solved`), over the first `BLOCKS` blocks of each domain, which pass through the domain's own expert. Penalty and
-    factor are those with the least mean loss of the merged model on `TO_CHOOSE` blocks behind them. The shared weights
-    and the tokenizer are copied. README.md holds `card`.
+    the experts as they are, and all other weights those of `joint`. Its router tells the domain of a token from the
+    layer's normed input by ridge regression (`solved`), over the first `BLOCKS` blocks of each domain, which pass
+    through the domain's own expert. Penalty and factor are those with the least mean loss of the merged model on
+    `TO_CHOOSE` blocks behind them. The tokenizer is copied. README.md holds `card`, and `SUMS` what routers are solved
+    from, by expert. Experts that learned beside an anchor are merged with it, as `_anchored` says.
 
-    Raises DemixError unless the experts are several ones that share layers, for tokens that are missing, empty or of
-    another tokenizer, and for an `output` that is not empty, unless it may be made `again`.
+    Raises DemixError unless the experts are several ones, for tokens that are missing, empty or of another tokenizer,
+    and for an `output` that is not empty, unless it may be made `again`.
     """
     if not again:
         refuse_used(output)
     _refuse_unmergeable(directory, shards)
     parents = {expert: expert_lineage(directory, expert) for expert in shards}
-    texts = {expert: _opened(directory, expert, path) for expert, path in shards.items()}
-    model = load_model(directory, tuple(shards)).to(own_device()).requires_grad_(False)
-    # Neither sums nor solutions depend on the order of the experts.
-    names = sorted(texts)
-    order = [names.index(expert) for expert in shards]
-    found = [
-        moments(model.only(name), texts[name], _parted(texts[name], model.architecture.context)[0]) for name in names
+    found = _anchored(directory, tuple(shards)) if _learned_anchored(directory) else _by_ridge(directory, shards)
+    architecture, description = found.architecture, describe(directory)
+    learned, seeds = learned_of(parents.values())
+    shared_parameters, expert_parameters = parameters(architecture, description["vocab_size"])
+    description |= {
+        "kind": "merged",
+        "architecture": architecture.described,
+        "shared_parameters": shared_parameters,
+        "expert_parameters": expert_parameters,
+    }
+    if found.shared is not None:
+        description |= {"expert_scope": "feedforward", **learned_by(learned, seeds)}
+    lineage = learned | found.lineage | {"seeds": seeds}
+    lineage["choices"] += [
+        {
+            "expert": expert,
+            "sha256": parents[expert]["sha256"],
+            "data_sha256": read_json(path.with_suffix(".json"))["sha256"],
+            "learned": {key: parents[expert][key] for key in LEARNED if key in parents[expert]},
+        }
+        for expert, path in shards.items()
     ]
-    squares, sums = (torch.stack(each) for each in zip(*found, strict=True))
-    squares, sums = squares.sum(0), sums.transpose(0, 1)
+    write_merged(directory, description, found.experts, lineage, output, card, found.shared, found.sums)
+
+
+class _Merge(NamedTuple):
+    """The tensors of merged experts by name, and those that they share, unless these are as they were before.
+
+    `sums` are what routers were solved from, and `lineage` says how. It has the `choices` before those of domains.
+    """
+
+    architecture: Architecture
+    experts: dict[str, Tensor]
+    shared: dict[str, Tensor] | None
+    sums: dict[str, Tensor] | None
+    lineage: dict[str, Any]
+
+
+def _by_ridge(directory: Path, shards: Mapping[str, Path]) -> _Merge:
+    """The merge of experts whose routers are solved from their text."""
+    texts = {expert: _opened(directory, expert, path) for expert, path in shards.items()}
+    model = joint(directory, tuple(shards)).to(own_device()).requires_grad_(False)
+    kept = {
+        name: moments(model.only(name), text, _parted(text, model.architecture.context)[0])
+        for name, text in texts.items()
+    }
     architecture = model.architecture.merged_routed(len(shards))
     merged = {name: parameter.detach() for name, parameter in model.expert_tensors().items()}
-    routers = {choice: solved(squares, sums, *choice)[:, order] for choice in product(PENALTIES, FACTORS)}
+    routers = {choice: routers_of(kept, *choice) for choice in product(PENALTIES, FACTORS)}
     chosen = _least_loss(architecture, model, merged, routers, texts)
     for number, router in enumerate(routers[chosen]):
         merged[f"blocks.{number}.feedforward.router"] = router.to(model.token_embedding.dtype)
-    description = describe(directory) | {
-        "kind": "merged",
-        "architecture": architecture.described,
-        "expert_parameters": parameters(architecture, model.vocab_size)[1],
-    }
-    learned, seeds = learned_of(parents.values())
-    lineage = learned | {
-        "choices": [
-            {"expert": expert, "sha256": parents[expert]["sha256"], "data_sha256": read_json(beside)["sha256"]}
-            for expert, beside in ((expert, path.with_suffix(".json")) for expert, path in shards.items())
-        ],
-        "seeds": seeds,
-    }
-    write_merged(directory, description, merged, lineage, output, card)
+    shared = {name: parameter.detach() for name, parameter in model.shared_tensors().items()}
+    lineage = {"choices": [], "router": dict(zip(("penalty", "factor"), chosen, strict=True))}
+    return _Merge(architecture, merged, shared if whole_models(directory) else None, packed(kept), lineage)
+
+
+def _anchored(directory: Path, experts: tuple[str, ...]) -> _Merge:
+    """The merge of experts with their anchor: feedforwards and rows of routers as they are, the anchor's first.
+
+    That is FlexOlmo's, section 3 of Shi et al. 2025 (arXiv 2507.07024), which trains nothing jointly. Raises DemixError
+    where two experts have other shared weights, or another anchor.
+    """
+    shared: dict[str, Tensor] = {}
+    stacks: dict[str, list[Tensor]] = {}
+    for expert in experts:
+        model = load_model(directory, (expert,))
+        for name, parameter in model.named_parameters():
+            tensor = parameter.detach()
+            if ".feedforward." in name:
+                anchor, own = torch.split(tensor[0], 1)
+                stacks.setdefault(name, [anchor]).append(own)
+                same = torch.equal(anchor, stacks[name][0])
+            else:
+                same = torch.equal(tensor, shared.setdefault(name, tensor))
+            if not same:
+                cause = f"has another {name} than that of {experts[0]}, beside what both have learned"
+                raise DemixError(expert_files(directory, expert)[1], cause, "merge experts of one parent")
+    merged = {name: torch.cat(stack) for name, stack in stacks.items()}
+    parent = describe(directory)["parent"]["state_sha256"]
+    # What the anchor has learned from is among the seeds of each expert.
+    nothing = {"steps": 0, "tokens": 0, "data_sha256": {}, "seeds": {}}
+    lineage = {"choices": [{"expert": DENSE_EXPERT, "sha256": parent, "data_sha256": None, "learned": nothing}]}
+    return _Merge(model.architecture.merged_routed(len(experts) + 1), merged, shared, None, lineage)
+
+
+def _learned_anchored(directory: Path) -> bool:
+    """Whether the experts in `directory` are whole models, each with an anchor beside its own feedforwards."""
+    return whole_models(directory) and bool(describe(directory)["architecture"].get("routed"))
+
+
+def joint(directory: Path, experts: tuple[str, ...]) -> GPT:
+    """The model in `directory` with the feedforwards of `experts`, stacked in that order, and weights that they share.
+
+    Experts that are whole models share none: all tensors but those of feedforwards are their average by equal weights
+    (Branch-Train-MiX, Sukhbaatar et al. 2024, section 3.2). Raises DemixError as `load_model` and `averaged` do.
+    """
+    if not whole_models(directory):
+        return load_model(directory, experts)
+    average, _ = averaged(directory, dict.fromkeys(experts, 1 / len(experts)))
+    description = describe(directory)
+    with torch.device("meta"):
+        model = GPT(Architecture(**description["architecture"]), description["vocab_size"], experts)
+    shared = {name: tensor for name, tensor in average.items() if not model.owned(name)}
+    own = {}
+    for expert in experts:
+        # `averaged` has checked the file.
+        with safe_open(expert_files(directory, expert)[1], "pt") as file:
+            own[expert] = {name: file.get_tensor(name) for name in average if model.owned(name)}
+    model.load_state_dict(model.stacked(shared, own), assign=True)
+    return model
 
 
 @torch.no_grad()
-def moments(model: GPT, shard: TokenShard, count: int) -> tuple[Tensor, Tensor]:
+def moments(model: GPT, shard: TokenShard, count: int) -> Moments:
     """Σxxᵀ and Σx of the normed inputs x of each feedforward over the tokens of the first `count` blocks of `shard`.
 
     float64 [layers, D, D] and [layers, D]. `model` has one expert, that of the shard's domain: the text passes through
@@ -121,7 +212,48 @@ def moments(model: GPT, shard: TokenShard, count: int) -> tuple[Tensor, Tensor]:
             rows = slice(first, first + batch)
             counted = torch.from_numpy(mask[rows]).to(device)
             model(torch.from_numpy(inputs[rows])[None].to(device))
-    return squares, sums
+    return squares.triu() + squares.triu(1).mT, sums
+
+
+def packed(kept: Mapping[str, Moments]) -> dict[str, Tensor]:
+    """The sums by expert as the tensors of the file `SUMS`: of the symmetric Σxxᵀ the upper triangles, row by row."""
+    tensors: dict[str, Tensor] = {}
+    for expert, (squares, sums) in kept.items():
+        rows, columns = torch.triu_indices(*squares.shape[-2:])
+        tensors |= {f"{expert}.squares": squares[:, rows, columns], f"{expert}.sums": sums}
+    return tensors
+
+
+def read_sums(directory: Path, experts: Sequence[str]) -> dict[str, Moments]:
+    """The sums of the `experts` of the merged model in `directory`, in that order; none where it keeps no sums.
+
+    Raises DemixError for a file that is damaged or holds other sums.
+    """
+    path, architecture = directory / SUMS, Architecture(**describe(directory)["architecture"])
+    if not path.exists():
+        return {}
+    layers, width = architecture.layers, architecture.width
+    shapes = {"squares": (layers, width * (width + 1) // 2), "sums": (layers, width)}
+    check_shapes(path, {f"{expert}.{key}": shape for expert in experts for key, shape in shapes.items()})
+    tensors = load_verified(path, expert_lineage(directory, DENSE_EXPERT, "sums_sha256", "router")["sums_sha256"])
+    rows, columns = torch.triu_indices(width, width)
+    found = {}
+    for expert in experts:
+        squares = torch.zeros(layers, width, width, dtype=torch.float64)
+        squares[:, rows, columns] = squares[:, columns, rows] = tensors[f"{expert}.squares"].double()
+        found[expert] = squares, tensors[f"{expert}.sums"].double()
+    return found
+
+
+def routers_of(kept: Mapping[str, Moments], penalty: float, factor: float) -> Tensor:
+    """The routers [layers, E, D] that are `solved` from the sums by expert, with rows in the order of `kept`.
+
+    No other bit depends on that order.
+    """
+    names = sorted(kept)
+    squares, sums = (torch.stack(each) for each in zip(*(kept[name] for name in names), strict=True))
+    rows = solved(squares.sum(0), sums.transpose(0, 1), penalty, factor)
+    return rows[:, [names.index(name) for name in kept]]
 
 
 def solved(squares: Tensor, sums: Tensor, penalty: float, factor: float) -> Tensor:
@@ -179,12 +311,11 @@ def _least_loss(
 
 
 def _refuse_unmergeable(directory: Path, shards: Mapping[str, Path]) -> None:
-    """Raise DemixError unless the experts of the model in `directory` own feedforwards alone, and are several."""
-    refuse_routed(directory, "are routed already")
+    """Raise DemixError unless the experts of the model in `directory` are several ones, and have dev tokens."""
+    if not _learned_anchored(directory):
+        refuse_routed(directory, "are routed already")
     refuse_masked(directory, "has no states of a text that goes on")
-    cure = "merge a model of kind demix"
-    if whole_models(directory):
-        raise DemixError(directory, "has experts that are whole models, which share no layer to choose in", cure)
+    cure = "merge a model of kind demix, branched or anchored"
     if describe(directory)["domain_tokens"]:
         raise DemixError(directory, "is a domain-token model, which has one expert", cure)
     if len(shards) < 2 or expert_names(directory) == (DENSE_EXPERT,):

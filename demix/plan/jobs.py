@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from demix.config.architecture import Architecture
+from demix.config.architecture import Architecture, parameters
 from demix.files import write_text
 from demix.launch.job import Cluster, TrainingJob
 from demix.launch.slurm import sbatch_text
@@ -15,6 +15,7 @@ from demix.plan.cells import decimal, folded
 from demix.plan.cost import ALIKE, TOKENS_PER_WORD, named, plan_domains, plan_training
 from demix.plan.flops import HARDWARE, Hardware, achieved_tflops, score_table_bytes, scoring_hours
 from demix.run.contexts import asked_contexts
+from demix.run.merged import Merged
 from demix.run.models import job_place
 from demix.run.rules import RunRules
 from demix.run.run import Run
@@ -198,7 +199,12 @@ class ScoringCosts:
     def of_part(self, part: ScoringPart, jobs: int) -> tuple[float, int]:
         """What `of_job` sums: the hours and the bytes of one part of a rule, in all `jobs` of the rule."""
         architecture = self._architectures.get(part.model, self.run.architecture)
-        architecture = replace(architecture, context=part.context or architecture.context)
+        routed = architecture.routed
+        architecture = replace(
+            architecture,
+            context=part.context or architecture.context,
+            routed=replace(routed, top_k=part.top_k) if routed and part.top_k else routed,
+        )
         several = {f"{{{kind}}}": list(domains) for kind, domains in self.run.config.domains.kinds.items()}
         names = [name for place in part.domains for name in several.get(place, [place] * jobs)]
         tokens = sum(sum(map(self._tokens(split, architecture.context).__getitem__, names)) for split in part.splits)
@@ -266,7 +272,14 @@ def kept_bytes(run: Run, hardware: str, ranks: int | None = None) -> int:
     size += sum(job.disk for job in plan_jobs(run, hardware, ranks))
     size += sum(plan.weights for plan in by_name.values())
     size += sum(by_name[parent].checkpoint for parent, _ in run.seeds)
-    return size + sum(by_name[one.model.name].weights for one in run.routed_merges)
+    return size + sum(_routed_bytes(one, run.types) for one in run.routed_merges)
+
+
+def _routed_bytes(merged: Merged, types: int) -> int:
+    """The bytes of a merged model whose tokens choose their experts: its fp32 weights, and the sums of its routers."""
+    architecture, experts = merged.architecture, len(merged.model.experts)
+    sums = architecture.width * (architecture.width + 3) // 2
+    return 4 * sum(parameters(architecture, types)) + 8 * experts * architecture.layers * sums
 
 
 def in_one_line(run: Run, hardware: str, ranks: int | None = None) -> str:

@@ -11,7 +11,7 @@ from demix.config.models import DENSE_EXPERT, KINDS
 from demix.config.training import Execution
 from demix.errors import DemixError, nearest
 from demix.files import read_json
-from demix.model.checkpoint import describe, expert_lineage, expert_names
+from demix.model.checkpoint import describe, expert_lineage, expert_names, whole_models
 from demix.model.description import parent_of, read_description, read_lineage, run_of
 from demix.model.export import format_of
 from demix.model.formats import FORMATS
@@ -81,21 +81,25 @@ def card_page(name: str, card: str) -> str:
     return render("card", title=name, paragraphs=[], notes=[], card=MarkdownIt("js-default").render(body))
 
 
-def exported_card(directory: Path, expert: str) -> str:
-    """The card of one expert of the model in `directory`, exported as a model of its own.
+def exported_card(directory: Path, expert: str | None) -> str:
+    """The card of one expert of the model in `directory`, exported as a model of its own; None is for their mixture.
 
-    A model of one expert keeps its card. An expert has the figures of its own domain alone, if it was scored there, and
-    counts its own tokens. Raises DemixError as `model_card` does.
+    A model of one expert and a mixture keep the model's card; a mixture of a model without one has "". An expert has
+    the figures of its own domain alone, if it was scored there, and counts its own tokens. Raises DemixError as
+    `model_card` does.
     """
     place, folder = directory.resolve(), run_of(directory)
     in_run = (
         place.parent.name == "models" and (folder / "config.json").is_file() and (folder / "results.parquet").is_file()
     )
     run = Run.read(folder) if in_run else None
-    if expert == DENSE_EXPERT and run and place.name in {one.name for one in run.planned}:
+    whole = expert in (None, DENSE_EXPERT)
+    if whole and run and place.name in {one.name for one in run.planned}:
         return _for_transformers(model_card(run, place.name))
-    if expert == DENSE_EXPERT and (place / "README.md").is_file():
+    if whole and (place / "README.md").is_file():
         return _for_transformers((place / "README.md").read_text(encoding="utf-8"))
+    if expert is None:
+        return ""
     description, lineage = read_description(place / "model.json", "kind"), expert_lineage(directory, expert)
     name, usual = f"{place.name}-{expert}", usual_of(directory).get(expert)
     of_run = f" of run {as_markdown(run.name)}" if run else ""
@@ -137,9 +141,10 @@ def merged_card(directory: Path, weights: dict[str, float], name: str) -> str:
 def merged_routed_card(directory: Path, name: str) -> str:
     """The card of the model `name` whose tokens choose among the experts of the model in `directory`."""
     parents = {expert: expert_lineage(directory, expert) for expert in expert_names(directory)}
+    rest = "the average of all their other weights" if whole_models(directory) else "the weights that these share"
     about = (
         f"A model whose tokens choose two of {len(parents)} experts in every layer: the feedforwards of the experts of "
-        f"the model {as_markdown(directory.resolve().name)}, with the weights that these share. Nothing was trained: a "
+        f"the model {as_markdown(directory.resolve().name)}, with {rest}. Nothing was trained: a "
         f"token's choice is by a ridge regression of the domain on the token's state, over {BLOCKS} blocks of dev text "
         "of each expert's domain."
     )

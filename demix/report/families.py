@@ -53,7 +53,9 @@ class Family:
     def name(self) -> str:
         """The name of the family in papers."""
         kind = self.model.kind
-        if self.architecture.routed and not kind.routed:
+        if self.model.mixes:
+            return "BTX"
+        if self.architecture.routed and self.system.method == "merged":
             return "Merged-routed"
         if not self.clustering:
             return kind.label

@@ -26,6 +26,11 @@ def read_loads(run: Run) -> dict[str, pd.DataFrame]:
     return shares
 
 
+def told_by_layer(loads: pd.DataFrame, top_k: int, domains: list[str]) -> list[float]:
+    """What a choice tells of a token's domain in each layer, of `domains`, by the loads of a model (`told`)."""
+    return [told(shares.droplevel("layer").loc[domains], top_k) for _, shares in loads.groupby("layer")]
+
+
 def told(shares: pd.DataFrame, top_k: int) -> float:
     """The share of a domain's identity that one choice of an expert tells, from `shares` [domains, experts]; 0 to 1.
 

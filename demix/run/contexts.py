@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from demix.errors import DemixError
-from demix.run.models import Model
+from demix.run.models import Model, folder_at
 from demix.run.run import Run
 from demix.run.systems import label_of, systems_of
 
@@ -27,11 +27,6 @@ class ContextTable:
     method: str
     weights: str = ""
     prior: str = ""
-
-
-def folder_at(model: str, context: int) -> str:
-    """The folder of a model's score tables in blocks of `context` tokens; 0 stands for the length of training."""
-    return f"{model}@{context}" if context else model
 
 
 def asked_contexts(run: Run) -> tuple[int, ...]:

@@ -55,7 +55,12 @@ class Merged:
     def architecture(self) -> Architecture:
         """The architecture of the merged model."""
         own = self.model.architecture
-        return own.merged_routed(len(self.model.experts)) if self.token_routed else own
+        return own.merged_routed(len(self.choices)) if self.token_routed else own
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The experts that were merged, an anchor first."""
+        return (DENSE_EXPERT,) * self.model.kind.anchored + self.model.experts
 
 
 def merged_models(models: Iterable[Model]) -> tuple[Merged, ...]:

@@ -250,6 +250,14 @@ def made_of(model: str, weights: str) -> str:
     return f"{model}-{'average-{domain}' if weights == 'posterior' else weights}"
 
 
+def folder_at(model: str, context: int = 0, top_k: int = 0) -> str:
+    """The folder of a model's score tables in blocks of `context` tokens, which choose `top_k` experts in each layer.
+
+    0 stands for what the model has from training.
+    """
+    return model + (f"@{context}" if context else "") + (f"@top-{top_k}" if top_k else "")
+
+
 def trained_models(config: Config, rows: dict[str, Row]) -> tuple[Model, ...]:
     """The models that a run trains from scratch, or from a seed.
 

@@ -20,7 +20,17 @@ from demix.config.parents import HubParent
 from demix.errors import DemixError, nearest
 from demix.settings import names_of, settings_from, written
 
+# The kinds of rows whose experts become those of every layer.
+MERGEABLE = ("demix", "branched", "anchored")
 _SIZES = ("experts", "top_k", "every", "capacity", "balance")
+# Of a row of kind anchored: a parent's feedforward and an expert beside it, through both of which every token passes.
+_PAIR = {"experts": 2, "top_k": 2, "every": 1, "capacity": 2.0, "balance": 0.0, "match": "flops"}
+# The kinds to which a key may be given.
+_KEPT = {
+    "experts_per_job": ("branched", "anchored"),
+    "averages": ("branched",),
+    "merged_routed": MERGEABLE,
+}
 
 
 @dataclass(frozen=True)
@@ -29,8 +39,8 @@ class Row:
 
     `settings` are those of the section `training` with the row's own values. A row with a seed phase has its parent's,
     and `parent` and `seed_tokens` among them; a row whose parent is no row has its folder as `initial`, and its place
-    at the `hub` where it is imported from there. A row that `mixes` begins with the merged experts of its parent, a row
-    of kind demix, and with a training of its own. `learned` are the domains or clusters that the row learns from.
+    at the `hub` where it is imported from there. A row that `mixes` begins with the merged experts of its parent and
+    with a training of its own. `learned` are the domains or clusters that the row learns from.
     `sequences` of each of these make a step, and `seed_sequences` in all made one of the parent where that is another
     number. `section` is what the config says of the architecture, as written.
     """
@@ -94,11 +104,13 @@ def _given(config: Config, name: str) -> _Given | None:
     if name in PAPER and kind.name != name:
         raise DemixError(f"{key}.kind", f"is {kind.name}", "use this kind in a row of another name")
     foreign = [one for one in own if one in names_of(TokenRouting)]
-    if kind.routed:
-        own = _routed(own, _experts_of(config, own.get("parent")))
-    elif foreign:
+    if foreign and not kind.routed:
         cause = f"is given to a row of kind {kind.name}"
         raise DemixError(f"{key}.{foreign[0]}", cause, "use kind: routed, or leave it out")
+    if kind.anchored:
+        own = _PAIR | _restarts(own) | own
+    elif kind.routed:
+        own = _routed(own, _experts_of(config, own.get("parent")))
     initial, hub, parent = "", None, own.get("parent")
     if isinstance(parent, dict):
         hub = settings_from(HubParent, own.pop("parent"), f"{key}.parent")
@@ -109,25 +121,32 @@ def _given(config: Config, name: str) -> _Given | None:
 
 
 def _experts_of(config: Config, parent: Any) -> int:
-    """The experts of the row `parent`; 0 where it is no row of kind demix."""
+    """The experts of a merge of the row `parent`, an anchor among them; 0 where it is of no kind that can be merged."""
     row = config.models.get(parent) if isinstance(parent, str) else None
-    if row is None or (written(row).get("kind") or parent) != "demix":
+    kind = "" if row is None else written(row).get("kind") or parent
+    if kind not in MERGEABLE:
         return 0
     training, data = config.domains.training, written(row).get("data")
-    return len(cluster_names(data, config.clusterings[data], training) if data in config.clusterings else training)
+    learned = cluster_names(data, config.clusterings[data], training) if data in config.clusterings else training
+    return len(learned) + (kind == "anchored")
 
 
 def _routed(own: dict[str, Any], mixed: int) -> dict[str, Any]:
-    """The keys of a row of kind routed with their defaults; `mixed` are the experts of a parent of kind demix, if any.
+    """The keys of a row of kind routed with their defaults; `mixed` are the experts of a parent that is merged, if any.
 
     One that begins with the state of a dense parent restarts, unless it says otherwise.
     """
     few = {"experts": mixed or 8, "top_k": 2 if mixed else 1}
     sizes: dict[str, Any] = few | {"every": 1, "balance": 0.01, "match": "flops", **own}
+    begins = {} if mixed else _restarts(own)
+    return {"capacity": 1.25 if sizes["top_k"] == 1 else 2.0} | begins | sizes
+
+
+def _restarts(own: dict[str, Any]) -> dict[str, Any]:
+    """The schedule of a row with the keys `own`, where it begins with the state of another."""
     parent = own.get("parent")
     # A whole model has no schedule to go on with.
-    begins = {"schedule": "restart"} if isinstance(parent, str) and "/" not in parent and not mixed else {}
-    return {"capacity": 1.25 if sizes["top_k"] == 1 else 2.0} | begins | sizes
+    return {"schedule": "restart"} if isinstance(parent, str) and "/" not in parent else {}
 
 
 def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
@@ -153,7 +172,7 @@ def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
         values |= own
     section = _section(config, values)
     architecture = _architecture(name, section)
-    if kind.routed:
+    if kind.has_routers:
         _check_routed(name, values, given.initial)
         if mixes:
             _check_mixed(name, values, _experts_of(config, parent))
@@ -172,7 +191,8 @@ def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
     settings = settings_from(RowSettings, values, f"config key models.{name}")
     if settings.trained and not (mixes or given.initial):
         cause = "is given to a row that begins with no routed experts"
-        raise DemixError(f"config key models.{name}.trained", cause, "give it a parent of kind demix, or leave it out")
+        cure = "give it a parent of kind demix or branched, or leave it out"
+        raise DemixError(f"config key models.{name}.trained", cause, cure)
     row = Row(name, kind, settings, learned, section, architecture, given.initial, sequences, given.hub, mixes)
     if row.masked:
         _check_masked(row)
@@ -224,7 +244,7 @@ def _check_routed(name: str, values: Mapping[str, Any], initial: str) -> None:
 def _mixes(given: _Given, others: Mapping[str, _Given]) -> bool:
     """Whether a row trains the merged experts of its parent."""
     parent = others.get(given.settings.parent_row or "")
-    return bool(given.kind.routed and parent and parent.kind == KINDS["demix"])
+    return bool(given.kind.routed and parent and parent.kind.name in MERGEABLE)
 
 
 def _check_mixed(name: str, values: Mapping[str, Any], experts: int) -> None:
@@ -261,6 +281,9 @@ def _check_masked(row: Row) -> None:
         if getattr(row.settings, merged):
             cause = "is given to a masked model, whose experts are mixed by weights that no text decides"
             raise DemixError(f"{key}.{merged}", cause, "leave it out")
+    if row.mixes:
+        cause = "is a masked model, whose experts have no states of a text that goes on, by which tokens choose"
+        raise DemixError(f"{key}.parent", cause, "use a causal row")
 
 
 def _check_data(name: str, kind: Kind, data: str, config: Config) -> None:
@@ -280,12 +303,19 @@ def _check_state(given: _Given, others: Mapping[str, _Given]) -> None:
     """Raise DemixError unless a row begins with no state, or with one that its kind and its parent allow."""
     key, kind, settings = f"config key models.{given.name}", given.kind, given.settings
     parent, seed_tokens = settings.parent_row, settings.seed_tokens
+    if kind.anchored and not (parent or given.initial):
+        cause = "is missing, and experts of kind anchored learn beside a model that stays as it is"
+        raise DemixError(f"{key}.parent", cause, "name a row of kind dense and seed_tokens, or the folder of a model")
     if settings.schedule is not None and parent is None:
         cause = "is given to a row that begins with no state of another row"
         raise DemixError(f"{key}.schedule", cause, "leave it out, or give parent and seed_tokens")
-    for only, kept in (("experts_per_job", "branched"), ("averages", "branched"), ("merged_routed", "demix")):
-        if only in given.own and kind.name != kept:
-            raise DemixError(f"{key}.{only}", f"is given to a row of kind {kind.name}", f"use kind: {kept}")
+    if kind.anchored and settings.weight_decay:
+        cause = f"is {settings.weight_decay:g}, and the parent's feedforwards would decay too"
+        raise DemixError(f"{key}.weight_decay", cause, "use 0")
+    for only, kept in _KEPT.items():
+        if only in given.own and kind.name not in kept:
+            cure = f"use kind: {' or '.join(kept)}"
+            raise DemixError(f"{key}.{only}", f"is given to a row of kind {kind.name}", cure)
     if given.initial:
         refuse_unnamable(given.initial)
         if kind.domain_tokens or seed_tokens is not None:
@@ -294,7 +324,8 @@ def _check_state(given: _Given, others: Mapping[str, _Given]) -> None:
         return
     if parent and _mixes(given, others):
         if seed_tokens is not None:
-            cause = f"is given beside the parent {parent} of kind demix, whose whole training comes before"
+            named = f"{parent} of kind {others[parent].kind.name}"
+            cause = f"is given beside the parent {named}, whose whole training comes before"
             raise DemixError(f"{key}.seed_tokens", cause, "leave it out")
         if settings.schedule is not None:
             raise DemixError(f"{key}.schedule", "is given to a row with a training of its own", "leave it out")

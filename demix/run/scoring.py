@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from demix.config.models import DENSE_EXPERT
-from demix.run.contexts import folder_at, other_contexts
+from demix.run.contexts import other_contexts
 from demix.run.merged import MERGED
-from demix.run.models import adapted
+from demix.run.models import adapted, folder_at
 from demix.run.run import Run
+from demix.run.systems import other_top_k
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class ScoringPart:
     for each of `columns`. With `shared` the rule also makes the table of the tokens; otherwise that table already
     exists for the domains of `after`. With `own` each domain has one column, its own domain token. `expert_scope` is
     that of the model's kind: with `model` nothing of one column's work is another's. `context` is the length of the
-    blocks, 0 for that of training.
+    blocks, and `top_k` the number of experts that a token chooses in a layer, 0 for those of training.
     """
 
     model: str
@@ -32,11 +33,12 @@ class ScoringPart:
     own: bool = False
     expert_scope: str = "none"
     context: int = 0
+    top_k: int = 0
 
     @property
     def folder(self) -> str:
         """The folder of the score tables below scores/."""
-        return folder_at(self.model, self.context)
+        return folder_at(self.model, self.context, self.top_k)
 
     def columns_on(self, domain: str) -> tuple[str, ...]:
         """The columns of the score tables of a domain."""
@@ -47,7 +49,8 @@ class ScoringPart:
         columns, splits = () if self.own else self.columns, self.splits
         domains = [domain.format(**wildcards) for domain in self.domains]
         named = {"model": self.model.format(**wildcards), "experts": columns, "domains": domains, "splits": splits}
-        return named | ({"context": self.context} if self.context else {})
+        changed = {"context": self.context, "top_k": self.top_k}
+        return named | {key: value for key, value in changed.items() if value}
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,13 @@ def scoring_jobs(run: Run, *, apart: bool = False) -> tuple[ScoringJob, ...]:
     """
     submitted = apart or run.submitted
     found = [*_of_trained(run, submitted), *_of_adapted(run, submitted), *_of_merged(run, submitted)]
+    chosen = other_top_k(run)
+    found += [
+        _again(job, f"top_{k}", top_k=k)
+        for job in found
+        for k in chosen.get(job.parts[0].model, ())
+        if not job.parts[0].context
+    ]
     # A run without novel domains has no jobs for them.
     singles = [job for job in found if job.jobs]
     if submitted:
@@ -130,16 +140,16 @@ def _of_trained(run: Run, submitted: bool) -> list[ScoringJob]:
         jobs += both
         for context in other_contexts(run, model):
             # A novel domain has no token of its own.
-            jobs += [_at(context, job) for job in (both[:1] if own else both)]
+            jobs += [_again(job, f"at_{context}", context=context) for job in (both[:1] if own else both)]
     return jobs
 
 
-def _at(context: int, job: ScoringJob) -> ScoringJob:
-    """The job that scores the same test splits as `job` in blocks of `context` tokens. No adaptation waits for it."""
+def _again(job: ScoringJob, name: str, **changes: Any) -> ScoringJob:
+    """The job that scores the same test splits as `job` with `changes` of its part. No adaptation waits for it."""
     (part,), joins = job.parts, "score_known_others" if job.rule.startswith("score_known_") else "score_others"
-    log = f"{folder_at(part.model, context)}/{job.log.removeprefix(f'{part.model}/')}"
-    parts = (replace(part, splits=("test",), context=context),)
-    return replace(job, rule=f"{job.rule}_at_{context}", log=log, parts=parts, priority=0, joins=joins)
+    again = replace(part, splits=("test",), **changes)
+    log = f"{again.folder}/{job.log.removeprefix(f'{part.model}/')}"
+    return replace(job, rule=f"{job.rule}_{name}", log=log, parts=(again,), priority=0, joins=joins)
 
 
 def _of_adapted(run: Run, submitted: bool) -> list[ScoringJob]:

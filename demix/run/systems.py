@@ -1,13 +1,14 @@
 """What a run evaluates and compares, derived from its models: sets of experts, score tables, systems."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
+from typing import Any
 
 from demix.config.mixing import METHODS, UNWEIGHTED, parsed_weights
 from demix.config.models import DENSE_EXPERT, KINDS, PAPER, Kind
 from demix.run.merged import MERGED, Merged
-from demix.run.models import Model, left_out, one_more, trained_without
+from demix.run.models import Model, folder_at, left_out, one_more, trained_without
 from demix.run.run import Run
 
 
@@ -36,7 +37,8 @@ class Evaluated:
 
     `sets` is empty for a model with one column, and has one set of one expert for a domain's own token. `model` and
     `seed` are the values of these columns in results. `folder` is the folder of the tables below scores/. `merged` says
-    how a model was made of the model's experts, whose one column the table has (`demix.run.merged`).
+    how a model was made of the model's experts, whose one column the table has (`demix.run.merged`). `top_k` is the
+    number of experts that a token chose in each layer, 0 for that of training.
     """
 
     model: str
@@ -45,6 +47,12 @@ class Evaluated:
     columns: tuple[str, ...]
     sets: tuple[ExpertSet, ...] = ()
     merged: str = ""
+    top_k: int = 0
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The fields as the evaluation is told them: without `top_k` where it says nothing."""
+        return {key: value for key, value in asdict(self).items() if key != "top_k" or value}
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -188,8 +196,8 @@ def _ngram_tables(run: Run) -> Iterator[Evaluated]:
 def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
     """The score tables and sets of experts to evaluate on `domain`, the run's own seed first.
 
-    Within a seed, models of one column come first, then models with domain tokens, then models with experts. N-grams
-    and merged models come last.
+    Within a seed, models of one column come first, then models with domain tokens, then models with experts. N-grams,
+    merged models and those with another number of chosen experts come last.
     """
     training, novel, receiver, whole = run.training, run.novel, run.receiver, run.whole
 
@@ -241,6 +249,12 @@ def evaluated(run: Run, domain: str) -> tuple[Evaluated, ...]:
         for one in run.merged
         if domain in one.model.scored
     ]
+    chosen = other_top_k(run)
+    found += [
+        replace(table, folder=folder_at(table.folder, top_k=k), top_k=k)
+        for table in found
+        for k in chosen.get(table.folder, ())
+    ]
     return tuple(found)
 
 
@@ -289,11 +303,22 @@ def token_routed(run: Run) -> tuple[Routers, ...]:
             if (layer := one.architecture.routed)
         ),
         *(
-            Routers(one.place, merged_label(one), one.model.experts, layer.top_k)
+            Routers(one.place, merged_label(one), one.choices, layer.top_k)
             for one in run.merged
             if (layer := one.architecture.routed)
         ),
     )
+
+
+def other_top_k(run: Run) -> dict[str, tuple[int, ...]]:
+    """The numbers of experts, ascending, with which each of `token_routed` is scored once more, by its folder."""
+    asked = run.config.evaluation.experts_top_k or ()
+    found = {}
+    for one in token_routed(run) if asked else ():
+        most = len(one.experts)
+        numbers = {most if k == "all" else k for k in asked} - {one.top_k}
+        found[one.name] = tuple(sorted(k for k in numbers if k <= most))
+    return found
 
 
 def classified(run: Run) -> tuple[Model, ...]:

@@ -176,6 +176,7 @@ def _initial_model(directory: Path, identity: Mapping[str, Any]) -> InitialModel
         tokenizer_sha256=identity["tokenizer_sha256"],
         data_sha256={**description.get("data_sha256", {})},
         sha256={SHARED: description["shared_sha256"], EXPERT: lineage["sha256"]},
+        choices=lineage.get("choices", []),
     )
     return InitialModel(directory, manifest)
 
@@ -214,7 +215,7 @@ def upcycled(state: State, model: GPT) -> State:
     gradient is ruled by this noise: on the sample, E = 8 and k = 2, the mean square of an expert's gradient over the 40
     updates after its seed was 0.056 of the dense one (1/16 is 0.0625). With k = 1 both are those of `branched`.
     """
-    (dense,) = state.experts.values()
+    ((expert, dense),) = state.experts.items()
     routed = model.architecture.routed
     _, own = model.parted({f"parameter/{name}": tensor.detach() for name, tensor in model.named_parameters()})
     (begun,) = own.values()
@@ -227,4 +228,4 @@ def upcycled(state: State, model: GPT) -> State:
             part |= {"optimizer/momentum": routed.experts}
             tensor = (tensor / part.get(kind, 1)).expand(shape)
         copies[name] = tensor
-    return State(state.step, state.shared, {DENSE_EXPERT: copies}, state.metrics)
+    return State(state.step, state.shared, {expert: copies}, state.metrics)

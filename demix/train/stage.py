@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from demix.config.adaptation import AdaptationRecipe
 from demix.config.architecture import Architecture, architecture_from, parameters
 from demix.config.models import DENSE_EXPERT, KINDS, Kind
@@ -26,6 +24,7 @@ from demix.model.scoring import log_probabilities
 from demix.model.tokenizer import copy_tokenizer
 from demix.run.placement import Placement, place
 from demix.settings import Integer, Number, Seed, Switch, Text, names_of, settings
+from demix.train.anchor import anchored, hold
 from demix.train.batches import batches_of
 from demix.train.branch import SeedState, branched, keep_seed, read_seed, upcycled
 from demix.train.loop import Evaluation, train
@@ -67,7 +66,7 @@ class ModelTraining:
     Training begins with the seed in the folder `branch`, if there is one, and has its `schedule` or one of its own
     (`demix.train.branch.read_seed`). A model that is one of `share` experts of a larger model gets that part of the
     tokens. The states after `keep` updates stay. Training ends after `until` updates, if that is given, and makes the
-    seed that other trainings begin with.
+    seed that other trainings begin with. An expert that is anchored reads the `public` text of all domains, to begin.
     """
 
     kind: str
@@ -78,6 +77,7 @@ class ModelTraining:
     share: int = 1
     keep: tuple[int, ...] = ()
     until: int | None = None
+    public: Sequence[Path] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -111,7 +111,8 @@ class ModelTraining:
     def alone(self, domain: str) -> "ModelTraining":
         """The training of the expert of one domain, which is a whole model, with its share of the tokens."""
         own = [path for path in self.shards if path.parent.name == domain]
-        return dataclasses.replace(self, shards=own, share=len(self.domains))
+        public = self.train_shards if self.row.anchored else ()
+        return dataclasses.replace(self, shards=own, share=len(self.domains), public=public)
 
     @cached_property
     def seed(self) -> SeedState | None:
@@ -125,7 +126,12 @@ class ModelTraining:
 
     @cached_property
     def _own_identity(self) -> dict[str, Any]:
-        manifests = {path.parent.name: read_json(path.with_suffix(".json")) for path in self.train_shards}
+        manifests, public = (
+            {path.parent.name: read_json(path.with_suffix(".json")) for path in paths}
+            for paths in (self.train_shards, self.public)
+        )
+        more: dict[str, Any] = {"share": self.share} if self.share > 1 else {}
+        more |= {"public": {domain: manifest["sha256"] for domain, manifest in public.items()}} if public else {}
         return {
             "kind": self.kind,
             "training": fingerprinted(self.settings),
@@ -133,16 +139,15 @@ class ModelTraining:
             "data": {domain: manifest["sha256"] for domain, manifest in manifests.items()},
             # The order of the domains counts too, because it is the order of the stacked experts.
             "domains": list(manifests),
-        } | ({"share": self.share} if self.share > 1 else {})
+        } | more
 
     def first_state(self, model: GPT) -> State | None:
         """The state of the seed as one of `model`, which is initialised; None without a seed."""
         if self.seed is None:
             return None
         state = self.seed.load(self.settings.step_tokens(len(self.domains) * self.share))
-        if self.row.routed:
-            return upcycled(state, model)
-        return branched(state, self.experts, self.row.expert_scope)
+        begun = branched(state, self.experts, self.row.expert_scope)
+        return upcycled(begun, model) if self.row.has_routers else begun
 
 
 def train_model(training: ModelTraining, places: Places, replicas: Mapping[str, int] | None = None) -> None:
@@ -180,7 +185,13 @@ def train_model(training: ModelTraining, places: Places, replicas: Mapping[str, 
             if first is None:
                 cause = "is routers, and this training begins with no experts"
                 raise DemixError("--settings.trained", cause, "give --branch with a model whose experts are routed")
-            train_routers(model, first)
+            hold(model, first, lambda name: name.endswith(".router"))
+        if training.row.anchored:
+            if first is None:
+                cause = "learns beside a parent, and this training begins with none"
+                raise DemixError(f"kind {training.kind}", cause, "give --branch with a dense model or the seed of one")
+            read = open_shards([*training.public], world)
+            first = anchored(model, first, {shard.path.parent.name: shard for shard in read})
         how = optimization(
             settings, steps, settings.learning_rate, keep=(*training.keep, *([until] if until else [])), until=until,
             begin=first.step if first and training.schedule == "restart" else 0,
@@ -203,15 +214,6 @@ def train_model(training: ModelTraining, places: Places, replicas: Mapping[str, 
             remove_states(state, training.keep, rows[-1].get("dev_loss", math.inf))
 
 
-def train_routers(model: GPT, first: State) -> None:
-    """Leave the routers of `model` alone to be trained, and all other parameters as they are in the state `first`."""
-    begun = model.stacked(first.shared, first.experts)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(begun[f"parameter/{name}"])
-            parameter.requires_grad_(name.endswith(".router"))
-
-
 def take_seed(training: ModelTraining, kept: Path, output: Path) -> bool:
     """Move the state after `training.until` updates that the whole training kept below `kept` to `output`.
 
@@ -231,8 +233,8 @@ def take_seed(training: ModelTraining, kept: Path, output: Path) -> bool:
 def _initial(training: ModelTraining, architecture: Architecture, vocab_size: int, placement: Placement) -> GPT:
     """The model with the experts of one rank, before its parameters are initialised."""
     kind = training.row
-    if kind.routed != bool(architecture.routed):
-        cause = f"{'lacks' if kind.routed else 'has'} routed, and the kind of the model is {kind.name}"
+    if kind.has_routers != bool(architecture.routed):
+        cause = f"{'lacks' if kind.has_routers else 'has'} routed, and the kind of the model is {kind.name}"
         raise DemixError("--settings.architecture", cause, "copy both from the command that snakemake prints")
     # A model without expert tensors still stores its feedforwards in a separate file, as those of its one expert.
     scope = "feedforward" if kind.expert_scope == "none" else kind.expert_scope
@@ -267,6 +269,7 @@ def _write_model(training: ModelTraining, model: GPT, tokens: int, output: Path,
     origin: dict[str, Any] = {"parent": None, "tokenizer_sha256": tokenizer_sha256}
     if seed is not None:
         origin |= {"parent": DENSE_EXPERT, "seeds": {seed.origin["state_sha256"]: begun}}
+        origin |= {"choices": seed.manifest.choices} if seed.manifest.choices else {}
     for expert in model.experts if world.writes_experts else ():
         if training.row.batches == "by_domain":
             own_tokens = begun + (tokens - begun) // len(data)

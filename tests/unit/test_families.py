@@ -2,15 +2,17 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from demix.config.architecture import parameters, training_flops_per_token
 from demix.data.cluster import Clusterer
-from demix.files import read_json
+from demix.files import read_json, write_parquet
 from demix.report import left_out, left_out_notes, report_files, report_items
 from demix.report.claims import claims
 from demix.report.clusters import read_clusters
@@ -26,7 +28,7 @@ from support.cli import demix
 from support.configs import changed
 from support.families_run import MODELS, TOP_K, build_families, experts_of, nll_of
 from support.report import names_of, table_of
-from support.synthetic_run import NOVEL, TRAINING, MadeUp, build_run
+from support.synthetic_run import NOVEL, TRAINING, MadeUp, build_run, with_keys
 from support.titles import titles
 
 LABELS = {"Dense": "dense_unbalanced", "Dense (Balanced)": "dense", "DEMix": "demix"}
@@ -245,6 +247,41 @@ def test_a_run_unlike_the_papers_shows_none(tmp_path: Path) -> None:
     judged = judge(run)
     untouched = {"few_experts_suffice", "own_cluster_expert_best"}
     assert {judged[name].verdict for name in CLAIMS - untouched} == {"not shown"}
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(0.8, "shown"), (1.6, "not shown")])
+def test_merged_experts_beside_the_mixture_and_their_routers(
+    run: MadeUp, tmp_path: Path, factor: float, verdict: str
+) -> None:
+    merged = {"kind": "routed", "parent": "demix_seeded", "tokens": 819200}
+    rows = {"btx": merged, "btx_routers": merged | {"trained": "routers"}, "switch": {"kind": "routed", "experts": 3}}
+    shutil.copytree(run.run.folder, tmp_path / "run")
+    keys = run.keys | {"models": run.keys["models"] | rows}
+    found = with_keys(tmp_path / "run", keys)
+    results = run.results.rows
+    tempered = results[(results["model"] == "demix_seeded") & (results["weights"] == "tempered")]
+    dense = results[(results["model"] == "dense") & (results["variant"] == "")]
+    more = [tempered.assign(top_k=2)]
+    for number, (name, worse) in enumerate(
+        (("btx", 1.0), ("btx_routers", 1.004 if factor < 1 else 1.1), ("switch", 1.0))
+    ):
+        own = dense["domain"].map(tempered.groupby("domain")["perplexity"].first())
+        more.append(dense.assign(model=name, perplexity=own * factor * worse))
+        # Of three experts each domain of the merged has one; those of `switch` get equal shares of all.
+        apart = (number < 2) == (factor < 1)
+        table = [
+            {"domain": domain, "layer": layer, "expert": expert, "choices": 90 if apart and place % 3 == expert else 5}
+            for place, domain in enumerate((*TRAINING, *NOVEL))
+            for layer in range(3)
+            for expert in range(3)
+        ]
+        write_parquet(pa.Table.from_pylist(table), tmp_path / "run" / "loads" / f"{name}.parquet")
+    write_parquet(pa.Table.from_pylist(table), tmp_path / "run" / "loads" / "demix_seeded-routed.parquet")
+    material = run.material(found, results=Results(pd.concat([results, *more], ignore_index=True)))
+    judged = {claim.name: claim for claim in claims(material)}
+    for name in ("trained_together_against_outputs", "routers_are_enough", "routers_follow_domains"):
+        assert judged[name].verdict == verdict, (name, judged[name].numbers)
+    assert "against demix_seeded (tempered), top-2" in judged["trained_together_against_outputs"].numbers
 
 
 def test_a_run_without_such_models_tells_nothing_of_them(tmp_path: Path, run: MadeUp) -> None:

@@ -30,7 +30,7 @@ from demix.model.merge_routed import FACTORS, PENALTIES, dev_shards, merge_route
 from demix.model.scoring import log_probabilities
 from support.checkpoints import farthest
 from support.cli import demix
-from support.models import SMALL, model_of, save_model, write_model, write_trunks
+from support.models import SMALL, model_of, save_model, write_model
 from support.tokens import TRAINING
 
 # The order of the experts in the merged layers: that of the names in the folder.
@@ -216,6 +216,10 @@ def test_the_files_say_what_was_merged(run: Path) -> None:
             "expert": name,
             "sha256": sha256_file(demix_model / "experts" / f"{name}.safetensors"),
             "data_sha256": read_json(run / "tokens" / name / "dev.json")["sha256"],
+            "learned": {
+                key: read_json(demix_model / "experts" / f"{name}.json")[key]
+                for key in ("steps", "tokens", "data_sha256")
+            },
         }
         for name in ORDER
     ]
@@ -253,7 +257,6 @@ def test_commands_take_it_as_a_model_of_one_expert(run: Path, tmp_path: Path) ->
 def test_what_cannot_be_merged_is_refused_in_one_line(run: Path, tokens: Path, tmp_path: Path) -> None:
     model, merged = run / "models" / "demix", run / "models" / "demix-routed"
     encoder = Tokenizer.load(tokens / "tokenizer.json")
-    write_trunks(model, tmp_path / "models" / "btm")
     write_model(tmp_path / "models" / "dense", ("dense",), encoder.sha256, encoder.vocab_size)
     write_model(tmp_path / "models" / "other", TRAINING, "0" * 64, encoder.vocab_size)
     write_model(tmp_path / "models" / "one", TRAINING[:1], encoder.sha256, encoder.vocab_size)
@@ -264,8 +267,7 @@ def test_what_cannot_be_merged_is_refused_in_one_line(run: Path, tokens: Path, t
     write_json(told / "model.json", description | {"domain_tokens": list(TRAINING)})
     refused = {
         (merged,): "is a model whose tokens choose their experts, which are routed already; use another model",
-        (tmp_path / "models" / "btm",): "has experts that are whole models, which share no layer to choose in; merge a",
-        (told,): "is a domain-token model, which has one expert; merge a model of kind demix",
+        (told,): "is a domain-token model, which has one expert; merge a model of kind demix or branched",
         (
             tmp_path / "models" / "dense",
         ): "has one expert, and tokens choose among several; merge a model of kind demix",

@@ -9,13 +9,14 @@ import pytest
 import torch
 import yaml
 
+from demix.config.architecture import parameters
 from demix.errors import DemixError, StoppedError
 from demix.files import read_json_lines
 from demix.model.checkpoint import describe, load_model
 from demix.model.merge_routed import merge_routed
 from demix.plan.cost import plan_training
 from demix.plan.flops import HARDWARE
-from demix.plan.jobs import plan_jobs
+from demix.plan.jobs import kept_bytes, plan_jobs
 from demix.report.families import families
 from demix.run.check import completed_run
 from demix.run.rules import RunRules
@@ -57,6 +58,30 @@ def test_a_row_begins_with_the_merged_experts_of_its_seed() -> None:
     assert families(run)["btx"].begun == "merged"
     (routing,) = [jobs for jobs in plan_jobs(run, "cpu") if "merge_routed_demix_seeded" in jobs.rules]
     assert routing.rules["merge_routed_demix_seeded_seed2"] == 1
+
+
+def test_a_row_begins_with_the_merged_experts_of_branches() -> None:
+    alone = {"kind": "branched", "parent": "dense", "seed_tokens": 6000}
+    btm = alone | {"merged_routed": True}
+    run = completed_run(copy.deepcopy(TINY) | {"models": {"btm": btm, "btx": BTX | {"parent": "btm"}}})
+    (model,) = [model for model in run.trained if model.mixes]
+    assert RunRules(run).beginning(model) == " --branch results/tiny/models/btm-routed"
+    assert [merged.place for merged in run.routed_merges] == ["btm-routed"]
+    assert (model.architecture.routed.experts, model.architecture.routed.top_k) == (3, 2)
+    plans = {plan.name: plan for plan in plan_training(run, None, HARDWARE["cpu"])}
+    assert plans["btx"].all_flops < plans["dense"].all_flops * 6000 / TINY["training"]["tokens"]
+    # The merged model and the one that is trained, each with a whole model's shared weights and three feedforwards.
+    disks = [kept_bytes(one, "cpu") for one in (run, completed_run(copy.deepcopy(TINY) | {"models": {"btm": alone}}))]
+    assert disks[0] - disks[1] > 2 * 4 * sum(parameters(model.architecture, run.types))
+    for told, changes in {
+        "seed_tokens: is given beside the parent btm of kind branched, whose whole training": {"seed_tokens": 6000},
+        "experts: is 4, and its parent's merged experts have 3": {"experts": 4},
+    }.items():
+        with pytest.raises(DemixError, match=rf"^config key models\.btx\.{told}"):
+            completed_run(copy.deepcopy(TINY) | {"models": {"btm": btm, "btx": BTX | {"parent": "btm"} | changes}})
+    masked = {"kind": "demix", "architecture": {"attention": "bidirectional", "objective": "mlm"}}
+    with pytest.raises(DemixError, match=r"^config key models\.btx\.parent: is a masked model"):
+        completed_run(copy.deepcopy(TINY) | {"models": {"masked": masked, "btx": BTX | {"parent": "masked"}}})
 
 
 REFUSED = {

@@ -1,5 +1,6 @@
 """Rows of other families that join a finished run, which leave what it has as it is."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -35,13 +36,16 @@ ROWS = {
         "cbtm_2": BRANCH | {"data": "k2", "experts_per_job": 2},
         "upcycled": BRANCH | {"kind": "routed", "experts": 4, "top_k": 2, "every": 2},
         "btx": {"kind": "routed", "parent": "demix", "tokens": 4000},
+        "btx_btm": {"kind": "routed", "parent": "btm", "tokens": 4000},
         "btx_routers": {"kind": "routed", "parent": "demix", "tokens": 4000, "trained": "routers"},
         "far": {"kind": "demix", "architecture": {"position": "alibi", "head": "clap"}},
         "masked_dense": {"kind": "dense", "architecture": MASKED},
         "masked": {"kind": "demix", "architecture": MASKED},
     },
     "clusterings": {"k2": {"clusters": 2, "dimensions": 20}, "by_domain": {"method": "metadata", "dimensions": 20}},
-    "evaluation": TINY["evaluation"] | {"weights": ["history", "cluster", "cluster+history"], "contexts": [32, 64]},
+    "evaluation": TINY["evaluation"]
+    | {"weights": ["history", "cluster", "cluster+history"], "contexts": [32, 64]}
+    | {"experts_top_k": [1, "all"]},
     "tasks": {
         "domain": {"made": "domains", "examples": 12},
         # As docs/tasks.md and config/cbtm-1.3b-tasks.yaml write them; blocks of 32 tokens hold no demonstrations.
@@ -95,14 +99,14 @@ def test_rows_join_a_finished_run_and_leave_its_models_as_they_are(
     assert {rule: number for rule, number in jobs.items() if rule.startswith(("train", "join", "seed", "adapt"))} == {
         "seed": 1, "train_btm__parliament__and_2_more": 1, "train_cbtm_2__c00__and_1_more": 1,
         "join_btm": 1, "join_cbtm_2": 1, "train_upcycled": 1, "train_far": 1,
-        "train_btx": 1, "train_btx_routers": 1,
+        "train_btx": 1, "train_btx_btm": 1, "train_btx_routers": 1,
         "train_masked_dense": 1, "train_masked": 1,
     }  # fmt: skip
     assert {rule: jobs[rule] for rule in ("score_known_others", "score_others", "contexts")} == {
         "score_known_others": 1, "score_others": 2, "contexts": 5,
     }  # fmt: skip
     assert not [rule for rule in jobs if rule.startswith(("score_known_demix", "score_demix", "score_adapted"))]
-    assert jobs["merge_routed_demix"] == 1
+    assert (jobs["merge_routed_demix"], jobs["merge_routed_btm"]) == (1, 1)
     assert all(sha256_file(Path(path)) == sha256 for path, sha256 in before.items())
     assert "Nothing to be done" in ran(folder, "config.yaml", "-n")
     run = folder / "results" / "tiny"
@@ -116,7 +120,7 @@ def test_rows_join_a_finished_run_and_leave_its_models_as_they_are(
     assert routed["architecture"]["routed"]["experts"] == 4
     assert routed["parent"]["step"] * TOKENS_OF_UPDATE == routed["tokens_seed"]
     assert routed["tokens_seed"] < routed["tokens"] < dense["tokens"], "the FLOPs of dense, in fewer updates"
-    scored = pd.read_parquet(run / "results.parquet").query("model == 'upcycled' and split == 'test'")
+    scored = pd.read_parquet(run / "results.parquet").query("model == 'upcycled' and split == 'test' and top_k.isna()")
     assert set(scored["domain"]) == {*TINY["domains"]["training"], *TINY["domains"]["novel"]}
     assert scored["perplexity"].between(10, 512).all()
     loads = pd.read_parquet(run / "loads" / "upcycled.parquet")
@@ -128,14 +132,14 @@ def test_rows_join_a_finished_run_and_leave_its_models_as_they_are(
 
 def test_merged_experts_are_trained_on(finished: tuple[Path, dict[str, str], str]) -> None:
     run = finished[0] / "results" / "tiny"
-    merged = load_model(run / "models" / "demix-routed").state_dict()
-    results = pd.read_parquet(run / "results.parquet").query("split == 'test'")
-    for row in ("btx", "btx_routers"):
+    results = pd.read_parquet(run / "results.parquet").query("split == 'test' and top_k.isna()")
+    for row, parent in (("btx", "demix"), ("btx_routers", "demix"), ("btx_btm", "btm")):
+        merged = load_model(run / "models" / f"{parent}-routed").state_dict()
         trained, about = load_model(run / "models" / row).state_dict(), read_json(run / "models" / row / "model.json")
         changed = {name for name, tensor in trained.items() if not torch.equal(tensor, merged[name])}
-        assert changed == {name for name in merged if row == "btx" or "router" in name}
-        demix = read_json(run / "models" / "demix" / "model.json")
-        assert about["parent"]["tokens"] == demix["tokens"]
+        assert changed == {name for name in merged if row != "btx_routers" or "router" in name}
+        before = read_json(run / "models" / parent / "model.json")
+        assert about["parent"]["tokens"] == before["tokens"]
         scored = results[results["model"] == row]
         assert set(scored["domain"]) == {*TINY["domains"]["training"], *TINY["domains"]["novel"]}
         assert scored["perplexity"].between(10, 512).all()
@@ -149,7 +153,7 @@ def test_the_experts_of_demix_are_scored_as_a_routed_model(finished: tuple[Path,
     lineage = read_json(run / "models" / "demix-routed" / "experts" / "dense.json")
     # The experts of novel domains, which are in the folder too, are not among them.
     assert [choice["expert"] for choice in lineage["choices"]] == list(TINY["domains"]["training"])
-    results = pd.read_parquet(run / "results.parquet").query("model == 'demix' and split == 'test'")
+    results = pd.read_parquet(run / "results.parquet").query("model == 'demix' and split == 'test' and top_k.isna()")
     scored = results.query("method == 'merged' and weights == 'routed'").set_index("domain")
     assert sorted(scored.index) == sorted({**TINY["domains"]["training"], **TINY["domains"]["novel"]})
     model = load_model(run / "models" / "demix-routed")
@@ -160,6 +164,31 @@ def test_the_experts_of_demix_are_scored_as_a_routed_model(finished: tuple[Path,
         assert (row["experts"], row["n_experts"]) == ("training", 1)
     for table in ("families", "family_costs"):
         assert "DEMix, merged-routed" in (run / "report" / "tables" / f"{table}.md").read_text()
+
+
+def test_routed_models_are_scored_with_other_numbers_of_experts(finished: tuple[Path, dict[str, str], str]) -> None:
+    run = finished[0] / "results" / "tiny"
+    results = pd.read_parquet(run / "results.parquet").query("split == 'test'")
+    tried = results[results["top_k"].notna() & results["method"].isin(["dense", "merged"])]
+    assert {(row, int(k)) for row, k in zip(tried["model"], tried["top_k"], strict=True)} == {
+        ("upcycled", 1), ("upcycled", 4), ("btx", 1), ("btx", 3), ("btx_btm", 1), ("btx_btm", 3),
+        ("btx_routers", 1), ("btx_routers", 3), ("demix", 1), ("demix", 3),
+    }  # fmt: skip
+    model = load_model(run / "models" / "demix-routed")
+    for block in model.blocks:
+        # The softmax over all experts, whose gates sum to 1 anyway.
+        block.feedforward.routed = dataclasses.replace(block.feedforward.routed, top_k=3, renormalise=False)
+    for row in tried[(tried["model"] == "demix") & (tried["top_k"] == 3)].itertuples():
+        shard = TokenShard.open(run / "tokens" / row.domain / "test.arrow")
+        (log_p,) = log_probabilities(model, *blocks(shard, model.architecture.context, int(row.tokens)))
+        assert row.nll == pytest.approx(-log_p.sum(), rel=1e-5)
+    (table,) = pd.read_html(run / "report" / "tables" / "families.html", index_col=0)
+    for row, label in (("btx", "btx"), ("demix", "DEMix, merged-routed")):
+        of_row = tried[(tried["model"] == row) & tried["domain"].isin(TINY["domains"]["training"])]
+        for k, name in ((1, "1"), (3, "all")):
+            mean = of_row.loc[of_row["top_k"] == k, "perplexity"].mean()
+            (cell,) = table.loc[label, [column for column in table if f"k = {name}" in str(column)][:1]]
+            assert float(str(cell).split()[0]) == pytest.approx(mean, rel=1e-3)
 
 
 def test_shards_of_clusters_hold_no_tokens(finished: tuple[Path, dict[str, str], str]) -> None:
@@ -222,7 +251,7 @@ def test_tasks_join_a_finished_run(finished: tuple[Path, dict[str, str], str]) -
     """Their examples are made once, every trained model is scored, and what the run has stays."""
     folder, _, planned = finished
     run, jobs = folder / "results" / "tiny", jobs_by_rule(planned)
-    models = ["btm", "btx", "btx_routers", "cbtm_2", "demix", "dense", "dense_unbalanced", "far", "upcycled"]
+    models = ["btm", "btx", "btx_btm", "btx_routers", "cbtm_2", "demix", "dense", "dense_unbalanced", "far", "upcycled"]
     asked = {f"fewshot_{name}": 1 for name in models} | {"examples": 4, "classify": 1}
     assert {rule: number for rule, number in jobs.items() if rule in asked or rule.startswith("fewshot")} == asked
     rows = pd.read_parquet(run / "tasks.parquet")

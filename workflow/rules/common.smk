@@ -3,7 +3,6 @@ import json
 import re
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 from demix.config.adaptation import AdaptationRecipe

@@ -47,7 +47,7 @@ rule evaluate:
         settings=lambda wildcards: RULES.as_json(
             taken(MixingRecipe, CONFIG.evaluation),
             kind="training" if wildcards.domain in TRAINING else "novel",
-            tables=[asdict(table) for table in systems.evaluated(THIS, wildcards.domain)],
+            tables=[table.told for table in systems.evaluated(THIS, wildcards.domain)],
             compared=[system.key for system in systems.compared(THIS, wildcards.domain)],
             against=[(name, *system.key) for name, system in systems.bases(THIS).items()],
             # A run without such pairs keeps its settings, and its evaluations.

@@ -43,12 +43,13 @@ for job in scoring_jobs(THIS):
             settings=several_models(job) if more else verbatim(SCORING),
             model=below_run("models" if more else f"models/{part.model}"),
             folder=below_run("scores" if more else f"scores/{part.folder}"),
-            # With the option of other blocks here, the commands of the other rules stay as they are.
+            # With the options of other blocks and of other numbers of experts here, the commands of the other rules stay as they are.
             experts=(
                 "listed"
                 if more
                 else ("own" if part.own else ",".join(part.columns))
                 + f" --context {part.context}" * bool(part.context)
+                + f" --top-k {part.top_k}" * bool(part.top_k)
             ),
         shell:
             "demix score {params.model} {input.tokens} --experts {params.experts}"

@@ -4,6 +4,7 @@ Axes: B sequences, T positions, D width, E experts of the layer, k choices of a 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ class RoutedLayer(nn.Module):
     ):
         super().__init__()
         self.routed, experts = routed, routed.experts
+        self.sums_to_one = routed.top_k > 1 and routed.renormalise
         self.activation, self.gated, inner = activation, gated, inner or 4 * width
         self.router = nn.Parameter(torch.empty(1, experts, width))
         for name, parameter in feedforward_parameters((1, experts), width, inner, gated, biased).items():
@@ -70,10 +72,14 @@ class RoutedLayer(nn.Module):
             kept = within_capacity(chosen, self.routed.experts, self.routed.places(T))
             auxiliary.append(_auxiliary(scores, chosen, kept, self.routed.balance))
             gates, chosen = gates * kept, torch.where(kept, chosen, self.routed.experts)
-        if self.routed.top_k > 1 and self.routed.renormalise:
+        if self.sums_to_one:
             total = gates.sum(-1, keepdim=True)
             gates = gates / total.masked_fill(total == 0, 1)
         return self._experts(x.reshape(B * T, D), gates.flatten(0, 1), chosen.flatten(0, 1)).view(1, B, T, D)
+
+    def choose(self, top_k: int) -> None:
+        """Let tokens choose `top_k` experts from now on. The gates of a token sum to 1 where they did before."""
+        self.routed = replace(self.routed, top_k=top_k)
 
     def choices(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The scores [B, T, E] of the experts for states `x` [B, T, D], and of the chosen ones scores and numbers.

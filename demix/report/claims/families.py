@@ -9,11 +9,11 @@ from demix.report.claims.row import HARM, Row, Versus
 from demix.report.domains import so_many
 from demix.report.families import Family, families, one_clusters, training_flops, tried_top_k
 from demix.report.material import Material
-from demix.report.needs import FAMILIES
+from demix.report.needs import FAMILIES, ROUTERS
 from demix.report.systems import BALANCED
 from demix.report.verdict import Part
 from demix.run.run import Run
-from demix.run.systems import System, by_distance, routed_weights
+from demix.run.systems import System, by_distance, routed_weights, token_routed
 
 
 def _whole(run: Run) -> list[Family]:
@@ -167,6 +167,55 @@ def _seeded(material: Material) -> list[Versus]:
     ]
 
 
+def _merged(run: Run, *, routers: bool = False) -> list[tuple[Family, Family]]:
+    """The rows that train merged experts, all parameters or their `routers` alone, each beside its parent."""
+    known = families(run)
+    return [
+        (family, known[family.model.base.settings.parent_row or ""])
+        for family in known.values()
+        if family.model.mixes and (family.model.settings.trained == "routers") == routers
+    ]
+
+
+def _against_mixture(material: Material) -> list[Versus]:
+    """Merged experts that were trained beside the mixture of as many experts' outputs; neither is told the domain."""
+    run, found = material.run, []
+    for family, parent in _merged(run) if "tempered" in run.config.evaluation.weights else ():
+        layer = family.architecture.routed
+        if layer and layer.top_k in tried_top_k(run, parent.experts):
+            label = f"{parent.model.row} (tempered), top-{layer.top_k}"
+            mixture = replace(parent.system, label=label, method="uniform", weights="tempered", top_k=layer.top_k)
+            found += [Versus(family.system, mixture, on.kind, intervals=False) for on in material.kinds]
+    return found
+
+
+def _routers_alone(material: Material) -> list[Versus]:
+    """Merged experts whose routers alone were trained beside those of the same parent that were trained as a whole."""
+    whole = {parent.model.row: family for family, parent in _merged(material.run)}
+    pairs = [
+        (family.system, whole[parent.model.row].system)
+        for family, parent in _merged(material.run, routers=True)
+        if parent.model.row in whole
+    ]
+    return [Versus(*pair, on.kind, allowance=HARM, intervals=False) for on in material.kinds for pair in pairs]
+
+
+def _follow_domains(material: Material) -> Iterator[Part]:
+    """Whether routers of merged experts tell more of a token's domain than any whose experts began alike."""
+    from demix.report.routers import told_by_layer
+
+    known, told = families(material.run), {}
+    for one in token_routed(material.run):
+        if one.name in known:
+            layers = told_by_layer(material.loads[one.label], one.top_k, material.training)
+            told[one.name] = sum(layers) / len(layers)
+    rivals = [share for name, share in told.items() if not known[name].model.mixes]
+    for name in told if rivals else ():
+        if known[name].model.mixes:
+            sentence = f"{name} {100 * told[name]:.1f}% of what a choice could tell, others {100 * max(rivals):.1f}%."
+            yield Part(told[name] > max(rivals), int(told[name] > max(rivals)), 1, sentence)
+
+
 def _on_all(material: Material, pairs: list[tuple[Family, System]]) -> list[Versus]:
     return [Versus(family.system, other, domains.kind) for domains in material.kinds for family, other in pairs]
 
@@ -247,6 +296,28 @@ ROWS = (
         "dense model",
         "c-BTM, 6, Figure 12: at large budgets; at small ones upcycling is better",
         lambda material: [Versus(family.system, other) for family, other in _matched(material.run, clusters=True)],
+    ),
+    _row(
+        "trained_together_against_outputs",
+        "Experts that tokens choose in every layer, merged and trained together (BTX), beat the mixture of the outputs "
+        "of as many experts a token",
+        "",
+        _against_mixture,
+    ),
+    _row(
+        "routers_are_enough",
+        "Training the routers of merged experts is enough: perplexity is at most "
+        f"{100 * HARM:g}% higher than with all parameters trained",
+        "FlexOlmo, Shi et al. 2025, there without experts that were trained together",
+        _routers_alone,
+    ),
+    Row(
+        "routers_follow_domains",
+        "Routers of merged domain experts still tell more of a token's domain, once trained, than routers of experts "
+        "that began alike",
+        "",
+        _follow_domains,
+        (FAMILIES, ROUTERS),
     ),
     _row(
         "seeding_helps",

@@ -3,7 +3,7 @@ dense models, DEMix, whole models per domain (BTM) or per cluster (c-BTM), each 
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from demix.report.domains import percent
 from demix.report.item import Group, TableItem
@@ -14,6 +14,9 @@ from demix.report.table import Table
 from demix.run.run import Run
 from demix.run.systems import System, routed_weights
 
+if TYPE_CHECKING:
+    from demix.report.families import Family
+
 ITEM = TableItem("Families of models: perplexity at equal tokens", Group.FAMILIES, 1, needs=(FAMILIES,))
 OF_RELEASED = (
     "Released scorer: weights by clusters as in the code released with c-BTM, at the same temperature: distances are "
@@ -22,7 +25,13 @@ OF_RELEASED = (
 OF_AVERAGES = "Averaged experts are one model of their mean parameters, of the run's own seed, as is their Dense."
 OF_ROUTED = (
     "Merged-routed: of a row's experts each token chooses two in every layer, by a ridge regression of the domain on "
-    "its state over dev text. Nothing was trained for it; of the run's own seed, as is its Dense."
+    "its state over dev text. What whole models have besides feedforwards is averaged. Nothing was trained for it; of "
+    "the run's own seed, as is its Dense."
+)
+
+OF_TOP_K = (
+    "k: experts that each token chooses in a layer, without training for it. Gates sum to 1 where they do in training. "
+    "Of the run's own seed."
 )
 
 
@@ -39,12 +48,12 @@ def make(material: Material) -> Table:
         experts = f"{len(family.model.experts)} {what}"
         about: dict[str, Any] = {
             "Family": family.name,
-            "Experts": experts if mixed and not family.architecture.routed else family.chosen,
+            "Experts": experts if mixed and system.method != "merged" else family.chosen,
             "Mixed by": " ".join(filter(None, (system.method, system.weights))) if mixed else "",
             "Tokens": family.learned(material.tokens_before),
         }
         numbers, beneath[label] = _numbers(material, system)
-        rows[label] = about | numbers
+        rows[label] = about | numbers | _by_top_k(material, family)
         for rule, ruled in _other_rules(system, material.run).items() if mixed and system.method != "merged" else ():
             for domains in material.kinds:
                 rows[label][f"{domains.heading}, {rule}"] = material.results.mean(ruled, domains.names)
@@ -61,6 +70,19 @@ def make(material: Material) -> Table:
         best=lowest(frame[[domains.heading for domains in material.kinds]], axis=0),
         beneath=pd.DataFrame.from_dict(beneath, orient="index"),
     )
+
+
+def _by_top_k(material: Material, family: "Family") -> dict[str, float]:
+    """By column, the means of a token-routed model by the number of experts that a token chooses in a layer."""
+    routed, row = family.architecture.routed, {}
+    if not routed:
+        return {}
+    for k in material.run.config.evaluation.experts_top_k or ():
+        number = routed.experts if k == "all" else k
+        system = replace(family.system, top_k=None if number == routed.top_k else number)
+        for domains in material.kinds:
+            row[f"{domains.heading}, k = {k}"] = material.own.mean(system, domains.names)
+    return row
 
 
 def _numbers(material: Material, system: System) -> tuple[dict[str, float], dict[str, str]]:
@@ -115,6 +137,7 @@ def _notes(material: Material) -> tuple[str, ...]:
         *([OF_RELEASED] if routed_weights(run) else []),
         "Tokens are those of all experts together, the seed phase included.",
         *parent_notes(run, material.tokens_before),
+        *([OF_TOP_K] if run.config.evaluation.experts_top_k else []),
         *([OF_AVERAGES] if not all(one.token_routed for one in run.merged) else []),
         *([OF_ROUTED] if any(one.token_routed for one in run.merged) else []),
         f"Means over {seeds} seeds, ± the standard deviation of a seed's mean. All seeds have the same clusters."

@@ -22,13 +22,15 @@ def make(material: Material) -> Table:
     from scipy.stats import entropy
 
     from demix.report.read import read_metrics
-    from demix.report.routers import told
+    from demix.report.routers import told_by_layer
 
     rows: dict[str, dict[str, Any]] = {}
     for model in token_routed(material.run):
         loads = material.loads[model.label].groupby("layer")
         by_layer = [shares.droplevel("layer").loc[material.training] for _, shares in loads]
-        information = [100 * told(shares, model.top_k) for shares in by_layer]
+        information = [
+            100 * share for share in told_by_layer(material.loads[model.label], model.top_k, material.training)
+        ]
         means = [shares.mean(axis=0) for shares in by_layer]
         lines = list(read_metrics(material.metrics / f"{model.name}.jsonl"))
         last = [line["router_dropped"] for line in lines[-max(1, len(lines) // 10) :] if "router_dropped" in line]

@@ -1,0 +1,169 @@
+"""A mixture of experts of demix as a model of transformers 5: logits are log-probabilities of the mixture.
+
+`demix export --mixture` writes this file beside the weights. It needs transformers alone.
+
+Names of tensor axes: E experts, B sequences, T positions, P positions in the cache, D width, V vocabulary.
+"""
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+
+class DemixConfig(PreTrainedConfig):  # type: ignore[misc]
+    """The experts and their mixture by the rule `tempered`.
+
+    `experts` are the names of the E experts, each of which is a model with the config `expert`. `own` are the names,
+    without numbers of layers, of the parameters that every expert has for itself; the experts share all others. None
+    says that they share nothing. The weights of the experts at position t are in proportion to prior·exp(β·S[t]), where
+    S[t] = γ·S[t-1] + log p(token t) of each expert; the first token of a text has no log p. A prior of 0 leaves an
+    expert out.
+    """
+
+    model_type = "demix"
+    sub_configs = {"expert": AutoConfig}  # noqa: RUF012
+
+    def __init__(
+        self,
+        expert: dict[str, Any] | PreTrainedConfig | None = None,
+        experts: tuple[str, ...] = ("dense",),
+        prior: tuple[float, ...] | None = None,
+        beta: float = 0.1,
+        gamma: float = 0.99,
+        own: tuple[str, ...] | None = None,
+        **more: Any,
+    ):
+        of_one = AutoConfig.for_model(**expert) if isinstance(expert, dict) else expert or AutoConfig.for_model("gpt2")
+        self.expert, self.experts, self.own = of_one, list(experts), own
+        self.prior, self.beta, self.gamma = list(prior or [1.0] * len(self.experts)), beta, gamma
+        self.vocab_size, self.max_position_embeddings = of_one.vocab_size, of_one.max_position_embeddings
+        # A cache has the layers of all experts, and one for the mixture.
+        self.num_hidden_layers = len(self.experts) * of_one.num_hidden_layers + 1
+        super().__init__(**more)
+
+
+class DemixForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    """The experts as models of transformers, and the log of their mixed probabilities.
+
+    A text is cut into blocks of `max_position_embeddings` tokens, as in demix: no expert sees the blocks before, while
+    the weights follow the whole text. Sequences may be padded anywhere, with an attention mask that says so.
+    """
+
+    config_class = DemixConfig
+    _supports_sdpa = True
+    experts: Any
+
+    def __init__(self, config: DemixConfig):
+        super().__init__(config)
+        self.experts = nn.ModuleList(AutoModelForCausalLM.from_config(config.expert) for _ in config.experts)
+        tied: dict[str, str] = {}
+        for number, expert in enumerate(self.experts):
+            of_one = f"experts.{number}."
+            for module in expert.modules():
+                if hasattr(module, "layer_idx"):
+                    module.layer_idx += number * config.expert.num_hidden_layers
+            for name, _ in expert.named_parameters() if number else ():
+                if config.own is not None and re.sub(r"\.\d+", "", name) not in config.own:
+                    tied[of_one + name] = f"experts.0.{name}"
+            tied |= {of_one + head: of_one + name for head, name in expert.all_tied_weights_keys.items()}
+        self._tied_weights_keys = tied
+        self.post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """The parameters of experts that are others of the model, by name."""
+        return dict(self._tied_weights_keys)
+
+    def _adjust_bias(self, *_: Any) -> None:
+        """What is tied are no heads whose bias would have to fit. transformers would cut the biases of GPT-2."""
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: DynamicCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool = False,
+        logits_to_keep: int = 0,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
+        """log p [B, T, V] of the token after each of `input_ids` [B, T] under the mixture, at least fp32.
+
+        `attention_mask` [B, P + T] is 0 at padding. `logits_to_keep` positions at the end have logits, all of them for
+        0. `labels` [B, T] add the loss. Positions follow from the mask.
+        """
+        cache = DynamicCache() if use_cache and past_key_values is None else past_key_values
+        past = 0 if cache is None else cache.get_seq_length()
+        B, T = input_ids.shape
+        real = input_ids.new_ones(B, past + T) if attention_mask is None else attention_mask.long()
+        place = (real.cumsum(1) - 1).clamp(min=0)
+        bias = self._bias(real.bool(), place // self.config.max_position_embeddings, T)
+        given = {
+            "attention_mask": bias, "position_ids": place[:, past:] % self.config.max_position_embeddings,
+            "past_key_values": cache, "use_cache": cache is not None,
+        }  # fmt: skip
+        hidden = torch.stack([one.base_model(input_ids, **given)[0] for one in self.experts], 1)
+        evidence = self._evidence(input_ids, hidden, real.bool(), cache)
+        prior = torch.tensor(self.config.prior, device=hidden.device).log()
+        log_g = (prior[:, None, None] + self.config.beta * evidence).log_softmax(1)
+        kept = slice(-logits_to_keep, None)
+        logits = self._log_p(0, hidden[:, 0, kept]) + log_g[:, 0, kept]
+        for number in range(1, len(self.experts)):
+            logits = torch.logaddexp(logits, self._log_p(number, hidden[:, number, kept]) + log_g[:, number, kept])
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+    def _log_p(self, number: int, hidden: Tensor) -> Tensor:
+        """log p [B, T, V] of an expert, of its final states [B, T, D]."""
+        logits: Tensor = self.experts[number].get_output_embeddings()(hidden)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+    def _bias(self, real: Tensor, block: Tensor, T: int) -> Tensor:
+        """What is added to attention [B, 1, T, P + T]: a token sees the earlier ones of its block and itself."""
+        index = torch.arange(real.shape[1], device=real.device)
+        seen = real[:, None] & (block[:, None] == block[:, -T:, None]) & (index <= index[-T:, None])
+        # Padding sees itself, since a softmax over nothing is no number.
+        seen = seen | (index == index[-T:, None])
+        bias = torch.zeros(seen.shape, dtype=self.dtype, device=real.device)
+        return bias.masked_fill(~seen, torch.finfo(self.dtype).min)[:, None]
+
+    def _evidence(self, ids: Tensor, hidden: Tensor, real: Tensor, cache: DynamicCache | None) -> Tensor:
+        """S [B, E, T, 1] after each token: what it and the tokens before it say of the experts, but for a constant.
+
+        The last layer of the cache holds the final states `hidden` [B, E, T, D] as keys, and S as values.
+        """
+        (B, T), layer = ids.shape, self.config.num_hidden_layers - 1
+        total = hidden.new_zeros(B, len(self.experts), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        states = hidden
+        if cache is not None and real.shape[1] > T:
+            held = cache.layers[layer]
+            states, total = torch.cat([held.keys, hidden], 2), held.values[:, :, -1, 0]
+        # The real token before each.
+        index = torch.arange(real.shape[1], device=ids.device)
+        before = nn.functional.pad(torch.where(real, index, -1).cummax(1)[0], (1, 0), value=-1)[:, -T - 1 : -1]
+        predicting = states.gather(2, before.clamp(min=0)[:, None, :, None].expand_as(hidden))
+        scores = torch.stack(
+            [self._log_p(n, predicting[:, n]).gather(2, ids[..., None])[..., 0] for n in range(len(self.experts))], 1
+        )
+        scores, scored = scores - scores.amax(1, keepdim=True), real[:, -T:] & (before >= 0)
+        sums = []
+        for position in range(T):
+            added = self.config.gamma * total + scores[:, :, position]
+            total = torch.where(scored[:, position, None], added, total)
+            sums.append(total)
+        evidence = torch.stack(sums, 2)[..., None]
+        if cache is not None:
+            cache.update(hidden, evidence, layer)
+        return evidence

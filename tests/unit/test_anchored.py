@@ -1,0 +1,181 @@
+"""FlexOlmo's experts: each learns beside a parent's feedforwards that stay as they are."""
+
+import copy
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from demix.errors import DemixError, StoppedError
+from demix.files import read_json, read_json_lines, sha256_file, write_json
+from demix.launch.job import Places
+from demix.model.checkpoint import describe, load_model
+from demix.model.experts import find_faults, remove_expert
+from demix.model.gpt import seeing
+from demix.model.merge_routed import merge_routed
+from demix.run.check import completed_run
+from demix.train import stage
+from demix.train.batches import balanced_batches
+from demix.train.join import join_branches
+from support.plain_training import plain_steps, rates
+from support.tokens import TRAINING
+from support.training import SIZES, TRAIN, opened, shard_paths, stop_at, train_model
+
+TINY = yaml.safe_load((Path(__file__).parents[1] / "workflow" / "tiny.yaml").read_text())
+PAIR = {"experts": 2, "top_k": 2, "every": 1, "capacity": 2.0, "balance": 0.0}
+RECIPE = dataclasses.replace(
+    TRAIN, architecture=SIZES | {"routed": PAIR}, tokens=192 * 6, weight_decay=0.0, learning_rate=1e-2
+)
+OWN = TRAINING[1]
+
+
+@pytest.fixture(scope="module")
+def dense(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dense")
+    train_model("dense", TRAIN, shard_paths(tokens), folder / "dense", None, folder / "checkpoints")
+    return folder / "dense"
+
+
+def train_pair(dense: Path, tokens: Path, folder: Path, checkpoints: Path, own: str = OWN) -> Path:
+    training = stage.ModelTraining("anchored", RECIPE, shard_paths(tokens), branch=dense).alone(own)
+    stage.train_model(training, Places(folder / own, folder / f"{own}.jsonl", checkpoints))
+    return folder / own
+
+
+class Pair(nn.Module):
+    """A dense feedforward and a copy of it that learns, by the gates of a sigmoid."""
+
+    def __init__(self, dense: nn.Module, row: Tensor):
+        super().__init__()
+        self.anchor, self.own, self.row = dense, copy.deepcopy(dense), nn.Parameter(row)
+
+    def forward(self, x: Tensor, auxiliary: Any = None) -> Tensor:
+        gate = torch.sigmoid(x @ self.row)[..., None]
+        return (1 - gate) * self.anchor(x) + gate * self.own(x)
+
+
+def mean_states(model: nn.Module, tokens: Path, domain: str) -> list[Tensor]:
+    """The mean input of each feedforward over the first 40 blocks of a domain's text."""
+    shard = opened(tokens)[TRAINING.index(domain)]
+    assert len(shard) > 40 * 32
+    text = torch.tensor([shard.end_of_text, *shard.read(0, 40 * 32 - 1).tolist()])
+    found: dict[int, list[Tensor]] = {0: [], 1: []}
+    with (
+        torch.no_grad(),
+        seeing(dict(enumerate(one.feedforward for one in model.blocks)), lambda n, x: found[n].append(x)),
+    ):
+        model(text.view(1, -1, 32))
+    return [torch.cat(found[layer], 1).double().mean((0, 1, 2)) for layer in (0, 1)]
+
+
+def test_a_pair_is_trained_as_a_plain_loop_trains_it(dense: Path, tokens: Path, tmp_path: Path) -> None:
+    trained = load_model(train_pair(dense, tokens, tmp_path, tmp_path / "checkpoints"), (OWN,))
+    model = load_model(dense)
+    begun = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    means = {domain: mean_states(model, tokens, domain) for domain in TRAINING}
+    model.requires_grad_(False)
+    for layer, block in enumerate(model.blocks):
+        common = torch.stack([means[domain][layer] for domain in TRAINING]).mean(0)
+        block.feedforward = Pair(block.feedforward, (10 / 32**0.5 * (means[OWN][layer] - common)).float())
+        block.feedforward.own.requires_grad_(True)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learned, betas=(0.9, 0.95), eps=1e-7, weight_decay=0.0)
+    shard = opened(tokens)[TRAINING.index(OWN)]
+    drawn = balanced_batches([shard], [OWN], 2, 32, 1)
+    # A third of the steps of all, with a third of their tokens each.
+    of_steps = dict(enumerate(rates(6, RECIPE.learning_rate, RECIPE.warmup)))
+    rows = [row for row in read_json_lines(tmp_path / f"{OWN}.jsonl") if "loss" in row]
+    for row, step in zip(rows, plain_steps(model, optimizer, drawn, of_steps), strict=True):
+        assert row["loss"] == pytest.approx(step.loss, rel=1e-5)
+        assert row["gradient_norm"] == pytest.approx(step.norm, rel=1e-4)
+    for name, parameter in trained.named_parameters():
+        if ".feedforward." not in name:
+            assert torch.equal(parameter, begun[name]), name
+            continue
+        pair = model.get_submodule(name.rpartition(".")[0])
+        if name.endswith("router"):
+            assert not parameter[0, 0].any()
+            torch.testing.assert_close(parameter[0, 1], pair.row.detach(), rtol=0, atol=2e-5)
+        else:
+            own = pair.own.get_parameter(name.rpartition(".")[2])
+            assert torch.equal(parameter[0, 0], begun[name][0]), name
+            torch.testing.assert_close(parameter[0, 1], own.detach()[0], rtol=0, atol=2e-5)
+            assert not torch.equal(parameter[0, 1], begun[name][0]), name
+    assert describe(tmp_path / OWN)["kind"] == "anchored"
+
+
+def test_a_stopped_pair_goes_on_to_the_bit(
+    dense: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ("shared.safetensors", f"experts/{OWN}.safetensors")
+    whole = train_pair(dense, tokens, tmp_path / "whole", tmp_path / "checkpoints" / "whole")
+    stops = {1, 4}
+    stop_at(monkeypatch, stops, (OWN,))
+    for _ in range(2):
+        with pytest.raises(StoppedError):
+            train_pair(dense, tokens, tmp_path / "again", tmp_path / "checkpoints" / "again")
+    again = train_pair(dense, tokens, tmp_path / "again", tmp_path / "checkpoints" / "again")
+    assert not stops
+    for file in files:
+        assert (again / file).read_bytes() == (whole / file).read_bytes()
+
+
+def test_a_merge_has_the_anchor_and_the_experts_as_they_were(dense: Path, tokens: Path, tmp_path: Path) -> None:
+    pairs = [train_pair(dense, tokens, tmp_path, tmp_path / "checkpoints" / name, name) for name in TRAINING]
+    join_branches(pairs, tmp_path / "flexolmo")
+    dev = {name: tokens / "tokens" / name / "dev.arrow" for name in TRAINING}
+    merge_routed(tmp_path / "flexolmo", dev, tmp_path / "merged")
+    parts = [load_file(path / "experts" / f"{path.name}.safetensors") for path in pairs]
+    parents = load_file(dense / "shared.safetensors") | load_file(dense / "experts" / "dense.safetensors")
+    merged = load_file(tmp_path / "merged" / "experts" / "dense.safetensors")
+    whole = load_file(tmp_path / "merged" / "shared.safetensors") | merged
+    assert whole.keys() == parts[0].keys()
+    for name, tensor in whole.items():
+        if name not in merged:
+            assert torch.equal(tensor, parents[name]), name
+            continue
+        assert torch.equal(tensor, torch.cat([parts[0][name][:1], *(part[name][1:] for part in parts)])), name
+        anchor = torch.zeros_like(tensor[0]) if name.endswith("router") else parents[name]
+        assert torch.equal(tensor[0], anchor), name
+    assert find_faults(tmp_path / "merged") == []
+    # Without its experts but one, and without choosing, a merge is the pair of that expert.
+    left = tmp_path / "left"
+    shutil.copytree(tmp_path / "merged", left)
+    for name in TRAINING:
+        if name != OWN:
+            remove_expert(left, name)
+    pair, again = load_model(tmp_path / OWN, (OWN,)), load_model(left)
+    text = torch.arange(32).view(1, 1, 32)
+    torch.testing.assert_close(again(text), pair(text), rtol=0, atol=1e-6)
+    tampered = tmp_path / "flexolmo" / "experts" / f"{OWN}.safetensors"
+    tensors = load_file(tampered)
+    tensors["blocks.0.feedforward.up"][0] += 1
+    save_file(tensors, tampered)
+    lineage = read_json(tampered.with_suffix(".json"))
+    write_json(tampered.with_suffix(".json"), lineage | {"sha256": sha256_file(tampered)})
+    with pytest.raises(DemixError, match=r"has another blocks\.0\.feedforward\.up than that of"):
+        merge_routed(tmp_path / "flexolmo", dev, tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+
+
+REFUSED = {
+    "parent: is missing, and experts of kind anchored": {"parent": None, "seed_tokens": None},
+    "weight_decay: is 0.1, and the parent's feedforwards would decay": {"weight_decay": 0.1},
+    "top_k: is given to a row of kind anchored": {"top_k": 2},
+    "averages: is given to a row of kind anchored": {"averages": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("told", REFUSED)
+def test_rows_that_cannot_be_are_refused_in_one_line(told: str) -> None:
+    row = {"kind": "anchored", "parent": "dense", "seed_tokens": 6000, "weight_decay": 0.0} | REFUSED[told]
+    row = {key: value for key, value in row.items() if value is not None}
+    with pytest.raises(DemixError) as refused:
+        _ = completed_run(copy.deepcopy(TINY) | {"models": {"flexolmo": row}})
+    assert str(refused.value).startswith(f"config key models.flexolmo.{told}")
