@@ -267,7 +267,7 @@ def test_what_cannot_be_merged_is_refused_in_one_line(run: Path, tokens: Path, t
     write_json(told / "model.json", description | {"domain_tokens": list(TRAINING)})
     refused = {
         (merged,): "is a model whose tokens choose their experts, which are routed already; use another model",
-        (told,): "is a domain-token model, which has one expert; merge a model of kind demix or branched",
+        (told,): "is a domain-token model, which has one expert; merge a model of kind demix, branched or anchored",
         (
             tmp_path / "models" / "dense",
         ): "has one expert, and tokens choose among several; merge a model of kind demix",
