@@ -1,10 +1,10 @@
 """What a program may build on: a model, and a run, from Python (`demix.load`, `demix.open_run`).
 
-The names in `__all__`, and their attributes without a leading underscore, change as semantic versioning has it: all
-else in demix is internal. A text is a string, or a `Path` for a file. It stands alone after `<|endoftext|>`, and one
-that is longer than the model's context is cut into consecutive blocks, as in scoring (docs/concepts.md). Axes: N tokens
-of a text, E experts, V types. Numbers are those of the command that a method names. Bad input raises `DemixError`,
-whose text is one line.
+The names that `demix` lists, and their attributes without a leading underscore, change as semantic versioning has it:
+all else in demix is internal. A text is a string, or a `Path` for a file. It stands alone after `<|endoftext|>`, and
+one that is longer than the model's context is cut into consecutive blocks, as in scoring (docs/concepts.md). Axes: N
+tokens of a text, E experts, V types. Numbers are those of the command that a method names. Bad input raises
+`DemixError`, whose text is one line.
 """
 
 import html
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from demix.data.tokenizer import Tokenizer
     from demix.query.views import AskedRun
-
-__all__ = ["DemixError", "NextToken", "OpenedModel", "OpenedRun", "TextFigures", "TokenScores", "load", "open_run"]
 
 Text = str | Path
 
@@ -197,12 +195,6 @@ class OpenedModel:
         """The number of tokens of a block."""
         return self._trunks[0].architecture.context
 
-    @overload
-    def score(self, texts: Text, **mixed: Any) -> TokenScores: ...
-
-    @overload
-    def score(self, texts: Sequence[Text], **mixed: Any) -> list[TokenScores]: ...
-
     def score(
         self,
         texts: Text | Sequence[Text],
@@ -210,25 +202,23 @@ class OpenedModel:
         experts: Sequence[str] | None = None,
         weights: str = "tempered",
         prior: str = "",
-    ) -> TokenScores | list[TokenScores]:
-        """The tokens of a text under every expert and the mixture, or a list with those of each of several texts.
+    ) -> list[TokenScores]:
+        """The tokens of each text, or of the only one, under every expert and the mixture. Texts are scored together.
 
-        Texts are scored together. Their log p add up to those of `demix lm-eval` for whole texts. Raises DemixError
-        for a text without tokens.
+        The log p of a text add up to that of `demix lm-eval` for whole texts. Raises DemixError for an empty text.
         """
         mixture = self._mixture(experts, weights, prior)
-        alone = isinstance(texts, str | Path)
         given = [texts] if isinstance(texts, str | Path) else list(texts)
         ids = [self.tokenizer.encode(whole_text(text)).tolist() for text in given]
         if [] in ids:
-            raise DemixError("text" if alone else f"text {ids.index([]) + 1}", NO_TEXT[0], "leave it out")
+            raise DemixError(f"text {ids.index([]) + 1}", NO_TEXT[0], "leave it out")
         found = {}
         with progress("tokens", sum(map(len, ids)) * len(self._trunks)) as advance:
             for number, scores, log_p, log_g in text_scores(mixture, ids, self.tokenizer.end_of_text, advance):
                 pieces = decoded(self.tokenizer, ids[number])
                 parts = scores.T.numpy(), log_g.exp().numpy(), log_p.numpy()
                 found[number] = TokenScores(self.experts, tuple(pieces), np.array(ids[number]), *parts)
-        return found[0] if alone else [found[number] for number in range(len(ids))]
+        return [found[number] for number in range(len(ids))]
 
     def next(
         self,

@@ -113,7 +113,7 @@ def test_short_texts_have_the_probabilities_of_transformers(
 def test_a_text_of_several_blocks_has_the_numbers_of_the_playground(
     run: Path, model: demix.OpenedModel, experts: list[str] | None, weights: str, prior: str
 ) -> None:
-    found = model.score(LONG, experts=experts, weights=weights, prior=prior)
+    (found,) = model.score(LONG, experts=experts, weights=weights, prior=prior)
     assert len(found.ids) > 2 * LENGTH
     there = opened(run / "models" / "demix", None)
     there.domains = ("wiki",)
@@ -183,9 +183,9 @@ def test_figures_of_a_text_are_those_of_eval(run: Path, model: demix.OpenedModel
 def test_a_file_is_read_as_it_is(model: demix.OpenedModel, tmp_path: Path) -> None:
     file = tmp_path / "a.md"
     file.write_bytes("naïve\r\n\n".encode())
-    assert model.score(file).text == "naïve\r\n\n"
+    assert model.score(file)[0].text == "naïve\r\n\n"
     assert model.next(file).weights.tolist() == model.next("naïve\r\n\n").weights.tolist()
-    assert model.score([file, "a"])[1].ids.tolist() == model.score("a").ids.tolist()
+    assert model.score([file, "a"])[1].ids.tolist() == model.score("a")[0].ids.tolist()
 
 
 def test_what_cannot_be_done_is_refused_in_one_line(run: Path, model: demix.OpenedModel, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_what_cannot_be_done_is_refused_in_one_line(run: Path, model: demix.Open
         (lambda: demix.load(folder, experts="law"), 'experts: is a string; give a list of names: ["law"]'),
         (lambda: demix.load(folder, device="tpu"), "tpu: is not on this machine"),
         (lambda: model.score(["a", ""]), "text 2: holds no text"),
-        (lambda: model.score(tmp_path / "no.txt"), "text: holds no text"),
+        (lambda: model.score(tmp_path / "no.txt"), "text 1: holds no text"),
         (lambda: model.eval(""), "text: holds no text"),
         (lambda: model.eval(tmp_path / "no.txt"), "no.txt: holds no text"),
         (lambda: model.eval(["a"]), "text: is of the type list; give a string, or a Path for a file"),
