@@ -6,16 +6,8 @@
 # The name tells type checkers what `typing.TYPE_CHECKING` does; `typing` would be most of the time of an import.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from demix.api import (
-        DemixError,
-        NextToken,
-        OpenedModel,
-        OpenedRun,
-        TextFigures,
-        TokenScores,
-        load,
-        open_run,
-    )
+    from demix.api import NextToken, OpenedModel, OpenedRun, TextFigures, TokenScores, load, open_run
+    from demix.errors import DemixError
 
 __all__ = ["DemixError", "NextToken", "OpenedModel", "OpenedRun", "TextFigures", "TokenScores", "load", "open_run"]
 

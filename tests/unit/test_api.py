@@ -132,6 +132,13 @@ def test_a_text_of_several_blocks_has_the_numbers_of_the_playground(
     assert (table["weight", "law"] == found.weights[:, model.experts.index("law")]).all()
 
 
+def test_experts_that_are_left_out_leave_their_prior_to_the_others(model: demix.OpenedModel) -> None:
+    """The prior of wiki is 0.1 for law, 0.2 for news, 0.7 for code."""
+    found = model.next("", experts=["code", "law"], weights="history", prior="wiki")
+    assert found.experts == ("code", "law", "news")
+    np.testing.assert_allclose(found.weights, [0.7 / 0.8, 0.1 / 0.8, 0])
+
+
 @pytest.mark.parametrize(
     "asked",
     [
