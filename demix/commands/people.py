@@ -113,7 +113,7 @@ def evaluate_own(
 
     from demix.evaluate.own_text import OwnText, evaluate_texts
     from demix.files.json_files import without_nan
-    from demix.report.own_text import FILES_NOTE, files_table, headline, remarks, tables
+    from demix.report.own_text import FILES_NOTE, answer, files_table
 
     # Reading the text logs the steps of a data stage, which are noise here.
     logging.getLogger("demix").setLevel(logging.WARNING)
@@ -125,10 +125,9 @@ def evaluate_own(
         return
     answers = [files_table(found), FILES_NOTE]
     if alone and isinstance(found[0], OwnText):
-        answers = [headline(found[0]), *tables(found[0]), *remarks(found[0])]
+        answers = [*answer(found[0])]
     for part in answers:
-        if part:
-            terminal().print(part)
+        terminal().print(part)
 
 
 @app.command()
@@ -257,21 +256,17 @@ def generate(
     """Continue a prompt with a mixture of experts. In a terminal, the posterior over experts follows the text."""
     from demix.data.text import SURROGATE
     from demix.generate.terminal import continued, posterior_table
-    from demix.model.decode import named_prior, open_model, posterior_of, read_alone, weights_of
-    from demix.model.scoring import columns_of
+    from demix.model.continuations import mixture_of
+    from demix.model.decode import open_model, read_alone
 
     if SURROGATE.search(prompt):
         raise DemixError("--prompt", "is not UTF-8", "give it in UTF-8")
     trunks, encoder = open_model(model, experts.split(",") if experts else None, tokenizer)
     read_alone(trunks)
-    names = columns_of(trunks)
-    rule = weights_of(weights, model)
-    log_prior, decay = named_prior(prior, model, names, rule)
-    length = trunks[0].architecture.context
-    posterior = posterior_of(rule, log_prior, model, names, encoder, length, decay)
-    log_weights = continued(trunks, encoder, prompt, posterior, tokens, temperature, top_p, seed)
+    mixture = mixture_of(model, trunks, encoder, weights, prior)
+    log_weights = continued(mixture, encoder, prompt, tokens, temperature, top_p, seed)
     if sys.stdout.isatty():
-        terminal().print(posterior_table(names, log_weights))
+        terminal().print(posterior_table(mixture.experts, log_weights))
 
 
 @app.command()

@@ -5,11 +5,13 @@ import glob
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Self
 
 import numpy as np
+import torch
 
 from demix.config.addresses import refuse_not_utf8
 from demix.config.evaluation import DECAY
@@ -17,6 +19,7 @@ from demix.data.anonymize import anonymize_documents
 from demix.data.readers import MAX_DOCUMENT_BYTES, TO_UTF8
 from demix.data.shards import TokenShard, blocks, tokenize
 from demix.data.sources import Source, download
+from demix.data.text import SURROGATE
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.evaluate.choice import mixing_of, switching_on_dev
@@ -25,7 +28,7 @@ from demix.files import read_parquet
 from demix.mix.mixtures import mix, weigh
 from demix.mix.priors import cached_log_prior, fitted_log_prior, updating_log_priors
 from demix.mix.rules import Chunk, Cluster, History, Tempered
-from demix.model.checkpoint import load_experts, refuse_masked
+from demix.model.checkpoint import CPU, load_experts, refuse_masked
 from demix.model.clusters import clusters_of, has_clusters
 from demix.model.description import Usual, run_of
 from demix.model.gpt import GPT
@@ -139,24 +142,17 @@ def evaluate_texts(
     tokenizer is not the model's. A file in a folder is then `Unread`: beside texts a folder may hold other things.
     """
     refuse_masked(model, "says nothing of a text that is not masked")
-    tokenizer, encoder = tokenizer_of(model, tokenizer)
+    place, encoder = tokenizer_of(model, tokenizer)
     named, files = [text for text in texts if not text.is_dir()], files_of(texts)
     for file in files:
         refuse_not_utf8(file)
     for file in (*named, *([dev] if dev else [])):
         if not is_stream(file):
             _refuse_unreadable(file)
-    trunks = load_experts(model, hold=False)
-    several = len(columns_of(trunks)) > 1
-    dense = load_experts(place) if several and (place := _dense_of(model)) else None
-    given = None
-    if dev is not None and several:
-        limit = DEV_BLOCKS * trunks[0].architecture.context
-        given = _scored(trunks, _tokenized(dev, tokenizer, field), dev.name, limit)
-    judge = _Judge(model, encoder, trunks, dense, given, usual_of(model), mixing_of(model))
+    judge = Judge.of(model, load_experts(model, hold=False), place, encoder).told(dev, field)
     for text in files:
         try:
-            shard = _tokenized(text, tokenizer, field)
+            shard = judge.read(text, field)
         except DemixError as error:
             if text in named:
                 raise
@@ -166,16 +162,43 @@ def evaluate_texts(
 
 
 @dataclass(frozen=True)
-class _Judge:
-    """A model that is opened, and what its figures of a text take: the dense model of its run, and a text of dev."""
+class Judge:
+    """A model that is opened, and what its figures of a text take: the dense model of its run, and a text of dev.
+
+    A text is a file, a stream, or a string, which is one document.
+    """
 
     model: Path
+    tokenizer: Path
     encoder: Tokenizer
     trunks: list[GPT]
     dense: list[GPT] | None
-    dev: ScoreTable | None
     usual: Mapping[str, Usual]
     tempered: Tempered
+    dev: ScoreTable | None = None
+
+    @classmethod
+    def of(
+        cls, model: Path, trunks: list[GPT], tokenizer: Path, encoder: Tokenizer, device: torch.device = CPU
+    ) -> Self:
+        """The judge of texts by `trunks`, those of the model in the folder `model`; `encoder` is that of `tokenizer`.
+
+        The dense model of the run is loaded to `device`.
+        """
+        place = _dense_of(model) if len(columns_of(trunks)) > 1 else None
+        dense = load_experts(place, device=device) if place else None
+        return cls(model, tokenizer, encoder, trunks, dense, usual_of(model), mixing_of(model))
+
+    def told(self, dev: Path | str | None, field: str = "text") -> Self:
+        """This with the mixtures that are told the domain by `dev`, other text of the same kind; None tells nothing."""
+        if dev is None or len(columns_of(self.trunks)) < 2:
+            return self
+        limit = DEV_BLOCKS * self.trunks[0].architecture.context
+        return replace(self, dev=_scored(self.trunks, self.read(dev, field), _named(dev).name, limit))
+
+    def read(self, text: Path | str, field: str = "text") -> TokenShard:
+        """The tokens of a text. Raises DemixError where it cannot be read or is empty."""
+        return _tokenized(text, self.tokenizer, field)
 
     def mixed(self, shard: TokenShard, table: ScoreTable) -> dict[str, np.ndarray]:
         """log p [B, T] of a text under each mixture, by name."""
@@ -195,8 +218,9 @@ class _Judge:
             mixed["switching (fitted prior)"] = mix(scores, mask, "fitted", switching, log_prior=fitted)
         return mixed
 
-    def result(self, text: Path, shard: TokenShard) -> OwnText:
-        """The figures of a text."""
+    def result(self, text: Path | str, shard: TokenShard) -> OwnText:
+        """The figures of a text, whose tokens are those of `shard`."""
+        text = _named(text)
         table = _scored(self.trunks, shard, text.name)
         scores, mask, names = table.scores, table.mask, table.experts
         mixed = self.mixed(shard, table) if len(names) > 1 else {}
@@ -278,36 +302,67 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
+def whole_text(text: str | Path) -> str:
+    """The text of a string, or of a file of plain text. Raises DemixError for a file of anything else."""
+    file = _named(text)
+    if isinstance(text, str):
+        if SURROGATE.search(text):
+            raise DemixError("text", "is not UTF-8", "give it in UTF-8")
+        return text
+    _refuse_unreadable(file)
+    if file.suffix.lower() in STRUCTURED - {".txt"}:
+        raise DemixError(file, "holds documents, not one text", "give one of them as a string")
+    try:
+        return file.read_bytes().decode()
+    except UnicodeDecodeError:
+        raise DemixError(file, "is not UTF-8", f"convert it, from Latin-1 by {TO_UTF8}") from None
+
+
+def _named(text: Path | str) -> Path:
+    """What stands for a text where it is named. Raises DemixError for what is neither a string nor a path."""
+    if not isinstance(text, str | Path):
+        raise DemixError("text", f"is of the type {type(text).__name__}", "give a string, or a Path for a file")
+    return Path("text") if isinstance(text, str) else text
+
+
 def is_stream(text: Path) -> bool:
     """Whether a text is read once, from its begin to its end: standard input, a pipe or a device."""
     return str(text) == "-" or (text.exists() and not text.is_file() and not text.is_dir())
 
 
-def _kept(stream: Path, folder: Path) -> Path:
-    """A file in `folder` with the bytes of a stream. Raises DemixError for more of them than a document may have."""
-    with sys.stdin.buffer if str(stream) == "-" else stream.open("rb") as source:
-        content = source.read(MAX_DOCUMENT_BYTES + 1)
+def _kept(stream: Path | str, folder: Path) -> Path:
+    """A file in `folder` with the bytes of a stream, or of a string.
+
+    Raises DemixError for more of them than a document may have.
+    """
+    if isinstance(stream, str):
+        content = whole_text(stream).encode()
+    else:
+        with sys.stdin.buffer if str(stream) == "-" else stream.open("rb") as source:
+            content = source.read(MAX_DOCUMENT_BYTES + 1)
     if len(content) > MAX_DOCUMENT_BYTES:
-        raise DemixError(stream, "is over 128 MiB long", "give a part of it")
+        raise DemixError(_named(stream), "is over 128 MiB long", "give a part of it")
     kept = folder / "stream"
     kept.write_bytes(content)
     return kept
 
 
-def _tokenized(text: Path, tokenizer: Path, field: str) -> TokenShard:
+def _tokenized(text: Path | str, tokenizer: Path, field: str) -> TokenShard:
     """The token shard of a text."""
+    named = _named(text)
+    once = isinstance(text, str) or is_stream(named)
     with TemporaryDirectory(prefix="demix.") as folder:
         raw, documents, shard_path = (Path(folder, name) for name in ("raw.parquet", "documents.parquet", "own.arrow"))
         try:
-            raw_text([_kept(text, Path(folder)) if is_stream(text) else text], field, "own", raw)
+            raw_text([_kept(text, Path(folder)) if once else named], field, "own", raw)
         except DemixError as error:
             # The user knows a stream by the name that was given, not by that of the file.
-            raise (error.but(text) if is_stream(text) else error) from None
+            raise (error.but(named) if once else error) from None
         anonymize_documents(raw, documents, documents.with_suffix(".json"), enabled=False)
         tokenize(tokenizer, documents, shard_path)
         shard = TokenShard.open(shard_path)
     if not shard.document_bytes.sum():
-        raise DemixError(text, *NO_TEXT)
+        raise DemixError(named, *NO_TEXT)
     return shard
 
 

@@ -4,13 +4,11 @@ import sys
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from rich.table import Table
 
 from demix.data.tokenizer import Tokenizer
-from demix.mix.stream import Posterior
-from demix.model.decode import Decoder, decoded, generate
-from demix.model.gpt import GPT
+from demix.model.continuations import MixedModel
+from demix.model.decode import continuation
 
 BAR = 40
 # A model may generate control codes, and these must not control the terminal.
@@ -18,10 +16,9 @@ CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(cod
 
 
 def continued(
-    trunks: Sequence[GPT],
+    mixture: MixedModel,
     tokenizer: Tokenizer,
     prompt: str,
-    posterior: Posterior,
     tokens: int,
     temperature: float,
     top_p: float,
@@ -32,20 +29,11 @@ def continued(
     A terminal gets the prompt too, and control codes are replaced. A pipe gets the continuation as it is.
     """
     shown = sys.stdout.isatty()
-    decoder = Decoder(trunks, torch.tensor([tokenizer.end_of_text]), posterior)
-    decoder.read(torch.from_numpy(tokenizer.encode(prompt).astype("int64"))[None])
+    decoder = mixture.after(tokenizer, prompt)
     if shown:
         print(prompt.translate(CONTROLS), end="", flush=True)
-    drawn = generate(
-        decoder,
-        tokens,
-        temperature=temperature,
-        top_p=top_p,
-        generator=torch.Generator().manual_seed(seed),
-        end=tokenizer.end_of_text,
-    )
-    for piece in decoded(tokenizer, (int(token) for token, _, _ in drawn)):
-        print(piece.translate(CONTROLS) if shown else piece, end="", flush=True)
+    for drawn in continuation(decoder, tokenizer, tokens, temperature, top_p, seed):
+        print(drawn.piece.translate(CONTROLS) if shown else drawn.piece, end="", flush=True)
     print()
     log_weights: np.ndarray = decoder.posterior.log_weights[0]
     return log_weights

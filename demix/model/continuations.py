@@ -8,6 +8,7 @@ scored once.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 
 from demix.data.shards import cut
-from demix.errors import DemixError
+from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError, nearest
 from demix.mix.mixtures import keep_top
 from demix.mix.stream import Posterior
-from demix.model.decode import Decoder, domains_of
+from demix.model.decode import Decoder, domains_of, log_prior_of, named_prior, posteriors_of, weights_of
 from demix.model.gpt import GPT, ROWS_AT_ONCE
 from demix.model.scoring import EXPERT_TOKENS_AT_ONCE, columns_of, trunk_log_probabilities
 
@@ -58,6 +60,12 @@ class MixedModel:
         """The decoder of B texts that begin after the tokens `before` [B]."""
         return Decoder(self.trunks, before, self.begin(before.cpu().numpy()), top_k=self.top_k, domain=self.domain)
 
+    def after(self, tokenizer: Tokenizer, text: str) -> Decoder:
+        """The decoder of one text that begins with `text`, which stands after `end_of_text`."""
+        decoder = self.decoder(torch.tensor([tokenizer.end_of_text]))
+        decoder.read(torch.from_numpy(tokenizer.encode(text).astype(np.int64))[None])
+        return decoder
+
     def mixed(self, scores: Tensor, tokens: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """log p [B, N] of `tokens` [B, N] under the mixture (paper, Eq. 4), and the weights log g [B, N, E] behind it.
 
@@ -66,6 +74,32 @@ class MixedModel:
         posterior = self.begin(before.cpu().numpy())
         log_g = torch.from_numpy(keep_top(posterior.observe(scores.numpy(), tokens.cpu().numpy()), self.top_k))
         return (log_g + scores.permute(1, 2, 0)).logsumexp(-1), log_g
+
+
+def mixture_of(
+    directory: Path,
+    trunks: Sequence[GPT],
+    tokenizer: Tokenizer,
+    weights: str = "tempered",
+    prior: str = "",
+    experts: Sequence[str] | None = None,
+) -> MixedModel:
+    """The mixture of the experts of `trunks`, those of the model in `directory`.
+
+    `weights` and `prior` are names as in `weights_of` and `named_prior`. Only `experts` are mixed, by default all: the
+    others have the prior 0. Raises DemixError for an unknown expert, rule or prior.
+    """
+    names = columns_of(trunks)
+    rule = weights_of(weights, directory)
+    log_prior, decay = named_prior(prior, directory, names, rule)
+    if experts is not None:
+        if unknown := [name for name in experts if name not in names]:
+            cure = nearest(unknown[0], names, "name experts of the model")
+            raise DemixError("experts", f"{unknown[0]!r:.40} is no expert of this model", cure)
+        known = dict(zip(names, np.exp(log_prior).tolist(), strict=True))
+        log_prior = log_prior_of(names, {name: known[name] for name in experts})
+    length = trunks[0].architecture.context
+    return MixedModel(trunks, posteriors_of(rule, log_prior, directory, names, tokenizer, length, decay))
 
 
 @dataclass(frozen=True)
@@ -99,6 +133,22 @@ def text_log_probabilities(
     block. `advance` is called with the number of tokens that were scored since its last call, once for each trunk.
     """
     found = [0.0] * len(texts)
+    for number, _, log_p, _ in text_scores(mixture, texts, end_of_text, advance):
+        found[number] = float(log_p.sum())
+    return found
+
+
+def text_scores(
+    mixture: MixedModel,
+    texts: Sequence[Sequence[int]],
+    end_of_text: int,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """The tokens of each text that is not empty, as `text_log_probabilities` reads it, the shortest texts first.
+
+    Yields the number of the text, log p [E, N] of its tokens under the experts, log p [N] under the mixture, and the
+    weights log g [N, E] behind it, all float64.
+    """
     lengths = [len(text) for text in texts]
     order = sorted(np.flatnonzero(lengths).tolist(), key=lengths.__getitem__)
     before, domains = torch.tensor([end_of_text]), None if mixture.domain is None else (mixture.domain,)
@@ -114,9 +164,8 @@ def text_log_probabilities(
         )
         by_text = torch.split(scored, [lengths[number] for number in numbers], 1)
         for number, scores in zip(numbers, by_text, strict=True):
-            log_p, _ = mixture.mixed(scores[:, None], torch.tensor([texts[number]]), before)
-            found[number] = float(log_p.sum())
-    return found
+            log_p, log_g = mixture.mixed(scores[:, None], torch.tensor([texts[number]]), before)
+            yield number, scores, log_p[0], log_g[0]
 
 
 def continuation_log_probabilities(

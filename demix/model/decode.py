@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -144,6 +145,43 @@ def generate(
         yield chosen, *decoder.read(chosen)
 
 
+class Drawn(NamedTuple):
+    """A token that was sampled for one text: its text and id, and log p [E, 1, 1] and log g [1, 1, E] of it."""
+
+    piece: str
+    token: int
+    scores: Tensor
+    log_weights: Tensor
+
+
+def continuation(
+    decoder: Decoder, tokenizer: Tokenizer, tokens: int, temperature: float, top_p: float, seed: int
+) -> Iterator[Drawn]:
+    """Sample up to `tokens` more tokens for the one text of `decoder`, as `generate` does, until the text ends.
+
+    A character comes with the token that holds its last UTF-8 byte. When a token is yielded, `decoder.posterior` has
+    seen it.
+    """
+    drawn = generate(
+        decoder,
+        tokens,
+        temperature=temperature,
+        top_p=top_p,
+        generator=torch.Generator().manual_seed(seed),
+        end=tokenizer.end_of_text,
+    )
+    spell = _speller(tokenizer)
+    for chosen, scores, log_weights in drawn:
+        yield Drawn(spell(int(chosen)), int(chosen), scores, log_weights)
+
+
+def refuse_outside(**bounds: tuple[float, float, float]) -> None:
+    """Raise DemixError for the first named (value, least, most) whose value is not from least to most."""
+    for name, (value, least, most) in bounds.items():
+        if not least <= value <= most:
+            raise DemixError(name, f"is {value}", f"give a value from {least} to {most}")
+
+
 def choose(log_p: Tensor, temperature: float, top_p: float, generator: torch.Generator | None = None) -> Tensor:
     """One token for each row of log p [B, V], sampled from the nucleus `top_p` of p^(1/temperature): [B]."""
     if temperature == 0:
@@ -230,20 +268,6 @@ def named_prior(
     return log_prior_of(experts, {expert: found[expert] for expert in experts if expert in found}), None
 
 
-def posterior_of(
-    weights: Weights,
-    log_prior: np.ndarray,
-    directory: Path,
-    experts: Sequence[str],
-    tokenizer: Tokenizer,
-    length: int,
-    decay: float | None,
-) -> Posterior:
-    """The posterior over `experts` of the model in `directory` on one text, in blocks of `length` tokens."""
-    begin = posteriors_of(weights, log_prior, directory, experts, tokenizer, length, decay)
-    return begin(np.array([tokenizer.end_of_text]))
-
-
 def posteriors_of(
     weights: Weights,
     log_prior: np.ndarray,
@@ -253,8 +277,9 @@ def posteriors_of(
     length: int,
     decay: float | None,
 ) -> Callable[[np.ndarray], Posterior]:
-    """A function that begins the posterior of B texts, given the tokens [B] before them; see `posterior_of`.
+    """A function that begins the posterior of B texts, given the tokens [B] before them.
 
+    The posterior is over `experts` of the model in `directory`, in blocks of `length` tokens.
     Raises DemixError for weights by distance and an expert that the prior allows and that has no cluster.
     """
     rule = weights_rule(weights)
@@ -315,6 +340,10 @@ def refuse_other_models(trunks: Sequence[GPT], domain: str | None = None) -> Non
 
 def decoded(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
     """The text of each token of `ids`. A character comes with the token that holds its last UTF-8 byte."""
+    return map(_speller(tokenizer), map(int, ids))
+
+
+def _speller(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """A function from each id of a text, in order, to its text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for token in ids:
-        yield decoder.decode(tokenizer.vocabulary.pieces[int(token)])
+    return lambda token: decoder.decode(tokenizer.vocabulary.pieces[token])

@@ -57,7 +57,7 @@ def write_parquet(reader: pa.RecordBatchReader, stream: IO[bytes]) -> None:
 
 def write_text(reader: pa.RecordBatchReader, form: str, stream: IO[str]) -> None:
     """Write all rows as CSV, JSON (a list of objects, null for NaN) or a table in Markdown."""
-    names, rows = _distinct(reader.schema.names), _rows(reader)
+    names, rows = distinct(reader.schema.names), _rows(reader)
     if form == "csv":
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(names)
@@ -107,7 +107,7 @@ def _rows(reader: pa.RecordBatchReader) -> Iterator[Row]:
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
-def _distinct(names: list[str]) -> list[str]:
+def distinct(names: list[str]) -> list[str]:
     """Names of columns, with a number where an earlier column has the name: an object has each key once."""
     return [name if name not in names[:n] else f"{name}_{names[:n].count(name)}" for n, name in enumerate(names)]
 

@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     import rich.table
 
 
+def answer(result: OwnText) -> list["str | rich.table.Table"]:
+    """What `demix eval` prints of one text, part by part: the answer in sentences, the tables, and remarks on them."""
+    parts: list[str | rich.table.Table] = [headline(result), *tables(result), *remarks(result)]
+    return [part for part in parts if part]
+
+
 def tables(result: OwnText) -> list["rich.table.Table"]:
     """Tables for the terminal: the mixtures, and the experts, best first. Each has its lowest perplexity in bold."""
     from rich.table import Column, Table

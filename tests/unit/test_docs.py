@@ -174,19 +174,43 @@ def test_commands_run(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) 
             assert (place / output).exists(), words
 
 
-def test_the_notebook_runs(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    cells = json.loads((REPOSITORY / "docs" / "notebooks" / "results.ipynb").read_text())["cells"]
+def shown_by(notebook: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each cell of code of a notebook shows."""
+    cells = json.loads((REPOSITORY / "docs" / "notebooks" / notebook).read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
     monkeypatch.setenv("DEMIX_RUN", str(place / "results" / "sample"))
     names: dict[str, object] = {}
     # The last line of a cell is what a notebook shows.
-    shown = [shows(ast.parse("".join(cell["source"])), names) for cell in code]
+    return [shows(ast.parse("".join(cell["source"])), names) for cell in code]
+
+
+def test_the_notebook_runs(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_by("results.ipynb", place, monkeypatch)
     assert set(shown[1].index) == {*TRAINING, *NOVEL}
     assert shown[1].notna().all(axis=None)
     chart = shown[2].to_dict()
     assert [len(rows) for rows in chart["datasets"].values()] == [len(TRAINING + NOVEL)]
     assert re.search(r"novels less politics on wiki: [+-]\d\.\d{4} nats per token \(", capsys.readouterr().out)
+
+
+def test_the_notebook_of_python_runs(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, figures, scores, weights, following, _, results, counts, figure = shown_by(
+        "python.ipynb", place, monkeypatch
+    )
+    assert {*model.experts} == {*TRAINING}
+    assert {line.name for line in figures.experts} == {*TRAINING}
+    assert len(scores) == 5
+    assert [len(rows) for rows in weights.to_dict()["datasets"].values()] == [len(TRAINING) * (figures.tokens - 1)]
+    assert {name for name, weight in zip(following.experts, following.weights, strict=True) if weight} == {
+        "scripture", "novels",
+    }  # fmt: skip
+    assert {*results["domain"]} == {*TRAINING, *NOVEL}
+    assert "dense" in list(counts["model"])
+    assert figure.to_dict()["title"]["text"]
+    assert len(capsys.readouterr().out) > 10
 
 
 def shows(cell: ast.Module, names: dict[str, object]) -> Any:

@@ -20,10 +20,11 @@ from demix.evaluate.score_tables import read_scores
 from demix.files import read_json, write_json, write_json_lines
 from demix.generate.playground.answers import MixRequest, analyse, model_facts, opened
 from demix.mix.mixtures import mix
+from demix.mix.stream import Posterior
 from demix.model.checkpoint import load_experts
 from demix.model.clusters import copy_clusters
 from demix.model.continuations import Continuation, MixedModel, continuation_log_probabilities
-from demix.model.decode import Decoder, generate, log_prior_of, named_prior, posterior_of, posteriors_of, weights_of
+from demix.model.decode import Decoder, generate, log_prior_of, named_prior, posteriors_of, weights_of
 from demix.model.experts import add_expert, find_faults, remove_expert
 from demix.model.scoring import columns_of
 from demix.run.kept import write_run_config
@@ -50,6 +51,12 @@ def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     documents = {domain: tokens / "corpus" / domain / "train.parquet" for domain in TRAINING}
     fit_clusters(documents, Clustering(method="metadata", dimensions=6), 1, folder / "clusters" / "by_domain")
     return folder
+
+
+def posterior_of(*given: object) -> Posterior:
+    """The posterior of `posteriors_of` on one text, before which the end of another stands."""
+    encoder = given[4]
+    return posteriors_of(*given)(np.array([encoder.end_of_text]))
 
 
 def with_context(run: Path, context: str) -> None:

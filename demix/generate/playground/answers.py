@@ -13,20 +13,19 @@ import torch
 
 from demix.config.mixing import parsed_weights
 from demix.data.tokenizer import Tokenizer
-from demix.errors import DemixError, nearest
+from demix.errors import DemixError
 from demix.files import parquet_reader, read_parquet
 from demix.mix.logs import logsumexp
 from demix.mix.stream import Posterior
 from demix.model.clusters import has_clusters
+from demix.model.continuations import mixture_of
 from demix.model.decode import (
     Decoder,
+    continuation,
     decoded,
-    generate,
-    log_prior_of,
-    named_prior,
     open_model,
-    posterior_of,
     read_alone,
+    refuse_outside,
     weights_of,
 )
 from demix.model.description import run_of
@@ -170,36 +169,21 @@ def draw(model: Opened, asked: DrawRequest) -> Iterator[dict[str, Any]]:
 
     `weights` are those after the token. Raises DemixError for a value out of range.
     """
-    for name, value, least, most in (
-        ("tokens", asked.tokens, 1, MOST_DRAWN),
-        ("temperature", asked.temperature, 0, 10),
-        ("top_p", asked.top_p, 0.001, 1),
-        ("seed", asked.seed, 0, 2**62),
-    ):
-        if not least <= value <= most:
-            raise DemixError(name, f"is {value}", f"give a value from {least} to {most}")
+    refuse_outside(
+        tokens=(asked.tokens, 1, MOST_DRAWN),
+        temperature=(asked.temperature, 0, 10),
+        top_p=(asked.top_p, 0.001, 1),
+        seed=(asked.seed, 0, 2**62),
+    )
     ids, posterior = _ids(model, asked.text), _posterior(model, asked)
 
     def steps() -> Iterator[dict[str, Any]]:
         decoder = Decoder(model.trunks, _start(model), posterior)
         decoder.read(torch.tensor([ids], dtype=torch.long))
-        drawn: list[dict[str, Any]] = []
-
-        def tokens() -> Iterator[int]:
-            for token, scores, log_weights in generate(
-                decoder,
-                asked.tokens,
-                temperature=asked.temperature,
-                top_p=asked.top_p,
-                generator=torch.Generator().manual_seed(asked.seed),
-                end=model.tokenizer.end_of_text,
-            ):
-                after = _rounded(np.exp(decoder.posterior.log_weights), 4)
-                drawn.append({**_numbers(scores, log_weights.numpy()), "weights": after})
-                yield int(token)
-
-        for piece in decoded(model.tokenizer, tokens()):
-            yield {"pieces": [piece], **drawn.pop()}
+        sampling = asked.tokens, asked.temperature, asked.top_p, asked.seed
+        for drawn in continuation(decoder, model.tokenizer, *sampling):
+            after = _rounded(np.exp(decoder.posterior.log_weights), 4)
+            yield {"pieces": [drawn.piece], **_numbers(drawn.scores, drawn.log_weights.numpy()), "weights": after}
 
     return steps()
 
@@ -219,16 +203,10 @@ def _rounded(values: np.ndarray, digits: int) -> list[Any]:
 def _posterior(model: Opened, asked: MixRequest) -> Posterior:
     if asked.prior not in ("", "updating", "uniform", *model.domains):
         raise DemixError("prior", f"{asked.prior!r:.40} is not known", "choose a prior that the page offers")
-    for name in asked.experts:
-        if name not in model.experts:
-            raise DemixError("experts", f"{name!r:.40} is no expert of this model", nearest(name, model.experts, ""))
-    rule = weights_of(asked.weights, model.directory)
-    if rule.window:
+    if weights_of(asked.weights, model.directory).window:
         raise DemixError("weights", "are a number of tokens", "choose a rule that the page offers")
-    log_prior, decay = named_prior(asked.prior, model.directory, model.experts, rule)
-    weights = dict(zip(model.experts, np.exp(log_prior).tolist(), strict=True))
-    log_prior = log_prior_of(model.experts, {name: weights[name] for name in asked.experts})
-    return posterior_of(rule, log_prior, model.directory, model.experts, model.tokenizer, model.context, decay)
+    mixture = mixture_of(model.directory, model.trunks, model.tokenizer, asked.weights, asked.prior, asked.experts)
+    return mixture.begin(_start(model).numpy())
 
 
 def _ids(model: Opened, text: str) -> list[int]:
