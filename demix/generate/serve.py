@@ -109,10 +109,11 @@ def _asked(kind: type[T], values: dict[str, Any]) -> T:
 
 
 class Completions:
-    """The answers to requests for completions, computed one at a time; others wait."""
+    """The answers to requests for completions, computed one at a time; others wait. None goes on once it `stops`."""
 
-    def __init__(self, model: Served):
-        self.model, self.waiting, self._free = model, 0, asyncio.Semaphore(1)
+    def __init__(self, model: Served, stops: Callable[[], bool]):
+        self.model, self.stops = model, stops
+        self.waiting, self._free = 0, asyncio.Semaphore(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, ends_at = Request(scope, receive), asyncio.get_running_loop().time() + SECONDS
@@ -167,10 +168,17 @@ class Completions:
         self, asked: CompletionRequest, mixture: MixedModel, prompts: Sequence[list[int]], ends_at: float
     ) -> AsyncIterator[tuple[int, Part]]:
         for index, prompt in enumerate(prompts):
+            self._go_on(ends_at)
             async for part in iterate_in_threadpool(completed(self.model, mixture, asked, prompt)):
                 yield index, part
-                if not part.finish and asyncio.get_running_loop().time() > ends_at:
-                    raise HTTPException(400, f"the request took more than {SECONDS:g} s; ask for less")
+                if not part.finish:
+                    self._go_on(ends_at)
+
+    def _go_on(self, ends_at: float) -> None:
+        if self.stops():
+            raise HTTPException(503, "the server is being stopped")
+        if asyncio.get_running_loop().time() > ends_at:
+            raise HTTPException(400, f"the request took more than {SECONDS:g} s; ask for less")
 
     async def _events(
         self,
@@ -211,8 +219,8 @@ def _usage(asked: CompletionRequest, prompts: Sequence[list[int]], listed: int) 
     return {"prompt_tokens": given, "completion_tokens": drawn, "total_tokens": given + drawn}
 
 
-def application(model: Served, key: str = "") -> Guarded:
-    """What is served of `model`: to those who bear the `key`, or without one to this machine's own pages alone."""
+def application(model: Served, key: str, stops: Callable[[], bool]) -> Guarded:
+    """What is served of `model` until it `stops`: to who bears the `key`, or without one to this machine alone."""
     tokenizer = model.tokenizer
     end = name_of(tokenizer, tokenizer.end_of_text)
     made = int((model.directory / "model.json").stat().st_mtime)
@@ -246,7 +254,7 @@ def application(model: Served, key: str = "") -> Guarded:
         return endpoint
 
     routes = [
-        Route("/v1/completions", Completions(model), methods=["POST"]),
+        Route("/v1/completions", Completions(model, stops), methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/models/{name}", one_model),
         Route("/tokenizer_info", tokenizer_info),
@@ -279,9 +287,10 @@ def _in_url(host: str) -> str:
 
 def server_of(model: Served) -> uvicorn.Server:
     """The server of a model, whose key is that of the environment."""
-    return uvicorn.Server(
+    app = application(model, os.environ.get(KEY, ""), lambda: server.should_exit)
+    server = uvicorn.Server(
         uvicorn.Config(
-            application(model, os.environ.get(KEY, "")),
+            app,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -290,9 +299,10 @@ def server_of(model: Served) -> uvicorn.Server:
             proxy_headers=False,
             server_header=False,
             limit_concurrency=CONNECTIONS,
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=10,
         )
     )
+    return server
 
 
 def serve(model: Served, place: socket.socket) -> None:
