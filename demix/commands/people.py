@@ -309,9 +309,9 @@ def serve_model(
     from demix.generate.completions import served
     from demix.generate.serve import listening, serve
 
-    place = listening(host, port)
-    names = experts.split(",") if experts else None
-    serve(served(model, names, weights, prior, top_k, tokenizer, device), place)
+    with listening(host, port) as place:
+        names = experts.split(",") if experts else None
+        serve(served(model, names, weights, prior, top_k, tokenizer, device), place)
 
 
 experts = typer.Typer(no_args_is_help=True, help="List, verify, train, add or remove the experts of a model directory.")

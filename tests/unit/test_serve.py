@@ -21,6 +21,7 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import RemoteTokenizer
 
+from demix.config.architecture import Routed
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.generate import completions, serve
@@ -31,7 +32,7 @@ from demix.model.checkpoint import load_model
 from support.cli import demix, said
 from support.decoding import LENGTH, in_blocks, next_tokens, scored_in_blocks, write_run
 from support.harness_tasks import DOCUMENTS, TASKS, write_tasks
-from support.models import SMALL, write_model
+from support.models import SMALL, model_of, save_model, write_model, write_trunks
 
 PROMPT = "Zoë’s naïve café – 東京 is where the committee of the House met."
 WIDE = 64
@@ -120,6 +121,30 @@ def test_log_probabilities_of_a_prompt_are_those_of_an_evaluation(run, address, 
     ]
     assert len(whole) > 20
     assert all(PROMPT[offset:].startswith(name) for name, offset in whole)
+
+
+@pytest.mark.parametrize("kind", ["whole models", "dense", "routed"])
+def test_other_kinds_of_models_are_served(run: Path, address: str, kind: str) -> None:
+    encoder, model = Tokenizer.load(run / "tokenizer.json"), run / "models" / kind
+    ids = [encoder.end_of_text, *encoder.encode(PROMPT).tolist()]
+    if kind == "whole models":
+        write_trunks(run / "models" / "demix", model)
+        expected = asked(address, echo=True, max_tokens=9, temperature=0, logprobs=2).choices[0]
+        values, text = expected.logprobs.token_logprobs, expected.text
+    else:
+        routed = Routed(experts=3, top_k=2, every=2, capacity=3.0, balance=0.01) if kind == "routed" else None
+        made = model_of(
+            dtype=torch.float32, vocab_size=encoder.vocab_size, architecture=replace(SMALL, routed=routed)
+        )  # fmt: skip
+        save_model(made, model, encoder.sha256, kind)
+        values, text = scored_in_blocks(made, ids)[0].tolist(), PROMPT
+    with serving(served(model)) as other:
+        found = asked(other, model=kind, echo=True, max_tokens=9, temperature=0, logprobs=2).choices[0]
+    assert found.text.startswith(text)
+    assert found.logprobs.token_logprobs[: len(values)] == pytest.approx(values, abs=1e-4)
+    if kind == "whole models":
+        for one, other in zip(found.logprobs.top_logprobs, expected.logprobs.top_logprobs, strict=True):
+            assert one == pytest.approx(other, abs=1e-4)
 
 
 def test_a_completion_is_that_of_generate(run: Path, address: str) -> None:
