@@ -7,7 +7,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import uvicorn
@@ -310,7 +310,7 @@ def serve(model: Served, place: socket.socket) -> None:
     host, port, *_ = place.getsockname()
     address = f"http://{_in_url(host)}:{port}/v1"
     print(f"{model.directory}: {address} serves the model {model.name} (stop it with Ctrl-C)", flush=True)
-    try:
+    # The server ends by itself where a signal is ignored, as in a background job of a shell.
+    with suppress(KeyboardInterrupt):
         server_of(model).run(sockets=[place])
-    except KeyboardInterrupt:
-        print(f"{address}: stopped")
+    print(f"{address}: stopped")

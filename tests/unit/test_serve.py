@@ -31,6 +31,7 @@ from demix.mix.mixtures import mix
 from demix.model.checkpoint import load_model
 from support.cli import demix, said
 from support.decoding import LENGTH, in_blocks, next_tokens, scored_in_blocks, write_run
+from support.disturbed import until
 from support.harness_tasks import DOCUMENTS, TASKS, write_tasks
 from support.models import SMALL, model_of, save_model, write_model, write_trunks
 
@@ -373,17 +374,28 @@ def test_a_key_is_asked_for_where_one_is_set(run: Path, monkeypatch: pytest.Monk
         assert posted(address, {"prompt": "a"}, "/tokenize", Host="models.example", **header)[0] == 200
 
 
+def is_busy(address: str) -> bool:
+    """Whether another request keeps one waiting."""
+    try:
+        client_of(address).with_options(timeout=2).completions.create(model="demix", prompt="a", max_tokens=1)
+    except openai.APITimeoutError:
+        return True
+    return False
+
+
 def test_a_reader_who_leaves_makes_place_for_the_next(address: str) -> None:
     """An endless request would otherwise keep the others waiting for minutes, which the client does not."""
     with client_of(address).completions.create(model="demix", stream=True, **ENDLESS) as events:
         next(iter(events))
+        assert is_busy(address)
     assert asked(address, max_tokens=1).usage.completion_tokens == 1
     place = ("127.0.0.1", int(address.rpartition(":")[2]))
     body = json.dumps({"model": "demix"} | ENDLESS).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {place[0]}:{place[1]}\r\nContent-Length: {len(body)}\r\n\r\n"
-    for _ in range(3):
-        with socket.create_connection(place, timeout=30) as connection:
-            connection.sendall(head.encode() + body)
+    with socket.create_connection(place, timeout=30) as connection, socket.create_connection(place) as waiting:
+        connection.sendall(head.encode() + body)
+        until(lambda: is_busy(address))
+        waiting.sendall(head.encode() + body)
     assert asked(address, max_tokens=1).usage.completion_tokens == 1
 
 
