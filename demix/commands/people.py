@@ -282,6 +282,33 @@ def playground(
     serve(Playground(opened(model, tokenizer), port))
 
 
+@app.command("serve")
+def serve_model(
+    model: Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")],
+    host: Annotated[
+        str, typer.Option(help="Where to listen. Any but this machine's loopback needs a key in DEMIX_API_KEY.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free port.")] = 8502,
+    experts: Annotated[
+        str | None, typer.Option(help="The experts to mix, separated by commas; by default all.")
+    ] = None,
+    weights: WeightsRule = "tempered",
+    prior: Prior = "",
+    top_k: TopK = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:<number>; by default the GPU where there is one.")
+    ] = None,
+    tokenizer: Tokens = None,
+) -> None:
+    """Serve completions by a mixture of experts over OpenAI's API (/v1/completions, /v1/models)."""
+    from demix.generate.completions import served
+    from demix.generate.serve import listening, serve
+
+    with listening(host, port) as place:
+        names = experts.split(",") if experts else None
+        serve(served(model, names, weights, prior, top_k, tokenizer, device), place)
+
+
 experts = typer.Typer(no_args_is_help=True, help="List, verify, train, add or remove the experts of a model directory.")
 app.add_typer(experts, name="experts")
 Model = Annotated[Path, typer.Argument(help="A model directory, results/<run>/models/<model>.")]

@@ -193,18 +193,45 @@ def continuation_log_probabilities(
                     advance(len(one.wanted) / len(mixture.trunks))
         weighed = []
         for one, passed in zip(batches, passes, strict=True):
-            scores = torch.cat([scores for scores, _ in passed])
-            if not bool(scores.isfinite().all()):
-                raise DemixError("model", "gives tokens no probability", "train it again, or leave its experts out")
-            log_p, log_g = mixture.mixed(scores, one.targets, one.inputs[:, 0])
+            log_p, log_g = mixture.mixed(_finite(passed), one.targets, one.inputs[:, 0])
             totals = log_p.masked_fill(~one.asked, 0).sum(1).tolist()
             weighed.append((totals, log_g[one.asked]))
-        likeliest = _likeliest(mixture.trunks, passes, [log_g for _, log_g in weighed])
+        mixed = _mixed(mixture.trunks, passes, [log_g for _, log_g in weighed])
+        likeliest = [log_p.argmax(-1).cpu() for log_p in mixed]
         for one, (totals, _), tokens in zip(batches, weighed, likeliest, strict=True):
             same = torch.split(tokens == one.targets[one.asked], [len(each.tokens) for each in one.wanted])
             answers = zip(totals, (bool(each.all()) for each in same), strict=True)
             found |= zip(one.wanted, answers, strict=True)
     return [found[one] for one in wanted]
+
+
+def next_likeliest(
+    mixture: MixedModel, text: Sequence[int], end_of_text: int, count: int
+) -> Iterator[tuple[list[float], list[dict[int, float]]]]:
+    """Block by block of a text: log p of each token, and log p of the `count` likeliest tokens there.
+
+    The text stands alone after `end_of_text` and is cut into blocks as in `text_log_probabilities`. The log p of the
+    first block are those of `continuation_log_probabilities` for one continuation at a time, to the last bit.
+    """
+    posterior, before = mixture.begin(np.array([end_of_text])), end_of_text
+    rows = max(1, MOST_PROBABILITIES // mixture.trunks[0].vocab_size)
+    for start in range(0, len(text), mixture.context):
+        one = _Batch.made([Continuation((before,), tuple(text[start : start + mixture.context]))])
+        before = text[min(start + mixture.context, len(text)) - 1]
+        passed = []
+        for trunk in mixture.trunks:
+            with trunk.with_weights() as model:
+                passed.append(one.passed(model, mixture.domain))
+        scores = _finite(passed)
+        log_g = torch.from_numpy(keep_top(posterior.observe(scores.numpy(), one.targets.numpy()), mixture.top_k))
+        log_p = (log_g + scores.permute(1, 2, 0)).logsumexp(-1)[0].tolist()
+        likeliest = []
+        for first in range(0, len(log_p), rows):
+            part = [(scored, hidden[:, first : first + rows]) for scored, hidden in passed]
+            (mixed,) = _mixed(mixture.trunks, [part], [log_g[0, first : first + rows]])
+            values, ids = mixed.topk(count)
+            likeliest += [dict(zip(*there, strict=True)) for there in zip(ids.tolist(), values.tolist(), strict=True)]
+        yield log_p, likeliest
 
 
 @dataclass(frozen=True)
@@ -260,10 +287,18 @@ class _Batch:
         return torch.cat(scores, 2).double().cpu(), hidden[:, self.asked[:, s:].to(device)]
 
 
-def _likeliest(
+def _finite(passed: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The scores [E, R, N] of the passes of all trunks. Raises DemixError where one is not finite."""
+    scores = torch.cat([scores for scores, _ in passed])
+    if not bool(scores.isfinite().all()):
+        raise DemixError("model", "gives tokens no probability", "train it again, or leave its experts out")
+    return scores
+
+
+def _mixed(
     trunks: Sequence[GPT], passes: Sequence[Sequence[tuple[Tensor, Tensor]]], weights: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The likeliest token under the mixture at each place asked for of each batch: [tokens].
+    """log p [tokens, V] of what may stand, under the mixture, at each place asked for of each batch.
 
     `passes` have `_Batch.passed` by batch and trunk, and `weights` log g [tokens, E] by batch.
     """
@@ -280,7 +315,7 @@ def _likeliest(
                     so_far = totals[place]
                     totals[place] = mixed if so_far is None else torch.logaddexp(so_far, mixed)
             first = last
-    return [total.argmax(-1).cpu() for total in totals if total is not None]
+    return [total for total in totals if total is not None]
 
 
 def _mixed_next(model: GPT, hidden: Tensor, log_g: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ LONG |= {"contexts": ContextEvaluation, "examples": ExamplesRecipe, "fewshot": T
 
 
 # Commands that other programs give, or that take a machine that is not here.
-FOREIGN = {"cp", "git", "cd", "source", "python3.11", "pip", "uv", "touch", "docker", "apptainer", "sbatch"}
+FOREIGN = {"lm-eval", "cp", "git", "cd", "source", "python3.11", "pip", "uv", "touch", "docker", "apptainer", "sbatch"}
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -154,7 +154,7 @@ def test_commands_run(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) 
             assert words[0] in FOREIGN, words
         elif words[1:3] == ["experts", "train"]:
             known(words)
-        elif words[1] == "playground":
+        elif words[1] in ("playground", "serve"):
             known(words)
             assert "--port" in words or len(words) == 3
             assert expert_names(Path(words[2]))

@@ -45,6 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("generate {run}/models/min --prompt a", "{run}/models/mine"),
         ("eval {run}/models/min a", "{run}/models/mine"),
         ("playground {run}/models/min", "{run}/models/mine"),
+        ("serve {run}/models/min --port 0", "{run}/models/mine"),
         ("experts list {run}/models/min", "{run}/models/mine"),
         ("merge {run}/models/min --weights law=1 --output a", "{run}/models/mine"),
         ("experts remove {run}/models/mine lwa", "law"),

@@ -1,0 +1,297 @@
+"""Completions of texts by a mixture of experts, as OpenAI's API for completions asks for them."""
+
+import codecs
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from demix.data.text import SURROGATE
+from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError, nearest
+from demix.model.continuations import MixedModel, next_likeliest
+from demix.model.decode import choose, log_prior_of, named_prior, open_model, posteriors_of, read_alone, weights_of
+from demix.model.device import device_named
+from demix.model.gpt import GPT
+from demix.model.scoring import columns_of
+from demix.settings import DistinctItems, Integer, Items, Number, Switch, Text, names_of, settings
+
+# Of a prompt and of a completion, each, in tokens; a model with a longer context takes as many as that has.
+MOST_TOKENS = 4096
+MOST_PROMPTS = 32
+MOST_STOPS = 16
+MOST_LOGPROBS = 5
+# What OpenAI's API has besides, with the values that change nothing.
+UNOFFERED = {
+    "best_of": 1,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "n": 1,
+    "presence_penalty": 0,
+    "suffix": "",
+}
+
+
+@settings(kw_only=True)
+class StreamOptions:
+    """What a stream has besides the text."""
+
+    include_usage: Switch = False
+
+
+@settings(kw_only=True)
+class CompletionRequest:
+    """The body of a request to /v1/completions. The names are OpenAI's, but for `experts` and `weights`."""
+
+    model: Text
+    prompt: Text | Items[Any]
+    experts: DistinctItems[Text] | None = None
+    weights: Text | None = None
+    max_tokens: Annotated[Integer, Field(ge=0)] = 16
+    temperature: Annotated[Number, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[Number, Field(ge=0.001, le=1)] = 1.0
+    seed: Annotated[Integer, Field(ge=0, le=2**62)] | None = None
+    stop: Text | Items[Text] = ()
+    echo: Switch = False
+    logprobs: Annotated[Integer, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    stream: Switch = False
+    stream_options: StreamOptions = StreamOptions()
+    user: Text = ""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The strings before which a completion ends."""
+        return tuple(one for one in ((self.stop,) if isinstance(self.stop, str) else self.stop) if one)
+
+
+def offered(body: dict[str, Any]) -> dict[str, Any]:
+    """A request without the keys that change nothing: those of `UNOFFERED`, and null for a key with a default.
+
+    Raises DemixError for a key of `UNOFFERED` that would change something.
+    """
+    for name, neutral in UNOFFERED.items():
+        if body.get(name) not in (None, neutral):
+            raise DemixError(f"request.{name}", "is not offered here", "leave it out")
+    absent = {*UNOFFERED, *(name for name in names_of(CompletionRequest) if body.get(name) is None)}
+    return {key: value for key, value in body.items() if key not in absent}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that answers requests under `name`; `weights`, `prior` and `top_k` are those of `demix generate`."""
+
+    directory: Path
+    name: str
+    trunks: Sequence[GPT]
+    tokenizer: Tokenizer
+    weights: str
+    prior: str
+    top_k: int | None
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a prompt, and of a completion."""
+        return max(MOST_TOKENS, self.trunks[0].architecture.context)
+
+    def mixture(self, experts: Sequence[str] | None = None, weights: str | None = None) -> MixedModel:
+        """The mixture that a request asks for. Raises DemixError for an unknown expert or rule."""
+        names = columns_of(self.trunks)
+        rule = weights_of(weights or self.weights, self.directory)
+        log_prior, decay = named_prior(self.prior, self.directory, names, rule)
+        if experts is not None:
+            prior = dict(zip(names, np.exp(log_prior).tolist(), strict=True))
+            if unknown := [name for name in experts if name not in names]:
+                raise DemixError("experts", f"{unknown[0]!r:.40} is no expert here", nearest(unknown[0], names, ""))
+            log_prior = log_prior_of(names, {name: prior[name] for name in experts})
+        length = self.trunks[0].architecture.context
+        begin = posteriors_of(rule, log_prior, self.directory, names, self.tokenizer, length, decay)
+        return MixedModel(self.trunks, begin, self.top_k)
+
+
+def served(
+    directory: Path,
+    experts: Sequence[str] | None = None,
+    weights: str = "tempered",
+    prior: str = "",
+    top_k: int | None = None,
+    tokenizer: Path | None = None,
+    device: str | None = None,
+) -> Served:
+    """Open the model in `directory` for completions. Raises DemixError where the rule or the prior does not fit it."""
+    trunks, encoder = open_model(directory, experts, tokenizer, None, device_named(device))
+    read_alone(trunks)
+    model = Served(directory, Path(directory).resolve().name, trunks, encoder, weights, prior, top_k)
+    model.mixture().begin(np.array([encoder.end_of_text]))
+    return model
+
+
+def prompts_of(model: Served, asked: CompletionRequest) -> list[list[int]]:
+    """The tokens of each prompt of a request. Raises DemixError for what is no prompt of this model."""
+    given = asked.prompt
+    alone = isinstance(given, str) or (len(given) > 0 and all(type(one) is int for one in given))
+    texts = [given] if alone else given
+    if not 1 <= len(texts) <= MOST_PROMPTS:
+        raise DemixError("request.prompt", f"has {len(texts)} texts", f"send 1 to {MOST_PROMPTS}")
+    if len(asked.stops) > MOST_STOPS:
+        raise DemixError("request.stop", f"has {len(asked.stops)} strings", f"send at most {MOST_STOPS}")
+    prompts = [tokens_of(model.tokenizer, one) for one in texts]
+    for name, most in (("prompt", max(map(len, prompts))), ("max_tokens", asked.max_tokens)):
+        if most > model.most_tokens:
+            raise DemixError(f"request.{name}", f"has {most} tokens", f"ask for at most {model.most_tokens}")
+    return prompts
+
+
+def tokens_of(tokenizer: Tokenizer, text: Any) -> list[int]:
+    """The tokens of a text or of a list of ids, which may come from anywhere. Raises DemixError for all else."""
+    if isinstance(text, str):
+        if SURROGATE.search(text):
+            raise DemixError("request", "holds text that is not valid Unicode", "remove the unpaired surrogates")
+        found: list[int] = tokenizer.encode(text).tolist()
+        return found
+    if not isinstance(text, list | tuple):
+        raise DemixError("request", f"holds {text!r:.40}", "send a text, token ids, or a list of either")
+    if wrong := [one for one in text if type(one) is not int or not 0 <= one < tokenizer.vocab_size]:
+        raise DemixError("request", f"holds {wrong[0]!r:.40}", f"send ids from 0 to {tokenizer.vocab_size - 1}")
+    return [*text]
+
+
+def name_of(tokenizer: Tokenizer, token: int) -> str:
+    """The text of a token, or its bytes where these are no text, as OpenAI writes them; each token's own."""
+    piece = tokenizer.vocabulary.pieces[token]
+    try:
+        return piece.decode() or f"token_id:{token}"
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+@dataclass
+class Part:
+    """The next part of a completion: its text, and its tokens with their log p, None where there is none.
+
+    `likeliest` has for each token the log p of the likeliest tokens there and of the token itself, or None. `offsets`
+    tell where in the whole text a token begins. `finish` says of the last part why it is the last.
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    log_p: list[float | None] = field(default_factory=list)
+    likeliest: list[dict[int, float] | None] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    finish: Literal["stop", "length"] | None = None
+
+
+class _Written:
+    """A text that grows by tokens. A character comes with the token that holds its last UTF-8 byte."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._pieces = tokenizer.vocabulary.pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.text = ""
+
+    def add(self, token: int) -> None:
+        """Append a token."""
+        self.text += self._decoder.decode(self._pieces[token])
+
+    def end(self) -> None:
+        """Write the bytes that no character came of as U+FFFD."""
+        self.text += self._decoder.decode(b"", True)
+
+
+def completed(model: Served, mixture: MixedModel, asked: CompletionRequest, prompt: Sequence[int]) -> Iterator[Part]:
+    """Complete one prompt, part by part: with `echo` its blocks, then each new token.
+
+    A prompt stands after `<|endoftext|>`, with which it may begin itself; then this token has no log p. Prompt and
+    completion are one text, in blocks as in scoring (docs/concepts.md). A stop string is not part of a completion, but
+    its tokens are listed. `<|endoftext|>` ends a completion and has no text.
+    """
+    end = model.tokenizer.end_of_text
+    written = _Written(model.tokenizer)
+    if asked.echo:
+        yield from _echoed(mixture, asked, prompt, end, written)
+    begun = sent = len(written.text)
+    decoder = mixture.decoder(torch.tensor([end]))
+    if asked.max_tokens:
+        decoder.read(torch.tensor([_after(prompt, end)], dtype=torch.long))
+    generator = torch.Generator()
+    if asked.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(asked.seed)
+    for left in reversed(range(asked.max_tokens)):
+        log_p = decoder.next_log_probabilities()
+        token = int(choose(log_p, asked.temperature, asked.top_p, generator))
+        own = float(log_p[0, token])
+        part = Part(tokens=[token], log_p=[own], offsets=[len(written.text)], likeliest=[None])
+        if asked.logprobs is not None:
+            top = log_p[0].topk(asked.logprobs)
+            part.likeliest = [dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)) | {token: own}]
+        if token != end:
+            written.add(token)
+        if token == end or not left:
+            written.end()
+        stops = [place for stop in asked.stops if (place := written.text.find(stop, begun)) >= 0]
+        if stops or token == end:
+            part.finish = "stop"
+        elif not left:
+            part.finish = "length"
+        until = min(stops) if stops else len(written.text) if part.finish else _certain(written.text, asked.stops, sent)
+        part.text, sent = written.text[sent:until], until
+        yield part
+        if part.finish:
+            return
+        decoder.read(torch.tensor([[token]]))
+    written.end()
+    yield Part(written.text[begun:], finish="length")
+
+
+def _after(prompt: Sequence[int], end: int) -> list[int]:
+    """What of a prompt follows the `<|endoftext|>` that stands before each text."""
+    return [*prompt[prompt[:1] == [end] :]]
+
+
+def _echoed(
+    mixture: MixedModel, asked: CompletionRequest, prompt: Sequence[int], end: int, written: _Written
+) -> Iterator[Part]:
+    text = _after(prompt, end)
+    blocks: Any = [([None] * len(text), [None] * len(text))]
+    if asked.logprobs is not None:
+        blocks = next_likeliest(mixture, text, end, asked.logprobs)
+    if len(text) < len(prompt):
+        blocks, text = chain([([None], [None])], blocks), [*prompt]
+    done = 0
+    for log_p, likeliest in blocks:
+        part = Part(tokens=text[done : done + len(log_p)], log_p=log_p)
+        before, done = len(written.text), done + len(log_p)
+        for token, own, top in zip(part.tokens, log_p, likeliest, strict=True):
+            part.likeliest.append(None if top is None else top | {token: own})
+            part.offsets.append(len(written.text))
+            written.add(token)
+        part.text = written.text[before:]
+        yield part
+
+
+def _certain(text: str, stops: Sequence[str], sent: int) -> int:
+    """How much of `text`, of which `sent` characters are out, can be sent: a stop string may begin near its end."""
+    for place in range(max(sent, len(text) - max(map(len, stops), default=1) + 1), len(text)):
+        if any(stop.startswith(text[place:]) for stop in stops):
+            return place
+    return len(text)
+
+
+def log_probabilities_of(tokenizer: Tokenizer, parts: Sequence[Part]) -> dict[str, Any]:
+    """The `logprobs` of OpenAI's format for parts of a completion."""
+
+    def named(top: dict[int, float] | None) -> dict[str, float] | None:
+        return None if top is None else {name_of(tokenizer, token): value for token, value in top.items()}
+
+    return {
+        "tokens": [name_of(tokenizer, token) for part in parts for token in part.tokens],
+        "token_logprobs": [value for part in parts for value in part.log_p],
+        "top_logprobs": [named(top) for part in parts for top in part.likeliest],
+        "text_offset": [offset for part in parts for offset in part.offsets],
+    }

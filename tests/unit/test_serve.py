@@ -1,0 +1,457 @@
+"""`demix serve` over a real connection: the openai client, and the standard harness's own client of such servers."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import openai
+import pytest
+import torch
+import urllib3
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import RemoteTokenizer
+
+from demix.config.architecture import Routed
+from demix.data.tokenizer import Tokenizer
+from demix.errors import DemixError
+from demix.generate import completions, serve
+from demix.generate.completions import MOST_LOGPROBS, MOST_PROMPTS, MOST_TOKENS, Served, served
+from demix.generate.serve import KEY, MOST_BYTES, listening, server_of
+from demix.mix.mixtures import mix
+from demix.model.checkpoint import load_model
+from support.cli import demix, said
+from support.decoding import LENGTH, in_blocks, next_tokens, scored_in_blocks, write_run
+from support.disturbed import until
+from support.harness_tasks import DOCUMENTS, TASKS, write_tasks
+from support.models import SMALL, model_of, save_model, write_model, write_trunks
+
+PROMPT = "Zoë’s naïve café – 東京 is where the committee of the House met."
+WIDE = 64
+# Without a stop, the likeliest tokens of the random model go on for minutes.
+ENDLESS = {"prompt": ["the"] * MOST_PROMPTS, "max_tokens": MOST_TOKENS, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the model demix, a model of longer blocks, and tasks of the harness."""
+    folder = write_run(tmp_path_factory.mktemp("served"), tokens)
+    encoder = Tokenizer.load(folder / "tokenizer.json")
+    sizes = replace(SMALL, context=WIDE)
+    write_model(folder / "models" / "wide", tokenizer=encoder.sha256, vocab_size=encoder.vocab_size, architecture=sizes)
+    write_tasks(folder)
+    return folder
+
+
+@contextmanager
+def serving(model: Served) -> Iterator[str]:
+    place = listening("127.0.0.1", 0)
+    server = server_of(model)
+    thread = Thread(target=server.run, kwargs={"sockets": [place]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{place.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def address(run: Path) -> Iterator[str]:
+    with serving(served(run / "models" / "demix")) as one:
+        yield one
+
+
+def client_of(address: str, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def asked(address: str, prompt: object = PROMPT, model: str = "demix", **more: object) -> openai.types.Completion:
+    """The answer to the openai client; what it does not know itself goes into the body as it is."""
+    body = {name: more.pop(name) for name in ("experts", "weights", "more") if name in more}
+    return client_of(address).completions.create(model=model, prompt=prompt, extra_body=body, **more)
+
+
+def facts(choice: openai.types.CompletionChoice) -> dict:
+    return choice.model_dump(exclude={"index"})
+
+
+@pytest.mark.parametrize(
+    ("more", "method", "weights", "how"),
+    [
+        ({}, "uniform", "tempered(0.1,0.99)", {}),
+        ({"weights": "history"}, "updating", "history", {"decay": 0.3}),
+        ({"weights": "switching(0.3)"}, "uniform", "switching(0.3)", {}),
+        ({"experts": ["news"]}, "uniform", "history", {"log_prior": None}),
+    ],
+    ids=["default", "rule", "parameters", "expert"],
+)
+def test_log_probabilities_of_a_prompt_are_those_of_an_evaluation(run, address, more, method, weights, how) -> None:
+    model, encoder = load_model(run / "models" / "demix"), Tokenizer.load(run / "tokenizer.json")
+    ids = [encoder.end_of_text, *encoder.encode(PROMPT).tolist()]
+    assert len(ids) > 2 * LENGTH
+    found = asked(address, echo=True, max_tokens=0, logprobs=3, **more).choices[0]
+    assert (found.text, found.finish_reason) == (PROMPT, "length")
+    table, mask = in_blocks(scored_in_blocks(model, ids))
+    if "experts" in more:
+        expert = model.experts.index("news")
+        expected, every = table[mask][:, expert], next_tokens(model, torch.tensor([ids[:-1]]))[expert, 0]
+        for row, told in zip(every, found.logprobs.top_logprobs, strict=True):
+            assert sorted(told.values())[-3:] == pytest.approx(np.sort(row)[-3:], abs=1e-4)
+    else:
+        expected = mix(table, mask, method, weights, **how)[mask]
+    assert found.logprobs.token_logprobs == pytest.approx(expected, abs=1e-4)
+    for name, value, told in zip(
+        found.logprobs.tokens, found.logprobs.token_logprobs, found.logprobs.top_logprobs, strict=True
+    ):
+        assert told[name] == value
+        assert 3 <= len(told) <= 4
+    whole = [
+        (name, offset)
+        for name, offset in zip(found.logprobs.tokens, found.logprobs.text_offset, strict=True)
+        if not name.startswith("bytes:")
+    ]
+    assert len(whole) > 20
+    assert all(PROMPT[offset:].startswith(name) for name, offset in whole)
+
+
+@pytest.mark.parametrize("kind", ["whole models", "dense", "routed"])
+def test_other_kinds_of_models_are_served(run: Path, address: str, kind: str) -> None:
+    encoder, model = Tokenizer.load(run / "tokenizer.json"), run / "models" / kind
+    ids = [encoder.end_of_text, *encoder.encode(PROMPT).tolist()]
+    if kind == "whole models":
+        write_trunks(run / "models" / "demix", model)
+        expected = asked(address, echo=True, max_tokens=9, temperature=0, logprobs=2).choices[0]
+        values, text = expected.logprobs.token_logprobs, expected.text
+    else:
+        routed = Routed(experts=3, top_k=2, every=2, capacity=3.0, balance=0.01) if kind == "routed" else None
+        made = model_of(
+            dtype=torch.float32, vocab_size=encoder.vocab_size, architecture=replace(SMALL, routed=routed)
+        )  # fmt: skip
+        save_model(made, model, encoder.sha256, kind)
+        values, text = scored_in_blocks(made, ids)[0].tolist(), PROMPT
+    with serving(served(model)) as other:
+        found = asked(other, model=kind, echo=True, max_tokens=9, temperature=0, logprobs=2).choices[0]
+    assert found.text.startswith(text)
+    assert found.logprobs.token_logprobs[: len(values)] == pytest.approx(values, abs=1e-4)
+    if kind == "whole models":
+        for one, other in zip(found.logprobs.top_logprobs, expected.logprobs.top_logprobs, strict=True):
+            assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_a_completion_is_that_of_generate(run: Path, address: str) -> None:
+    model = run / "models" / "demix"
+    for more in ({"weights": "history"}, {"experts": ["law", "news"]}, {"weights": "average", "experts": ["code"]}):
+        found = asked(address, max_tokens=20, temperature=0, logprobs=2, **more).choices[0]
+        options = [word for name, value in more.items() for word in (f"--{name}", ",".join([*np.atleast_1d(value)]))]
+        done = demix("generate", model, "--prompt", PROMPT, "--tokens", 20, "--temperature", 0, *options)
+        assert found.text == done.stdout.removesuffix("\n")
+        for value, told in zip(found.logprobs.token_logprobs, found.logprobs.top_logprobs, strict=True):
+            assert value == max(told.values())
+        # What was drawn has as a prompt the log p that it had.
+        again = asked(address, PROMPT + found.text, max_tokens=0, logprobs=0, echo=True, **more).choices[0].logprobs
+        if again.tokens[-len(found.logprobs.tokens) :] == found.logprobs.tokens:
+            drawn = found.logprobs.token_logprobs
+            assert again.token_logprobs[-len(drawn) :] == pytest.approx(drawn, abs=1e-4)
+
+
+def test_a_stream_is_the_same_in_parts(address: str) -> None:
+    how = {"max_tokens": 60, "seed": 3, "temperature": 1.5, "top_p": 0.9, "logprobs": 2, "echo": True}
+    plain = asked(address, **how).choices[0]
+    drawn = plain.text.removeprefix(PROMPT)
+    assert len(drawn) > 20
+    stop = drawn[15:18]
+    for stops in (None, [stop, "never"]):
+        one = asked(address, stop=stops, **how)
+        *parts, last = asked(address, stop=stops, stream=True, stream_options={"include_usage": True}, **how)
+        assert last.usage == one.usage
+        assert one.usage.completion_tokens == len(one.choices[0].logprobs.tokens) - one.usage.prompt_tokens
+        choices = [part.choices[0] for part in parts]
+        assert len(choices) > 10
+        assert "".join(choice.text for choice in choices) == one.choices[0].text
+        assert [choice.finish_reason for choice in choices[:-1]] == [None] * (len(choices) - 1)
+        assert choices[-1].finish_reason == one.choices[0].finish_reason
+        for name, whole in one.choices[0].logprobs.model_dump().items():
+            assert [value for choice in choices for value in choice.logprobs.model_dump()[name]] == whole
+    assert one.choices[0].text == PROMPT + drawn[: drawn.index(stop)]
+    assert (one.choices[0].finish_reason, plain.finish_reason) == ("stop", "length")
+    # No part of a stop string leaves before it is known whether the string is whole.
+    assert asked(address, **how | {"stop": drawn[-1] + "never", "echo": False}).choices[0].text == drawn
+
+
+def test_several_prompts_are_answered_as_each_alone(run: Path, address: str) -> None:
+    texts = [PROMPT, "", "The house divided."]
+    how = {"max_tokens": 12, "seed": 5, "logprobs": 1, "echo": True}
+    together = asked(address, texts, **how)
+    assert [choice.index for choice in together.choices] == [0, 1, 2]
+    alone = [asked(address, text, **how) for text in texts]
+    assert [facts(choice) for choice in together.choices] == [facts(one.choices[0]) for one in alone]
+    assert together.usage.total_tokens == sum(one.usage.total_tokens for one in alone)
+    encoder = Tokenizer.load(run / "tokenizer.json")
+    ids = [encoder.encode(text).tolist() for text in texts]
+    assert [facts(choice) for choice in asked(address, ids, **how).choices] == [
+        facts(choice) for choice in together.choices
+    ]
+    assert facts(asked(address, ids[0], **how).choices[0]) == facts(together.choices[0])
+    # The token before a text may be given, and then has no log p.
+    led = asked(address, [[encoder.end_of_text, *ids[0]]], **how).choices[0]
+    assert led.logprobs.token_logprobs == [None, *together.choices[0].logprobs.token_logprobs]
+    assert led.logprobs.top_logprobs[0] is None
+    assert facts(asked(address, PROMPT, **how | {"seed": 6}).choices[0]) != facts(together.choices[0])
+    unseeded = {asked(address, max_tokens=20).choices[0].text for _ in range(5)}
+    assert len(unseeded) > 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [({}, ()), ({"weights": "history", "top_k": 2}, ("--weights", "history", "--top-k", 2))],
+    ids=["default", "history"],
+)
+def test_the_harness_finds_what_it_finds_without_a_server(run, tmp_path, monkeypatch, rule, options) -> None:
+    """To the last digit where its requests are scored one at a time, as the server does."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    manager = TaskManager(include_path=str(run / "tasks"), include_defaults=False)
+    encoder = Tokenizer.load(run / "tokenizer.json")
+    most = max(len(encoder.encode(one["text"] + choice)) for one in DOCUMENTS for choice in one["choices"])
+    assert LENGTH < most <= WIDE
+    for name, tasks in (("wide", [*TASKS]), ("demix", ["rolling"])):
+        done = demix(
+            "lm-eval", run / "models" / name, "--tasks", ",".join(tasks), "--include-path", run / "tasks",
+            "--output", tmp_path / f"{name}.json", "--log-samples", "--batch-size", 1, *options,
+        )  # fmt: skip
+        assert done.exit_code == 0, (done.exception, done.output)
+        with serving(served(run / "models" / name, **rule)) as address:
+            # Of texts, and of requests, several at a time.
+            for batch, concurrent in ((1, 1), (3, 2)):
+                how = {"batch_size": batch, "num_concurrent": concurrent, "max_length": MOST_TOKENS + 1}
+                theirs = simple_evaluate(
+                    "local-completions", model_args={"model": name, "base_url": f"{address}/v1/completions"} | how,
+                    tasks=tasks, task_manager=manager,
+                )["samples"]  # fmt: skip
+                for task in tasks:
+                    lines = (tmp_path / f"{name}.{task}.jsonl").read_text().splitlines()
+                    for our, their in zip(map(json.loads, lines), theirs[task], strict=True):
+                        assert our["doc"] == their["doc"]
+                        told = json.loads(json.dumps(their["filtered_resps"]), parse_constant=None)
+                        if task == "text":
+                            assert our["filtered_resps"] == told
+                            continue
+                        ours, told = (np.atleast_2d(np.array(one, object)) for one in (our["filtered_resps"], told))
+                        assert [str(one) for one in ours[:, 1:].ravel()] == [str(one) for one in told[:, 1:].ravel()]
+                        values = [[float(one) for one in rows[:, 0]] for rows in (ours, told)]
+                        # Without a server, the blocks of a longer text are scored together.
+                        assert values[0] == pytest.approx(values[1], rel=1e-7 if name == "demix" else 1e-14)
+
+
+def test_tokens_are_those_of_the_model(run: Path, address: str) -> None:
+    encoder, remote = Tokenizer.load(run / "tokenizer.json"), RemoteTokenizer(f"{address}/v1/completions")
+    for text in (PROMPT, "", "x <|endoftext|>"):
+        assert remote.encode(text) == encoder.encode(text).tolist()
+        assert remote.decode(remote.encode(text)) == text
+    assert (remote.eos_token, remote.eos_token_id, remote.bos_token) == ("<|endoftext|>", encoder.end_of_text, None)
+
+
+def test_models_are_listed(address: str) -> None:
+    client = client_of(address)
+    (only,) = client.models.list()
+    assert (only.id, only.object, only.owned_by) == ("demix", "model", "demix")
+    assert client.models.retrieve("demix") == only
+    with pytest.raises(openai.NotFoundError, match="ask for demix"):
+        client.models.retrieve("gpt-4")
+
+
+WRONG = {
+    "another model": ({"model": "gpt-4"}, 404, "the model 'gpt-4' is not served here; ask for demix"),
+    "no such rule": ({"weights": "best"}, 400, "weights best: is not known; use one of history, released, tempered"),
+    "another parameter": ({"weights": "tempered(2,0.5,1)"}, 400, "use tempered(beta,gamma)"),
+    "no clusters": ({"weights": "cluster"}, 400, "has no clustering of its experts"),
+    "no such expert": ({"experts": ["nesw"]}, 400, "experts: 'nesw' is no expert here; did you mean news?"),
+    "no expert": ({"experts": []}, 400, "leaves every expert without weight"),
+    "an expert twice": ({"experts": ["law", "law"]}, 400, "request.experts: holds one value twice"),
+    "an unknown key": ({"more": {"top_k": 3}}, 400, "request.more: is not known"),
+    "a key of bytes": ({"more": 1, "user": "\\ud800"}, 400, "request.more: is not known"),
+    "several answers": ({"n": 2}, 400, "request.n: is not offered here; leave it out"),
+    "a penalty": ({"presence_penalty": 0.5}, 400, "request.presence_penalty: is not offered here"),
+    "a bias": ({"logit_bias": {"50": 1}}, 400, "request.logit_bias: is not offered here"),
+    "hot": ({"temperature": 101}, 400, "request.temperature: is 101; allowed is number ≥ 0 ≤ 100"),
+    "no mass": ({"top_p": 0}, 400, "request.top_p: is 0; allowed is number ≥ 0.001 ≤ 1"),
+    "too many tops": ({"logprobs": MOST_LOGPROBS + 1}, 400, "request.logprobs: is 6; allowed is integer ≥ 0 ≤ 5"),
+    "too long": ({"max_tokens": MOST_TOKENS + 1}, 400, "request.max_tokens: has 4097 tokens; ask for at most 4096"),
+    "too long a prompt": ({"prompt": [1] * 4097}, 400, "request.prompt: has 4097 tokens; ask for at most 4096"),
+    "no prompts": ({"prompt": []}, 400, "request.prompt: has 0 texts; send 1 to 32"),
+    "too many prompts": ({"prompt": ["a"] * 33}, 400, "request.prompt: has 33 texts; send 1 to 32"),
+    "an unknown token": ({"prompt": [[1, 10**6]]}, 400, "request: holds 1000000; send ids from 0 to"),
+    "a switch for a token": ({"prompt": [[True]]}, 400, "request: holds True; send ids"),
+    "a number for a text": ({"prompt": ["a", 1.5]}, 400, "request: holds 1.5; send a text, token ids, or a list"),
+    "too many stops": ({"stop": ["a"] * 17}, 400, "request.stop: has 17 strings; send at most 16"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_told_in_one_line(address: str, case: tuple) -> None:
+    wrong, status, told = case
+    with pytest.raises(openai.APIStatusError) as caught:
+        asked(address, **{"max_tokens": 1} | wrong)
+    assert caught.value.status_code == status
+    assert told in caught.value.body["message"]
+    assert caught.value.body["type"] == "invalid_request_error"
+    assert "\n" not in caught.value.body["message"]
+
+
+def test_what_changes_nothing_may_be_said(address: str) -> None:
+    plain = asked(address, max_tokens=9, seed=1, temperature=1, stop=None).choices[0]
+    said = {"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "suffix": None}
+    found = asked(address, max_tokens=9, seed=1, user="me", logprobs=None, echo=False, temperature=None, **said)
+    assert facts(found.choices[0]) == facts(plain)
+
+
+def posted(address: str, body: bytes | dict, path: str = "/v1/completions", **headers: str) -> tuple[int, dict]:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+    answer = urllib3.request("POST", address + path, body=content, headers=sent, retries=False)
+    return answer.status, answer.json()["error"] if answer.status >= 400 else answer.json()
+
+
+def test_requests_are_json_of_bounded_size(address: str) -> None:
+    for body, told in (
+        (b"{", "request: is not JSON"),
+        (b'{"prompt": "\xff"}', "request: is not JSON"),
+        (b"[" * 200_000, "request: is not JSON"),
+        (b"[1]", "request: is no JSON object"),
+        (b'{"model": "demix"}', "request.prompt: is missing"),
+        (b'{"model": "demix", "prompt": null}', "request.prompt: is missing"),
+        (b'{"model": "demix", "prompt": "a", "temperature": NaN}', "request.temperature: is nan"),
+        (b'{"model": "demix", "prompt": "a\\ud800"}', "request: holds text that is not valid Unicode"),
+        (b'{"model": "demix", "prompt": "a", "\\ud800": 1}', "is not known"),
+        (b'{"model": "demix", "prompt": ' + b"[" * 500 + b"]" * 500 + b"}", "request: holds"),
+    ):
+        status, error = posted(address, body)
+        assert (status, error["message"][: len(told)] if told[:2] != "is" else told) == (400, told), error
+    for path in ("/v1/completions", "/tokenize"):
+        status, error = posted(address, b" " * (MOST_BYTES + 1), path)
+        assert (status, error["message"]) == (413, f"a request has at most {MOST_BYTES} bytes")
+    assert posted(address, b"", "/v1/chat/completions")[0] == 404
+    assert posted(address, {"tokens": [-1]}, "/detokenize")[0] == 400
+    assert urllib3.request("GET", f"{address}/v1/completions").status == 405
+
+
+def test_other_hosts_and_origins_are_refused(address: str) -> None:
+    body = {"model": "demix", "prompt": "a", "max_tokens": 1}
+    own = address.removeprefix("http://")
+    assert posted(address, body, Host=own.replace("127.0.0.1", "localhost"), Origin=address)[0] == 200
+    for wrong in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
+        status, error = posted(address, body, **wrong)
+        assert (status, error["type"]) == (403, "invalid_request_error")
+
+
+def test_a_key_is_asked_for_where_one_is_set(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY, raising=False)
+    with pytest.raises(DemixError, match=f"--host 0.0.0.0: may be reached from other machines; set {KEY}"):
+        listening("0.0.0.0", 0)
+    monkeypatch.setenv(KEY, "schlüssel-1")
+    listening("0.0.0.0", 0).close()
+    monkeypatch.setenv(KEY, "sk-right")
+    with serving(served(run / "models" / "demix")) as address:
+        for wrong in ("sk-wrong", "sk-righ", "sk-right2"):
+            with pytest.raises(openai.AuthenticationError, match="the key is missing or wrong"):
+                client_of(address, wrong).models.list()
+        for path in ("/v1/completions", "/tokenize", "/nowhere"):
+            assert posted(address, {"prompt": "a"}, path)[0] == 401
+        right = client_of(address, "sk-right")
+        assert right.completions.create(model="demix", prompt="a", max_tokens=1).usage.completion_tokens == 1
+        # Through a proxy, the server has another name.
+        header = {"Authorization": "Bearer sk-right"}
+        assert posted(address, {"prompt": "a"}, "/tokenize", Host="models.example", **header)[0] == 200
+
+
+def is_busy(address: str) -> bool:
+    """Whether another request keeps one waiting."""
+    try:
+        client_of(address).with_options(timeout=2).completions.create(model="demix", prompt="a", max_tokens=1)
+    except openai.APITimeoutError:
+        return True
+    return False
+
+
+def test_a_reader_who_leaves_makes_place_for_the_next(address: str) -> None:
+    """An endless request would otherwise keep the others waiting for minutes, which the client does not."""
+    with client_of(address).completions.create(model="demix", stream=True, **ENDLESS) as events:
+        next(iter(events))
+        assert is_busy(address)
+    assert asked(address, max_tokens=1).usage.completion_tokens == 1
+    place = ("127.0.0.1", int(address.rpartition(":")[2]))
+    body = json.dumps({"model": "demix"} | ENDLESS).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {place[0]}:{place[1]}\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(place, timeout=30) as connection, socket.create_connection(place) as waiting:
+        connection.sendall(head.encode() + body)
+        until(lambda: is_busy(address))
+        waiting.sendall(head.encode() + body)
+    assert asked(address, max_tokens=1).usage.completion_tokens == 1
+
+
+def test_the_queue_and_the_time_are_bounded(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with client_of(address).completions.create(model="demix", stream=True, **ENDLESS) as events:
+        next(iter(events))
+        with monkeypatch.context() as patch:
+            patch.setattr(serve, "SECONDS", 0.5)
+            with pytest.raises(openai.InternalServerError, match=r"other requests took more than 0\.5 s") as caught:
+                asked(address, max_tokens=1)
+            assert caught.value.status_code == 503
+        with monkeypatch.context() as patch:
+            patch.setattr(serve, "MOST_WAITING", 0)
+            with pytest.raises(openai.RateLimitError, match="0 other requests are waiting"):
+                asked(address, max_tokens=1)
+    monkeypatch.setattr(serve, "SECONDS", 0.5)
+    with pytest.raises(openai.BadRequestError, match=r"the request took more than 0\.5 s; ask for less"):
+        client_of(address).completions.create(model="demix", **ENDLESS)
+    with pytest.raises(openai.APIError, match=r"the request took more than 0\.5 s"):
+        list(client_of(address).completions.create(model="demix", stream=True, **ENDLESS))
+    assert asked(address, max_tokens=1).usage.completion_tokens == 1
+
+
+def test_the_command_serves_until_ctrl_c(run: Path) -> None:
+    command = [sys.executable, "-m", "demix", "serve", str(run / "models" / "demix"), "--port", "0"]
+    told = {name: value for name, value in os.environ.items() if name != KEY}
+    process = subprocess.Popen(command, env=told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        address = line.split()[1].removesuffix("/v1")
+        assert asked(address, max_tokens=3, temperature=0).usage.completion_tokens == 3
+        events = client_of(address).completions.create(model="demix", stream=True, **ENDLESS)
+        next(iter(events))
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(openai.APIError, match="the server is being stopped"):
+            list(events)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, out, err) == (0, f"{address}/v1: stopped\n", "")
+
+
+def test_a_mistake_is_one_line(run: Path, address: str) -> None:
+    model, port = str(run / "models" / "demix"), address.rpartition(":")[2]
+    for options, told in (
+        (["--port", port], f"--host 127.0.0.1 --port {port}: cannot be used (Address already in use"),
+        (["--port", "0", "--weights", "best"], "--weights best: is not known"),
+        (["--port", "0", "--prior", "updating"], "--prior updating: counts the evidence of tempered twice"),
+        (["--port", "0", "--experts", "lawe"], "did you mean law?"),
+        (["--host", "nowhere.invalid", "--port", "0"], "--host nowhere.invalid: may be reached from other machines"),
+    ):
+        assert told in said(["serve", model, *options])
+
+
+def test_what_may_begin_a_stop_string_waits() -> None:
+    assert completions._certain("abcab", ("abd", "x"), 0) == 3
+    assert completions._certain("abcab", ("abd", "x"), 4) == 5
+    assert completions._certain("abc", (), 0) == 3
