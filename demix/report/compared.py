@@ -1,7 +1,6 @@
 """A comparison of runs as tables, as Markdown, as JSON, and as one page with figures."""
 
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from demix.report.cells import WITHIN_NOTE, numbered
 from demix.report.compare import BITS, OTHER_TOKENIZER, PERPLEXITY, Comparison
 from demix.report.curves import training_curves
 from demix.report.domains import so_many
-from demix.report.figures import svg_of
+from demix.report.dots import dots
+from demix.report.figures import inline
 from demix.report.formats import markdown, part_of_page
 from demix.report.look import coloured, finish, finite
 from demix.report.page import render
@@ -186,15 +186,10 @@ def write_page(compared: Comparison, path: str | Path) -> None:
     shown = [part_of_page(table) for table in [*tables(compared), _by_domain(compared)]]
     # Which runs they are and what they differ in stands first.
     listed, settings, *main, curves, by_domain = shown
-    dots, lines = _svg(_dots(compared)), _svg(_curve_figure(compared))
-    parts = [listed, settings, dots, *main, by_domain, lines, curves]
+    systems, lines = inline(_dots(compared)), inline(_curve_figure(compared))
+    parts = [listed, settings, systems, *main, by_domain, lines, curves]
     title = f"Runs compared: {', '.join(run.name for run in compared.runs)}"
     write_text(path, render("comparison", title=title, paragraphs=[], notes=[], parts=parts))
-
-
-def _svg(chart: alt.TopLevelMixin) -> str:
-    # A page needs no name spaces for its drawings.
-    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg_of(json.dumps(chart.to_dict(), allow_nan=False)))
 
 
 def _by_run(compared: Comparison) -> alt.Color:
@@ -220,21 +215,8 @@ def _dots(compared: Comparison) -> alt.TopLevelMixin:
                 | {name: finite(row[column]) for name, column in (("value", value), ("low", low), ("high", high))}
                 for row in rows[(rows["kind"] == kind) & rows[value].notna()].to_dict("records")
             ]
-            chart = alt.Chart(alt.InlineData(values=records)).encode(
-                y=alt.Y("system:N", title=None, scale=alt.Scale(domain=systems), axis=alt.Axis(labels=not panels)),
-                yOffset=alt.YOffset("run:N", scale=alt.Scale(domain=names)),
-                color=_by_run(compared),
-            )
-            low_x, value_x = (
-                alt.X(f"{name}:Q", title=title, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
-                for name in ("low", "value")
-            )
-            rule = chart.mark_rule(strokeWidth=1.5).encode(x=low_x, x2="high:Q")
-            layers = [rule, chart.mark_point(filled=True, size=30, opacity=1).encode(x=value_x)]
-            if value == "change":
-                zero = alt.Chart(alt.InlineData(values=[{"zero": 0}])).mark_rule(color="#888888")
-                layers.insert(0, zero.encode(x="zero:Q"))
-            panels.append(alt.layer(*layers).properties(width=190, height=alt.Step(9)))
+            by_run = {"color": _by_run(compared), "yOffset": alt.YOffset("run:N", scale=alt.Scale(domain=names))}
+            panels.append(dots(records, systems, title, labels=not panels, zero=value == "change", **by_run))
     return finish(
         alt.concat(*panels, columns=4, spacing=16) if panels else alt.concat(alt.Chart().mark_point()),
         "Systems by run",

@@ -136,3 +136,13 @@ def training_flops(model: Model, run: Run) -> tuple[float, float]:
         for one in (architecture.unrouted, architecture)
     )
     return dense * begun + own * (model.updates - begun), own
+
+
+def all_training_flops(model: Model, run: Run, before: dict[str, int | None]) -> float:
+    """The FLOPs of all updates of a model, and those of a folder's model with which it begins; NaN if not known.
+
+    `before` has the tokens of such models by row, None where they are not known.
+    """
+    tokens = before.get(model.row, 0)
+    parent = training_flops_per_token(model.architecture.unrouted, run.types, model.architecture.context)
+    return training_flops(model, run)[0] + (math.nan if tokens is None else tokens * parent)

@@ -50,6 +50,11 @@ def write_chart(name: str, chart: alt.TopLevelMixin, output_dir: Path) -> None:
         temporary.write_bytes(vl_convert.svg_to_png(svg, scale=PNG_SCALE))
 
 
+def inline(chart: alt.TopLevelMixin) -> str:
+    """The drawing of a chart as a part of a page, which needs no name spaces."""
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg_of(json.dumps(chart.to_dict(), allow_nan=False)))
+
+
 def svg_of(chart: str) -> str:
     """The drawing of a chart, which is JSON."""
     return renumbered(vl_convert.vegalite_to_svg(chart, vl_version=VERSION))

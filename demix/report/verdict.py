@@ -24,7 +24,9 @@ UNCHANGED = 1e-4
 class Part:
     """One comparison: whether the mean agrees, the number of agreeing domains, of all domains, and a sentence.
 
-    `borne` is False if the mean difference cannot be told from none.
+    `borne` is False if the mean difference cannot be told from none. `cells` say the same as the sentence for a table:
+    what is compared, the change, its 95% interval, and the domains that agree; empty for another kind of comparison.
+    `seeds` says in a sentence whether other seeds point the same way.
     """
 
     mean_agrees: bool
@@ -32,6 +34,8 @@ class Part:
     domains: int
     sentence: str
     borne: bool = True
+    cells: tuple[str, ...] = ()
+    seeds: str = ""
 
     @property
     def verdict(self) -> Verdict:
@@ -49,8 +53,8 @@ class Part:
         said = [other.mean_agrees == self.mean_agrees for other in (self, *others) if other.domains]
         if len(said) < 2:
             return self
-        told = f"{self.sentence} The mean points the same way in {sum(said)} of {len(said)} seeds."
-        return replace(self, sentence=told, borne=self.borne and all(said))
+        told = f"The mean points the same way in {sum(said)} of {len(said)} seeds."
+        return replace(self, seeds=told, borne=self.borne and all(said))
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Claim:
     @property
     def numbers(self) -> str:
         """The deciding numbers in sentences."""
-        return " ".join(part.sentence for part in self.parts)
+        return " ".join(text for part in self.parts for text in (part.sentence, part.seeds) if text)
 
     @property
     def shown(self) -> bool | None:
@@ -120,14 +124,20 @@ def compare(
     borne = abs(value - other - edge) > UNCHANGED * other and not (interval and interval[0] <= edge <= interval[1])
     agreeing = int(holds(both["value"], both["other"]).sum())
     how = f"at most {100 * allowance:g}% higher" if allowance else "higher" if higher else "lower"
-    sentence = (
-        f"{label} {value:.2f} against {other_label} {other:.2f} ({as_percent(value / other - 1)}), "
-        f"{how} on {agreeing} of {so_many(len(both), over)}{_beyond(None if allowance else bounds, higher)}."
-    )
+    compared = f"{label} {value:.2f} against {other_label} {other:.2f}"
+    change, few = as_percent(value / other - 1), f"{agreeing} of {len(both)}"
+    sentence = f"{compared} ({change}), {how} on {agreeing} of {so_many(len(both), over)}"
+    cells = (f"{compared}: {how}", change, "–", few)
+    if bounds is not None and len(bounds) and not allowance:
+        sure = int(((bounds["low"] > 0) if higher else (bounds["high"] < 0)).sum())
+        sentence += f", and so is the whole 95% interval of the difference on {sure} of {len(bounds)}"
+        cells = (*cells[:3], f"{few} ({sure} of {len(bounds)})")
+    sentence += "."
     if interval:
         low, high = (f"{bound:+.2f}".replace("-", "−") for bound in interval)
         sentence += f" The 95% interval of the mean difference is {low} to {high}."
-    return Part(bool(holds(value, other)), agreeing, len(both), sentence, bool(borne))
+        cells = (*cells[:2], " to ".join(as_percent(bound / other) for bound in interval), cells[3])
+    return Part(bool(holds(value, other)), agreeing, len(both), sentence, bool(borne), cells)
 
 
 def mean_interval(difference: "pd.Series", bounds: "pd.DataFrame | None") -> tuple[float, float] | None:
@@ -140,14 +150,6 @@ def mean_interval(difference: "pd.Series", bounds: "pd.DataFrame | None") -> tup
     halves = (bounds["high"] - bounds["low"]).loc[difference.index] / 2
     error = math.sqrt((halves**2).sum()) / len(halves)
     return float(difference.mean()) - error, float(difference.mean()) + error
-
-
-def _beyond(bounds: "pd.DataFrame | None", higher: bool) -> str:
-    """The number of domains on which the whole interval of the difference lies on the claimed side, as text."""
-    if bounds is None or bounds.empty:
-        return ""
-    sure = (bounds["low"] > 0) if higher else (bounds["high"] < 0)
-    return f", and so is the whole 95% interval of the difference on {sure.sum()} of {len(bounds)}"
 
 
 def as_percent(change: float) -> str:

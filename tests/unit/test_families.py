@@ -319,7 +319,12 @@ def test_the_report_has_all_that_is_promised(run: MadeUp, tmp_path: Path) -> Non
         row["value"] for rows in ratios for row in rows if row["kind"] == "cbtm_2" and row["domain"] == row["expert"]
     ]
     assert own == [1, 1]
-    assert [entry["shows"] for entry in groups(some)["Families"]] == [all_items()[name].heading for name in names]
+    listed = groups(some)
+    assert [entry["shows"] for entry in listed["Families"]] == [all_items()[name].heading for name in tables]
+    shown = [entry["shows"] for entry in listed["Figures"]]
+    assert [one for one in shown if one in {all_items()[name].heading for name in names}] == [
+        all_items()[name].heading for name in figures
+    ]
 
 
 def test_cards_leave_the_clusters_in_the_folders_of_models(run: MadeUp, tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ ITEM = PageItem(
     "Claims of the paper, judged on this run", place=1, formats=(("html", "HTML"), ("md", "")), category="Claims"
 )
 _SIGNS = {"shown": "✓", "weak": "≈", "mixed": "~", "not shown": "✗", "cannot be judged": "?"}
-_GREY = "#555555"
-_COLOURS = {"shown": "#00664b", "weak": _GREY, "mixed": "#7a5200", "not shown": "#a33b00", "cannot be judged": _GREY}
 _RULE = (
     "Shown: the mean over domains and more than half of the domains agree, in every comparison of the claim. Mixed: a "
     "part of this agrees. Weak: the run cannot tell the difference of the means from none, since it is within 0.01%, "
@@ -34,10 +32,9 @@ def make(material: Material) -> Mapping[str, str]:
     notes = [*left_out_notes(material.run), material.scale_note]
     counts = {verdict: sum(claim.verdict == verdict for claim in judged) for verdict in _SIGNS}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) + f", of {len(judged)}."
-    shown = [{"claim": claim, "sign": _SIGNS[claim.verdict], "colour": _COLOURS[claim.verdict]} for claim in judged]
     lines = [f"# {title}", "", summary.capitalize(), "", _RULE, ""]
     lines += [f"- **{claim.verdict}**: {as_markdown(claim.statement)} {as_markdown(claim.numbers)}" for claim in judged]
     return {
-        "html": render("claims", title=title, paragraphs=[summary, _RULE], notes=notes, claims=shown),
+        "html": render("claims", title=title, paragraphs=[summary], notes=[_RULE, *notes], claims=judged, signs=_SIGNS),
         "md": "\n\n".join(["\n".join(lines), *(f"*{as_markdown(note)}*" for note in notes)]) + "\n",
     }

@@ -53,26 +53,24 @@ def make(material: Material) -> Table:
 
 def _row(material: Material, family: "Family") -> dict[str, Any]:
     """What one family costs, by column."""
-    from demix.config.architecture import parameters, training_flops_per_token, unchosen_parameters
+    from demix.config.architecture import parameters, unchosen_parameters
     from demix.plan.flops import scoring_flops
-    from demix.report.families import training_flops
+    from demix.report.families import all_training_flops
 
     vocab_size, model, architecture = material.run.types, family.model, family.architecture
     scope = model.kind.expert_scope
     shared, expert = parameters(architecture, vocab_size, expert_scope=scope)
-    dense, context = architecture.unrouted, architecture.context
+    dense = architecture.unrouted
     # What all ranks must agree on after each update; a seed phase is that of a dense model.
     agreed = shared if model.kind.has_experts else shared + expert
     row: dict[str, Any] = {"Parameters": float(shared + family.experts * expert)}
     for most, k in (*((f"top-{k}", k) for k in TOP_K if k < family.experts), ("all", family.experts)):
         row[f"Parameters a token, {most}"] = float(shared + k * expert - unchosen_parameters(architecture))
         row[f"FLOPs a token, {most}"] = float(scoring_flops(architecture, vocab_size, k, scope))
-    before = family.learned(material.tokens_before) - family.tokens
-    known = before * training_flops_per_token(dense, vocab_size, context)
     synchronised = agreed * (model.updates - model.first_step) + sum(parameters(dense, vocab_size)) * model.seed_step
     return row | {
         "Updates": float(model.updates),
-        "FLOPs of training": training_flops(model, material.run)[0] + known,
+        "FLOPs of training": all_training_flops(model, material.run, material.tokens_before),
         "Bytes synchronised": 4.0 * synchronised,
         "Seconds to add a domain": _seconds_to_add(material, model),
     }

@@ -1,0 +1,73 @@
+"""Dots with their intervals, a line per system: how far systems lie apart, and how surely."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+
+from demix.report.domains import Domains
+from demix.report.look import COLOURS, finish, finite
+from demix.report.ranking import Entry, Ranking
+
+# Changes beyond it, in percent, would press all others into a corner.
+MOST = 30
+
+
+def dots(
+    records: list[dict[str, Any]], systems: Sequence[str], title: str, *, labels: bool, zero: bool, **more: Any
+) -> Any:
+    """One panel: the value of each record with a line from low to high, in the line of its system.
+
+    `systems` are in order, named at the left with `labels`. With `zero` a line stands at 0. `more` are encodings.
+    """
+    options = more.pop("size", {"width": 190, "height": alt.Step(9)})
+    chart = alt.Chart(alt.InlineData(values=records)).encode(
+        y=alt.Y("system:N", title=None, scale=alt.Scale(domain=list(systems)), axis=alt.Axis(labels=labels)), **more
+    )
+    low, value = (
+        alt.X(f"{name}:Q", title=title, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
+        for name in ("low", "value")
+    )
+    rule = chart.mark_rule(strokeWidth=1.5).encode(x=low, x2="high:Q")
+    layers: list[Any] = [rule, chart.mark_point(filled=True, size=30, opacity=1).encode(x=value)]
+    if zero:
+        at_zero = alt.Chart(alt.InlineData(values=[{"zero": 0}])).mark_rule(color="#888888")
+        layers.insert(0, at_zero.encode(x="zero:Q"))
+    return alt.layer(*layers).properties(**options)
+
+
+def ranked(ranking: Ranking) -> alt.TopLevelMixin:
+    """The changes of the lines that matter from Dense (Balanced), a panel for each kind of domains."""
+    entries, kinds = ranking.main, ranking.material.kinds
+    beyond = [one for one in entries if any(each.change > MOST for each in one.on.values())]
+    shown = [one for one in entries if one not in beyond]
+    # Models with experts are coloured, baselines grey.
+    groups = ["experts", "baseline"]
+    colour = alt.Color("what:N", scale=alt.Scale(domain=groups, range=[COLOURS[0], "#767676"]), legend=None)
+    panels = [
+        dots(
+            [_record(one, domains, groups) for one in shown if not one.on[domains.kind].oracle],
+            [one.label for one in shown],
+            f"change from {ranking.dense.label} in %, {domains.said}",
+            labels=not number,
+            zero=True,
+            color=colour,
+            size={"width": 420, "height": alt.Step(20)},
+        )
+        for number, domains in enumerate(kinds)
+    ]
+    left_out = "".join(f" Beyond the axis: {one.label} ({one.first.change:+.0f}%)." for one in beyond)
+    left_out += " Left out: the oracle of a novel domain." * any(one.oracle for one in shown)
+    return finish(
+        alt.hconcat(*panels, spacing=24),
+        "How far from the dense model, and how surely",
+        "Left of the line is better. Lines are 95% intervals of the change, from resampling the same test documents."
+        f"{left_out}",
+    )
+
+
+def _record(entry: Entry, domains: Domains, groups: list[str]) -> dict[str, Any]:
+    measured = entry.on[domains.kind]
+    low, high = measured.interval or (measured.change, measured.change)
+    found = {"value": measured.change, "low": low, "high": high}
+    return {"system": entry.label, "what": groups[entry.baseline]} | {name: finite(one) for name, one in found.items()}

@@ -1,0 +1,287 @@
+"""The lines of the main table in order: which is best at equal FLOPs of training, by how much, and how surely."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pandas as pd
+
+from demix.report.domains import Domains, percent
+from demix.report.families import all_training_flops, families
+from demix.report.material import Material
+from demix.report.results import paired
+from demix.report.systems import BALANCED, CACHED, added, main_systems, ngram_lines
+from demix.report.verdict import mean_interval
+from demix.run.run import Run
+from demix.run.systems import System, row_systems, table_rows
+
+# Rows are at equal FLOPs of training within a hundredth: an update more or less, or another decoder of the same sizes.
+EQUAL = 0.01
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A system on the domains of one kind: its mean perplexity, and its change from Dense (Balanced) in percent.
+
+    `interval` holds the bounds of the change, if every domain has them. `certain` counts the domains, of all those with
+    an interval (`known`), on which the whole interval of the difference lies below zero. An `oracle` took the expert or
+    token that is best on the test text.
+    """
+
+    mean: float
+    change: float
+    interval: tuple[float, float] | None
+    certain: int
+    known: int
+    oracle: bool
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the main table. `on` has what was measured by kind of domains.
+
+    `passes` is the number of experts that predict each token. `stands` is True for the one way to predict that stands
+    for its model in the verdict. `apart` says why the system is not at equal FLOPs of training; it is empty for one
+    that is. `family` is the same for models of one kind; each baseline, a model without experts, is one by itself, but
+    for `counts`, n-grams, whose training takes no FLOPs.
+    """
+
+    system: System
+    on: dict[str, Measured]
+    passes: int
+    stands: bool
+    apart: str
+    family: str
+    baseline: bool
+    counts: bool
+
+    @property
+    def label(self) -> str:
+        """The name of the line."""
+        return self.system.label
+
+    @property
+    def oracle(self) -> bool:
+        """Whether some number is that of an oracle."""
+        return any(one.oracle for one in self.on.values())
+
+    @property
+    def fair(self) -> bool:
+        """Whether it may be called the best: at equal FLOPs, and nothing of it chosen on test text."""
+        return self.stands and not (self.apart or self.oracle)
+
+    @property
+    def first(self) -> Measured:
+        """What was measured on the training domains."""
+        return next(iter(self.on.values()))
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The lines of the main table that a run has, in order: the lowest mean on the training domains first.
+
+    Oracles follow what is none. `models` is the number of models at equal FLOPs of training.
+    """
+
+    entries: tuple[Entry, ...]
+    models: int
+    material: Material
+
+    @property
+    def dense(self) -> Entry:
+        """Dense (Balanced), with which all are compared."""
+        return next(entry for entry in self.entries if entry.system == BALANCED)
+
+    @property
+    def best(self) -> Entry:
+        """The best model at equal FLOPs of training."""
+        return next(entry for entry in self.entries if entry.fair and not entry.counts)
+
+    @property
+    def next(self) -> Entry | None:
+        """The best line of another model than `best`; n-grams are one."""
+        others = (one for one in self.entries if one.fair and one.system.model != self.best.system.model)
+        return next(others, None)
+
+    @property
+    def main(self) -> tuple[Entry, ...]:
+        """The lines that matter: dense models and domain tokens, the best n-grams, the paper's DEMix, the best of each
+        family, and the next to the best of all."""
+        shown, seen = [], set()
+        for entry in self.entries:
+            first = entry.family not in seen and (entry.fair or (entry.baseline and entry.stands))
+            if first or entry.system == CACHED or entry is self.next:
+                shown.append(entry)
+            if first:
+                seen.add(entry.family)
+        return tuple(shown)
+
+    def lowest(self, kind: str) -> Entry | None:
+        """The line of `main` to print bold on a kind of domains; None where the next may be as good.
+
+        The whole interval of its difference to the next lies below zero.
+        """
+        known = (entry for entry in self.main if not math.isnan(entry.on[kind].mean))
+        some = [entry for entry in known if not (entry.apart or entry.oracle)]
+        lowest, *others = sorted(some, key=lambda entry: entry.on[kind].mean)
+        return lowest if others and self.surely(lowest, others[0], kind) else None
+
+    def surely(self, one: Entry, other: Entry, kind: str) -> bool | None:
+        """Whether the whole interval of the mean difference of `one` less `other` lies below zero; None without one.
+
+        Where the two were not compared on the same resamples, the interval is the widest that their differences to
+        Dense (Balanced) allow: the sum of both.
+        """
+        names = next(domains.names for domains in self.material.kinds if domains.kind == kind)
+        mine, others = (self.material.own.perplexities(entry.system, names) for entry in (one, other))
+        interval = mean_interval(mine - others, self._bounds(one.system, other.system, mine - others))
+        return interval[1] < 0 if interval else None
+
+    def _bounds(self, one: System, other: System, difference: pd.Series) -> pd.DataFrame:
+        names = list(difference.index)
+        direct = paired(self.material.differences, one, other, names)
+        turned = paired(self.material.differences, other, one, names)
+        for found in (direct, -turned.rename(columns={"low": "high", "high": "low"})):
+            if len(found) == len(names):
+                return found
+        halves: pd.Series = sum(
+            (bounds["high"] - bounds["low"]) / 2
+            for system in (one, other)
+            if system != BALANCED
+            for bounds in [paired(self.material.differences, system, BALANCED, names)]
+        )
+        halves = halves.dropna()
+        return pd.DataFrame({"low": difference - halves, "high": difference + halves}).dropna()
+
+    @property
+    def verdict(self) -> str:
+        """What the run shows, in numbers."""
+        best, dense, (training, *others) = self.best, self.dense, self.material.kinds
+        if math.isnan(dense.first.mean):
+            return f"This run has no numbers of {dense.label}, with which models are compared."
+        begin = f"Of {self.models} models at equal training FLOPs"
+        if best.system.model == dense.system.model:
+            nearest = self.next
+            more = f"; the next, {nearest.label}, is {_beside(nearest.first)} it" if nearest else ""
+            return f"{begin}, none is below {dense.label} on the {training.said}{more}."
+        told = [f"{_beside(best.first)} {dense.label} on the {training.said}{_certain(best.first)}"]
+        measured = [(best.on[one.kind], one.said) for one in others if not math.isnan(best.on[one.kind].change)]
+        told += [f"{_beside(one)} on the {said}{_certain(one)}" for one, said in measured]
+        return f"{begin}, {best.label} is best: {'; '.join(told)}."
+
+    @property
+    def remarks(self) -> list[str]:
+        """What one must know of the verdict: the next model, other seeds, n-grams, and models with more training."""
+        return [*self._nearest(), *self._seeds(), *self._more()]
+
+    def _nearest(self) -> Iterator[str]:
+        best, other = self.best, self.next
+        if other is None or self.dense in (best, other):
+            return
+        kind = self.material.kinds[0].kind
+        if other.first.mean < best.first.mean:
+            yield f"{other.label} are lower still ({other.first.mean:.2f} against {best.first.mean:.2f})."
+            return
+        said = {True: ", surely so", False: ", which other test text could turn round", None: ""}
+        sure, change = said[self.surely(best, other, kind)], percent(best.first.mean, other.first.mean)
+        yield f"Next is {other.label}, {change:.1f}% higher on the {kind} domains{sure}."
+
+    def _seeds(self) -> Iterator[str]:
+        names = self.material.kinds[0].names
+        means = [
+            (found.mean(self.best.system, names), found.mean(BALANCED, names))
+            for found in self.material.results.by_seed.values()
+        ]
+        lower = [mine < dense for mine, dense in means if not math.isnan(mine + dense)]
+        if len(lower) > 1:
+            yield f"It is below {self.dense.label} in {sum(lower)} of {len(lower)} seeds; numbers are the first seed's."
+
+    def _more(self) -> Iterator[str]:
+        for entry in {one.apart: one for one in reversed(self.entries) if one.apart and one.stands}.values():
+            measured = [(one.kind, entry.on[one.kind]) for one in self.material.kinds]
+            told = "; ".join(
+                f"{_beside(one)} {self.dense.label} on the {kind} domains"
+                for kind, one in measured
+                if not math.isnan(one.change)
+            )
+            yield f"Apart, {entry.apart}: {entry.label}, {told}."
+
+
+def _beside(measured: Measured) -> str:
+    """The change in words: "7.6% below"."""
+    return f"{abs(measured.change):.1f}% {'below' if measured.change < 0 else 'above'}"
+
+
+def _certain(measured: Measured) -> str:
+    return f", certain on {measured.certain} of {measured.known}" if measured.known else ""
+
+
+def ranking(material: Material) -> Ranking:
+    """The lines of the main table that have numbers, ranked on the run's own seed."""
+    run = material.run
+    models = {model.name: model for model in run.own if not model.masked}
+    flops = {name: all_training_flops(model, run, material.tokens_before) for name, model in models.items()}
+    apart = {name: _unequal(value / flops[BALANCED.model] - 1) for name, value in flops.items()}
+    adapted, standing, counts = added(run)[1], _standing(run), ngram_lines(run)
+    rows = material.differences.query("against == 'dense' and seed == @run.seed").dropna(subset=["perplexity_low"])
+    bounds = dict(list(rows.set_index("domain").groupby(["model", "experts", "method", "weights"])))
+    entries = []
+    for _, system in main_systems(run):
+        on = {one.kind: _measured(material, system, one, bounds.get(system.key)) for one in material.kinds}
+        if all(math.isnan(one.mean) for one in on.values()) and system != BALANCED:
+            continue
+        model = models.get(system.model)
+        experts = run.domains if system.experts == "all" else model.experts if model else run.training
+        baseline = model is None or not (model.kind.has_experts or model.kind.routed)
+        more = "since its experts of novel domains learned from these" * (system.experts == adapted.experts)
+        entries.append(
+            Entry(
+                system,
+                on,
+                passes=1 if system.method in ("dense", "naive") else len(experts),
+                stands=system in (adapted, *counts) or system == standing.get(system.model),
+                apart=more or apart.get(system.model, ""),
+                family=("n-grams" if model is None else model.name) if baseline else families(run)[system.model].name,
+                baseline=baseline,
+                counts=system in counts,
+            )
+        )
+    entries.sort(key=lambda entry: (entry.oracle, math.isnan(entry.first.mean), entry.first.mean))
+    return Ranking(tuple(entries), sum(not why for why in apart.values()), material)
+
+
+def _standing(run: Run) -> dict[str, System]:
+    """The way to predict that stands for each row: one that is known before any test text is scored.
+
+    It is `tempered`, which is not told the domain, where the run has it, else the rule of the family's paper.
+    """
+    found = {}
+    for row, kind in table_rows(run).items():
+        systems = row_systems(row, kind, run)
+        own = families(run)[row].system if not kind.domain_tokens else systems[0]
+        found[row] = next((one for one in systems if one.weights.startswith("tempered")), own)
+    return found
+
+
+def _unequal(more: float) -> str:
+    if math.isnan(more):
+        return "with unknown FLOPs of a parent"
+    return "" if abs(more) <= EQUAL else f"with {abs(more):.0%} {'more' if more > 0 else 'fewer'} FLOPs of training"
+
+
+def _measured(material: Material, system: System, domains: Domains, less: pd.DataFrame | None) -> Measured:
+    mine, dense = (material.own.perplexities(one, domains.names) for one in (system, BALANCED))
+    bounds = pd.DataFrame(columns=["low", "high"], dtype="float64")
+    if less is not None:
+        of_kind = less[less.index.isin(domains.names)]
+        bounds = of_kind[["perplexity_low", "perplexity_high"]].set_axis(["low", "high"], axis=1)
+    interval = mean_interval(mine - dense, bounds) if mine.notna().all() else None
+    scale = 100 / dense.mean()
+    return Measured(
+        mean=float(mine.mean(skipna=False)),
+        change=float(percent(dense.mean(), mine.mean(skipna=False))),
+        interval=(interval[0] * scale, interval[1] * scale) if interval else None,
+        certain=int((bounds["high"] < 0).sum()),
+        known=len(bounds),
+        oracle=domains.kind == "novel" and system.method == "naive",
+    )
