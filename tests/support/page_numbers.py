@@ -25,7 +25,6 @@ SYSTEMS = {
     "Paper's recipe: DEMix": ("demix_paper (tempered)", "tempered"),
     "Dense (Balanced)": ("Dense (Balanced)", ""),
     "+ domain token": ("+ Domain Token", ""),
-    "DEMix, naive": ("DEMix (naive)", ""),
     "DEMix, cached prior": ("DEMix (cached prior)", "history"),
     "DEMix, tempered": ("DEMix (tempered)", "tempered"),
     "DEMix after a seed phase, tempered": ("demix_seeded (tempered)", "tempered"),
