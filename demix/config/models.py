@@ -78,6 +78,13 @@ def _row_name(name: str) -> str:
 RowName = Annotated[Text, AfterValidator(_row_name)]
 
 
+def _label(label: str) -> str:
+    if not re.fullmatch(r"[^\W_][\w ,.+:/'’×%–-]{0,59}", label):
+        cure = "use up to 60 letters, digits, blanks and , . + : / ' × % -, and begin with a letter or a digit"
+        raise ValueError("is not a usable label", cure)
+    return label
+
+
 @settings(kw_only=True)
 class Branching:
     """With which state of another model a row begins, and on what its experts train."""
@@ -193,5 +200,13 @@ ModelRow = partial(
     kind=Annotated[
         Literal[tuple(KINDS)],
         Field(description="Kind of the model. A row that is named like a kind may omit this key."),
+    ],
+    label=Annotated[
+        Text,
+        AfterValidator(_label),
+        Field(
+            description="Name of the row in tables, figures, claims and cards, which is made of its settings without "
+            "this key, such as “DEMix, seed 500k”. The paper's four rows have the paper's names."
+        ),
     ],
 )

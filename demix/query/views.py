@@ -228,10 +228,11 @@ def _metrics(part: Part) -> Iterator[dict[str, Any]]:
 
 
 def _model(part: Part) -> Iterator[dict[str, Any]]:
-    model = read_json(part.path)
+    model, name = read_json(part.path), part.path.parent.name
     parent = model.get("parent")
     own = {**model.get("training", {}), **model.get("architecture", {}), **model}
-    yield own | {"parent": parent["model"] if isinstance(parent, dict) else parent}
+    label = next((one.label for one in part.run.of.planned if one.name == name), None)
+    yield own | {"label": label, "parent": parent["model"] if isinstance(parent, dict) else parent}
 
 
 def _expert(part: Part) -> Iterator[dict[str, Any]]:
@@ -337,8 +338,8 @@ VIEWS = {
         _rows(_metrics),
     ),
     "models": View(
-        "one row per model: size, training, parent",
-        {**_WHICH, "kind": TEXT, "layers": WHOLE, "width": WHOLE, "heads": WHOLE, "context": WHOLE}
+        "one row per model: its name in tables, size, training, parent",
+        {**_WHICH, "label": TEXT, "kind": TEXT, "layers": WHOLE, "width": WHOLE, "heads": WHOLE, "context": WHOLE}
         | {"shared_parameters": WHOLE, "expert_parameters": WHOLE, "steps": WHOLE, "tokens": WHOLE}
         | {"learning_rate": REAL, "parent": TEXT, "shared_sha256": TEXT},
         _found("models/*/model.json", _of_model),

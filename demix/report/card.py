@@ -210,8 +210,9 @@ def _about(model: str, run: Run, description: dict[str, Any], experts: list[dict
         size += f": {shared:,} that all share, and {so_many(len(experts), 'expert')} of {own:,}"
     if routed := architecture.get("routed"):
         size += f", and a token chooses {routed['top_k']} of the {routed['experts']} experts of a routed feedforward"
+    label = next((f"“{as_markdown(one.label)}” in tables. " for one in run.planned if one.name == model), "")
     return (
-        f"A language model of kind {as_markdown(description['kind'])}, of run {as_markdown(run.name)}, seed "
+        f"{label}A language model of kind {as_markdown(description['kind'])}, of run {as_markdown(run.name)}, seed "
         f"{_planned(model, run)[1]}. It has {size}; {architecture['layers']} layers of width "
         f"{architecture['width']}; "
         f"it reads blocks of {architecture['context']:,} tokens of {description['vocab_size']:,} types.\n\n"

@@ -103,7 +103,7 @@ def seed_note(run: Run) -> tuple[str, ...]:
     if not model.settings.seed_tokens:
         return ()
     return (
-        f"{model.row} and −Domain began with what the model {model.parent} had learned of every domain in its first "
+        f"{model.label} and −Domain began with what the model {model.parent} had learned of every domain in its first "
         f"{model.settings.seed_tokens:,} tokens: a seed that has seen a domain weakens its removal.",
     )
 

@@ -8,7 +8,7 @@ from demix.config.clustering import Clustering
 from demix.report.systems import BALANCED
 from demix.run.models import Model
 from demix.run.run import Run
-from demix.run.systems import System, by_distance, label_of, merged_label, routed_weights, systems_of, table_rows
+from demix.run.systems import System, by_distance, merged_label, routed_weights, systems_of, table_rows
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,14 @@ def families(run: Run) -> dict[str, Family]:
     models = {model.name: model for model in run.trained if model.seed == run.seed}
     known, routed = run.config.clusterings, routed_weights(run)
     found = {}
-    for row, kind in table_rows(run).items():
-        if kind.domain_tokens:
+    for name, row in table_rows(run).items():
+        if row.kind.domain_tokens:
             continue
-        model, system = models[row], systems_of(row, kind)[-1]
+        model, system = models[name], systems_of(name, row.kind, row.label)[-1]
         if model.data and routed:
             system = by_distance(model, routed)
         architecture = model.architecture
-        found[row] = Family(model, system, len(model.experts), known.get(model.data), architecture)
+        found[name] = Family(model, system, len(model.experts), known.get(model.data), architecture)
     return found
 
 
@@ -100,7 +100,7 @@ def by_label(run: Run) -> dict[str, Family]:
     """The families by their labels in tables, each followed by what was made of its experts: single models."""
     found = {}
     for row, family in families(run).items():
-        label = label_of(row, family.model.kind)
+        label = family.model.label
         found[label] = family
         for one in run.merged:
             if one.model.name == row:

@@ -123,8 +123,8 @@ class Ranking:
         """
         known = (entry for entry in self.main if not math.isnan(entry.on[kind].mean))
         some = [entry for entry in known if not (entry.apart or entry.oracle)]
-        lowest, *others = sorted(some, key=lambda entry: entry.on[kind].mean)
-        return lowest if others and self.surely(lowest, others[0], kind) else None
+        some.sort(key=lambda entry: entry.on[kind].mean)
+        return some[0] if len(some) > 1 and self.surely(some[0], some[1], kind) else None
 
     def surely(self, one: Entry, other: Entry, kind: str) -> bool | None:
         """Whether the whole interval of the mean difference of `one` less `other` lies below zero; None without one.
@@ -256,10 +256,10 @@ def _standing(run: Run) -> dict[str, System]:
     It is `tempered`, which is not told the domain, where the run has it, else the rule of the family's paper.
     """
     found = {}
-    for row, kind in table_rows(run).items():
-        systems = row_systems(row, kind, run)
-        own = families(run)[row].system if not kind.domain_tokens else systems[0]
-        found[row] = next((one for one in systems if one.weights.startswith("tempered")), own)
+    for name, row in table_rows(run).items():
+        systems = row_systems(row, run)
+        own = systems[0] if row.kind.domain_tokens else families(run)[name].system
+        found[name] = next((one for one in systems if one.weights.startswith("tempered")), own)
     return found
 
 

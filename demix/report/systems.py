@@ -3,24 +3,22 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from demix.config.models import KINDS
 from demix.run.models import adapted, left_out, one_more, trained_without
 from demix.run.run import Run
-from demix.run.systems import System, bases, label_of, ngram_systems, row_systems, systems_of, table_rows
+from demix.run.systems import System, bases, ngram_systems, paper_systems, row_systems, systems_of, table_rows
 
 # A system, or the one that belongs to a domain.
 ByDomain = System | Callable[[str], System]
 
 (DENSE,), (BALANCED,), (DOMAIN_TOKEN,), (NAIVE, AVERAGE, UNIFORM, UPDATING, CACHED) = (
-    systems_of(name, KINDS[name]) for name in ("dense_unbalanced", "dense", "domain_token", "demix")
+    paper_systems(name) for name in ("dense_unbalanced", "dense", "domain_token", "demix")
 )
 POSTERIOR_MIXTURES = (UNIFORM, UPDATING, CACHED)
 
 
 def added(run: Run) -> tuple[System, System]:
     """Two systems of the model with added experts, over all its experts: each domain's own expert, and the mixture."""
-    row = run.receiver.row
-    label = label_of(row, run.receiver.kind)
+    row, label = run.receiver.row, run.receiver.label
     return (
         System(f"{label}, all experts (naive)", row, "all", "naive"),
         System(f"{label}, all experts (cached)", row, "all", "cached", "history"),
@@ -30,14 +28,14 @@ def added(run: Run) -> tuple[System, System]:
 def before_adding(run: Run) -> tuple[System, System]:
     """Two systems of the model with added experts, over its training experts: each domain's own, and the mixture."""
     model = run.receiver
-    naive, *_, cached = systems_of(model.row, model.kind)
+    naive, *_, cached = systems_of(model.row, model.kind, model.label)
     return naive, cached
 
 
 def before_removal(run: Run) -> System:
     """The model of the removal experiments with all its experts: +Expert of Table 7."""
     model = run.whole
-    return systems_of(model.row, model.kind)[-1]
+    return systems_of(model.row, model.kind, model.label)[-1]
 
 
 def one_added(run: Run) -> Callable[[str], System]:
@@ -82,7 +80,7 @@ def baselines(run: Run) -> list[System]:
 
 def trained_systems(run: Run) -> list[System]:
     """The systems of every row of `models` over its training experts: first the paper's rows, then further rows."""
-    return [system for row, kind in table_rows(run).items() for system in row_systems(row, kind, run)]
+    return [system for row in table_rows(run).values() for system in row_systems(row, run)]
 
 
 def in_domain(run: Run) -> Iterator[System]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from demix.errors import DemixError
 from demix.run.models import Model, folder_at
 from demix.run.run import Run
-from demix.run.systems import label_of, systems_of
+from demix.run.systems import systems_of
 
 # In how many bins of positions a block of the length of training is cut; bins of longer blocks are as wide.
 POSITION_BINS = 8
@@ -60,7 +60,7 @@ def context_tables(run: Run, domain: str) -> tuple[ContextTable, ...]:
     for model in run.trained:
         if model.kind.domain_tokens and domain not in model.domains:
             continue
-        system = systems_of(model.row, model.kind)[-1]
+        system = systems_of(model.row, model.kind, model.label)[-1]
         columns = (domain,) if model.kind.domain_tokens else model.columns
         other = other_contexts(run, model)
         for context in contexts_of(run, model):
@@ -76,7 +76,7 @@ def context_tables(run: Run, domain: str) -> tuple[ContextTable, ...]:
 
 def labels(run: Run) -> dict[str, str]:
     """The rows of `models` that are evaluated on blocks of the asked lengths, with their names in tables."""
-    return {model.row: label_of(model.row, model.kind) for model in run.trained if contexts_of(run, model)}
+    return {model.row: model.base.label for model in run.trained if contexts_of(run, model)}
 
 
 def check_contexts(run: Run) -> None:

@@ -48,6 +48,15 @@ class Model:
         return self.base.kind
 
     @property
+    def label(self) -> str:
+        """The model's name in tables and figures."""
+        if self.removed:
+            return f"{self.base.label} without {self.removed}"
+        if self.adapted_to:
+            return f"{self.base.label} adapted to {self.adapted_to}"
+        return self.base.label if self.name == self.row else f"{self.base.label}, random seed {self.seed}"
+
+    @property
     def settings(self) -> RowSettings:
         """The config's section `training` with the row's own values."""
         return self.base.settings

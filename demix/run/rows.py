@@ -42,7 +42,7 @@ class Row:
     at the `hub` where it is imported from there. A row that `mixes` begins with the merged experts of its parent and
     with a training of its own. `learned` are the domains or clusters that the row learns from.
     `sequences` of each of these make a step, and `seed_sequences` in all made one of the parent where that is another
-    number. `section` is what the config says of the architecture, as written.
+    number. `section` is what the config says of the architecture, as written. `label` is the row's name in tables.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Row:
     seed_sequences: int = 0
     hub: HubParent | None = None
     mixes: bool = False
+    label: str = ""
 
     @property
     def masked(self) -> bool:
@@ -77,16 +78,74 @@ class _Given:
     settings: RowSettings
     initial: str
     hub: HubParent | None
+    label: str
 
 
 def rows_of(config: Config) -> dict[str, Row]:
     """The rows of a config's `models`, the paper's four first.
 
-    Raises DemixError for a row of an unknown kind, where demix or dense is left out, and for a parent that does not
-    fit.
+    Raises DemixError for a row of an unknown kind, where demix or dense is left out, for a parent that does not fit,
+    and for a label that two rows have.
     """
     given = {name: found for name in config.models if (found := _given(config, name))}
-    return {name: _row(config, one, given) for name, one in given.items()}
+    rows = {name: _row(config, one, given) for name, one in given.items()}
+    labels = {name: one.label or _made_label(config, one, rows[name]) for name, one in given.items()}
+    return {name: dataclasses.replace(row, label=_own_label(given[name], labels)) for name, row in rows.items()}
+
+
+def _made_label(config: Config, given: _Given, row: Row) -> str:
+    """A name of a row made of what it says: its family, its clusters, and how it begins and differs from others."""
+    kind, own, settings = row.kind, given.own, row.settings
+    if row.name == kind.name:
+        return kind.label
+    parts = ["c-BTM" if settings.data and kind.expert_scope == "model" else kind.label]
+    if settings.data:
+        made = config.clusterings[settings.data]
+        how = "random " if made.method == "random" else "" if made.balanced else "unbalanced "
+        parts.append(f"{len(row.learned)} {how}clusters")
+    if kind.routed:
+        parts.append(f"top-{settings.top_k}" + (f", every {settings.every} blocks" if settings.every != 1 else ""))
+    if own.get("preset"):
+        parts.append(f"{own['preset']}'s recipe")
+    options = {**(own.get("architecture") or {})}
+    if named := options.pop("preset", None):
+        parts.append(f"{named}'s decoder")
+    if given.initial:
+        parts.append(f"from {given.initial.rpartition('/')[2]}")
+    if row.mixes:
+        parts.append("from merged experts")
+    if settings.seed_tokens:
+        parts.append(f"seed {_short(settings.seed_tokens)}")
+    if "tokens" in own:
+        parts.append(f"{_short(own['tokens'])} tokens")
+    parts += ["masked" if value == "mlm" else f"{name} {value}" for name, value in options.items()]
+    return ", ".join(parts)
+
+
+def _short(tokens: int) -> str:
+    """A number of tokens in three digits: 350000 is 350k."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if tokens >= size:
+            return f"{tokens / size:.3g}{unit}"
+    return str(tokens)
+
+
+def _own_label(given: _Given, labels: Mapping[str, str]) -> str:
+    """The label of a row among the `labels` of all. A made one that another row has, too, has the row's name besides.
+
+    Raises DemixError for a given one that another row or a row of the paper has, and for one of a row of the paper.
+    """
+    key, label = f"config key models.{given.name}.label", labels[given.name]
+    paper = {name: KINDS[name].label for name in PAPER if name != given.name}
+    others = {name: other for name, other in {**paper, **labels}.items() if name != given.name}
+    if given.label and given.name in PAPER:
+        raise DemixError(key, "is given to a row of the paper, which has the paper's name", "leave it out")
+    if label not in others.values():
+        return label
+    if given.label:
+        other = next(name for name, one in others.items() if one == label)
+        raise DemixError(key, f"is {label}, which the row {other} is called, too", "choose another")
+    return label if given.name in PAPER else f"{label}, {given.name}"
 
 
 def _given(config: Config, name: str) -> _Given | None:
@@ -97,7 +156,7 @@ def _given(config: Config, name: str) -> _Given | None:
             raise DemixError(key, "is null", "keep this row: other models are compared with it")
         return None
     own = written(row)
-    named = own.pop("kind", None)
+    named, label = own.pop("kind", None), own.pop("label", "")
     kind = KINDS.get(named or name)
     if kind is None:
         raise DemixError(f"{key}.kind", "is missing", f"use one of {', '.join(KINDS)}")
@@ -117,7 +176,8 @@ def _given(config: Config, name: str) -> _Given | None:
         initial = hub.folder(config.run)
     elif parent and "/" in parent:
         initial = own.pop("parent")
-    return _Given(name, kind, own, settings_from(RowSettings, written(config.training) | own, key), initial, hub)
+    settings = settings_from(RowSettings, written(config.training) | own, key)
+    return _Given(name, kind, own, settings, initial, hub, label)
 
 
 def _experts_of(config: Config, parent: Any) -> int:

@@ -9,6 +9,7 @@ from demix.config.mixing import METHODS, UNWEIGHTED, parsed_weights
 from demix.config.models import DENSE_EXPERT, KINDS, PAPER, Kind
 from demix.run.merged import MERGED, Merged
 from demix.run.models import Model, folder_at, left_out, one_more, trained_without
+from demix.run.rows import Row
 from demix.run.run import Run
 
 
@@ -108,20 +109,17 @@ class System:
         return replace(self, label=f"{self.label}, chosen on dev", variant="dev_choice")
 
 
-def label_of(row: str, kind: Kind) -> str:
-    """The name of a row of `models` in tables: the paper's for a row that is named like its kind."""
-    return kind.label if row == kind.name else row
-
-
 def merged_label(merged: Merged) -> str:
     """The name of a merged model in tables."""
-    label = label_of(merged.model.row, merged.model.kind)
+    label = merged.model.base.label
     return f"{label}, merged-routed" if merged.token_routed else f"{label}, averaged ({merged.weights})"
 
 
-def systems_of(row: str, kind: Kind) -> tuple[System, ...]:
-    """The systems that a trained model forms with the experts (or domain tokens) of its training domains."""
-    label = label_of(row, kind)
+def systems_of(row: str, kind: Kind, label: str) -> tuple[System, ...]:
+    """The systems that a trained model forms with the experts (or domain tokens) of its training domains.
+
+    `label` is the model's name in tables.
+    """
     if kind.domain_tokens:
         return (System(label, row, "training", "naive"),)
     if not kind.has_experts:
@@ -136,12 +134,17 @@ def systems_of(row: str, kind: Kind) -> tuple[System, ...]:
     )
 
 
-def stream_systems(row: str, kind: Kind, run: Run) -> tuple[System, ...]:
+def paper_systems(row: str) -> tuple[System, ...]:
+    """The systems of one of the paper's rows, which has the name of its kind."""
+    return systems_of(row, KINDS[row], KINDS[row].label)
+
+
+def stream_systems(row: str, kind: Kind, label: str, run: Run) -> tuple[System, ...]:
     """The systems of a model beyond the paper: by rules of `evaluation.weights` that see earlier blocks or clusters."""
     rules = [(str(weights), parsed_weights(weights).rules) for weights in run.config.evaluation.weights]
     return tuple(
         System(
-            f"{label_of(row, kind)} ({weights}{f', {method} prior' * (len(family.evaluated) > 1)})",
+            f"{label} ({weights}{f', {method} prior' * (len(family.evaluated) > 1)})",
             row,
             "training",
             method,
@@ -153,13 +156,14 @@ def stream_systems(row: str, kind: Kind, run: Run) -> tuple[System, ...]:
     )
 
 
-def row_systems(row: str, kind: Kind, run: Run) -> tuple[System, ...]:
+def row_systems(row: Row, run: Run) -> tuple[System, ...]:
     """The systems of a row with its training experts.
 
     No single expert is among those of a row that learns from clusters: no domain has an expert of its own there.
     """
-    systems = systems_of(row, kind) + stream_systems(row, kind, run)
-    return tuple(system for system in systems if not (run.rows[row].settings.data and system.method == "naive"))
+    own = row.name, row.kind, row.label
+    systems = systems_of(*own) + stream_systems(*own, run)
+    return tuple(system for system in systems if not (row.settings.data and system.method == "naive"))
 
 
 def ngram_folders(order: object) -> tuple[str, str]:
@@ -178,8 +182,8 @@ def ngram_systems(run: Run) -> tuple[System, ...]:
     for order in run.config.evaluation.ngrams or ():
         pooled, by_domain = ngram_folders(order)
         found.append(System(f"{order}-grams (modified Kneser-Ney)", pooled, DENSE_EXPERT, "dense"))
-        mixed = systems_of(by_domain, KINDS["demix"]) + stream_systems(by_domain, KINDS["demix"], run)
-        found += [replace(one, label=f"{order}-grams by domain{one.label.removeprefix(by_domain)}") for one in mixed]
+        own = by_domain, KINDS["demix"], f"{order}-grams by domain"
+        found += systems_of(*own) + stream_systems(*own, run)
     return tuple(found)
 
 
@@ -298,7 +302,7 @@ def token_routed(run: Run) -> tuple[Routers, ...]:
     rows = [one for one in run.own if one.kind.routed and not one.masked]
     return (
         *(
-            Routers(one.name, label_of(one.row, one.kind), tuple(map(str, range(layer.experts))), layer.top_k)
+            Routers(one.name, one.label, tuple(map(str, range(layer.experts))), layer.top_k)
             for one in rows
             if (layer := one.architecture.routed)
         ),
@@ -343,9 +347,9 @@ def fitted(run: Run) -> tuple[str, ...]:
 
 # The systems that differences.parquet subtracts, by their names in its column `against`.
 BASES = {
-    "dense_unbalanced": systems_of("dense_unbalanced", KINDS["dense_unbalanced"])[0],
-    "dense": systems_of("dense", KINDS["dense"])[0],
-    "demix_cached": systems_of("demix", KINDS["demix"])[-1],
+    "dense_unbalanced": paper_systems("dense_unbalanced")[0],
+    "dense": paper_systems("dense")[0],
+    "demix_cached": paper_systems("demix")[-1],
 }
 
 
@@ -362,7 +366,7 @@ def routed_weights(run: Run) -> str:
 
 def by_distance(model: Model, weights: str) -> System:
     """The experts of `model` weighted by the distance of the context to their clusters."""
-    return System(f"{label_of(model.row, model.kind)} ({weights})", model.row, "training", "uniform", weights)
+    return System(f"{model.label} ({weights})", model.row, "training", "uniform", weights)
 
 
 def clustered(run: Run) -> tuple[Model, ...]:
@@ -396,11 +400,11 @@ def _size(model: Model) -> tuple[int, int]:
     return len(model.domains), model.settings.tokens
 
 
-def table_rows(run: Run) -> dict[str, Kind]:
-    """The kinds of the causal rows of `models` in the order of the tables: the paper's rows, then further rows."""
-    kinds = {name: row.kind for name, row in run.rows.items() if not row.masked}
+def table_rows(run: Run) -> dict[str, Row]:
+    """The causal rows of `models` in the order of the tables: the paper's rows, then further rows."""
+    rows = {name: row for name, row in run.rows.items() if not row.masked}
     paper = ("dense_unbalanced", "dense", "domain_token", "demix")
-    return {name: kinds[name] for name in (*paper, *kinds) if name in kinds and (name in paper or name not in PAPER)}
+    return {name: rows[name] for name in (*paper, *rows) if name in rows and (name in paper or name not in PAPER)}
 
 
 def masked_systems(run: Run) -> tuple[System, ...]:
@@ -408,10 +412,10 @@ def masked_systems(run: Run) -> tuple[System, ...]:
     found: list[System] = []
     for name, row in run.rows.items():
         if row.masked and not row.kind.has_experts:
-            found.append(System(name, name, "dense", "dense"))
+            found.append(System(row.label, name, "dense", "dense"))
         elif row.masked:
-            found += [] if row.settings.data else [System(f"{name} (own expert)", name, "training", "naive")]
-            found += [System(f"{name} ({method})", name, "training", method) for method in ("average", "fitted")]
+            found += [] if row.settings.data else [System(f"{row.label} (own expert)", name, "training", "naive")]
+            found += [System(f"{row.label} ({method})", name, "training", method) for method in ("average", "fitted")]
     return tuple(found)
 
 
@@ -425,16 +429,16 @@ def compared(run: Run, domain: str) -> tuple[System, ...]:
     first, more = (
         [
             system
-            for row, kind in table_rows(run).items()
-            if (row in PAPER) == named
-            for system in row_systems(row, kind, run)
+            for name, row in table_rows(run).items()
+            if (name in PAPER) == named
+            for system in row_systems(row, run)
         ]
         for named in (True, False)
     )
     receiver, whole = run.receiver.row, run.whole.row
     return (
         *first,
-        systems_of("demix", KINDS["demix"])[-1].with_weights("released"),
+        paper_systems("demix")[-1].with_weights("released"),
         System("", receiver, "all", "cached", "history"),
         System("", receiver, one_more(domain), "cached", "history"),
         System("", whole, left_out(domain), "cached", "history"),

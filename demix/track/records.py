@@ -151,7 +151,8 @@ def _trainings(run: Run) -> Iterator[Record]:
 def _training(run: Run, model: Model) -> Record:
     directory = run.folder / model.folder
     config = run.config
-    settings = {
+    settings: dict[str, Any] = {
+        "label": model.label,
         "architecture": written(config.architecture),
         "tokenizer": written(config.tokenizer),
         "training": written(config.training),

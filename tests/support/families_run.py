@@ -27,6 +27,7 @@ MODELS = {
     "demix_k3": {"kind": "demix", "data": "k3", **SEED},
     "cbtm_2_short": {"kind": "branched", "data": "k2", "tokens": 1228800},
 }
+MODELS = {name: row | {"label": name} for name, row in MODELS.items()}
 CLUSTERINGS = {
     "k2": {"clusters": 2, "dimensions": 3},
     "k3": {"clusters": 3, "dimensions": 3},

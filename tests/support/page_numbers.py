@@ -17,17 +17,17 @@ from demix.report.systems import ngram_lines, trained_systems
 from demix.run.run import Run
 
 README = Path(__file__).parents[2] / "README.md"
-# The part of a row's label that stands on the page, by the labels of its system and weights.
+# The part of a row's label that stands on the page, by what identifies its system: row of models, method and weights.
 SYSTEMS = {
-    "5-grams, all text": ("5-grams (modified Kneser-Ney)", ""),
-    "5-grams by domain": ("5-grams by domain (tempered)", "tempered"),
-    "Paper's recipe: Dense": ("dense_paper", ""),
-    "Paper's recipe: DEMix": ("demix_paper (tempered)", "tempered"),
-    "Dense (Balanced)": ("Dense (Balanced)", ""),
-    "+ domain token": ("+ Domain Token", ""),
-    "DEMix, cached prior": ("DEMix (cached prior)", "history"),
-    "DEMix, tempered": ("DEMix (tempered)", "tempered"),
-    "DEMix after a seed phase, tempered": ("demix_seeded (tempered)", "tempered"),
+    "5-grams, all text": ("ngram5", "dense", ""),
+    "5-grams by domain": ("ngram5_domains", "uniform", "tempered"),
+    "Paper's recipe: Dense": ("dense_paper", "dense", ""),
+    "Paper's recipe: DEMix": ("demix_paper", "uniform", "tempered"),
+    "Dense (Balanced)": ("dense", "dense", ""),
+    "+ domain token": ("domain_token", "naive", ""),
+    "DEMix, cached prior": ("demix", "cached", "history"),
+    "DEMix, tempered": ("demix", "uniform", "tempered"),
+    "DEMix after a seed phase, tempered": ("demix_seeded", "uniform", "tempered"),
 }
 ADAPTED = ("Dense-DAPT", "DEMix-DAPT")
 
@@ -51,7 +51,7 @@ def numbers(run: Path, page: Path = README) -> list[Printed]:
     """The numbers of the tables of `page` with their values in `run`. Raises ValueError where a row is missing."""
     whole = Run.read(run)
     material = Material(whole)
-    systems = {(one.label, one.weights): one for one in (*trained_systems(whole), *ngram_lines(whole))}
+    systems = {(one.model, one.method, one.weights): one for one in (*trained_systems(whole), *ngram_lines(whole))}
     values = {
         label: [material.own.mean(systems[key], domains.names) for domains in material.kinds]
         for label, key in SYSTEMS.items()

@@ -226,7 +226,7 @@ def shown(tmp_path: Path) -> tuple[Run, pd.DataFrame]:
     rows, generator = [], np.random.default_rng(3)
     shown = changed(
         run.run,
-        models={"far": {"kind": "demix"} | ALIBI, "domain_token": None},
+        models={"far": {"kind": "demix", "label": "far"} | ALIBI, "domain_token": None},
         architecture={"layers": 2, "width": 32, "heads": 2, "context": 32},
         evaluation={"contexts": [32, 64]},
     )

@@ -167,11 +167,11 @@ def test_perplexity_by_top_k_and_temperature(run: MadeUp, rows: Rows) -> None:
 def test_points_of_the_figure_by_clusters(run: MadeUp, rows: Rows) -> None:
     points = by_clusters_points(run.material()).query("kind == 'Training'").set_index("row")
     assert points["made"].to_dict() == {
-        "dense": "1 cluster", "btm": "domains (BTM)", "cbtm_2": "k-means", "cbtm_3": "k-means",
+        "Dense (Balanced)": "1 cluster", "btm": "domains (BTM)", "cbtm_2": "k-means", "cbtm_3": "k-means",
         "cbtm_3_random": "random", "cbtm_3_loose": "k-means, unbalanced", "demix_k3": "DEMix, k-means",
         "cbtm_2_short": "k-means",
     }  # fmt: skip
-    assert points["clusters"].to_dict() == {"dense": 1} | {
+    assert points["clusters"].to_dict() == {"Dense (Balanced)": 1} | {
         model: len(experts_of(model)) for model in MODELS if model != "demix_seeded"
     }
     assert points.at["cbtm_2_short", "tokens"] == 1228800
@@ -296,7 +296,7 @@ def test_a_run_without_such_models_tells_nothing_of_them(tmp_path: Path, run: Ma
 
 def test_the_report_has_all_that_is_promised(run: MadeUp, tmp_path: Path) -> None:
     absent = {name: None for name in MODELS if name not in ("btm", "cbtm_2", "cbtm_2_short")}
-    some = changed(run.run, models=absent | {"switch": {"kind": "routed", "experts": 2}})
+    some = changed(run.run, models=absent | {"switch": {"kind": "routed", "label": "switch", "experts": 2}})
     loads = {
         "switch": pd.DataFrame(
             0.5, pd.MultiIndex.from_product([[1], [*TRAINING, *NOVEL]], names=["layer", "domain"]), [0, 1]

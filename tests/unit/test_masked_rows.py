@@ -272,7 +272,8 @@ def test_an_evaluation_holds_static_mixtures_alone_as_plain_arithmetic_has_them(
     pd.concat(found).to_parquet(tmp_path / "results.parquet")
     few = changed(config, domains=domains(TRAINING[:1], NOVEL[:1]))
     table = table_of("masked", Material(few, {"results": read_results(tmp_path / "results.parquet")}))
-    columns = ["masked_dense", "masked (own expert)", "masked (average)", "masked (fitted)"]
+    names = [f"{kind}, attention bidirectional, masked" for kind in ("Dense (Balanced)", "DEMix")]
+    columns = [names[0], *(f"{names[1]} ({how})" for how in ("own expert", "average", "fitted"))]
     assert [*table.frame.columns] == [*columns, "Documents", "Pieces"]
     assert [*table.frame.index] == [TRAINING[0], NOVEL[0], "Mean of 1 training", "Mean of 1 novel"]
     assert table.frame[columns].notna().all().all()

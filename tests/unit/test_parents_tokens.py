@@ -21,8 +21,8 @@ from support.synthetic_run import build_run
 
 OWN = 2457600
 ROWS = {
-    "mine": {"kind": "branched", "parent": "imported/known"},
-    "theirs": {"kind": "demix", "parent": "imported/gpt2"},
+    "mine": {"kind": "branched", "label": "mine", "parent": "imported/known"},
+    "theirs": {"kind": "demix", "label": "theirs", "parent": "imported/gpt2"},
 }
 
 

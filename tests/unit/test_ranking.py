@@ -69,14 +69,14 @@ def test_more_training_and_oracles_are_never_best(tmp_path: Path) -> None:
 
 def test_a_row_with_more_tokens_stands_apart(run: MadeUp) -> None:
     tokens = run.keys["training"]["tokens"]
-    longer = changed(run.run, models={"long": {"kind": "demix", "tokens": 2 * tokens}})
+    longer = changed(run.run, models={"long": {"kind": "demix", "label": "Long", "tokens": 2 * tokens}})
     rows = run.results.rows
     of_long = rows[rows["model"] == "demix"].assign(model="long", perplexity=rows["perplexity"] / 2)
     found = ranking(run.material(longer, results=type(run.results)(pd.concat([rows, of_long]))))
     assert found.best.label == "DEMix (tempered)"
     assert found.models == 4
     (told,) = [text for text in found.remarks if "100% more FLOPs" in text]
-    assert "long (tempered)" in told
+    assert "Long (tempered)" in told
 
 
 def test_none_below_dense_and_no_dense(tmp_path: Path) -> None:

@@ -392,7 +392,7 @@ def test_costs_of_the_papers_upcycled_model() -> None:
 
 
 def test_the_plan_tells_what_routed_rows_cost() -> None:
-    config = tiny(switch=SWITCH, upcycled=UPCYCLED)
+    config = tiny(switch=SWITCH | {"label": "switch"}, upcycled=UPCYCLED | {"label": "upcycled"})
     plans = {plan.name: plan for plan in plan_training(config, None, HARDWARE["cpu"])}
     dense, switch, up = (plans[name] for name in ("dense", "switch", "upcycled"))
     assert switch.all_flops <= dense.all_flops < switch.all_flops + switch.flops
@@ -407,7 +407,7 @@ def test_the_plan_tells_what_routed_rows_cost() -> None:
 
 
 def test_the_table_of_costs_counts_chosen_experts_and_the_seed_of_a_dense_model() -> None:
-    config = tiny(switch=SWITCH, upcycled=UPCYCLED)
+    config = tiny(switch=SWITCH | {"label": "switch"}, upcycled=UPCYCLED | {"label": "upcycled"})
     frame = table_of("family_costs", Material(config)).frame
     switch, up = (architecture_from(TINY["architecture"] | {"routed": ROUTED | one})
                   for one in ({"top_k": 1, "every": 1}, {}))  # fmt: skip

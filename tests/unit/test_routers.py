@@ -33,8 +33,8 @@ from support.tokens import TRAINING as LEARNED
 
 SCORING = Scoring(dev_blocks=3, test_tokens=300, precision="fp32", threads=1)
 TOP2 = {"experts": 4, "top_k": 2, "every": 2, "capacity": 0.5, "balance": 0.01}
-SWITCH = {"kind": "routed", "experts": 4}
-UPCYCLED = {"kind": "routed", "experts": 3, "top_k": 2, "every": 2, **SEED}
+SWITCH = {"kind": "routed", "label": "switch", "experts": 4}
+UPCYCLED = {"kind": "routed", "label": "upcycled", "experts": 3, "top_k": 2, "every": 2, **SEED}
 
 
 def saved(tokens: Path, path: Path, **architecture: Any) -> GPT:
@@ -99,7 +99,7 @@ def test_what_a_choice_tells_of_the_domain() -> None:
 def made(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
     """The made-up run of families with two routed rows, which DEMix from scratch and with a seed beat."""
     run = build_families(tmp_path_factory.mktemp("run"))
-    rows = {"switch": SWITCH, "upcycled": UPCYCLED, "longer": SWITCH | {"match": "updates"}}
+    rows = {"switch": SWITCH, "upcycled": UPCYCLED, "longer": SWITCH | {"label": "longer", "match": "updates"}}
     dense = run.results.rows.query("model == 'dense'")
     more = [dense.assign(model=row, perplexity=[base(domain) * 1.2 for domain in dense["domain"]]) for row in rows]
     experts = {name: row["experts"] for name, row in rows.items()} | {"demix_seeded-routed": 3}
@@ -166,7 +166,7 @@ def test_domain_experts_meet_routed_rows_of_equal_flops_that_begin_alike(made: M
 
 
 def test_rows_of_more_flops_or_another_beginning_meet_no_domain_experts(made: MadeUp) -> None:
-    rows = {"switch": None, "upcycled": None, "later": UPCYCLED | {"seed_tokens": 409600}}
+    rows = {"switch": None, "upcycled": None, "later": UPCYCLED | {"label": "later", "seed_tokens": 409600}}
     found = judged(replace(made, run=changed(made.run, models=rows)))
     assert not {"domain_experts_against_token_routed", "clusters_against_upcycling"} & found.keys()
     assert "btm_against_dense" in found
@@ -174,4 +174,4 @@ def test_rows_of_more_flops_or_another_beginning_meet_no_domain_experts(made: Ma
 
 def test_a_damaged_file_of_loads_is_named(made: MadeUp, tmp_path: Path) -> None:
     with pytest.raises(DemixError, match=r"loads/other\.parquet"):
-        read_loads(changed(made.run, models={"other": SWITCH}))
+        read_loads(changed(made.run, models={"other": SWITCH | {"label": "other"}}))

@@ -9,7 +9,7 @@ from demix.config.models import KINDS
 from demix.errors import DemixError
 from demix.run.run import Run
 from demix.run.scoring import scoring_jobs
-from demix.run.systems import bases, compared, evaluated, systems_of
+from demix.run.systems import bases, compared, evaluated, row_systems
 from demix.settings import written
 from support.configs import domains, small_run
 
@@ -58,9 +58,9 @@ def test_a_second_row_of_a_known_kind_needs_no_code() -> None:
         assert tables["plain", 7].sets == ()
         assert [some.label for some in tables["demix_small", 7].sets] == ["training"]
         assert {"demix_small", "plain"} <= {system.model for system in compared(rows, domain)}
-    labels = [system.label for system in systems_of("demix_small", KINDS["demix"])]
-    assert labels[0] == "demix_small (naive)"
-    assert labels[-1] == "demix_small (cached prior)"
+    labels = [system.label for system in row_systems(rows.rows["demix_small"], rows)]
+    assert labels[0] == "DEMix, demix_small (naive)"
+    assert "DEMix, demix_small (cached prior)" in labels
 
 
 def test_adaptation_and_removal_follow_the_rows_that_they_name() -> None:

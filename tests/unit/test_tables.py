@@ -112,7 +112,7 @@ def test_table7_tells_of_a_seed_that_has_seen_the_domain(run: MadeUp) -> None:
     rows = {"seeded": {"kind": "demix", "parent": "dense", "seed_tokens": 500}}
     seeded = changed(run.run, models=rows)
     removing = changed(seeded, removal={"model": "seeded"})
-    weakens = "seeded and −Domain began with what the model dense had learned of every domain in its first 500 tokens"
+    weakens = "DEMix, seed 500 and −Domain began with what the model dense had learned of every domain in its first 500"
     assert sum(weakens in note for note in table_of("table7", run.material(removing)).notes) == 1
     assert not any("seed that has seen" in note for note in table_of("table7", run.material(seeded)).notes)
 

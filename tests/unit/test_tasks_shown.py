@@ -55,22 +55,22 @@ def test_numbers_stand_with_intervals_and_chance(run: Run) -> None:
     table = table_of("tasks", Material(run))
     assert list(table.frame.columns) == ["topics", "domain"]
     assert list(table.frame.index) == [
-        "Dense (Balanced)", "btm (average)", "btm (cluster)", "btm (cluster, top-1)", "btm (updating) (oracle)",
-        "btm (own expert)", "btm (best expert of the test (oracle))", "chance",
+        "Dense (Balanced)", "BTM (average)", "BTM (cluster)", "BTM (cluster, top-1)", "BTM (updating) (oracle)",
+        "BTM (own expert)", "BTM (best expert of the test (oracle))", "chance",
     ]  # fmt: skip
-    assert table.frame.loc["btm (cluster)"].tolist() == pytest.approx([80, 58])
-    assert table.frame.loc["btm (best expert of the test (oracle))", "topics"] == pytest.approx(90)
+    assert table.frame.loc["BTM (cluster)"].tolist() == pytest.approx([80, 58])
+    assert table.frame.loc["BTM (best expert of the test (oracle))", "topics"] == pytest.approx(90)
     assert table.frame.loc["chance"].tolist() == [50, 50]
     below = table.second_lines()
-    assert below.loc["btm (cluster)"].tolist() == ["70.0 to 90.0", "48.0 to 68.0, as chance"]
-    assert below.loc["btm (cluster, top-1)", "topics"] == "45.0 to 65.0, as chance"
+    assert below.loc["BTM (cluster)"].tolist() == ["70.0 to 90.0", "48.0 to 68.0, as chance"]
+    assert below.loc["BTM (cluster, top-1)", "topics"] == "45.0 to 65.0, as chance"
     assert below.loc["Dense (Balanced)"].tolist() == ["0.0 to 20.0", "too few examples"]
     assert "topics: 100 examples, 8 demonstrations by 2 seeds; domain: " in table.notes[0]
 
 
 def test_bold_is_the_best_above_chance_that_reads_no_test_label(run: Run) -> None:
     bold = table_of("tasks", Material(run)).bold()
-    assert list(bold.index[bold["topics"]]) == ["btm (cluster)"]
+    assert list(bold.index[bold["topics"]]) == ["BTM (cluster)"]
     assert not bold["domain"].any(), "neither oracles nor numbers as chance"
 
 

@@ -14,9 +14,9 @@ from support.synthetic_run import NOVEL, TRAINING, MadeUp
 
 MLM = {"attention": "bidirectional", "objective": "mlm"}
 ROWS = {
-    "dense_alibi": {"kind": "dense", "architecture": {"position": "alibi"}},
-    "dense_both": {"kind": "dense", "architecture": {"position": "alibi", "head": "clap"}},
-    "demix_clap": {"kind": "demix", "architecture": {"head": "clap"}},
+    "dense_alibi": {"kind": "dense", "label": "dense_alibi", "architecture": {"position": "alibi"}},
+    "dense_both": {"kind": "dense", "label": "dense_both", "architecture": {"position": "alibi", "head": "clap"}},
+    "demix_clap": {"kind": "demix", "label": "demix_clap", "architecture": {"head": "clap"}},
     "dense_same": {"kind": "dense", "architecture": {"head": "tied"}},
     "dense_longer": {"kind": "dense", "architecture": {"head": "clap"}, "tokens": 4915200},
     "masked": {"kind": "demix", "architecture": MLM},

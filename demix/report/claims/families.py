@@ -75,16 +75,16 @@ def _own_cluster_best(material: Material) -> Iterator[Part]:
     import numpy as np
 
     for family in _several(material.run):
-        row = family.model.row
+        row, label = family.model.row, family.model.label
         ratios = material.clusters.over_own(row, material.seed, family.model.domains).to_numpy(copy=True)
         np.fill_diagonal(ratios, np.nan)
         best = np.array([np.nanmin(line) for line in ratios if np.isfinite(line).any()])
         agreeing = int((best > 1).sum())
         sentence = (
-            f"{row}: the best other expert's perplexity is {best.mean():.2f} times the own expert's on average; the "
+            f"{label}: the best other expert's perplexity is {best.mean():.2f} times the own expert's on average; the "
             f"own expert is the best on {agreeing} of {len(best)} clusters."
             if len(best)
-            else f"{row}: no losses of experts by cluster."
+            else f"{label}: no losses of experts by cluster."
         )
         yield Part(bool(len(best) and best.mean() > 1), agreeing, len(best), sentence)
 

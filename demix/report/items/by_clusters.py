@@ -53,7 +53,7 @@ def by_clusters_points(material: Material) -> "pd.DataFrame":
     from demix.report.families import families, one_clusters
 
     singles, points = one_clusters(material.run).values(), []
-    for row, family in families(material.run).items():
+    for family in families(material.run).values():
         whole = family.model.kind.expert_scope == "model"
         if family.clustering:
             made = family.made if whole else f"{family.model.kind.label}, {family.made}"
@@ -66,7 +66,7 @@ def by_clusters_points(material: Material) -> "pd.DataFrame":
         made += f", {family.begun}" if family.begun else ""
         for domains in material.kinds:
             perplexity = material.own.mean(family.system, domains.names)
-            points.append((made, family.experts, family.tokens, domains.heading, perplexity, row))
+            points.append((made, family.experts, family.tokens, domains.heading, perplexity, family.model.label))
     return pd.DataFrame(points, columns=["made", "clusters", "tokens", "kind", "perplexity", "row"]).dropna()
 
 

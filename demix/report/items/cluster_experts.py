@@ -36,7 +36,7 @@ def _own(material: Material) -> "alt.ConcatChart":
     from demix.report.look import CELL_RANGE, finite, heading_of
 
     ratios = {
-        model.row: material.clusters.over_own(model.row, material.run.seed, model.domains)
+        model.label: material.clusters.over_own(model.row, material.run.seed, model.domains)
         for model in clustered(material.run)
     }
     found = np.concatenate([table.to_numpy().ravel() for table in ratios.values()])

@@ -47,7 +47,7 @@ def make(material: Material) -> Mapping[str, str]:
         rest=shown(found, [one for one in found.entries if one not in found.main]),
         claims={verdict: [one for one in judged if one.verdict == verdict] for verdict in get_args(Verdict)},
         groups=groups(run),
-        cards=[model.name for model in run.planned],
+        cards={model.name: model.label for model in run.planned},
         stages=drawing(),
         cost=material.cost,
         scale=material.scale_note,

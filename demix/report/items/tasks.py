@@ -8,7 +8,6 @@ from demix.report.item import Group, TableItem
 from demix.report.material import Material
 from demix.report.needs import TASKS
 from demix.report.table import Table
-from demix.run.systems import label_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,16 +65,16 @@ def _shown(material: Material) -> "pd.DataFrame":
     """The rows of the table with their labels and second lines, in the order of `models`."""
     import pandas as pd
 
-    kinds = {name: row.kind for name, row in material.run.rows.items()}
+    names = {name: row.label for name, row in material.run.rows.items()}
     rows = material.tasks.assign(
-        label=[_label(label_of(row.model, kinds[row.model]), row) for row in material.tasks.itertuples()],
+        label=[_label(names[row.model], row) for row in material.tasks.itertuples()],
         # Cells without interval, or whose interval holds chance, say nothing.
         beneath=[_interval(row) for row in material.tasks.itertuples()],
     )
     alone = rows[rows["routing"] == ALONE]
     best = alone.loc[alone.groupby(["task", "model"], sort=False)["accuracy"].idxmax()] if len(alone) else alone
     shown = pd.concat([rows[rows["routing"] != ALONE], best])
-    shown = shown.assign(order=shown["model"].map({row: place for place, row in enumerate(kinds)}))
+    shown = shown.assign(order=shown["model"].map({row: place for place, row in enumerate(names)}))
     return shown.sort_values("order", kind="stable")
 
 

@@ -25,7 +25,7 @@ def make(material: Material) -> Table:
             by_domain = found.pivot_table("perplexity", ["context", "temperature", "k"], "domain")
             means = by_domain.reindex(columns=domains.names).dropna().mean(axis=1)
             for (context, temperature, k), mean in means.items():
-                row = rows.setdefault(f"{family.model.row}, {context}, τ = {temperature:g}", {})
+                row = rows.setdefault(f"{family.model.label}, {context}, τ = {temperature:g}", {})
                 row[f"{domains.heading}, {k}"] = mean
     ks = (*(f"top-{k}" for k in sorted(evaluation.top_k)), "all")
     columns = [f"{domains.heading}, {k}" for domains in material.kinds for k in ks]

@@ -6,7 +6,6 @@ from typing import Any
 
 from demix.report.item import FigureItem, Group
 from demix.report.material import Material
-from demix.run.models import Model
 
 ITEM = FigureItem("Loss of each model in training", Group.FIGURES)
 SKIPPED = 0.1
@@ -25,7 +24,7 @@ def make(material: Material) -> tuple[Any, str]:
     curves, what = (dev, "dev loss") if measured else (steps, "training loss")
     # All models fall alike at first, and so steeply that later differences could not be seen.
     curves = curves[curves["tokens"] >= SKIPPED * curves.groupby("model")["tokens"].transform("max")]
-    names = _names(own)
+    names = {model.name: model.label for model in own}
     models = [label for name, label in names.items() if (curves["model"] == name).any()]
     records = [
         {"model": names[row.model], "tokens": row.tokens, "loss": finite(row.loss)}
@@ -48,15 +47,3 @@ def make(material: Material) -> tuple[Any, str]:
         if measured
         else "Mean loss of the batches by the tokens trained on so far; models see different mixes of domains."
     ) + f" The first {SKIPPED:.0%} of the tokens and other seeds are left out."
-
-
-def _names(models: list[Model]) -> dict[str, str]:
-    """The labels of models in the legend, in its order."""
-    names = {
-        "demix": "DEMix",
-        "dense": "Dense (Balanced)",
-        "dense_unbalanced": "Dense",
-        "domain_token": "+ Domain Token",
-    }
-    names |= {model.name: f"DEMix without {model.removed}" for model in models if model.removed}
-    return names | {model.name: model.name for model in models if model.name not in names}

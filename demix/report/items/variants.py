@@ -11,7 +11,7 @@ from demix.report.material import Material
 from demix.report.needs import VARIANTS
 from demix.report.table import Table
 from demix.run.run import Run
-from demix.run.systems import System, label_of, systems_of, table_rows
+from demix.run.systems import System, systems_of, table_rows
 from demix.run.variants import variant_rows
 
 ITEM = TableItem("Variants of the architecture", Group.VARIANTS, 1, needs=(VARIANTS,))
@@ -27,7 +27,7 @@ def make(material: Material) -> Table:
     beneath: dict[str, dict[str, str]] = {}
     bases = dict.fromkeys(pairs.values())
     for row in (row for base in bases for row in (base, *pairs) if row == base or pairs[row] == base):
-        label, base, system = label_of(row, kinds[row]), pairs.get(row), _system(row, run)
+        label, base, system = kinds[row].label, pairs.get(row), _system(row, run)
         line: dict[str, Any] = {"Options": _named(run.rows[row].options)}
         spreads = beneath[label] = {}
         for domains in material.kinds:
@@ -53,7 +53,8 @@ def make(material: Material) -> Table:
 
 def _system(row: str, run: Run) -> System:
     """The row as tables of families show it: the model, or its experts by the cached prior."""
-    return systems_of(row, table_rows(run)[row])[-1]
+    found = table_rows(run)[row]
+    return systems_of(row, found.kind, found.label)[-1]
 
 
 def _named(options: dict[str, Any]) -> str:

@@ -51,7 +51,7 @@ def make(material: Material) -> Table:
 
 def _lines(material: Material) -> dict[str, tuple[System, System]]:
     """By label, the system of a line after the one that it is compared with."""
-    beyond = stream_systems("demix", KINDS["demix"], material.run)
+    beyond = stream_systems("demix", KINDS["demix"], KINDS["demix"].label, material.run)
     own, rows = {one.weights for one in beyond}, material.own.rows
     named = dict.fromkeys(rows.loc[rows["method"].isin(["updating", "cached"]), "weights"])
     lines = {}
