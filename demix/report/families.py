@@ -139,10 +139,14 @@ def training_flops(model: Model, run: Run) -> tuple[float, float]:
 
 
 def all_training_flops(model: Model, run: Run, before: dict[str, int | None]) -> float:
-    """The FLOPs of all updates of a model, and those of a folder's model with which it begins; NaN if not known.
+    """The FLOPs of all updates of a model, and those of the model with which it begins; NaN if not known.
 
-    `before` has the tokens of such models by row, None where they are not known.
+    That is a row of the run whose experts are merged, or a folder's model. `before` has the tokens of the latter by
+    row, None where they are not known.
     """
+    if model.mixes:
+        (merged,) = (one for one in run.trained if one.name == model.parent)
+        return training_flops(model, run)[0] + training_flops(merged, run)[0]
     tokens = before.get(model.row, 0)
     parent = training_flops_per_token(model.architecture.unrouted, run.types, model.architecture.context)
     return training_flops(model, run)[0] + (math.nan if tokens is None else tokens * parent)

@@ -12,6 +12,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from demix.config.architecture import training_flops_per_token
 from demix.errors import DemixError, StoppedError
 from demix.files import read_json, read_json_lines, sha256_file, write_json
 from demix.launch.job import Places
@@ -19,6 +20,7 @@ from demix.model.checkpoint import describe, load_model
 from demix.model.experts import find_faults, remove_expert
 from demix.model.gpt import seeing
 from demix.model.merge_routed import merge_routed
+from demix.report.families import all_training_flops
 from demix.run.check import completed_run
 from demix.train import stage
 from demix.train.batches import balanced_batches
@@ -162,6 +164,25 @@ def test_a_merge_has_the_anchor_and_the_experts_as_they_were(dense: Path, tokens
     with pytest.raises(DemixError, match=r"has another blocks\.0\.feedforward\.up than that of"):
         merge_routed(tmp_path / "flexolmo", dev, tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
+
+
+def test_the_flops_of_a_trained_merge_count_those_of_its_experts() -> None:
+    flexolmo = {"kind": "anchored", "parent": "dense", "seed_tokens": 6000, "weight_decay": 0.0}
+    routers = {"kind": "routed", "parent": "flexolmo", "tokens": 6000, "trained": "routers"}
+    run = completed_run(copy.deepcopy(TINY) | {"models": {"flexolmo": flexolmo, "routers": routers}})
+    models = {model.name: model for model in run.trained}
+    pair, merge = models["flexolmo"], models["routers"]
+    assert (merge.architecture.routed.experts, pair.architecture.routed.experts) == (len(pair.domains) + 1, 2)
+    dense, of_pair, of_merge = (
+        training_flops_per_token(one, run.types, one.context)
+        for one in (pair.architecture.unrouted, pair.architecture, merge.architecture)
+    )
+    seed, own = pair.first_step * pair.step_tokens, (pair.updates - pair.first_step) * pair.step_tokens
+    wanted = seed * dense + own * of_pair + merge.updates * merge.step_tokens * of_merge
+    before = dict.fromkeys(models, 10**9)
+    assert all_training_flops(merge, run, before) == pytest.approx(wanted, rel=1e-12)
+    # By `match: flops` a pair has as many as a dense model of its tokens, up to an update.
+    assert abs(own * of_pair - (TINY["training"]["tokens"] - seed) * dense) < pair.step_tokens * of_pair
 
 
 REFUSED = {

@@ -183,7 +183,7 @@ def _against_mixture(material: Material) -> list[Versus]:
     for family, parent in _merged(run) if "tempered" in run.config.evaluation.weights else ():
         layer = family.architecture.routed
         if layer and layer.top_k in tried_top_k(run, parent.experts):
-            label = f"{parent.model.row} (tempered), top-{layer.top_k}"
+            label = f"{parent.model.base.label} (tempered), top-{layer.top_k}"
             mixture = replace(parent.system, label=label, method="uniform", weights="tempered", top_k=layer.top_k)
             found += [Versus(family.system, mixture, on.kind, intervals=False) for on in material.kinds]
     return found
@@ -208,12 +208,12 @@ def _follow_domains(material: Material) -> Iterator[Part]:
     for one in token_routed(material.run):
         if one.name in known:
             layers = told_by_layer(material.loads[one.label], one.top_k, material.training)
-            told[one.name] = sum(layers) / len(layers)
-    rivals = [share for name, share in told.items() if not known[name].model.mixes]
-    for name in told if rivals else ():
+            told[one.name] = one.label, sum(layers) / len(layers)
+    rivals = [share for name, (_, share) in told.items() if not known[name].model.mixes]
+    for name, (label, share) in told.items() if rivals else ():
         if known[name].model.mixes:
-            sentence = f"{name} {100 * told[name]:.1f}% of what a choice could tell, others {100 * max(rivals):.1f}%."
-            yield Part(told[name] > max(rivals), int(told[name] > max(rivals)), 1, sentence)
+            sentence = f"{label} {100 * share:.1f}% of what a choice could tell, others {100 * max(rivals):.1f}%."
+            yield Part(share > max(rivals), int(share > max(rivals)), 1, sentence)
 
 
 def _on_all(material: Material, pairs: list[tuple[Family, System]]) -> list[Versus]:
