@@ -27,14 +27,7 @@ MOST_PROMPTS = 32
 MOST_STOPS = 16
 MOST_LOGPROBS = 5
 # What OpenAI's API has besides, with the values that change nothing.
-UNOFFERED = {
-    "best_of": 1,
-    "frequency_penalty": 0,
-    "logit_bias": {},
-    "n": 1,
-    "presence_penalty": 0,
-    "suffix": "",
-}
+UNOFFERED = {"best_of": 1, "frequency_penalty": 0, "logit_bias": {}, "n": 1, "presence_penalty": 0, "suffix": ""}
 
 
 @settings(kw_only=True)

@@ -76,36 +76,27 @@ def refused(line: str, status: int) -> Response:
 
 
 def _refusal(error: Exception) -> Response:
-    match error:
-        case DemixError():
-            return refused(str(error).removeprefix("--"), 400)
-        case HTTPException():
-            return refused(error.detail, error.status_code)
-        case ClientDisconnect():
-            return refused("the sender has left, or was too slow", 408)
-        case _:
-            return refused("something went wrong; see the terminal", 500)
+    if isinstance(error, DemixError):
+        return refused(str(error).removeprefix("--"), 400)
+    if isinstance(error, HTTPException):
+        return refused(error.detail, error.status_code)
+    if isinstance(error, ClientDisconnect):
+        return refused("the sender has left, or was too slow", 408)
+    return refused("something went wrong; see the terminal", 500)
 
 
 async def _answered(request: Request, error: Exception) -> Response:
     return _refusal(error)
 
 
-def _mapping(body: bytes) -> dict[str, Any]:
+def _asked(kind: type[T], body: bytes, offered: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> T:
     try:
-        found = json.loads(body)
+        values = json.loads(body)
+        if not isinstance(values, dict):
+            raise DemixError("request", "is no JSON object", "send one")
+        return settings_from(kind, offered(values), "request")
     except (ValueError, RecursionError):
         raise DemixError("request", "is not JSON", "send a JSON object") from None
-    if not isinstance(found, dict):
-        raise DemixError("request", "is no JSON object", "send one")
-    return found
-
-
-def _asked(kind: type[T], values: dict[str, Any]) -> T:
-    try:
-        return settings_from(kind, values, "request")
-    except RecursionError:
-        raise DemixError("request", "is nested too deeply", "send what the API has") from None
 
 
 class Completions:
@@ -142,7 +133,7 @@ class Completions:
         await (await run_in_threadpool(whole))(scope, receive, send)
 
     def _understood(self, body: bytes) -> tuple[CompletionRequest, MixedModel, list[list[int]]]:
-        asked = _asked(CompletionRequest, offered(_mapping(body)))
+        asked = _asked(CompletionRequest, body, offered)
         if asked.model != self.model.name:
             raise HTTPException(404, f"the model {asked.model!r:.80} is not served here; ask for {self.model.name}")
         return asked, self.model.mixture(asked.experts, asked.weights), prompts_of(self.model, asked)
@@ -226,26 +217,25 @@ def application(model: Served, key: str, stops: Callable[[], bool]) -> Guarded:
     made = int((model.directory / "model.json").stat().st_mtime)
     card = {"id": model.name, "object": "model", "created": made, "owned_by": "demix"}
 
-    async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [card]})
-
     async def one_model(request: Request) -> Response:
         if request.path_params["name"] != model.name:
             raise HTTPException(404, f"the model is not served here; ask for {model.name}")
         return JSONResponse(card)
 
-    async def tokenizer_info(request: Request) -> Response:
-        return JSONResponse({"eos_token": end})
+    def told(facts: dict[str, Any]) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
+            return JSONResponse(facts)
+
+        return endpoint
 
     def tokenized(body: bytes) -> Response:
-        text = _asked(TokenizeRequest, _mapping(body)).prompt
+        text = _asked(TokenizeRequest, body).prompt
         ids = [tokenizer.end_of_text] if text == end else tokens_of(tokenizer, text)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": model.most_tokens})
 
     def detokenized(body: bytes) -> Response:
-        return JSONResponse(
-            {"prompt": tokenizer.decode(tokens_of(tokenizer, _asked(DetokenizeRequest, _mapping(body)).tokens))}
-        )
+        ids = tokens_of(tokenizer, _asked(DetokenizeRequest, body).tokens)
+        return JSONResponse({"prompt": tokenizer.decode(ids)})
 
     def posted(answer: Callable[[bytes], Response]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
@@ -255,9 +245,9 @@ def application(model: Served, key: str, stops: Callable[[], bool]) -> Guarded:
 
     routes = [
         Route("/v1/completions", Completions(model, stops), methods=["POST"]),
-        Route("/v1/models", models),
+        Route("/v1/models", told({"object": "list", "data": [card]})),
         Route("/v1/models/{name}", one_model),
-        Route("/tokenizer_info", tokenizer_info),
+        Route("/tokenizer_info", told({"eos_token": end})),
         Route("/tokenize", posted(tokenized), methods=["POST"]),
         Route("/detokenize", posted(detokenized), methods=["POST"]),
     ]
@@ -288,20 +278,9 @@ def _in_url(host: str) -> str:
 def server_of(model: Served) -> uvicorn.Server:
     """The server of a model, whose key is that of the environment."""
     app = application(model, os.environ.get(KEY, ""), lambda: server.should_exit)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            limit_concurrency=CONNECTIONS,
-            timeout_graceful_shutdown=10,
-        )
-    )
+    quiet: Any = {"log_config": None, "log_level": "warning", "access_log": False, "server_header": False}
+    bounds: Any = {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": 10}
+    server = uvicorn.Server(uvicorn.Config(app, ws="none", lifespan="off", proxy_headers=False, **quiet, **bounds))
     return server
 
 

@@ -7,78 +7,44 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 import openai
 import pytest
 import torch
 import urllib3
-from lm_eval import simple_evaluate
-from lm_eval.tasks import TaskManager
 from lm_eval.utils import RemoteTokenizer
 
 from demix.config.architecture import Routed
 from demix.data.tokenizer import Tokenizer
 from demix.errors import DemixError
 from demix.generate import completions, serve
-from demix.generate.completions import MOST_LOGPROBS, MOST_PROMPTS, MOST_TOKENS, Served, served
-from demix.generate.serve import KEY, MOST_BYTES, listening, server_of
+from demix.generate.completions import MOST_LOGPROBS, MOST_PROMPTS, MOST_TOKENS, served
+from demix.generate.serve import KEY, MOST_BYTES, listening
 from demix.mix.mixtures import mix
 from demix.model.checkpoint import load_model
 from support.cli import demix, said
 from support.decoding import LENGTH, in_blocks, next_tokens, scored_in_blocks, write_run
 from support.disturbed import until
-from support.harness_tasks import DOCUMENTS, TASKS, write_tasks
-from support.models import SMALL, model_of, save_model, write_model, write_trunks
+from support.models import SMALL, model_of, save_model, write_trunks
+from support.serving import PROMPT, asked, client_of, serving
 
-PROMPT = "Zoë’s naïve café – 東京 is where the committee of the House met."
-WIDE = 64
 # Without a stop, the likeliest tokens of the random model go on for minutes.
 ENDLESS = {"prompt": ["the"] * MOST_PROMPTS, "max_tokens": MOST_TOKENS, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def run(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with the model demix, a model of longer blocks, and tasks of the harness."""
-    folder = write_run(tmp_path_factory.mktemp("served"), tokens)
-    encoder = Tokenizer.load(folder / "tokenizer.json")
-    sizes = replace(SMALL, context=WIDE)
-    write_model(folder / "models" / "wide", tokenizer=encoder.sha256, vocab_size=encoder.vocab_size, architecture=sizes)
-    write_tasks(folder)
-    return folder
-
-
-@contextmanager
-def serving(model: Served) -> Iterator[str]:
-    place = listening("127.0.0.1", 0)
-    server = server_of(model)
-    thread = Thread(target=server.run, kwargs={"sockets": [place]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{place.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    """A run with the model demix."""
+    return write_run(tmp_path_factory.mktemp("served"), tokens)
 
 
 @pytest.fixture(scope="module")
 def address(run: Path) -> Iterator[str]:
     with serving(served(run / "models" / "demix")) as one:
         yield one
-
-
-def client_of(address: str, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=60)
-
-
-def asked(address: str, prompt: object = PROMPT, model: str = "demix", **more: object) -> openai.types.Completion:
-    """The answer to the openai client; what it does not know itself goes into the body as it is."""
-    body = {name: more.pop(name) for name in ("experts", "weights", "more") if name in more}
-    return client_of(address).completions.create(model=model, prompt=prompt, extra_body=body, **more)
 
 
 def facts(choice: openai.types.CompletionChoice) -> dict:
@@ -209,48 +175,6 @@ def test_several_prompts_are_answered_as_each_alone(run: Path, address: str) -> 
     assert facts(asked(address, PROMPT, **how | {"seed": 6}).choices[0]) != facts(together.choices[0])
     unseeded = {asked(address, max_tokens=20).choices[0].text for _ in range(5)}
     assert len(unseeded) > 1
-
-
-@pytest.mark.parametrize(
-    ("rule", "options"),
-    [({}, ()), ({"weights": "history", "top_k": 2}, ("--weights", "history", "--top-k", 2))],
-    ids=["default", "history"],
-)
-def test_the_harness_finds_what_it_finds_without_a_server(run, tmp_path, monkeypatch, rule, options) -> None:
-    """To the last digit where its requests are scored one at a time, as the server does."""
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    manager = TaskManager(include_path=str(run / "tasks"), include_defaults=False)
-    encoder = Tokenizer.load(run / "tokenizer.json")
-    most = max(len(encoder.encode(one["text"] + choice)) for one in DOCUMENTS for choice in one["choices"])
-    assert LENGTH < most <= WIDE
-    for name, tasks in (("wide", [*TASKS]), ("demix", ["rolling"])):
-        done = demix(
-            "lm-eval", run / "models" / name, "--tasks", ",".join(tasks), "--include-path", run / "tasks",
-            "--output", tmp_path / f"{name}.json", "--log-samples", "--batch-size", 1, *options,
-        )  # fmt: skip
-        assert done.exit_code == 0, (done.exception, done.output)
-        with serving(served(run / "models" / name, **rule)) as address:
-            # Of texts, and of requests, several at a time.
-            for batch, concurrent in ((1, 1), (3, 2)):
-                how = {"batch_size": batch, "num_concurrent": concurrent, "max_length": MOST_TOKENS + 1}
-                theirs = simple_evaluate(
-                    "local-completions", model_args={"model": name, "base_url": f"{address}/v1/completions"} | how,
-                    tasks=tasks, task_manager=manager,
-                )["samples"]  # fmt: skip
-                for task in tasks:
-                    lines = (tmp_path / f"{name}.{task}.jsonl").read_text().splitlines()
-                    for our, their in zip(map(json.loads, lines), theirs[task], strict=True):
-                        assert our["doc"] == their["doc"]
-                        told = json.loads(json.dumps(their["filtered_resps"]), parse_constant=None)
-                        if task == "text":
-                            assert our["filtered_resps"] == told
-                            continue
-                        ours, told = (np.atleast_2d(np.array(one, object)) for one in (our["filtered_resps"], told))
-                        assert [str(one) for one in ours[:, 1:].ravel()] == [str(one) for one in told[:, 1:].ravel()]
-                        values = [[float(one) for one in rows[:, 0]] for rows in (ours, told)]
-                        # Without a server, the blocks of a longer text are scored together.
-                        assert values[0] == pytest.approx(values[1], rel=1e-7 if name == "demix" else 1e-14)
 
 
 def test_tokens_are_those_of_the_model(run: Path, address: str) -> None:

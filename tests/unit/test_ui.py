@@ -23,9 +23,10 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from demix.files import read_json_lines
+from demix.launch.guarded import Guarded
 from demix.track.live import Sender
 from demix.track.store import track
-from demix.track.ui import MOST_BYTES, Guarded
+from demix.track.ui import MOST_BYTES
 from support.mlflow_ui import PATIENCE, Served, first_line, serving, status
 from support.synthetic_run import TRAINING, build_run
 

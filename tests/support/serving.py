@@ -1,0 +1,35 @@
+"""`demix serve` in a thread of this process, and the openai client."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Thread
+
+import openai
+
+from demix.generate.completions import Served
+from demix.generate.serve import listening, server_of
+
+PROMPT = "Zoë’s naïve café – 東京 is where the committee of the House met."
+
+
+@contextmanager
+def serving(model: Served) -> Iterator[str]:
+    place = listening("127.0.0.1", 0)
+    server = server_of(model)
+    thread = Thread(target=server.run, kwargs={"sockets": [place]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{place.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def client_of(address: str, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def asked(address: str, prompt: object = PROMPT, model: str = "demix", **more: object) -> openai.types.Completion:
+    """The answer to the openai client; what it does not know itself goes into the body as it is."""
+    body = {name: more.pop(name) for name in ("experts", "weights", "more") if name in more}
+    return client_of(address).completions.create(model=model, prompt=prompt, extra_body=body, **more)
