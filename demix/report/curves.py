@@ -1,6 +1,8 @@
 """Losses by the number of tokens: in training, and in the adaptation to novel domains."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import altair as alt
 import numpy as np
@@ -43,16 +45,21 @@ def token_axis(ticks: int) -> alt.Axis:
     return alt.Axis(tickCount=ticks, labelExpr="datum.value ? format(datum.value, '~s') : '0'")
 
 
-def training_curves(metrics_dir: str | Path, run: Run, key: str = "loss") -> pd.DataFrame:
+def training_curves(metrics_dir: str | Path, run: Run, key: str = "loss", domains: Sequence[str] = ()) -> pd.DataFrame:
     """Loss (nats per token) by tokens, of the models that `config` trains: columns model, tokens, loss.
 
-    `key` is `loss`, of the batches trained on, or `dev_loss`, the mean over the model's domains, of the runs that
-    measure it. Long runs are thinned to means over equal spans of steps.
+    `key` is `loss`, of the batches trained on, or `dev_loss`, of the runs that measure it: the mean over `domains`
+    where a row has these, else over the model's domains. Long runs are thinned to means over equal spans of steps.
     """
+
+    def value(line: dict[str, Any]) -> Any:
+        losses = [line.get(f"{key}/{name}") for name in domains]
+        return line.get(key) if not losses or None in losses else np.mean(losses)
+
     frames = []
     for name in sorted(model.name for model in run.trained):
         path = Path(metrics_dir) / f"{name}.jsonl"
-        rows = [(line["tokens"], line[key]) for line in read_metrics(path) if line.get(key) is not None]
+        rows = [(line["tokens"], found) for line in read_metrics(path) if (found := value(line)) is not None]
         frame = pd.DataFrame(rows, columns=["tokens", "loss"]).astype("float64")
         span = -(-len(frame) // CURVE_POINTS) or 1
         frame = frame.groupby(np.arange(len(frame)) // span).mean()

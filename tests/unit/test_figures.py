@@ -217,6 +217,24 @@ def test_dev_losses_are_drawn_where_all_models_have_them(tmp_path: Path) -> None
     assert found == {"DEMix": [3.0] * 18, "Dense (Balanced)": [3.0] * 18}
 
 
+def test_the_loss_is_that_of_the_domains_that_all_models_train_on(tmp_path: Path) -> None:
+    run = small_run(
+        domains=domains(("law", "news"), ("songs",)),
+        models={"dense_unbalanced": None, "domain_token": None},
+        removal={"retrain_without": ["law"], "replacement": "songs"},
+    )
+    lost = {"demix": {"law": 9.0, "news": 2.0}, "dense": {"law": 9.0, "news": 4.0}}
+    lost["without-law"] = {"songs": 1.0, "news": 3.0}
+    for name, losses in lost.items():
+        by_domain = {f"dev_loss/{domain}": loss for domain, loss in losses.items()}
+        line = {"step": 1, "tokens": 100, "dev_loss": sum(losses.values()) / 2}
+        write_json_lines(tmp_path / f"{name}.jsonl", [line | by_domain])
+    _, found = drawn_losses(tmp_path, run)
+    assert found == {"DEMix": [2.0], "Dense (Balanced)": [4.0], "DEMix without law": [3.0]}
+    figure = drawn("training", Material(run, {"metrics": tmp_path}))
+    assert "'DEMix')" in figure["vconcat"][0]["encoding"]["strokeWidth"]["condition"]["test"]
+
+
 def test_a_run_without_metrics_or_evaluations_still_draws(tmp_path: Path) -> None:
     run = build_run(tmp_path, change=lambda key, value: value if key.model == "dense" else None)
     posteriors = read_posteriors(run.path / "posteriors.parquet")

@@ -29,7 +29,7 @@ def make(material: Material) -> tuple[Any, str]:
         .encode(x="position:Q")
     )
     panels = [
-        (end + _lines(points[points["kind"] == domains.kind], list(dict.fromkeys(points["label"])))).properties(
+        (end + _lines(points[points["kind"] == domains.kind], [model.label for model in material.run.own])).properties(
             width=380, height=280, title=heading_of(f"{domains.heading} domains")
         )
         for domains in material.kinds
@@ -68,7 +68,9 @@ def _lines(points: "pd.DataFrame", series: list[str]) -> "alt.Chart":
 
     from demix.report.look import coloured, dashed, finite
 
-    legend = alt.Legend(title=None, symbolSize=200, symbolType="stroke")
+    # A model has the same colour in each figure.
+    shown = [name for name in series if (points["label"] == name).any()]
+    legend = alt.Legend(title=None, symbolSize=200, symbolType="stroke", values=shown)
     values = [
         {
             "row": row.label,

@@ -4,6 +4,7 @@ batches.
 
 from typing import Any
 
+from demix.report.domains import so_many
 from demix.report.item import FigureItem, Group
 from demix.report.material import Material
 
@@ -19,31 +20,43 @@ def make(material: Material) -> tuple[Any, str]:
 
     # The loss of masked tokens is no loss of next tokens.
     own = [model for model in material.run.trained if model.seed == material.run.seed and not model.masked]
-    steps, dev = (training_curves(material.metrics, material.run, key) for key in ("loss", "dev_loss"))
+    # A model trained without a domain is no better for what it need not predict.
+    common = [name for name in material.training if all(name in model.domains for model in own)]
+    steps, dev = (training_curves(material.metrics, material.run, key, common) for key in ("loss", "dev_loss"))
     measured = len(dev) and {model.name for model in own} <= set(dev["model"])
     curves, what = (dev, "dev loss") if measured else (steps, "training loss")
     # All models fall alike at first, and so steeply that later differences could not be seen.
     curves = curves[curves["tokens"] >= SKIPPED * curves.groupby("model")["tokens"].transform("max")]
     names = {model.name: model.label for model in own}
+    curves = curves[curves["model"].isin(names)]
     models = [label for name, label in names.items() if (curves["model"] == name).any()]
+    last = curves[~curves["model"].isin([model.name for model in own if model.removed])].groupby("model")["loss"].last()
+    best = names[last.idxmin()] if len(last) else ""
     records = [
-        {"model": names[row.model], "tokens": row.tokens, "loss": finite(row.loss)}
-        for row in curves[curves["model"].isin(names)].itertuples()
+        {"model": names[row.model], "tokens": row.tokens, "loss": finite(row.loss)} for row in curves.itertuples()
     ]
     legend = alt.Legend(title="model", symbolSize=300, symbolType="stroke")
     chart = (
         alt.Chart(alt.InlineData(values=records))
-        .mark_line(strokeWidth=1.6, point=POINTS)
+        .mark_line(point=POINTS)
         .encode(
             x=alt.X("tokens:Q", title="training tokens", axis=token_axis(6)),
             y=alt.Y("loss:Q", title=f"{what} (nats a token)", scale=alt.Scale(zero=False)),
             color=coloured("model", models, legend, sort=models),
             strokeDash=dashed("model", models, legend, sort=models),
+            strokeWidth=alt.condition(alt.datum.model == best, alt.value(3.2), alt.value(1.4)),
         )
         .properties(width=620, height=340)
     )
-    return alt.vconcat(chart), (
-        "Mean over the dev splits of the domains that a model trains on, by the tokens trained on so far."
-        if measured
-        else "Mean loss of the batches by the tokens trained on so far; models see different mixes of domains."
-    ) + f" The first {SKIPPED:.0%} of the tokens and other seeds are left out."
+    return (
+        alt.vconcat(chart),
+        (
+            f"Mean over the dev splits of the {so_many(len(common), 'domain')} that all models train on, by the tokens "
+            "trained on so far."
+            if measured and common
+            else "Mean over the dev splits of the domains that a model trains on, by the tokens trained on so far."
+            if measured
+            else "Mean loss of the batches by the tokens trained on so far; models see different mixes of domains."
+        )
+        + f" The first {SKIPPED:.0%} of the tokens and other seeds are left out. The thick line ends lowest, of models that train on all domains.",
+    )
