@@ -10,7 +10,9 @@ import pandas as pd
 from demix.report.domains import Domains, so_many
 from demix.report.results import Results
 from demix.report.systems import ByDomain, systems_on
+from demix.report.verdict import mean_interval
 from demix.run.run import Run
+from demix.run.systems import System
 
 PRINTED_MIXTURES = (
     "The paper's mixtures stand beside the released scorer or the released weights, because weights by all earlier "
@@ -38,6 +40,10 @@ INTERVAL_NOTE = (
     "says what other text of the domain could give, not what another training could. Where the domain has fewer than "
     "20 documents, blocks of sqrt(N) of its N tokens are resampled instead, within these documents. "
     f"{WITHIN_NOTE} A text of fewer than 400 tokens has no interval."
+)
+MEAN_NOTE = (
+    "Below a number its 95% interval from resampling test documents, of a change the same ones for both systems; only "
+    "where every domain has an interval."
 )
 # The columns of counts: documents of origin, and the pieces of them that are scored.
 COUNTED = {"Documents": "{:,.0f}", "Pieces": "{:,.0f}"}
@@ -70,6 +76,17 @@ def second_lines(found: pd.DataFrame) -> list[str]:
         else:
             lines.append(f"[{row.low:.2f}, {row.high:.2f}]" if pd.notna(row.low) else "–")
     return lines
+
+
+def beneath_mean(results: Results, system: System, domains: list[str]) -> str:
+    """The spread over seeds, or the interval over documents, of a mean over domains; empty where there is neither."""
+    found = results.of(system, domains)
+    if found["perplexity"].isna().any():
+        return ""
+    if len(results.by_seed) > 1:
+        return results.spread(system, domains)
+    interval = mean_interval(found["perplexity"], found[["low", "high"]].dropna())
+    return f"[{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
 
 
 def by_domain(

@@ -53,8 +53,8 @@ def training_curves(metrics_dir: str | Path, run: Run, key: str = "loss", domain
     """
 
     def value(line: dict[str, Any]) -> Any:
-        losses = [line.get(f"{key}/{name}") for name in domains]
-        return line.get(key) if not losses or None in losses else np.mean(losses)
+        losses = [line[one] for name in domains if line.get(one := f"{key}/{name}") is not None]
+        return np.mean(losses) if losses and len(losses) == len(domains) else line.get(key)
 
     frames = []
     for name in sorted(model.name for model in run.trained):

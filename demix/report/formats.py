@@ -18,18 +18,20 @@ if TYPE_CHECKING:
 _ESCAPED: dict[str, str | int | None] = {character: f"\\{character}" for character in "&%_#{}$"}
 _ESCAPED["\\"] = "\\textbackslash "
 _TYPESET: dict[str, str | int | None] = {"λ": r"$\lambda$", "±": r"$\pm$", "“": "``", "”": "''", "’": "'"}
+# The most columns of a page that shows intervals before it is asked for them.
+WIDE = 7
 _TYPESET |= {"…": r"\ldots{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
 
 
-def write_table(table: Table, output_dir: Path) -> None:
-    """Write `<name>.html`, `.md` and `.tex` into `output_dir`."""
-    for suffix, text in (("html", page(table)), ("md", markdown(table)), ("tex", latex(table))):
+def write_table(table: Table, output_dir: Path, drawing: str = "") -> None:
+    """Write `<name>.html`, `.md` and `.tex` into `output_dir`; `drawing`, an SVG, leads the page."""
+    for suffix, text in (("html", page(table, drawing)), ("md", markdown(table)), ("tex", latex(table))):
         write_text(output_dir / f"{table.name}.{suffix}", text)
 
 
-def page(table: Table) -> str:
+def page(table: Table, drawing: str = "") -> str:
     """`table` as a page of its own."""
-    return render("table", paragraphs=[table.caption], **part_of_page(table))
+    return render("table", paragraphs=[table.caption], drawing=drawing, **part_of_page(table))
 
 
 def part_of_page(table: Table) -> dict[str, Any]:
@@ -41,7 +43,9 @@ def part_of_page(table: Table) -> dict[str, Any]:
         groups[-1].append(line)
     headings = {"text_headings": [name for name, is_text in table.columns.items() if is_text]}
     about = {"title": table.title, "caption": table.caption, "notes": table.notes}
-    return about | headings | {"headings": ["", *table.columns], "groups": groups}
+    # So many intervals would press other columns out of the screen.
+    wide = len(table.columns) > WIDE and any(cell.beneath for line in table.lines() for cell in line.cells)
+    return about | headings | {"headings": ["", *table.columns], "groups": groups, "wide": wide}
 
 
 def markdown(table: Table) -> str:

@@ -71,9 +71,10 @@ class Item(ABC):
 
 @dataclass(frozen=True)
 class TableItem(Item):
-    """A table; `make` returns it without name and title."""
+    """A table; `make` returns it without name and title. The figure named `figure`, if any, stands above it."""
 
     category: str = "Tables"
+    figure: str = ""
     folder: str = "tables"
     formats: Formats = (("html", "HTML"), ("md", ""), ("tex", "LaTeX"))
 
@@ -85,9 +86,13 @@ class TableItem(Item):
         return beside_paper(table.called(self.name, self.title).filled(), material.run)
 
     def write(self, material: Material, output: Path) -> None:
+        from demix.report.figures import inline
         from demix.report.formats import write_table
+        from demix.report.items import all_items
 
-        write_table(self.made(material).noted(material.scale_note), output / self.folder)
+        figure = all_items().get(self.figure)
+        drawing = inline(figure.drawn(material)) if isinstance(figure, FigureItem) else ""
+        write_table(self.made(material).noted(material.scale_note), output / self.folder, drawing)
 
 
 @dataclass(frozen=True)

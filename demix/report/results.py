@@ -128,21 +128,22 @@ def _flat(keys: Iterable[tuple[str | int, ...]]) -> pd.Index:
 def paired(differences: pd.DataFrame, system: ByDomain, base: System, domains: Iterable[str]) -> pd.DataFrame:
     """Bounds (low, high) of the 95% interval of `system` minus `base` in perplexity, on the same documents of a domain.
 
-    Only `BASES` and the second systems of `balanced_pairs` have such intervals. Domains without an interval are left
-    out.
+    Only `BASES` and the second systems of `balanced_pairs` have such intervals, and none is of a variant or of a top-k.
+    Domains without an interval are left out.
     """
     by_row = base.model if base.by_distance and base.top_k is None and not base.variant else None
     against = next((key for key, one in BASES.items() if one == base), by_row)
     key = ["domain", "model", "experts", "method", "weights"]
-    systems = [(name, *(system if isinstance(system, System) else system(name)).key) for name in domains]
-    found = ask(
+    found = ((name, system if isinstance(system, System) else system(name)) for name in domains)
+    systems = [(name, *one.key) for name, one in found if not one.variant and one.top_k is None]
+    bounds = ask(
         f"""select domain, perplexity_low as low, perplexity_high as high
         from differences join systems using ({", ".join(key)})
         where against = '{against}' and low is not null and high is not null order by domain""",
         differences=differences,
         systems=pd.DataFrame(systems, columns=key, dtype="str"),
     )
-    return found.set_index("domain")
+    return bounds.set_index("domain")
 
 
 def prior_table(priors: pd.DataFrame, model: str, training: list[str], domains: list[str]) -> pd.DataFrame:

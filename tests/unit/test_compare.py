@@ -287,8 +287,9 @@ def test_what_one_run_alone_has(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_row_of_another_kind_is_another_system(base: Path, tmp_path: Path) -> None:
+    row = {"label": "mine"}
     runs = [
-        copied(base, tmp_path / kind, kind, models={"mine": {"kind": kind}}) for kind in ("dense", "domain_token")
+        copied(base, tmp_path / kind, kind, models={"mine": row | {"kind": kind}}) for kind in ("dense", "domain_token")
     ]  # fmt: skip
     rows = compare(runs).systems
     assert set(rows.loc[rows["system"].str.startswith("mine"), "system"]) == {"mine", "mine (naive)"}

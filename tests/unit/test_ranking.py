@@ -9,6 +9,7 @@ import pytest
 from demix.report.items.index import table
 from demix.report.ranking import Ranking, ranking
 from support.configs import changed
+from support.report import table_of
 from support.synthetic_run import NOVEL, TRAINING, Key, MadeUp, base, build_run
 
 
@@ -19,7 +20,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
 
 def less(of: dict[str, float], half: float, against: str = "dense") -> pd.DataFrame:
     """Differences in perplexity of DEMix by these rules of weights, each with an interval of `half` to either side."""
-    methods = {"tempered": "uniform", "history": "cached"}
+    methods = {"tempered": "uniform", "history": "cached", "released": "cached"}
     return pd.DataFrame([
         {"model": "demix", "experts": "training", "method": methods[rule], "weights": rule, "against": against,
          "domain": domain, "seed": 1, "perplexity": value, "perplexity_low": value - half,
@@ -101,3 +102,12 @@ def test_bold_is_surely_below_the_next(run: MadeUp, half: float, direct: float |
     shown = table(found, found.main).bold()["3 training domains"]
     assert shown.sum() == bold
     assert not table(found, found.main).bold().loc["+ Domain Token"].any()
+
+
+def test_table3_has_the_interval_of_the_change_but_no_other_systems(run: MadeUp) -> None:
+    known = less({"tempered": -31.0, "released": -20.0}, 30.0)
+    below = table_of("table3", run.material(differences=known)).second_lines()["Against Dense (Balanced), %"]
+    change, half = 100 * (1.05 * 0.97 / 1.3 - 1), 100 * 30 / np.sqrt(3) / 143
+    assert below["DEMix (tempered)"] == f"{change - half:+.1f} to {change + half:+.1f}".replace("-", "−")
+    # What is known of the released weights is not of the released scorer.
+    assert not below["DEMix (cached prior), released scorer"]

@@ -89,6 +89,8 @@ def _numbers(material: Material, system: System) -> tuple[dict[str, float], dict
     """By column, the means of a system with their change from Dense (Balanced), and what stands below them."""
     import numpy as np
 
+    from demix.report.cells import beneath_mean
+
     row, lines = {}, {}
     # Merged models are made of the run's own seed alone.
     beside = material.own if system.method == "merged" else material.results
@@ -96,21 +98,8 @@ def _numbers(material: Material, system: System) -> tuple[dict[str, float], dict
         mean, dense = material.results.mean(system, domains.names), beside.mean(BALANCED, domains.names)
         row[domains.heading] = mean
         row[f"{domains.heading}, %"] = percent(dense, mean) if system != BALANCED else np.nan
-        lines[domains.heading] = _spread(material, system, domains.names)
+        lines[domains.heading] = beneath_mean(material.results, system, domains.names)
     return row, lines
-
-
-def _spread(material: Material, system: System, domains: list[str]) -> str:
-    """The spread over seeds, or the interval over documents, of a mean over domains; empty where there is neither."""
-    from demix.report.verdict import mean_interval
-
-    found = material.results.of(system, domains)
-    if found["perplexity"].isna().any():
-        return ""
-    if len(material.results.by_seed) > 1:
-        return material.results.spread(system, domains)
-    interval = mean_interval(found["perplexity"], found[["low", "high"]].dropna())
-    return f"[{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
 
 
 def _other_rules(system: System, run: Run) -> dict[str, System]:

@@ -10,7 +10,9 @@ from demix.report.needs import NOVEL
 from demix.report.systems import before_dense_dapt
 from demix.report.table import Table
 
-ITEM = TableItem("Table 13: adapting to a novel domain, and forgetting", Group.PAPER, 13, needs=(NOVEL,))
+ITEM = TableItem(
+    "Table 13: adapting to a novel domain, and forgetting", Group.PAPER, 13, needs=(NOVEL,), figure="figure6"
+)
 
 
 def make(material: Material) -> Table:

@@ -15,14 +15,16 @@ def make(material: Material) -> Table:
     import numpy as np
     import pandas as pd
 
-    from demix.report.cells import lowest
+    from demix.report.cells import MEAN_NOTE, beneath_mean, lowest
+    from demix.report.results import paired
+    from demix.report.verdict import mean_interval
 
     domains, results = material.kinds[0], material.results
     systems = list(in_domain(material.run))
     columns = {system.label: results.perplexities(system, domains.names) for system in systems}
     balanced = columns[BALANCED.label]
-    rows = {}
-    for label, values in columns.items():
+    rows, beneath = {}, {}
+    for (label, values), system in zip(columns.items(), systems, strict=True):
         both = values.notna() & balanced.notna()
         other = label != BALANCED.label and both.any()
         rows[label] = {
@@ -32,16 +34,20 @@ def make(material: Material) -> Table:
             if other
             else "",
         }
+        beneath[label] = {"Perplexity": beneath_mean(results, system, domains.names)}
+        bounds = paired(material.differences, system, BALANCED, domains.names)
+        if len(results.by_seed) == 1 and (interval := mean_interval(values - balanced, bounds)):
+            low, high = (100 * bound / mean_of(balanced) for bound in interval)
+            beneath[label]["Against Dense (Balanced), %"] = f"{low:+.1f} to {high:+.1f}".replace("-", "−")
     frame = pd.DataFrame.from_dict(rows, orient="index")
     seeds = len(results.by_seed)
-    spread = {system.label: {"Perplexity": results.spread(system, domains.names)} for system in systems}
     return Table(
         f"Test perplexity averaged over {domains.said}, for two dense baselines, a dense "
         "model with domain tokens, and DEMix with the domain known (naive) or mixed with a cached prior. Lower is "
         "better.",
         frame,
-        notes=(f"Means over {seeds} seeds, ± the standard deviation of a seed's mean.",) if seeds > 1 else (),
+        notes=(f"Means over {seeds} seeds, ± the standard deviation of a seed's mean." if seeds > 1 else MEAN_NOTE,),
         formats={"Against Dense (Balanced), %": "{:+.1f}"},
         best=lowest(frame[["Perplexity"]], axis=0),
-        beneath=pd.DataFrame.from_dict(spread, orient="index"),
+        beneath=pd.DataFrame.from_dict(beneath, orient="index"),
     )

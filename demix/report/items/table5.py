@@ -23,7 +23,7 @@ def make(material: Material) -> Table:
     lines = _lines(material.run)
     found = {label: results.of(system, domains) for label, system in lines.items()}
     frame = pd.DataFrame({label: one["perplexity"] for label, one in found.items()}).T.reindex(columns=domains)
-    frame["Mean"] = [mean_of(values) for _, values in frame.iterrows()]
+    frame.insert(0, "Mean", [mean_of(values) for _, values in frame.iterrows()])
     below = pd.DataFrame({label: second_lines(one) for label, one in found.items()}, index=domains).T
     beneath, notes = explained(below, results)
     documents = found[BALANCED.label]["documents"].combine_first(found[CACHED.label]["documents"]).dropna()

@@ -58,5 +58,6 @@ def make(material: Material) -> tuple[Any, str]:
             if measured
             else "Mean loss of the batches by the tokens trained on so far; models see different mixes of domains."
         )
-        + f" The first {SKIPPED:.0%} of the tokens and other seeds are left out. The thick line ends lowest, of models that train on all domains.",
+        + f" The first {SKIPPED:.0%} of the tokens and other seeds are left out. Of models that train on all domains "
+        "the thick line ends lowest.",
     )

@@ -21,4 +21,5 @@ for (const table of document.querySelectorAll("table.interactive")) {
       bottomStart: long ? "info" : null, bottomEnd: long ? ["pageLength", "paging"] : null,
     },
   });
+  table.style.setProperty("--first", `${table.tHead.rows[0].cells[0].offsetWidth}px`);
 }
