@@ -71,10 +71,10 @@ class Item(ABC):
 
 @dataclass(frozen=True)
 class TableItem(Item):
-    """A table; `make` returns it without name and title. The figure named `figure`, if any, stands above it."""
+    """A table; `make` returns it without name and title. The chart that `above` draws, if it is given, stands above."""
 
     category: str = "Tables"
-    figure: str = ""
+    above: Callable[[Material], Any] | None = None
     folder: str = "tables"
     formats: Formats = (("html", "HTML"), ("md", ""), ("tex", "LaTeX"))
 
@@ -88,10 +88,8 @@ class TableItem(Item):
     def write(self, material: Material, output: Path) -> None:
         from demix.report.figures import inline
         from demix.report.formats import write_table
-        from demix.report.items import all_items
 
-        figure = all_items().get(self.figure)
-        drawing = inline(figure.drawn(material)) if isinstance(figure, FigureItem) else ""
+        drawing = inline(self.above(material)) if self.above else ""
         write_table(self.made(material).noted(material.scale_note), output / self.folder, drawing)
 
 
