@@ -161,9 +161,9 @@ def test_rows_of_the_first_page_sort_by_a_key_and_oracles_stay_last(browser: web
     summary = browser.find_element(By.XPATH, "//details[.//table]/summary")
     summary.send_keys(Keys.ENTER)
     rows = "return [...document.querySelectorAll('details .dt-container tbody tr')].map(row => row.innerText)"
-    for way in ("ascending", "descending"):
+    for way in ("asc", "desc"):
         browser.find_elements(By.CSS_SELECTOR, "details .dt-container thead th")[1].click()
-        sorted_so = f"details .dt-container thead th[aria-sort={way}]"
+        sorted_so = f"details .dt-container thead th.dt-ordering-{way}"
         wait.until(lambda _, sorted_so=sorted_so: browser.find_elements(By.CSS_SELECTOR, sorted_so))
         shown = browser.execute_script(rows)
         means = [float(text.split("\t")[1].split()[0]) for text in shown]
@@ -171,4 +171,4 @@ def test_rows_of_the_first_page_sort_by_a_key_and_oracles_stay_last(browser: web
         assert any(oracles)
         assert oracles == sorted(oracles)
         fair = [mean for mean, oracle in zip(means, oracles, strict=True) if not oracle]
-        assert fair == sorted(fair, reverse=way == "descending")
+        assert fair == sorted(fair, reverse=way == "desc")
