@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from axe_core_python.selenium import Axe
 from selenium import webdriver
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 from demix.report import write_report
@@ -135,3 +137,38 @@ def test_claims_are_readable(browser: webdriver.Chrome, report: Path) -> None:
     assert "Claims of the paper, judged on this run" in text
     assert "DEMix (cached prior)" in text
     assert nothing_fetched(browser)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("page", ["index.html", "claims.html", "tables/table5.html", "figures/training.html"])
+def test_axe_finds_no_fault(browser: webdriver.Chrome, report: Path, page: str, scheme: str) -> None:
+    """Names, roles, contrast: what axe-core checks by the rules of WCAG."""
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    browser.get((report / page).as_uri())
+    drawn = "#figure summary" if "figures" in page else "div.dt-container, table.claims"
+    WebDriverWait(browser, 60).until(lambda _: browser.find_elements(By.CSS_SELECTOR, drawn))
+    browser.execute_script("document.querySelectorAll('details:not(#figure *)').forEach(one => one.open = true)")
+    faults = Axe().run(browser)["violations"]
+    assert [(fault["id"], fault["nodes"][0]["html"]) for fault in faults] == []
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_rows_of_the_first_page_sort_by_a_key_and_oracles_stay_last(browser: webdriver.Chrome, report: Path) -> None:
+    browser.get((report / "index.html").as_uri())
+    wait = WebDriverWait(browser, 30)
+    wait.until(lambda _: browser.find_elements(By.CSS_SELECTOR, "div.dt-container"))
+    summary = browser.find_element(By.XPATH, "//details[.//table]/summary")
+    summary.send_keys(Keys.ENTER)
+    rows = "return [...document.querySelectorAll('details .dt-container tbody tr')].map(row => row.innerText)"
+    for way in ("asc", "desc"):
+        browser.find_elements(By.CSS_SELECTOR, "details .dt-container thead th")[1].click()
+        sorted_so = f"details .dt-container thead th.dt-ordering-{way}"
+        wait.until(lambda _, sorted_so=sorted_so: browser.find_elements(By.CSS_SELECTOR, sorted_so))
+        shown = browser.execute_script(rows)
+        means = [float(text.split("\t")[1].split()[0]) for text in shown]
+        oracles = [text.startswith("DEMix (naive)") for text in shown]
+        assert any(oracles)
+        assert oracles == sorted(oracles)
+        fair = [mean for mean, oracle in zip(means, oracles, strict=True) if not oracle]
+        assert fair == sorted(fair, reverse=way == "desc")

@@ -2,6 +2,7 @@ const unpacked = id => new Response(new Blob([Uint8Array.from(atob(document.getE
 const style = document.createElement("style");
 style.textContent = await unpacked("datatables-style");
 document.head.prepend(style);
+document.documentElement.classList.toggle("dark", matchMedia("(prefers-color-scheme: dark)").matches);
 const code = new Blob([await unpacked("datatables")], {type: "text/javascript"});
 const {default: DataTable} = await import(URL.createObjectURL(code));
 const empty = (a, b) => (a === "") - (b === "");
