@@ -113,7 +113,8 @@ def _made_label(config: Config, given: _Given, row: Row) -> str:
     if given.initial:
         parts.append(f"from {given.initial.rpartition('/')[2]}")
     if row.mixes:
-        parts.append("from merged experts")
+        parts[0] = f"BTX from {settings.parent_row}"
+        parts += ["routers alone"] if settings.trained else []
     if settings.seed_tokens:
         parts.append(f"seed {_short(settings.seed_tokens)}")
     if "tokens" in own:

@@ -19,7 +19,7 @@ from demix.data.tokenizer import Tokenizer
 from demix.evaluate.harness_model import DemixLM
 from demix.files import write_json
 from demix.model.checkpoint import load_experts
-from demix.model.decode import Decoder, named_prior, open_model, posterior_of, weights_of
+from demix.model.decode import Decoder, named_prior, open_model, posteriors_of, weights_of
 from support.cli import demix, said
 from support.models import REAL_TEXT, SMALL, THREE, alone, model_of, save_model
 
@@ -158,7 +158,8 @@ def mixed(directory: Path, text: Tensor, prior: str = "") -> Tensor:
     rule, experts = weights_of("tempered", directory), [name for trunk in trunks for name in trunk.experts]
     assert rule.parameters == (BETA, GAMMA)
     log_prior, decay = named_prior(prior, directory, experts, rule)
-    posterior = posterior_of(rule, log_prior, directory, experts, encoder, CONTEXT, decay)
+    begin = posteriors_of(rule, log_prior, directory, experts, encoder, CONTEXT, decay)
+    posterior = begin(np.array([encoder.end_of_text]))
     decoder, rows = Decoder(trunks, text[:1], posterior), []
     for token in text[1:]:
         rows.append(decoder.next_log_probabilities()[0])

@@ -205,7 +205,8 @@ def _follow_domains(material: Material) -> Iterator[Part]:
     from demix.report.routers import told_by_layer
 
     known, told = families(material.run), {}
-    for one in token_routed(material.run):
+    merged = any(family.model.mixes for family in known.values())
+    for one in token_routed(material.run) if merged else ():
         if one.name in known:
             layers = told_by_layer(material.loads[one.label], one.top_k, material.training)
             told[one.name] = one.label, sum(layers) / len(layers)

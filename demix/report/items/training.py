@@ -22,7 +22,8 @@ def make(material: Material) -> tuple[Any, str]:
     own = [model for model in material.run.trained if model.seed == material.run.seed and not model.masked]
     # A model trained without a domain is no better for what it need not predict.
     common = [name for name in material.training if all(name in model.domains for model in own)]
-    steps, dev = (training_curves(material.metrics, material.run, key, common) for key in ("loss", "dev_loss"))
+    steps = training_curves(material.metrics, material.run)
+    dev = training_curves(material.metrics, material.run, "dev_loss", common)
     measured = len(dev) and {model.name for model in own} <= set(dev["model"])
     curves, what = (dev, "dev loss") if measured else (steps, "training loss")
     # All models fall alike at first, and so steeply that later differences could not be seen.
@@ -31,7 +32,8 @@ def make(material: Material) -> tuple[Any, str]:
     curves = curves[curves["model"].isin(names)]
     models = [label for name, label in names.items() if (curves["model"] == name).any()]
     last = curves[~curves["model"].isin([model.name for model in own if model.removed])].groupby("model")["loss"].last()
-    best = names[last.idxmin()] if len(last) else ""
+    # Losses of other domains, or of each model's own batches, do not compare.
+    best = names[last.idxmin()] if len(last) and measured and common else ""
     records = [
         {"model": names[row.model], "tokens": row.tokens, "loss": finite(row.loss)} for row in curves.itertuples()
     ]
@@ -58,6 +60,6 @@ def make(material: Material) -> tuple[Any, str]:
             if measured
             else "Mean loss of the batches by the tokens trained on so far; models see different mixes of domains."
         )
-        + f" The first {SKIPPED:.0%} of the tokens and other seeds are left out. Of models that train on all domains "
-        "the thick line ends lowest.",
+        + f" The first {SKIPPED:.0%} of the tokens and other seeds are left out."
+        + " Of models that train on all domains the thick line ends lowest." * bool(best),
     )
