@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import pandas as pd
 
 from demix.report.domains import Domains, percent
-from demix.report.families import all_training_flops, families
+from demix.report.families import all_training_flops, families, training_flops
 from demix.report.material import Material
 from demix.report.results import paired
 from demix.report.systems import BALANCED, CACHED, added, main_systems, ngram_lines
 from demix.report.verdict import mean_interval
+from demix.run.models import Model
 from demix.run.run import Run
 from demix.run.systems import System, row_systems, table_rows
 
@@ -220,8 +221,7 @@ def ranking(material: Material) -> Ranking:
     """The lines of the main table that have numbers, ranked on the run's own seed."""
     run = material.run
     models = {model.name: model for model in run.own if not model.masked}
-    flops = {name: all_training_flops(model, run, material.tokens_before) for name, model in models.items()}
-    apart = {name: _unequal(value / flops[BALANCED.model] - 1) for name, value in flops.items()}
+    apart = {name: _unequal(_more_flops(model, models[BALANCED.model], material)) for name, model in models.items()}
     adapted, standing, counts = added(run)[1], _standing(run), ngram_lines(run)
     rows = material.differences.query("against == 'dense' and seed == @run.seed").dropna(subset=["perplexity_low"])
     bounds = dict(list(rows.set_index("domain").groupby(["model", "experts", "method", "weights"])))
@@ -261,6 +261,16 @@ def _standing(run: Run) -> dict[str, System]:
         own = systems[0] if row.kind.domain_tokens else families(run)[name].system
         found[name] = next((one for one in systems if one.weights.startswith("tempered")), own)
     return found
+
+
+def _more_flops(model: Model, dense: Model, material: Material) -> float:
+    """The FLOPs of training of `model` over those of `dense`, less 1; NaN where a parent's are unknown."""
+    if model.base.initial == dense.base.initial != "":
+        # What their parent took is the same, and need not be known.
+        mine, others = (training_flops(one, material.run)[0] for one in (model, dense))
+    else:
+        mine, others = (all_training_flops(one, material.run, material.tokens_before) for one in (model, dense))
+    return mine / others - 1
 
 
 def _unequal(more: float) -> str:

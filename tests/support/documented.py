@@ -37,6 +37,7 @@ FLEETING |= {"models/<model>/imported/…", "parents/<owner>--<name>-<commit>/"}
 FLEETING |= {"loads/<model>.parquet", "examples/<task>.parquet", "tasks/<model>/<task>.parquet", "tasks.parquet"}
 FLEETING |= {"scores/<model>@<context>/<domain>.test/…", "evaluations/<domain>.contexts.parquet"}
 FLEETING |= {"seeds/<model>/step-<n>/manifest.json", "seeds/<model>/step-<n>/<part>.safetensors"}
+FLEETING |= {"models/<model>/sums.safetensors", "scores/<model>@top-<k>/<domain>.test/…"}
 
 
 def assert_documented(run: Path) -> None:

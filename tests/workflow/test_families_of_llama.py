@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("decoders")
     (folder / "resources").symlink_to(REPOSITORY / "resources")
     models = {
-        name: row and row | ({"seed_tokens": SEED} if "parent" in row else {})
+        name: row and row | dict.fromkeys({"seed_tokens", "tokens"} & row.keys(), SEED)
         for name, row in FAMILIES["models"].items()
     }
     own = {
@@ -44,7 +44,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "tokenizer": {"kind": "bpe", "vocab_size": 400},
         "architecture": DECODER,
-        "training": {"tokens": 2 * SEED, "sequences": 4, "dev_blocks": 0, "learning_rate": 3e-3, "clip": 1.0},
+        "training": {
+            "tokens": 2 * SEED,
+            "sequences": 4,
+            "dev_blocks": 0,
+            "learning_rate": 3e-3,
+            "clip": 1.0,
+            "weight_decay": 0.0,
+        },
         "clusterings": {name: one | {"dimensions": 8} for name, one in FAMILIES["clusterings"].items()},
         "models": models,
         "evaluation": FAMILIES["evaluation"] | {"dev_blocks": 5, "test_tokens": 640, "contexts": [32, 64]},

@@ -21,6 +21,7 @@ from demix.files import read_json, read_json_lines, sha256_file
 from demix.model.checkpoint import load_model
 from demix.model.experts import find_faults
 from demix.model.scoring import log_probabilities
+from demix.run.run import Run
 from demix.settings import settings_from
 from support.dry_run import jobs_by_rule, ran
 from support.mixing import log_mixture, log_weights
@@ -183,7 +184,7 @@ def test_routed_models_are_scored_with_other_numbers_of_experts(finished: tuple[
         (log_p,) = log_probabilities(model, *blocks(shard, model.architecture.context, int(row.tokens)))
         assert row.nll == pytest.approx(-log_p.sum(), rel=1e-5)
     (table,) = pd.read_html(run / "report" / "tables" / "families.html", index_col=0)
-    for row, label in (("btx", "btx"), ("demix", "DEMix, merged-routed")):
+    for row, label in (("btx", Run.read(run).rows["btx"].label), ("demix", "DEMix, merged-routed")):
         of_row = tried[(tried["model"] == row) & tried["domain"].isin(TINY["domains"]["training"])]
         for k, name in ((1, "1"), (3, "all")):
             mean = of_row.loc[of_row["top_k"] == k, "perplexity"].mean()

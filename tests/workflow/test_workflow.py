@@ -383,7 +383,7 @@ def test_snakemake_report_is_one_page(finished: Path) -> None:
     assert "table5" in page
     assert "At a glance" in page
     # The captions are the docstrings of the modules that make the items.
-    assert "The run on one page: main table, verdicts on the paper" in page
+    assert "The run on one page: which model is best" in page
     assert "not better than 3-grams" in (finished / "results" / "tiny" / "report" / "index.html").read_text()
 
 
