@@ -30,9 +30,14 @@ def main_table(material: Material) -> rich.table.Table:
         cells = [cell(mean, "{:.2f}") + (" *" if marked else "  ") for mean, marked in zip(means, oracle, strict=True)]
         table.add_row(named.label, system.weights, *cells)
     notes = ["* oracle: the best single token or expert, chosen on the test data"] if material.novel else []
-    notes += [_beside_ngrams(material, domains) for domains in material.kinds if ngram_lines(material.run)]
+    notes += beside_ngrams(material)
     table.caption = ".\n".join(notes) or None
     return table
+
+
+def beside_ngrams(material: Material) -> list[str]:
+    """For each kind of domains which lines of the main table are not better than the best n-grams of the run."""
+    return [_beside_ngrams(material, domains) for domains in material.kinds if ngram_lines(material.run)]
 
 
 def _beside_ngrams(material: Material, domains: Domains) -> str:

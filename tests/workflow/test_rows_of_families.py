@@ -243,7 +243,7 @@ def test_a_row_of_other_positions_reads_longer_blocks(finished: tuple[Path, dict
                 same = results.set_index(["model", "experts", "method", "weights", "domain"]).loc[[key]]
                 assert rows["nll"].sum() == pytest.approx(same["nll"].iloc[0], rel=1e-9), model
     table = (run / "report" / "tables" / "contexts.md").read_text()
-    assert "far" in table
+    assert Run.read(run).rows["far"].label in table
     assert (run / "report" / "figures" / "positions.svg").exists()
     assert "tables/contexts.html" in (run / "report" / "index.html").read_text()
 
@@ -304,7 +304,9 @@ def test_masked_rows_have_a_table_of_their_own(finished: tuple[Path, dict[str, s
         assert average == pytest.approx(-mixed.sum(), rel=1e-9)
     tables = {path.stem: path.read_text() for path in (run / "report" / "tables").glob("*.md")}
     assert [name for name, text in tables.items() if "masked" in text.lower()] == ["masked"]
-    for line in ("masked\\_dense", "masked (own expert)", "masked (average)", "masked (fitted)"):
+    rows = Run.read(run).rows
+    dense, experts = (rows[name].label for name in ("masked_dense", "masked"))
+    for line in (dense, *(f"{experts} ({how})" for how in ("own expert", "average", "fitted"))):
         assert line in tables["masked"]
     assert "masked" not in (run / "report" / "claims.md").read_text().lower()
     assert "tables/masked.html" in (run / "report" / "index.html").read_text()

@@ -27,6 +27,7 @@ def make(material: Material) -> Mapping[str, str]:
     from demix.report.dots import ranked
     from demix.report.figures import inline
     from demix.report.items import all_items
+    from demix.report.main_table import beside_ngrams
     from demix.report.page import render
     from demix.report.ranking import ranking
     from demix.report.stages import drawing
@@ -43,6 +44,7 @@ def make(material: Material) -> Mapping[str, str]:
         ranking=found,
         dots=inline(ranked(found)),
         main=shown(found, found.main),
+        counts=beside_ngrams(material),
         claims_title=all_items()["claims"].title,
         rest=shown(found, [one for one in found.entries if one not in found.main]),
         claims={verdict: [one for one in judged if one.verdict == verdict] for verdict in get_args(Verdict)},
