@@ -96,9 +96,9 @@ class Branching:
         "goes on. A branch has all its parent's settings; those of time and memory can differ, and dev_blocks. "
         "Or the folder of a dense model, such as imported/gpt2 that `demix import` wrote: the model begins with "
         "its parameters, and with a training of its own. Or `{hub: owner/name, revision: commit}`, such a model of the "
-        "Hugging Face hub, which the run imports once. For kind routed also a row of kind demix or branched, "
-        "whose experts become those of every layer, as `merged_routed` says: the row trains the merged model on all "
-        "domains for `tokens` more, as `match` counts them (Branch-Train-MiX, Sukhbaatar et al. 2024).",
+        "Hugging Face hub, which the run imports once. For kind routed also a row of kind demix, branched or "
+        "anchored, whose experts become those of every layer, as `merged_routed` says: the row trains the merged "
+        "model on all domains for `tokens` more, as `match` counts them (Branch-Train-MiX, Sukhbaatar et al. 2024).",
     )
     seed_tokens: Integer = Field(
         default_factory=absent,
@@ -121,8 +121,8 @@ class Branching:
     )
     experts_per_job: Positive = Field(
         default_factory=absent,
-        description="Experts of a row of kind branched that one job trains, one after the other: fewer starts, and "
-        "fewer jobs at a time. It changes no result. Without the key each expert is a job of its own.",
+        description="Experts of a row of kind branched or anchored that one job trains, one after the other: fewer "
+        "starts, and fewer jobs at a time. It changes no result. Without the key each expert is a job of its own.",
     )
     averages: Switch = Field(
         default_factory=absent,
@@ -131,10 +131,11 @@ class Branching:
     )
     merged_routed: Switch = Field(
         default_factory=absent,
-        description="Score the experts of a row of kind demix or branched as a token-routed model, too, which is "
-        "made without training: each token chooses two of their feedforwards in every layer, by a ridge regression of "
-        "the expert's domain (or cluster) on the token's state, over 40 blocks of dev text of each. All other weights "
-        "of experts that are whole models are averaged.",
+        description="Score the experts of a row of kind demix, branched or anchored as a token-routed model, too, "
+        "which is made without training: each token chooses two of their feedforwards in every layer, by a ridge "
+        "regression of the expert's domain (or cluster) on the token's state, over 40 blocks of dev text of "
+        "each. All other weights of experts of kind branched are averaged. Experts of kind anchored keep "
+        "the routers that they learned, and have the anchor beside them.",
     )
 
 

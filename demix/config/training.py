@@ -192,8 +192,8 @@ class TrainingRecipe(Execution, Optimizer):
     )
     trained: Literal["routers"] | None = Field(
         default_factory=absent,
-        description="In a row of kind routed that begins with routed experts (a parent of kind demix or branched, or a "
-        "folder): `routers` trains the routers alone. Without the key everything is trained.",
+        description="In a row of kind routed that begins with routed experts (a parent of kind demix, branched or "
+        "anchored, or a folder): `routers` trains the routers alone. Without the key everything is trained.",
     )
 
 

@@ -13,12 +13,11 @@ from pydantic import Field
 
 from demix.data.text import SURROGATE
 from demix.data.tokenizer import Tokenizer
-from demix.errors import DemixError, nearest
-from demix.model.continuations import MixedModel, next_likeliest
-from demix.model.decode import choose, log_prior_of, named_prior, open_model, posteriors_of, read_alone, weights_of
+from demix.errors import DemixError
+from demix.model.continuations import MixedModel, mixture_of, next_likeliest
+from demix.model.decode import choose, open_model, read_alone
 from demix.model.device import device_named
 from demix.model.gpt import GPT
-from demix.model.scoring import columns_of
 from demix.settings import DistinctItems, Integer, Items, Number, Switch, Text, names_of, settings
 
 # Of a prompt and of a completion, each, in tokens; a model with a longer context takes as many as that has.
@@ -93,17 +92,8 @@ class Served:
 
     def mixture(self, experts: Sequence[str] | None = None, weights: str | None = None) -> MixedModel:
         """The mixture that a request asks for. Raises DemixError for an unknown expert or rule."""
-        names = columns_of(self.trunks)
-        rule = weights_of(weights or self.weights, self.directory)
-        log_prior, decay = named_prior(self.prior, self.directory, names, rule)
-        if experts is not None:
-            prior = dict(zip(names, np.exp(log_prior).tolist(), strict=True))
-            if unknown := [name for name in experts if name not in names]:
-                raise DemixError("experts", f"{unknown[0]!r:.40} is no expert here", nearest(unknown[0], names, ""))
-            log_prior = log_prior_of(names, {name: prior[name] for name in experts})
-        length = self.trunks[0].architecture.context
-        begin = posteriors_of(rule, log_prior, self.directory, names, self.tokenizer, length, decay)
-        return MixedModel(self.trunks, begin, self.top_k)
+        rule = weights or self.weights
+        return mixture_of(self.directory, self.trunks, self.tokenizer, rule, self.prior, experts, self.top_k)
 
 
 def served(

@@ -3,7 +3,8 @@
 A merged model keeps the sums by expert from which its routers are solved (`demix.model.merge_routed`). They add up, so
 that routers are solved again for the experts that are left or join, without anybody's text, and with the penalty and
 the factor that were chosen when the model was merged. Training moves states and routers, so that a trained model keeps
-no sums: the row of an expert leaves its routers, or joins them as the other model has it, and all other rows stay.
+no sums, nor does a merge of FlexOlmo's experts, whose routers were learned: there the row of an expert leaves the
+routers, or joins them as the other model has it, and all other rows stay.
 """
 
 import dataclasses

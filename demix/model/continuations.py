@@ -83,8 +83,9 @@ def mixture_of(
     weights: str = "tempered",
     prior: str = "",
     experts: Sequence[str] | None = None,
+    top_k: int | None = None,
 ) -> MixedModel:
-    """The mixture of the experts of `trunks`, those of the model in `directory`.
+    """The mixture of the experts of `trunks`, those of the model in `directory`; of the `top_k` likeliest at a token.
 
     `weights` and `prior` are names as in `weights_of` and `named_prior`. Only `experts` are mixed, by default all: the
     others have the prior 0. Raises DemixError for an unknown expert, rule or prior.
@@ -99,7 +100,7 @@ def mixture_of(
         known = dict(zip(names, np.exp(log_prior).tolist(), strict=True))
         log_prior = log_prior_of(names, {name: known[name] for name in experts})
     length = trunks[0].architecture.context
-    return MixedModel(trunks, posteriors_of(rule, log_prior, directory, names, tokenizer, length, decay))
+    return MixedModel(trunks, posteriors_of(rule, log_prior, directory, names, tokenizer, length, decay), top_k)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def merge_routed(
     layer's normed input by ridge regression (`solved`), over the first `BLOCKS` blocks of each domain, which pass
     through the domain's own expert. Penalty and factor are those with the least mean loss of the merged model on
     `TO_CHOOSE` blocks behind them. The tokenizer is copied. README.md holds `card`, and `SUMS` what routers are solved
-    from, by expert. Experts that learned beside an anchor are merged with it, as `_anchored` says.
+    from, by expert. Experts that learned beside an anchor are merged with it, and no text is read (`_anchored`).
 
     Raises DemixError unless the experts are several ones, for tokens that are missing, empty or of another tokenizer,
     and for an `output` that is not empty, unless it may be made `again`.
@@ -74,7 +74,7 @@ def merge_routed(
         refuse_used(output)
     _refuse_unmergeable(directory, shards)
     parents = {expert: expert_lineage(directory, expert) for expert in shards}
-    found = _anchored(directory, tuple(shards)) if _learned_anchored(directory) else _by_ridge(directory, shards)
+    found = _anchored(directory, tuple(shards)) if learned_anchored(directory) else _by_ridge(directory, shards)
     architecture, description = found.architecture, describe(directory)
     learned, seeds = learned_of(parents.values())
     shared_parameters, expert_parameters = parameters(architecture, description["vocab_size"])
@@ -91,7 +91,7 @@ def merge_routed(
         {
             "expert": expert,
             "sha256": parents[expert]["sha256"],
-            "data_sha256": read_json(path.with_suffix(".json"))["sha256"],
+            "data_sha256": read_json(path.with_suffix(".json"))["sha256"] if found.sums else None,
             "learned": {key: parents[expert][key] for key in LEARNED if key in parents[expert]},
         }
         for expert, path in shards.items()
@@ -134,8 +134,8 @@ def _by_ridge(directory: Path, shards: Mapping[str, Path]) -> _Merge:
 def _anchored(directory: Path, experts: tuple[str, ...]) -> _Merge:
     """The merge of experts with their anchor: feedforwards and rows of routers as they are, the anchor's first.
 
-    That is FlexOlmo's, section 3 of Shi et al. 2025 (arXiv 2507.07024), which trains nothing jointly. Raises DemixError
-    where two experts have other shared weights, or another anchor.
+    Nothing is trained jointly (FlexOlmo, Shi et al. 2025, arXiv 2507.07024). Raises DemixError where two experts have
+    other shared weights, or another anchor.
     """
     shared: dict[str, Tensor] = {}
     stacks: dict[str, list[Tensor]] = {}
@@ -160,7 +160,7 @@ def _anchored(directory: Path, experts: tuple[str, ...]) -> _Merge:
     return _Merge(model.architecture.merged_routed(len(experts) + 1), merged, shared, None, lineage)
 
 
-def _learned_anchored(directory: Path) -> bool:
+def learned_anchored(directory: Path) -> bool:
     """Whether the experts in `directory` are whole models, each with an anchor beside its own feedforwards."""
     return whole_models(directory) and bool(describe(directory)["architecture"].get("routed"))
 
@@ -312,7 +312,7 @@ def _least_loss(
 
 def _refuse_unmergeable(directory: Path, shards: Mapping[str, Path]) -> None:
     """Raise DemixError unless the experts of the model in `directory` are several ones, and have dev tokens."""
-    if not _learned_anchored(directory):
+    if not learned_anchored(directory):
         refuse_routed(directory, "are routed already")
     refuse_masked(directory, "has no states of a text that goes on")
     cure = "merge a model of kind demix, branched or anchored"
@@ -321,7 +321,7 @@ def _refuse_unmergeable(directory: Path, shards: Mapping[str, Path]) -> None:
     if len(shards) < 2 or expert_names(directory) == (DENSE_EXPERT,):
         raise DemixError(directory, "has one expert, and tokens choose among several", cure)
     for expert, path in shards.items():
-        if not path.is_file():
+        if not (path.is_file() or learned_anchored(directory)):
             cause = f"is missing, and routers are solved from this text for the expert {expert}"
             raise DemixError(path, cause, "name the folder of <domain>/dev.arrow of every expert with --tokens")
 

@@ -16,7 +16,7 @@ from demix.model.description import parent_of, read_description, read_lineage, r
 from demix.model.export import format_of
 from demix.model.formats import FORMATS
 from demix.model.merge import learned_of, refuse_weights
-from demix.model.merge_routed import BLOCKS
+from demix.model.merge_routed import BLOCKS, learned_anchored
 from demix.model.usual import usual_of
 from demix.report.domains import domains_of, so_many
 from demix.report.formats import as_markdown, markdown_rows
@@ -142,11 +142,20 @@ def merged_routed_card(directory: Path, name: str) -> str:
     """The card of the model `name` whose tokens choose among the experts of the model in `directory`."""
     parents = {expert: expert_lineage(directory, expert) for expert in expert_names(directory)}
     rest = "the average of all their other weights" if whole_models(directory) else "the weights that these share"
+    choice = (
+        f"a token's choice is by a ridge regression of the domain on the token's state, over {BLOCKS} blocks of dev "
+        "text of each expert's domain"
+    )
+    anchored = learned_anchored(directory)
+    if anchored:
+        rest, choice = (
+            "their anchor and its weights",
+            "the experts learned the routers beside the anchor",
+        )
     about = (
-        f"A model whose tokens choose two of {len(parents)} experts in every layer: the feedforwards of the experts of "
-        f"the model {as_markdown(directory.resolve().name)}, with {rest}. Nothing was trained: a "
-        f"token's choice is by a ridge regression of the domain on the token's state, over {BLOCKS} blocks of dev text "
-        "of each expert's domain."
+        f"A model whose tokens choose two of {len(parents) + anchored} experts in every layer: the feedforwards of the "
+        f"experts of the model {as_markdown(directory.resolve().name)}, with {rest}. Nothing was trained for it: "
+        f"{choice}."
     )
     return _merged_card(directory, name, ["merge", "mixture-of-experts"], about, parents, {})
 

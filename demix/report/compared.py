@@ -215,7 +215,10 @@ def _dots(compared: Comparison) -> alt.TopLevelMixin:
                 | {name: finite(row[column]) for name, column in (("value", value), ("low", low), ("high", high))}
                 for row in rows[(rows["kind"] == kind) & rows[value].notna()].to_dict("records")
             ]
-            by_run = {"color": _by_run(compared), "yOffset": alt.YOffset("run:N", scale=alt.Scale(domain=names))}
+            by_run: dict[str, Any] = {
+                "color": _by_run(compared),
+                "yOffset": alt.YOffset("run:N", scale=alt.Scale(domain=names)),
+            }
             panels.append(dots(records, systems, title, labels=not panels, zero=value == "change", **by_run))
     return finish(
         alt.concat(*panels, columns=4, spacing=16) if panels else alt.concat(alt.Chart().mark_point()),

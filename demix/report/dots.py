@@ -14,13 +14,21 @@ MOST = 30
 
 
 def dots(
-    records: list[dict[str, Any]], systems: Sequence[str], title: str, *, labels: bool, zero: bool, **more: Any
+    records: list[dict[str, Any]],
+    systems: Sequence[str],
+    title: str,
+    *,
+    labels: bool,
+    zero: bool,
+    width: int = 190,
+    step: int = 9,
+    **more: Any,
 ) -> Any:
     """One panel: the value of each record with a line from low to high, in the line of its system.
 
-    `systems` are in order, named at the left with `labels`. With `zero` a line stands at 0. `more` are encodings.
+    `systems` are in order, named at the left with `labels`. With `zero` a line stands at 0. A panel is `width` wide and
+    a line `step` high, in pixels. `more` are encodings.
     """
-    options = more.pop("size", {"width": 190, "height": alt.Step(9)})
     chart = alt.Chart(alt.InlineData(values=records)).encode(
         y=alt.Y("system:N", title=None, scale=alt.Scale(domain=list(systems)), axis=alt.Axis(labels=labels)), **more
     )
@@ -33,7 +41,7 @@ def dots(
     if zero:
         at_zero = alt.Chart(alt.InlineData(values=[{"zero": 0}])).mark_rule(color="#888888")
         layers.insert(0, at_zero.encode(x="zero:Q"))
-    return alt.layer(*layers).properties(**options)
+    return alt.layer(*layers).properties(width=width, height=alt.Step(step))
 
 
 def ranked(ranking: Ranking) -> alt.TopLevelMixin:
@@ -52,7 +60,8 @@ def ranked(ranking: Ranking) -> alt.TopLevelMixin:
             labels=not number,
             zero=True,
             color=colour,
-            size={"width": 420, "height": alt.Step(20)},
+            width=420,
+            step=20,
         )
         for number, domains in enumerate(kinds)
     ]

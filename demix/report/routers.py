@@ -26,9 +26,9 @@ def read_loads(run: Run) -> dict[str, pd.DataFrame]:
     return shares
 
 
-def told_by_layer(loads: pd.DataFrame, top_k: int, domains: list[str]) -> list[float]:
-    """What a choice tells of a token's domain in each layer, of `domains`, by the loads of a model (`told`)."""
-    return [told(shares.droplevel("layer").loc[domains], top_k) for _, shares in loads.groupby("layer")]
+def by_layer(loads: pd.DataFrame, domains: list[str]) -> list[pd.DataFrame]:
+    """The shares [domains, experts] of each layer, of the loads of a model (`read_loads`)."""
+    return [shares.droplevel("layer").loc[domains] for _, shares in loads.groupby("layer")]
 
 
 def told(shares: pd.DataFrame, top_k: int) -> float:

@@ -252,7 +252,7 @@ def _row(config: Config, given: _Given, others: Mapping[str, _Given]) -> Row:
     settings = settings_from(RowSettings, values, f"config key models.{name}")
     if settings.trained and not (mixes or given.initial):
         cause = "is given to a row that begins with no routed experts"
-        cure = "give it a parent of kind demix or branched, or leave it out"
+        cure = f"give it a parent of kind {' or '.join(MERGEABLE)}, or leave it out"
         raise DemixError(f"config key models.{name}.trained", cause, cure)
     row = Row(name, kind, settings, learned, section, architecture, given.initial, sequences, given.hub, mixes)
     if row.masked:

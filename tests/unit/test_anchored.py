@@ -132,7 +132,9 @@ def test_a_merge_has_the_anchor_and_the_experts_as_they_were(dense: Path, tokens
     pairs = [train_pair(dense, tokens, tmp_path, tmp_path / "checkpoints" / name, name) for name in TRAINING]
     join_branches(pairs, tmp_path / "flexolmo")
     dev = {name: tokens / "tokens" / name / "dev.arrow" for name in TRAINING}
-    merge_routed(tmp_path / "flexolmo", dev, tmp_path / "merged")
+    merge_routed(tmp_path / "flexolmo", dict.fromkeys(dev, tmp_path / "no text"), tmp_path / "merged")
+    choices = read_json(tmp_path / "merged" / "experts" / "dense.json")["choices"]
+    assert [(one["expert"], one["data_sha256"]) for one in choices] == [(name, None) for name in ("dense", *TRAINING)]
     parts = [load_file(path / "experts" / f"{path.name}.safetensors") for path in pairs]
     parents = load_file(dense / "shared.safetensors") | load_file(dense / "experts" / "dense.safetensors")
     merged = load_file(tmp_path / "merged" / "experts" / "dense.safetensors")

@@ -199,7 +199,7 @@ WRONG = {
     "no such rule": ({"weights": "best"}, 400, "weights best: is not known; use one of history, released, tempered"),
     "another parameter": ({"weights": "tempered(2,0.5,1)"}, 400, "use tempered(beta,gamma)"),
     "no clusters": ({"weights": "cluster"}, 400, "has no clustering of its experts"),
-    "no such expert": ({"experts": ["nesw"]}, 400, "experts: 'nesw' is no expert here; did you mean news?"),
+    "no such expert": ({"experts": ["nesw"]}, 400, "experts: 'nesw' is no expert of this model; did you mean news?"),
     "no expert": ({"experts": []}, 400, "leaves every expert without weight"),
     "an expert twice": ({"experts": ["law", "law"]}, 400, "request.experts: holds one value twice"),
     "an unknown key": ({"more": {"top_k": 3}}, 400, "request.more: is not known"),

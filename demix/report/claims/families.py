@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from demix.report.claims.row import HARM, Row, Versus
-from demix.report.domains import so_many
+from demix.report.domains import mean_of, so_many
 from demix.report.families import Family, families, one_clusters, training_flops, tried_top_k
 from demix.report.material import Material
 from demix.report.needs import FAMILIES, ROUTERS
@@ -202,16 +202,16 @@ def _routers_alone(material: Material) -> list[Versus]:
 
 def _follow_domains(material: Material) -> Iterator[Part]:
     """Whether routers of merged experts tell more of a token's domain than any whose experts began alike."""
-    from demix.report.routers import told_by_layer
+    from demix.report.routers import by_layer, told
 
-    known, told = families(material.run), {}
+    known, found = families(material.run), {}
     merged = any(family.model.mixes for family in known.values())
     for one in token_routed(material.run) if merged else ():
         if one.name in known:
-            layers = told_by_layer(material.loads[one.label], one.top_k, material.training)
-            told[one.name] = one.label, sum(layers) / len(layers)
-    rivals = [share for name, (_, share) in told.items() if not known[name].model.mixes]
-    for name, (label, share) in told.items() if rivals else ():
+            layers = by_layer(material.loads[one.label], material.training)
+            found[one.name] = one.label, mean_of(told(shares, one.top_k) for shares in layers)
+    rivals = [share for name, (_, share) in found.items() if not known[name].model.mixes]
+    for name, (label, share) in found.items() if rivals else ():
         if known[name].model.mixes:
             sentence = f"{label} {100 * share:.1f}% of what a choice could tell, others {100 * max(rivals):.1f}%."
             yield Part(share > max(rivals), int(share > max(rivals)), 1, sentence)
@@ -309,7 +309,7 @@ ROWS = (
         "routers_are_enough",
         "Training the routers of merged experts is enough: perplexity is at most "
         f"{100 * HARM:g}% higher than with all parameters trained",
-        "FlexOlmo, Shi et al. 2025, there without experts that were trained together",
+        "the last step of FlexOlmo, Shi et al. 2025",
         _routers_alone,
     ),
     Row(

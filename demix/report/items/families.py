@@ -25,8 +25,8 @@ OF_RELEASED = (
 OF_AVERAGES = "Averaged experts are one model of their mean parameters, of the run's own seed, as is their Dense."
 OF_ROUTED = (
     "Merged-routed: of a row's experts each token chooses two in every layer, by a ridge regression of the domain on "
-    "its state over dev text. What whole models have besides feedforwards is averaged. Nothing was trained for it; of "
-    "the run's own seed, as is its Dense."
+    "its state over dev text. What branches have besides feedforwards is averaged; FlexOlmo's experts keep their "
+    "routers and have their anchor beside them. Nothing was trained for it; of the run's own seed, as is its Dense."
 )
 
 OF_TOP_K = (

@@ -22,21 +22,18 @@ def make(material: Material) -> Table:
     from scipy.stats import entropy
 
     from demix.report.read import read_metrics
-    from demix.report.routers import told_by_layer
+    from demix.report.routers import by_layer, told
 
     rows: dict[str, dict[str, Any]] = {}
     for model in token_routed(material.run):
-        loads = material.loads[model.label].groupby("layer")
-        by_layer = [shares.droplevel("layer").loc[material.training] for _, shares in loads]
-        information = [
-            100 * share for share in told_by_layer(material.loads[model.label], model.top_k, material.training)
-        ]
-        means = [shares.mean(axis=0) for shares in by_layer]
+        layers = by_layer(material.loads[model.label], material.training)
+        information = [100 * told(shares, model.top_k) for shares in layers]
+        means = [shares.mean(axis=0) for shares in layers]
         lines = list(read_metrics(material.metrics / f"{model.name}.jsonl"))
         last = [line["router_dropped"] for line in lines[-max(1, len(lines) // 10) :] if "router_dropped" in line]
         rows[model.label] = {
             "A token chooses": f"{model.top_k} of {len(model.experts)}",
-            "Routed layers": float(len(by_layer)),
+            "Routed layers": float(len(layers)),
             "Told of the domain, %": mean_of(information),
             "in the layer that tells most, %": max(information),
             "Busiest expert, times an equal share": max(float(mean.max() * len(mean)) for mean in means),
@@ -53,7 +50,7 @@ def make(material: Material) -> Table:
         frame,
         notes=(
             "Tests have no capacity, so that no choice is dropped there. Merged-routed models are not trained: their "
-            "routers are solved from each expert's dev text.",
+            "routers are solved from each expert's dev text, or are those that FlexOlmo's experts learned.",
         ),
         formats={name: "{:.1f}" for name in frame if name.endswith("%")}
         | {"Routed layers": "{:.0f}", "Busiest expert, times an equal share": "{:.2f}", "Effective experts": "{:.1f}"},
